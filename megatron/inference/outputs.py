@@ -114,6 +114,6 @@ class Head:
 
     def _logits(self, state: LayerState, rows: Sequence[int]) -> Tensor:
         """[C or more, P]"""
-        padded = [*rows, *rows[:1] * (self._rule.padded(len(rows)) - len(rows))]
+        padded = [*rows, *[rows[0]] * (self._rule.padded(len(rows)) - len(rows))]
         hidden = state.hidden.index_select(1, torch.tensor(padded, device=self._device))
         return self._layer(state.with_hidden(hidden)).hidden[0]

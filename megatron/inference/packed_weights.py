@@ -1,92 +1,99 @@
-"""Products with weights that oneDNN has laid out for them: on CPUs up to 2.5 times as fast as
-F.linear where rows are few, and a row of them depends on no other row.
+"""Weights in the layout that oneDNN's kernels read, for CPUs.
 
-Shapes: R rows, I inputs, O outputs of a linear layer.
+Products of few rows, as of generated tokens, take about half the time of those with plain weights.
+The weights are there a second time, since evaluations read the plain ones. Numbers differ from
+those of other kernels by their rounding.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import psutil
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-FEWEST_ROWS = 4
-"""A product of fewer rows may round differently."""
-_TRIED_ROWS = (4, 5, 16, 33, 64, 65)
-_LAID_OUT_FOR = 64
+from megatron.inference.row_rule import independent, some_weight
+
+LEAST = 2**18
+"""Numbers of a weight from which it is packed: calling this kernel takes longer than others."""
+SHARE = 0.25
+"""Of the free memory, which packed weights may take; else none is packed."""
+_ROWS = 64
+"""Which the layout is chosen for."""
 
 
 class PackedWeight(nn.Parameter):
-    """A weight [O, I]. Within `packed_products` F.linear multiplies by a packed copy of it, which
-    the first product makes, if a trial of its shape shows that rows do not depend on other rows.
-    Elsewhere it is a parameter like any other, which rounds differently."""
+    """A weight [O, I] whose products are those of a packed copy while this is ``active``; the first
+    product makes the copy. Elsewhere it is a parameter like any other."""
 
     active: ClassVar[bool] = False
-    packed: Tensor | None
+    copy: Tensor | None = None
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            if func is F.linear and cls.active:
-                return _linear(*args, **(kwargs or {}))
-            return func(*args, **(kwargs or {}))
+            if func is not F.linear or not cls.active:
+                return func(*args, **(kwargs or {}))
+            x, weight, *bias = args
+            if weight.copy is None:
+                weight.copy = packed(weight)
+            return packed_linear(x, weight.copy, *bias, **(kwargs or {}))
 
 
-def pack_weights(weights: Iterable[Tensor]) -> None:
-    """Makes :class:`PackedWeight` of the float32 parameters on a CPU among matrices. Those that are
-    multiplied by take their memory once more."""
-    if not torch.backends.mkldnn.is_available():
-        return
-    for weight in weights:
-        if weight.dim() == 2 and weight.device.type == "cpu" and weight.dtype == torch.float32:
-            weight.__class__ = PackedWeight
+class PackedWeights:
+    """Within this context products of some of the weights are those of packed copies: of float32
+    matrices on CPUs, where rows do not depend on each other and there is memory for them. Not for
+    several threads at a time."""
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        chosen = [weight for weight in weights if _suits(weight)]
+        if sum(weight.nbytes for weight in chosen) > SHARE * psutil.virtual_memory().available:
+            return
+        for weight in chosen:
+            # In its place: modules and tables hold the parameter itself.
+            weight.__class__ = PackedWeight  # type: ignore[assignment]
+
+    def __enter__(self) -> None:
+        PackedWeight.active = True
+
+    def __exit__(self, *_: object) -> None:
+        PackedWeight.active = False
 
 
-@contextmanager
-def packed_products() -> Iterator[None]:
-    """Where packed weights are used; not by several threads at a time."""
-    before, PackedWeight.active = PackedWeight.active, True
-    try:
-        yield
-    finally:
-        PackedWeight.active = before
+def is_packed(weight: Tensor) -> bool:
+    """Whether there is a context that multiplies by a packed copy of it."""
+    return isinstance(weight, PackedWeight)
 
 
-def _linear(input: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    if not hasattr(weight, "packed"):
-        independent = _rows_are_independent(weight.shape[1], weight.shape[0])
-        weight.packed = _packed(weight.detach()) if independent else None
-    if weight.packed is None or input.shape[:-1].numel() < FEWEST_ROWS:
-        return F.linear(input, weight, bias)
-    return _product(input, weight.packed, bias)
-
-
-def _packed(weight_OI: Tensor) -> Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight(weight_OI, _LAID_OUT_FOR)
-
-
-def _product(x: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias_O, "none", [], "")
+def _suits(weight: Tensor) -> bool:
+    if is_packed(weight):
+        return False
+    plain = (
+        isinstance(weight, nn.Parameter)
+        and weight.device.type == "cpu"
+        and weight.dtype == torch.float32
+    )
+    if not plain or weight.numel() < LEAST or not torch.backends.mkldnn.is_available():
+        return False
+    return _independent(*weight.shape)
 
 
 @functools.cache
-def _rows_are_independent(inputs: int, outputs: int) -> bool:
-    """Whether the same rows give the same alone and among others, in a trial."""
-    generator = torch.Generator().manual_seed(1)
-    x_RI = torch.randn(max(_TRIED_ROWS), inputs, generator=generator)
-    packed = _packed(torch.randn(outputs, inputs, generator=generator))
-    y_RO = _product(x_RI, packed, None)
-    return all(
-        torch.equal(_product(x_RI[-rows:], packed, None), y_RO[-rows:]) for rows in _TRIED_ROWS
-    )
+def _independent(outputs: int, inputs: int) -> bool:
+    weight = packed(some_weight(outputs, inputs, torch.float32))
+    return independent(lambda x_MI: packed_linear(x_MI, weight), inputs, torch.float32)
+
+
+@torch.inference_mode()
+def packed(weight_OI: Tensor) -> Tensor:
+    """The weight in oneDNN's layout, for :func:`packed_linear`."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach(), _ROWS)
+
+
+def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x A^T + b, [..., O]."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

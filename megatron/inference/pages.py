@@ -104,6 +104,10 @@ class PagePool:
         """Whether a published page has its contents."""
         return page in self._filled
 
+    def is_private(self, page: int) -> bool:
+        """Whether nobody can find a page."""
+        return page not in self._digests
+
     def fill(self, page: int) -> None:
         """Says that a page has its contents now."""
         if page in self._digests:

@@ -64,7 +64,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         _finite(self, "temperature", "presence_penalty", "frequency_penalty", "repetition_penalty")
-        _require(self.temperature > 0, self, "temperature", "above 0; greedy is its limit at 0")
+        _require(self.temperature > 0, self, "temperature", "positive; greedy is its limit at 0")
         _require(self.top_k >= 0, self, "top_k", "0 or more; 0 is for all tokens")
         _require(0 < self.top_p <= 1, self, "top_p", "above 0 and at most 1; 1 is for all tokens")
         _require(0 <= self.top_p_decay <= 1, self, "top_p_decay", "0 to 1; 0 is for no decay")
@@ -101,11 +101,13 @@ class Stopping:
         max_new_tokens: 0 to score the prompt only.
         tokens: each of these ends it.
         texts: it ends as soon as one of these is in the new text.
+        before: text of the prompt's end with which one of ``texts`` may begin.
     """
 
     max_new_tokens: int
     tokens: frozenset[int] = frozenset()
     texts: tuple[str, ...] = ()
+    before: str = ""
 
     def __post_init__(self) -> None:
         _require(self.max_new_tokens >= 0, self, "max_new_tokens", "0 or more")

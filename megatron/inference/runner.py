@@ -10,7 +10,10 @@ Shapes: S tokens of an encoded prompt, T tokens of a pass, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 
@@ -21,7 +24,7 @@ from torch import Tensor
 from megatron.config import ModelConfig
 from megatron.families import Generation
 from megatron.inference.outputs import Head, Numbers, Wanted
-from megatron.inference.packed_weights import pack_weights, packed_products
+from megatron.inference.packed_weights import PackedWeights, is_packed
 from megatron.inference.page_memory import PageMemory, PageShape
 from megatron.inference.paged_attention import EncodedPrompt, PagedCache
 from megatron.inference.row_rule import RowRule
@@ -65,32 +68,35 @@ class PagedRunner:
         if scaling.rope_type == "longrope":
             self.long_after = scaling.original_max_position_embeddings
         self._mesh, self._device = stages.mesh, stages.device
-        pack_weights(stages.weights)
         layers = cached_layers(stages)
         shape = page_shape(stages, model, page_size)
         self.memory = PageMemory(layers, shape, pages, self._device)
         self._encoded: dict[int, EncodedPrompt] = {}
         self._group = self._mesh.model
         self.main = self._group.rank == 0
-        self._rows = RowRule.of(stages.weights)
+        self._packed = PackedWeights(stages.weights)
+        self._rows = RowRule.of(stages.weights, is_packed).agreed(self._group)
         self._head = Head(stages, self.vocab_size, self._rows) if stages.last else None
         self._steps = _patient_group(self._mesh) if self._mesh.world.size > 1 else None
 
     def run(self, step: Step) -> StepResult:
         """See `Runner.run`."""
-        self._announce(step)
-        result = self._computed(step)
+        with _ranks_together() if self._steps is not None else nullcontext():
+            self._announce(step)
+            result = self._computed(step)
         assert result is not None
         return result
 
     def follow(self) -> None:
-        """Computes this rank's part of all steps until the main rank closes."""
-        while True:
-            box: list[Step | None] = [None]
-            dist.broadcast_object_list(box, self._group.ranks[0], group=self._steps)
-            if box[0] is None:
-                return
-            self._computed(box[0])
+        """Computes this rank's part of all steps until the main rank closes; signals to stop are
+        for that one, which may have requests to end first."""
+        with _deaf_to(signal.SIGINT, signal.SIGTERM):
+            while True:
+                box: list[Step | None] = [None]
+                dist.broadcast_object_list(box, self._group.ranks[0], group=self._steps)
+                if box[0] is None:
+                    return
+                self._computed(box[0])
 
     def close(self) -> None:
         """See `Runner.close`."""
@@ -101,7 +107,6 @@ class PagedRunner:
             dist.broadcast_object_list([step], self._group.ranks[0], group=self._steps)
 
     @torch.inference_mode()
-    @packed_products()
     def _computed(self, step: Step) -> StepResult | None:
         """The result on the main rank."""
         self.memory.copy(step.copies)
@@ -115,12 +120,12 @@ class PagedRunner:
         self.memory.clear(
             [page for part in step.parts for page in part.pages[-(-part.start // P) :]]
         )
-        passes = [self._hidden(parts) for parts in cut(step.parts, self._rows.most)]
-        wanted = Wanted.of(step.parts)
-        numbers = None
-        if self._head is not None:
-            hidden = torch.cat([each for each in passes if each is not None], dim=1)
-            numbers = self._head.numbers(LayerState(hidden), wanted)
+        wanted, numbers = Wanted.of(step.parts), None
+        with self._packed:
+            passes = [self._hidden(parts) for parts in cut(step.parts, self._rows.most)]
+            if self._head is not None:
+                hidden = torch.cat([each for each in passes if each is not None], dim=1)
+                numbers = self._head.numbers(LayerState(hidden), wanted)
         numbers = self._to_main(numbers, wanted)
         return None if numbers is None else wanted.result(numbers)
 
@@ -177,6 +182,36 @@ def cut(parts: Sequence[Part], most: int | None) -> list[list[Part]]:
             room -= end - first
             first = end
     return passes
+
+
+@contextmanager
+def _ranks_together() -> Iterator[None]:
+    """Holds Ctrl-C back until the end of the block: the other ranks would wait for one that leaves
+    in the middle."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        signal.raise_signal(signal.SIGINT)
+
+
+@contextmanager
+def _deaf_to(*signals: signal.Signals) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _patient_group(mesh: Mesh) -> dist.ProcessGroup:

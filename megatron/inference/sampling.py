@@ -51,7 +51,7 @@ class TokenSampler:
         self._last = prompt[-1] if prompt else None
         self._tokenizer = tokenizer if sampling.prevent_newline_after_colon else None
         if sampling.prevent_newline_after_colon and tokenizer is None:
-            raise ValueError("prevent_newline_after_colon needs a tokenizer, and there is none")
+            raise ValueError("prevent_newline_after_colon needs a tokenizer")
 
     def choose(self, logits_V: Tensor, allowed: Mask | None = None) -> int:
         """The next token, which joins the sequence; among those ``allowed``, where that is given.

@@ -55,12 +55,14 @@ class Scheduler:
     Attributes:
         waiting: in the order of arrival.
         running: in the order of arrival.
+        followers: of the jobs that read prompts in this step, those that wait for the same one.
     """
 
     def __init__(self, limits: EngineLimits, pool: PagePool, encodes: bool) -> None:
         self.limits, self.pool = limits, pool
         self.waiting: deque[Job] = deque()
         self.running: dict[int, Job] = {}
+        self.followers: dict[Job, list[Job]] = {}
         self._rows = 0
         self._prompts = EncodedPrompts() if encodes else None
 
@@ -117,9 +119,15 @@ class Scheduler:
     ) -> tuple[tuple[tuple[int, tuple[int, ...]], ...], tuple[int, ...]]:
         budget = self.limits.step_tokens - len(planned)
         encode: dict[int, tuple[int, ...]] = {}
+        first: dict[tuple[int, ...], Job] = {}
+        self.followers = {}
         for job in reading:
             if budget <= 0:
                 break
+            other = job if self._prompts is not None else first.setdefault(job.prompt, job)
+            if other is not job and job.follows(other, self.pool):
+                self.followers.setdefault(other, []).append(job)
+                continue
             if self._prompts is not None and job.encoded is None:
                 number, new = self._prompts.of(job)
                 if new:

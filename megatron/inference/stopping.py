@@ -27,12 +27,12 @@ class StopWatch:
         self._stream: TextStream | None = None
         if stopping.texts:
             if tokenizer is None:
-                raise ValueError("stop texts need a tokenizer, and there is none")
+                raise ValueError("stop texts need a tokenizer")
             self._stream = TextStream(tokenizer, prompt)
-        self._tail = ""
+        self._tail = self._texts.undecided(stopping.before)
 
     def add(self, token: int) -> Finish | None:
-        """Why the sequence ends with this token; None if it goes on."""
+        """Why the sequence ends with this token; None if it continues."""
         self._count += 1
         if token in self._stopping.tokens:
             return "stop"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -65,25 +64,6 @@ def check_inputs(flag: str, paths: Sequence[str | Path], folders: bool = False) 
             found = "folder" if path.is_dir() else "file"
             inside = f" in it, such as {_some(path)}" if found == "folder" and _some(path) else ""
             raise ConfigError(f"{flag} {path} is a {found}; name a {wanted}{inside}")
-
-
-def check_output(flag: str, path: str | Path | None) -> None:
-    """Creates the folder of a file that is written at the end. Raises ConfigError if that or
-    writing there is not possible, or the path is a folder."""
-    if path is None:
-        return
-    path = Path(path)
-    if path.is_dir():
-        raise ConfigError(f"{flag} {path} is a folder; name a file")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent) as probe:
-            probe.write(b"probe")
-    except OSError as error:
-        raise ConfigError(
-            f"{flag} {path}: cannot write to {path.parent} ({error.strerror}); choose a folder "
-            "with write access"
-        ) from None
 
 
 def _some(folder: Path) -> str:

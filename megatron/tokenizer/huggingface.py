@@ -50,7 +50,10 @@ class HFTokenizer(Tokenizer):
         from transformers import AutoTokenizer  # seconds: only for whoever needs it
 
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+            # Code in the folder is never run, nor is anybody asked whether it may.
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=False
+            )
         except Exception as error:  # transformers raises many kinds, some of them bare Exception
             names = ", ".join(sorted(path.name for path in directory.iterdir())[:8]) or "nothing"
             raise ValueError(
@@ -142,7 +145,7 @@ class HFTokenizer(Tokenizer):
     def _decoders(self) -> set[str]:
         """Names of the steps by which `tokenizers` makes a text of tokens."""
         decoder = json.loads(self._tokenizer.backend_tokenizer.to_str())["decoder"] or {}
-        return {step["type"] for step in decoder.get("decoders", [decoder])}
+        return {step["type"] for step in decoder.get("decoders", [decoder]) if "type" in step}
 
     def _is_wordpiece(self, vocab: dict[str, int]) -> bool:
         if self._tokenizer.is_fast:

@@ -142,7 +142,10 @@ class Runner:
         which only one can have."""
         with FileLock(Path(tempfile.gettempdir()) / f"conformance-server-{os.getuid()}.lock"):
             served = Served(text, folder, folder / "server.log")
-            with served.log.open("w") as log, self._process(text, folder, case.environment, log) as p:
+            with (
+                served.log.open("w") as log,
+                self._process(text, folder, case.environment, log) as p,
+            ):
                 served.wait(p, str(case.serves))
                 yield served
                 for each in leaves(psutil.Process(p.pid)):  # not a launcher
@@ -161,9 +164,7 @@ class Runner:
         place(case.files, folder, self.data)
         return folder
 
-    def _shell(
-        self, text: str, folder: Path, settings: Mapping[str, str], typed: str = ""
-    ) -> Done:
+    def _shell(self, text: str, folder: Path, settings: Mapping[str, str], typed: str = "") -> Done:
         # DeepSpeed's launcher has one port where a command names none.
         only_one = FileLock(Path(tempfile.gettempdir()) / f"conformance-{os.getuid()}.lock")
         with (
@@ -242,9 +243,10 @@ def training_script(text: str) -> bool:
 
 def sized_script(text: str) -> bool:
     """Whether a command is one of the scripts that train or run a task, whose sizes are flags."""
-    return training_script(text) or re.search(
-        r"/(evaluate|finetune|lambada|run_text_generation)_", text
-    ) is not None
+    return (
+        training_script(text)
+        or re.search(r"/(evaluate|finetune|lambada|run_text_generation)_", text) is not None
+    )
 
 
 def plain_program(text: str) -> list[str] | None:

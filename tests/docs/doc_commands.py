@@ -6,6 +6,7 @@ command is run as it is written but for the size of the model and the length of 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -15,10 +16,13 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+import psutil
 from doc_pages import ROOT, Block
 
 RUN = (
@@ -193,15 +197,49 @@ class Programs:
         self, file: str, words: Sequence[str], folder: Path, processes: int = 1, **settings: str
     ) -> tuple[int, str]:
         """Runs a program; returns its exit status and what the first process printed."""
-        process = self._started()
-        assert process.stdin is not None and process.stdout is not None
         output = folder / ".output"
+        statuses = self._told(file, words, folder, output, processes, settings)
+        return max(statuses, key=abs), output.read_text()
+
+    @contextlib.contextmanager
+    def serving(
+        self, file: str, words: Sequence[str], folder: Path, **settings: str
+    ) -> Iterator[None]:
+        """A server that runs until the block ends; SIGTERM ends it. Raises AssertionError if it
+        does not print that it serves, or ends with an error."""
+        output = folder / ".server-output"
+        served = self._told(file, words, folder, output, 1, settings, serves=True)
+        try:
+            deadline = time.monotonic() + PATIENCE
+            while not (output.is_file() and " is served at http" in output.read_text()):
+                assert time.monotonic() < deadline and psutil.pid_exists(served[0]), (
+                    f"the server does not serve: {output.read_text()}"
+                )
+                assert psutil.Process(served[0]).status() != psutil.STATUS_ZOMBIE, (
+                    output.read_text()
+                )
+                time.sleep(0.05)
+            yield
+        finally:
+            statuses = self._answer({"stop": served})
+        assert statuses == [0], output.read_text()
+
+    def _told(
+        self,
+        file: str,
+        words: Sequence[str],
+        folder: Path,
+        output: Path,
+        processes: int,
+        settings: dict[str, str],
+        serves: bool = False,
+    ) -> list[int]:
+        """Starts a program; returns the exit statuses of its processes or, of a server, their
+        ids."""
         environments: list[dict[str, str]] = [dict(settings)]
         if processes > 1:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = str(probe.getsockname()[1])
-            size = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            size = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1"}
+            size["MASTER_PORT"] = free_port()
             environments = [
                 settings | size | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(processes)
             ]
@@ -211,11 +249,16 @@ class Programs:
             "folder": str(folder),
             "output": str(output),
             "environments": environments,
+            "serves": serves,
         }
+        return self._answer(job)
+
+    def _answer(self, job: dict[str, Any]) -> list[int]:
+        process = self._started()
+        assert process.stdin is not None and process.stdout is not None
         process.stdin.write(json.dumps(job) + "\n")
         process.stdin.flush()
-        statuses = json.loads(process.stdout.readline())
-        return max(statuses, key=abs), output.read_text()
+        return json.loads(process.stdout.readline())
 
     def close(self) -> None:
         """Ends the process."""
@@ -223,6 +266,13 @@ class Programs:
             assert self._process.stdin is not None
             self._process.stdin.close()
             self._process.wait()
+
+
+def free_port() -> str:
+    """A port that nothing listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
 
 
 def execute(

@@ -8,6 +8,8 @@ Every fenced block is run or compared by a test, or says by a comment above it w
     <!-- file: NAME -->        the block is this file for the commands that follow
     <!-- output -->            what the commands before it print; ... stands for anything
     <!-- output: numbers vary -->    the same, and any number stands for any other
+    <!-- serves -->            the last of these commands is a server, which runs until the page
+                               ends; the test gives it a free port instead of 5000
     <!-- fails -->             the last of these commands ends with an error
     <!-- smaller: FLAGS -->    what the test appends, too, to the commands that train; "nothing":
                                they are run as they are
@@ -26,7 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 NEEDS = {"gpu", "cluster", "minutes", "network", "files"}
-MARKERS = set("needs form listing file output fails smaller prepare figure api".split())
+MARKERS = set("needs form listing file output fails serves smaller prepare figure api".split())
 COMMANDS = {"sh", "bash"}
 """Languages of blocks that are typed into a shell."""
 

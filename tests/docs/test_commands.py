@@ -6,20 +6,27 @@ writes what was printed into the output blocks that do not match.
 """
 
 import ast
+import contextlib
 import importlib
 import json
 import os
+import re
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from doc_commands import commands, execute, fresh_folder, matches
+from doc_commands import commands, execute, free_port, fresh_folder, matches
 from doc_pages import COMMANDS, NEEDS, ROOT, Block, pages, paths, read
 
 REWRITE = bool(os.environ.get("MEGATRON_REWRITE_DOCS"))
 
 RUN_ELSEWHERE = {"tools/README.md": "tests/unit/tools/collection/test_readme.py"}
 """Pages whose commands another test runs."""
+
+
+SERVER_PORT = "SERVER_PORT"
+"""Of the environment of a page, once one of its commands serves."""
 
 
 def runs(block: Block) -> bool:
@@ -67,17 +74,19 @@ def check(path, chosen, programs, prepared, tmp_path):
     page, printed, environment = read(path), None, {}
     folder = fresh_folder(tmp_path / "page", prepared, page.markers.get("prepare", ""))
     wrong: list[tuple[Block, str]] = []
-    for block in page.blocks:
-        if "file" in block.markers:
-            target = folder / block.markers["file"]
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(block.text + "\n")
-        elif block.language in COMMANDS:
-            selected = chosen(block)
-            printed = run_block(block, folder, programs, environment) if selected else None
-        elif "output" in block.markers and printed is not None:
-            numbers_vary = "vary" in block.markers["output"]
-            wrong += [] if matches(block.lines, printed, numbers_vary) else [(block, printed)]
+    with contextlib.ExitStack() as servers:
+        for block in page.blocks:
+            if "file" in block.markers:
+                target = folder / block.markers["file"]
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_text(block.text + "\n")
+            elif block.language in COMMANDS:
+                printed = None
+                if chosen(block):
+                    printed = run_block(block, folder, programs, environment, servers)
+            elif "output" in block.markers and printed is not None:
+                numbers_vary = "vary" in block.markers["output"]
+                wrong += [] if matches(block.lines, printed, numbers_vary) else [(block, printed)]
     if REWRITE:
         for block, text in reversed(wrong):
             rewrite(block, text)
@@ -86,11 +95,26 @@ def check(path, chosen, programs, prepared, tmp_path):
     assert not wrong, f"{shown}\n(MEGATRON_REWRITE_DOCS=1 writes it there)"
 
 
-def run_block(block: Block, folder: Path, programs, environment: dict[str, str]) -> str:
-    """Runs the commands of a block; returns all that they printed."""
+def run_block(
+    block: Block,
+    folder: Path,
+    programs,
+    environment: dict[str, str],
+    servers: contextlib.ExitStack | None = None,
+) -> str:
+    """Runs the commands of a block; returns all that they printed. A server runs on among the
+    ``servers``, and the commands that follow ask it at its port."""
     printed = []
+    if SERVER_PORT in environment:
+        block = replace(block, lines=[asked_at(environment, line) for line in block.lines])
     found = commands(block)
     for number, command in enumerate(found):
+        if "serves" in block.markers and number == len(found) - 1:
+            assert servers is not None and command.program is not None
+            environment[SERVER_PORT] = free_port()
+            words = [*command.words, "--port", environment[SERVER_PORT]]
+            servers.enter_context(programs.serving(command.program, words, folder))
+            continue
         extra = block.markers.get("smaller", "")
         status, text = execute(command, folder, programs, environment, extra)
         printed.append(text)
@@ -98,6 +122,11 @@ def run_block(block: Block, folder: Path, programs, environment: dict[str, str])
         ended = bool(status) == fails or command.may_fail
         assert ended, f"{block.where}: {command.text}\nstatus {status}\n{text}"
     return "".join(printed)
+
+
+def asked_at(environment: dict[str, str], line: str) -> str:
+    """A line with the port of the server that runs."""
+    return re.sub(r"\b(localhost|127\.0\.0\.1):5000\b", rf"\1:{environment[SERVER_PORT]}", line)
 
 
 def rewrite(block: Block, printed: str) -> None:

@@ -2,7 +2,8 @@
 
     MEGATRON_SHOTS=shots pytest tests/docs/test_site.py
 
-also writes pictures of pages into a folder.
+also writes pictures of pages into a folder, and MEGATRON_SITE=site takes the site that `make docs`
+has just built.
 """
 
 import functools
@@ -31,6 +32,7 @@ LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "use"
 """Attributes whose address a browser loads."""
 
 SHOTS = os.environ.get("MEGATRON_SHOTS")
+BUILT = os.environ.get("MEGATRON_SITE")
 WIDTHS = (390, 1280)
 LOOKED_AT = (
     "index.html",
@@ -52,6 +54,9 @@ LOOKED_AT = (
 def site(tmp_path_factory) -> Path:
     """The site, built as `make docs` builds it: a link, an anchor or a page that is missing is an
     error."""
+    if BUILT is not None:
+        assert (Path(BUILT) / "index.html").is_file(), f"MEGATRON_SITE={BUILT} has no site"
+        return Path(BUILT)
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],

@@ -4,13 +4,15 @@
 
 reads a JSON object a line, ``{"file": ..., "argv": [...], "folder": ..., "output": ...,
 "environments": [{...}, ...]}``; runs the file as a script in as many processes as there are
-environments, each with one; and prints a JSON list of their exit statuses. A program starts in a
-fraction of a second instead of several.
+environments, each with one; and prints a JSON list of their exit statuses. With ``"serves": true``
+it prints that of their process ids at once, and ``{"stop": [...]}`` ends them by SIGTERM. A program
+starts in a fraction of a second instead of several.
 """
 
 import json
 import os
 import runpy
+import signal
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -66,6 +68,11 @@ def main() -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         job = json.loads(line)
+        if "stop" in job:
+            for child in job["stop"]:
+                os.kill(child, signal.SIGTERM)
+            print(json.dumps([ended(child) for child in job["stop"]]), flush=True)
+            continue
         children = []
         for rank, environment in enumerate(job["environments"]):
             output = job["output"] + (f".{rank}" if rank else "")
@@ -73,8 +80,12 @@ def main() -> None:
             if child == 0:
                 run(job, environment, output)
             children.append(child)
-        statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        print(json.dumps(statuses), flush=True)
+        print(json.dumps(children if job["serves"] else list(map(ended, children))), flush=True)
+
+
+def ended(child: int) -> int:
+    """The exit status of a process that ends."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 if __name__ == "__main__":

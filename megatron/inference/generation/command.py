@@ -13,11 +13,12 @@ from typing import Any
 from megatron.config import ConfigError, Setting, Settings
 from megatron.inference.engine import GenerationEngine
 from megatron.inference.generation.config import GenerateConfig, unused_flags
-from megatron.inference.generation.prompts import prompts_of
+from megatron.inference.generation.prompt_files import prompts_of
 from megatron.inference.generation.text_generator import TextGenerator
 from megatron.inference.opening import opened_runner
 from megatron.inference.schedule import EngineLimits
 from megatron.training.launch import start_processes
+from megatron.training.outputs import check_output
 from megatron.training.run import RunToolParser
 from megatron.util.files import replacing, sync
 from megatron.util.processes import is_main_process
@@ -31,7 +32,11 @@ def run_generation(description: str | None, argv: Sequence[str] | None = None) -
     """Generates what a command line asks for, on all ranks of its layout. Raises ValueError or
     OSError if a flag, a file or a checkpoint cannot be used; the message names it."""
     options, settings = RunToolParser(GenerateConfig, description).parse(argv)
-    texts = prompts_of(options) if is_main_process() else None
+    texts = None
+    if is_main_process():
+        texts = prompts_of(options)
+        for flag, path in options.outputs.items():
+            check_output(flag, path)
     processes = start_processes(settings, argv)
     for line in unused_flags(options) if is_main_process() else ():
         say(line)
@@ -66,17 +71,14 @@ def _of_run(options: GenerateConfig, settings: Settings) -> Settings:
 def _generate(generator: TextGenerator, options: GenerateConfig, texts: list[str] | None) -> None:
     if texts is None:
         interact(generator, options.num_samples or 1)
-    elif options.genfile is not None:
-        write(Path(options.genfile), megatron_rows(generator, texts), len(texts))
-    elif options.sample_input_file is not None:
-        path = options.sample_output_file or f"{options.sample_input_file}.out"
+    elif options.genfile is not None or options.sample_input_file is not None:
         wanted = texts[: options.num_samples]
         if options.num_samples is not None and options.num_samples > len(texts):
             say(f"--sample-input-file {options.sample_input_file} has {len(texts)} prompts")
-        write(Path(path), megatron_rows(generator, wanted), len(wanted))
+        write(options, megatron_rows(generator, wanted), len(wanted))
     elif options.output is not None:
         count = options.num_samples or 1
-        write(Path(options.output), rows(generator, texts, count), len(texts) * count)
+        write(options, rows(generator, texts, count), len(texts) * count)
     else:
         show(generator, texts, options.num_samples or 1)
 
@@ -119,8 +121,9 @@ def show(generator: TextGenerator, texts: Sequence[str], samples: int, *place: i
     print()
 
 
-def write(path: Path, found: Iterable[Row], total: int) -> None:
+def write(options: GenerateConfig, found: Iterable[Row], total: int) -> None:
     """Writes rows as JSON lines; the file appears when it is complete."""
+    (path,) = map(Path, options.outputs.values())
     with replacing(path) as part, part.open("x", encoding="utf-8") as file:
         for row in progress_bar("generating", found, total, " texts"):
             file.write(json.dumps(row, ensure_ascii=False) + "\n")

@@ -106,6 +106,18 @@ class GenerateConfig(CacheConfig):
             if field.name in names and getattr(self, field.name) is not None
         ]
 
+    @property
+    def outputs(self) -> dict[str, str]:
+        """The file that is written, by its flag; none where texts are printed."""
+        if self.output is not None:
+            return {"--output": self.output}
+        if self.genfile is not None:
+            return {"--genfile": self.genfile}
+        if self.sample_input_file is not None:
+            path = self.sample_output_file or f"{self.sample_input_file}.out"
+            return {"--sample-output-file": path}
+        return {}
+
     def sampling(self) -> Sampling:
         """How tokens are chosen, with the seed of all texts."""
         return Sampling(

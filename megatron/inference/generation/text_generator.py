@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from megatron.inference.engine import GenerationEngine
+from megatron.inference.prompts import end_tokens, prompt_tokens
 from megatron.inference.request import Completion, GenerationRequest, Sampling, Stopping
 from megatron.inference.text_stream import TextStream, continuation_text
 from megatron.parallel.random import derive_seed
@@ -53,10 +54,10 @@ class TextGenerator:
         self.stops = end_tokens(tokenizer)
 
     def encode(self, text: str) -> Tokens:
-        """Ids of a prompt; an empty one starts a new document. Raises ValueError if the tokenizer
-        cannot read it, or it leaves no room for the new tokens."""
-        prompt = tuple(self.tokenizer.tokenize(text)) or (self.tokenizer.eod,)
+        """See :func:`~megatron.inference.prompts.prompt_tokens`. Raises ValueError also if the
+        prompt leaves no room for the new tokens."""
         runner, new = self.engine.runner, self.max_new_tokens
+        prompt = prompt_tokens(self.tokenizer, text, runner)
         if runner.max_prompt is not None and len(prompt) > runner.max_prompt:
             raise ValueError(
                 f"a prompt of {len(prompt)} tokens is longer than the {runner.max_prompt} that the "
@@ -120,9 +121,3 @@ class TextGenerator:
     def _before(self, prompt: Tokens) -> Tokens:
         """The tokens that stand before the new ones; what an encoder reads does not."""
         return prompt if self.engine.runner.max_prompt is None else ()
-
-
-def end_tokens(tokenizer: Tokenizer) -> frozenset[int]:
-    """The tokens that end a document or a text; there may be none."""
-    ids = tokenizer.special_ids
-    return frozenset(token for token in (ids.eod, ids.eos) if token is not None)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.config import ConfigError, Settings
-from megatron.inference.chat import ChatTemplate
+from megatron.inference.chat import ChatFormat
 from megatron.inference.engine import GenerationEngine
 from megatron.inference.engine_thread import EngineThread
 from megatron.inference.opening import opened_runner
@@ -119,7 +119,9 @@ def _serve(config: ServerConfig, settings: Settings, processes: int) -> None:
             config.max_batch_size, config.max_num_batched_tokens, config.max_waiting
         )
         thread = EngineThread(GenerationEngine(opened.runner, opened.tokenizer, limits))
-        chat = ChatTemplate.of(opened.tokenizer) if template is None else ChatTemplate(template)
+        own = opened.folder / "tokenizer"  # of a checkpoint of this project
+        files = own if own.is_dir() else opened.folder
+        chat = ChatFormat.of(opened.tokenizer, files, template)
         thread.start()
         service.open(ServedModel(thread, opened.tokenizer, chat))
         stop.serving = True

@@ -81,6 +81,11 @@ class ServerConfig(CacheConfig):
         """Raises ConfigError if values contradict each other, or a file cannot be read."""
         if self.top_k and self.top_p:
             raise ConfigError(f"--top_k {self.top_k} and --top_p {self.top_p}: give one of them")
+        if self.max_num_batched_tokens <= self.max_batch_size:
+            raise ConfigError(
+                f"--max-num-batched-tokens {self.max_num_batched_tokens} must be more than "
+                f"--max-batch-size {self.max_batch_size}: each text takes one, prompts the rest"
+            )
         if self.api_key is not None and self.api_key_file is not None:
             raise ConfigError("--api-key and --api-key-file: give one of them")
         if self.key is None and not is_loopback(self.host):
@@ -88,6 +93,13 @@ class ServerConfig(CacheConfig):
                 f"--host {self.host} lets other machines use the server, and there is no key: add "
                 f"--api-key, --api-key-file or {KEY_VARIABLE}, or leave --host out"
             )
+        for origin in self.allow_origin:
+            scheme, _, rest = origin.partition("://")
+            if origin != "*" and not (scheme in ("http", "https") and rest and "/" not in rest):
+                raise ConfigError(
+                    f"--allow-origin {origin} is not a site: give https://example.org, with its "
+                    "port if it has one, and nothing behind it"
+                )
         if self.key is None and "*" in self.allow_origin:
             raise ConfigError(
                 "--allow-origin * lets every page that a browser here shows use the server, and "

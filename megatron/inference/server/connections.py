@@ -42,7 +42,7 @@ class BoundedConnection(H11Protocol):
 
     @property
     def _idle(self) -> bool:
-        """Whether no answer is owed: a request has not begun, or its body goes on after it."""
+        """Whether no answer is owed: no request has begun, or it was answered before its end."""
         return self.conn.their_state is h11.IDLE or (
             self.cycle is not None and self.cycle.response_complete
         )
@@ -55,7 +55,10 @@ class BoundedConnection(H11Protocol):
         if unread == 0 or unread < self._unread:
             self._read_since = now
         self._unread = unread
-        if now - self._idle_since >= self.read_seconds or now - self._read_since >= self.write_seconds:
+        if (
+            now - self._idle_since >= self.read_seconds
+            or now - self._read_since >= self.write_seconds
+        ):
             self.transport.abort()
             return
         pause = min(self.read_seconds, self.write_seconds) / _LOOKS

@@ -8,14 +8,14 @@ import traceback
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import orjson
 
 from megatron.inference.server.errors import RequestError
 from megatron.inference.server.exchange import ClientGone
 from megatron.inference.server.metrics import Metrics
-from megatron.inference.server.record import Record, current_record
+from megatron.inference.server.record import RequestRecord, current_record
 
 ENDPOINTS = frozenset(
     f"{prefix}/{name}"
@@ -63,7 +63,7 @@ class Access:
     def _check_host(self, headers: dict[bytes, bytes]) -> None:
         """A page of another site, whose name leads to this machine, sends that name."""
         host = headers.get(b"host", b"localhost").decode("latin-1")
-        name = urlsplit(f"//{host}").hostname
+        name = _split(f"//{host}").hostname
         if name not in _LOCAL_NAMES and name != self.host:
             text = f"Host {host[:200]!r} is not this server's; it takes others with --api-key only"
             raise RequestError(text, 403, code="wrong_host")
@@ -71,10 +71,18 @@ class Access:
     def _check_origin(self, headers: dict[bytes, bytes]) -> None:
         """A browser sends the site whose page asks; other clients send none."""
         origin = headers.get(b"origin", b"").decode("latin-1")
-        own = urlsplit(origin).netloc == headers.get(b"host", b"").decode("latin-1")
+        own = _split(origin).netloc == headers.get(b"host", b"").decode("latin-1")
         if origin and not own and not {origin, "*"} & set(self.origins):
             text = f"pages of {origin[:200]} may not use this server; --allow-origin says which may"
             raise RequestError(text, 403, code="wrong_origin")
+
+
+def _split(url: str) -> SplitResult:
+    """Of what is not a URL, such as ``//[``, nothing."""
+    try:
+        return urlsplit(url)
+    except ValueError:
+        return SplitResult("", "", "", "", "")
 
 
 def _is_open(path: str) -> bool:
@@ -103,7 +111,7 @@ class _Call:
 
     async def run(self, app: Any, receive: Any, access: Access, metrics: Metrics) -> None:
         path = self._scope["path"]
-        record = Record()
+        record = RequestRecord()
         token = current_record.set(record)
         try:
             access.check(path, dict(self._scope["headers"]))
@@ -139,7 +147,7 @@ class _Call:
         await self.send(start)
         await self.send({"type": "http.response.body", "body": body})
 
-    def _note(self, path: str, record: Record, metrics: Metrics) -> None:
+    def _note(self, path: str, record: RequestRecord, metrics: Metrics) -> None:
         took = time.perf_counter() - self._begun
         status = str(self._status or _GONE)
         endpoint = path if path in ENDPOINTS else "other"

@@ -78,6 +78,7 @@ class HTTPThread:
                 loop="asyncio",
                 lifespan="off",
                 log_config=None,
+                log_level="error",
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,

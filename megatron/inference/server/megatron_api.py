@@ -48,7 +48,7 @@ def parsed(body: Mapping[str, Any], defaults: RequestDefaults) -> MegatronReques
     for old, new in (("max_len", "tokens_to_generate"), ("sentences", "prompts")):
         _require(old not in body, f"{old} is no longer used.  Replace with {new}")
     _require("prompts" in body, "prompts argument required")
-    fields = {"prompts": _prompts(body["prompts"])}
+    fields: dict[str, Any] = {"prompts": _prompts(body["prompts"])}
     fields |= _how_much(body) | _how_to_sample(body, defaults)
     fields["add_BOS"] = _flag(body, "add_BOS")
     _require(all(fields["prompts"]) or fields["add_BOS"], "Empty prompts require add_BOS=true")
@@ -154,12 +154,11 @@ def generation_requests(
     total = longest * max(len(prompts), asked.beam_width or 1)
     if total > limit:
         raise RequestError(f"Too many tokens.  {total} is greater than {limit}")
-    stopping = _stopping(asked, model)
     wanted = 0 if asked.logprobs else None
     return [
         GenerationRequest(
             prompt,
-            stopping,
+            _stopping(asked, index, model),
             _sampling(asked, index),
             beams,
             logprobs=wanted,
@@ -182,13 +181,13 @@ def _sampling(asked: MegatronRequest, index: int) -> Sampling:
     )
 
 
-def _stopping(asked: MegatronRequest, model: ServedModel) -> Stopping:
+def _stopping(asked: MegatronRequest, index: int, model: ServedModel) -> Stopping:
     """As Megatron's: text ends it, or else tokens do. In a beam search ``stop_token`` alone."""
     if asked.beam_width is None and (asked.stop_on_eol or asked.stop_on_double_eol):
-        # Megatron asks for the double one first.
-        return Stopping(
-            asked.tokens_to_generate, texts=("\n\n",) if asked.stop_on_double_eol else ("\n",)
-        )
+        if asked.stop_on_double_eol:  # which Megatron asks for first
+            before = asked.prompts[index][-1:]
+            return Stopping(asked.tokens_to_generate, texts=("\n\n",), before=before)
+        return Stopping(asked.tokens_to_generate, texts=("\n",))
     tokens = set() if model.eod is None else {model.eod}
     if asked.stop_token is not None:
         tokens = {asked.stop_token} | (tokens if asked.beam_width is None else set())
@@ -198,7 +197,8 @@ def _stopping(asked: MegatronRequest, model: ServedModel) -> Stopping:
 
 async def _answer(service: Service, asked: MegatronRequest) -> dict[str, Any]:
     model = service.model()
-    prompts = [await service.tokenized(text) for text in asked.prompts]
+    split = service.prompt if model.has_encoder else service.tokenized
+    prompts = [await split(text) for text in asked.prompts]
     if asked.add_BOS:
         if model.eod is None:
             raise RequestError("add_BOS: the tokenizer has no end-of-document token to begin with")
@@ -240,8 +240,8 @@ def _text(
 ) -> tuple[str, list[str]]:
     """A text with its prompt, which is not part of it where an encoder has read it, and the texts
     of its tokens."""
-    tokens = new if model.has_encoder else prompt + new
-    return model.tokenizer.detokenize(tokens), token_texts(model.tokenizer, tokens)
+    segments = token_texts(model.tokenizer, new if model.has_encoder else prompt + new)
+    return "".join(segments), segments
 
 
 def megatron_router(service: Service) -> APIRouter:

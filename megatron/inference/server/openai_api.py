@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
 
@@ -15,9 +15,9 @@ from fastapi.responses import StreamingResponse
 from megatron.inference.request import TokenScore, Update
 from megatron.inference.server.errors import RequestError
 from megatron.inference.server.exchange import JSON, read_object, while_connected
-from megatron.inference.server.openai_requests import Asked, chat_asked, completion_asked
+from megatron.inference.server.openai_requests import TextsAsked, chat_asked, completion_asked
 from megatron.inference.server.service import Answer, Service
-from megatron.inference.server.texts import ChoiceText, Piece, PlacedToken, token_name
+from megatron.inference.server.texts import ChoiceText, PlacedToken, TextPiece, token_name
 from megatron.inference.text_stream import bytes_of_token, token_texts
 from megatron.tokenizer import Tokenizer
 
@@ -31,21 +31,18 @@ class _Completions:
     whole = part = "text_completion"
     prefix = "cmpl"
 
-    def __init__(self, tokenizer: Tokenizer, asked: Asked) -> None:
+    def __init__(self, tokenizer: Tokenizer, asked: TextsAsked) -> None:
         self._tokenizer, self._asked = tokenizer, asked
 
-    def choice(self, index: int, piece: Piece) -> Json:
+    def choice(self, index: int, piece: TextPiece) -> Json:
         logprobs = None if self._asked.top is None else self._logprobs(piece.tokens)
         return _choice(index, {"text": piece.text}, logprobs, piece)
 
     chunk = choice
 
-    def first(self, index: int) -> Json | None:
-        """What a stream begins with."""
-        if not self._asked.echo:
-            return None
-        text = self._asked.shown[index // self._asked.choices]
-        return self.chunk(index, Piece(text, (), None))
+    def first(self, index: int, echo: TextPiece | None) -> Json | None:
+        """What a stream begins with; ``echo`` is the prompt, if it is part of the text."""
+        return None if echo is None else self.chunk(index, echo)
 
     def _logprobs(self, placed: tuple[PlacedToken, ...]) -> Json:
         names = [token_name(self._tokenizer, p.token) for p in placed]
@@ -71,23 +68,23 @@ class _Chat:
     whole, part = "chat.completion", "chat.completion.chunk"
     prefix = "chatcmpl"
 
-    def __init__(self, tokenizer: Tokenizer, asked: Asked) -> None:
+    def __init__(self, tokenizer: Tokenizer, asked: TextsAsked) -> None:
         self._tokenizer, self._asked = tokenizer, asked
 
-    def choice(self, index: int, piece: Piece) -> Json:
+    def choice(self, index: int, piece: TextPiece) -> Json:
         message = {"role": "assistant", "content": piece.text, "refusal": None}
         return _choice(index, {"message": message}, self._logprobs(piece), piece)
 
-    def chunk(self, index: int, piece: Piece) -> Json:
+    def chunk(self, index: int, piece: TextPiece) -> Json:
         delta = {"content": piece.text} if piece.text or not piece.finish else {}
         return _choice(index, {"delta": delta}, self._logprobs(piece), piece)
 
-    def first(self, index: int) -> Json | None:
+    def first(self, index: int, echo: TextPiece | None) -> Json | None:
         """What a stream begins with."""
         delta = {"role": "assistant", "content": ""}
-        return _choice(index, {"delta": delta}, None, Piece("", (), None))
+        return _choice(index, {"delta": delta}, None, TextPiece("", (), None))
 
-    def _logprobs(self, piece: Piece) -> Json | None:
+    def _logprobs(self, piece: TextPiece) -> Json | None:
         if self._asked.top is None:
             return None
         content = []
@@ -107,14 +104,14 @@ class _Chat:
 _Form = _Completions | _Chat
 
 
-def _choice(index: int, content: Json, logprobs: Json | None, piece: Piece) -> Json:
+def _choice(index: int, content: Json, logprobs: Json | None, piece: TextPiece) -> Json:
     return {"index": index, **content, "logprobs": logprobs, "finish_reason": piece.finish}
 
 
 class _Exchange:
     """One request for texts, and its answer in either form."""
 
-    def __init__(self, service: Service, asked: Asked, form: type[_Form]) -> None:
+    def __init__(self, service: Service, asked: TextsAsked, form: type[_Form]) -> None:
         self.service, self.asked = service, asked
         tokenizer = service.model().tokenizer
         self.form, self._tokenizer = form(tokenizer, asked), tokenizer
@@ -158,29 +155,27 @@ class _Exchange:
 
     def _whole_choice(self, index: int, answer: Answer) -> Json:
         piece = self._text(index).add(answer)
-        if self.asked.echo:
-            prompt = index // self.asked.choices
-            shown = self.asked.shown[prompt]
-            before = self._placed(self.asked.prompts[prompt], answer.prompt_scores, shown)
-            piece = Piece(shown + piece.text, before + piece.tokens, piece.finish)
+        echo = self._echo(index, answer.prompt_scores)
+        if echo is not None:
+            piece = TextPiece(echo.text + piece.text, echo.tokens + piece.tokens, piece.finish)
         return self.form.choice(index, piece)
 
-    def _placed(
-        self, prompt: tuple[int, ...], scores: tuple[TokenScore, ...], shown: str
-    ) -> tuple[PlacedToken, ...]:
-        """The tokens of a prompt, which is part of the text."""
-        if self.asked.top is None:
-            return ()
-        if not shown:
-            return ()  # the token that stands for an empty prompt
+    def _echo(self, index: int, scores: tuple[TokenScore, ...]) -> TextPiece | None:
+        """The prompt with the scores of its tokens, if it is part of the text."""
+        if not self.asked.echo:
+            return None
+        number = index // self.asked.choices
+        prompt, shown = self.asked.prompts[number], self.asked.shown[number]
+        if self.asked.top is None or not shown:  # an empty prompt has a token that is not shown
+            return TextPiece(shown, (), None)
         found, place = [], 0
         texts = token_texts(self._tokenizer, prompt)
         for token, score, text in zip(prompt, (None, *scores), texts, strict=True):
             found.append(PlacedToken(token, place, score))
             place += len(text)
-        return tuple(found)
+        return TextPiece(shown, tuple(found), None)
 
-    async def stream(self) -> AsyncIterator[bytes]:
+    async def stream(self) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events. Raises RequestError before the first one only."""
         new, cached = 0, 0
         texts = [self._text(i) for i in range(len(self.asked.prompts) * self.asked.choices)]
@@ -207,7 +202,7 @@ class _Exchange:
         chunks = []
         if index not in begun:
             begun.add(index)
-            first = self.form.first(index)
+            first = self.form.first(index, self._echo(index, update.prompt_scores))
             chunks += [] if first is None else [first]
         piece = text.add(update)
         if piece.text or piece.tokens or piece.finish is not None:
@@ -223,26 +218,26 @@ def _event(content: Json) -> bytes:
     return b"data: " + orjson.dumps(content) + b"\n\n"
 
 
-async def _streamed(request: Request, events: AsyncIterator[bytes]) -> Response:
+async def _streamed(request: Request, events: AsyncGenerator[bytes, None]) -> Response:
     """Begins with the first event, so that errors before it have their status."""
     try:
         first = await while_connected(request, _next(events))
     except BaseException:
-        await events.aclose()  # type: ignore[attr-defined]
+        await events.aclose()
         raise
 
-    async def all_events() -> AsyncIterator[bytes]:
+    async def all_events() -> AsyncGenerator[bytes, None]:
         try:
             yield first
             async for event in events:
                 yield event
         finally:
-            await events.aclose()  # type: ignore[attr-defined]
+            await events.aclose()
 
     return StreamingResponse(all_events(), headers=_HEADERS, media_type="text/event-stream")
 
 
-async def _next(events: AsyncIterator[bytes]) -> bytes:
+async def _next(events: AsyncGenerator[bytes, None]) -> bytes:
     return await anext(events)
 
 
@@ -252,7 +247,7 @@ def openai_router(service: Service) -> APIRouter:
 
     async def answer(
         request: Request,
-        read: Callable[[Service, Json], Coroutine[Any, Any, Asked]],
+        read: Callable[[Service, Json], Coroutine[Any, Any, TextsAsked]],
         form: type[_Form],
     ) -> Response:
         service.model()

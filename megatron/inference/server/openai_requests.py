@@ -14,6 +14,7 @@ from megatron.inference.server.limits import RequestDefaults
 from megatron.inference.server.service import ServedModel, Service, seed_of
 
 MAX_CHOICES = 128
+_PROMPT = "must be a string, a list of strings, a list of token ids, or a list of such lists"
 _MAX_STOPS = 16
 _MAX_TOP = 20
 _MAX_BIAS = 1024
@@ -38,7 +39,7 @@ _REFUSED_BY_COMPLETIONS = {
 
 
 @dataclass(frozen=True)
-class Asked:
+class TextsAsked:
     """A request for texts.
 
     Attributes:
@@ -61,7 +62,7 @@ class Asked:
 
     def requests(self) -> list[GenerationRequest]:
         """All texts of the first prompt, then those of the second, and so on."""
-        template, found = self.template, []
+        template, found = self.template, list[GenerationRequest]()
         for prompt in self.prompts:
             for _ in range(self.choices):
                 seed = seed_of(template.sampling.seed, len(found))
@@ -70,7 +71,7 @@ class Asked:
         return found
 
 
-async def completion_asked(service: Service, body: Mapping[str, Any]) -> Asked:
+async def completion_asked(service: Service, body: Mapping[str, Any]) -> TextsAsked:
     """What a body of ``/v1/completions`` asks for. Raises RequestError."""
     model, fields = service.model(), Fields(body)
     _check_model(service, fields)
@@ -82,15 +83,11 @@ async def completion_asked(service: Service, body: Mapping[str, Any]) -> Asked:
         raise fields.fault("echo", "is not supported: an encoder reads the prompt")
     top = fields.integer("logprobs", 0, _MAX_TOP)
     new = fields.integer("max_tokens", 0)
-    asked = _asked(
-        service, model, fields, prompts, shown, choices, 16 if new is None else new, top, echo
-    )
-    if echo and asked.stream and asked.top is not None:
-        raise fields.fault("echo", "with logprobs cannot be streamed; leave stream out")
-    return asked
+    new = 16 if new is None else new
+    return _asked(service, model, fields, prompts, shown, choices, new, top, echo)
 
 
-async def chat_asked(service: Service, body: Mapping[str, Any]) -> Asked:
+async def chat_asked(service: Service, body: Mapping[str, Any]) -> TextsAsked:
     """What a body of ``/v1/chat/completions`` asks for. Raises RequestError."""
     model, fields = service.model(), Fields(body)
     _check_model(service, fields)
@@ -98,7 +95,7 @@ async def chat_asked(service: Service, body: Mapping[str, Any]) -> Asked:
     fields.ignore("parallel_tool_calls")
     if fields.take("modalities") not in (None, ["text"]):
         raise fields.fault("modalities", 'can only be ["text"]: the model writes text only')
-    prompt = await _chat_prompt(service, model, fields)
+    prompt = await _chat_prompt(service, fields)
     choices = _choices(fields, 1)
     top = fields.integer("top_logprobs", 0, _MAX_TOP)
     if not fields.flag("logprobs"):
@@ -111,7 +108,10 @@ async def chat_asked(service: Service, body: Mapping[str, Any]) -> Asked:
     new = older if new is None else new
     if new is None:
         new = max(1, min(model.room(prompt), service.limits.tokens // choices - len(prompt)))
-    return _asked(service, model, fields, (prompt,), ("",), choices, new, top, False)
+    asked = _asked(service, model, fields, (prompt,), ("",), choices, new, top, False)
+    stopping = asked.template.stopping
+    stopping = replace(stopping, texts=(*stopping.texts, *model.chat.stops))
+    return replace(asked, template=replace(asked.template, stopping=stopping))
 
 
 def _asked(
@@ -124,7 +124,7 @@ def _asked(
     new: int,
     top: int | None,
     echo: bool,
-) -> Asked:
+) -> TextsAsked:
     _check_size(service, model, prompts, choices, new)
     hidden = frozenset[int]() if fields.flag("ignore_eos") else model.ends
     stops = fields.texts("stop", _MAX_STOPS)
@@ -148,7 +148,7 @@ def _asked(
     inner.end()
     fields.ignore(*_SAYS_NOTHING)
     fields.end()
-    return Asked(prompts, shown, choices, template, ends, top, echo, stream, include_usage)
+    return TextsAsked(prompts, shown, choices, template, ends, top, echo, stream, include_usage)
 
 
 def _check_model(service: Service, fields: Fields) -> None:
@@ -162,50 +162,45 @@ async def _prompts(
     service: Service, model: ServedModel, fields: Fields
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
     """Of a text, a list of texts, ids, or a list of lists of ids."""
-    what = "must be a string, a list of strings, a list of token ids, or a list of such lists"
     given = fields.take("prompt")
     if given is None:
-        raise fields.fault("prompt", f"is missing: it {what}")
+        raise fields.fault("prompt", f"is missing: it {_PROMPT}")
     if isinstance(given, str) or (isinstance(given, list) and given and is_integer(given[0])):
         given = [given]
     if not isinstance(given, list) or not given:
-        raise fields.fault("prompt", what)
+        raise fields.fault("prompt", _PROMPT)
     if len(given) > MAX_CHOICES:
         raise fields.fault(
             "prompt", f"has {len(given)} prompts; at most {MAX_CHOICES} are possible"
         )
-    prompts, shown = [], []
-    for one in given:
-        if isinstance(one, str):
-            ids = await service.tokenized(one)
-            text = one
-        elif isinstance(one, list) and all(map(is_integer, one)):
-            unknown = [token for token in one if not 0 <= token < model.tokenizer.vocab_size]
-            if unknown:
-                size = model.tokenizer.vocab_size
-                raise fields.fault("prompt", f"has token {unknown[0]}; there are {size}, from 0")
-            ids = tuple(one)
-            text = model.tokenizer.detokenize(ids)
-        else:
-            raise fields.fault("prompt", what)
-        if not ids:
-            # As OpenAI: an empty prompt is the beginning of a document.
-            if model.eod is None:
-                raise fields.fault("prompt", "is empty, and there is no token to begin a text with")
-            ids = (model.eod,)
-        prompts.append(ids)
-        shown.append(text)
-    return tuple(prompts), tuple(shown)
+    found = [await _prompt(service, model, fields, one) for one in given]
+    return tuple(ids for ids, _ in found), tuple(shown for _, shown in found)
 
 
-async def _chat_prompt(service: Service, model: ServedModel, fields: Fields) -> tuple[int, ...]:
+async def _prompt(
+    service: Service, model: ServedModel, fields: Fields, given: Any
+) -> tuple[tuple[int, ...], str]:
+    """Ids of a text or of ids, and the text."""
+    if isinstance(given, str):
+        return await service.prompt(given), given
+    if not isinstance(given, list):
+        raise fields.fault("prompt", _PROMPT)
+    _check_size(service, model, [given], 1, 0)  # before each of them is looked at
+    size = model.tokenizer.vocab_size
+    if not all(is_integer(token) and 0 <= token < size for token in given):
+        raise fields.fault("prompt", f"must have token ids from 0 to {size - 1}")
+    ids = tuple(given)
+    return ids or await service.prompt(""), model.tokenizer.detokenize(ids)
+
+
+async def _chat_prompt(service: Service, fields: Fields) -> tuple[int, ...]:
     messages = fields.take("messages")
     if not isinstance(messages, list) or not messages:
         raise fields.fault("messages", "must be a list of messages, not empty")
     plain = [_message(message, index) for index, message in enumerate(messages)]
     try:
-        return tuple(model.chat.tokens(model.tokenizer, plain))
-    except ValueError as error:
+        return await service.chat_prompt(plain)
+    except RequestError as error:
         raise fields.fault("messages", f"cannot be made a prompt: {error}") from None
 
 
@@ -237,11 +232,11 @@ def _part(part: Any, where: str) -> str:
         raise RequestError(text, param=f"{where}type")
     fields = Fields(part, where)
     fields.take("type")
-    text = fields.text("text")
+    content = fields.text("text")
     fields.end()
-    if text is None:
+    if content is None:
         raise fields.fault("text", "is missing")
-    return text
+    return content
 
 
 def _choices(fields: Fields, prompts: int) -> int:
@@ -260,7 +255,7 @@ def _choices(fields: Fields, prompts: int) -> int:
 def _check_size(
     service: Service,
     model: ServedModel,
-    prompts: Sequence[tuple[int, ...]],
+    prompts: Sequence[Sequence[int]],
     choices: int,
     new: int,
 ) -> None:
@@ -270,6 +265,9 @@ def _check_size(
                 f"This model's maximum context length is {model.positions} tokens, and "
                 f"{len(prompt) + new} are asked for: {len(prompt)} in the prompt and {new} new ones"
             )
+            if model.has_encoder:
+                longest = f"This model's longest answer has {model.room(prompt)} tokens"
+                text = f"{longest}, and {new} are asked for"
             code = "context_length_exceeded"
             raise RequestError(text, param="max_tokens", code=code)
     total = len(prompts) * choices * (max(map(len, prompts)) + new)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 
 @dataclass
-class Record:
+class RequestRecord:
     """Tokens of a request."""
 
     prompt_tokens: int = 0
     new_tokens: int = 0
 
 
-current_record: ContextVar[Record] = ContextVar("record")
+current_record: ContextVar[RequestRecord] = ContextVar("record")
 """Of the request that this task answers."""

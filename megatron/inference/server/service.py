@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from megatron.inference.engine import QueueFull
 from megatron.inference.engine_stats import EngineStats
 from megatron.inference.engine_thread import EngineStopped, EngineThread
+from megatron.inference.prompts import end_tokens, prompt_tokens
 from megatron.inference.request import BeamResult, Finish, GenerationRequest, TokenScore, Update
 from megatron.inference.server.errors import RequestError
 from megatron.inference.server.limits import RequestDefaults, ServiceLimits
 from megatron.inference.server.metrics import Metrics
-from megatron.inference.server.record import current_record
+from megatron.inference.server.record import RequestRecord, current_record
 from megatron.parallel.random import derive_seed
 from megatron.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from megatron.inference.chat import ChatTemplate
+    from megatron.inference.chat import ChatFormat
 
+T = TypeVar("T")
+Tokens = tuple[int, ...]
 State = Literal["loading", "ok", "draining", "failed"]
 _SHORT = 4096
 """Characters that are split into tokens in less than a millisecond or two."""
@@ -35,7 +38,7 @@ class ServedModel:
 
     thread: EngineThread
     tokenizer: Tokenizer
-    chat: ChatTemplate
+    chat: ChatFormat
 
     @property
     def positions(self) -> int:
@@ -62,8 +65,7 @@ class ServedModel:
     @property
     def ends(self) -> frozenset[int]:
         """The tokens that end a text."""
-        ids = self.tokenizer.special_ids
-        return frozenset(token for token in (ids.eod, ids.eos) if token is not None)
+        return end_tokens(self.tokenizer)
 
 
 @dataclass
@@ -130,7 +132,7 @@ class Service:
         return "loading" if self._model is None else "ok"
 
     def stats(self) -> EngineStats | None:
-        """The engine's; None while there is none."""
+        """The engine's; None before the model is loaded."""
         return None if self._model is None else self._model.thread.stats
 
     def model(self) -> ServedModel:
@@ -143,16 +145,38 @@ class Service:
         }.get(self.state, "the model has failed; the server is about to end")
         raise RequestError(reason, 503, code=self.state, retry_after=5)
 
-    async def tokenized(self, text: str) -> tuple[int, ...]:
+    async def tokenized(self, text: str) -> Tokens:
         """Ids of a text. Raises RequestError if the tokenizer cannot split it."""
-        tokenize = self.model().tokenizer.tokenize
+        return await self._split(len(text), self.model().tokenizer.tokenize, text)
+
+    async def prompt(self, text: str) -> Tokens:
+        """Ids of a prompt, at least one; see :func:`prompt_tokens`. Raises
+        RequestError if the tokenizer cannot make one."""
+        model = self.model()
+        runner = model.thread.engine.runner
+        return await self._split(len(text), prompt_tokens, model.tokenizer, text, runner)
+
+    async def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> Tokens:
+        """Ids of a conversation, up to the model's next message. Raises RequestError if the chat
+        template refuses it."""
+        model = self.model()
+        # A template is rendered in another process, which this thread must not wait for.
+        return await self._split(_SHORT + 1, model.chat.tokens, model.tokenizer, messages)
+
+    async def _split(
+        self, characters: int, split: Callable[..., Iterable[int]], *arguments: Any
+    ) -> Tokens:
         try:
-            if len(text) <= _SHORT:
-                return tuple(tokenize(text))
-            loop = asyncio.get_running_loop()
-            return tuple(await loop.run_in_executor(self._tokenizing, tokenize, text))
+            return tuple(await self._apart(characters, split, *arguments))
         except ValueError as error:
             raise RequestError(str(error)) from None
+
+    async def _apart(self, characters: int, work: Callable[..., T], *arguments: Any) -> T:
+        """The result of work on texts, in another thread if they are long."""
+        if characters <= _SHORT:
+            return work(*arguments)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._tokenizing, work, *arguments)
 
     async def complete(self, requests: Sequence[GenerationRequest]) -> list[Answer]:
         """What each request gets, in their order. Raises RequestError."""
@@ -164,7 +188,7 @@ class Service:
 
     async def updates(
         self, requests: Sequence[GenerationRequest]
-    ) -> AsyncIterator[tuple[int, Update]]:
+    ) -> AsyncGenerator[tuple[int, Update], None]:
         """What the requests get, as it comes, with their indices; whoever stops iterating cancels
         them. Raises RequestError, which ends all of them; if they cannot run at all, before the
         first update."""
@@ -183,7 +207,7 @@ class Service:
                 queue.put_nowait(error)
 
         self.active += 1
-        record = current_record.get()
+        record = current_record.get(None) or RequestRecord()
         record.prompt_tokens += sum(len(request.prompt) for request in requests)
         seconds = self.limits.request_seconds
         timer = asyncio.get_running_loop().call_later(seconds, queue.put_nowait, TimeoutError())

@@ -38,7 +38,7 @@ class PlacedToken:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """What a text has got: never again changed, whatever comes after it."""
 
     text: str
@@ -76,7 +76,7 @@ class ChoiceText:
         self._next = self._sent = offset
         self._tokens: deque[PlacedToken] = deque()
 
-    def add(self, gain: Gain) -> Piece:
+    def add(self, gain: Gain) -> TextPiece:
         """What has become certain with new tokens."""
         text = ""
         for token, score in zip_longest(gain.tokens, gain.scores):
@@ -89,9 +89,9 @@ class ChoiceText:
             text += self._passed(self._stream.close())
             if not self._before.stopped:
                 text += self._before.close()
-                return Piece(text, self._placed(math.inf), gain.finish)
+                return TextPiece(text, self._placed(math.inf), gain.finish)
         self._sent += len(text)
-        return Piece(text, self._placed(self._sent), gain.finish)
+        return TextPiece(text, self._placed(self._sent), gain.finish)
 
     def _passed(self, text: str) -> str:
         self._next += len(text)

@@ -33,9 +33,10 @@ from megatron.tasks.fine_tuning.evaluation import (
 from megatron.tasks.fine_tuning.metrics import overall_line
 from megatron.tasks.fine_tuning.order import ShuffledEpochs
 from megatron.tasks.fine_tuning.task import FineTuning, TaskRun, TrainingSamples
-from megatron.tasks.inputs import check_inputs, check_output, wanted_checkpoints
+from megatron.tasks.inputs import check_inputs, wanted_checkpoints
 from megatron.tasks.report import EvaluatedModel, ModelResults, finish
 from megatron.training.evaluation import evaluation_settings
+from megatron.training.outputs import check_output
 from megatron.training.plan import Epochs, TrainingPlan
 from megatron.training.run import Run, build_trainer, run_of, show_configuration
 from megatron.util.processes import is_main_process

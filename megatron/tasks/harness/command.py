@@ -36,7 +36,7 @@ _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth"}
 
 
 @dataclass(frozen=True)
-class Opened:
+class HarnessRun:
     """A checkpoint as lm-eval sees it, the run that computes with it, and which one it is."""
 
     model: HarnessModel
@@ -72,7 +72,7 @@ def parsed(
 @contextmanager
 def opened_model(
     config: HarnessConfig, settings: Settings, processes: int, generates: bool = False
-) -> Iterator[Opened]:
+) -> Iterator[HarnessRun]:
     """The checkpoint of ``--load`` in the layout of the flags, until the block ends; ``generates``
     says whether tasks need text of it. Raises ConfigError, CheckpointError or OSError if it cannot
     be used."""
@@ -83,7 +83,7 @@ def opened_model(
         if generates:
             model.writer = _writer(found.engine, found.run, config)
         checkpoint = EvaluatedModel.of(found.run.config, found.folder, found.iteration)
-        yield Opened(model, found.run, checkpoint)
+        yield HarnessRun(model, found.run, checkpoint)
         if model.answer_cache is not None:
             model.answer_cache.close()
 
@@ -185,7 +185,7 @@ def evaluate(
     return results or {}
 
 
-def _report(results: dict[str, Any], config: HarnessConfig, opened: Opened) -> None:
+def _report(results: dict[str, Any], config: HarnessConfig, opened: HarnessRun) -> None:
     """Prints lm-eval's table, and writes the files."""
     from lm_eval.utils import make_table
 

@@ -20,6 +20,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from megatron.config import ConfigError
 from megatron.data.scored_text import ScoredText
 from megatron.families import family_of
+from megatron.inference.prompts import end_tokens
 from megatron.inference.request import Completion, GenerationRequest
 from megatron.parallel.random import derive_seed
 from megatron.tasks.harness.cache import AnswerCache
@@ -189,8 +190,7 @@ class HarnessModel(TemplateLM):
         ]
 
     def _wanted(self, request: Instance) -> Wanted:
-        ids = self.text_tokenizer.special_ids
-        ends = {i: self.text_tokenizer.detokenize([i]) for i in (ids.eos, ids.eod) if i is not None}
+        ends = {i: self.text_tokenizer.detokenize([i]) for i in end_tokens(self.text_tokenizer)}
         return Wanted.of(request.args[1], ends, str(request.task_name))
 
     def _prompt(self, request: Instance, wanted: Wanted) -> tuple[int, ...]:

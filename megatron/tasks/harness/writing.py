@@ -28,9 +28,7 @@ class TextWriter:
         ConfigError: models of this family do not generate, or there is no memory for pages.
     """
 
-    def __init__(
-        self, engine: ModelEngine, tokenizer: Tokenizer, cache: CacheConfig
-    ) -> None:
+    def __init__(self, engine: ModelEngine, tokenizer: Tokenizer, cache: CacheConfig) -> None:
         self.mesh, self.tokenizer = engine.mesh, tokenizer
         self.runner = runner_of(engine, tokenizer, cache)
 

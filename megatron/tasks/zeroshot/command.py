@@ -19,11 +19,12 @@ from megatron.engine.evaluator import Evaluator, build_evaluator
 from megatron.engine.loading import load_checkpoint
 from megatron.families import family_of, spec_of
 from megatron.tasks.config import TaskConfig
-from megatron.tasks.inputs import check_inputs, check_output, wanted_checkpoints
+from megatron.tasks.inputs import check_inputs, wanted_checkpoints
 from megatron.tasks.registry import TaskCommand
 from megatron.tasks.report import EvaluatedModel, ModelResults, finish
 from megatron.tasks.zeroshot import ZeroShotTask, prepare
 from megatron.training.evaluation import evaluation_settings
+from megatron.training.outputs import check_output
 from megatron.training.run import Run, run_of, show_configuration
 from megatron.util.processes import is_main_process
 from megatron.util.progress import progress_bar, say

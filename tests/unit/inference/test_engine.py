@@ -45,7 +45,9 @@ def without_cached(completion):
 def random_request(draw):
     """``draw`` is a random.Random. Prompts have the same starts and short alphabets."""
     prompt = [draw.randrange(2) for _ in range(draw.randrange(1, 15))]
-    common = [1, 0, 1, 1, 0, 0, 1, 0, 1][: draw.randrange(10)]
+    if draw.random() < 0.5:  # one of a few, so that several wait for the same
+        prompt = [[0], [0, 1, 1], [1] * 11][draw.randrange(3)]
+    common = [1, 0, 1, 1, 0, 0, 1, 0, 1][: draw.choice([0, 0, 4, 7, 9])]
     beams = Beams(draw.randrange(1, 4)) if draw.random() < 0.2 else None
     return request(
         common + prompt,
@@ -154,7 +156,7 @@ def test_nothing_depends_on_others(naive, seed):
     crowd.check(naive)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(16, 40))
 def test_no_page_leaks(draw, pages):
     """Requests come, run, end and are cancelled in any order."""
@@ -206,11 +208,31 @@ def test_prompts_are_shared_while_they_are_computed():
     engine = engine_of(limits=EngineLimits(8, 100, 8))
     asked = [request([1, 2, 3, 4, 5, 6, 7, 8, 9], 2, sampling=Sampling(seed=n)) for n in range(4)]
     found = engine.complete(asked)
-    # The first computes both full pages, each the token behind them.
-    assert sum(len(part.tokens) for part in engine.runner.steps[0].parts) == 9
-    assert [completion.cached for completion in found] == [0, 8, 8, 8]
-    assert engine.stats.prefix_hit_tokens == 24 and engine.stats.prompt_tokens == 36
+    # The first computes it; the others share its full pages, and copy the third.
+    assert [len(part.tokens) for part in engine.runner.steps[0].parts] == [9]
+    assert [len(step.copies) for step in engine.runner.steps] == [0, 3]
+    assert [completion.cached for completion in found] == [0, 9, 9, 9]
+    assert engine.stats.prefix_hit_tokens == 27 and engine.stats.prompt_tokens == 36
     assert [without_cached(each) for each in found] == [alone(each) for each in asked]
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 8, 13])
+def test_texts_and_beams_of_one_prompt(length):
+    """They wait for the first, which may have ended before they copy its last page, or may be
+    cancelled."""
+    prompt, crowd = list(range(20, 20 + length)), Crowd(engine_of(limits=EngineLimits(10, 11, 9)))
+    numbers = [
+        crowd.submit(request(prompt, new, sampling=Sampling(seed=new), beams=beams))
+        for new, beams in [(5, None), (1, None), (9, Beams(2)), (9, None), (2, None), (3, Beams(3))]
+    ]
+    crowd.step()
+    crowd.engine.cancel(numbers[0])
+    # Takes the pages of those that have ended.
+    crowd.submit(request([6] * 12, 5))
+    crowd.finish()
+    crowd.check()
+    parts = [part for step in crowd.engine.runner.steps for part in step.parts]
+    assert sum(part.start == 0 and part.tokens[0] == 20 for part in parts) == 1
 
 
 def test_prompt_that_is_known_whole_computes_its_last_page():

@@ -44,8 +44,10 @@ def engine_of(runner, *limits):
 def requests(draw, encodes):
     """Prompts have the same starts; three of four are random draws or of other kinds."""
     start = [draw.randrange(VOCAB) for _ in range(11)]
-    for number in range(16):
-        prompt = start[: draw.randrange(12)] + [draw.randrange(VOCAB) for _ in range(1 + number)]
+    for number in range(11):
+        prompt = start[: draw.randrange(12)] + [
+            draw.randrange(VOCAB) for _ in range(1 + 3 * number // 2)
+        ]
         sampling = GREEDY if number % 4 == 0 else Sampling(seed=number, top_p=0.9)
         yield GenerationRequest(
             tuple(prompt),
@@ -57,26 +59,28 @@ def requests(draw, encodes):
         )
 
 
-def test_nothing_depends_on_others(runner):
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(n, marks=pytest.mark.proof) for n in range(1, 5))]
+)
+def test_nothing_depends_on_others(runner, seed):
     """To the last bit: alone, one after another and whole; or together, in pieces, prompts shared,
     in another order."""
-    draw = random.Random(4)
+    draw = random.Random(seed)
     asked = list(requests(draw, runner.max_prompt is not None))
     alone = [engine_of(runner, 4, 100, 4).complete([each])[0] for each in asked]
-    for _ in range(2):
-        order = draw.sample(range(len(asked)), len(asked))
-        engine = engine_of(runner, 7, 19, 20)
-        found = engine.complete([asked[number] for number in order])
-        assert engine.stats.prefix_hit_tokens > 0 or runner.max_prompt is not None
-        for number, completion in zip(order, found, strict=True):
-            assert dataclasses.replace(completion, cached=0) == alone[number]
+    order = draw.sample(range(len(asked)), len(asked))
+    engine = engine_of(runner, 7, 19, 20)
+    found = engine.complete([asked[number] for number in order])
+    assert engine.stats.prefix_hit_tokens > 0 or runner.max_prompt is not None
+    for number, completion in zip(order, found, strict=True):
+        assert dataclasses.replace(completion, cached=0) == alone[number]
 
 
 def test_greedy_against_transformers(runner, shape):
     theirs, draw = their_model(shape), random.Random(5)
-    prompts = [[draw.randrange(1, VOCAB) for _ in range(n)] for n in (1, 2, 9, 20, 4)]
+    prompts = [[draw.randrange(1, VOCAB) for _ in range(n)] for n in (1, 9, 20)]
     asked = [GenerationRequest((*each,), Stopping(12), GREEDY, logprobs=0) for each in prompts]
-    found = engine_of(runner, 3, 8, 9).complete(asked)
+    found = engine_of(runner, 2, 8, 9).complete(asked)
     for prompt, completion in zip(prompts, found, strict=True):
         tokens, log_probs = their_greedy(theirs, prompt, 12)
         assert list(completion.tokens) == tokens

@@ -16,7 +16,7 @@ from gpt_forward import forward
 from megatron.config import ConfigError
 from megatron.families import family_of
 from megatron.formats.huggingface.source import HuggingFaceFolder
-from megatron.inference import opening
+from megatron.inference import opening, packed_weights
 from megatron.inference.load import model_of
 from megatron.inference.memory import CacheConfig
 from megatron.inference.runner import PagedRunner, page_shape
@@ -186,6 +186,25 @@ def test_where_rows_depend_on_their_number(gpt_config, random_gpt, monkeypatch):
     for ours, other in zip(found, expected, strict=False):
         assert ours.tokens == other.tokens
         torch.testing.assert_close(ours.log_probs, other.log_probs, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", [{}, {"llama": True}])
+def test_packed_weights(kind, gpt_config, random_gpt, monkeypatch):
+    config = gpt_config(**kind)
+    model = random_gpt(config)
+    expected = play(runner_of(config, model), GPT_PROMPTS, 8)
+    monkeypatch.setattr(packed_weights, "LEAST", 0)
+    calls = []
+    product = packed_weights.packed_linear
+    counted = lambda *args: calls.append(args) or product(*args)  # noqa: E731
+    monkeypatch.setattr(packed_weights, "packed_linear", counted)
+    runner = runner_of(config, model)
+    crowd = play(runner, GPT_PROMPTS, 8, chunk=3)
+    assert calls
+    assert same(crowd, [play(runner, [prompt], 8)[0] for prompt in GPT_PROMPTS])
+    for ours, other in zip(crowd, expected, strict=True):
+        assert ours.tokens == other.tokens
+        torch.testing.assert_close(ours.log_probs, other.log_probs, rtol=0, atol=5e-6)
 
 
 def test_widths_that_are_no_multiple_of_a_vector(gpt_config, random_gpt):

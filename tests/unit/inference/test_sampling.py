@@ -316,7 +316,7 @@ def test_greedy_of_many_rows_takes_no_time():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"temperature": 0.0}, "temperature 0.0 must be above 0; greedy"),
+        ({"temperature": 0.0}, "temperature 0.0 must be positive; greedy"),
         ({"temperature": math.nan}, "temperature nan must be a finite number"),
         ({"top_k": -1}, "top_k -1 must be 0 or more"),
         ({"top_p": 0.0}, "top_p 0.0 must be above 0 and at most 1"),

@@ -64,17 +64,24 @@ export async function health() {
   }
 }
 
-/** The chunks of a streamed answer, parsed, until `[DONE]`. Leaving the loop ends the request. */
+/**
+ * The chunks of a streamed answer, parsed, until `[DONE]`; of any other answer all of it. Leaving
+ * the loop ends the request.
+ */
 export async function* stream(path, body, signal) {
   const response = await ask(path, {
     method: "POST",
-    headers: { "Content-Type": "application/json", Accept: "text/event-stream" },
+    headers: { "Content-Type": "application/json", Accept: "text/event-stream, application/json" },
     body: JSON.stringify(body),
     signal,
   });
   if (!response.ok) throw await refusal(response);
   let complete = false;
   try {
+    if (!body.stream) {
+      yield await response.json();
+      return;
+    }
     for await (const data of events(response.body)) {
       if (data === "[DONE]") {
         complete = true;

@@ -14,6 +14,7 @@ const WELCOME = {
 };
 const PLACEHOLDERS = { chat: "Write a message", completion: "Write the beginning of a text" };
 const HEALTH_SECONDS = 5;
+const STATES = { loading: "Loading the model", draining: "About to end" };
 
 const log = byId("log");
 const draft = byId("draft");
@@ -131,6 +132,7 @@ function complete(prompt) {
 /** Asks for an answer, which grows in a turn of its own. */
 async function generate(turn, asked) {
   if (running) return;
+  card.hide();
   let request;
   try {
     request = streamed(body(asked));
@@ -291,8 +293,8 @@ async function showHealth() {
   let words = "No answer";
   try {
     const { status, running: now, waiting, ok } = await health();
-    state = ok ? "up" : "down";
-    words = ok ? "Ready" : status;
+    words = ok ? "Ready" : (STATES[status] ?? status);
+    state = ok ? "up" : status in STATES ? "waiting" : "down";
     if (ok && now) words = waiting ? `${now} running, ${waiting} waiting` : `${now} running`;
     if (ok && model.disabled) await showModels();
     shown.removeAttribute("title");
@@ -320,6 +322,7 @@ async function showModels() {
     model.classList.toggle("single", found.length === 1);
     document.title = `${model.value} · Megatron`;
     const longest = found[0]?.max_model_len;
+    if (longest) settings.fit(longest);
     model.title = longest ? `${model.value}: up to ${longest} tokens, prompt and text together` : model.value;
   } catch (error) {
     model.replaceChildren(element("option", { value: "" }, error.status === 401 ? "Locked" : "No model"));

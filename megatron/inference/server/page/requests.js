@@ -21,8 +21,9 @@ export function requestBody(mode, values, fields, asked) {
   return { ...body, logprobs: count, ...(values.echo && { echo: true }) };
 }
 
-/** The same as a stream that ends with its usage. */
-export const streamed = (body) => ({ ...body, stream: true, stream_options: { include_usage: true } });
+/** The same as a stream that ends with its usage. What an echo has to say comes at once. */
+export const streamed = (body) =>
+  body.echo ? body : { ...body, stream: true, stream_options: { include_usage: true } };
 
 /** What a shell is given for the same request. The key stays out of it. */
 export function curlCommand(url, body, withKey) {
@@ -36,7 +37,7 @@ export function curlCommand(url, body, withKey) {
 }
 
 /**
- * Reads chunks. A token is `{text, logprob, top}`: `logprob` is null for the first token of a
+ * Reads the chunks of a stream, or an answer that came at once. A token is `{text, logprob, top}`: `logprob` is null for the first token of a
  * prompt, `top` has `[text, logprob]` of the most probable tokens, best first. A token that is
  * only part of a character has no text but the numbers of its bytes, in `bytes`.
  */
@@ -52,18 +53,13 @@ export class ChunkReader {
   /** `{text, tokens, promptTokens, finish, usage}` of a chunk. */
   read(chunk) {
     const choice = chunk.choices?.[0] ?? {};
-    const added = choice.delta?.content ?? choice.text ?? "";
-    const text = added.slice(this.#echo);
-    const all = choice.logprobs ? [...this.#tokens(choice.logprobs)] : [];
-    // Tokens that start within the echoed prompt are the prompt's.
-    let left = this.#echo;
-    const own = all.findIndex((token) => (left -= token.length) + token.length <= 0);
-    const split = own < 0 ? all.length : own;
-    this.#echo = Math.max(0, this.#echo - added.length);
+    const tokens = choice.logprobs ? [...this.#tokens(choice.logprobs)] : [];
+    const offsets = choice.logprobs?.text_offset ?? [];
+    const echoed = offsets.filter((offset) => offset < this.#echo).length;
     return {
-      text,
-      promptTokens: all.slice(0, split),
-      tokens: all.slice(split),
+      text: (choice.delta?.content ?? choice.text ?? "").slice(this.#echo),
+      promptTokens: tokens.slice(0, echoed),
+      tokens: tokens.slice(echoed),
       finish: choice.finish_reason ?? null,
       usage: chunk.usage ?? null,
     };
@@ -87,12 +83,11 @@ export class ChunkReader {
     }
   }
 
-  /** Text that a token completes; `length` is that of its share of the answer. */
+  /** The text that a token completes, or its bytes. */
   #text(token, bytes) {
-    if (!bytes) return { text: token, length: token.length };
+    if (!bytes) return { text: token };
     const text = this.#decoder.decode(new Uint8Array(bytes), { stream: true });
-    if (text || !bytes.length) return { text, length: text.length };
-    return { text: "", bytes: hexadecimal(bytes), length: 0 };
+    return text || !bytes.length ? { text } : { text: "", bytes: hexadecimal(bytes) };
   }
 }
 

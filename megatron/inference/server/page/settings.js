@@ -12,21 +12,21 @@ const FIELDS = [
   { name: "probabilities", label: "Show token probabilities", kind: "switch", value: false, sent: false },
   { name: "alternatives", label: "Alternatives", kind: "number", min: 0, max: 20, step: 1, value: 5,
     sent: false, probabilities: true },
-  { name: "echo", label: "Probabilities of the prompt too", kind: "switch", value: false, sent: false,
+  { name: "echo", label: "For the prompt too", kind: "switch", value: false, sent: false,
     only: "completion", probabilities: true },
   { name: "system", label: "System message", kind: "lines", value: "", sent: false, only: "chat" },
   { name: "max_tokens", label: "Max tokens", kind: "number", min: 0, step: 1, value: 256 },
   { name: "temperature", label: "Temperature", kind: "slider", min: 0, max: 2, step: 0.05, value: 1,
     hint: "0 always takes the most probable token" },
-  { name: "top_p", label: "Top-p", kind: "slider", min: 0, max: 1, step: 0.01, value: 1, neutral: 1 },
-  { name: "top_k", label: "Top-k", kind: "number", min: 0, step: 1, value: 0, neutral: 0,
+  { name: "top_p", label: "Top-p", kind: "slider", min: 0, max: 1, step: 0.01, value: 1 },
+  { name: "top_k", label: "Top-k", kind: "number", min: 0, step: 1, value: 0,
     hint: "0 for all" },
   { name: "min_p", label: "Min-p", kind: "slider", min: 0, max: 1, step: 0.01, value: 0, neutral: 0 },
   { name: "repetition_penalty", label: "Repetition penalty", kind: "slider", min: 1, max: 2,
     step: 0.01, value: 1, neutral: 1 },
-  { name: "seed", label: "Seed", kind: "number", step: 1, value: "", neutral: "",
+  { name: "seed", label: "Seed", kind: "number", min: 0, step: 1, value: "",
     hint: "empty for another each time" },
-  { name: "stop", label: "Stop at", kind: "lines", value: "", neutral: "",
+  { name: "stop", label: "Stop at", kind: "lines", value: "",
     hint: "one text a line; \\n is a new line, \\t a tab" },
   { name: "format", label: "Output", kind: "choice", value: "text", sent: false, choices: [
     ["text", "Any text"],
@@ -73,6 +73,14 @@ export class Settings {
     this.#show();
   }
 
+  /** Leaves half of a model's `positions` to the prompt, unless somebody has chosen otherwise. */
+  fit(positions) {
+    const most = Math.floor(positions / 2);
+    if (this.#values.max_tokens !== defaults().max_tokens || this.#values.max_tokens <= most) return;
+    this.#values.max_tokens = most;
+    this.#write(FIELDS.find((field) => field.name === "max_tokens"));
+  }
+
   reset() {
     this.#values = defaults();
     for (const field of FIELDS) this.#write(field);
@@ -89,10 +97,9 @@ export class Settings {
       const value = this.#values[field.name];
       const control = byId(field.name);
       if (!control.checkValidity()) this.#fail(field.name, `${field.label}: ${control.validationMessage}`);
-      if (field.sent === false || value === field.neutral) continue;
+      if (field.sent === false || value === "" || value === field.neutral) continue;
       body[field.name] = field.name === "stop" ? stops(value) : value;
     }
-    if (body.max_tokens === "") delete body.max_tokens;
     return { ...body, ...this.#constraint() };
   }
 

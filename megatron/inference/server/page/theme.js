@@ -24,7 +24,8 @@
     const button = document.getElementById("theme");
 
     function name(choice) {
-      button.textContent = { auto: "◐ Auto", light: "☀\ufe0e Light", dark: "☾ Dark" }[choice];
+      const [sign, words] = { auto: "◐ Auto", light: "☀\ufe0e Light", dark: "☾ Dark" }[choice].split(" ");
+      button.replaceChildren(sign, Object.assign(document.createElement("span"), { textContent: ` ${words}` }));
       button.setAttribute("aria-label", `Colours: ${choice}`);
       button.title = "Colours: as the system has them, light or dark";
     }

@@ -13,7 +13,7 @@ const ENDS = { length: "ended at max tokens", stopped: "stopped" };
 export class TurnView {
   #turn;
   #actions;
-  #body = element("div", { class: "text" });
+  #body = element("div", { class: "text", dir: "auto" });
   #foot = element("footer", { class: "foot" });
   #error = element("p", { class: "error", role: "alert", hidden: true });
   #text = document.createTextNode("");

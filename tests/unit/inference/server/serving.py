@@ -40,6 +40,8 @@ class TextRunner(FakeRunner):
 class PlainChat:
     """Stands for a chat template."""
 
+    stops = ("\nuser:",)
+
     def tokens(self, tokenizer, messages):
         if messages[0]["role"] == "assistant":
             raise ValueError("the first message is not the user's")
@@ -75,18 +77,20 @@ def served(
     port=0,
     opened=True,
     lines=None,
+    tokenizer=None,
+    name=NAME,
 ):
     """A server on a free port."""
     runner = runner or TextRunner(259)
     lines = [] if lines is None else lines
     service = Service(
-        NAME,
+        name,
         limits or ServiceLimits(request_seconds=20),
         defaults or RequestDefaults(),
         lines.append,
         log_prompts,
     )
-    tokenizer = byte_tokenizer()
+    tokenizer = tokenizer or byte_tokenizer()
     engine = EngineThread(GenerationEngine(runner, tokenizer, engine_limits or EngineLimits()))
     engine.start()
     if opened:

@@ -116,12 +116,12 @@ def test_nothing_describes_the_api_with_scripts_from_elsewhere(client):
         assert client.get(path).status_code == 404
 
 
-def test_a_line_for_each_request(server, client):
-    del server.lines[:]
-    client.post("/v1/completions", json=BODY)
-    client.put("/api", json={"prompts": ["a secret"], "tokens_to_generate": 1})
-    client.get("/health?a=secret")
-    client.get("/%0aPOST")
+def test_a_line_for_each_request():
+    with served() as server, server.client() as client:
+        client.post("/v1/completions", json=BODY)
+        client.put("/api", json={"prompts": ["a secret"], "tokens_to_generate": 1})
+        client.get("/health?a=secret")
+        client.get("/%0aPOST")
     assert [line.split(" ")[:3] for line in server.lines] == [
         ["POST", "/v1/completions", "200"],
         ["PUT", "/api", "200"],

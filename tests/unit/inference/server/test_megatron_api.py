@@ -181,6 +181,17 @@ def test_a_line_ends_the_text_and_stays(client):
     assert answer["text"][0].count("\n") == 1 and answer["text"][0].endswith("\n")
 
 
+def test_two_line_ends_end_the_text_the_first_may_be_the_prompts(client):
+    body = {"tokens_to_generate": 400, "stop_on_double_eol": True, "random_seed": 1}
+    text = put(client, prompts=["x"], **body)["text"][0]
+    assert text.count("\n\n") == 1 and text.endswith("\n\n") and text.count("\n") > 2
+    prompts, short = ["x\n"] * 100, {**body, "tokens_to_generate": 2}
+    texts = put(client, prompts=prompts, **short)["text"]
+    assert "x\n\n" in texts and not any(
+        text.startswith("x\n\n") for text in texts if text != "x\n\n"
+    )
+
+
 def test_stop_token_stays_in_the_text(client):
     greedy = put(client, prompts=["abc"], top_k=1, tokens_to_generate=8)["text"][0]
     token = ord(greedy[5])

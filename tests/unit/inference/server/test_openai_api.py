@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from serving import NAME, byte_tokenizer, events
+from serving import NAME, PlainChat, TextRunner, byte_tokenizer, events, served
 from test_megatron_api import alone
 
 from megatron.inference.request import Sampling, Stopping
@@ -92,8 +92,7 @@ def test_logprobs_with_echo(server, client):
     scores = [score.logprob for score in one.prompt_scores + one.scores]
     assert found["token_logprobs"] == [None, *scores]
     assert found["top_logprobs"][0] is None
-    for token, value, top in zip(found["tokens"], scores, found["top_logprobs"][1:], strict=False):
-        assert len(top) in (2, 3)
+    assert all(len(top) in (2, 3) for top in found["top_logprobs"][1:])
     assert found["top_logprobs"][-1][found["tokens"][-1]] == scores[-1]
 
 
@@ -121,6 +120,11 @@ def test_a_stream_is_the_answer_in_pieces(client):
 def test_a_stream_echoes_the_prompt_first(client):
     chunks = streamed(client, COMPLETIONS, prompt="Hello", echo=True, max_tokens=2)
     assert chunks[0]["choices"][0]["text"] == "Hello" and "usage" not in chunks[0]
+    body = {"prompt": "Hello", "echo": True, "logprobs": 1, "max_tokens": 2, "temperature": 0}
+    whole = post(client, COMPLETIONS, **body)["choices"][0]["logprobs"]
+    for name in ("tokens", "token_logprobs", "text_offset"):
+        got = [c["choices"][0]["logprobs"][name] for c in streamed(client, COMPLETIONS, **body)]
+        assert sum(got, []) == whole[name]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -158,9 +162,27 @@ def test_chat(client):
     assert chunks[0]["object"] == "chat.completion.chunk"
 
 
-def test_chat_goes_on_as_long_as_there_is_room(client):
-    answer = post(client, CHAT, messages=USER, seed=1, ignore_eos=True)
-    assert answer["usage"]["total_tokens"] == 1024
+def test_chat_continues_as_long_as_there_is_room():
+    with served(TextRunner(259, max_positions=100)) as server, server.client() as client:
+        answer = post(client, CHAT, messages=USER, seed=1, ignore_eos=True)
+        assert answer["usage"]["total_tokens"] == 100
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_end_of_a_document_ends_a_text_and_is_no_part_of_it(client, stream):
+    body = {"prompt": "ab", "seed": 2, "max_tokens": 400, "logprobs": 0}
+    longer = post(client, COMPLETIONS, **body, ignore_eos=True)["choices"][0]["text"]
+    assert "<eos>" in longer
+    if stream:
+        chunks = [c["choices"][0] for c in streamed(client, COMPLETIONS, **body)]
+        text, finish = "".join(c["text"] for c in chunks), chunks[-1]["finish_reason"]
+        tokens = [token for c in chunks for token in c["logprobs"]["tokens"]]
+    else:
+        (choice,) = post(client, COMPLETIONS, **body)["choices"]
+        text, finish = choice["text"], choice["finish_reason"]
+        tokens = choice["logprobs"]["tokens"]
+    assert (text, finish) == (longer[: longer.index("<eos>")], "stop")
+    assert "".join(tokens) == text
 
 
 def test_parts_of_a_message(client):
@@ -178,6 +200,9 @@ def test_a_prefix_that_was_computed_is_counted(client):
     for cached in (0, 48):
         usage = post(client, COMPLETIONS, prompt=prompt, max_tokens=1)["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] == cached
+    options = {"include_usage": True}
+    chunks = streamed(client, COMPLETIONS, prompt=prompt, max_tokens=1, stream_options=options)
+    assert chunks[-1]["usage"] == usage
 
 
 REFUSED = [
@@ -185,6 +210,7 @@ REFUSED = [
     ({"prompt": []}, "prompt"),
     ({"prompt": [[1], "a", 2]}, "prompt"),
     ({"prompt": [259]}, "prompt"),
+    ({"prompt": [1] * 20000}, "max_tokens"),
     ({"prompt": ["a"] * 129}, "prompt"),
     ({"max_tokens": -1}, "max_tokens"),
     ({"max_tokens": 1024}, "max_tokens"),
@@ -217,7 +243,6 @@ REFUSED = [
     ({"stream": 1}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"a": 1}}, "stream_options.a"),
-    ({"echo": True, "logprobs": 1, "stream": True}, "echo"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
     ({"guided_json": "{"}, "guided_json"),
@@ -275,3 +300,15 @@ def test_errors_of_other_paths_and_methods(client):
     response = client.get("/api")
     assert (response.status_code, list(response.json())) == (405, ["message"])
     assert json.loads(client.get(COMPLETIONS).text)["error"]["message"]
+
+
+def test_what_begins_another_turn_ends_an_answer():
+    """Of a chat format whose turns have no special tokens."""
+
+    class Echoing(PlainChat):
+        stops = ("o",)
+
+    with served(chat=Echoing()) as server, server.client() as client:
+        body = {"messages": USER, "seed": 3, "max_tokens": 400, "ignore_eos": True}
+        (choice,) = post(client, CHAT, **body)["choices"]
+        assert choice["finish_reason"] == "stop" and "o" not in choice["message"]["content"]

@@ -1,0 +1,123 @@
+"""A program that renders chat templates, so that what a template does cannot harm a server.
+
+It reads a JSON object a line from its standard input (template, variables, most characters), and
+writes one for each: the text, or what is wrong. Its arguments are the bytes of memory that it may
+use, and the folders that its packages are in. It is started without this package, which would take
+longer than to render.
+
+Templates run in jinja's immutable sandbox, with the functions, filters and tags that `transformers`
+gives them: raise_exception, strftime_now, dict, namespace, tojson, generation, break and continue.
+"""
+
+import json
+import resource
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+
+def main() -> None:
+    memory, *folders = sys.argv[1:]
+    sys.path += folders
+    environment = make_environment()
+    compiled = lru_cache(8)(environment.from_string)
+    resource.setrlimit(resource.RLIMIT_AS, (int(memory), int(memory)))
+    for line in sys.stdin:
+        task = json.loads(line)
+        try:
+            answer = {"text": rendered(compiled, **task)}
+        except MemoryError:
+            answer = {"error": "it takes too much memory"}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {str(error)[:500]}"}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+def rendered(compiled: Callable[[str], Any], template: str, variables: Any, most: int) -> str:
+    """The text, of at most ``most`` characters."""
+    pieces, size = [], 0
+    for piece in compiled(template).generate(**variables):
+        size += len(piece)
+        if size > most:
+            raise ValueError(f"its text has more than {most:,} characters")
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+def make_environment() -> Any:
+    """What templates run in."""
+    import jinja2
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %} marks what a model writes; it is text as any."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.Scope(body).set_lineno(line)
+
+    class SafeNamespace(jinja2.utils.Namespace):
+        """Without names that begin with an underscore, which could lead out of the sandbox."""
+
+        def __init__(*args: Any, **kwargs: Any) -> None:
+            self, *given = args
+            values = dict(*given, **kwargs)
+            for name in values:
+                SafeNamespace.check(name)
+            jinja2.utils.Namespace.__init__(self, values)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            SafeNamespace.check(name)
+            super().__setitem__(name, value)
+
+        @staticmethod
+        def check(name: object) -> None:
+            if isinstance(name, str) and name.startswith("_"):
+                raise jinja2.exceptions.SecurityError(f"namespace has no attribute {name!r}")
+
+    class SafeDict:
+        """`dict` without its attributes."""
+
+        def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+            return dict(*args, **kwargs)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.exceptions.TemplateError(message)
+
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: Any = None,
+        separators: Any = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals.update(
+        raise_exception=raise_exception,
+        strftime_now=lambda form: datetime.now().strftime(form),
+        dict=SafeDict(),
+        namespace=SafeNamespace,
+    )
+    return environment
+
+
+if __name__ == "__main__":
+    main()
