@@ -12,7 +12,7 @@ from functools import cache
 from importlib import import_module
 
 from megatron.config import ConfigError, ModelConfig, ParallelConfig
-from megatron.families.family import BlockLengths, Family, Generation
+from megatron.families.family import BlockLengths, Family, GenerationSpec
 from megatron.model.layer_list import LayerStack
 from megatron.model.spec import ModelSpec
 from megatron.parallel.tensor_parallel import TensorParallel
@@ -20,7 +20,7 @@ from megatron.parallel.tensor_parallel import TensorParallel
 __all__ = [
     "BlockLengths",
     "Family",
-    "Generation",
+    "GenerationSpec",
     "build_model",
     "family_names",
     "family_of",

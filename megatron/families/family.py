@@ -19,7 +19,7 @@ from megatron.model.spec import ModelSpec
 from megatron.tokenizer import Tokenizer
 
 
-class Generation(NamedTuple):
+class GenerationSpec(NamedTuple):
     """How the models of a family continue text.
 
     Attributes:
@@ -95,7 +95,7 @@ class Family(ABC):
         decide how many tokens are predicted, those of the flags' defaults."""
         return TransformerShape.of(model)
 
-    def generation(self, config: RunConfig, tokenizer: Tokenizer | None) -> Generation:
+    def generation(self, config: RunConfig, tokenizer: Tokenizer | None) -> GenerationSpec:
         """How a run's model continues text. Raises ValueError if the tokenizer lacks a token for
         it."""
         raise AssertionError(f"models of the family {self.name} do not generate")

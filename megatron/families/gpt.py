@@ -17,7 +17,7 @@ from megatron.data.gpt_dataset import GPTRecipe, MockGPTDataset
 from megatron.data.pipeline import DataPipeline, SampleTokens, SampleView
 from megatron.data.samples import SampleRecipe
 from megatron.data.scored_text import ScoredText, check_lengths, fitted, too_long
-from megatron.families.family import Family, Generation
+from megatron.families.family import Family, GenerationSpec
 from megatron.model.attention_flex import block_masks
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.gpt import gpt_layers
@@ -136,8 +136,8 @@ class GPT(Family):
         crossing = partial(only_hidden_travels, model.hidden_size)
         return ModelSpec(layers, partial(begin, model), crossing)
 
-    def generation(self, config: RunConfig, tokenizer: Tokenizer | None) -> Generation:
-        return Generation(_continue, config.model.positions.max_position_embeddings)
+    def generation(self, config: RunConfig, tokenizer: Tokenizer | None) -> GenerationSpec:
+        return GenerationSpec(_continue, config.model.positions.max_position_embeddings)
 
     def answered(
         self, model: ModelConfig, tokenizer: Tokenizer, prompt: str, answer: str

@@ -20,7 +20,7 @@ from megatron.data.kinds.masked_data.t5 import T5Recipe, decoder_length, start_t
 from megatron.data.pipeline import DataPipeline, SampleView
 from megatron.data.samples import SampleDataset
 from megatron.data.scored_text import ScoredText, check_lengths, fitted, too_long
-from megatron.families.family import STREAM_FLAGS, BlockLengths, Family, Generation
+from megatron.families.family import STREAM_FLAGS, BlockLengths, Family, GenerationSpec
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.flops import TransformerShape
 from megatron.model.layer_list import LayerCache, LayerState
@@ -144,11 +144,11 @@ class T5(Family):
         encoder = (BlockLengths(encoded),) * model.num_layers
         return encoder + (BlockLengths(decoded, encoded),) * model.decoder_num_layers
 
-    def generation(self, config: RunConfig, tokenizer: Tokenizer | None) -> Generation:
+    def generation(self, config: RunConfig, tokenizer: Tokenizer | None) -> GenerationSpec:
         assert tokenizer is not None
         longest = config.model.positions.max_position_embeddings
         start = start_token(config.kind(MaskedDataConfig), tokenizer)
-        return Generation(_continue, longest, decoder_start(config.model), longest, start)
+        return GenerationSpec(_continue, longest, decoder_start(config.model), longest, start)
 
     def answered(
         self, model: ModelConfig, tokenizer: Tokenizer, prompt: str, answer: str

@@ -15,7 +15,7 @@ from megatron.engine.train_engine import ModelEngine
 from megatron.families import family_of
 from megatron.inference.memory import CacheConfig
 from megatron.inference.runner import PagedRunner, page_shape
-from megatron.inference.stages import Stages
+from megatron.inference.stages import StagedLayers
 from megatron.tokenizer import Tokenizer
 from megatron.training.evaluation import opened_checkpoint
 from megatron.training.run import Run
@@ -92,7 +92,7 @@ def runner_of(
             f"{where}: a model of the family {family.name} does not generate text token by token; "
             "name a checkpoint of another family"
         )
-    stages, generation = Stages.of(engine), family.generation(config, tokenizer)
+    stages, generation = StagedLayers.of(engine), family.generation(config, tokenizer)
     shape = page_shape(stages, config.model)
     pages = cache.pages(shape, generation.max_positions, engine.device, mesh.world)
     return PagedRunner(stages, config.model, generation, pages)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.inference.row_rule import RowRule
-from megatron.inference.stages import Stages
+from megatron.inference.stages import StagedLayers
 from megatron.inference.step import Part, StepResult, TargetScores
 from megatron.inference.target_scores import score_rows, whole_logits
 from megatron.model.layer_list import LayerState
@@ -27,7 +27,7 @@ Numbers = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedRows:
     """Rows among the tokens of all parts, and what is wanted of them.
 
     Attributes:
@@ -42,7 +42,7 @@ class Wanted:
     counts: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, parts: Sequence[Part]) -> Wanted:
+    def of(cls, parts: Sequence[Part]) -> WantedRows:
         rows: list[int] = []
         scored: list[int] = []
         begin = 0
@@ -82,14 +82,14 @@ class Wanted:
 class Head:
     """The last layer of the last pipeline stage, for some rows at a time."""
 
-    def __init__(self, stages: Stages, vocab_size: int, rule: RowRule) -> None:
+    def __init__(self, stages: StagedLayers, vocab_size: int, rule: RowRule) -> None:
         self._layer = stages.own[max(stages.own)].part(stages.layers - 1, stages.layers)
         self._group, self._device = stages.mesh.tensor, stages.device
         self._vocab_size, self._rule = vocab_size, rule
         fits = max(rule.fewest, CHUNK_BYTES // (4 * vocab_size))
         self._most = fits if rule.most is None else rule.most
 
-    def numbers(self, state: LayerState, wanted: Wanted) -> Numbers:
+    def numbers(self, state: LayerState, wanted: WantedRows) -> Numbers:
         """From the state before the head to what is wanted; the same on all tensor-parallel
         ranks."""
         logits_RV, *scores = wanted.empty(self._vocab_size)

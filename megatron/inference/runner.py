@@ -22,13 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.config import ModelConfig
-from megatron.families import Generation
-from megatron.inference.outputs import Head, Numbers, Wanted
+from megatron.families import GenerationSpec
+from megatron.inference.outputs import Head, Numbers, WantedRows
 from megatron.inference.packed_weights import PackedWeights, is_packed
 from megatron.inference.page_memory import PageMemory, PageShape
 from megatron.inference.paged_attention import EncodedPrompt, PagedCache
 from megatron.inference.row_rule import RowRule
-from megatron.inference.stages import Stages
+from megatron.inference.stages import StagedLayers
 from megatron.inference.step import Part, Step, StepResult
 from megatron.model.attention import Attention
 from megatron.model.layer_list import LayerState
@@ -51,9 +51,9 @@ class PagedRunner:
 
     def __init__(
         self,
-        stages: Stages,
+        stages: StagedLayers,
         model: ModelConfig,
-        generation: Generation,
+        generation: GenerationSpec,
         pages: int,
         page_size: int = PAGE_SIZE,
     ) -> None:
@@ -120,7 +120,7 @@ class PagedRunner:
         self.memory.clear(
             [page for part in step.parts for page in part.pages[-(-part.start // P) :]]
         )
-        wanted, numbers = Wanted.of(step.parts), None
+        wanted, numbers = WantedRows.of(step.parts), None
         with self._packed:
             passes = [self._hidden(parts) for parts in cut(step.parts, self._rows.most)]
             if self._head is not None:
@@ -149,7 +149,7 @@ class PagedRunner:
         hidden = None if state is None else state.hidden
         return self._stages.broadcast(hidden, len(tokens), layers - 1)
 
-    def _to_main(self, numbers: Numbers | None, wanted: Wanted) -> Numbers | None:
+    def _to_main(self, numbers: Numbers | None, wanted: WantedRows) -> Numbers | None:
         """The numbers on the main rank, wherever the last stage is; None on the others."""
         source, main = self._stages.last_rank, self._group.ranks[0]
         own = self._mesh.world.rank
@@ -223,7 +223,7 @@ def _patient_group(mesh: Mesh) -> dist.ProcessGroup:
     return found
 
 
-def cached_layers(stages: Stages) -> list[int]:
+def cached_layers(stages: StagedLayers) -> list[int]:
     """The numbers of this process's blocks whose keys and values are kept."""
     return [
         module.layer
@@ -233,7 +233,7 @@ def cached_layers(stages: Stages) -> list[int]:
     ]
 
 
-def page_shape(stages: Stages, model: ModelConfig, page_size: int = PAGE_SIZE) -> PageShape:
+def page_shape(stages: StagedLayers, model: ModelConfig, page_size: int = PAGE_SIZE) -> PageShape:
     """Of a page on this rank."""
     attention = model.attention
     heads = max(1, attention.num_query_groups // stages.mesh.tensor.size)

@@ -20,7 +20,7 @@ from megatron.parallel.mesh import Group, Mesh
 
 
 @dataclass(frozen=True)
-class Stages:
+class StagedLayers:
     """The stages of a pipeline, of which this process has some.
 
     Attributes:
@@ -40,7 +40,7 @@ class Stages:
     device: torch.device
 
     @classmethod
-    def of(cls, engine: ModelEngine) -> Stages:
+    def of(cls, engine: ModelEngine) -> StagedLayers:
         model, mesh, hidden = engine.model, engine.mesh, engine.config.model.hidden_size
         if isinstance(model, LayerStack):
             return cls.alone(model, hidden, mesh)
@@ -51,7 +51,7 @@ class Stages:
         return cls(model.parts, owners, model.sequences, weights, mesh, hidden, dtype, device)
 
     @classmethod
-    def alone(cls, model: LayerStack, hidden: int, mesh: Mesh | None = None) -> Stages:
+    def alone(cls, model: LayerStack, hidden: int, mesh: Mesh | None = None) -> StagedLayers:
         """Those of a pipeline of one rank."""
         weights = _matrices(model)
         bounds, own = (0, len(model.layers)), {0: model.sequence}

@@ -16,7 +16,7 @@ from megatron.inference.load import model_of
 from megatron.inference.request import Beams, GenerationRequest, Sampling, Stopping
 from megatron.inference.runner import PagedRunner
 from megatron.inference.schedule import EngineLimits
-from megatron.inference.stages import Stages
+from megatron.inference.stages import StagedLayers
 from megatron.tokenizer.null import NullTokenizer
 
 GREEDY = Sampling(greedy=True)
@@ -33,7 +33,7 @@ def runner(shape, tmp_path_factory):
     config, model = source.model, model_of(source, torch.float32, torch.device("cpu"))
     special = SimpleNamespace(pad=0, bos=0)
     generation = family_of(config.family).generation(run_config(model=config), special)
-    stages = Stages.alone(model, config.hidden_size)
+    stages = StagedLayers.alone(model, config.hidden_size)
     return PagedRunner(stages, config, generation, pages=40, page_size=4)
 
 

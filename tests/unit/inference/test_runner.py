@@ -20,7 +20,7 @@ from megatron.inference import opening, packed_weights
 from megatron.inference.load import model_of
 from megatron.inference.memory import CacheConfig
 from megatron.inference.runner import PagedRunner, page_shape
-from megatron.inference.stages import Stages
+from megatron.inference.stages import StagedLayers
 from megatron.inference.step import Part, Step
 from megatron.parallel.mesh import SINGLE, Mesh
 
@@ -42,7 +42,7 @@ def made(tmp_path_factory):
             loaded[shape, dtype] = source.model, model_of(source, dtype, CPU)
         config, model = loaded[shape, dtype]
         generation = family_of(config.family).generation(run_config(model=config), TOKENIZER)
-        stages = Stages.alone(model, config.hidden_size)
+        stages = StagedLayers.alone(model, config.hidden_size)
         return PagedRunner(stages, config, generation, pages, page_size)
 
     return make
@@ -87,7 +87,11 @@ GPT_PROMPTS = [prompt for prompt in PROMPTS if len(prompt) < 20]
 def runner_of(config, model, page_size=4, pages=90):
     generation = family_of("gpt").generation(config, None)
     return PagedRunner(
-        Stages.alone(model, config.model.hidden_size), config.model, generation, pages, page_size
+        StagedLayers.alone(model, config.model.hidden_size),
+        config.model,
+        generation,
+        pages,
+        page_size,
     )
 
 
@@ -145,7 +149,7 @@ def test_memory_of_the_pages(gpt_config, random_gpt):
     config = gpt_config(llama=True, num_query_groups=2)
     for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2)):
         model = random_gpt(config).to(dtype)
-        shape = page_shape(Stages.alone(model, 32), config.model, 16)
+        shape = page_shape(StagedLayers.alone(model, 32), config.model, 16)
         assert shape.bytes == 2 * 2 * 2 * 16 * 8 * size
         pages = CacheConfig(kv_cache_gib=1e-4).pages(shape, 24, CPU, SINGLE)
         assert pages == int(1e-4 * 2**30 // shape.bytes)
