@@ -59,17 +59,15 @@ class GenerationEngine:
         check_room(request, job.rows, job.pages_needed, self.runner, self.limits)
         return job
 
-    def _constraint(self, request: GenerationRequest) -> TokenConstraint | None:
-        if request.constraint is None:
-            return None
-        return self._constraints.compile(request.constraint, request.stopping.tokens)
-
-    def submit(self, request: GenerationRequest | Job) -> int:
+    def submit(self, request: GenerationRequest) -> int:
         """Puts a request in the queue; returns the number that its updates have. Raises ValueError
         if it can never run, QueueFull if too many wait."""
         if self.room <= 0:
             raise QueueFull(self.limits)
-        job = request if isinstance(request, Job) else self.job(request)
+        return self.add(self.job(request))
+
+    def add(self, job: Job) -> int:
+        """`submit` for those who have asked for `room` themselves."""
         job.number = self._next_number
         self._next_number += 1
         self._schedule.waiting.append(job)
@@ -150,6 +148,11 @@ class GenerationEngine:
             pages_free=self._pool.available - self._pool.cached,
             **vars(self._sums),
         )
+
+    def _constraint(self, request: GenerationRequest) -> TokenConstraint | None:
+        if request.constraint is None:
+            return None
+        return self._constraints.compile(request.constraint, request.stopping.tokens)
 
     def _results(
         self, planned: Sequence[PlannedPart], result: StepResult

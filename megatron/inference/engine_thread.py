@@ -40,7 +40,7 @@ class EngineThread:
 
     @property
     def stats(self) -> EngineStats:
-        """The engine's; what has just come counts as waiting."""
+        """The engine's; what came during its present step is not in them yet."""
         return self.engine.stats
 
     def start(self) -> None:
@@ -101,9 +101,14 @@ class EngineThread:
 
     def _raise_if_stopped(self) -> None:
         if self._failed is not None:
-            raise EngineStopped(f"generation has failed: {self._failed}") from self._failed
+            raise self._failure()
         if self._draining:
             raise EngineStopped("generation is being shut down: it takes no more requests")
+
+    def _failure(self) -> EngineStopped:
+        stopped = EngineStopped(f"generation has failed: {self._failed}")
+        stopped.__cause__ = self._failed
+        return stopped
 
     def _run(self) -> None:
         # OpenMP's number of threads belongs to the thread that asked for it.
@@ -115,9 +120,7 @@ class EngineThread:
             with self._changed:
                 self._failed = error
                 streams = [*self._streams.values(), *self._came]
-            stopped = EngineStopped(f"generation has failed: {error}")
-            stopped.__cause__ = error
-            self._send((stream, stopped) for stream in streams)
+            self._send((stream, self._failure()) for stream in streams)
 
     def _receive(self) -> bool:
         """Waits for something to do, and hands new requests on; False if there will be nothing."""
@@ -130,7 +133,7 @@ class EngineThread:
             if self._closing:
                 left = [*self._streams.values(), *came]
             for stream in came:
-                self._streams[self.engine.submit(stream.job)] = stream
+                self._streams[self.engine.add(stream.job)] = stream
         for stream in left:
             self.engine.cancel(stream.job.number)
         return self.engine.busy or not self._draining

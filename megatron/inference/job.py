@@ -148,7 +148,7 @@ class Job(ABC):
         logits after a prompt, and pages that it can copy."""
         return (
             self.request.prompt_logprobs is None
-            and self._read_tokens == other._read_tokens
+            and self._read_tokens == other._read_tokens == self.prompt
             and min(each.request.stopping.max_new_tokens for each in (self, other)) > 0
             and all(pool.is_private(page) for _, page in self._differing(other))
         )

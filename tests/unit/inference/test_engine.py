@@ -172,10 +172,12 @@ def test_no_page_leaks(draw, pages):
     assert (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0)
     assert stats.pages_cached + stats.pages_free == stats.pages == pages
     assert stats.finished == len(crowd.asked) and stats.failed == 0
+    pool = crowd.engine._pool
+    assert not pool._claims and set(pool._digests) == set(pool._idle) == pool._filled
     crowd.check()
 
 
-def test_decode_goes_on_beside_a_long_prompt():
+def test_new_tokens_beside_a_long_prompt():
     crowd = Crowd(engine_of(max_positions=200, pages=100))
     first = crowd.submit(request([1], 30))
     crowd.step()
@@ -233,6 +235,15 @@ def test_texts_and_beams_of_one_prompt(length):
     crowd.check()
     parts = [part for step in crowd.engine.runner.steps for part in step.parts]
     assert sum(part.start == 0 and part.tokens[0] == 20 for part in parts) == 1
+
+
+def test_pages_that_others_use_are_not_copied_to():
+    engine = engine_of(limits=EngineLimits(4, 30, 9))
+    asked = request([1, 2, 3, 4, 5, 6, 7, 8, 9], 2)
+    engine.complete([asked])
+    scored = dataclasses.replace(asked, prompt_logprobs=0)
+    assert [each.cached for each in engine.complete([scored, asked])] == [0, 8]
+    assert not any(step.copies for step in engine.runner.steps)
 
 
 def test_prompt_that_is_known_whole_computes_its_last_page():
@@ -521,6 +532,10 @@ def test_texts_that_become_long(seed):
     crowd.finish()
     crowd.check(short)
     assert crowd.engine.stats.prefix_hit_tokens > 0 and crowd.engine.stats.pages_used == 0
+    drawn = Sampling(seed=1)
+    together = [request([1, 2, 3], 20, sampling=each) for each in (GREEDY, drawn, GREEDY)]
+    found = crowd.engine.complete(together)
+    assert [each.tokens for each in found] == [alone(each, short).tokens for each in together]
     with pytest.raises(ValueError, match="pass the 14 positions .* at most 6 new ones"):
         crowd.engine.submit(request([1] * 9, 7, beams=Beams(2)))
     engine = engine_of(**settings)

@@ -42,7 +42,7 @@ def test_constrained_texts_beside_free_ones():
     assert len({text(completion) for completion in found}) > 5
 
 
-def test_text_that_cannot_go_on_ends_without_a_stop_token():
+def test_text_that_nothing_may_follow_ends_without_a_stop_token():
     (found,) = engine_of().complete([request("abc", stops=())])
     assert (text(found), found.finish) == ("abc", "stop")
     (found,) = engine_of().complete([request("a{9}", new=4)])

@@ -101,6 +101,21 @@ def test_refusals_come_first():
         asyncio.run(main(thread))
 
 
+def test_burst():
+    """Each of many that come at once is answered or refused, while others leave."""
+
+    async def main(thread):
+        asked = [tokens(thread, request(n % 60, 6), at_most=n % 9 or None) for n in range(300)]
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    with thread_of(EngineLimits(3, 16, 20)) as thread:
+        found = asyncio.run(main(thread))
+        assert {type(each) for each in found} == {list, QueueFull}
+        assert sum(isinstance(each, list) for each in found) >= 23
+        asyncio.run(until(lambda: thread.stats.running == thread.stats.waiting == 0))
+        assert thread.failed is None
+
+
 def test_all_are_told_when_the_model_fails():
     async def main(thread):
         asked = [tokens(thread, request(n, 50)) for n in range(7)]

@@ -1,0 +1,31 @@
+"""Some hundred requests at once, a third of them malformed; tests/e2e/test_server_soak.py has
+thousands, to a process."""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+for name in ("fastapi", "uvicorn", "prometheus_client", "llguidance", "httpx"):
+    pytest.importorskip(name, reason=f"{name} is not installed (the extra serve)")
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "e2e"))
+
+from serving import served  # noqa: E402
+from soaking import Soak  # noqa: E402
+
+from megatron.inference.server.limits import ServiceLimits  # noqa: E402
+
+
+def test_every_answer_is_right():
+    limits = ServiceLimits(request_seconds=60, read_seconds=0.5)
+    with served(limits=limits) as server:
+        port = int(server.url.rpartition(":")[2])
+        soak = Soak(port, os.getpid(), distinct=16, at_once=32)
+        found = asyncio.run(soak.run(150))
+        assert not found["faults"], found
+        assert server.client().get("/health").status_code == 200
+        assert found["counts"]["good"] > 80
+        assert sum(n for kind, n in found["counts"].items() if kind.startswith("malformed")) > 30
