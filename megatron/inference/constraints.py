@@ -40,6 +40,8 @@ _JSON_SPACE = r"( |\r?\n[ \t]{0,40})"
 """What may be between the parts of JSON: one space, or a new line with its indentation. Weak models
 write white space without end where they can."""
 _KEPT = 64
+_CHECKS = threading.BoundedSemaphore(2)
+"""Processes at a time, however many ask."""
 
 
 class TokenConstraint:
@@ -223,14 +225,15 @@ def _check(grammar: str, name: str) -> None:
     command = [sys.executable, "-I", constraint_check.__file__, str(folder)]
     too_much = f"the {name} takes too much time or memory to compile; make it simpler"
     try:
-        done = subprocess.run(
-            command,
-            input=json.dumps(task),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            timeout=_WALL_SECONDS,
-        )
+        with _CHECKS:
+            done = subprocess.run(
+                command,
+                input=json.dumps(task),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                timeout=_WALL_SECONDS,
+            )
     except subprocess.TimeoutExpired:
         raise ValueError(too_much) from None
     if done.returncode:
