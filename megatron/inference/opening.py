@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.checkpoint.files import CheckpointError
 from megatron.config import ConfigError, Setting, Settings
 from megatron.engine.train_engine import ModelEngine
 from megatron.families import family_of
@@ -39,7 +42,8 @@ def opened_runner(
     rank. The others get None, and compute what the main rank asks for before they get it, until its
     block ends. Raises ConfigError, CheckpointError or OSError if it cannot be used."""
     settings = for_generation(settings)
-    with opened_checkpoint(settings, processes, "generation") as found:
+    load = settings["load"].value if "load" in settings else "."
+    with _naming_rights(load), opened_checkpoint(settings, processes, "generation") as found:
         mesh, tokenizer = found.engine.mesh, found.run.tokenizer
         if mesh.data.size > 1:
             raise ConfigError(
@@ -47,7 +51,7 @@ def opened_runner(
                 "no data-parallel replicas; start as many processes as --tensor-model-parallel-size"
                 " x --pipeline-model-parallel-size, and another server for each replica"
             )
-        runner = runner_of(found.engine, tokenizer, cache)
+        runner = runner_of(found.engine, tokenizer, cache, f"--load {found.folder}")
         if not runner.main:
             runner.follow()
             yield None
@@ -58,16 +62,35 @@ def opened_runner(
             runner.close()
 
 
-def runner_of(engine: ModelEngine, tokenizer: Tokenizer, cache: CacheConfig) -> PagedRunner:
+@contextmanager
+def _naming_rights(load: str) -> Iterator[None]:
+    """Says of a checkpoint that cannot be opened which of its files this user may not read."""
+    try:
+        yield
+    except (OSError, CheckpointError) as error:
+        files = itertools.chain([Path(load)], Path(load).rglob("*"))
+        locked = next((f for f in files if f.exists() and not os.access(f, os.R_OK)), None)
+        if locked is None:
+            raise
+        raise ConfigError(
+            f"--load {load}: this user may not read {locked}; change its rights (chmod u+rX), or "
+            "name a copy"
+        ) from error
+
+
+def runner_of(
+    engine: ModelEngine, tokenizer: Tokenizer, cache: CacheConfig, where: str = "--load"
+) -> PagedRunner:
     """The runner of an engine's model, a rank's part of it; all ranks must call it. Each
-    data-parallel replica has a main rank of its own. Raises ConfigError if models of its family do
-    not generate, or there is too little memory for keys and values."""
+    data-parallel replica has a main rank of its own. ``where`` names the checkpoint. Raises
+    ConfigError if models of its family do not generate, or there is too little memory for keys and
+    values."""
     config, mesh = engine.config, engine.mesh
     family = family_of(config.model.family)
     if not family.generates:
         raise ConfigError(
-            f"a model of the family {family.name} does not generate text, token by token: --load "
-            "one of another family"
+            f"{where}: a model of the family {family.name} does not generate text token by token; "
+            "name a checkpoint of another family"
         )
     stages, generation = Stages.of(engine), family.generation(config, tokenizer)
     shape = page_shape(stages, config.model)

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn
 
 from megatron.inference.row_rule import independent, some_weight
 
-LEAST = 2**16
+LEAST = 2**18
 """Numbers of a weight from which it is packed: calling this kernel takes longer than others."""
 SHARE = 0.25
 """Of the free memory, which packed weights may take; else none is packed."""
@@ -27,34 +26,57 @@ _ROWS = 64
 """Which the layout is chosen for."""
 
 
-class PackedWeights(TorchFunctionMode):
-    """Within the context, products of some of the weights are those of packed copies, which the
-    first product makes: of float32 matrices on CPUs, where rows do not depend on each other and
-    there is memory for them."""
+class PackedWeight(nn.Parameter):
+    """A weight [O, I] whose products are those of a packed copy while this is ``active``; the first
+    product makes the copy. Elsewhere it is a parameter like any other."""
+
+    active: ClassVar[bool] = False
+    copy: Tensor | None = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is not F.linear or not cls.active:
+                return func(*args, **(kwargs or {}))
+            x, weight, *bias = args
+            if weight.copy is None:
+                weight.copy = packed(weight)
+            return packed_linear(x, weight.copy, *bias, **(kwargs or {}))
+
+
+class PackedWeights:
+    """Within this context products of some of the weights are those of packed copies: of float32
+    matrices on CPUs, where rows do not depend on each other and there is memory for them. Not for
+    several threads at a time."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
-        super().__init__()
         chosen = [weight for weight in weights if _suits(weight)]
         if sum(weight.nbytes for weight in chosen) > SHARE * psutil.virtual_memory().available:
-            chosen = []
-        # By identity, which is unique as long as the weight is kept.
-        self._weights = {id(weight): weight for weight in chosen}
-        self._packed: dict[int, Tensor] = {}
+            return
+        for weight in chosen:
+            # In its place: modules and tables hold the parameter itself.
+            weight.__class__ = PackedWeight  # type: ignore[assignment]
 
-    def __contains__(self, weight: Tensor) -> bool:
-        return id(weight) in self._weights
+    def __enter__(self) -> None:
+        PackedWeight.active = True
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not F.linear or id(args[1]) not in self._weights:
-            return func(*args, **(kwargs or {}))
-        key = id(args[1])
-        if key not in self._packed:
-            self._packed[key] = packed(args[1])
-        return packed_linear(args[0], self._packed[key], *args[2:], **(kwargs or {}))
+    def __exit__(self, *_: object) -> None:
+        PackedWeight.active = False
+
+
+def is_packed(weight: Tensor) -> bool:
+    """Whether there is a context that multiplies by a packed copy of it."""
+    return isinstance(weight, PackedWeight)
 
 
 def _suits(weight: Tensor) -> bool:
-    plain = weight.device.type == "cpu" and weight.dtype == torch.float32
+    if is_packed(weight):
+        return False
+    plain = (
+        isinstance(weight, nn.Parameter)
+        and weight.device.type == "cpu"
+        and weight.dtype == torch.float32
+    )
     if not plain or weight.numel() < LEAST or not torch.backends.mkldnn.is_available():
         return False
     return _independent(*weight.shape)

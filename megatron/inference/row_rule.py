@@ -9,7 +9,7 @@ Shapes: M rows of a product, I inputs, O outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -62,13 +62,13 @@ class RowRule:
         )
 
     @classmethod
-    def of(cls, weights: Iterable[Tensor], known: Container[Tensor] = ()) -> RowRule:
-        """For a model with these weights [O, I], of which some are known to give independent
+    def of(cls, weights: Iterable[Tensor], known: Callable[[Tensor], bool]) -> RowRule:
+        """For a model with these weights [O, I], of which some are ``known`` to give independent
         rows."""
         shapes = {(*weight.shape, weight.dtype, weight.device.type): weight for weight in weights}
         spare = int(any(outputs % _VECTOR for outputs, *_ in shapes))
         for (outputs, inputs, dtype, device), weight in shapes.items():
-            if device != "cpu" or weight in known:
+            if device != "cpu" or known(weight):
                 continue
             product = partial(F.linear, weight=some_weight(outputs, inputs, dtype))
             if not independent(product, inputs, dtype):

@@ -10,7 +10,10 @@ Shapes: S tokens of an encoded prompt, T tokens of a pass, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 
@@ -21,7 +24,7 @@ from torch import Tensor
 from megatron.config import ModelConfig
 from megatron.families import Generation
 from megatron.inference.outputs import Head, Numbers, Wanted
-from megatron.inference.packed_weights import PackedWeights
+from megatron.inference.packed_weights import PackedWeights, is_packed
 from megatron.inference.page_memory import PageMemory, PageShape
 from megatron.inference.paged_attention import EncodedPrompt, PagedCache
 from megatron.inference.row_rule import RowRule
@@ -72,7 +75,7 @@ class PagedRunner:
         self._group = self._mesh.model
         self.main = self._group.rank == 0
         self._packed = PackedWeights(stages.weights)
-        self._rows = RowRule.of(stages.weights, self._packed).agreed(self._group)
+        self._rows = RowRule.of(stages.weights, is_packed).agreed(self._group)
         self._head = Head(stages, self.vocab_size, self._rows) if stages.last else None
         self._steps = _patient_group(self._mesh) if self._mesh.world.size > 1 else None
 
@@ -84,13 +87,15 @@ class PagedRunner:
         return result
 
     def follow(self) -> None:
-        """Computes this rank's part of all steps until the main rank closes."""
-        while True:
-            box: list[Step | None] = [None]
-            dist.broadcast_object_list(box, self._group.ranks[0], group=self._steps)
-            if box[0] is None:
-                return
-            self._computed(box[0])
+        """Computes this rank's part of all steps until the main rank closes; signals to stop are
+        for that one, which may have requests to end first."""
+        with _deaf_to(signal.SIGINT, signal.SIGTERM):
+            while True:
+                box: list[Step | None] = [None]
+                dist.broadcast_object_list(box, self._group.ranks[0], group=self._steps)
+                if box[0] is None:
+                    return
+                self._computed(box[0])
 
     def close(self) -> None:
         """See `Runner.close`."""
@@ -176,6 +181,19 @@ def cut(parts: Sequence[Part], most: int | None) -> list[list[Part]]:
             room -= end - first
             first = end
     return passes
+
+
+@contextmanager
+def _deaf_to(*signals: signal.Signals) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _patient_group(mesh: Mesh) -> dist.ProcessGroup:

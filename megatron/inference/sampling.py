@@ -15,6 +15,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from megatron.inference.request import Sampling, TokenScore
+from megatron.inference.text_stream import bytes_of_token
 from megatron.parallel.random import derive_seed
 from megatron.tokenizer import Tokenizer
 
@@ -114,8 +115,7 @@ class TokenSampler:
         return logits
 
     def _without_newline(self, logits: Row, tokenizer: Tokenizer) -> Row:
-        texts = tokenizer.token_bytes
-        if self._last is None or not texts[self._last].endswith(b":"):
+        if self._last is None or not bytes_of_token(tokenizer, self._last).endswith(b":"):
             return logits
         logits = logits.copy()
         logits[tokenizer.newline_tokens] = -np.inf
@@ -197,26 +197,30 @@ def nucleus(weights: Row, share: float) -> Ids:
     arXiv:1904.09751)."""
     total = float(weights.sum(dtype=np.float64))
     # All weights below this sum up to less than what may be left out.
-    places = np.flatnonzero(weights >= (1 - share) * total / len(weights))
-    wanted, certain = share * total, []
-    while len(places) > _FEW:
+    some = weights[weights >= min((1 - share) * total / len(weights), float(weights.max()))]
+    wanted = share * total
+    count = 0
+    while len(some) > _FEW:
         # The bits of positive floats are in the order of the numbers.
-        some = weights[places]
         bits = some.view(np.int32)
         below = bits.max() - bits
-        shift = int(below.max()).bit_length() - _BIN_BITS
-        if shift + _BIN_BITS == 0:
+        width = int(below.max()).bit_length()
+        if width == 0:
             break
-        bins = below >> max(shift, 0)
+        bins = below >> max(width - _BIN_BITS, 0)
         sums = np.cumsum(np.bincount(bins, some))
         edge = min(int(np.searchsorted(sums, wanted)), len(sums) - 1)
-        certain.append(places[bins < edge])
-        places = places[bins == edge]
+        count += int(np.count_nonzero(bins < edge))
         wanted -= float(sums[edge - 1]) if edge else 0.0
-    order = np.argsort(-weights[places], kind="stable")
-    sums = np.cumsum(weights[places[order]], dtype=np.float64)
-    count = int(np.searchsorted(sums, wanted)) + 1
-    return np.sort(np.concatenate([*certain, places[order[:count]]]))
+        some = some[bins == edge]
+    some = np.sort(some)[::-1]
+    last = min(int(np.searchsorted(np.cumsum(some, dtype=np.float64), wanted)), len(some) - 1)
+    places = np.flatnonzero(weights >= some[last])
+    surplus = len(places) - (count + last + 1)
+    if surplus > 0:
+        equal = np.flatnonzero(weights[places] == some[last])
+        places = np.delete(places, equal[-surplus:])
+    return places
 
 
 def place_of(weights: Row, uniform: float) -> int:

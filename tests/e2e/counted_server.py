@@ -17,17 +17,15 @@ sys.path[:0] = [str(UNIT), str(UNIT / "server"), str(Path(__file__).parent)]
 from counted_model import CountedRunner, counted_tokenizer  # noqa: E402
 from serving import served  # noqa: E402
 
+from megatron.inference.chat import ChatFormat  # noqa: E402
 from megatron.inference.server.guard import Access  # noqa: E402
 from megatron.inference.server.service import Service  # noqa: E402
 
 NAME = "counted-words"
 
 
-class PlainChat:
-    """Ends each message with an empty line, as the paragraphs that were counted end."""
-
-    def tokens(self, tokenizer, messages) -> list[int]:
-        return tokenizer.tokenize("".join(f"{one['content']}\n\n" for one in messages))
+TEMPLATE = "{% for m in messages %}{{ m.content }}\n\n{% endfor %}"
+"""Ends each message with an empty line, as the paragraphs that were counted end."""
 
 
 @dataclass
@@ -58,7 +56,9 @@ class CountedServer:
 def counted_server(delay: float = 0.0, key: str | None = None) -> Iterator[CountedServer]:
     """A server whose steps take ``delay`` seconds."""
     tokenizer = counted_tokenizer()
-    runner = CountedRunner(delay=delay)
-    access = Access(key=key)
-    with served(runner, access=access, tokenizer=tokenizer, name=NAME, chat=PlainChat()) as running:
+    runner, chat = CountedRunner(delay=delay), ChatFormat({"default": TEMPLATE})
+    with served(
+        runner, access=Access(key=key), tokenizer=tokenizer, name=NAME, chat=chat
+    ) as running:
         yield CountedServer(running.url, running.service)
+    chat.close()

@@ -219,7 +219,9 @@ def test_what_cannot_be_served(model, tmp_path):
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(115))]
     (tmp_path / "bert" / "vocab.txt").write_text("\n".join(words))
     vocab = ["--vocab-file", tmp_path / "bert" / "vocab.txt"]
-    assert "bert" in refused("--load", tmp_path / "bert", *vocab).lower()
+    line = refused("--load", tmp_path / "bert", *vocab)
+    assert f"--load {tmp_path / 'bert'}" in line and "family bert does not generate" in line
+    assert "another" in line
     (tmp_path / "empty").mkdir()
     assert str(tmp_path / "empty") in refused("--load", tmp_path / "empty")
     assert "--load" in refused()

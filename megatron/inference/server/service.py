@@ -57,6 +57,16 @@ class ServedModel:
         # A decoder begins with a token of its own.
         return longest - (1 if self.has_encoder else len(prompt))
 
+    def prompt(self, text: str) -> Tokens:
+        """Ids of a prompt; see :func:`prompt_tokens`."""
+        return prompt_tokens(self.tokenizer, text, self.thread.engine.runner)
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> Tokens:
+        """Ids of a conversation. Raises ValueError if the chat template refuses it."""
+        if self.has_encoder:
+            return self.prompt(self.chat.render(messages))
+        return tuple(self.chat.tokens(self.tokenizer, messages))
+
     @property
     def eod(self) -> int | None:
         """The end-of-document token, if there is one."""
@@ -150,18 +160,15 @@ class Service:
         return await self._split(len(text), self.model().tokenizer.tokenize, text)
 
     async def prompt(self, text: str) -> Tokens:
-        """Ids of a prompt, at least one; see :func:`prompt_tokens`. Raises
-        RequestError if the tokenizer cannot make one."""
-        model = self.model()
-        runner = model.thread.engine.runner
-        return await self._split(len(text), prompt_tokens, model.tokenizer, text, runner)
+        """Ids of a prompt, at least one. Raises RequestError if the tokenizer cannot make one."""
+        return await self._split(len(text), self.model().prompt, text)
 
     async def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> Tokens:
         """Ids of a conversation, up to the model's next message. Raises RequestError if the chat
         template refuses it."""
         model = self.model()
         # A template is rendered in another process, which this thread must not wait for.
-        return await self._split(_SHORT + 1, model.chat.tokens, model.tokenizer, messages)
+        return await self._split(_SHORT + 1, model.chat_prompt, messages)
 
     async def _split(
         self, characters: int, split: Callable[..., Iterable[int]], *arguments: Any

@@ -140,6 +140,11 @@ def test_a_stop_that_is_ranked_behind_the_width_is_skipped():
     logits[0, [10, 11, STOP, 12]] = torch.tensor([3.0, 2.0, 1.0, 0.0])
     skipped = BeamSearch(Beams(2), Stopping(NEW, frozenset([STOP])))
     assert skipped.step(logits) == [(0, 10), (0, 11)] and not skipped.results()
+    logits[0, [STOP, 10, 8, 11]] = torch.tensor([3.0, 2.0, 1.0, 0.5])
+    behind = BeamSearch(Beams(2), Stopping(NEW, frozenset([STOP, 8])))
+    assert behind.step(logits) == [(0, 10), (0, 11)]
+    assert [result.tokens for result in behind.results()] == [(STOP,)]
+    logits[0, [10, 11, STOP, 12, 8]] = torch.tensor([3.0, 2.0, 1.0, 0.0, -50.0])
     taken = BeamSearch(Beams(3), Stopping(NEW, frozenset([STOP])))
     assert taken.step(logits) == [(0, 10), (0, 11), (0, 12)]
     assert [result.tokens for result in taken.results()] == [(STOP,)]

@@ -42,11 +42,14 @@ class PlainChat:
 
     stops = ("\nuser:",)
 
-    def tokens(self, tokenizer, messages):
+    def render(self, messages):
         if messages[0]["role"] == "assistant":
             raise ValueError("the first message is not the user's")
         text = "".join(f"{m['role']}: {m['content']}\n" for m in messages)
-        return tokenizer.tokenize(f"{text}assistant: ")
+        return f"{text}assistant: "
+
+    def tokens(self, tokenizer, messages):
+        return tokenizer.tokenize(self.render(messages))
 
 
 @dataclass

@@ -26,7 +26,9 @@ def test_openais_answer(client):
     assert len(choice["text"]) == len(choice["logprobs"]["tokens"])
     messages = [{"role": "user", "content": "Hello"}]
     answer = client.post("/v1/chat/completions", json={"messages": messages, "seed": 1})
-    assert answer.is_success
+    # What an encoder reads ends with the end of a text.
+    usage = answer.json()["usage"]
+    assert usage["prompt_tokens"] == len("user: Hello\nassistant: ") + 1
 
 
 @pytest.mark.parametrize(

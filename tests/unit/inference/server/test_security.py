@@ -18,6 +18,7 @@ pytest.importorskip("fastapi", reason="pip install megatron-deepspeed[serve]")
 
 from serving import served  # noqa: E402
 
+from megatron.inference.chat import ChatFormat  # noqa: E402
 from megatron.inference.server.guard import Access  # noqa: E402
 from megatron.inference.server.limits import ServiceLimits  # noqa: E402
 
@@ -234,6 +235,30 @@ def test_templates_in_texts_are_texts(server):
     status, _, got = post(server, "/v1/chat/completions", body)
     tokens = json.loads(got)["usage"]["prompt_tokens"]
     assert status == 200 and tokens == len(f"user: {source}\nassistant: ")
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{% include '/etc/passwd' %}",
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+    ],
+)
+def test_templates_of_a_model_are_in_a_sandbox(template):
+    """What came with a tokenizer can read nothing; texts in messages are no templates for it."""
+    pytest.importorskip("jinja2", reason="pip install megatron-deepspeed[serve]")
+    source = "{{ 7 * 191 }}{% include '/etc/passwd' %}"
+    wrote = {"messages": [{"role": "user", "content": source}], "max_tokens": 1}
+    harmless = ChatFormat({"default": "{% for m in messages %}{{ m.content }}{% endfor %}"})
+    for chat, expected in ((ChatFormat({"default": template}), 400), (harmless, 200)):
+        with served(chat=chat) as running:
+            body = json.dumps(wrote).encode()
+            status, _, got = post(running, "/v1/chat/completions", body)
+        chat.close()
+        assert status == expected and b"root:" not in got and b"uid=" not in got
+    assert json.loads(got)["usage"]["prompt_tokens"] == len(source)
 
 
 @pytest.mark.parametrize(
