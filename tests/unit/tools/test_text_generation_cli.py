@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import socket
 import stat
 import sys
 import threading
@@ -96,10 +97,11 @@ def test_the_key_is_sent(talk, server):
     assert path == "/behind/api" and headers["Authorization"] == "Bearer secret"
 
 
-def test_nothing_listens(program, server, monkeypatch):
-    server.server_close()
+def test_nothing_listens(program, monkeypatch):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
     monkeypatch.setattr(sys, "stdin", io.StringIO("a\n1\n"))
-    address = f"127.0.0.1:{server.server_address[1]}"
     with pytest.raises(SystemExit, match=f"nothing listens at {address}; start tools/run_text"):
         program.main([address])
 
