@@ -1,6 +1,6 @@
 """transformers' `generate`, in batches of requests that start and end together.
 
-Prompts are padded on the left. A batch goes on until its longest text is complete, as one does
+Prompts are padded on the left. A batch ends when its longest text is complete, as one does
 whose texts end at different places.
 """
 
