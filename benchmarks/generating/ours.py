@@ -28,7 +28,8 @@ class Ours:
     """One process, with pages for as many of the longest requests as there are at once."""
 
     def __init__(self, folder: str, threads: int, concurrency: int, longest: int) -> None:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        if not torch.cuda.is_available():
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
         torch.set_num_threads(threads)
         vocabulary = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
         argv = ["--load", folder, "--tokenizer-type", "IdTokenizer", "--vocab-size", vocabulary]

@@ -1,6 +1,6 @@
 """transformers' continuous batching, what `generate_batch` calls.
 
-`generate_batch` takes one length for all requests and builds its memory anew every time; here its
+`generate_batch` takes one length for all requests and builds its memory again every time; here its
 manager is kept, and takes each request's own length.
 """
 

@@ -1,6 +1,6 @@
 """transformers' `generate`, in batches of requests that start and end together.
 
-Prompts are padded on the left. A batch goes on until its longest text is complete, as one does
+Prompts are padded on the left. A batch ends when its longest text is complete, as one does
 whose texts end at different places.
 """
 
@@ -20,7 +20,9 @@ class Static:
 
     def __init__(self, folder: str, threads: int, concurrency: int, longest: int) -> None:
         torch.set_num_threads(threads)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model = model.to(self.device).eval()
 
     def order(self, requests: Sequence[Request]) -> list[int]:
         """Which requests are batched with which."""
@@ -50,8 +52,8 @@ class Static:
             [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         )
         out_BT = self.model.generate(
-            ids_BT,
-            attention_mask=mask_BT,
+            ids_BT.to(self.device),
+            attention_mask=mask_BT.to(self.device),
             max_new_tokens=new,
             min_new_tokens=None,
             do_sample=False,
@@ -84,4 +86,4 @@ class _Heard(StoppingCriteria):
         for place in self.places:
             self.first(place)
         self.places = []
-        return torch.zeros(len(input_ids), dtype=torch.bool)
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)

@@ -15,8 +15,10 @@ from gpu_suite.shapes import SHAPES, step_flops
 MACHINE, TESTS, CEILINGS = "machine", "tests", "ceilings"
 MAIN, LLMQ, ABLATIONS, PEERS = "main", "llmq", "ablations", "peers"
 LARGE, LENGTHS, SMALL, FAMILIES = "large", "lengths", "small", "families"
+GENERATION = "generation"
 GROUPS = (
-    MACHINE, TESTS, CEILINGS, MAIN, LLMQ, ABLATIONS, PEERS, LARGE, LENGTHS, SMALL, FAMILIES
+    MACHINE, TESTS, CEILINGS, MAIN, LLMQ, ABLATIONS, PEERS, LARGE, LENGTHS, SMALL, FAMILIES,
+    GENERATION,
 )  # fmt: skip
 
 BASE = "ours-zero1+torch-compile"
@@ -211,6 +213,7 @@ def full() -> Iterator[Cell]:
         yield Cell(FAMILIES, shape, "bf16", BASE, trace=True)
         for variant, contestant in PEER_NAMES.items():
             yield Cell(FAMILIES, shape, variant, contestant)
+    yield Cell(GENERATION, variant="124M", fixed=150)
 
 
 def tiny() -> Iterator[Cell]:
@@ -234,6 +237,7 @@ def tiny() -> Iterator[Cell]:
         yield Cell(FAMILIES, shape, "matrix products alone", "matmuls")
         yield Cell(FAMILIES, shape, "plain PyTorch", "plain")
         yield Cell(FAMILIES, shape, "transformers + DeepSpeed", "hf-deepspeed")
+    yield Cell(GENERATION, variant="tiny", fixed=20)
 
 
 SCALES = {"full": full, "tiny": tiny}
@@ -254,6 +258,8 @@ def _both(group: str, shape: str, trace: bool = False, seq_length: int = 0) -> I
 
 def needs_own_process(cell: Cell) -> bool:
     """Whether it leaves a process in a state of its own, as :data:`OWN_PROCESS` do, and what is not
-    ours, which initialises torch.distributed in its own way."""
+    ours, or generates, which initialises torch.distributed in its own way."""
+    if cell.group == GENERATION:
+        return True
     ours = not cell.contestant or is_ours(cell.contestant)
     return not ours or any(flag in cell.contestant for flag in OWN_PROCESS)

@@ -11,7 +11,7 @@ from contestants.setting import Setting
 
 from gpu_suite import ladder
 from gpu_suite.compare import BANDS, departures
-from gpu_suite.ladder import CEILINGS, MACHINE, SCALES, TESTS
+from gpu_suite.ladder import CEILINGS, GENERATION, MACHINE, SCALES, TESTS
 from gpu_suite.results import Found, failure
 from gpu_suite.shapes import SHAPES, recomputed_flops, step_flops
 from megatron.util.files import write_whole
@@ -67,6 +67,9 @@ def markdown(results: Mapping[str, Found], level: int = 1) -> str:
             shown = True
     if shown:
         lines += [LEGEND, ""]
+    for found in results.values():
+        if found["cell"]["group"] == GENERATION:
+            lines += _generation(found, level + 1)
     lines += _splits(results, level + 1)
     commands = [(n, found["command"]) for n, found in results.items() if "command" in found]
     if commands:
@@ -154,6 +157,21 @@ def _ceilings(found: Found, level: int) -> list[str]:
             else:
                 shown = [str(rate), ""]
             lines.append(_cells([title, kernel, *shown]))
+    return [*lines, ""]
+
+
+def _generation(found: Found, level: int) -> list[str]:
+    lines = [f"{'#' * level} Generation, GPT-2's shape, {found['cell']['variant']}", ""]
+    why = failure(found)
+    if why is not None:
+        return [*lines, why, ""]
+    lines += [
+        _cells(["", "at once", "new tokens per s", "first token, s, median"]),
+        "|---" * 4 + "|",
+    ]
+    for row in found["rows"]:
+        shown = f"{row['new_per_second']:,.0f}", f"{row['first_seconds']:.2f}"
+        lines.append(_cells([row["program"], str(row["concurrency"]), *shown]))
     return [*lines, ""]
 
 

@@ -15,7 +15,7 @@ import traceback
 from pathlib import Path
 from typing import Any, TextIO
 
-from gpu_suite.ladder import CEILINGS, MACHINE, Cell
+from gpu_suite.ladder import CEILINGS, GENERATION, MACHINE, Cell
 
 Found = dict[str, Any]
 
@@ -55,6 +55,10 @@ def answer(request: Found) -> Found:
             from gpu_suite.ceilings import ceilings
 
             found = ceilings()
+        elif cell.group == GENERATION:
+            from gpu_suite.generation import generation
+
+            found = generation(cell.variant)
         else:
             found = train(cell, Path(request["trace"]), request["about"], Room.of_device())
     except SystemExit as error:
