@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.inference.step import Part, Runner, Step, TargetScores
+from megatron.inference.step import Runner, SequencePart, StepInput, TargetScores
 
 VOCAB, POSITIONS = 61, 40
 _SIZES: dict[str, Any] = {
@@ -118,16 +118,16 @@ def play(
         waiting, running = waiting[len(begun) :], running + begun
         parts = tuple(_part(text, chunk, size, top) for text in running)
         encode = tuple((each.number, tuple(prompts[each.number])) for each in begun if encodes)
-        result = runner.run(Step(parts, encode=encode))
+        result = runner.run(StepInput(parts, encode=encode))
         _take(running, parts, result)
         ended = [text for text in running if len(text.tokens) == count]
         running = [text for text in running if len(text.tokens) < count]
         if encodes and ended:
-            runner.run(Step((), forget=tuple(each.number for each in ended)))
+            runner.run(StepInput((), forget=tuple(each.number for each in ended)))
     return texts
 
 
-def _part(text: Played, chunk: int, size: int, top: int) -> Part:
+def _part(text: Played, chunk: int, size: int, top: int) -> SequencePart:
     start, prompt = text.fed, text.prompt
     decoding = start >= len(prompt)
     tokens = [text.tokens[-1]] if decoding else prompt[start : start + chunk]
@@ -135,12 +135,12 @@ def _part(text: Played, chunk: int, size: int, top: int) -> Part:
     targets = () if decoding else tuple(prompt[start + 1 : end + 1])
     pages = tuple(text.pages[: -(-end // size)])
     text.fed = end
-    return Part(
+    return SequencePart(
         tuple(tokens), start, pages, decoding, end >= len(prompt), targets, top, text.number
     )
 
 
-def _take(running: Sequence[Played], parts: Sequence[Part], result: Any) -> None:
+def _take(running: Sequence[Played], parts: Sequence[SequencePart], result: Any) -> None:
     rows, scores = iter(result.logits_RV), iter(result.scores)
     for text, part in zip(running, parts, strict=True):
         if part.targets:

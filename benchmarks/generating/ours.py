@@ -13,11 +13,11 @@ import torch
 
 from generating.load import Request
 from megatron.config import Settings
-from megatron.inference.engine import GenerationEngine
 from megatron.inference.memory import CacheConfig
 from megatron.inference.opening import opened_runner
-from megatron.inference.request import GenerationRequest, Sampling, Stopping
-from megatron.inference.schedule import EngineLimits
+from megatron.inference.request import GenerationRequest, Sampling, StopRules
+from megatron.inference.scheduling.engine import GenerationEngine
+from megatron.inference.scheduling.schedule import EngineLimits
 from megatron.training.launch import start_processes
 from megatron.training.run import RunToolParser
 
@@ -52,7 +52,7 @@ class Ours:
         engine = GenerationEngine(self.runner, self.tokenizer, limits)
         places = {
             engine.submit(
-                GenerationRequest(tuple(request.prompt), Stopping(request.new_tokens), GREEDY)
+                GenerationRequest(tuple(request.prompt), StopRules(request.new_tokens), GREEDY)
             ): place
             for place, request in enumerate(requests)
         }

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron.config import ConfigError
 from megatron.config.flags import POSITIVE, option
-from megatron.inference.page_memory import PageShape
+from megatron.inference.execution.page_memory import PageShape
 from megatron.parallel.mesh import Group
 
 MOST_SEQUENCES = 256

@@ -13,9 +13,9 @@ from megatron.checkpoint.files import CheckpointError
 from megatron.config import ConfigError, Setting, Settings
 from megatron.engine.train_engine import ModelEngine
 from megatron.families import family_of
+from megatron.inference.execution.runner import PagedRunner, page_shape
+from megatron.inference.execution.stages import StagedLayers
 from megatron.inference.memory import CacheConfig
-from megatron.inference.runner import PagedRunner, page_shape
-from megatron.inference.stages import StagedLayers
 from megatron.tokenizer import Tokenizer
 from megatron.training.evaluation import opened_checkpoint
 from megatron.training.run import Run

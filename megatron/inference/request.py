@@ -93,7 +93,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Stopping:
+class StopRules:
     """When a text ends; what ends it is part of its tokens. Raises ValueError for a value that is
     out of range.
 
@@ -149,7 +149,7 @@ class GenerationRequest:
     """
 
     prompt: tuple[int, ...]
-    stopping: Stopping
+    stopping: StopRules
     sampling: Sampling = Sampling()
     beams: Beams | None = None
     constraint: Constraint | None = None

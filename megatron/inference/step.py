@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Part:
+class SequencePart:
     """Consecutive tokens of one sequence.
 
     Attributes:
@@ -43,7 +43,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepInput:
     """One pass through the model. First pages are copied, in order; then prompts are encoded and
     forgotten; then the parts run.
 
@@ -53,7 +53,7 @@ class Step:
         forget: numbers of encoded prompts that are needed no more.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[SequencePart, ...]
     copies: tuple[tuple[int, int], ...] = ()
     encode: tuple[tuple[int, tuple[int, ...]], ...] = ()
     forget: tuple[int, ...] = ()
@@ -70,7 +70,7 @@ class TargetScores:
 
 
 @dataclass(frozen=True)
-class StepResult:
+class StepOutput:
     """Logits float32 [R, V] of the R parts that want them, in order, without the padding of the
     vocabulary, on the CPU; and the scores of each part that has targets, in order."""
 
@@ -99,7 +99,7 @@ class Runner(Protocol):
     start_token: int | None
     long_after: int | None
 
-    def run(self, step: Step) -> StepResult:
+    def run(self, step: StepInput) -> StepOutput:
         """Runs a step on all ranks. Called by the main rank only."""
         ...
 
@@ -108,6 +108,6 @@ class Runner(Protocol):
         ...
 
 
-def rows_of(parts: Sequence[Part]) -> int:
+def rows_of(parts: Sequence[SequencePart]) -> int:
     """Tokens that go through the model together."""
     return sum(len(part.tokens) for part in parts)

@@ -17,7 +17,7 @@ sys.path[:0] = [str(UNIT), str(UNIT / "server"), str(Path(__file__).parent)]
 from counted_model import CountedRunner, counted_tokenizer  # noqa: E402
 from serving import served  # noqa: E402
 
-from megatron.inference.chat import ChatFormat  # noqa: E402
+from megatron.inference.decoding.chat import ChatFormat  # noqa: E402
 from megatron.inference.server.guard import Access  # noqa: E402
 from megatron.inference.server.service import Service  # noqa: E402
 

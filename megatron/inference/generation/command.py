@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import ConfigError, Setting, Settings
-from megatron.inference.engine import GenerationEngine
 from megatron.inference.generation.config import GenerateConfig, unused_flags
 from megatron.inference.generation.prompt_files import prompts_of
 from megatron.inference.generation.text_generator import TextGenerator
 from megatron.inference.opening import opened_runner
-from megatron.inference.schedule import EngineLimits
+from megatron.inference.scheduling.engine import GenerationEngine
+from megatron.inference.scheduling.schedule import EngineLimits
 from megatron.training.launch import start_processes
 from megatron.training.outputs import check_output
 from megatron.training.run import RunToolParser

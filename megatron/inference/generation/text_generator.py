@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from megatron.inference.engine import GenerationEngine
+from megatron.inference.decoding.text_stream import TextStream, continuation_text
 from megatron.inference.prompts import end_tokens, prompt_tokens
-from megatron.inference.request import Completion, GenerationRequest, Sampling, Stopping
-from megatron.inference.text_stream import TextStream, continuation_text
+from megatron.inference.request import Completion, GenerationRequest, Sampling, StopRules
+from megatron.inference.scheduling.engine import GenerationEngine
 from megatron.parallel.random import derive_seed
 from megatron.tokenizer import Tokenizer
 
@@ -77,7 +77,7 @@ class TextGenerator:
         """The request of a prompt; another place gives other draws."""
         seed = derive_seed(self.sampling.seed, *place)
         sampling = dataclasses.replace(self.sampling, seed=seed)
-        return GenerationRequest(prompt, Stopping(self.max_new_tokens, self.stops), sampling)
+        return GenerationRequest(prompt, StopRules(self.max_new_tokens, self.stops), sampling)
 
     def stream(self, prompt: Tokens, *place: int) -> Iterator[str]:
         """The text that is added to a prompt, in pieces as its tokens come."""

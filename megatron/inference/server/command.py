@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.config import ConfigError, Settings
-from megatron.inference.chat import ChatFormat
-from megatron.inference.engine import GenerationEngine
-from megatron.inference.engine_thread import EngineThread
+from megatron.inference.decoding.chat import ChatFormat
 from megatron.inference.opening import opened_runner
-from megatron.inference.schedule import EngineLimits
+from megatron.inference.scheduling.engine import GenerationEngine
+from megatron.inference.scheduling.engine_thread import EngineThread
+from megatron.inference.scheduling.schedule import EngineLimits
 from megatron.inference.server.config import ServerConfig
 from megatron.training.launch import start_processes
 from megatron.training.run import RunToolParser

@@ -8,13 +8,13 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from megatron.inference.request import Beams, GenerationRequest, Sampling, Stopping
+from megatron.inference.decoding.text_stream import token_texts
+from megatron.inference.request import Beams, GenerationRequest, Sampling, StopRules
 from megatron.inference.server.errors import RequestError
 from megatron.inference.server.exchange import JSON, read_object, while_connected
 from megatron.inference.server.fields import Fields, is_integer, is_number
 from megatron.inference.server.limits import RequestDefaults
 from megatron.inference.server.service import Answer, ServedModel, Service, seed_of
-from megatron.inference.text_stream import token_texts
 
 MAX_PROMPTS = 128
 _FLAGS = ("stop_on_double_eol", "stop_on_eol", "prevent_newline_after_colon")
@@ -181,18 +181,18 @@ def _sampling(asked: MegatronRequest, index: int) -> Sampling:
     )
 
 
-def _stopping(asked: MegatronRequest, index: int, model: ServedModel) -> Stopping:
+def _stopping(asked: MegatronRequest, index: int, model: ServedModel) -> StopRules:
     """As Megatron's: text ends it, or else tokens do. In a beam search ``stop_token`` alone."""
     if asked.beam_width is None and (asked.stop_on_eol or asked.stop_on_double_eol):
         if asked.stop_on_double_eol:  # which Megatron asks for first
             before = asked.prompts[index][-1:]
-            return Stopping(asked.tokens_to_generate, texts=("\n\n",), before=before)
-        return Stopping(asked.tokens_to_generate, texts=("\n",))
+            return StopRules(asked.tokens_to_generate, texts=("\n\n",), before=before)
+        return StopRules(asked.tokens_to_generate, texts=("\n",))
     tokens = set() if model.eod is None else {model.eod}
     if asked.stop_token is not None:
         tokens = {asked.stop_token} | (tokens if asked.beam_width is None else set())
     known = frozenset(token for token in tokens if 0 <= token < model.tokenizer.vocab_size)
-    return Stopping(asked.tokens_to_generate, known)
+    return StopRules(asked.tokens_to_generate, known)
 
 
 async def _answer(service: Service, asked: MegatronRequest) -> dict[str, Any]:

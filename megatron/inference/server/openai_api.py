@@ -12,13 +12,13 @@ import orjson
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 
+from megatron.inference.decoding.text_stream import bytes_of_token, token_texts
 from megatron.inference.request import TokenScore, Update
 from megatron.inference.server.errors import RequestError
 from megatron.inference.server.exchange import JSON, read_object, while_connected
 from megatron.inference.server.openai_requests import TextsAsked, chat_asked, completion_asked
 from megatron.inference.server.service import Answer, Service
 from megatron.inference.server.texts import ChoiceText, PlacedToken, TextPiece, token_name
-from megatron.inference.text_stream import bytes_of_token, token_texts
 from megatron.tokenizer import Tokenizer
 
 Json = dict[str, Any]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron.inference.request import Constraint, GenerationRequest, Sampling, Stopping
+from megatron.inference.request import Constraint, GenerationRequest, Sampling, StopRules
 from megatron.inference.server.errors import RequestError
 from megatron.inference.server.fields import Fields, is_integer, is_number
 from megatron.inference.server.limits import RequestDefaults
@@ -132,7 +132,7 @@ def _asked(
     ends = hidden | frozenset(stop_ids)
     template = GenerationRequest(
         prompts[0],
-        Stopping(new, ends, stops),
+        StopRules(new, ends, stops),
         _sampling(fields, service.defaults, model),
         constraint=_constraint(fields),
         logprobs=top,

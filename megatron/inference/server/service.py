@@ -10,11 +10,11 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from megatron.inference.engine import QueueFull
-from megatron.inference.engine_stats import EngineStats
-from megatron.inference.engine_thread import EngineStopped, EngineThread
 from megatron.inference.prompts import end_tokens, prompt_tokens
 from megatron.inference.request import BeamResult, Finish, GenerationRequest, TokenScore, Update
+from megatron.inference.scheduling.engine import QueueFull
+from megatron.inference.scheduling.engine_stats import EngineStats
+from megatron.inference.scheduling.engine_thread import EngineStopped, EngineThread
 from megatron.inference.server.errors import RequestError
 from megatron.inference.server.limits import RequestDefaults, ServiceLimits
 from megatron.inference.server.metrics import Metrics
@@ -23,7 +23,7 @@ from megatron.parallel.random import derive_seed
 from megatron.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from megatron.inference.chat import ChatFormat
+    from megatron.inference.decoding.chat import ChatFormat
 
 T = TypeVar("T")
 Tokens = tuple[int, ...]

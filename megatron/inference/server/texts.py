@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Protocol
 
+from megatron.inference.decoding.stopping import TextBeforeStop
+from megatron.inference.decoding.text_stream import TextStream, bytes_of_token
 from megatron.inference.request import Finish, TokenScore
-from megatron.inference.stopping import TextBeforeStop
-from megatron.inference.text_stream import TextStream, bytes_of_token
 from megatron.tokenizer import Tokenizer
 
 

@@ -13,7 +13,7 @@ from lm_eval.models.utils import (
 )
 
 from megatron.config import ConfigError
-from megatron.inference.request import Beams, Sampling, Stopping
+from megatron.inference.request import Beams, Sampling, StopRules
 
 MAX_GEN_TOKS = 256
 """Where a task gives none."""
@@ -35,7 +35,7 @@ class Wanted:
     """
 
     until: tuple[str, ...]
-    stopping: Stopping
+    stopping: StopRules
     sampling: Sampling
     beams: Beams | None
 
@@ -59,7 +59,7 @@ class Wanted:
             until = handle_stop_sequences(until, text)
         until = [text for text in until if text]
         try:
-            stopping = Stopping(values["max_gen_toks"], frozenset(ends), tuple(until))
+            stopping = StopRules(values["max_gen_toks"], frozenset(ends), tuple(until))
             return cls(tuple(until), stopping, _sampling(values), _beams(values))
         except (TypeError, ValueError) as error:
             raise ConfigError(f"task {task}: generation_kwargs, or --gen-kwargs: {error}") from None

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 
 from megatron.engine.train_engine import ModelEngine
-from megatron.inference.engine import GenerationEngine
 from megatron.inference.memory import CacheConfig
 from megatron.inference.opening import runner_of
 from megatron.inference.request import Completion, GenerationRequest
+from megatron.inference.scheduling.engine import GenerationEngine
 from megatron.tokenizer import Tokenizer
 from megatron.util.progress import progress_bar
 

@@ -12,7 +12,7 @@ import torch
 from gpt_forward import forward
 from torch import Tensor
 
-from megatron.inference.step import Part, Step, StepResult, TargetScores
+from megatron.inference.step import SequencePart, StepInput, StepOutput, TargetScores
 from megatron.model.layer_list import LayerStack
 
 NOTHING = -1
@@ -46,12 +46,12 @@ class RememberingRunner(ABC):
         self.max_positions, self.max_prompt = max_positions, max_prompt
         self.start_token, self.long_after = start_token, long_after
         self.fail_at, self.delay = fail_at, delay
-        self.steps: list[Step] = []
+        self.steps: list[StepInput] = []
         self.closed = False
         self.encoded: dict[int, tuple[int, ...]] = {}
         self._memory = np.full((pages, page_size), NOTHING, np.int64)
 
-    def run(self, step: Step) -> StepResult:
+    def run(self, step: StepInput) -> StepOutput:
         assert not self.closed
         self.steps.append(step)
         if self.fail_at is not None and len(self.steps) > self.fail_at:
@@ -75,7 +75,7 @@ class RememberingRunner(ABC):
             if part.logits:
                 rows.append(self.logits_after(sequence_L, self._encoding(part)))
         none_0V = torch.empty(0, self.vocab_size)
-        return StepResult(torch.stack(rows) if rows else none_0V, tuple(scores))
+        return StepOutput(torch.stack(rows) if rows else none_0V, tuple(scores))
 
     def close(self) -> None:
         self.closed = True
@@ -84,7 +84,7 @@ class RememberingRunner(ABC):
     def logits_after(self, sequence_L: tuple[int, ...], encoded: tuple[int, ...] | None) -> Tensor:
         """Logits float32 [V] of the token that follows a sequence."""
 
-    def _write(self, parts: tuple[Part, ...]) -> None:
+    def _write(self, parts: tuple[SequencePart, ...]) -> None:
         written: set[int] = set()
         for part in parts:
             first, end = part.start, part.start + len(part.tokens)
@@ -103,7 +103,7 @@ class RememberingRunner(ABC):
             before = set(part.pages[: part.start // self.page_size])
             assert not before & written, "a part reads a page that another one writes"
 
-    def _sequence(self, part: Part) -> tuple[int, ...]:
+    def _sequence(self, part: SequencePart) -> tuple[int, ...]:
         end = part.start + len(part.tokens)
         assert part.long or self.long_after is None or end <= self.long_after
         stored_L = self._memory[list(part.pages)].reshape(-1)[:end]
@@ -112,11 +112,11 @@ class RememberingRunner(ABC):
         assert NOTHING not in sequence_L, "a position is read that was never written"
         return sequence_L
 
-    def _encoding(self, part: Part) -> tuple[int, ...] | None:
+    def _encoding(self, part: SequencePart) -> tuple[int, ...] | None:
         assert (part.encoded is None) == (self.max_prompt is None)
         return None if part.encoded is None else self.encoded[part.encoded]
 
-    def _scores(self, part: Part, sequence_L: tuple[int, ...]) -> TargetScores:
+    def _scores(self, part: SequencePart, sequence_L: tuple[int, ...]) -> TargetScores:
         encoded = self._encoding(part)
         logits_TV = torch.stack(
             [

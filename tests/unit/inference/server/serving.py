@@ -9,9 +9,9 @@ import httpx
 from fake_runner import FakeRunner
 
 from megatron.config import TokenizerConfig
-from megatron.inference.engine import GenerationEngine
-from megatron.inference.engine_thread import EngineThread
-from megatron.inference.schedule import EngineLimits
+from megatron.inference.scheduling.engine import GenerationEngine
+from megatron.inference.scheduling.engine_thread import EngineThread
+from megatron.inference.scheduling.schedule import EngineLimits
 from megatron.inference.server.app import build_app
 from megatron.inference.server.guard import Access
 from megatron.inference.server.limits import RequestDefaults, ServiceLimits

@@ -3,7 +3,7 @@
 import pytest
 from serving import byte_tokenizer, served
 
-from megatron.inference.chat import ChatFormat
+from megatron.inference.decoding.chat import ChatFormat
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system here') }}"

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 from serving import TextRunner, events, served
 
-from megatron.inference.schedule import EngineLimits
+from megatron.inference.scheduling.schedule import EngineLimits
 from megatron.inference.server.limits import ServiceLimits
 from megatron.inference.server.listening import ConnectionLimits
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from serving import byte_tokenizer
 
-from megatron.inference.engine import GenerationEngine
-from megatron.inference.request import GenerationRequest, Sampling, Stopping
+from megatron.inference.request import GenerationRequest, Sampling, StopRules
+from megatron.inference.scheduling.engine import GenerationEngine
 from megatron.inference.server.errors import RequestError
 from megatron.inference.server.limits import RequestDefaults
 from megatron.inference.server.megatron_api import MegatronRequest, parsed
@@ -144,7 +144,7 @@ def test_answer(server, client):
     assert list(answer) == ["text", "segments", "logprobs"]
     for index, prompt in enumerate(prompts):
         sampling = Sampling(temperature=0.7, top_p=0.9, seed=seed_of(5, index))
-        stopping = Stopping(6, frozenset({258}))
+        stopping = StopRules(6, frozenset({258}))
         one = alone(
             server, prompt, sampling=sampling, stopping=stopping, logprobs=0, prompt_logprobs=0
         )

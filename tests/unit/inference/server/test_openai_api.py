@@ -6,7 +6,7 @@ import pytest
 from serving import NAME, PlainChat, TextRunner, byte_tokenizer, events, served
 from test_megatron_api import alone
 
-from megatron.inference.request import Sampling, Stopping
+from megatron.inference.request import Sampling, StopRules
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -33,7 +33,7 @@ def refused(client, path, **body):
 
 def test_completion(server, client):
     answer = post(client, COMPLETIONS, prompt="Hello", max_tokens=5, temperature=0, model=NAME)
-    one = alone(server, "Hello", sampling=Sampling(greedy=True), stopping=Stopping(5))
+    one = alone(server, "Hello", sampling=Sampling(greedy=True), stopping=StopRules(5))
     (choice,) = answer["choices"]
     assert choice["text"] == bytes(one.tokens).decode()
     assert (choice["finish_reason"], choice["logprobs"], choice["index"]) == ("length", None, 0)
@@ -82,7 +82,7 @@ def test_n_texts_of_a_seed(client):
 def test_logprobs_with_echo(server, client):
     body = {"prompt": "Hello", "max_tokens": 3, "temperature": 0, "echo": True, "logprobs": 2}
     (choice,) = post(client, COMPLETIONS, **body)["choices"]
-    sampling, stopping = Sampling(greedy=True), Stopping(3)
+    sampling, stopping = Sampling(greedy=True), StopRules(3)
     one = alone(
         server, "Hello", sampling=sampling, stopping=stopping, logprobs=2, prompt_logprobs=2
     )

@@ -1,0 +1,241 @@
+"""A model over the ranks of a layout that computes the steps of generation, with paged keys and
+values.
+
+Every rank makes a :class:`PagedRunner`; the main one gets the steps (`run`), the others
+:meth:`PagedRunner.follow` it until it closes. Results do not depend on what else is in a step where
+rows of a GEMM do not (see :mod:`megatron.inference.execution.paged_attention`).
+
+Shapes: S tokens of an encoded prompt, T tokens of a pass, H hidden.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.config import ModelConfig
+from megatron.families import GenerationSpec
+from megatron.inference.execution.outputs import Head, Numbers, WantedRows
+from megatron.inference.execution.packed_weights import PackedWeights, is_packed
+from megatron.inference.execution.page_memory import PageMemory, PageShape
+from megatron.inference.execution.paged_attention import EncodedPrompt, PagedCache
+from megatron.inference.execution.row_rule import RowRule
+from megatron.inference.execution.stages import StagedLayers
+from megatron.inference.step import SequencePart, StepInput, StepOutput
+from megatron.model.attention import Attention
+from megatron.model.layer_list import LayerState
+from megatron.parallel.mesh import MODEL, Mesh, memberships
+
+PAGE_SIZE = 64
+
+
+class PagedRunner:
+    """See `megatron.inference.step.Runner`; every rank makes one, with the same arguments.
+
+    Args:
+        stages: the layers, in evaluation mode.
+        pages: how many there are.
+        page_size: positions of a page.
+
+    Attributes:
+        main: whether this rank gets the steps of its replica of the model.
+    """
+
+    def __init__(
+        self,
+        stages: StagedLayers,
+        model: ModelConfig,
+        generation: GenerationSpec,
+        pages: int,
+        page_size: int = PAGE_SIZE,
+    ) -> None:
+        assert model.vocabulary.size is not None
+        self._stages, self._generation = stages, generation
+        self.vocab_size = model.vocabulary.size
+        self.pages, self.page_size = pages, page_size
+        self.max_positions = generation.max_positions
+        self.max_prompt, self.start_token = generation.max_prompt, generation.start_token
+        scaling = model.positions.rope_scaling
+        self.long_after = None
+        if scaling.rope_type == "longrope":
+            self.long_after = scaling.original_max_position_embeddings
+        self._mesh, self._device = stages.mesh, stages.device
+        layers = cached_layers(stages)
+        shape = page_shape(stages, model, page_size)
+        self.memory = PageMemory(layers, shape, pages, self._device)
+        self._encoded: dict[int, EncodedPrompt] = {}
+        self._group = self._mesh.model
+        self.main = self._group.rank == 0
+        self._packed = PackedWeights(stages.weights)
+        self._rows = RowRule.of(stages.weights, is_packed).agreed(self._group)
+        self._head = Head(stages, self.vocab_size, self._rows) if stages.last else None
+        self._steps = _patient_group(self._mesh) if self._mesh.world.size > 1 else None
+
+    def run(self, step: StepInput) -> StepOutput:
+        """See `Runner.run`."""
+        with _ranks_together() if self._steps is not None else nullcontext():
+            self._announce(step)
+            result = self._computed(step)
+        assert result is not None
+        return result
+
+    def follow(self) -> None:
+        """Computes this rank's part of all steps until the main rank closes; signals to stop are
+        for that one, which may have requests to end first."""
+        with _deaf_to(signal.SIGINT, signal.SIGTERM):
+            while True:
+                box: list[StepInput | None] = [None]
+                dist.broadcast_object_list(box, self._group.ranks[0], group=self._steps)
+                if box[0] is None:
+                    return
+                self._computed(box[0])
+
+    def close(self) -> None:
+        """See `Runner.close`."""
+        self._announce(None)
+
+    def _announce(self, step: StepInput | None) -> None:
+        if self._steps is not None:
+            dist.broadcast_object_list([step], self._group.ranks[0], group=self._steps)
+
+    @torch.inference_mode()
+    def _computed(self, step: StepInput) -> StepOutput | None:
+        """The result on the main rank."""
+        self.memory.copy(step.copies)
+        for number, tokens in step.encode:
+            self._encoded[number] = EncodedPrompt(self._encode(tokens))
+        for number in step.forget:
+            del self._encoded[number]
+        if not step.parts:
+            return StepOutput(torch.empty(0, self.vocab_size), ())
+        P = self.page_size
+        self.memory.clear(
+            [page for part in step.parts for page in part.pages[-(-part.start // P) :]]
+        )
+        wanted, numbers = WantedRows.of(step.parts), None
+        with self._packed:
+            passes = [self._hidden(parts) for parts in cut(step.parts, self._rows.most)]
+            if self._head is not None:
+                hidden = torch.cat([each for each in passes if each is not None], dim=1)
+                numbers = self._head.numbers(LayerState(hidden), wanted)
+        numbers = self._to_main(numbers, wanted)
+        return None if numbers is None else wanted.result(numbers)
+
+    def _hidden(self, parts: Sequence[SequencePart]) -> Tensor | None:
+        """What the head reads, [1, T, H], on the last stage."""
+        tokens = [token for part in parts for token in part.tokens]
+        rows = self._rows.padded(len(tokens))
+        cache = PagedCache(self.memory, parts, rows, self.max_positions, self._encoded)
+        padded = tokens + [0] * (rows - len(tokens))
+        tokens_1T = torch.tensor([padded], device=self._device)
+        begin = self._generation.begin(tokens_1T, cache.position_ids_BS, cache)
+        first, head = self._generation.encoder_layers, self._stages.layers - 1
+        state = self._stages.run(begin, rows, first, head)
+        return None if state is None else state.total[:, : len(tokens)]
+
+    def _encode(self, tokens: Sequence[int]) -> Tensor:
+        """[1, S, H] on every rank."""
+        begin = LayerState(torch.tensor([tokens], device=self._device))
+        layers = self._generation.encoder_layers
+        state = self._stages.run(begin, len(tokens), 0, layers)
+        hidden = None if state is None else state.hidden
+        return self._stages.broadcast(hidden, len(tokens), layers - 1)
+
+    def _to_main(self, numbers: Numbers | None, wanted: WantedRows) -> Numbers | None:
+        """The numbers on the main rank, wherever the last stage is; None on the others."""
+        source, main = self._stages.last_rank, self._group.ranks[0]
+        own = self._mesh.world.rank
+        if own == main and source != main:
+            numbers = wanted.empty(self.vocab_size)
+            for each in numbers:
+                dist.recv(each, source, group=self._steps)
+        elif own == source != main and not self._mesh.tensor.rank:
+            assert numbers is not None
+            for each in numbers:
+                dist.send(each, main, group=self._steps)
+        return numbers if self.main else None
+
+
+def cut(parts: Sequence[SequencePart], most: int | None) -> list[list[SequencePart]]:
+    """Parts in passes of at most so many tokens, in order; a prompt may be in several."""
+    if most is None:
+        return [list(parts)]
+    passes: list[list[SequencePart]] = [[]]
+    room = most
+    for part in parts:
+        first, count = 0, len(part.tokens)
+        while first < count:
+            if not room:
+                passes.append([])
+                room = most
+            end = min(count, first + room)
+            tokens, start = part.tokens[first:end], part.start + first
+            passes[-1].append(replace(part, tokens=tokens, start=start))
+            room -= end - first
+            first = end
+    return passes
+
+
+@contextmanager
+def _ranks_together() -> Iterator[None]:
+    """Holds Ctrl-C back until the end of the block: the other ranks would wait for one that leaves
+    in the middle."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        signal.raise_signal(signal.SIGINT)
+
+
+@contextmanager
+def _deaf_to(*signals: signal.Signals) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _patient_group(mesh: Mesh) -> dist.ProcessGroup:
+    """The ranks of this replica of the model, on CPUs: whoever follows may wait for days."""
+    for ranks in memberships(mesh.sizes, MODEL):
+        handle = dist.new_group(ranks, backend="gloo", timeout=timedelta(days=365))
+        if mesh.world.rank in ranks:
+            found = handle
+    return found
+
+
+def cached_layers(stages: StagedLayers) -> list[int]:
+    """The numbers of this process's blocks whose keys and values are kept."""
+    return [
+        module.layer
+        for block in stages.blocks()
+        for module in block.modules()
+        if isinstance(module, Attention) and module.scores.causal
+    ]
+
+
+def page_shape(stages: StagedLayers, model: ModelConfig, page_size: int = PAGE_SIZE) -> PageShape:
+    """Of a page on this rank."""
+    attention = model.attention
+    heads = max(1, attention.num_query_groups // stages.mesh.tensor.size)
+    blocks = len(cached_layers(stages))
+    return PageShape(blocks, heads, page_size, attention.kv_channels, stages.dtype)

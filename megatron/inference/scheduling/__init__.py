@@ -1,0 +1,1 @@
+"""Which texts a step continues, in which pages, and what becomes of its results."""
