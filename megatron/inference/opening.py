@@ -60,9 +60,9 @@ def opened_runner(
 
 def runner_of(engine: ModelEngine, tokenizer: Tokenizer, cache: CacheConfig) -> PagedRunner:
     """The runner of an engine's model, whose settings were :func:`for_generation`; a rank's part of
-    it; all ranks must call it. Each
-    data-parallel replica has a main rank of its own. Raises ConfigError if models of its family do
-    not generate, or there is too little memory for keys and values."""
+    it; all ranks must call it. Each data-parallel replica has a main rank of its own. Raises
+    ConfigError if models of its family do not generate, or there is too little memory for keys and
+    values."""
     config, mesh = engine.config, engine.mesh
     assert not config.parallel.sequence_parallel, "see for_generation"
     family = family_of(config.model.family)
