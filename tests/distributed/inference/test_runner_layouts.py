@@ -25,10 +25,6 @@ LAYOUTS = {
     "tp2": (2, ["--tensor-model-parallel-size", "2"]),
     "tp2-sp": (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
     "pp2": (2, ["--pipeline-model-parallel-size", "2"]),
-    "pp2-virtual": (
-        2,
-        ["--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1"],
-    ),
     "tp2-pp2": (
         4,
         ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"],
