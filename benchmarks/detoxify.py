@@ -102,7 +102,9 @@ def prepare(folder: Path, options: argparse.Namespace) -> None:
     run(folder, "tools/train_tokenizer.py", "--input", "train.jsonl", *vocabulary)
     preprocess(folder, folder / "train")
     texts = list(prompts(mixed[HELD_OUT : 2 * HELD_OUT], options.prompts, draws))
-    rows = [{"prompt": {"text": t, "toxicity": s}} for t, s in zip(texts, scores(texts))]
+    rows = [
+        {"prompt": {"text": t, "toxicity": s}} for t, s in zip(texts, scores(texts), strict=True)
+    ]
     for name, times in (("prompts", 1), ("prompts-repeated", CONTINUATIONS)):
         lines = [json.dumps(row) + "\n" for row in rows for _ in range(times)]
         (folder / f"{name}.jsonl").write_text("".join(lines))
@@ -262,7 +264,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--out-seq-length", type=int, default=128, help="tokens of a sample")
     result.add_argument("--top_p", type=float, default=0.9)
     result.add_argument("--fine-tuning-steps", type=int, default=44)
-    result.add_argument("--lr", default="5e-4", help="of the fine-tuning")
+    result.add_argument("--lr", default="2.5e-4", help="of the fine-tuning")
     result.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     return result
 
