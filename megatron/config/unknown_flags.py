@@ -224,7 +224,8 @@ REFUSED = {
     "--use-legacy-static-engine --decode-only-cuda-graphs --enable-chunked-prefill "
     "--num-speculative-tokens --use-same-sampling-seed-across-dp-ranks --symmetric-ar-type "
     "--nccl-all-reduce-for-prefill --mlp-chunks-for-prefill": (
-        "tools/generate.py generates text, with flags of its own"
+        "tools/run_text_generation_server.py serves a model and tools/generate.py writes texts, "
+        "with flags of their own"
     ),
     "--output-bert-embeddings --bert-embedder-type": "no program writes a BERT's embeddings",
     "--rl-* --no-rl-* --grpo-* --langrl-* --perform-rl-step --refit-method": (
@@ -240,7 +241,9 @@ OWN_FLAGS = {
         --chunk-size --split-sentences --keep-newlines --keep-sequential-samples --partitions
         --sentence-splitter --lang --input-format""",
     "tools/generate.py": """--prompt --prompt-file --max-new-tokens --greedy --temperature --top-k
-        --top-p --num-samples""",
+        --top-p --num-samples --out-seq-length --top_k --top_p --genfile --sample-input-file
+        --sample-output-file --recompute""",
+    "tools/run_text_generation_server.py": "--port --host --api-key --served-model-name",
     "tools/convert_checkpoint.py": """--architecture --push-to-hub --private --max-shard-size
         --release""",
     "tools/checkpoint/util.py": """--model-type --load-dir --save-dir --loader --saver
@@ -263,8 +266,6 @@ OF_2019 = {
         "tools/preprocess_data.py makes indexed files for --data-path"
     ),
     "--eval-hf --pretrained-bert": "--load reads a folder of Hugging Face",
-    "--out-seq-length --top_k --top_p --genfile --sample-input-file --sample-output-file "
-    "--recompute": "tools/generate.py generates text, with flags of its own",
     "--max-num-samples --data-epochs": "--train-iters or --train-samples is the length of a run",
 }
 """The same for flags of Megatron-LM's first releases."""

@@ -12,12 +12,20 @@ from functools import cache
 from importlib import import_module
 
 from megatron.config import ConfigError, ModelConfig, ParallelConfig
-from megatron.families.family import BlockLengths, Family
+from megatron.families.family import BlockLengths, Family, Generation
 from megatron.model.layer_list import LayerStack
 from megatron.model.spec import ModelSpec
 from megatron.parallel.tensor_parallel import TensorParallel
 
-__all__ = ["BlockLengths", "Family", "build_model", "family_names", "family_of", "spec_of"]
+__all__ = [
+    "BlockLengths",
+    "Family",
+    "Generation",
+    "build_model",
+    "family_names",
+    "family_of",
+    "spec_of",
+]
 
 
 @cache

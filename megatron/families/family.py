@@ -3,18 +3,39 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from megatron.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, Settings
 from megatron.data.pipeline import DataPipeline
 from megatron.data.scored_text import ScoredText
 from megatron.model.flops import TransformerShape
+from megatron.model.layer_list import LayerCache, LayerState
 from megatron.model.spec import ModelSpec
 from megatron.tokenizer import Tokenizer
+
+
+class Generation(NamedTuple):
+    """How the models of a family continue text.
+
+    Attributes:
+        begin: the initial state of tokens [1, S] of the decoder, their positions and the cache.
+        max_positions: of a sequence of the decoder.
+        encoder_layers: how many layers of the list read the prompt, before those of the decoder; 0
+            without an encoder, where the prompt begins the sequence.
+        max_prompt: tokens that the encoder reads at most; None without an encoder.
+        start_token: what the decoder begins with; None without an encoder.
+    """
+
+    begin: Callable[[Tensor, Tensor, LayerCache], LayerState]
+    max_positions: int
+    encoder_layers: int = 0
+    max_prompt: int | None = None
+    start_token: int | None = None
 
 
 class BlockLengths(NamedTuple):
@@ -41,7 +62,7 @@ class Family(ABC):
     name: ClassVar[str]
     """As in checkpoints and entry points."""
     generates: ClassVar[bool] = False
-    """Whether its models generate text, token by token."""
+    """Whether its models generate text, token by token: they have :meth:`generation`."""
     tokenizer_type: ClassVar[str] = "BertWordPieceLowerCase"
     """The tokenizer of vocabulary files that are given without ``--tokenizer-type``."""
     context_reader: ClassVar[Literal["decoder", "encoder"] | None] = None
@@ -73,6 +94,11 @@ class Family(ABC):
         """The numbers that the model FLOPs of a sample depend on; without a run, whose data may
         decide how many tokens are predicted, those of the flags' defaults."""
         return TransformerShape.of(model)
+
+    def generation(self, config: RunConfig, tokenizer: Tokenizer | None) -> Generation:
+        """How a run's model continues text. Raises ValueError if the tokenizer lacks a token for
+        it."""
+        raise AssertionError(f"models of the family {self.name} do not generate")
 
     def answered(
         self, model: ModelConfig, tokenizer: Tokenizer, prompt: str, answer: str

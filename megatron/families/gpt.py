@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from megatron.config import ModelConfig, ParallelConfig, RunConfig
 from megatron.config.kinds import DOCUMENTS
@@ -16,11 +17,11 @@ from megatron.data.gpt_dataset import GPTRecipe, MockGPTDataset
 from megatron.data.pipeline import DataPipeline, SampleTokens, SampleView
 from megatron.data.samples import SampleRecipe
 from megatron.data.scored_text import ScoredText, check_lengths, fitted, too_long
-from megatron.families.family import Family
+from megatron.families.family import Family, Generation
 from megatron.model.attention_flex import block_masks
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.gpt import gpt_layers
-from megatron.model.layer_list import LayerState
+from megatron.model.layer_list import LayerCache, LayerState
 from megatron.model.spec import ModelSpec, only_hidden_travels
 from megatron.parallel.cross_entropy import Targets
 from megatron.tokenizer import Tokenizer
@@ -44,6 +45,10 @@ def targets_of(batch: GPTBatch) -> Targets:
         return targets
     targets = Targets(*targets.at(batch.positions_BP)[:2], batch.positions_BP)
     return targets if batch.choices_BK is None else targets.ending_in(batch.choices_BK)
+
+
+def _continue(tokens_1S: Tensor, positions_1S: Tensor, cache: LayerCache) -> LayerState:
+    return LayerState(tokens_1S, position_ids=positions_1S, cache=cache)
 
 
 class GPTData(DataPipeline):
@@ -130,6 +135,9 @@ class GPT(Family):
         layers = partial(gpt_layers, model, parallel)
         crossing = partial(only_hidden_travels, model.hidden_size)
         return ModelSpec(layers, partial(begin, model), crossing)
+
+    def generation(self, config: RunConfig, tokenizer: Tokenizer | None) -> Generation:
+        return Generation(_continue, config.model.positions.max_position_embeddings)
 
     def answered(
         self, model: ModelConfig, tokenizer: Tokenizer, prompt: str, answer: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +20,10 @@ from megatron.data.kinds.masked_data.t5 import T5Recipe, decoder_length, start_t
 from megatron.data.pipeline import DataPipeline, SampleView
 from megatron.data.samples import SampleDataset
 from megatron.data.scored_text import ScoredText, check_lengths, fitted, too_long
-from megatron.families.family import STREAM_FLAGS, BlockLengths, Family
+from megatron.families.family import STREAM_FLAGS, BlockLengths, Family, Generation
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.flops import TransformerShape
-from megatron.model.layer_list import LayerState
+from megatron.model.layer_list import LayerCache, LayerState
 from megatron.model.spec import ModelSpec
 from megatron.model.t5 import decoder_start, t5_layers
 from megatron.parallel.cross_entropy import Targets
@@ -40,6 +40,17 @@ def begin(batch: T5Batch) -> LayerState:
         targets=Targets(batch.labels_BD, batch.loss_mask_BD),
         batch=batch,
     )
+
+
+class _DecoderTokens(NamedTuple):
+    """What the decoder's first layer takes of a batch."""
+
+    decoder_tokens_BD: Tensor
+
+
+def _continue(tokens_1S: Tensor, positions_1S: Tensor, cache: LayerCache) -> LayerState:
+    batch = _DecoderTokens(tokens_1S)
+    return LayerState(tokens_1S, position_ids=positions_1S, cache=cache, batch=batch)
 
 
 def travels(
@@ -95,6 +106,7 @@ class T5Data(DataPipeline):
 
 class T5(Family):
     name = "t5"
+    generates = True
     context_reader = "encoder"
     unused_flags = STREAM_FLAGS | {
         "bert_binary_head", "num_tokentypes", "lm_head_activation", "bert_pair_task",
@@ -131,6 +143,12 @@ class T5(Family):
         assert model.decoder_num_layers is not None and decoded is not None
         encoder = (BlockLengths(encoded),) * model.num_layers
         return encoder + (BlockLengths(decoded, encoded),) * model.decoder_num_layers
+
+    def generation(self, config: RunConfig, tokenizer: Tokenizer | None) -> Generation:
+        assert tokenizer is not None
+        longest = config.model.positions.max_position_embeddings
+        start = start_token(config.kind(MaskedDataConfig), tokenizer)
+        return Generation(_continue, longest, decoder_start(config.model), longest, start)
 
     def answered(
         self, model: ModelConfig, tokenizer: Tokenizer, prompt: str, answer: str

@@ -2,7 +2,7 @@
 
 from megatron.inference.generate import Continuation, KeyValueCache, generate
 from megatron.inference.load import load_model, load_tokenizer, model_of
-from megatron.inference.sampling import Sampling
+from megatron.inference.request import Sampling
 
 __all__ = [
     "Continuation",

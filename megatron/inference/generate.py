@@ -1,4 +1,4 @@
-"""Continues token sequences, and writes the continuations as text.
+"""Continues token sequences.
 
 Shapes: B rows of equal length, S new positions, T all positions, V vocabulary, K key and value
 heads, D head width.
@@ -7,17 +7,19 @@ heads, D head width.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from megatron.config import ModelConfig
-from megatron.inference.sampling import Sampling
+from megatron.inference.request import Sampling
+from megatron.inference.sampling import TokenSampler, choose_tokens
+from megatron.model.attention_backends import sdpa
+from megatron.model.attention_masks import AttentionMasks, AttentionScoring
 from megatron.model.layer_list import LayerStack, LayerState
-from megatron.parallel.random import generator
-from megatron.tokenizer import Tokenizer
+from megatron.parallel.random import derive_seed
 
 OnToken = Callable[[int, int], None]
 """Called with the index of a prompt and each of its new tokens."""
@@ -55,8 +57,11 @@ def generate(
         _check(config, prompt, number, max_new_tokens)
     found: dict[int, Continuation] = {}
     for rows in batches_of_equal_length(prompts, batch_size):
-        generators = [generator(sampling.seed, f"row {row}") for row in rows]
-        choose = partial(sampling.choose, generators=generators)
+        samplers = [
+            TokenSampler(replace(sampling, seed=derive_seed(sampling.seed, row)), prompts[row])
+            for row in rows
+        ]
+        choose = partial(choose_tokens, samplers)
 
         def report(place: int, token: int, rows: list[int] = rows) -> None:
             if on_token is not None:
@@ -115,7 +120,7 @@ def _continue(
     for _ in range(max_new_tokens):
         logits_BV = _next_logits(model, fed, cache)
         # The columns after the vocabulary are padding of the token embedding.
-        chosen = choose(logits_BV[:, : config.vocabulary.size])
+        chosen = choose(logits_BV[:, : config.vocabulary.size].float().cpu())
         for row, token in enumerate(chosen):
             ended[row] |= token == eod
             if not ended[row]:
@@ -133,6 +138,7 @@ def _next_logits(model: LayerStack, fed: Sequence[Sequence[int]], cache: KeyValu
     start = cache.length
     positions_S = torch.arange(start, start + tokens_BS.shape[1], device=device)
     positions_BS = positions_S.expand_as(tokens_BS)
+    cache.lengths_BS = torch.full_like(tokens_BS, start + tokens_BS.shape[1])
     return model(LayerState(tokens_BS, position_ids=positions_BS, cache=cache)).hidden[:, -1]
 
 
@@ -147,6 +153,25 @@ class KeyValueCache:
     def length(self) -> int:
         """Positions of the first layer, and so the position of the next token."""
         return self._layers[0].length if self._layers else 0
+
+    lengths_BS: Tensor
+    positions = 0
+
+    def attend(
+        self,
+        layer: int,
+        q_BSND: Tensor,
+        k_BSKD: Tensor,
+        v_BSKD: Tensor,
+        scores: AttentionScoring,
+        bias_NT: Tensor | None,
+    ) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q_BSND, k_BSKD, v_BSKD))
+        keys, values = self.extend(layer, k, v)
+        return sdpa(q, keys, values, scores, AttentionMasks(), 0.0, bias_NT).transpose(1, 2)
+
+    def attend_encoded(self, layer: int, q_BSND: Tensor, *_: object) -> Tensor:
+        raise AssertionError("no encoder")
 
     def extend(self, layer: int, k_BKSD: Tensor, v_BKSD: Tensor) -> tuple[Tensor, Tensor]:
         """Appends keys and values of S new positions of a block; returns those of all T positions
@@ -183,35 +208,3 @@ def _grown(held: Tensor, used: int, needed: int) -> Tensor:
     grown = _memory(held, max(needed, 2 * held.shape[2]))
     grown[:, :, :used] = held[:, :, :used]
     return grown
-
-
-def continuation_text(tokenizer: Tokenizer, prompt: Sequence[int], new: Sequence[int]) -> str:
-    """Text of the new tokens after the prompt; decoded alone they would lose the space that some
-    tokenizers omit at the start of a text."""
-    return tokenizer.detokenize([*prompt, *new])[len(tokenizer.detokenize(prompt)) :]
-
-
-class TextStream:
-    """Writes text after ``prompt`` as its tokens arrive; a character is written once it has all its
-    bytes."""
-
-    def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int], write: Callable[[str], None]
-    ) -> None:
-        self.tokenizer, self.prompt, self.write = tokenizer, prompt, write
-        self.tokens: list[int] = []
-        self.written = 0
-
-    def add(self, token: int) -> None:
-        self.tokens.append(token)
-        text = continuation_text(self.tokenizer, self.prompt, self.tokens)
-        self._write(text.rstrip("\N{REPLACEMENT CHARACTER}"))
-
-    def close(self) -> None:
-        """Writes the rest: bytes that are not a character."""
-        self._write(continuation_text(self.tokenizer, self.prompt, self.tokens))
-
-    def _write(self, text: str) -> None:
-        if len(text) > self.written:
-            self.write(text[self.written :])
-            self.written = len(text)

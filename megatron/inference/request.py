@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Finish = Literal["stop", "length", "cancelled"]
-"""Why a text ended: at a stop token or text (or all its beams did), at its longest length, or
-because nobody waits for it."""
+Finish = Literal["stop", "length", "cancelled", "failed"]
+"""Why a text ended: at a stop token or text (or all its beams did), at its longest length, because
+nobody waits for it, or by an error of its own."""
+
+
+def _require(right: bool, values: object, name: str, what: str) -> None:
+    if not right:
+        raise ValueError(f"{name} {getattr(values, name)} must be {what}")
+
+
+def _finite(values: object, *names: str) -> None:
+    for name in names:
+        _require(math.isfinite(getattr(values, name)), values, name, "a finite number")
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How the next token is chosen from the logits of a position.
 
-    Penalties come first, then ``temperature`` divides the logits; the draw is among the tokens that
-    all of ``top_k``, ``top_p`` and ``min_p`` keep. ``greedy`` takes the most probable one after the
-    penalties, and the rest has no effect.
+    Penalties come first, then ``bias``, then ``temperature`` divides the logits; the draw is among
+    the tokens that ``top_k``, then ``top_p`` and then ``min_p`` keep, each of what the one before
+    has left. ``greedy`` takes the most probable one after penalties and bias, and the rest has no
+    effect. Raises ValueError for a value that is out of range.
 
     Attributes:
         top_k: among this number of most probable tokens; 0 for all.
@@ -30,6 +42,8 @@ class Sampling:
         presence_penalty: taken off the logits of tokens that are in the new text.
         frequency_penalty: the same, times how often they are.
         bias: addends of logits by token.
+        prevent_newline_after_colon: no token that begins with a line end after text that ends with
+            a colon.
         seed: determines the draws, together with the positions of the tokens; None for another
             every time.
     """
@@ -48,10 +62,40 @@ class Sampling:
     prevent_newline_after_colon: bool = False
     seed: int | None = None
 
+    def __post_init__(self) -> None:
+        _finite(self, "temperature", "presence_penalty", "frequency_penalty", "repetition_penalty")
+        _require(self.temperature > 0, self, "temperature", "above 0; greedy is its limit at 0")
+        _require(self.top_k >= 0, self, "top_k", "0 or more; 0 is for all tokens")
+        _require(0 < self.top_p <= 1, self, "top_p", "above 0 and at most 1; 1 is for all tokens")
+        _require(0 <= self.top_p_decay <= 1, self, "top_p_decay", "0 to 1; 0 is for no decay")
+        _require(
+            0 <= self.top_p_bound <= self.top_p,
+            self,
+            "top_p_bound",
+            f"0 to top_p, which is {self.top_p}",
+        )
+        _require(
+            self.top_p_bound == 0 or self.top_p_decay > 0,
+            self,
+            "top_p_bound",
+            "0 without top_p_decay: it bounds what that leaves",
+        )
+        _require(0 <= self.min_p <= 1, self, "min_p", "0 to 1; 0 is for all tokens")
+        _require(
+            self.repetition_penalty > 0, self, "repetition_penalty", "above 0; 1 is for no penalty"
+        )
+        for token, addend in self.bias.items():
+            if token < 0 or not math.isfinite(addend):
+                raise ValueError(
+                    f"bias {addend} of token {token} must be a finite number, and a token's id 0 "
+                    "or more"
+                )
+
 
 @dataclass(frozen=True)
 class Stopping:
-    """When a text ends; what ends it is part of its tokens.
+    """When a text ends; what ends it is part of its tokens. Raises ValueError for a value that is
+    out of range.
 
     Attributes:
         max_new_tokens: 0 to score the prompt only.
@@ -63,6 +107,11 @@ class Stopping:
     tokens: frozenset[int] = frozenset()
     texts: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        _require(self.max_new_tokens >= 0, self, "max_new_tokens", "0 or more")
+        if "" in self.texts:
+            raise ValueError("a stop text is empty; it must have a character at least")
+
 
 @dataclass(frozen=True)
 class Beams:
@@ -71,6 +120,10 @@ class Beams:
 
     width: int
     length_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require(self.width >= 1, self, "width", "1 or more")
+        _finite(self, "length_penalty")
 
 
 @dataclass(frozen=True)
@@ -131,6 +184,8 @@ class Update:
         prompt_scores: once, before or with the first new token, where they are wanted.
         finish: None while more is to come.
         beams: with ``finish``, of a beam search, the best first; its tokens come all at once.
+        error: with ``finish`` "failed".
+        cached: with the first one: tokens of the prompt that were found computed.
     """
 
     number: int
@@ -139,6 +194,8 @@ class Update:
     prompt_scores: tuple[TokenScore, ...] = ()
     finish: Finish | None = None
     beams: tuple[BeamResult, ...] = ()
+    error: Exception | None = None
+    cached: int = 0
 
 
 @dataclass(frozen=True)
@@ -150,3 +207,4 @@ class Completion:
     scores: tuple[TokenScore, ...] = ()
     prompt_scores: tuple[TokenScore, ...] = ()
     beams: tuple[BeamResult, ...] = ()
+    cached: int = 0

@@ -28,6 +28,7 @@ class Part:
             log-probabilities are wanted.
         top: how many of the most probable tokens are wanted at each target.
         encoded: of a model with an encoder, the number of the encoded prompt that is read.
+        long: whether the sequence is, or is part of, one of more than `Runner.long_after` tokens.
     """
 
     tokens: tuple[int, ...]
@@ -38,6 +39,7 @@ class Part:
     targets: tuple[int, ...] = ()
     top: int = 0
     encoded: int | None = None
+    long: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,8 @@ class Runner(Protocol):
         max_positions: the longest sequence, prompt and text together (of a decoder).
         max_prompt: the longest prompt that an encoder takes; None without an encoder.
         start_token: what a decoder begins with; None without an encoder.
+        long_after: tokens of a sequence after which all of its positions are computed otherwise
+            (LongRoPE): a sequence that grows beyond it is computed again. None for most models.
     """
 
     page_size: int
@@ -93,6 +97,7 @@ class Runner(Protocol):
     max_positions: int
     max_prompt: int | None
     start_token: int | None
+    long_after: int | None
 
     def run(self, step: Step) -> StepResult:
         """Runs a step on all ranks. Called by the main rank only."""

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.config import ModelConfig
 from megatron.model.attention_backends import attention_backend
 from megatron.model.attention_masks import AttentionKind, AttentionMasks, AttentionScoring
-from megatron.model.layer_list import LayerState
+from megatron.model.layer_list import LayerCache, LayerState
 from megatron.model.norm import build_norm
 from megatron.model.rope import RotaryEmbedding, apply_rope
 from megatron.parallel.layers import (
@@ -72,20 +72,23 @@ class Attention(nn.Module):
         ``state``."""
         if self.qkv is not None:
             projected = self.qkv(x_BSH)
-        else:
+        elif state.cache is None:
             projected = self.q(x_BSH), *self.kv(state.encoder)
+        else:
+            return self._attend_encoded(x_BSH, state.cache)
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)
         # Heads and sequence are transposed only now, so that a kernel's output has the layout that
         # the projection reads.
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotation is not None:
-            cached = state.cache is not None
-            angles = self.rotation.angles(q.shape[1], state.position_ids, cached, q.device)
+            lengths = None if state.cache is None else state.cache.lengths_BS
+            angles = self.rotation.angles(q.shape[1], state.position_ids, lengths, q.device)
             q, k = apply_rope(q, *angles), apply_rope(k, *angles)
+        if state.cache is not None:
+            y_BSND = state.cache.attend(self.layer, q, k, v, self.scores, state.bias)
+            return self.proj(y_BSND.flatten(2))
         q_BNSD, k_BKSD, v_BKSD = (x.transpose(1, 2) for x in (q, k, v))
-        if state.cache is not None and self.scores.causal:
-            k_BKSD, v_BKSD = state.cache.extend(self.layer, k_BKSD, v_BKSD)
         masks = state.masks or AttentionMasks()
         inputs = q_BNSD, k_BKSD, v_BKSD, masks, state.bias if self.biased else None
         if self.recompute and x_BSH.requires_grad:
@@ -95,6 +98,17 @@ class Attention(nn.Module):
         else:
             y_BNSD = self._attend(*inputs)
         return self.proj(y_BNSD.transpose(1, 2).flatten(2))
+
+    def _attend_encoded(self, x_BSH: Tensor, cache: LayerCache) -> Tensor:
+        def keys_and_values(encoder_BTH: Tensor) -> tuple[Tensor, Tensor]:
+            k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self.kv(encoder_BTH))
+            return (k if self.k_norm is None else self.k_norm(k)), v
+
+        q = self.q(x_BSH).unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        y_BSND = cache.attend_encoded(self.layer, q, keys_and_values, self.scores)
+        return self.proj(y_BSND.flatten(2))
 
     def _attend_unmade(
         self, q: Tensor, k: Tensor, v: Tensor, masks: AttentionMasks, bias: Tensor | None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.config import ParallelConfig
-from megatron.model.attention_masks import AttentionMasks
+from megatron.model.attention_masks import AttentionMasks, AttentionScoring
 from megatron.parallel.cross_entropy import Targets, TokenScores
 from megatron.parallel.mesh import ALONE, Coordinates
 from megatron.parallel.random import derive_seed, generator, seed_devices
@@ -21,10 +21,39 @@ from megatron.parallel.tensor_parallel import autocast_dtype
 
 
 class LayerCache(Protocol):
-    """Keys and values of earlier positions, for generation."""
+    """Keys and values of sequences, for generation: it stores those of the current tokens, which
+    may be of several sequences, and attends with their queries to all up to each one's own.
 
-    def extend(self, layer: int, k_BKSD: Tensor, v_BKSD: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends keys and values of new positions; returns those of all positions."""
+    Attributes:
+        lengths_BS: tokens of the sequence that each current token is in, int64.
+        positions: the most that a sequence has.
+    """
+
+    lengths_BS: Tensor
+    positions: int
+
+    def attend(
+        self,
+        layer: int,
+        q_BSND: Tensor,
+        k_BSKD: Tensor,
+        v_BSKD: Tensor,
+        scores: AttentionScoring,
+        bias_NT: Tensor | None,
+    ) -> Tensor:
+        """[B, S, N, D] of a block; the bias is an addend of the scores for each distance from a
+        query back to a key."""
+        ...
+
+    def attend_encoded(
+        self,
+        layer: int,
+        q_BSND: Tensor,
+        keys_and_values: Callable[[Tensor], tuple[Tensor, Tensor]],
+        scores: AttentionScoring,
+    ) -> Tensor:
+        """[B, S, N, D] of a block's attention to the encoder's output, of which the function gives
+        keys and values [B, T, K, D]."""
         ...
 
 
@@ -47,8 +76,9 @@ class LayerState(NamedTuple):
         dropout_seed: seed of the dropout masks of this micro batch; None leaves torch's generators
             alone.
         bias: addend of the attention scores, masks included, that all blocks of a stack share,
-            [1 or B, N / tensor size, S, S]; None without relative positions. Every stage computes
-            its own.
+            [1 or B, N / tensor size, S, S]; with a cache the addend by distance,
+            [N / tensor size, positions]; None without relative positions. Every stage computes its
+            own.
         pending: between blocks that hand their last sum on, what is to be added to ``hidden``.
         pooled: what stands for a whole sample after the blocks, [B, H], which every rank has;
             without targets, the logits of a head on it.
@@ -134,6 +164,17 @@ class LayerSequence:
                 seed_devices(derive_seed(state.dropout_seed, index))
             state = step(state)
         return state
+
+    def part(self, first: int, end: int) -> LayerSequence:
+        """The layers with these indices, without recomputation."""
+        return LayerSequence([step for step in self._flat() if first <= (step[0] or 0) < end])
+
+    def _flat(self) -> Iterator[tuple[int | None, Step]]:
+        for index, step in self.steps:
+            if isinstance(step, LayerSequence):
+                yield from step._flat()
+            else:
+                yield index, step
 
     def hand_on(self) -> None:
         """Lets every block leave its last sum to the block after it, which computes it together

@@ -38,6 +38,8 @@ class RelativeBias(nn.Module):
 
     def forward(self, state: LayerState) -> LayerState:
         """Leaves the hidden states alone."""
+        if state.cache is not None:
+            return state.changed(bias=self._by_distance(state.cache.positions))
         x_BSH = state.hidden
         length, device = x_BSH.shape[1] * self.tp.slices, x_BSH.device
         places_D = distance_buckets(length, self.buckets, self.furthest, self.causal, device)
@@ -48,6 +50,12 @@ class RelativeBias(nn.Module):
         masks = state.masks or AttentionMasks()
         unseen = masks.bias(length, length, None, (), bias_NSS, self.causal)
         return state.changed(bias=bias_NSS.unsqueeze(0) + unseen)
+
+    def _by_distance(self, positions: int) -> Tensor:
+        """[N, T], the bias of keys that are 0, 1, ... places before the query."""
+        device = self.weight.device
+        places_D = distance_buckets(positions, self.buckets, self.furthest, self.causal, device)
+        return self.weight[places_D[:positions].flip(0)].t()
 
 
 def relative_bucket(distance: Tensor, buckets: int, furthest: int, causal: bool) -> Tensor:

@@ -51,23 +51,29 @@ class RotaryEmbedding:
         return cls(rotated, base, positions.max_position_embeddings, scaling)
 
     def angles(
-        self, length: int, positions_BS: Tensor | None, cached: bool, device: torch.device
+        self,
+        length: int,
+        positions_BS: Tensor | None,
+        lengths_BS: Tensor | None,
+        device: torch.device,
     ) -> tuple[Tensor, Tensor]:
         """Cosines and sines for :func:`apply_rope` for ``length`` current tokens, float32: each
         [S, 1, R], or [B, S, 1, R] with positions.
 
         LongRoPE has other frequencies for sequences longer than the original ones. The length of
-        the whole sequence decides, so that positions may restart with each document; with a cache
-        of earlier tokens the last position gives it.
+        the whole sequence decides, so that positions may restart with each document; of tokens
+        whose sequence has others, in a cache, ``lengths_BS`` says it.
         """
-        long = False
+        original = 0
         if self.scaling.rope_type == "longrope":
-            assert self.scaling.original_max_position_embeddings
-            whole = length
-            if cached and positions_BS is not None:
-                whole = int(positions_BS.max()) + 1
-            long = whole > self.scaling.original_max_position_embeddings
-        cos, sin = rope_table(self.number, long, device)
+            original = self.scaling.original_max_position_embeddings or 0
+            assert original
+        if original and lengths_BS is not None and positions_BS is not None:
+            tables = (rope_table(self.number, long, device) for long in (False, True))
+            short, long = (tuple(x[positions_BS].unsqueeze(2) for x in table) for table in tables)
+            is_long = (lengths_BS > original)[..., None, None]
+            return torch.where(is_long, long[0], short[0]), torch.where(is_long, long[1], short[1])
+        cos, sin = rope_table(self.number, 0 < original < length, device)
         if positions_BS is None:
             return cos[:length, None], sin[:length, None]
         at_BS1 = positions_BS.unsqueeze(2)

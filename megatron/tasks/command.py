@@ -19,7 +19,7 @@ from megatron.config import ConfigError
 from megatron.config.flags import nearest
 from megatron.tasks.config import TaskConfig
 from megatron.tasks.registry import TASKS, task_named
-from megatron.tasks.settings import task_settings
+from megatron.training.evaluation import checkpoint_settings
 from megatron.training.launch import start_processes
 from megatron.training.run import RunToolParser, ending_process, errors_for_users
 
@@ -41,4 +41,4 @@ def run_task(description: str | None, argv: Sequence[str] | None = None) -> None
         hint = nearest(config.task, TASKS, "; the nearest is {}")
         raise ConfigError(f"--task {config.task}: the tasks are {', '.join(TASKS)}{hint}")
     processes = start_processes(settings, argv)
-    task_named(config.task).run(config, task_settings(settings), processes)
+    task_named(config.task).run(config, checkpoint_settings(settings), processes)

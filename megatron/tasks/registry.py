@@ -19,7 +19,7 @@ class TaskCommand(ABC):
         Args:
             config: the flags of the task.
             settings: those of training, without the task's, completed by
-                :func:`megatron.tasks.settings.task_settings`.
+                :func:`megatron.training.evaluation.checkpoint_settings`.
 
         Raises:
             ValueError, OSError: a flag, a file or a checkpoint cannot be used; the message names

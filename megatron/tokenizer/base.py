@@ -80,6 +80,9 @@ class Tokenizer(ABC):
     eos = SpecialId("end of text")
     eod = SpecialId("end of document")
 
+    joins_bytes = False
+    """Whether the text of ids is their `token_bytes`, joined, with U+FFFD for what is not UTF-8."""
+
     def __init__(self, source: str, vocab_size: int, ids: SpecialIds, hint: str = "") -> None:
         """`source` names the vocabulary in messages, `hint` how to get missing special tokens."""
         self.source, self.special_ids, self.hint = source, ids, hint
@@ -106,6 +109,24 @@ class Tokenizer(ABC):
         marks = self._find_word_starts()
         marks.flags.writeable = False
         return marks
+
+    @functools.cached_property
+    def token_bytes(self) -> list[bytes]:
+        """What each token adds to a text that it is not the first of, in UTF-8, [vocab_size]; of
+        a character that several tokens make, the bytes of each. Special tokens have their names, if
+        `detokenize` writes these; ids that are not used have nothing."""
+        return self._find_token_bytes()
+
+    @functools.cached_property
+    def byte_pieces(self) -> frozenset[int]:
+        """Tokens that stand for a byte each, in a vocabulary whose others are whole characters: a
+        run of them is decoded as a whole. None in byte-level encodings."""
+        return self._find_byte_pieces()
+
+    @functools.cached_property
+    def newline_tokens(self) -> list[int]:
+        """Tokens that begin with the end of a line."""
+        return [i for i, token in enumerate(self.token_bytes) if token[:1] in (b"\n", b"\r")]
 
     def tokenize(self, text: str) -> list[int]:
         """Ids of one text; ValueError if it cannot be tokenized, for example a lone surrogate."""
@@ -147,6 +168,15 @@ class Tokenizer(ABC):
     @abstractmethod
     def _find_word_starts(self) -> WordStarts: ...
 
+    def _find_token_bytes(self) -> list[bytes]:
+        """For tokenizers none of whose tokens is a part of a character: what a token adds to
+        itself."""
+        ids = range(self._vocab_size)
+        return [self.detokenize([i, i])[len(self.detokenize([i])) :].encode() for i in ids]
+
+    def _find_byte_pieces(self) -> frozenset[int]:
+        return frozenset()
+
     def _check_ids(self, ids: Iterable[int]) -> None:
         for i in ids:
             if not 0 <= i < self._vocab_size:
@@ -158,6 +188,11 @@ class Tokenizer(ABC):
 def offsets_of(encoding: Any) -> tuple[TokenIds, Offsets]:
     """Ids and offsets of a text that `tokenizers` encoded."""
     return np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
+
+
+def byte_of_piece(piece: str) -> bytes:
+    """The byte that SentencePiece's piece `<0xE6>` stands for."""
+    return bytes.fromhex(piece[3:5])
 
 
 def sentinel_ids(vocab: Mapping[str, int]) -> tuple[int, ...]:

@@ -26,6 +26,8 @@ _BYTES = 256
 class ByteLevelTokenizer(Tokenizer):
     """The UTF-8 bytes of a text, and special tokens that no text contains."""
 
+    joins_bytes = True
+
     def __init__(self, first_byte: int, specials: dict[str, int], extra_ids: int = 0) -> None:
         """Byte b has the id `first_byte` + b. `specials` are ids by `SpecialIds` name ("eos", ...),
         which fill up the ids below and above those of the bytes without a gap; other names ("unk")
@@ -54,12 +56,7 @@ class ByteLevelTokenizer(Tokenizer):
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens by their names."""
         self._check_ids(ids)
-        parts: list[bytes] = []
-        for i in ids:
-            if 0 <= i - self._first_byte < _BYTES:
-                parts.append(bytes([i - self._first_byte]))
-            else:
-                parts.append(self._text_of_special[i].encode())
+        parts = (self.token_bytes[i] for i in ids)
         return b"".join(parts).decode("utf-8", errors="replace")
 
     def save_pretrained(self, directory: str | Path) -> None:
@@ -85,6 +82,11 @@ class ByteLevelTokenizer(Tokenizer):
         marks[self._first_byte : self._first_byte + _BYTES] = False
         marks[[self._first_byte + byte for byte in b" \t\n\r\f\v"]] = True
         return marks
+
+    def _find_token_bytes(self) -> list[bytes]:
+        tokens = {self._first_byte + byte: bytes([byte]) for byte in range(_BYTES)}
+        tokens |= {i: name.encode() for i, name in self._text_of_special.items()}
+        return [tokens[i] for i in range(self._vocab_size)]
 
     def _encode(self, text: str) -> TokenIds:
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32) + np.int32(self._first_byte)

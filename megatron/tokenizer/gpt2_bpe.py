@@ -190,6 +190,8 @@ class GPT2BPETokenizer(Tokenizer):
     `<|endoftext|>` in a text is the end-of-document token (Megatron spells it out in ordinary
     tokens instead); if the vocabulary lacks it, it is text, and `eod` is missing."""
 
+    joins_bytes = True
+
     def __init__(self, vocab: Vocabulary, merges: Merges, source: str = "the vocabulary") -> None:
         """`source` names the vocabulary in messages."""
         end = vocab.get(END_OF_TEXT)
@@ -269,6 +271,9 @@ class GPT2BPETokenizer(Tokenizer):
         if END_OF_TEXT in self._vocab:
             marks[self._vocab[END_OF_TEXT]] = True
         return marks
+
+    def _find_token_bytes(self) -> list[bytes]:
+        return [self._bytes_of_id.get(i, b"") for i in range(self._vocab_size)]
 
     def _encode(self, text: str) -> TokenIds:
         if self._ranked is not None:

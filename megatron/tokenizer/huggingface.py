@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,15 @@ from megatron.tokenizer.base import (
     TokenIds,
     Tokenizer,
     WordStarts,
+    byte_of_piece,
     offsets_of,
     refuse_extra_ids,
     required,
     sentinel_ids,
 )
+from megatron.tokenizer.gpt2_bpe import token_bytes
 
+_BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 _SPACES = frozenset("\u2581 \t\n\v\f\r\u0120\u0109\u010a\u010b\u010c\u010d")
 """First characters of tokens that begin a word: SentencePiece's mark for a space, white space, and
 the byte alphabet's characters for white space (gpt2_bpe.py)."""
@@ -57,6 +62,7 @@ class HFTokenizer(Tokenizer):
             backend.no_truncation()
             backend.no_padding()
             backend.encode_special_tokens = self._tokenizer.split_special_tokens
+        self.joins_bytes = self._tokenizer.is_fast and self._decoders() == {"ByteLevel"}
         vocab = self._tokenizer.get_vocab()
         roles = ("cls", "sep", "pad", "mask", "bos", "eos")
         ids = {role: getattr(self._tokenizer, f"{role}_token_id") for role in roles}
@@ -109,6 +115,29 @@ class HFTokenizer(Tokenizer):
         for i, added in self._tokenizer.added_tokens_decoder.items():
             marks[i] |= added.special and (pieces or i not in unknown)
         return marks
+
+    def _find_token_bytes(self) -> list[bytes]:
+        if not self.joins_bytes:
+            tokens = super()._find_token_bytes()
+            names = self._tokenizer.convert_ids_to_tokens(sorted(self.byte_pieces))
+            for i, name in zip(sorted(self.byte_pieces), names, strict=True):
+                tokens[i] = byte_of_piece(name)
+            return tokens
+        tokens = [b""] * self._vocab_size
+        for token, i in self._tokenizer.get_vocab().items():
+            tokens[i] = token_bytes(token)
+        return tokens
+
+    def _find_byte_pieces(self) -> frozenset[int]:
+        if not self._tokenizer.is_fast or "ByteFallback" not in self._decoders():
+            return frozenset()
+        vocab = self._tokenizer.get_vocab()
+        return frozenset(i for token, i in vocab.items() if _BYTE_PIECE.fullmatch(token))
+
+    def _decoders(self) -> set[str]:
+        """Names of the steps by which `tokenizers` makes a text of tokens."""
+        decoder = json.loads(self._tokenizer.backend_tokenizer.to_str())["decoder"] or {}
+        return {step["type"] for step in decoder.get("decoders", [decoder])}
 
     def _is_wordpiece(self, vocab: dict[str, int]) -> bool:
         if self._tokenizer.is_fast:

@@ -15,6 +15,7 @@ from megatron.tokenizer.base import (
     TokenIds,
     Tokenizer,
     WordStarts,
+    byte_of_piece,
     refuse_extra_ids,
     required,
     sentinel_ids,
@@ -159,6 +160,15 @@ class SentencePieceTokenizer(Tokenizer):
         for i in self._specials.values():
             marks[i] = True
         return marks
+
+    def _find_token_bytes(self) -> list[bytes]:
+        tokens = super()._find_token_bytes()
+        for i in self.byte_pieces:
+            tokens[i] = byte_of_piece(self._processor.id_to_piece(i))
+        return tokens
+
+    def _find_byte_pieces(self) -> frozenset[int]:
+        return frozenset(filter(self._processor.is_byte, range(len(self._processor))))
 
     def _encode(self, text: str) -> TokenIds:
         return self.tokenize_batch([text])[0]

@@ -57,6 +57,8 @@ _JSON_SPECIALS = ("<unk>", "<s>", "</s>")
 class TikTokenizer(Tokenizer):
     """Gives the ids of `tiktoken.Encoding` over the same ranks."""
 
+    joins_bytes = True
+
     def __init__(
         self,
         ranks: Ranks,
@@ -163,6 +165,11 @@ class TikTokenizer(Tokenizer):
         for token, i in self._ranks.items():
             marks[i] = starts_with_space(token)
         return marks
+
+    def _find_token_bytes(self) -> list[bytes]:
+        tokens = {i: token for token, i in self._ranks.items()}
+        tokens |= {i: name.encode() for name, i in self._specials.items()}
+        return [tokens.get(i, b"") for i in range(self._vocab_size)]
 
     def _encode(self, text: str) -> TokenIds:
         allowed = self._allowed if "<" in text else _NONE  # all begin with it

@@ -63,6 +63,9 @@ class Case:
         processes: how many the documented command has; it must resolve at its own size.
         today: the same run in today's spelling, of which every number must be the same.
         status: the exit status.
+        typed: what a user types into it.
+        serves: it is a server, which SIGTERM ends once it prints this pattern.
+        beside: the case of a server that runs meanwhile.
         to_come: the part of the project that it waits for.
         because: how it fails until then.
         sample: whether ``make test`` runs it.
@@ -85,6 +88,9 @@ class Case:
     processes: int | None = None
     today: Today | None = None
     status: int = 0
+    typed: str = ""
+    serves: str | None = None
+    beside: str | None = None
     to_come: str | None = None
     because: str | None = None
     sample: bool = False
@@ -226,5 +232,5 @@ def _behind(program: re.Pattern[str], text: str) -> list[str] | None:
 
 TRAINING = re.compile(r"(^|/)pretrain_(gpt2?|bert|t5)\.py$|^oneflow_gpt\.training$")
 """The programs that train, as a word of a command."""
-SIZED = re.compile(rf"{TRAINING.pattern}|(^|/)tasks/main\.py$")
+SIZED = re.compile(rf"{TRAINING.pattern}|(^|/)tasks/main\.py$|(^|/)run_text_generation_server\.py$")
 """Those whose flags a script gets small sizes for."""

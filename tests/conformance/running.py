@@ -14,10 +14,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
+import psutil
 from doc_commands import Programs
 from documented import LINES, ROOT, Case, case_of, shrunk, small_flags
 from filelock import FileLock
@@ -118,7 +121,33 @@ class Runner:
         if self.programs is not None and words is not None:
             status, output = self.programs.run(words[0], words[1:], folder, **case.environment)
             return Done(text, folder, status, output)
-        return self._shell(text, folder, case.environment)
+        if case.serves:
+            with self._serving(case, folder, text) as served:
+                pass
+            return served.done()
+        if case.beside:
+            return self._beside(case, folder, text)
+        return self._shell(text, folder, case.environment, case.typed)
+
+    def _beside(self, case: Case, folder: Path, text: str) -> Done:
+        """Runs a command while the server runs that it asks."""
+        server = case_of(f"{case.document}/{case.beside}")
+        theirs = self._fresh(server, re.sub(r"\W+", "-", f"{server.id}-for-{case.name}"))
+        with self._serving(server, theirs, server.small()):
+            return self._shell(text, folder, case.environment, case.typed)
+
+    @contextlib.contextmanager
+    def _serving(self, case: Case, folder: Path, text: str) -> Iterator[Served]:
+        """A server, from when it serves to when SIGTERM has ended it. It has the documented port,
+        which only one can have."""
+        with FileLock(Path(tempfile.gettempdir()) / f"conformance-server-{os.getuid()}.lock"):
+            served = Served(text, folder, folder / "server.log")
+            with served.log.open("w") as log, self._process(text, folder, case.environment, log) as p:
+                served.wait(p, str(case.serves))
+                yield served
+                for each in leaves(psutil.Process(p.pid)):  # not a launcher
+                    each.terminate()
+                served.status = p.wait(PATIENCE)
 
     def _fresh(self, case: Case, name: str) -> Path:
         folder = self.folder / name
@@ -132,29 +161,71 @@ class Runner:
         place(case.files, folder, self.data)
         return folder
 
-    def _shell(self, text: str, folder: Path, settings: dict[str, str]) -> Done:
+    def _shell(
+        self, text: str, folder: Path, settings: Mapping[str, str], typed: str = ""
+    ) -> Done:
+        # DeepSpeed's launcher has one port where a command names none.
+        only_one = FileLock(Path(tempfile.gettempdir()) / f"conformance-{os.getuid()}.lock")
+        with (
+            only_one if "deepspeed" in text else contextlib.nullcontext(),
+            self._process(text, folder, settings, subprocess.PIPE) as process,
+        ):
+            try:
+                output, _ = process.communicate(typed, timeout=PATIENCE)
+            except subprocess.TimeoutExpired:
+                raise Failed(f"not over after {PATIENCE:g} seconds: {text}") from None
+        return Done(text, folder, process.returncode, output)
+
+    @contextlib.contextmanager
+    def _process(
+        self, text: str, folder: Path, settings: Mapping[str, str], output: int | IO[str]
+    ) -> Iterator[subprocess.Popen[str]]:
+        """A command as a user starts it; killed with all that it started, if it still runs at the
+        end of the block."""
         launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR")
         kept = {k: v for k, v in os.environ.items() if k not in launched}
         # What users set on a machine whose cores other processes share.
         kept |= {"PATH": f"{folder / STAND_INS}:{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
         kept["MASTER_PORT"] = free_port()
-        # DeepSpeed's launcher has one port where a command names none.
-        only_one = FileLock(Path(tempfile.gettempdir()) / f"conformance-{os.getuid()}.lock")
-        with only_one if "deepspeed" in text else contextlib.nullcontext():
-            process = subprocess.Popen(
-                ["bash", "-c", text], cwd=folder, env=kept | dict(settings), text=True,
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )  # fmt: skip
-            try:
-                output, _ = process.communicate(timeout=PATIENCE)
-            except subprocess.TimeoutExpired:
-                raise Failed(f"not over after {PATIENCE:g} seconds: {text}") from None
-            finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-        return Done(text, folder, process.returncode, output)
+        process = subprocess.Popen(
+            ["bash", "-c", text], cwd=folder, env=kept | dict(settings), text=True,
+            stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+@dataclass
+class Served:
+    """A server that runs, or did."""
+
+    command: str
+    folder: Path
+    log: Path
+    status: int | None = None
+
+    def wait(self, process: subprocess.Popen[str], pattern: str) -> None:
+        """Waits until it prints a pattern. Raises Failed if it ends before, or takes too long."""
+        deadline = time.monotonic() + PATIENCE
+        while not re.search(pattern, self.log.read_text()):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise Failed(f"does not print {pattern}\n$ {self.command}\n{self.log.read_text()}")
+            time.sleep(0.1)
+
+    def done(self) -> Done:
+        """What it did; it has ended."""
+        assert self.status is not None
+        return Done(self.command, self.folder, self.status, self.log.read_text())
+
+
+def leaves(process: psutil.Process) -> list[psutil.Process]:
+    """The processes that a process has started, and that have started none themselves."""
+    below = [leaf for child in process.children() for leaf in leaves(child)]
+    return below or [process]
 
 
 def free_port() -> str:
@@ -171,7 +242,9 @@ def training_script(text: str) -> bool:
 
 def sized_script(text: str) -> bool:
     """Whether a command is one of the scripts that train or run a task, whose sizes are flags."""
-    return training_script(text) or re.search(r"/(evaluate|finetune|lambada)_", text) is not None
+    return training_script(text) or re.search(
+        r"/(evaluate|finetune|lambada|run_text_generation)_", text
+    ) is not None
 
 
 def plain_program(text: str) -> list[str] | None:

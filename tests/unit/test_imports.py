@@ -23,8 +23,8 @@ BELOW = {
 }
 BELOW["families"] = set(BELOW["engine"])
 BELOW["profiling"] = {"util"}
-BELOW["inference"] = BELOW["engine"] | {"engine", "families"}
-BELOW["training"] = BELOW["inference"] | {"profiling"}
+BELOW["training"] = BELOW["engine"] | {"engine", "families", "profiling"}
+BELOW["inference"] = BELOW["training"] | {"training"}
 BELOW["planning"] = BELOW["parity"] = BELOW["training"] | {"training"}
 BELOW["formats"] = BELOW["training"] | {"training", "inference"}
 BELOW["tasks"] = BELOW["training"] | {"training", "inference"}

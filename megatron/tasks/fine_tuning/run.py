@@ -35,7 +35,7 @@ from megatron.tasks.fine_tuning.order import ShuffledEpochs
 from megatron.tasks.fine_tuning.task import FineTuning, TaskRun, TrainingSamples
 from megatron.tasks.inputs import check_inputs, check_output, wanted_checkpoints
 from megatron.tasks.report import EvaluatedModel, ModelResults, finish
-from megatron.tasks.settings import evaluation_settings
+from megatron.training.evaluation import evaluation_settings
 from megatron.training.plan import Epochs, TrainingPlan
 from megatron.training.run import Run, build_trainer, run_of, show_configuration
 from megatron.util.processes import is_main_process
@@ -140,7 +140,7 @@ def _completed(task: FineTuning, config: TaskConfig, settings: Settings) -> Sett
             tell("--keep-last without a number changes nothing: the last batch is always kept")
     if not config.epochs:
         settings.pop("keep_last", None)
-        used, unused = evaluation_settings(config, settings)
+        used, unused = evaluation_settings(settings, config.eval_micro_batch_size)
         if unused:
             tell(f"--epochs 0 evaluates and does not use {', '.join(sorted(unused))}")
         return used

@@ -8,30 +8,27 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.config import ConfigError, Settings
-from megatron.engine.environment import distributed, return_freed_memory, training_device
-from megatron.engine.evaluator import build_evaluator
-from megatron.engine.loading import load_checkpoint
-from megatron.families import spec_of
-from megatron.tasks.config import TaskConfig
+from megatron.inference.opening import for_generation
 from megatron.tasks.harness.config import HarnessConfig
-from megatron.tasks.inputs import wanted_checkpoints
 from megatron.tasks.report import EvaluatedModel, versions
-from megatron.tasks.settings import evaluation_settings, task_settings
+from megatron.training.evaluation import opened_checkpoint
 from megatron.training.launch import start_processes
-from megatron.training.run import Run, RunToolParser, run_of, show_configuration
+from megatron.training.run import Run, RunToolParser
 from megatron.util.files import write_whole
 from megatron.util.processes import is_main_process
 from megatron.util.progress import say
 
 if TYPE_CHECKING:
+    from megatron.engine.train_engine import ModelEngine
     from megatron.tasks.harness.model import HarnessModel
+    from megatron.tasks.harness.writing import TextWriter
 
 EXTRA = "evaluate"
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth"}
@@ -51,10 +48,10 @@ def run_evaluation(description: str | None, argv: Sequence[str] | None = None) -
     """Evaluates the checkpoint of a command line. Raises ValueError or OSError if a flag, a file or
     a checkpoint cannot be used; the message names it."""
     config, settings, processes = parsed(description, argv)
-    from megatron.tasks.harness.tasks import load_tasks
+    from megatron.tasks.harness.tasks import generate, load_tasks
 
     manager, tasks = load_tasks(config.task_names, config.include_path, _values(config))
-    with opened_model(config, settings, processes) as opened:
+    with opened_model(config, settings, processes, generate(tasks)) as opened:
         results = evaluate(opened.model, config, manager, tasks)
         if is_main_process():
             _report(results, config, opened)
@@ -73,31 +70,20 @@ def parsed(
 
 
 @contextmanager
-def opened_model(config: HarnessConfig, settings: Settings, processes: int) -> Iterator[Opened]:
-    """The checkpoint of ``--load`` in the layout of the flags, until the block ends. Raises
-    ConfigError, CheckpointError or OSError if it cannot be used."""
-    used, unused = evaluation_settings(TaskConfig(), task_settings(settings))
-    run = run_of(used, processes)
-    show_configuration(run)
-    tell: Callable[[str], None] = say if is_main_process() else lambda line: None
-    notes = list(run.resolved.notes)
-    if unused:
-        notes.append(f"an evaluation does not use {', '.join(unused)}")
-    (found,) = wanted_checkpoints(run.config.checkpoint, all_iterations=False)
-    assert found is not None
-    with distributed(run.config.parallel) as mesh:
-        for note in notes:
-            tell(note)
-        spec = spec_of(run.config.model, run.config.parallel)
-        engine = build_evaluator(run.config, spec, mesh, training_device())
-        source = load_checkpoint(engine, found, weights_only=True)
-        for note in source.notes:
-            tell(note)
-        folder, iteration = source.folder, source.state.get("iteration")
-        del source  # and with it the mapped files
-        return_freed_memory()
-        model = _model(engine, run, config, folder)
-        yield Opened(model, run, EvaluatedModel.of(run.config, folder, iteration))
+def opened_model(
+    config: HarnessConfig, settings: Settings, processes: int, generates: bool = False
+) -> Iterator[Opened]:
+    """The checkpoint of ``--load`` in the layout of the flags, until the block ends; ``generates``
+    says whether tasks need text of it. Raises ConfigError, CheckpointError or OSError if it cannot
+    be used."""
+    if generates:
+        settings = for_generation(settings)
+    with opened_checkpoint(settings, processes, "an evaluation") as found:
+        model = _model(found.engine, found.run, config, found.folder)
+        if generates:
+            model.writer = _writer(found.engine, found.run, config)
+        checkpoint = EvaluatedModel.of(found.run.config, found.folder, found.iteration)
+        yield Opened(model, found.run, checkpoint)
         if model.answer_cache is not None:
             model.answer_cache.close()
 
@@ -119,6 +105,12 @@ def require_harness() -> None:
     # Read when these packages are imported.
     os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", os.environ["HF_DATASETS_OFFLINE"])
+
+
+def _writer(engine: ModelEngine, run: Run, config: HarnessConfig) -> TextWriter:
+    from megatron.tasks.harness.writing import TextWriter
+
+    return TextWriter(engine, run.tokenizer, config)
 
 
 def _model(engine: Any, run: Run, config: HarnessConfig, folder: Path) -> HarnessModel:

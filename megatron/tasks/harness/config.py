@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.config import ConfigError
 from megatron.config.flags import NOT_NEGATIVE, POSITIVE, flag_of, option
+from megatron.inference.memory import CacheConfig
 
 AUTO = "auto"
 SEEDS = (0, 1234, 1234, 1234)
@@ -16,7 +17,7 @@ SEEDS = (0, 1234, 1234, 1234)
 
 
 @dataclass(frozen=True)
-class HarnessConfig:
+class HarnessConfig(CacheConfig):
     """Evaluation with lm-evaluation-harness: tasks, prompts, results."""
 
     tasks: str | None = option(None)
@@ -46,7 +47,7 @@ class HarnessConfig:
     )
     """The token before a text that has no context."""
     use_cache: str | None = option(None, aliases=("--use_cache",))
-    """Keep log-likelihoods in FILE_rank0.db, in lm-eval's format, and read them from there."""
+    """Keep answers in FILE_rank0.db, in lm-eval's format, and read them from there."""
     output: str | None = option(None)
     """JSON file for the results."""
     log_samples: bool = option(False, aliases=("--log_samples",))

@@ -7,9 +7,11 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from jinja2.exceptions import TemplateError
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -18,8 +20,12 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from megatron.config import ConfigError
 from megatron.data.scored_text import ScoredText
 from megatron.families import family_of
+from megatron.inference.request import Completion, GenerationRequest
+from megatron.parallel.random import derive_seed
 from megatron.tasks.harness.cache import AnswerCache
+from megatron.tasks.harness.generating import Wanted
 from megatron.tasks.harness.scoring import Likelihood, TextScorer, TokenRequest
+from megatron.tasks.harness.writing import TextWriter
 from megatron.util.processes import is_main_process
 
 logger = logging.getLogger(__name__)
@@ -53,6 +59,7 @@ class HarnessModel(TemplateLM):
         # A family that predicts no text is refused before prompts are made.
         family.scored_lengths(config, [ScoredText(np.zeros(1, np.int64), np.zeros(1, np.int64))])
         self.scorer = scorer
+        self.writer: TextWriter | None = None
         self.answer_cache: AnswerCache | None = None
         self.text_tokenizer = scorer.tokenizer
         # What only transformers' tokenizers have, chat templates above all.
@@ -137,13 +144,74 @@ class HarnessModel(TemplateLM):
         return self._kept("loglikelihood_rolling", requests, self._rolling)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Raises ConfigError: nothing is generated."""
-        names = sorted({str(request.task_name) for request in requests})
-        raise ConfigError(
-            f"task {', '.join(names)} generates text (output_type: generate_until), which "
-            "tools/evaluate.py does not do: export the checkpoint with tools/convert_checkpoint.py "
-            "to-hf, and run lm_eval --model hf --model_args pretrained=FOLDER"
-        )
+        """The text that the model writes after each context. Raises ConfigError where no text is
+        generated, or a task wants it in a way that is not known."""
+        drawn = [bool(request.args[1].get("do_sample")) for request in requests]
+        # A text that is drawn is another one each time that it is asked for.
+        again = [request for request, d in zip(requests, drawn, strict=True) if not d]
+        texts = iter(self._kept("generate_until", again, self._written))
+        others = iter(self._written([r for r, d in zip(requests, drawn, strict=True) if d]))
+        return [next(others) if d else next(texts) for d in drawn]
+
+    def _written(self, requests: Sequence[Instance]) -> list[str]:
+        if not requests:
+            return []
+        if self.writer is None:
+            names = sorted({str(request.task_name) for request in requests})
+            raise ConfigError(
+                f"task {', '.join(names)} generates text (output_type: generate_until), which a "
+                "training does not do: run tools/evaluate.py with its checkpoint"
+            )
+        wanted = [self._wanted(request) for request in requests]
+        prompts = [
+            self._prompt(request, each) for request, each in zip(requests, wanted, strict=True)
+        ]
+        seed = torch.initial_seed()
+        texts = [
+            GenerationRequest(
+                prompt, each.stopping, replace(each.sampling, seed=derive_seed(seed, n)), each.beams
+            )
+            for n, (prompt, each) in enumerate(zip(prompts, wanted, strict=True))
+        ]
+
+        def keep(number: int, completion: Completion) -> None:
+            if self.answer_cache is not None and not requests[number].args[1].get("do_sample"):
+                answer = wanted[number].text(self._decoded(completion.tokens))
+                self.answer_cache.add("generate_until", [(requests[number].args, answer)])
+
+        start = time.perf_counter()
+        found = self.writer.completions(texts, keep)
+        tokens = sum(map(len, prompts)) + sum(len(each.tokens) for each in found)
+        self.scorer.speed.add(len(requests), tokens, time.perf_counter() - start)
+        return [
+            each.text(self._decoded(completion.tokens))
+            for each, completion in zip(wanted, found, strict=True)
+        ]
+
+    def _wanted(self, request: Instance) -> Wanted:
+        ids = self.text_tokenizer.special_ids
+        ends = {i: self.text_tokenizer.detokenize([i]) for i in (ids.eos, ids.eod) if i is not None}
+        return Wanted.of(request.args[1], ends, str(request.task_name))
+
+    def _prompt(self, request: Instance, wanted: Wanted) -> tuple[int, ...]:
+        """As much of the end of a context as there is room for."""
+        new, room = wanted.stopping.max_new_tokens, self.max_length
+        if self.backend == "causal":
+            room -= new
+        if room <= 0:
+            raise ConfigError(
+                f"task {request.task_name}: max_gen_toks {new} leaves no room for a prompt in the "
+                f"{self.max_length} tokens that the model sees; --gen-kwargs max_gen_toks=N"
+            )
+        return tuple(self.tok_encode(request.args[0]))[-room:]
+
+    def _decoded(self, tokens: Sequence[int]) -> str:
+        """The text of new tokens alone, without special ones."""
+        ids = self.text_tokenizer.special_ids
+        special = {ids.cls, ids.sep, ids.pad, ids.mask, ids.bos, ids.eos, ids.eod}
+        if self.tokenizer is not None:
+            return self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return self.text_tokenizer.detokenize([i for i in tokens if i not in special])
 
     def _rolling(self, requests: Sequence[Instance]) -> list[float]:
         windows: list[EncodedPair] = []
@@ -224,10 +292,8 @@ class HarnessModel(TemplateLM):
     def _timed(self, requests: Sequence[TokenRequest]) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        speed = self.scorer.speed
-        speed.seconds += time.perf_counter() - start
-        speed.requests += len(requests)
-        speed.tokens += sum(len(context) + len(rest) for context, rest in requests)
+        tokens = sum(len(context) + len(rest) for context, rest in requests)
+        self.scorer.speed.add(len(requests), tokens, time.perf_counter() - start)
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True

@@ -49,6 +49,12 @@ class Speed:
     tokens: int = 0
     seconds: float = 0.0
 
+    def add(self, requests: int, tokens: int, seconds: float) -> None:
+        """Counts further requests."""
+        self.requests += requests
+        self.tokens += tokens
+        self.seconds += seconds
+
 
 class TextScorer:
     """Answers requests with a model in any layout. Every rank calls it with the same ones.

@@ -7,6 +7,7 @@ import fnmatch
 import logging
 import time
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,14 @@ def load_tasks(
     for spec in dict.fromkeys(specs):
         loaded += _loaded(spec, manager, flag)
     return manager, loaded
+
+
+def generate(tasks: Sequence[Task | Group]) -> bool:
+    """Whether one of the tasks, or of a group's, wants text of a model."""
+    single = chain.from_iterable(
+        task.get_all_tasks() if isinstance(task, Group) else [task] for task in tasks
+    )
+    return any(task.get_config("output_type") == "generate_until" for task in single)
 
 
 def _manager(

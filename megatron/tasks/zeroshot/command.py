@@ -22,8 +22,8 @@ from megatron.tasks.config import TaskConfig
 from megatron.tasks.inputs import check_inputs, check_output, wanted_checkpoints
 from megatron.tasks.registry import TaskCommand
 from megatron.tasks.report import EvaluatedModel, ModelResults, finish
-from megatron.tasks.settings import evaluation_settings
 from megatron.tasks.zeroshot import ZeroShotTask, prepare
+from megatron.training.evaluation import evaluation_settings
 from megatron.training.run import Run, run_of, show_configuration
 from megatron.util.processes import is_main_process
 from megatron.util.progress import progress_bar, say
@@ -53,7 +53,7 @@ class ZeroShot(TaskCommand):
         self._check_family(settings)
         check_inputs("--valid-data", config.valid_data)
         check_output("--output", config.output)
-        used, unused = evaluation_settings(config, settings)
+        used, unused = evaluation_settings(settings, config.eval_micro_batch_size)
         run = run_of(used, processes)
         show_configuration(run)
         notes = [*run.resolved.notes, *self._notes(config, settings, unused)]

@@ -9,6 +9,8 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbed
 
 from megatron.config import ModelConfig, ParallelConfig
 from megatron.families import build_model
+from megatron.model.attention_backends import attention_backend
+from megatron.model.attention_masks import AttentionMasks
 from megatron.model.embedding import InputEmbedding
 from megatron.model.gpt import gpt_layers
 from megatron.model.layer_list import (
@@ -178,17 +180,20 @@ def test_positions_are_counted_from_zero_by_default(model):
 
 
 class Cache:
-    """Keeps all keys and values."""
+    """Keeps all keys and values of sequences of equal length."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str) -> None:
+        self.kernel = attention_backend(backend)
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.lengths_BS = torch.empty(0)
 
-    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scores, bias) -> Tensor:
         if layer in self.layers:
             earlier = self.layers[layer]
-            k, v = torch.cat([earlier[0], k], 2), torch.cat([earlier[1], v], 2)
+            k, v = torch.cat([earlier[0], k], 1), torch.cat([earlier[1], v], 1)
         self.layers[layer] = k, v
-        return k, v
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return self.kernel(q, k, v, scores, AttentionMasks(), 0.0, bias).transpose(1, 2)
 
 
 PIECES = [[LENGTH], [1] * LENGTH, [4, 3, 1, 4]]
@@ -198,7 +203,7 @@ PIECES = [[LENGTH], [1] * LENGTH, [4, 3, 1, 4]]
 @pytest.mark.parametrize("model, pieces", cells(PIECES, [PIECES[2]]), ids=str)
 def test_generation_with_a_cache_gives_the_same_logits(pieces, model, backend):
     stack, ids = gpt(config(**MODELS[model], attention_backend=backend)).eval(), tokens()
-    cache, logits, start = Cache(), [], 0
+    cache, logits, start = Cache(backend), [], 0
     for length in pieces:
         positions = torch.arange(start, start + length).expand(2, -1)
         logits.append(forward(stack, ids[:, start : start + length], positions, cache=cache))

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def angles(rotation, length):
-    return rotation.angles(length, None, False, CPU)
+    return rotation.angles(length, None, None, CPU)
 
 
 @pytest.mark.parametrize("rotated", [8, 4])
@@ -133,10 +133,10 @@ def test_longrope_angles_against_transformers(length):
     torch.testing.assert_close(cos[:, 0], cos_BSD[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(sin[:, 0], sin_BSD[0], rtol=1e-5, atol=1e-5)
     restarted = torch.arange(length)[None] % 50
-    again, _ = rotation.angles(length, restarted, False, CPU)
+    again, _ = rotation.angles(length, restarted, None, CPU)
     assert torch.equal(again[0, :, 0], cos[restarted[0], 0])
     # Behind a cache the last position tells the length.
-    last, _ = rotation.angles(1, torch.tensor([[length - 1]]), True, CPU)
+    last, _ = rotation.angles(1, torch.tensor([[length - 1]]), torch.tensor([[length]]), CPU)
     assert torch.equal(last[0, 0], cos[-1])
 
 

@@ -8,7 +8,7 @@ from megatron.config.flags import build
 from megatron.tasks.command import run_task
 from megatron.tasks.config import TaskConfig
 from megatron.tasks.registry import TASKS, TaskCommand, task_named
-from megatron.tasks.settings import evaluation_settings, task_settings
+from megatron.training.evaluation import checkpoint_settings, evaluation_settings
 from megatron.training.run import RunToolParser
 
 
@@ -65,11 +65,11 @@ def test_the_checkpoint_describes_the_model(gpt_config, random_gpt, write_checkp
     config = gpt_config()
     folder = write_checkpoint(tmp_path / "save", config, random_gpt(config))
     _, settings = parsed("--load", folder)
-    found = task_settings(settings)
+    found = checkpoint_settings(settings)
     assert found["use_checkpoint_args"].value is True
     assert found["family"] == Setting("gpt", f"--load {folder}")
     _, settings = parsed("--load", folder, "--num-layers", 7)
-    given = task_settings(settings)
+    given = checkpoint_settings(settings)
     assert "use_checkpoint_args" not in given and build(ModelFlags, given).num_layers == 7
 
 
@@ -80,7 +80,7 @@ def test_what_an_evaluation_uses_of_a_trainings_flags():
         *("--micro-batch-size", 3, "--eval-micro-batch-size", 2, "--text-key", "body"),
         *("--no-load-optim", "--eval-iters", 7, "--profile"),
     )
-    used, unused = evaluation_settings(config, settings)
+    used, unused = evaluation_settings(settings, config.eval_micro_batch_size)
     assert used.keys() == {
         *("fp16", "micro_batch_size", "eval_batch_size", "text_key", "load_optim", "eval_iters"),
         *("skip_train", "zero_stage"),
@@ -95,5 +95,5 @@ def test_what_an_evaluation_uses_of_a_trainings_flags():
 @pytest.mark.parametrize("given, size", [({}, 8), ({"--eval-batch-size": 3}, 3)])
 def test_the_batch_size_has_a_default(given, size):
     config, settings = parsed(*(word for pair in given.items() for word in pair))
-    used, _ = evaluation_settings(config, settings)
+    used, _ = evaluation_settings(settings, config.eval_micro_batch_size)
     assert used["micro_batch_size"].value == used["eval_batch_size"].value == size

@@ -14,6 +14,7 @@ from megatron.config import FLAG_CLASSES, FlagParser, resolve
 from megatron.engine import deepspeed_json
 from megatron.engine.deepspeed_json import read_json
 from megatron.families import family_of
+from megatron.inference.server.config import ServerConfig
 from megatron.tasks.config import TaskConfig
 from megatron.training.run import RunToolParser
 
@@ -30,6 +31,8 @@ TASKS = {
 }
 """Scripts that run tasks/main.py: what they start, the task; layers, hidden size, length and micro
 batch."""
+
+SERVER = "run_text_generation_server_345M.sh"
 
 LINEAGE = {
     "pretrain_gpt.sh": ("torchrun", 1, (1, 1, 1), (24, 1024, 1024, 4, 8)),
@@ -61,7 +64,9 @@ LINEAGE = {
 many processes, data x tensor x pipeline; layers, hidden size, length, micro and global batch."""
 
 SCRIPTS = sorted(
-    path for path in FOLDER.rglob("*.sh") if path.name not in APART and path.name not in TASKS
+    path
+    for path in FOLDER.rglob("*.sh")
+    if path.name not in APART and path.name not in (*TASKS, SERVER)
 )
 OWN = [path for path in SCRIPTS if str(path.relative_to(FOLDER)) not in LINEAGE]
 SETTINGS = {
@@ -80,7 +85,7 @@ GIVEN = {
 """What a script has to be given; resume.sh would take the model from the checkpoint."""
 
 
-PROGRAM = r"pretrain_\w+\.py|tasks/main\.py"
+PROGRAM = r"pretrain_\w+\.py|tasks/\w+\.py|tools/\w+\.py"
 
 
 def script(path, *flags, **settings):
@@ -168,6 +173,21 @@ def test_task_of_the_lineage_is_what_its_name_says(name):
     assert settings["vocab_file"].value == "my vocab.json" and settings["fp16"].value
     result = script(FOLDER / name, VALID_DATA="", VOCAB_FILE="")
     assert result.returncode == 2 and "set VOCAB_FILE" in result.stderr
+
+
+@pytest.mark.parametrize("processes", ["1", "8"])
+def test_server_of_the_lineage_is_what_its_name_says(processes):
+    given = {} if processes == "1" else {"GPUS": processes, "CHECKPOINT": "others"}
+    launcher, flags = printed(FOLDER / SERVER, "--port", "5001", **given)
+    assert launcher[:3] == ["torchrun", "--nproc-per-node", processes]
+    own, settings = RunToolParser(ServerConfig, None).parse(flags)
+    assert (own.port, own.top_p, own.temperature) == (5001, 0.9, 1.0)
+    sizes = ("num_layers", "hidden_size", "seq_length", "tensor_model_parallel_size")
+    assert [settings[name].value for name in sizes] == [24, 1024, 1024, int(processes)]
+    assert settings["load"].value == ("my checkpoints" if processes == "1" else "others")
+    assert settings["fp16"].value and settings["vocab_file"].value == "my vocab.json"
+    result = script(FOLDER / SERVER, CHECKPOINT_PATH="")
+    assert result.returncode == 2 and "set CHECKPOINT to the folder" in result.stderr
 
 
 def test_universal_checkpoints_are_read_where_they_were_saved():
@@ -312,4 +332,4 @@ def test_shellcheck():
 
 def test_readme_names_every_script():
     text = (FOLDER / "README.md").read_text()
-    assert {path.name for path in SCRIPTS} | TASKS.keys() <= set(re.findall(r"\w+\.sh", text))
+    assert {path.name for path in SCRIPTS} | TASKS.keys() | {SERVER} <= set(re.findall(r"\w+\.sh", text))

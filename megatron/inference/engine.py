@@ -1,0 +1,191 @@
+"""Generates text for many requests at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
+
+from torch import Tensor
+
+from megatron.inference.beam_job import BeamJob
+from megatron.inference.check import check_request, check_room
+from megatron.inference.engine_stats import EngineStats, EngineSums
+from megatron.inference.job import Job
+from megatron.inference.pages import PagePool
+from megatron.inference.request import Completion, GenerationRequest, Update
+from megatron.inference.schedule import EngineLimits, PlannedPart, Scheduler
+from megatron.inference.step import Runner, StepResult
+from megatron.inference.text_job import TextJob
+from megatron.tokenizer import Tokenizer
+
+
+class QueueFull(RuntimeError):
+    """As many requests wait as may; a later attempt may succeed."""
+
+    def __init__(self, limits: EngineLimits) -> None:
+        super().__init__(f"{limits.waiting:,} requests wait already; try again later")
+
+
+class GenerationEngine:
+    """Continues the texts of many requests together, which come and go at every step. What one of
+    them gets does not depend on the others. Not thread-safe; see
+    :class:`~megatron.inference.engine_thread.EngineThread`."""
+
+    def __init__(
+        self, runner: Runner, tokenizer: Tokenizer, limits: EngineLimits | None = None
+    ) -> None:
+        self.runner, self.tokenizer = runner, tokenizer
+        self.limits = limits or EngineLimits()
+        self._pool = PagePool(runner.pages)
+        self._schedule = Scheduler(self.limits, self._pool, runner.start_token is not None)
+        self._ended: list[Update] = []
+        self._sums = EngineSums()
+        self._next_number = 0
+
+    def job(self, request: GenerationRequest) -> Job:
+        """A request as it can be put in the queue, for a thread that may take its time: a
+        constraint takes a while to prepare. Raises ValueError if it can never run: its prompt is
+        empty, has an unknown token or, with the new tokens, needs more positions or pages than
+        there are."""
+        check_request(request, self.runner)
+        kind = TextJob if request.beams is None else BeamJob
+        job = kind(request, self.runner, self.tokenizer)
+        check_room(request, job.rows, job.pages_needed, self.runner, self.limits)
+        return job
+
+    def submit(self, request: GenerationRequest | Job) -> int:
+        """Puts a request in the queue; returns the number that its updates have. Raises ValueError
+        if it can never run, QueueFull if too many wait."""
+        if self.room <= 0:
+            raise QueueFull(self.limits)
+        job = request if isinstance(request, Job) else self.job(request)
+        job.number = self._next_number
+        self._next_number += 1
+        self._schedule.waiting.append(job)
+        return job.number
+
+    @property
+    def room(self) -> int:
+        """How many more requests may come: what can run at the next step does not wait."""
+        return self.limits.running + self.limits.waiting - self._schedule.rows
+
+    def cancel(self, number: int) -> None:
+        """Ends a request, if it has not ended; the next step says so."""
+        job = self._schedule.find(number)
+        if job is not None:
+            update = Update(number, finish="cancelled")
+            self._end(job, update)
+            self._ended.append(update)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step has anything to do."""
+        return bool(self._ended or self._schedule.waiting or self._schedule.running)
+
+    def step(self) -> list[Update]:
+        """Gives every running text its next token, and computes more of prompts, in one pass
+        through the model. An error of the runner leaves its memory unknown: no step may follow."""
+        started = time.perf_counter()
+        updates, self._ended = self._ended, []
+        for job in self._schedule.admit():
+            self._sums.prompt_tokens += len(job.request.prompt)
+        step, planned = self._schedule.plan()
+        if planned:
+            for job, update in self._results(planned, self.runner.run(step)):
+                self._sums.new_tokens += len(update.tokens)
+                self._sums.prefix_hit_tokens += update.cached
+                if update.finish is not None:
+                    self._end(job, update)
+                updates.append(update)
+            self._sums.steps += 1
+            self._sums.step_seconds += time.perf_counter() - started
+        return updates
+
+    def completions(self, requests: Iterable[GenerationRequest]) -> Iterator[Completion]:
+        """What each request gets, in their order, as soon as it is there; requests are taken from
+        the iterable as there is room. Raises ValueError if one can never run, or what makes one
+        fail."""
+        assert not self.busy
+        coming, found = iter(requests), dict[int, list[Update]]()
+        try:
+            while True:
+                for request in islice(coming, self.room):
+                    found[self.submit(request)] = []
+                if not found:
+                    return
+                for update in self.step():
+                    found[update.number].append(update)
+                while (number := next(iter(found), None)) is not None and _complete(found[number]):
+                    yield completion_of(found.pop(number))
+        finally:
+            for number in found:
+                self.cancel(number)
+            self._ended = []
+
+    def complete(self, requests: Iterable[GenerationRequest]) -> list[Completion]:
+        """`completions`, all at once."""
+        return list(self.completions(requests))
+
+    @property
+    def stats(self) -> EngineStats:
+        """Numbers for those who watch."""
+        return EngineStats(
+            running=len(self._schedule.running),
+            waiting=len(self._schedule.waiting),
+            pages=self._pool.pages,
+            pages_used=self._pool.used,
+            pages_cached=self._pool.cached,
+            pages_free=self._pool.available - self._pool.cached,
+            **vars(self._sums),
+        )
+
+    def _results(
+        self, planned: Sequence[PlannedPart], result: StepResult
+    ) -> Iterator[tuple[Job, Update]]:
+        rows: dict[Job, list[int]] = {}
+        row, scores = 0, iter(result.scores)
+        for job, part in planned:
+            if not part.decoding:
+                job.has_read(part, next(scores) if part.targets else None, self._pool)
+                if not (part.logits or job.reading):
+                    yield job, job.update(finish="length")
+            if part.logits:
+                rows.setdefault(job, []).append(row)
+                row += 1
+        for job, places in rows.items():
+            update = _taken(job, result.logits_RV[places])
+            if update is not None:
+                yield job, update
+
+    def _end(self, job: Job, update: Update) -> None:
+        self._schedule.end(job)
+        self._sums.finished += 1
+        self._sums.failed += update.finish == "failed"
+
+
+def _taken(job: Job, logits_RV: Tensor) -> Update | None:
+    try:
+        return job.take(logits_RV)
+    except Exception as error:  # of a sampler or a constraint: it concerns this request alone
+        return job.update(finish="failed", error=error)
+
+
+def _complete(updates: Sequence[Update]) -> bool:
+    return bool(updates) and updates[-1].finish is not None
+
+
+def completion_of(updates: Sequence[Update]) -> Completion:
+    """All updates of a request together. Raises what made it fail."""
+    last = updates[-1]
+    assert last.finish is not None
+    if last.error is not None:
+        raise last.error
+    return Completion(
+        tuple(chain.from_iterable(update.tokens for update in updates)),
+        last.finish,
+        tuple(chain.from_iterable(update.scores for update in updates)),
+        tuple(chain.from_iterable(update.prompt_scores for update in updates)),
+        last.beams,
+        sum(update.cached for update in updates),
+    )

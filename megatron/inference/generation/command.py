@@ -1,0 +1,154 @@
+"""Text of a checkpoint's model on a terminal or in files, from a command line."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.config import ConfigError, Setting, Settings
+from megatron.inference.engine import GenerationEngine
+from megatron.inference.generation.config import GenerateConfig, unused_flags
+from megatron.inference.generation.prompts import prompts_of
+from megatron.inference.generation.text_generator import TextGenerator
+from megatron.inference.opening import opened_runner
+from megatron.inference.schedule import EngineLimits
+from megatron.training.launch import start_processes
+from megatron.training.run import RunToolParser
+from megatron.util.files import replacing, sync
+from megatron.util.processes import is_main_process
+from megatron.util.progress import progress_bar, say
+
+PROMPT = "Context prompt (stop to exit) >>> "
+Row = dict[str, Any]
+
+
+def run_generation(description: str | None, argv: Sequence[str] | None = None) -> None:
+    """Generates what a command line asks for, on all ranks of its layout. Raises ValueError or
+    OSError if a flag, a file or a checkpoint cannot be used; the message names it."""
+    options, settings = RunToolParser(GenerateConfig, description).parse(argv)
+    texts = prompts_of(options) if is_main_process() else None
+    processes = start_processes(settings, argv)
+    for line in unused_flags(options) if is_main_process() else ():
+        say(line)
+    with opened_runner(_of_run(options, settings), processes, options) as opened:
+        if opened is None:  # the others compute what the main rank asks for
+            return
+        limits = EngineLimits(running=options.micro_batch_size)
+        engine = GenerationEngine(opened.runner, opened.tokenizer, limits)
+        generator = TextGenerator(
+            engine, opened.tokenizer, options.max_new_tokens, options.sampling()
+        )
+        try:
+            _generate(generator, options, texts)
+        except KeyboardInterrupt:
+            print()
+            sys.exit(130)
+
+
+def _of_run(options: GenerateConfig, settings: Settings) -> Settings:
+    """The settings of the run that has the model."""
+    found = settings | {"load": Setting(options.load, "flag --load")}
+    if options.iteration is None:
+        return found
+    if "load_tag" in settings:
+        raise ConfigError(
+            f"--iteration {options.iteration} and --load-tag {settings['load_tag'].value}: give "
+            "one of them"
+        )
+    return found | {"load_tag": Setting(str(options.iteration), "flag --iteration")}
+
+
+def _generate(generator: TextGenerator, options: GenerateConfig, texts: list[str] | None) -> None:
+    if texts is None:
+        interact(generator, options.num_samples or 1)
+    elif options.genfile is not None:
+        write(Path(options.genfile), megatron_rows(generator, texts), len(texts))
+    elif options.sample_input_file is not None:
+        path = options.sample_output_file or f"{options.sample_input_file}.out"
+        wanted = texts[: options.num_samples]
+        if options.num_samples is not None and options.num_samples > len(texts):
+            say(f"--sample-input-file {options.sample_input_file} has {len(texts)} prompts")
+        write(Path(path), megatron_rows(generator, wanted), len(wanted))
+    elif options.output is not None:
+        count = options.num_samples or 1
+        write(Path(options.output), rows(generator, texts, count), len(texts) * count)
+    else:
+        show(generator, texts, options.num_samples or 1)
+
+
+def interact(generator: TextGenerator, samples: int) -> None:
+    """Continues one line after another until the line "stop" or the end of the input."""
+    for number in itertools.count():
+        try:
+            text = input(PROMPT)
+        except EOFError:
+            print()
+            return
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            # A process that a launcher has put into a session of its own may not read a terminal.
+            raise ConfigError(
+                "the launcher does not let this program read the terminal: start it as "
+                "cat | torchrun ..., or give --prompt or --prompt-file"
+            ) from None
+        if text.strip() == "stop":
+            return
+        try:
+            # A line that comes again gets another text.
+            show(generator, [text], samples, number)
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+
+
+def show(generator: TextGenerator, texts: Sequence[str], samples: int, *place: int) -> None:
+    """Prints all texts; a single one while it is generated."""
+    if len(texts) * samples > 1:
+        for row in rows(generator, texts, samples, *place):
+            say(f"{row['prompt']}{row['text']}\n{'-' * 8}")
+        return
+    prompt = generator.encode(texts[0])
+    print(texts[0], end="", flush=True)
+    for piece in generator.stream(prompt, *place, 0):
+        print(piece, end="", flush=True)
+    print()
+
+
+def write(path: Path, found: Iterable[Row], total: int) -> None:
+    """Writes rows as JSON lines; the file appears when it is complete."""
+    with replacing(path) as part, part.open("x", encoding="utf-8") as file:
+        for row in progress_bar("generating", found, total, " texts"):
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        sync(file)
+    say(f"{path}: {total} texts")
+
+
+def rows(
+    generator: TextGenerator, texts: Sequence[str], samples: int, *place: int
+) -> Iterator[Row]:
+    """A row for each sample of each prompt."""
+    prompts = [generator.encode(text) for text in texts]
+    each = [prompt for prompt in prompts for _ in range(samples)]
+    for number, found in enumerate(generator.continuations(each, *place)):
+        yield {
+            "prompt": texts[number // samples],
+            "sample": number % samples,
+            "text": found.text,
+            "tokens": found.tokens,
+            "ended": found.ended,
+        }
+
+
+def megatron_rows(generator: TextGenerator, texts: Sequence[str]) -> Iterator[Row]:
+    """A row for each prompt with the fields of Megatron's generate_samples_gpt.py. Like there, what
+    ended a text is part of it, and a new document begins with the token that ends one."""
+    prompts = [generator.encode(text) for text in texts]
+    for number, found in enumerate(generator.continuations(prompts)):
+        whole = found.before + found.written
+        text = found.written if texts[number] else whole
+        yield {"text": text, "all_text": whole, "prompt": texts[number], "id": number}

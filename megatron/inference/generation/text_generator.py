@@ -1,0 +1,128 @@
+"""Texts to requests, and what a model adds to them back to text."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from megatron.inference.engine import GenerationEngine
+from megatron.inference.request import Completion, GenerationRequest, Sampling, Stopping
+from megatron.inference.text_stream import TextStream, continuation_text
+from megatron.parallel.random import derive_seed
+from megatron.tokenizer import Tokenizer
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What was added to one prompt.
+
+    Attributes:
+        tokens: without what ended the text.
+        ended: whether the model ended it.
+        text: of the tokens.
+        written: of the tokens and of what ended them.
+        before: of the prompt's tokens; empty if an encoder reads them.
+    """
+
+    tokens: Tokens
+    ended: bool
+    text: str
+    written: str
+    before: str
+
+
+class TextGenerator:
+    """Continues texts up to a number of new tokens, or to the end of their document.
+
+    Args:
+        sampling: its seed and the place of a prompt determine the draws.
+    """
+
+    def __init__(
+        self,
+        engine: GenerationEngine,
+        tokenizer: Tokenizer,
+        max_new_tokens: int,
+        sampling: Sampling,
+    ) -> None:
+        self.engine, self.tokenizer = engine, tokenizer
+        self.max_new_tokens, self.sampling = max_new_tokens, sampling
+        self.stops = end_tokens(tokenizer)
+
+    def encode(self, text: str) -> Tokens:
+        """Ids of a prompt; an empty one starts a new document. Raises ValueError if the tokenizer
+        cannot read it, or it leaves no room for the new tokens."""
+        prompt = tuple(self.tokenizer.tokenize(text)) or (self.tokenizer.eod,)
+        runner, new = self.engine.runner, self.max_new_tokens
+        if runner.max_prompt is not None and len(prompt) > runner.max_prompt:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens is longer than the {runner.max_prompt} that the "
+                "encoder reads: shorten the prompt"
+            )
+        before = len(prompt) if runner.max_prompt is None else 1
+        room = runner.max_positions - before
+        if new > room:
+            advice = f"at most --max-new-tokens {room}" if room > 0 else "shorten the prompt"
+            raise ValueError(
+                f"--max-new-tokens {new} after a prompt of {before} tokens is more than the "
+                f"model's {runner.max_positions} positions (--max-position-embeddings): {advice}"
+            )
+        return prompt
+
+    def request(self, prompt: Tokens, *place: int) -> GenerationRequest:
+        """The request of a prompt; another place gives other draws."""
+        seed = derive_seed(self.sampling.seed, *place)
+        sampling = dataclasses.replace(self.sampling, seed=seed)
+        return GenerationRequest(prompt, Stopping(self.max_new_tokens, self.stops), sampling)
+
+    def stream(self, prompt: Tokens, *place: int) -> Iterator[str]:
+        """The text that is added to a prompt, in pieces as its tokens come."""
+        number = self.engine.submit(self.request(prompt, *place))
+        text = TextStream(self.tokenizer, self._before(prompt))
+        finish = None
+        while finish is None:
+            for update in self.engine.step():
+                assert update.number == number
+                if update.error is not None:
+                    raise update.error
+                finish = update.finish
+                tokens = update.tokens[:-1] if finish == "stop" else update.tokens
+                yield "".join(map(text.add, tokens))
+        yield text.close()
+
+    def continuations(self, prompts: Iterable[Tokens], *place: int) -> Iterator[Continuation]:
+        """What is added to each, in their order."""
+        known: list[Tokens] = []
+
+        def requests() -> Iterator[GenerationRequest]:
+            for number, prompt in enumerate(prompts):
+                known.append(prompt)
+                yield self.request(prompt, *place, number)
+
+        for number, completion in enumerate(self.engine.completions(requests())):
+            yield self.continuation(known[number], completion)
+
+    def continuation(self, prompt: Tokens, completion: Completion) -> Continuation:
+        """What a request of the prompt got, as text."""
+        ended, before = completion.finish == "stop", self._before(prompt)
+        tokens = completion.tokens[:-1] if ended else completion.tokens
+        return Continuation(
+            tokens,
+            ended,
+            continuation_text(self.tokenizer, before, tokens),
+            continuation_text(self.tokenizer, before, completion.tokens),
+            self.tokenizer.detokenize(before),
+        )
+
+    def _before(self, prompt: Tokens) -> Tokens:
+        """The tokens that stand before the new ones; what an encoder reads does not."""
+        return prompt if self.engine.runner.max_prompt is None else ()
+
+
+def end_tokens(tokenizer: Tokenizer) -> frozenset[int]:
+    """The tokens that end a document or a text; there may be none."""
+    ids = tokenizer.special_ids
+    return frozenset(token for token in (ids.eod, ids.eos) if token is not None)

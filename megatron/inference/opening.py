@@ -1,0 +1,82 @@
+"""From the flags of a command to a checkpoint that generates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.config import ConfigError, Setting, Settings
+from megatron.engine.train_engine import ModelEngine
+from megatron.families import family_of
+from megatron.inference.memory import CacheConfig
+from megatron.inference.runner import PagedRunner, page_shape
+from megatron.inference.stages import Stages
+from megatron.tokenizer import Tokenizer
+from megatron.training.evaluation import opened_checkpoint
+from megatron.training.run import Run
+
+_OWN = Setting(False, "this program")
+
+
+@dataclass(frozen=True)
+class OpenedRunner:
+    """A checkpoint that generates, of ``folder``, and the run that describes it."""
+
+    run: Run
+    tokenizer: Tokenizer
+    runner: PagedRunner
+    folder: Path
+    iteration: int | None
+
+
+@contextmanager
+def opened_runner(
+    settings: Settings, processes: int, cache: CacheConfig
+) -> Iterator[OpenedRunner | None]:
+    """The checkpoint of ``--load`` in the layout of the flags, until the block ends: on the main
+    rank. The others get None, and compute what the main rank asks for before they get it, until its
+    block ends. Raises ConfigError, CheckpointError or OSError if it cannot be used."""
+    settings = for_generation(settings)
+    with opened_checkpoint(settings, processes, "generation") as found:
+        mesh, tokenizer = found.engine.mesh, found.run.tokenizer
+        if mesh.data.size > 1:
+            raise ConfigError(
+                f"{mesh.world.size} processes for a model over {mesh.model.size}: generation has "
+                "no data-parallel replicas; start as many processes as --tensor-model-parallel-size"
+                " x --pipeline-model-parallel-size, and another server for each replica"
+            )
+        runner = runner_of(found.engine, tokenizer, cache)
+        if not runner.main:
+            runner.follow()
+            yield None
+            return
+        try:
+            yield OpenedRunner(found.run, tokenizer, runner, found.folder, found.iteration)
+        finally:
+            runner.close()
+
+
+def runner_of(engine: ModelEngine, tokenizer: Tokenizer, cache: CacheConfig) -> PagedRunner:
+    """The runner of an engine's model, a rank's part of it; all ranks must call it. Each
+    data-parallel replica has a main rank of its own. Raises ConfigError if models of its family do
+    not generate, or there is too little memory for keys and values."""
+    config, mesh = engine.config, engine.mesh
+    family = family_of(config.model.family)
+    if not family.generates:
+        raise ConfigError(
+            f"a model of the family {family.name} does not generate text, token by token: --load "
+            "one of another family"
+        )
+    stages, generation = Stages.of(engine), family.generation(config, tokenizer)
+    shape = page_shape(stages, config.model)
+    pages = cache.pages(shape, generation.max_positions, engine.device, mesh.world)
+    return PagedRunner(stages, config.model, generation, pages)
+
+
+def for_generation(settings: Settings) -> Settings:
+    """Settings without what only trains: activations are not split along the sequence, and blocks whose
+    steps have many shapes are not compiled."""
+    own = {"sequence_parallel": _OWN, "torch_compile": Setting("off", _OWN.origin)}
+    return {name: value for name, value in settings.items() if name not in own} | own

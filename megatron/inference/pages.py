@@ -1,0 +1,132 @@
+"""Which pages of a model's memory are in use, and which contain the start of a prompt."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import numpy as np
+
+
+def prefix_digests(prompt: Sequence[int], page_size: int) -> list[bytes]:
+    """For each full page of a prompt a digest of the tokens up to its end, which identifies what
+    the page contains: keys and values depend on all tokens before them."""
+    whole = len(prompt) // page_size
+    pages = np.asarray(prompt[: whole * page_size], np.int64).reshape(whole, page_size)
+    digests, before = [], b""
+    for page in pages:
+        before = blake2b(before + page.tobytes(), digest_size=32).digest()
+        digests.append(before)
+    return digests
+
+
+class PagePool:
+    """Counts who uses each page, and knows the pages of prompts by their contents.
+
+    A page is published before it is filled, so that requests of one prompt that come together
+    compute it once: whoever claims it fills it, the others wait. Filled ones that nobody uses any
+    more keep their contents until their room is needed; those used least recently go first.
+    """
+
+    def __init__(self, pages: int) -> None:
+        self.pages = pages
+        self._free = list(range(pages - 1, -1, -1))
+        self._users = [0] * pages
+        self._by_digest: dict[bytes, int] = {}
+        self._digests: dict[int, bytes] = {}
+        self._claims: dict[int, int] = {}
+        self._filled: set[int] = set()
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def available(self) -> int:
+        """Pages that `take` can give."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def cached(self) -> int:
+        """Pages with prompts that nobody uses."""
+        return len(self._idle)
+
+    @property
+    def used(self) -> int:
+        return self.pages - self.available
+
+    def find(self, digests: Sequence[bytes]) -> list[int]:
+        """The pages of the longest known part of a prompt."""
+        found = []
+        for digest in digests:
+            page = self._by_digest.get(digest)
+            if page is None:
+                break
+            found.append(page)
+        return found
+
+    def idle_among(self, pages: Sequence[int]) -> int:
+        """How many of some pages nobody uses: so many fewer are available once they are shared."""
+        return sum(page in self._idle for page in pages)
+
+    def share(self, pages: Sequence[int]) -> None:
+        """Adds a user to pages that `find` found."""
+        for page in pages:
+            self._idle.pop(page, None)
+            self._users[page] += 1
+
+    def take(self, count: int) -> list[int]:
+        """Pages for one user, with any contents."""
+        assert count <= self.available
+        taken = []
+        for _ in range(count):
+            if not self._free:
+                page, _ = self._idle.popitem(last=False)
+                self._discard(page)
+            page = self._free.pop()
+            self._users[page] = 1
+            taken.append(page)
+        return taken
+
+    def publish(self, page: int, digest: bytes, owner: int) -> None:
+        """Lets others find a page that its owner will fill, unless another has these contents."""
+        if digest not in self._by_digest:
+            self._by_digest[digest] = page
+            self._digests[page] = digest
+            self._claims[page] = owner
+
+    def claim(self, page: int, owner: int) -> bool:
+        """Whether a page that is not filled is for this owner to fill."""
+        if page not in self._digests:
+            return True
+        return self._claims.setdefault(page, owner) == owner
+
+    def is_filled(self, page: int) -> bool:
+        """Whether a published page has its contents."""
+        return page in self._filled
+
+    def fill(self, page: int) -> None:
+        """Says that a page has its contents now."""
+        if page in self._digests:
+            self._filled.add(page)
+            del self._claims[page]
+
+    def release(self, pages: Sequence[int], owner: int) -> None:
+        """Takes a user off each. Later pages of a prompt are given away before earlier ones,
+        without which they are not found."""
+        for page in reversed(pages):
+            assert self._users[page] > 0
+            self._users[page] -= 1
+            if self._claims.get(page) == owner:
+                del self._claims[page]
+            if self._users[page]:
+                continue
+            if page in self._filled:
+                self._idle[page] = None
+            else:
+                self._discard(page)
+
+    def _discard(self, page: int) -> None:
+        digest = self._digests.pop(page, None)
+        if digest is not None:
+            del self._by_digest[digest]
+            self._filled.discard(page)
+        self._free.append(page)

@@ -1,0 +1,168 @@
+"""Which requests run, and what a step computes for each."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron.inference.job import Job
+from megatron.inference.pages import PagePool
+from megatron.inference.step import Part, Step
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """How much is done at once.
+
+    Attributes:
+        running: texts; each beam is one.
+        step_tokens: of one pass through the model: those that were generated, and as many of
+            prompts as there is room for. An encoder's prompt is one piece, which may be longer.
+        waiting: requests, besides what runs; one more is refused.
+
+    Raises ValueError if prompts would have no room in a step.
+    """
+
+    running: int = 64
+    step_tokens: int = 512
+    waiting: int = 1024
+
+    def __post_init__(self) -> None:
+        for name in ("running", "waiting"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
+        if self.step_tokens <= self.running:
+            raise ValueError(
+                f"step_tokens {self.step_tokens} must be more than running {self.running}: each "
+                "running text takes one, prompts the rest"
+            )
+
+
+class PlannedPart(NamedTuple):
+    """A part of a step and whose it is."""
+
+    job: Job
+    part: Part
+
+
+class Scheduler:
+    """Requests run in the order of their arrival, as long as there is room; what has started is
+    never interrupted, and none overtakes another that waits. Every step has a token of each text
+    that is being generated; the rest of its room goes to prompts, the oldest first.
+
+    Attributes:
+        waiting: in the order of arrival.
+        running: in the order of arrival.
+    """
+
+    def __init__(self, limits: EngineLimits, pool: PagePool, encodes: bool) -> None:
+        self.limits, self.pool = limits, pool
+        self.waiting: deque[Job] = deque()
+        self.running: dict[int, Job] = {}
+        self._rows = 0
+        self._prompts = EncodedPrompts() if encodes else None
+
+    def admit(self) -> list[Job]:
+        """Starts as many waiting requests as there is room for."""
+        admitted = []
+        while self.waiting and self._rows + self.waiting[0].rows <= self.limits.running:
+            if not self.waiting[0].admit(self.pool):
+                break
+            job = self.waiting.popleft()
+            self.running[job.number] = job
+            self._rows += job.rows
+            admitted.append(job)
+        return admitted
+
+    def end(self, job: Job) -> None:
+        """Takes a request out, and gives back what it holds."""
+        if self.running.pop(job.number, None) is None:
+            self.waiting.remove(job)
+            return
+        self._rows -= job.rows
+        job.release(self.pool)
+        if self._prompts is not None:
+            self._prompts.release(job)
+
+    @property
+    def rows(self) -> int:
+        """Texts that run, and requests that wait."""
+        return self._rows + len(self.waiting)
+
+    def find(self, number: int) -> Job | None:
+        """A request that has not ended."""
+        running = self.running.get(number)
+        return running or next((job for job in self.waiting if job.number == number), None)
+
+    def plan(self) -> tuple[Step, list[PlannedPart]]:
+        """The next step, and whose its parts are, in order. Without parts there is nothing to
+        compute."""
+        planned: list[PlannedPart] = []
+        copies: list[tuple[int, int]] = []
+        reading = []
+        for job in self.running.values():
+            if job.reading:
+                reading.append(job)
+            else:
+                copies += job.copies()
+                planned += [PlannedPart(job, part) for part in job.parts()]
+        encode, forget = self._plan_prompts(planned, reading)
+        step = Step(tuple(each.part for each in planned), tuple(copies), encode, forget)
+        return step, planned
+
+    def _plan_prompts(
+        self, planned: list[PlannedPart], reading: Iterable[Job]
+    ) -> tuple[tuple[tuple[int, tuple[int, ...]], ...], tuple[int, ...]]:
+        budget = self.limits.step_tokens - len(planned)
+        encode: dict[int, tuple[int, ...]] = {}
+        for job in reading:
+            if budget <= 0:
+                break
+            if self._prompts is not None and job.encoded is None:
+                number, new = self._prompts.of(job)
+                if new:
+                    encode[number] = job.request.prompt
+                    budget -= len(job.request.prompt)
+            part = job.read(self.pool, max(budget, 1))
+            if part is not None:
+                planned.append(PlannedPart(job, part))
+                budget -= len(part.tokens)
+        forget = () if self._prompts is None else self._prompts.forgotten()
+        return tuple(encode.items()), forget
+
+
+class EncodedPrompts:
+    """Numbers of the prompts that an encoder has read, one for all requests of a prompt."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[int, ...], int] = {}
+        self._users: dict[int, int] = {}
+        self._forgotten: list[int] = []
+        self._next = 0
+
+    def of(self, job: Job) -> tuple[int, bool]:
+        """Gives a job the number of its prompt; whether it must be encoded first."""
+        prompt = job.request.prompt
+        new = prompt not in self._numbers
+        if new:
+            self._numbers[prompt] = self._next
+            self._next += 1
+        job.encoded = self._numbers[prompt]
+        self._users[job.encoded] = self._users.get(job.encoded, 0) + 1
+        return job.encoded, new
+
+    def release(self, job: Job) -> None:
+        """Takes a user off the prompt of a job."""
+        if job.encoded is None:
+            return
+        self._users[job.encoded] -= 1
+        if not self._users[job.encoded]:
+            del self._users[job.encoded], self._numbers[job.request.prompt]
+            self._forgotten.append(job.encoded)
+
+    def forgotten(self) -> tuple[int, ...]:
+        """Those that nobody uses any more, once."""
+        forgotten, self._forgotten = tuple(self._forgotten), []
+        return forgotten

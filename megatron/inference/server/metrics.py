@@ -1,0 +1,70 @@
+"""What Prometheus reads from a server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.registry import Collector
+
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_GAUGES = {
+    "running": "Requests that are being generated.",
+    "waiting": "Requests in the queue.",
+    "pages_used": "Pages of keys and values that running requests use.",
+    "pages_cached": "Pages of prompts that may come again.",
+    "pages_free": "Other pages.",
+}
+_COUNTERS = {
+    "prompt_tokens": "Tokens of the prompts that were started.",
+    "prefix_hit_tokens": "Tokens of prompts that were found computed.",
+    "new_tokens": "Tokens that were generated.",
+    "steps": "Passes through the model.",
+    "step_seconds": "How long the passes took.",
+}
+
+
+class Metrics:
+    """The numbers of one server; names begin with ``megatron_``."""
+
+    def __init__(self, stats: Callable[[], Any]) -> None:
+        """``stats`` gives the engine's numbers, None before there is one."""
+        self._registry = CollectorRegistry()
+        self.requests = Counter(
+            "megatron_requests",
+            "Requests by endpoint and status.",
+            ("endpoint", "status"),
+            registry=self._registry,
+        )
+        self.seconds = self._histogram("request_seconds", "How long requests took.")
+        self.first_token = self._histogram("time_to_first_token_seconds", "Wait for a first token.")
+        self.next_token = self._histogram("inter_token_seconds", "Wait for each further token.")
+        self._registry.register(_EngineNumbers(stats))
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(f"megatron_{name}", text, buckets=_SECONDS, registry=self._registry)
+
+    def text(self) -> bytes:
+        """In Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class _EngineNumbers(Collector):
+    def __init__(self, stats: Callable[[], Any]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Any]:
+        stats = self._stats()
+        if stats is None:
+            return
+        yield from _families(GaugeMetricFamily, _GAUGES, stats)
+        yield from _families(CounterMetricFamily, _COUNTERS, stats)
+
+
+def _families(kind: Any, texts: dict[str, str], stats: Any) -> Iterable[Any]:
+    for name, text in texts.items():
+        yield kind(f"megatron_{name}", text, value=getattr(stats, name))

@@ -1,0 +1,294 @@
+"""OpenAI's API: completions, chat, models."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import StreamingResponse
+
+from megatron.inference.request import TokenScore, Update
+from megatron.inference.server.errors import RequestError
+from megatron.inference.server.exchange import JSON, read_object, while_connected
+from megatron.inference.server.openai_requests import Asked, chat_asked, completion_asked
+from megatron.inference.server.service import Answer, Service
+from megatron.inference.server.texts import ChoiceText, Piece, PlacedToken, token_name
+from megatron.inference.text_stream import bytes_of_token, token_texts
+from megatron.tokenizer import Tokenizer
+
+Json = dict[str, Any]
+_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+class _Completions:
+    """The form of answers of ``/v1/completions``."""
+
+    whole = part = "text_completion"
+    prefix = "cmpl"
+
+    def __init__(self, tokenizer: Tokenizer, asked: Asked) -> None:
+        self._tokenizer, self._asked = tokenizer, asked
+
+    def choice(self, index: int, piece: Piece) -> Json:
+        logprobs = None if self._asked.top is None else self._logprobs(piece.tokens)
+        return _choice(index, {"text": piece.text}, logprobs, piece)
+
+    chunk = choice
+
+    def first(self, index: int) -> Json | None:
+        """What a stream begins with."""
+        if not self._asked.echo:
+            return None
+        text = self._asked.shown[index // self._asked.choices]
+        return self.chunk(index, Piece(text, (), None))
+
+    def _logprobs(self, placed: tuple[PlacedToken, ...]) -> Json:
+        names = [token_name(self._tokenizer, p.token) for p in placed]
+        return {
+            "tokens": names,
+            "token_logprobs": [None if p.score is None else p.score.logprob for p in placed],
+            "top_logprobs": [self._top(p.score) for p in placed] if self._asked.top else None,
+            "text_offset": [p.offset for p in placed],
+        }
+
+    def _top(self, score: TokenScore | None) -> dict[str, float] | None:
+        if score is None:
+            return None
+        found = {token_name(self._tokenizer, token): logprob for token, logprob in score.top}
+        # As OpenAI: the token itself is always there.
+        found.setdefault(token_name(self._tokenizer, score.token), score.logprob)
+        return found
+
+
+class _Chat:
+    """The form of answers of ``/v1/chat/completions``."""
+
+    whole, part = "chat.completion", "chat.completion.chunk"
+    prefix = "chatcmpl"
+
+    def __init__(self, tokenizer: Tokenizer, asked: Asked) -> None:
+        self._tokenizer, self._asked = tokenizer, asked
+
+    def choice(self, index: int, piece: Piece) -> Json:
+        message = {"role": "assistant", "content": piece.text, "refusal": None}
+        return _choice(index, {"message": message}, self._logprobs(piece), piece)
+
+    def chunk(self, index: int, piece: Piece) -> Json:
+        delta = {"content": piece.text} if piece.text or not piece.finish else {}
+        return _choice(index, {"delta": delta}, self._logprobs(piece), piece)
+
+    def first(self, index: int) -> Json | None:
+        """What a stream begins with."""
+        delta = {"role": "assistant", "content": ""}
+        return _choice(index, {"delta": delta}, None, Piece("", (), None))
+
+    def _logprobs(self, piece: Piece) -> Json | None:
+        if self._asked.top is None:
+            return None
+        content = []
+        for placed in piece.tokens:
+            assert placed.score is not None
+            top = [self._one(*pair) for pair in placed.score.top]
+            one = self._one(placed.token, placed.score.logprob)
+            content.append({**one, "top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _one(self, token: int, logprob: float) -> Json:
+        found = bytes_of_token(self._tokenizer, token)
+        name = found.decode("utf-8", "replace")
+        return {"token": name, "logprob": logprob, "bytes": list(found)}
+
+
+_Form = _Completions | _Chat
+
+
+def _choice(index: int, content: Json, logprobs: Json | None, piece: Piece) -> Json:
+    return {"index": index, **content, "logprobs": logprobs, "finish_reason": piece.finish}
+
+
+class _Exchange:
+    """One request for texts, and its answer in either form."""
+
+    def __init__(self, service: Service, asked: Asked, form: type[_Form]) -> None:
+        self.service, self.asked = service, asked
+        tokenizer = service.model().tokenizer
+        self.form, self._tokenizer = form(tokenizer, asked), tokenizer
+        self._id = f"{form.prefix}-{secrets.token_hex(12)}"
+        self._created = int(time.time())
+
+    def _envelope(self, kind: str, choices: list[Json]) -> Json:
+        name = self.service.name
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": name,
+            "choices": choices,
+        }
+
+    def _text(self, index: int) -> ChoiceText:
+        shown = self.asked.shown[index // self.asked.choices] if self.asked.echo else ""
+        stops = self.asked.template.stopping.texts
+        # Of an encoder the prompt is no part of the text.
+        encoded = self.service.model().has_encoder
+        prompt = () if encoded else self.asked.prompts[index // self.asked.choices]
+        return ChoiceText(self._tokenizer, prompt, stops, self.asked.hidden, len(shown))
+
+    def _usage(self, new: int, cached: int) -> Json:
+        prompt = sum(map(len, self.asked.prompts))
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": new,
+            "total_tokens": prompt + new,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    async def whole(self) -> Json:
+        """The answer at once."""
+        answers = await self.service.complete(self.asked.requests())
+        choices = [self._whole_choice(index, answer) for index, answer in enumerate(answers)]
+        new = sum(len(answer.tokens) for answer in answers)
+        cached = sum(answer.cached for answer in answers[:: self.asked.choices])
+        return self._envelope(self.form.whole, choices) | {"usage": self._usage(new, cached)}
+
+    def _whole_choice(self, index: int, answer: Answer) -> Json:
+        piece = self._text(index).add(answer)
+        if self.asked.echo:
+            prompt = index // self.asked.choices
+            shown = self.asked.shown[prompt]
+            before = self._placed(self.asked.prompts[prompt], answer.prompt_scores, shown)
+            piece = Piece(shown + piece.text, before + piece.tokens, piece.finish)
+        return self.form.choice(index, piece)
+
+    def _placed(
+        self, prompt: tuple[int, ...], scores: tuple[TokenScore, ...], shown: str
+    ) -> tuple[PlacedToken, ...]:
+        """The tokens of a prompt, which is part of the text."""
+        if self.asked.top is None:
+            return ()
+        if not shown:
+            return ()  # the token that stands for an empty prompt
+        found, place = [], 0
+        texts = token_texts(self._tokenizer, prompt)
+        for token, score, text in zip(prompt, (None, *scores), texts, strict=True):
+            found.append(PlacedToken(token, place, score))
+            place += len(text)
+        return tuple(found)
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        """The answer as server-sent events. Raises RequestError before the first one only."""
+        new, cached = 0, 0
+        texts = [self._text(i) for i in range(len(self.asked.prompts) * self.asked.choices)]
+        begun: set[int] = set()
+        try:
+            async with aclosing(self.service.updates(self.asked.requests())) as updates:
+                async for index, update in updates:
+                    new += len(update.tokens)
+                    if index % self.asked.choices == 0:
+                        cached += update.cached
+                    for choice in self._chunks(index, update, texts[index], begun):
+                        yield self._event(choice)
+        except RequestError as error:
+            if not begun:
+                raise
+            yield _event(error.openai())
+        else:
+            if self.asked.include_usage:
+                usage = {"usage": self._usage(new, cached)}
+                yield _event(self._envelope(self.form.part, []) | usage)
+        yield b"data: [DONE]\n\n"
+
+    def _chunks(self, index: int, update: Update, text: ChoiceText, begun: set[int]) -> list[Json]:
+        chunks = []
+        if index not in begun:
+            begun.add(index)
+            first = self.form.first(index)
+            chunks += [] if first is None else [first]
+        piece = text.add(update)
+        if piece.text or piece.tokens or piece.finish is not None:
+            chunks.append(self.form.chunk(index, piece))
+        return chunks
+
+    def _event(self, choice: Json) -> bytes:
+        usage = {"usage": None} if self.asked.include_usage else {}
+        return _event(self._envelope(self.form.part, [choice]) | usage)
+
+
+def _event(content: Json) -> bytes:
+    return b"data: " + orjson.dumps(content) + b"\n\n"
+
+
+async def _streamed(request: Request, events: AsyncIterator[bytes]) -> Response:
+    """Begins with the first event, so that errors before it have their status."""
+    try:
+        first = await while_connected(request, _next(events))
+    except BaseException:
+        await events.aclose()  # type: ignore[attr-defined]
+        raise
+
+    async def all_events() -> AsyncIterator[bytes]:
+        try:
+            yield first
+            async for event in events:
+                yield event
+        finally:
+            await events.aclose()  # type: ignore[attr-defined]
+
+    return StreamingResponse(all_events(), headers=_HEADERS, media_type="text/event-stream")
+
+
+async def _next(events: AsyncIterator[bytes]) -> bytes:
+    return await anext(events)
+
+
+def openai_router(service: Service) -> APIRouter:
+    """The routes of OpenAI's API, with and without ``/v1``."""
+    router = APIRouter()
+
+    async def answer(
+        request: Request,
+        read: Callable[[Service, Json], Coroutine[Any, Any, Asked]],
+        form: type[_Form],
+    ) -> Response:
+        service.model()
+        body = await read_object(request, service.limits)
+        asked = await read(service, body)
+        if service.log_prompts:
+            service.log(f"prompts: {body.get('prompt', body.get('messages'))}")
+        exchange = _Exchange(service, asked, form)
+        if asked.stream:
+            return await _streamed(request, exchange.stream())
+        return JSON(await while_connected(request, exchange.whole()))
+
+    def described() -> Json:
+        found = {"id": service.name, "object": "model", "created": service.created}
+        positions = service.model().positions
+        return {**found, "owned_by": "megatron-deepspeed", "max_model_len": positions}
+
+    for prefix in ("/v1", ""):
+
+        @router.post(f"{prefix}/completions")
+        async def completions(request: Request) -> Response:
+            return await answer(request, completion_asked, _Completions)
+
+        @router.post(f"{prefix}/chat/completions")
+        async def chat(request: Request) -> Response:
+            return await answer(request, chat_asked, _Chat)
+
+        @router.get(f"{prefix}/models")
+        async def models() -> JSON:
+            return JSON({"object": "list", "data": [described()]})
+
+        @router.get(f"{prefix}/models/{{name:path}}")
+        async def model(name: str) -> JSON:
+            if name != service.name:
+                text = f"the model {name[:200]!r} does not exist here; there is {service.name!r}"
+                raise RequestError(text, 404, param="model", code="model_not_found")
+            return JSON(described())
+
+    return router

@@ -1,0 +1,87 @@
+"""What lm-eval asks a model to write, as its own ``hf`` model does it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
+
+from megatron.config import ConfigError
+from megatron.inference.request import Beams, Sampling, Stopping
+
+MAX_GEN_TOKS = 256
+"""Where a task gives none."""
+TOP_K = 50
+"""That transformers draws among, where a task gives none."""
+_USED = {
+    *("do_sample", "temperature", "until", "max_gen_toks", "top_k", "top_p", "min_p"),
+    *("repetition_penalty", "num_beams", "length_penalty"),
+}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How a task wants a text: where it stops, how it is sampled.
+
+    Attributes:
+        until: texts at the first of which it is cut off.
+        stopping: the same, and the tokens that end it.
+    """
+
+    until: tuple[str, ...]
+    stopping: Stopping
+    sampling: Sampling
+    beams: Beams | None
+
+    @classmethod
+    def of(cls, kwargs: Mapping[str, Any], ends: Mapping[int, str], task: str) -> Wanted:
+        """From a task's ``generation_kwargs``. Raises ConfigError if one of them is unknown or
+        wrong.
+
+        Args:
+            ends: the tokens that end a text, and their texts.
+        """
+        values: dict[str, Any] = dict(normalize_gen_kwargs(dict(kwargs), MAX_GEN_TOKS))
+        unknown = sorted(set(values) - _USED)
+        if unknown:
+            raise ConfigError(
+                f"task {task}: generation_kwargs, or --gen-kwargs, has {unknown[0]}, which is not "
+                f"supported; known are {', '.join(sorted(_USED))}"
+            )
+        until = values["until"]
+        for text in ends.values():
+            until = handle_stop_sequences(until, text)
+        until = [text for text in until if text]
+        try:
+            stopping = Stopping(values["max_gen_toks"], frozenset(ends), tuple(until))
+            return cls(tuple(until), stopping, _sampling(values), _beams(values))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"task {task}: generation_kwargs, or --gen-kwargs: {error}") from None
+
+    def text(self, written: str) -> str:
+        """What of the text of the new tokens is the answer."""
+        return postprocess_generated_text(written, list(self.until), None)
+
+
+def _sampling(values: Mapping[str, Any]) -> Sampling:
+    penalty = float(values.get("repetition_penalty", 1.0))
+    if not values["do_sample"]:
+        return Sampling(greedy=True, repetition_penalty=penalty)
+    return Sampling(
+        temperature=float(values.get("temperature", 0.0)),
+        top_k=int(values.get("top_k", TOP_K)),
+        top_p=float(values.get("top_p", 1.0)),
+        min_p=float(values.get("min_p", 0.0)),
+        repetition_penalty=penalty,
+    )
+
+
+def _beams(values: Mapping[str, Any]) -> Beams | None:
+    width = int(values.get("num_beams", 1))
+    return Beams(width, float(values.get("length_penalty", 1.0))) if width > 1 else None

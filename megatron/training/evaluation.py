@@ -1,0 +1,124 @@
+"""Runs that evaluate a checkpoint, or generate with it: their settings, from those of training, and
+their model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.checkpoint.files import CheckpointError
+from megatron.config import (
+    CheckpointConfig,
+    ConfigError,
+    DataConfig,
+    OptimizerFlags,
+    Setting,
+    Settings,
+    TrainingFlags,
+)
+from megatron.config.flags import build
+from megatron.config.output import ProfilingConfig
+from megatron.engine.environment import distributed, return_freed_memory, training_device
+from megatron.engine.evaluator import build_evaluator
+from megatron.engine.loading import load_checkpoint
+from megatron.engine.train_engine import ModelEngine
+from megatron.families import spec_of
+from megatron.training.resume import find_origin
+from megatron.training.run import Run, run_of, show_configuration
+from megatron.util.processes import is_main_process
+from megatron.util.progress import say
+
+MICRO_BATCH_SIZE = 8
+"""Where no flag gives one; results do not depend on it."""
+
+_OWN = "this program"
+_FOR_TRAINING = (OptimizerFlags, TrainingFlags, DataConfig, ProfilingConfig)
+_USED = {
+    *("micro_batch_size", "eval_batch_size", "eval_seq_length", "eval_iters", "seed"),
+    "explain_config",
+}
+_SAVING = {
+    *("save", "save_interval", "save_init", "keep_every", "async_save", "save_universal"),
+    *("checkpoint_format", "save_optim", "save_rng"),
+}
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A run with the model of its checkpoint, which is in ``folder``."""
+
+    run: Run
+    engine: ModelEngine
+    folder: Path
+    iteration: int | None
+
+
+@contextmanager
+def opened_checkpoint(settings: Settings, processes: int, what: str) -> Iterator[Opened]:
+    """The checkpoint of ``--load`` in the layout of the flags, without a training, until the block
+    ends; ``what`` does not use flags about training ("an evaluation"). Raises ConfigError,
+    CheckpointError or OSError if it cannot be used."""
+    used, unused = evaluation_settings(checkpoint_settings(settings))
+    run = run_of(used, processes)
+    show_configuration(run)
+    notes = list(run.resolved.notes)
+    if unused:
+        notes.append(f"{what} does not use {', '.join(unused)}")
+    origin = find_origin(run.config.checkpoint)
+    if origin is None:
+        named = run.config.checkpoint.load
+        where = f"--load {named} has no checkpoint" if named else "--load is missing"
+        raise CheckpointError(f"{where}; name one")
+    with distributed(run.config.parallel) as mesh:
+        spec = spec_of(run.config.model, run.config.parallel)
+        engine = build_evaluator(run.config, spec, mesh, training_device())
+        source = load_checkpoint(engine, origin.found, weights_only=True)
+        for note in (*notes, *source.notes) if is_main_process() else ():
+            say(note)
+        folder, iteration = source.folder, source.state.get("iteration")
+        del source  # and with it the mapped files
+        return_freed_memory()
+        yield Opened(run, engine, folder, iteration)
+
+
+def checkpoint_settings(settings: Settings) -> Settings:
+    """The settings of training with the model family of the checkpoint and, where the flags do not
+    describe a model, its model and tokenizer. Raises ConfigError if there is neither model nor
+    checkpoint, CheckpointError if the checkpoint does not exist or is incomplete."""
+    options = build(CheckpointConfig, settings)
+    origin = find_origin(options)
+    if origin is not None and "family" not in settings:
+        family = origin.found.form.family(origin.found.folder)
+        settings = settings | {"family": Setting(family, origin.flag)}
+    if {"num_layers", "encoder_num_layers", "use_checkpoint_args"} & settings.keys():
+        return settings
+    if origin is None:
+        where = f"--load {options.load} has no checkpoint" if options.load else "--load is missing"
+        raise ConfigError(f"{where}: name a checkpoint, or describe a model with --num-layers")
+    return settings | {"use_checkpoint_args": Setting(True, _OWN)}
+
+
+def evaluation_settings(
+    settings: Settings, micro_batch_size: int | None = None
+) -> tuple[Settings, list[str]]:
+    """The settings of a run that evaluates, and the given flags that it does not use: those about
+    training, data and what a training writes. ``micro_batch_size`` is that of
+    ``--eval-micro-batch-size``."""
+    fields = {field.name for cls in _FOR_TRAINING for field in dataclasses.fields(cls)}
+    dropped = (fields | _SAVING) - _USED
+    unused = {name: setting for name, setting in settings.items() if name in dropped}
+    kept = {name: setting for name, setting in settings.items() if name not in unused}
+    if micro_batch_size is not None:
+        kept["micro_batch_size"] = Setting(micro_batch_size, "flag --eval-micro-batch-size")
+    elif "micro_batch_size" not in kept:
+        kept["micro_batch_size"] = kept.get("eval_batch_size", Setting(MICRO_BATCH_SIZE, _OWN))
+    kept["eval_batch_size"] = kept["micro_batch_size"]
+    kept["skip_train"] = Setting(True, _OWN)
+    if "deepspeed_config" not in kept:
+        # The stage at which weights of half precision are all that there is.
+        kept.setdefault("zero_stage", Setting(1, _OWN))
+    origins = (setting.origin for setting in unused.values())
+    return kept, [o.removeprefix("flag ") for o in origins if o.startswith("flag ")]

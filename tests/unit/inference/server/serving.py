@@ -1,0 +1,134 @@
+"""A server over a runner without a model, for tests of what clients see."""
+
+import json
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import httpx
+from fake_runner import FakeRunner
+
+from megatron.config import TokenizerConfig
+from megatron.inference.engine import GenerationEngine
+from megatron.inference.engine_thread import EngineThread
+from megatron.inference.schedule import EngineLimits
+from megatron.inference.server.app import build_app
+from megatron.inference.server.guard import Access
+from megatron.inference.server.limits import RequestDefaults, ServiceLimits
+from megatron.inference.server.listening import ConnectionLimits, HTTPThread, listening_socket
+from megatron.inference.server.service import ServedModel, Service
+from megatron.tokenizer import build_tokenizer
+
+NAME = "fake"
+
+
+def byte_tokenizer():
+    """Ids 0 to 255 are bytes, then pad, bos, eos."""
+    return build_tokenizer(TokenizerConfig(tokenizer_type="ByteLevelTokenizer"))
+
+
+class TextRunner(FakeRunner):
+    """Continues with printable ASCII, after a while with the end of the document."""
+
+    def logits_after(self, sequence_L, encoded):
+        logits_V = super().logits_after(sequence_L, encoded).clone()
+        logits_V[:32], logits_V[127:258] = -50.0, -50.0
+        logits_V[10] += 56.0  # ends of lines, too
+        return logits_V
+
+
+class PlainChat:
+    """Stands for a chat template."""
+
+    def tokens(self, tokenizer, messages):
+        if messages[0]["role"] == "assistant":
+            raise ValueError("the first message is not the user's")
+        text = "".join(f"{m['role']}: {m['content']}\n" for m in messages)
+        return tokenizer.tokenize(f"{text}assistant: ")
+
+
+@dataclass
+class Served:
+    """A running server; ``lines`` is its log."""
+
+    url: str
+    service: Service
+    runner: FakeRunner
+    engine: EngineThread
+    lines: list[str]
+    http: HTTPThread
+
+    def client(self, **settings) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=20, trust_env=False, **settings)
+
+
+@contextmanager
+def served(
+    runner=None,
+    limits=None,
+    access=None,
+    defaults=None,
+    engine_limits=None,
+    connections=None,
+    chat=None,
+    log_prompts=False,
+    port=0,
+    opened=True,
+    lines=None,
+):
+    """A server on a free port."""
+    runner = runner or TextRunner(259)
+    lines = [] if lines is None else lines
+    service = Service(
+        NAME,
+        limits or ServiceLimits(request_seconds=20),
+        defaults or RequestDefaults(),
+        lines.append,
+        log_prompts,
+    )
+    tokenizer = byte_tokenizer()
+    engine = EngineThread(GenerationEngine(runner, tokenizer, engine_limits or EngineLimits()))
+    engine.start()
+    if opened:
+        service.open(ServedModel(engine, tokenizer, chat or PlainChat()))
+    listening = listening_socket("127.0.0.1", port)
+    http = HTTPThread(
+        build_app(service, access or Access()), listening, connections or ConnectionLimits()
+    )
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    http.start()
+    try:
+        yield Served(url, service, runner, engine, lines, http)
+    finally:
+        engine.close()
+        http.close()
+
+
+def events(response):
+    """The JSON of each server-sent event, the last one as it is."""
+    found = []
+    for line in response.iter_lines():
+        if line:
+            assert line.startswith("data: "), line
+            found.append(line.removeprefix("data: "))
+    assert found[-1] == "[DONE]"
+    return [json.loads(event) for event in found[:-1]]
+
+
+def main():
+    """Serves until Ctrl-C."""
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--delay", type=float, default=0.02, help="seconds of a step")
+    options = parser.parse_args()
+
+    class Printed(list):
+        def append(self, line):
+            print(line, flush=True)
+
+    runner = TextRunner(259, pages=4096, max_positions=4096, delay=options.delay)
+    with served(runner, port=options.port, lines=Printed()) as server:
+        print(f"listening on {server.url}", flush=True)
+        threading.Event().wait()
