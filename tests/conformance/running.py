@@ -243,7 +243,7 @@ def training_script(text: str) -> bool:
 def sized_script(text: str) -> bool:
     """Whether a command is one of the scripts that train or run a task, whose sizes are flags."""
     return training_script(text) or re.search(
-        r"/(evaluate|finetune|lambada|run_text_generation)_", text
+        r"/(evaluate_|finetune_|lambada_|run_text_generation_|selfgenerate-|generate-1)", text
     ) is not None
 
 
