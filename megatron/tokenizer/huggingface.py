@@ -136,8 +136,9 @@ class HFTokenizer(Tokenizer):
 
     def _decoders(self) -> set[str]:
         """Names of the steps by which `tokenizers` makes a text of tokens."""
-        decoder = json.loads(self._tokenizer.backend_tokenizer.to_str())["decoder"] or {}
-        return {step["type"] for step in decoder.get("decoders", [decoder])}
+        decoder = json.loads(self._tokenizer.backend_tokenizer.to_str())["decoder"]
+        steps = [] if decoder is None else decoder.get("decoders", [decoder])
+        return {step["type"] for step in steps}
 
     def _is_wordpiece(self, vocab: dict[str, int]) -> bool:
         if self._tokenizer.is_fast:

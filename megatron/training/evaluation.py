@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.source import TOKENIZER
 from megatron.config import (
     CheckpointConfig,
     ConfigError,
@@ -17,6 +18,7 @@ from megatron.config import (
     OptimizerFlags,
     Setting,
     Settings,
+    TokenizerConfig,
     TrainingFlags,
 )
 from megatron.config.flags import build
@@ -26,7 +28,7 @@ from megatron.engine.evaluator import build_evaluator
 from megatron.engine.loading import load_checkpoint
 from megatron.engine.train_engine import ModelEngine
 from megatron.families import spec_of
-from megatron.training.resume import find_origin
+from megatron.training.resume import ResumeSource, find_origin
 from megatron.training.run import Run, run_of, show_configuration
 from megatron.util.processes import is_main_process
 from megatron.util.progress import say
@@ -40,6 +42,8 @@ _USED = {
     *("micro_batch_size", "eval_batch_size", "eval_seq_length", "eval_iters", "seed"),
     "explain_config",
 }
+_FILES = {"vocab_file", "merge_file", "tokenizer_model"}
+"""Of a tokenizer."""
 _SAVING = {
     *("save", "save_interval", "save_init", "keep_every", "async_save", "save_universal"),
     *("checkpoint_format", "save_optim", "save_rng"),
@@ -98,7 +102,25 @@ def checkpoint_settings(settings: Settings) -> Settings:
     if origin is None:
         where = f"--load {options.load} has no checkpoint" if options.load else "--load is missing"
         raise ConfigError(f"{where}: name a checkpoint, or describe a model with --num-layers")
+    if not settings.keys() & _FILES:
+        settings = settings | _own_tokenizer(origin)
     return settings | {"use_checkpoint_args": Setting(True, _OWN)}
+
+
+def _own_tokenizer(origin: ResumeSource) -> Settings:
+    """The tokenizer that a checkpoint has in its folder, where the files of its run's have gone."""
+    source = origin.found.open(verify=False)
+    copied, of_run = source.folder / TOKENIZER, source.tokenizer
+    if of_run is None or not copied.is_dir():
+        return {}
+    files = [getattr(of_run, name) for name in _FILES]
+    if all(Path(file).exists() for file in files if file is not None):
+        return {}
+    own = TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(copied))
+    return {
+        field.name: Setting(getattr(own, field.name), f"checkpoint {source.folder.name}")
+        for field in dataclasses.fields(own)
+    }
 
 
 def evaluation_settings(
