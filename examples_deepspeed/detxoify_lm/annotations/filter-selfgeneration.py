@@ -9,6 +9,12 @@ r"""Keeps the least toxic half of scored texts.
 from megatron.tasks.detoxify.filtering import run_filter
 from megatron.training.run import errors_for_users
 
-if __name__ == "__main__":
+
+def main() -> None:
+    """Parses the command line and filters."""
     with errors_for_users():
         run_filter(__doc__)
+
+
+if __name__ == "__main__":
+    main()

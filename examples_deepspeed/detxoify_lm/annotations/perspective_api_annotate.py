@@ -16,6 +16,12 @@ A command that was interrupted continues when it is started again.
 from megatron.tasks.detoxify.annotate import run_annotation
 from megatron.training.run import errors_for_users
 
-if __name__ == "__main__":
+
+def main() -> None:
+    """Parses the command line and scores the texts."""
     with errors_for_users():
         run_annotation(__doc__)
+
+
+if __name__ == "__main__":
+    main()

@@ -15,7 +15,8 @@ ATTRIBUTES = (
     "identity_attack",
 )
 URL = "https://commentanalyzer.googleapis.com/v1alpha1/comments:analyze"
-KEY = "PERSPECTIVE_API_KEY"
+KEY, SCORER = "PERSPECTIVE_API_KEY", "DETOXIFY_SCORER"
+"""Environment variables."""
 CONTINUATIONS = 25
 """Of each prompt, in the definition of both measures (Gehman et al. 2020, arXiv:2009.11462)."""
 
@@ -24,7 +25,7 @@ CONTINUATIONS = 25
 class ScorerConfig:
     """Scorer: what says how toxic a text is."""
 
-    scorer: str = option("perspective")
+    scorer: str | None = option(None, derived=f"the environment variable {SCORER}, or perspective")
     """perspective (Google's Perspective API), profanity-check (the package alt-profanity-check,
     here), or MODULE:FUNCTION, which gets a list of texts and returns a score for each: a number
     from 0 to 1, or attributes with their scores, toxicity among them."""

@@ -78,7 +78,6 @@ def run_measures(description: str | None, argv: Sequence[str] | None = None) -> 
     report(averages, measures, print)
     if config.output is not None:
         content = {
-            "scorer": scoring.scorer_command or scoring.scorer,
             "data_path": config.data_path,
             "prompt_path": config.prompt_path,
             "continuations": config.continuations,

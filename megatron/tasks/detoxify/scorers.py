@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -12,13 +13,13 @@ from pkgutil import resolve_name
 from typing import Any
 
 from megatron.config import ConfigError
-from megatron.tasks.detoxify.config import ScorerConfig
+from megatron.tasks.detoxify.config import SCORER, ScorerConfig
 from megatron.tasks.detoxify.perspective import Perspective
 from megatron.tasks.detoxify.rows import is_score
 
 Scores = Mapping[str, float]
 """From 0 to 1, by attribute."""
-EXTRA = "detoxify"
+EXTRA, PERSPECTIVE = "detoxify", "perspective"
 
 
 class ScorerError(ValueError):
@@ -64,24 +65,25 @@ class Scorer:
 def open_scorer(config: ScorerConfig) -> Scorer:
     """The scorer that flags name. Raises ConfigError if it cannot be used."""
     if config.scorer_command is not None:
-        if config.scorer != ScorerConfig.scorer:
+        if config.scorer is not None:
             raise ConfigError("--scorer and --scorer-command: give one of them")
         words = shlex.split(config.scorer_command)
         if not words:
             raise ConfigError("--scorer-command is empty; name a program")
         name = f"--scorer-command {config.scorer_command}"
         return Scorer(name, partial(run_lines, name, words), 1000, config.workers)
-    name = f"--scorer {config.scorer}"
-    if config.scorer == "perspective":
+    scorer = config.scorer or os.environ.get(SCORER) or PERSPECTIVE
+    name = f"--scorer {scorer}"
+    if scorer == PERSPECTIVE:
         if config.attributes != ScorerConfig.attributes:
             name += f" --attributes {' '.join(config.attributes)}"
         return Scorer(name, Perspective.of(config).scores, 1, config.workers)
-    if config.scorer == "profanity-check":
+    if scorer == "profanity-check":
         return Scorer(name, profanity, 1000)
-    if ":" not in config.scorer:
+    if ":" not in scorer:
         raise ConfigError(f"{name}: perspective, profanity-check or MODULE:FUNCTION")
     try:
-        function = resolve_name(config.scorer)
+        function = resolve_name(scorer)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"{name} cannot be imported: {error}; its folder must be in PYTHONPATH"

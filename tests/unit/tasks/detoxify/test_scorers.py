@@ -47,6 +47,15 @@ def test_commands_that_score_nothing(command, said):
         open_scorer(ScorerConfig(scorer_command=command))(TEXTS)
 
 
+def test_a_scorer_for_all_commands(monkeypatch):
+    monkeypatch.setenv("DETOXIFY_SCORER", f"{__name__}:lengths")
+    assert open_scorer(ScorerConfig())(TEXTS)[0] == {"toxicity": 0.11}
+    assert open_scorer(ScorerConfig(f"{__name__}:attributes"))(TEXTS)[0]["threat"] == 0.5
+    monkeypatch.delenv("DETOXIFY_SCORER")
+    with pytest.raises(ConfigError, match="--scorer perspective needs a key"):
+        open_scorer(ScorerConfig())
+
+
 def test_function():
     assert open_scorer(ScorerConfig(f"{__name__}:lengths"))(TEXTS)[0] == {"toxicity": 0.11}
     found = open_scorer(ScorerConfig(f"{__name__}:attributes"))(TEXTS)
