@@ -75,7 +75,7 @@ def main() -> int:
     prepare(folder, options)
     for seed in options.seeds:
         run_seed(folder, folder / f"seed-{seed}", seed, options)
-    found = [results(folder / f"seed-{seed}") for seed in options.seeds]
+    found = [results(folder / f"seed-{seed}", arms(options)) for seed in options.seeds]
     if options.json:
         by_seed = dict(zip(map(str, options.seeds), found, strict=True))
         Path(options.json).write_text(json.dumps(by_seed, indent=1))
@@ -159,21 +159,27 @@ def run_seed(folder: Path, own: Path, seed: int, options: argparse.Namespace) ->
         words = [*files, "--seed", str(seed)]
         shown = run(folder, f"{EXAMPLE}/annotations/filter-selfgeneration.py", *words)
         (own / "filter.txt").write_text(shown)
-    lines = annotated.read_text().splitlines()
-    kept = random.Random(seed).sample(lines, len(filtered.read_text().splitlines()))
-    (own / "random.jsonl").write_text("\n".join(kept) + "\n")
-    for name in ("filtered", "random"):
-        if (own / name / "latest").exists():
-            continue
-        preprocess(folder, own / name)
-        length = ["--train-iters", str(options.fine_tuning_steps)]
-        length += ["--eval-interval", str(options.fine_tuning_steps), "--lr", options.lr]
-        files = ["--load", str(own / "model"), "--save", str(own / name)]
-        files += ["--data-path", str(own / f"{name}_text_document")]
-        words = [*FINE_TUNING, *every, *length, *files, *options.flags]
-        run(folder, f"{EXAMPLE}/finetune_gpt.py", *words)
-    for name in ARMS.values():
+    evaluate(folder, own, "model", seed, options)
+    for name in arms(options)[1:]:
+        data = own / f"{name}.jsonl"
+        if not data.exists():
+            lines = annotated.read_text().splitlines()
+            count = len(filtered.read_text().splitlines())
+            data.write_text("\n".join(random.Random(seed).sample(lines, count)) + "\n")
+        if not (own / name / "latest").exists():
+            preprocess(folder, own / name)
+            length = ["--train-iters", str(options.fine_tuning_steps)]
+            length += ["--eval-interval", str(options.fine_tuning_steps), "--lr", options.lr]
+            files = ["--load", str(own / "model"), "--save", str(own / name)]
+            files += ["--data-path", str(own / f"{name}_text_document")]
+            words = [*FINE_TUNING, *every, *length, *files, *options.flags]
+            run(folder, f"{EXAMPLE}/finetune_gpt.py", *words)
         evaluate(folder, own, name, seed, options)
+
+
+def arms(options: argparse.Namespace) -> list[str]:
+    """The folders of the checkpoints that are compared."""
+    return [name for name in ARMS.values() if options.control or name != "random"]
 
 
 def evaluate(folder: Path, own: Path, name: str, seed: int, options: argparse.Namespace) -> None:
@@ -195,10 +201,12 @@ def evaluate(folder: Path, own: Path, name: str, seed: int, options: argparse.Na
             run(folder, "tasks/main.py", "--task", "RAW", *words)
 
 
-def results(own: Path) -> dict[str, dict[str, float]]:
+def results(own: Path, names: Sequence[str]) -> dict[str, dict[str, float]]:
     """The numbers of each arm of a seed."""
     found = {}
     for arm, name in ARMS.items():
+        if name not in names:
+            continue
         full = json.loads((own / f"{name}-measures.json").read_text())["full"]
         values = (full["expected_maximum_toxicity"], full["toxicity_probability"])
         found[arm] = dict(zip(MEASURES, values, strict=True))
@@ -211,12 +219,12 @@ def results(own: Path) -> dict[str, dict[str, float]]:
 
 def table(found: Sequence[Mapping[str, Mapping[str, float]]]) -> str:
     """Medians over the seeds with their range, and the median of the changes in percent."""
-    arms = [arm for arm in ARMS if arm != "before"]
-    heads = [cell for arm in arms for cell in (arm, "change")]
+    after = [arm for arm in ARMS if arm != "before" and arm in found[0]]
+    heads = [cell for arm in after for cell in (arm, "change")]
     lines = [f"| | before | {' | '.join(heads)} |", "|---" * (len(heads) + 2) + "|"]
     for name in (*MEASURES, *HELD_OUT_FILES):
         cells = [shown([seed["before"][name] for seed in found])]
-        for arm in arms:
+        for arm in after:
             changes = [100 * (seed[arm][name] / seed["before"][name] - 1) for seed in found]
             cells.append(shown([seed[arm][name] for seed in found]))
             span = f"{min(changes):+.1f} to {max(changes):+.1f}"
@@ -265,6 +273,9 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--top_p", type=float, default=0.9)
     result.add_argument("--fine-tuning-steps", type=int, default=44)
     result.add_argument("--lr", default="2.5e-4", help="of the fine-tuning")
+    result.add_argument(
+        "--no-control", dest="control", action="store_false", help="leave out the random half"
+    )
     result.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     return result
 
