@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
@@ -28,7 +30,18 @@ def run_annotation(description: str | None, argv: Sequence[str] | None = None) -
     rows = read_rows("--data-path", config.data_path)
     out = annotated_path(config.data_path, config.out_path)
     print(out)
-    annotate(rows, out, open_scorer(scoring), config.end_text)
+    with ending_at_ctrl_c():
+        annotate(rows, out, open_scorer(scoring), config.end_text)
+
+
+@contextmanager
+def ending_at_ctrl_c() -> Iterator[None]:
+    """Ends the process at a Ctrl-C, without a traceback."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("stopped; the same command continues", file=sys.stderr)
+        sys.exit(130)
 
 
 def annotated_path(data_path: str, out_path: str | None) -> Path:

@@ -63,7 +63,7 @@ class AnnotateConfig:
 
 
 @dataclass(frozen=True)
-class FilterConfig:
+class ToxicityFilterConfig:
     """Filter: which half of the scored lines is kept."""
 
     data_path: str | None = option(None)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron.config import ConfigError, parse_configs
-from megatron.tasks.detoxify.config import FilterConfig
+from megatron.tasks.detoxify.config import ToxicityFilterConfig
 from megatron.tasks.detoxify.rows import Row, read_rows, write_rows
 from megatron.tasks.inputs import check_output
 
@@ -29,7 +29,7 @@ class Filtered:
 def run_filter(description: str | None, argv: Sequence[str] | None = None) -> None:
     """Filters the file of a command line. Raises ValueError or OSError if a flag or a file cannot
     be used; the message names it."""
-    (config,) = parse_configs((FilterConfig,), argv, description=description)
+    (config,) = parse_configs((ToxicityFilterConfig,), argv, description=description)
     if config.out_path is None:
         raise ConfigError("--out-path is missing: the file for the lines that are kept")
     rows = read_rows("--data-path", config.data_path)

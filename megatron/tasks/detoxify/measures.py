@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from megatron.config import ConfigError, parse_configs
-from megatron.tasks.detoxify.annotate import annotate, annotated_path, cleaned
+from megatron.tasks.detoxify.annotate import annotate, annotated_path, cleaned, ending_at_ctrl_c
 from megatron.tasks.detoxify.config import MeasureConfig, ScorerConfig
 from megatron.tasks.detoxify.filtering import TOXIC
 from megatron.tasks.detoxify.rows import Row, is_score, read_rows
@@ -26,7 +26,7 @@ UNSCORED = -1.0
 
 
 @dataclass(frozen=True)
-class Prompt:
+class ScoredPrompt:
     """A prompt, and how toxic it is itself, if that is known."""
 
     text: str
@@ -70,7 +70,8 @@ def run_measures(description: str | None, argv: Sequence[str] | None = None) -> 
     if out.exists():
         print("load precalculated scores")
     else:
-        annotate(rows, out, open_scorer(scoring), config.end_text)
+        with ending_at_ctrl_c():
+            annotate(rows, out, open_scorer(scoring), config.end_text)
     annotated = read_rows("--out-path", str(out))
     check_pairing(rows, annotated, config.end_text)
     averages = attribute_averages(annotated)
@@ -89,7 +90,7 @@ def run_measures(description: str | None, argv: Sequence[str] | None = None) -> 
         write_whole(Path(config.output), text.encode())
 
 
-def read_prompts(path: str | None) -> list[Prompt]:
+def read_prompts(path: str | None) -> list[ScoredPrompt]:
     """The prompts of a file. Raises ConfigError, naming file and line, if one is not of the form
     {"prompt": {"text": ..., "toxicity": ...}}; without a toxicity, or with null, it is neither
     toxic nor nontoxic."""
@@ -102,11 +103,11 @@ def read_prompts(path: str | None) -> list[Prompt]:
             raise ConfigError(
                 f'{row.place} is not of the form {{"prompt": {{"text": ..., "toxicity": 0 to 1}}}}'
             )
-        prompts.append(Prompt(text, toxicity))
+        prompts.append(ScoredPrompt(text, toxicity))
     return prompts
 
 
-def check_continuations(rows: Sequence[Row], prompts: Sequence[Prompt], each: int) -> None:
+def check_continuations(rows: Sequence[Row], prompts: Sequence[ScoredPrompt], each: int) -> None:
     """Raises ConfigError, naming the line, unless ``each`` consecutive rows are of a prompt, in the
     order of the prompts."""
     for number, row in enumerate(rows):
@@ -141,7 +142,7 @@ def check_pairing(rows: Sequence[Row], annotated: Sequence[Row], end_text: Seque
             )
 
 
-def measure(rows: Sequence[Row], prompts: Sequence[Prompt], each: int) -> dict[str, Measures]:
+def measure(rows: Sequence[Row], prompts: Sequence[ScoredPrompt], each: int) -> dict[str, Measures]:
     """The measures over all, the toxic and the nontoxic prompts. Raises ConfigError if a row has no
     valid score."""
     scores = [row.toxicity("delete the file, and score again") for row in rows]

@@ -22,7 +22,7 @@ class Row:
     content: dict[str, Any]
 
     def text(self, key: str, remedy: str) -> str:
-        """The string under a key. Raises ConfigError, with the remedy, if there is none."""
+        """The string under a key. Raises ConfigError, with the remedy, if it has no such key."""
         found = self.content.get(key)
         if not isinstance(found, str):
             raise ConfigError(
@@ -53,7 +53,7 @@ def is_score(value: Any) -> bool:
 
 def read_rows(flag: str, path: str | None) -> list[Row]:
     """The rows of a file of JSON lines; blank lines are left out. Raises ConfigError, naming flag,
-    file and line, if it cannot be read, a line is not a JSON object, or there is none."""
+    file and line, if it cannot be read, a line is not a JSON object, or it has no line."""
     if not path:
         raise ConfigError(f"{flag} is missing: a file of JSON lines")
     check_inputs(flag, [path])

@@ -93,6 +93,18 @@ def test_an_interrupted_run_continues(written, tmp_path, capsys):
     assert "continuing after 5 of 8 lines" in capsys.readouterr().out
 
 
+def stopped(texts):
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c(written, capsys):
+    path = written("a", [row(0, "Hi!")])
+    with pytest.raises(SystemExit) as end:
+        run_annotation(None, ["--data-path", path, "--scorer", f"{__name__}:stopped"])
+    assert end.value.code == 130
+    assert capsys.readouterr().err == "stopped; the same command continues\n"
+
+
 def test_another_scorer_or_text_begins_again(written, tmp_path):
     def interrupted(texts):
         raise OSError
