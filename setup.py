@@ -52,10 +52,13 @@ EVALUATE = ["lm_eval>=0.4.13,<0.5"]
 
 # The server. uvicorn's connections are extended, which its next major release may forbid.
 SERVE = ["fastapi>=0.115", "llguidance>=1.0,<2", "prometheus_client>=0.20", "uvicorn>=0.30,<1"]
+# The scorer of examples_deepspeed/detxoify_lm that runs here.
+DETOXIFY = ["alt-profanity-check>=1.8"]
 
 EXTRAS = {
     "bench": BENCH,
     "collect": COLLECT,
+    "detoxify": DETOXIFY,
     "docs": DOCS,
     "evaluate": EVALUATE,
     "fast": FAST,

@@ -190,6 +190,13 @@ megatron_lm_finetune() { # PROCESSES TASK FOLDER --flag value ...
         --log-interval 10 --eval-interval 100 --eval-iters 50 "${@:4}"
 }
 
+# Generates texts; the model is the checkpoint's, and so is the tokenizer unless VOCAB_FILE is set.
+generate_samples() { # --flag value ...
+    local FLAGS=() LAUNCHER=${LAUNCHER:-python}
+    [[ -z ${VOCAB_FILE:-}${TOKENIZER:-} ]] || tokenizer
+    start examples_deepspeed/detxoify_lm/generate_samples_gpt.py "${FLAGS[@]}" "$@"
+}
+
 # OneFlow GPT's scripts: one command starts all processes of a node, and no tokenizer is needed.
 oneflow_gpt() {
     local folder=${RUNS:-runs}/$1 LAUNCHER=python

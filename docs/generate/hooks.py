@@ -26,6 +26,7 @@ from upstream import page as upstream_page  # noqa: E402
 INCLUDED = {
     "tools/README.md": "guides/collecting.md",
     "examples_deepspeed/README.md": "tasks/examples.md",
+    "examples_deepspeed/detxoify_lm/README.md": "guides/detoxifying.md",
     "deepspeed_configs/README.md": "guides/deepspeed-json.md",
     "benchmarks/RESULTS.md": "reference/results.md",
     "CONTRIBUTING.md": "design/contributing.md",

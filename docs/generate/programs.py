@@ -34,6 +34,10 @@ PROGRAMS: tuple[tuple[str, ...], ...] = (
         (f"tools/openwebtext/{path.name}",)
         for path in sorted((ROOT / "tools" / "openwebtext").glob("[a-z]*.py"))
     ),
+    *(
+        (str(path.relative_to(ROOT)),)
+        for path in sorted((ROOT / "examples_deepspeed" / "detxoify_lm").rglob("*.py"))
+    ),
 )
 """Every program of the documentation: its file, and its subcommand where it has some."""
 

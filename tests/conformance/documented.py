@@ -232,5 +232,8 @@ def _behind(program: re.Pattern[str], text: str) -> list[str] | None:
 
 TRAINING = re.compile(r"(^|/)pretrain_(gpt2?|bert|t5)\.py$|^oneflow_gpt\.training$")
 """The programs that train, as a word of a command."""
-SIZED = re.compile(rf"{TRAINING.pattern}|(^|/)tasks/main\.py$|(^|/)run_text_generation_server\.py$")
+SIZED = re.compile(
+    rf"{TRAINING.pattern}|(^|/)tasks/main\.py$|"
+    r"(^|/)(run_text_generation_server|generate_samples_gpt|finetune_gpt)\.py$"
+)
 """Those whose flags a script gets small sizes for."""

@@ -243,10 +243,8 @@ def training_script(text: str) -> bool:
 
 def sized_script(text: str) -> bool:
     """Whether a command is one of the scripts that train or run a task, whose sizes are flags."""
-    return (
-        training_script(text)
-        or re.search(r"/(evaluate|finetune|lambada|run_text_generation)_", text) is not None
-    )
+    scripts = r"/(evaluate_|finetune_|lambada_|run_text_generation_|selfgenerate-|generate-1)"
+    return training_script(text) or re.search(scripts, text) is not None
 
 
 def plain_program(text: str) -> list[str] | None:

@@ -124,6 +124,7 @@ def show(generator: TextGenerator, texts: Sequence[str], samples: int, *place: i
 def write(options: GenerateConfig, found: Iterable[Row], total: int) -> None:
     """Writes rows as JSON lines; the file appears when it is complete."""
     (path,) = map(Path, options.outputs.values())
+    path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as part, part.open("x", encoding="utf-8") as file:
         for row in progress_bar("generating", found, total, " texts"):
             file.write(json.dumps(row, ensure_ascii=False) + "\n")

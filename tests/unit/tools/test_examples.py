@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import FLAG_CLASSES, FlagParser, resolve
+from megatron.config import FLAG_CLASSES, FlagParser, TokenizerConfig, parse_configs, resolve
+from megatron.corpus.preprocessing.config import PreprocessConfig
 from megatron.engine import deepspeed_json
 from megatron.engine.deepspeed_json import read_json
 from megatron.families import family_of
+from megatron.inference.generation.config import GenerateConfig
 from megatron.inference.server.config import ServerConfig
 from megatron.tasks.config import TaskConfig
+from megatron.tasks.detoxify.fine_tuning import FineTuneConfig
 from megatron.training.run import RunToolParser
 
 ROOT = Path(__file__).parents[3]
@@ -63,10 +66,18 @@ LINEAGE = {
 """Scripts under the names of Megatron-LM, OneFlow GPT and Megatron-DeepSpeed: what they start, how
 many processes, data x tensor x pipeline; layers, hidden size, length, micro and global batch."""
 
+DETOXIFY = {
+    "self_generation/selfgenerate-1.3b-unconditional.sh": "1000 checkpoints/gpt3/gpt3-1.3b/ 2333",
+    "annotations/preprocess.sh": "samples.out samples",
+    "finetune_gpt_distributed-1.3b.sh": "data/own out 2e-5 512 78 checkpoints/gpt3",
+    "generate-1.3b.sh": "prompts.jsonl runs/out",
+}
+"""Scripts of detxoify_lm/ and what each has to be given."""
+
 SCRIPTS = sorted(
     path
     for path in FOLDER.rglob("*.sh")
-    if path.name not in APART and path.name not in (*TASKS, SERVER)
+    if path.name not in (*APART, *TASKS, SERVER) and "detxoify_lm" not in path.parts
 )
 OWN = [path for path in SCRIPTS if str(path.relative_to(FOLDER)) not in LINEAGE]
 SETTINGS = {
@@ -85,7 +96,7 @@ GIVEN = {
 """What a script has to be given; resume.sh would take the model from the checkpoint."""
 
 
-PROGRAM = r"pretrain_\w+\.py|tasks/\w+\.py|tools/\w+\.py"
+PROGRAM = r"pretrain_\w+\.py|(tasks|tools|examples_deepspeed/detxoify_lm)/\w+\.py"
 
 
 def script(path, *flags, **settings):
@@ -318,6 +329,57 @@ def test_slurm_script_with_pyxis(slurm, tmp_path):
     ]
 
 
+def detoxifying(name, *flags, **settings):
+    launcher, words = printed(
+        FOLDER / "detxoify_lm" / name, *DETOXIFY[name].split(), *flags, **settings
+    )
+    return launcher, words
+
+
+def test_samples_of_a_checkpoint():
+    launcher, flags = detoxifying("self_generation/selfgenerate-1.3b-unconditional.sh")
+    own, _ = RunToolParser(GenerateConfig, None).parse(flags)
+    assert launcher == ["python"] and own.load == "checkpoints/gpt3/gpt3-1.3b/"
+    assert own.genfile == "selfgeneration/unconditional_generation_gpt3-1.3b/2333.out"
+    assert (own.num_samples, own.max_new_tokens, own.micro_batch_size) == (1000, 1000, 150)
+    assert (own.seed, own.top_p, own.temperature) == (2333, 0.9, 1.0)
+    _, flags = detoxifying("generate-1.3b.sh", SEED="7")
+    own, _ = RunToolParser(GenerateConfig, None).parse(flags)
+    assert own.sample_input_file == "prompts.jsonl" and own.num_samples is None
+    assert own.sample_output_file == "prompts.jsonl_output_out_seed_7.jsonl"
+    assert (own.max_new_tokens, own.seed) == (20, 7)
+    seeds = {detoxifying("generate-1.3b.sh")[1][-1] for _ in range(3)}
+    assert len(seeds) > 1
+    other = "self_generation/selfgenerate-1.3b-unconditional.sh"
+    result = script(FOLDER / "detxoify_lm" / other, *"checkpoints 128 2333".split())
+    assert result.returncode == 2 and "give SAMPLES CHECKPOINT SEED" in result.stderr
+
+
+def test_fine_tuning_on_samples():
+    name = "finetune_gpt_distributed-1.3b.sh"
+    launcher, flags = detoxifying(name, "--micro-batch-size", "2", DATA_BLEND="0.3 data/a 0.7 b")
+    own, settings = RunToolParser(FineTuneConfig, None).parse(flags)
+    assert launcher[:3] == ["torchrun", "--nproc-per-node", "16"]
+    assert own.data_path2 == ("0.3", "data/a", "0.7", "b")
+    wanted = {
+        "data_path": ("data/own",), "split": "100,0,0", "save": "out", "load": "checkpoints/gpt3",
+        "lr": 2e-5, "lr_decay_style": "constant", "global_batch_size": 512, "train_iters": 78,
+        "micro_batch_size": 2, "save_interval": 78, "eval_interval": 78, "finetune": True,
+        "load_optim": False,
+    }  # fmt: skip
+    assert {key: settings[key].value for key in wanted} == wanted
+    result = script(FOLDER / "detxoify_lm" / name, *DETOXIFY[name].split())
+    assert result.returncode == 2 and "set DATA_BLEND" in result.stderr
+
+
+def test_tokens_of_samples():
+    launcher, flags = detoxifying("annotations/preprocess.sh", "--workers", "2")
+    assert launcher == ["python"]
+    own, _ = parse_configs((PreprocessConfig, TokenizerConfig), flags)
+    assert own.input == ("samples.out",) and own.output_prefix == "samples"
+    assert own.append_eod and own.workers == 2
+
+
 def test_shellcheck():
     program = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if program is None:
@@ -333,4 +395,5 @@ def test_shellcheck():
 def test_readme_names_every_script():
     text = (FOLDER / "README.md").read_text()
     names = {path.name for path in SCRIPTS} | {SERVER, *TASKS}
+    assert "(detxoify_lm/README.md)" in text
     assert names <= set(re.findall(r"\w+\.sh", text))
