@@ -15,7 +15,7 @@ from megatron.config import ConfigError, parse_configs
 from megatron.tasks.detoxify.config import AnnotateConfig, ScorerConfig
 from megatron.tasks.detoxify.rows import Row, read_rows
 from megatron.tasks.detoxify.scorers import Scorer, Scores, open_scorer
-from megatron.tasks.inputs import check_output
+from megatron.training.outputs import check_output
 from megatron.util.files import sync
 from megatron.util.progress import progress_bar
 

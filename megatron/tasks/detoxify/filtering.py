@@ -11,7 +11,7 @@ import numpy as np
 from megatron.config import ConfigError, parse_configs
 from megatron.tasks.detoxify.config import ToxicityFilterConfig
 from megatron.tasks.detoxify.rows import Row, read_rows, write_rows
-from megatron.tasks.inputs import check_output
+from megatron.training.outputs import check_output
 
 TOXIC = 0.5
 """A text is toxic above this score."""

@@ -18,7 +18,7 @@ from megatron.tasks.detoxify.config import MeasureConfig, ScorerConfig
 from megatron.tasks.detoxify.filtering import TOXIC
 from megatron.tasks.detoxify.rows import Row, is_score, read_rows
 from megatron.tasks.detoxify.scorers import open_scorer
-from megatron.tasks.inputs import check_output
+from megatron.training.outputs import check_output
 from megatron.util.files import write_whole
 
 UNSCORED = -1.0
