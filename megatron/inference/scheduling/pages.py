@@ -12,7 +12,7 @@ import numpy as np
 def prefix_digests(prompt: Sequence[int], page_size: int, long: bool = False) -> list[bytes]:
     """For each full page of a prompt a digest of the tokens up to its end, which identifies what
     the page contains: keys and values depend on all tokens before them, and on whether they are
-    those of a ``long`` sequence (`Part.long`)."""
+    those of a ``long`` sequence (`SequencePart.long`)."""
     whole = len(prompt) // page_size
     pages = np.asarray(prompt[: whole * page_size], np.int64).reshape(whole, page_size)
     digests, before = [], b"long" if long else b""
