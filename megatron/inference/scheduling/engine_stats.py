@@ -28,8 +28,8 @@ class EngineSums:
     step_seconds: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineStats:
+@dataclass(kw_only=True)
+class EngineStats(EngineSums):
     """What an engine does now, and what it has done.
 
     Attributes:
@@ -47,10 +47,3 @@ class EngineStats:
     pages_used: int
     pages_cached: int
     pages_free: int
-    prompt_tokens: int
-    prefix_hit_tokens: int
-    new_tokens: int
-    finished: int
-    failed: int
-    steps: int
-    step_seconds: float

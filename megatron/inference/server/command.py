@@ -89,8 +89,8 @@ class StopSignals:
 
 def _serve(config: ServerConfig, settings: Settings, processes: int) -> None:
     from megatron.inference.server.app import build_app
+    from megatron.inference.server.config import RequestDefaults
     from megatron.inference.server.guard import Access
-    from megatron.inference.server.limits import RequestDefaults
     from megatron.inference.server.listening import ConnectionLimits, HTTPThread, listening_socket
     from megatron.inference.server.service import ServedModel, Service
 

@@ -1,4 +1,5 @@
-"""The flags of ``tools/run_text_generation_server.py`` besides those of training."""
+"""The flags of ``tools/run_text_generation_server.py`` besides those of training, and what they say
+of single requests."""
 
 from __future__ import annotations
 
@@ -10,12 +11,30 @@ from pathlib import Path
 from megatron.config import ConfigError
 from megatron.config.flags import NOT_NEGATIVE, POSITIVE, SHARE, Bounds, flag_of, option
 from megatron.inference.memory import CacheConfig
-from megatron.inference.server.limits import ServiceLimits
 
 KEY_VARIABLE = "MEGATRON_API_KEY"
 _PORT = Bounds(lambda value: 0 <= value < 65536, "must be in [0, 65535]")
 _TEMPERATURE = Bounds(lambda value: 0 < value <= 100, "must be in (0, 100]")
 _TOP_K = Bounds(lambda value: 0 <= value <= 1000, "must be in [0, 1000]")
+
+
+@dataclass(frozen=True)
+class ServiceLimits:
+    """What a single client may ask for; fields as the flags of a server."""
+
+    tokens: int = 12000
+    request_seconds: float = 600.0
+    request_bytes: int = 4 * 2**20
+    read_seconds: float = 30.0
+
+
+@dataclass(frozen=True)
+class RequestDefaults:
+    """What requests get that do not say how to sample; as in Megatron's API 0 is for all tokens."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import orjson
 from fastapi import Request, Response
 
+from megatron.inference.server.config import ServiceLimits
 from megatron.inference.server.errors import RequestError
-from megatron.inference.server.limits import ServiceLimits
 
 T = TypeVar("T")
 _DEPTH = 64

@@ -14,8 +14,7 @@ import orjson
 
 from megatron.inference.server.errors import RequestError
 from megatron.inference.server.exchange import ClientGone
-from megatron.inference.server.metrics import Metrics
-from megatron.inference.server.record import RequestRecord, current_record
+from megatron.inference.server.metrics import Metrics, RequestRecord, current_record
 
 ENDPOINTS = frozenset(
     f"{prefix}/{name}"

@@ -10,10 +10,10 @@ from fastapi import APIRouter, Request
 
 from megatron.inference.decoding.text_stream import token_texts
 from megatron.inference.request import Beams, GenerationRequest, Sampling, StopRules
+from megatron.inference.server.config import RequestDefaults
 from megatron.inference.server.errors import RequestError
 from megatron.inference.server.exchange import JSON, read_object, while_connected
 from megatron.inference.server.fields import Fields, is_integer, is_number
-from megatron.inference.server.limits import RequestDefaults
 from megatron.inference.server.service import Answer, ServedModel, Service, seed_of
 
 MAX_PROMPTS = 128

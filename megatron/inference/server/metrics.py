@@ -1,8 +1,10 @@
-"""What Prometheus reads from a server."""
+"""What is counted: the tokens of a request, for the log, and a server's numbers, for Prometheus."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -26,6 +28,18 @@ _COUNTERS = {
     "steps": "Passes through the model.",
     "step_seconds": "How long the passes took.",
 }
+
+
+@dataclass
+class RequestRecord:
+    """Tokens of a request."""
+
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+
+
+current_record: ContextVar[RequestRecord] = ContextVar("record")
+"""Of the request that this task answers."""
 
 
 class Metrics:

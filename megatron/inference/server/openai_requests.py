@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.inference.request import Constraint, GenerationRequest, Sampling, StopRules
+from megatron.inference.server.config import RequestDefaults
 from megatron.inference.server.errors import RequestError
 from megatron.inference.server.fields import Fields, is_integer, is_number
-from megatron.inference.server.limits import RequestDefaults
 from megatron.inference.server.service import ServedModel, Service, seed_of
 
 MAX_CHOICES = 128

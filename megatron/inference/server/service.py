@@ -15,10 +15,9 @@ from megatron.inference.request import BeamResult, Finish, GenerationRequest, To
 from megatron.inference.scheduling.engine import QueueFull
 from megatron.inference.scheduling.engine_stats import EngineStats
 from megatron.inference.scheduling.engine_thread import EngineStopped, EngineThread
+from megatron.inference.server.config import RequestDefaults, ServiceLimits
 from megatron.inference.server.errors import RequestError
-from megatron.inference.server.limits import RequestDefaults, ServiceLimits
-from megatron.inference.server.metrics import Metrics
-from megatron.inference.server.record import RequestRecord, current_record
+from megatron.inference.server.metrics import Metrics, RequestRecord, current_record
 from megatron.parallel.random import derive_seed
 from megatron.tokenizer import Tokenizer
 

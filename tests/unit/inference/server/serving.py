@@ -13,8 +13,8 @@ from megatron.inference.scheduling.engine import GenerationEngine
 from megatron.inference.scheduling.engine_thread import EngineThread
 from megatron.inference.scheduling.schedule import EngineLimits
 from megatron.inference.server.app import build_app
+from megatron.inference.server.config import RequestDefaults, ServiceLimits
 from megatron.inference.server.guard import Access
-from megatron.inference.server.limits import RequestDefaults, ServiceLimits
 from megatron.inference.server.listening import ConnectionLimits, HTTPThread, listening_socket
 from megatron.inference.server.service import ServedModel, Service
 from megatron.tokenizer import build_tokenizer

@@ -12,7 +12,7 @@ import pytest
 from serving import TextRunner, events, served
 
 from megatron.inference.scheduling.schedule import EngineLimits
-from megatron.inference.server.limits import ServiceLimits
+from megatron.inference.server.config import ServiceLimits
 from megatron.inference.server.listening import ConnectionLimits
 
 LONG = {"prompt": "ab", "max_tokens": 900, "ignore_eos": True}

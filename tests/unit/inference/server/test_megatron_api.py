@@ -8,8 +8,8 @@ from serving import byte_tokenizer
 
 from megatron.inference.request import GenerationRequest, Sampling, StopRules
 from megatron.inference.scheduling.engine import GenerationEngine
+from megatron.inference.server.config import RequestDefaults
 from megatron.inference.server.errors import RequestError
-from megatron.inference.server.limits import RequestDefaults
 from megatron.inference.server.megatron_api import MegatronRequest, parsed
 from megatron.inference.server.service import seed_of
 

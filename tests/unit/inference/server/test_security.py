@@ -19,8 +19,8 @@ pytest.importorskip("fastapi", reason="pip install megatron-deepspeed[serve]")
 from serving import served  # noqa: E402
 
 from megatron.inference.decoding.chat import ChatFormat  # noqa: E402
+from megatron.inference.server.config import ServiceLimits  # noqa: E402
 from megatron.inference.server.guard import Access  # noqa: E402
-from megatron.inference.server.limits import ServiceLimits  # noqa: E402
 
 KEY = "correct horse battery staple"
 RESET = 0

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "e2e"))
 from serving import served  # noqa: E402
 from soaking import Soak  # noqa: E402
 
-from megatron.inference.server.limits import ServiceLimits  # noqa: E402
+from megatron.inference.server.config import ServiceLimits  # noqa: E402
 
 
 def test_every_answer_is_right():
