@@ -26,7 +26,7 @@ def page() -> str:
         "A test replaces sizes, counts and paths, and nothing else: the value of a listed flag, a",
         "launcher's port, or an environment variable that the document says to set. Where a",
         "document has texts scored by a service, `DETOXIFY_SCORER` names a local scorer. A script",
-        "gets small sizes as flags behind it, of those flags only that it passes itself. Every training",
+        "gets small sizes as flags behind it, of those it passes itself only. Every training",
         "command is also resolved at its own size and number of processes. A command that waits",
         "fails the test when it begins to pass. The cases are in `tests/conformance/cases/`; this",
         "page is made from them:",
