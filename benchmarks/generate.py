@@ -31,7 +31,7 @@ from typing import Any
 
 from generating.load import Mix, Request, counts
 from generating.process import Process, ProgramError
-from generating.report import TIE, differences, gaps, table
+from generating.report import TIE, cache_line, differences, gaps, table
 from machine import machine
 
 from megatron.util.files import write_whole
@@ -159,14 +159,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
         rounds = [mix.requests(number) for number in range(options.rounds)]
         print(table(found, *counts(rounds[0])), flush=True)
+        samples = [each for name, each in found.items() if name[0] == OURS]
+        if samples:
+            print(cache_line(samples[-1][-1]), flush=True)
+        if options.json:
+            content = json.dumps(_whole(options, found), indent=1) + "\n"
+            write_whole(options.json, content.encode())
         try:
             for line in check(folder, rounds, found):
                 print(line)
         except ValueError as error:
             print(f"generate.py: error: {error}", file=sys.stderr)
             return 1
-    if options.json:
-        write_whole(options.json, (json.dumps(_whole(options, found), indent=1) + "\n").encode())
     return 0
 
 

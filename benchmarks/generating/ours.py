@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -35,7 +37,7 @@ class Ours:
         argv = ["--load", folder, "--tokenizer-type", "IdTokenizer", "--vocab-size", vocabulary]
         cache, settings = RunToolParser(CacheConfig, None).parse([str(each) for each in argv])
         self.runner = self._opened(settings, cache)
-        self.engines: dict[int, GenerationEngine] = {}
+        self.most_pages = 0
 
     def _opened(self, settings: Settings, cache: CacheConfig) -> Any:
         processes = start_processes(settings, None)
@@ -58,7 +60,10 @@ class Ours:
         }
         found: list[list[int]] = [[] for _ in requests]
         while engine.busy:
-            for update in engine.step():
+            updates = engine.step()
+            stats = engine.stats
+            self.most_pages = max(self.most_pages, stats.pages_used + stats.pages_cached)
+            for update in updates:
                 place = places[update.number]
                 if update.tokens:
                     first(place)
@@ -66,25 +71,24 @@ class Ours:
         return found
 
     def facts(self) -> dict[str, Any]:
-        """The memory of keys and values: what the system has given, and its formula."""
+        """The memory of keys and values: what the system has given, and the most pages that texts
+        and prompts had until now by the formula of a page."""
         memory = self.runner.memory
         return {
-            "cache_resident_bytes": _resident(memory.pool.data_ptr()),
-            "cache_bytes": memory.pages * memory.shape.bytes,
+            "cache_resident_bytes": _resident(memory.pool),
+            "cache_pages": self.most_pages,
             "page_bytes": memory.shape.bytes,
             "page_positions": memory.shape.positions,
         }
 
 
-def _resident(address: int) -> int:
-    """Bytes of the mapping with an address that are in memory (proc(5), smaps)."""
-    inside = False
-    with open("/proc/self/smaps") as file:
-        for line in file:
-            head = line.split()[0]
-            if "-" in head and not head.endswith(":"):
-                begin, end = (int(each, 16) for each in head.split("-"))
-                inside = begin <= address < end
-            elif inside and head == "Rss:":
-                return int(line.split()[1]) * 1024
-    return 0
+def _resident(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's memory that the system has given (mincore(2))."""
+    size = mmap.PAGESIZE
+    begin = tensor.data_ptr() // size * size
+    count = -(-(tensor.data_ptr() + tensor.nbytes - begin) // size)
+    found = (ctypes.c_ubyte * count)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(count * size), found):
+        raise OSError(ctypes.get_errno(), "mincore")
+    return sum(each & 1 for each in found) * size

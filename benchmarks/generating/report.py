@@ -36,6 +36,16 @@ def table(found: Mapping[tuple[str, int], Sequence[Found]], prompt: int, new: in
     return "\n".join(lines)
 
 
+def cache_line(sample: Found) -> str:
+    """Memory of keys and values after a round, beside its formula."""
+    pages, size = sample["cache_pages"], sample["page_bytes"]
+    return (
+        f"Keys and values: {sample['cache_resident_bytes'] / 1e6:,.1f} MB are in memory; at most "
+        f"{pages:,} pages of {sample['page_positions']} positions were in use, of "
+        f"{size / 1e6:,.2f} MB each: {pages * size / 1e6:,.1f} MB."
+    )
+
+
 def differences(
     requests: Sequence[Request], ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]
 ) -> list[tuple[int, int]]:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from generating import VOCAB, save_theirs
+from generation_models import VOCAB, save_theirs
 
 from megatron.tokenizer.null import NullTokenizer
 

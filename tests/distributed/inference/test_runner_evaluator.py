@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from generating import PROMPTS, play, save_theirs
+from generation_models import PROMPTS, play, save_theirs
 from pool import RankError
 
 from megatron.checkpoint.files import CheckpointError

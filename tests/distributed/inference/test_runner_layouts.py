@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from generating import (
+from generation_models import (
     PROMPTS,
     SHAPES,
     Played,

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from generating import VOCAB, their_model
+from generation_models import VOCAB, their_model
 
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.inference.generation.command import run_generation

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from configs import run_config
-from generating import PROMPTS, SHAPES, play, same, save_theirs, their_greedy
-from generating import their_model as make_theirs
+from generation_models import PROMPTS, SHAPES, play, same, save_theirs, their_greedy
+from generation_models import their_model as make_theirs
 from gpt_forward import forward
 
 from megatron.config import ConfigError

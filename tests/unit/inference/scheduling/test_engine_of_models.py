@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from configs import run_config
-from generating import SHAPES, VOCAB, save_theirs, their_greedy, their_model
+from generation_models import SHAPES, VOCAB, save_theirs, their_greedy, their_model
 
 from megatron.families import family_of
 from megatron.formats.huggingface.source import HuggingFaceFolder
