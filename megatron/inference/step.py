@@ -6,7 +6,6 @@ to sequences; page tables may share pages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -106,8 +105,3 @@ class Runner(Protocol):
     def close(self) -> None:
         """Lets the other ranks end."""
         ...
-
-
-def rows_of(parts: Sequence[SequencePart]) -> int:
-    """Tokens that go through the model together."""
-    return sum(len(part.tokens) for part in parts)

@@ -1,7 +1,7 @@
 """From logits to the next token.
 
 All of it happens on the CPU, in numpy and one row at a time: a row's result depends neither on the
-rows beside it nor on the number of threads. Shapes: R rows, V vocabulary, N tokens that are left.
+rows beside it nor on the number of threads. Shapes: V vocabulary, N tokens that are left.
 """
 
 from __future__ import annotations
@@ -141,17 +141,6 @@ class TokenSampler:
         uniform = (derive_seed(self._seed, "token", self._position) >> 10) / 2**53
         place = place_of(weights, uniform)
         return place if ids is None else int(ids[place])
-
-
-def choose_tokens(
-    samplers: Sequence[TokenSampler],
-    logits_RV: Tensor,
-    allowed: Sequence[Mask | None] | None = None,
-) -> list[int]:
-    """The next token of each sequence, from its row; see :meth:`TokenSampler.choose`."""
-    masks = [None] * len(samplers) if allowed is None else allowed
-    rows = zip(samplers, logits_RV, masks, strict=True)
-    return [sampler.choose(logits_V, mask) for sampler, logits_V, mask in rows]
 
 
 def token_score(logits_V: Tensor, token: int, top: int = 0) -> TokenScore:

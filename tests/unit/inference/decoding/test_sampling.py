@@ -17,7 +17,6 @@ from transformers.generation import TemperatureLogitsWarper
 
 from megatron.inference.decoding.sampling import (
     TokenSampler,
-    choose_tokens,
     most_probable,
     nucleus,
     place_of,
@@ -229,8 +228,9 @@ def test_a_row_draws_by_itself():
     def samplers():
         return [TokenSampler(Sampling(seed=row), [5] * (row + 1)) for row in range(3)]
 
-    together = choose_tokens(samplers(), values)
-    assert together == [samplers()[row].choose(values[row]) for row in range(3)]
+    # In either order of the rows.
+    together = [sampler.choose(row) for sampler, row in zip(samplers(), values, strict=True)]
+    assert together[::-1] == [samplers()[row].choose(values[row]) for row in (2, 1, 0)]
     sampler = TokenSampler(Sampling(seed=0), [5])
     first = [sampler.choose(row) for row in values]
     assert len(set(first)) > 1 and first[0] == together[0]
@@ -246,8 +246,8 @@ def test_draws_differ_between_seeds_and_without_one():
 
 
 def test_greedy_is_argmax():
-    samplers = [TokenSampler(Sampling(greedy=True), [1]) for _ in range(16)]
-    assert choose_tokens(samplers, logits()) == logits().argmax(-1).tolist()
+    chosen = [TokenSampler(Sampling(greedy=True), [1]).choose(row) for row in logits()]
+    assert chosen == logits().argmax(-1).tolist()
     tied = torch.tensor([0.0, 2.0, 2.0])
     assert TokenSampler(Sampling(greedy=True), []).choose(tied) == 1
 
@@ -308,7 +308,8 @@ def test_greedy_of_many_rows_takes_no_time():
     seconds = []
     for _ in range(5):
         start = time.process_time()
-        choose_tokens(samplers, values)
+        for sampler, row in zip(samplers, values, strict=True):
+            sampler.choose(row)
         seconds.append(time.process_time() - start)
     assert min(seconds) < 0.01
 
