@@ -25,6 +25,7 @@ from megatron.checkpoint.writer import write_checkpoint
 from megatron.config import ConfigError, parse_configs
 from megatron.config.flags import option
 from megatron.formats.conversion.output import check_hub, need, published, push
+from megatron.formats.conversion.whole_model import model_of
 from megatron.formats.deepspeed_folders.folder import UNIVERSAL_TRACKER, is_universal
 from megatron.formats.deepspeed_folders.universal import write_universal
 from megatron.formats.huggingface.compare import (
@@ -39,7 +40,6 @@ from megatron.formats.huggingface.registry import architecture_of
 from megatron.formats.huggingface.source import HuggingFaceFolder
 from megatron.formats.legacy_megatron.reader import MegatronCheckpoint
 from megatron.formats.legacy_megatron.writer import write_megatron
-from megatron.inference.load import model_of
 from megatron.model.spec import training_dtype
 from megatron.util.progress import say
 

@@ -18,10 +18,10 @@ from megatron.checkpoint.reader import CheckpointReader
 from megatron.config.kinds.masked_data import MaskedDataConfig
 from megatron.families import build_model
 from megatron.formats.conversion.commands import export_hf
+from megatron.formats.conversion.whole_model import model_of
 from megatron.formats.huggingface import write_model
 from megatron.formats.huggingface.compare import compare_logits
 from megatron.formats.huggingface.source import HuggingFaceFolder
-from megatron.inference.load import model_of
 from megatron.tokenizer.sentence_piece import SentencePieceTokenizer
 from megatron.tokenizer.wordpiece import WordPieceTokenizer
 

@@ -18,8 +18,8 @@ from gpt_forward import forward
 
 from megatron.data.kinds.masked_data.masked_batch import BertSample, collate_bert
 from megatron.families import spec_of
+from megatron.formats.conversion.whole_model import model_of
 from megatron.formats.legacy_megatron.writer import write_megatron
-from megatron.inference.load import model_of
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "megatron_gpt2"
 GOLDEN_BERT = GOLDEN.parent / "megatron_bert"

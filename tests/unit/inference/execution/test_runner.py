@@ -15,12 +15,12 @@ from gpt_forward import forward
 
 from megatron.config import ConfigError
 from megatron.families import family_of
+from megatron.formats.conversion.whole_model import model_of
 from megatron.formats.huggingface.source import HuggingFaceFolder
 from megatron.inference import opening
 from megatron.inference.execution import packed_weights
 from megatron.inference.execution.runner import PagedRunner, page_shape
 from megatron.inference.execution.stages import StagedLayers
-from megatron.inference.load import model_of
 from megatron.inference.memory import CacheConfig
 from megatron.inference.step import SequencePart, StepInput
 from megatron.parallel.mesh import SINGLE, Mesh

@@ -10,10 +10,10 @@ from configs import run_config
 from generation_models import SHAPES, VOCAB, save_theirs, their_greedy, their_model
 
 from megatron.families import family_of
+from megatron.formats.conversion.whole_model import model_of
 from megatron.formats.huggingface.source import HuggingFaceFolder
 from megatron.inference.execution.runner import PagedRunner
 from megatron.inference.execution.stages import StagedLayers
-from megatron.inference.load import model_of
 from megatron.inference.request import Beams, GenerationRequest, Sampling, StopRules
 from megatron.inference.scheduling.engine import GenerationEngine
 from megatron.inference.scheduling.schedule import EngineLimits
