@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Finish = Literal["stop", "length", "cancelled", "failed"]
-"""Why a text ended: at a stop token or text (or all its beams did), at its longest length, because
-nobody waits for it, or by an error of its own."""
+"""Why a text ended: at a stop token or text (of a beam search, where all beams did), at
+``max_new_tokens``, because its client cancelled it, or by an error of its own."""
 
 
 def _require(right: bool, values: object, name: str, what: str) -> None:

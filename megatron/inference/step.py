@@ -1,7 +1,7 @@
 """What a model computes in one step of generation, for any number of sequences.
 
-The positions of a sequence are stored in pages of equal size, which whoever makes the steps gives
-to sequences; page tables may share pages.
+The positions of a sequence are stored in pages of equal size. The scheduler assigns pages to
+sequences, which may share some.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Runner(Protocol):
         page_size: positions of a page.
         pages: how many there are, numbered from 0.
         max_positions: the longest sequence, prompt and text together (of a decoder).
-        max_prompt: the longest prompt that an encoder takes; None without an encoder.
+        max_prompt: the longest prompt that an encoder accepts; None without an encoder.
         start_token: what a decoder begins with; None without an encoder.
         long_after: tokens of a sequence after which all of its positions are computed otherwise
             (LongRoPE): a sequence that grows beyond it is computed again. None for most models.

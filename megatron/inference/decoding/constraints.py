@@ -1,8 +1,8 @@
 """Texts that must match a regular expression, a JSON schema or a grammar, by llguidance.
 
-Whoever asks may be hostile, so that sources have a greatest size, what they lead to is bounded by
-llguidance's limits, and a source is compiled for the first time in a process of its own that is
-ended if it takes too much time or memory. References of a schema are resolved inside of it only.
+A client may be hostile. The size of a source is limited, its automata are bounded by llguidance's
+limits, and it is first compiled in a process of its own, which is killed if that takes too much
+time or memory. References of a schema are resolved within the schema only.
 """
 
 from __future__ import annotations
@@ -146,9 +146,9 @@ class ConstraintCompiler:
 
 
 class _Wrapper:
-    """What llguidance asks of a tokenizer. Special tokens are no text, so that nothing matches
-    them. Behind the vocabulary come the end of a text and the bytes that are no tokens: llguidance
-    makes tokens of texts that must come, and every text must have some."""
+    """What llguidance asks of a tokenizer. Special tokens are not text, so that nothing matches
+    them. The vocabulary is followed by the end of a text and the bytes that are not tokens:
+    llguidance tokenizes texts that must come, and every text must have tokens."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

@@ -225,7 +225,7 @@ def place_of(weights: Row, uniform: float) -> int:
 
 
 def _first_above(sums: npt.NDArray[np.float64], share: float) -> int:
-    """The first place whose sum exceeds a share of the last; rounding cannot lead behind the last
+    """The first place whose sum exceeds a share of the last; rounding cannot lead beyond the last
     place that adds something."""
     place = int(np.searchsorted(sums, share * sums[-1], side="right"))
     return min(place, int(np.searchsorted(sums, sums[-1])))

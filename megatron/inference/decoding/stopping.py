@@ -13,7 +13,7 @@ class StopWatch:
     """Sees the new tokens of one sequence, and says when they end it.
 
     A stop text ends it with the token that completes it, whatever the tokens it is made of; the
-    same token may bring text behind it.
+    same token may bring text after it.
     """
 
     def __init__(

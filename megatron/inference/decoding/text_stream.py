@@ -35,8 +35,8 @@ class TextStream:
 
     @property
     def held(self) -> str:
-        """Whole characters that are held back only because a later token could make them part of
-        bytes that are none."""
+        """Whole characters that are held back only because a later token could complete bytes with
+        them that are not valid."""
         return self._decoder.held
 
 

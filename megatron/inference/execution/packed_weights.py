@@ -1,8 +1,8 @@
 """Weights in the layout that oneDNN's kernels read, for CPUs.
 
 Products of few rows, as of generated tokens, take about half the time of those with plain weights.
-The weights are there a second time, since evaluations read the plain ones. Numbers differ from
-those of other kernels by their rounding.
+Packed weights are copies, since evaluations read the plain ones. Results differ from those of
+other kernels by rounding.
 """
 
 from __future__ import annotations

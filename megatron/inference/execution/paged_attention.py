@@ -34,8 +34,6 @@ from megatron.model.attention_masks import AttentionScoring, slopes_on
 _VECTORS = 64
 """Columns that kernels of sums take at a time."""
 
-EncodedPrompts = Mapping[int, "EncodedPrompt"]
-
 
 class EncodedPrompt:
     """The encoder's output for one prompt, [1, L, H], and keys and values of the blocks that have
@@ -98,10 +96,10 @@ class _Reading:
 
 class PagedCache:
     """The cache of one step (`megatron.model.layer_list.LayerCache`): B is 1, and S all tokens of
-    all parts, then further rows that nobody needs.
+    all parts, then rows of padding.
 
     Args:
-        rows: tokens with those further rows.
+        rows: tokens with the padding.
         positions: the most of a sequence.
         encoded: the encoded prompts that the parts name.
     """
@@ -112,7 +110,7 @@ class PagedCache:
         parts: Sequence[SequencePart],
         rows: int,
         positions: int,
-        encoded: EncodedPrompts,
+        encoded: Mapping[int, EncodedPrompt],
     ) -> None:
         self._memory, self.positions, self._encoded = memory, positions, encoded
         self._device = memory.pool.device

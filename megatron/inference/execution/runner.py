@@ -77,11 +77,11 @@ class PagedRunner:
         self._packed = PackedWeights(stages.weights)
         self._rows = RowRule.of(stages.weights, is_packed).agreed(self._group)
         self._head = Head(stages, self.vocab_size, self._rows) if stages.last else None
-        self._steps = _patient_group(self._mesh) if self._mesh.world.size > 1 else None
+        self._steps = _step_group(self._mesh) if self._mesh.world.size > 1 else None
 
     def run(self, step: StepInput) -> StepOutput:
         """See `Runner.run`."""
-        with _ranks_together() if self._steps is not None else nullcontext():
+        with _deferring_ctrl_c() if self._steps is not None else nullcontext():
             self._announce(step)
             result = self._computed(step)
         assert result is not None
@@ -90,7 +90,7 @@ class PagedRunner:
     def follow(self) -> None:
         """Computes this rank's part of all steps until the main rank closes; signals to stop are
         for that one, which may have requests to end first."""
-        with _deaf_to(signal.SIGINT, signal.SIGTERM):
+        with _ignoring(signal.SIGINT, signal.SIGTERM):
             while True:
                 box: list[StepInput | None] = [None]
                 dist.broadcast_object_list(box, self._group.ranks[0], group=self._steps)
@@ -185,9 +185,9 @@ def cut(parts: Sequence[SequencePart], most: int | None) -> list[list[SequencePa
 
 
 @contextmanager
-def _ranks_together() -> Iterator[None]:
-    """Holds Ctrl-C back until the end of the block: the other ranks would wait for one that leaves
-    in the middle."""
+def _deferring_ctrl_c() -> Iterator[None]:
+    """Delays Ctrl-C until the end of the block: the other ranks would wait for one that leaves in
+    the middle."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -202,7 +202,7 @@ def _ranks_together() -> Iterator[None]:
 
 
 @contextmanager
-def _deaf_to(*signals: signal.Signals) -> Iterator[None]:
+def _ignoring(*signals: signal.Signals) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -214,8 +214,9 @@ def _deaf_to(*signals: signal.Signals) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _patient_group(mesh: Mesh) -> dist.ProcessGroup:
-    """The ranks of this replica of the model, on CPUs: whoever follows may wait for days."""
+def _step_group(mesh: Mesh) -> dist.ProcessGroup:
+    """The ranks of this replica of the model, on CPUs; its followers may wait for a request for
+    days."""
     for ranks in memberships(mesh.sizes, MODEL):
         handle = dist.new_group(ranks, backend="gloo", timeout=timedelta(days=365))
         if mesh.world.rank in ranks:

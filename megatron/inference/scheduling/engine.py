@@ -22,7 +22,7 @@ from megatron.tokenizer import Tokenizer
 
 
 class QueueFull(RuntimeError):
-    """As many requests wait as may; a later attempt may succeed."""
+    """The queue is full; a later attempt may succeed."""
 
     def __init__(self, limits: EngineLimits) -> None:
         super().__init__(f"{limits.waiting:,} requests wait already; try again later")

@@ -19,7 +19,7 @@ class EngineStopped(RuntimeError):
 
 
 class EngineThread:
-    """The thread that steps an engine; nobody else may use the engine from then on."""
+    """The thread that steps an engine, which other threads must not use once it is started."""
 
     def __init__(self, engine: GenerationEngine) -> None:
         self.engine = engine
@@ -152,7 +152,7 @@ class EngineThread:
         for loop, pairs in by_loop.items():
             try:
                 loop.call_soon_threadsafe(_put, pairs)
-            except RuntimeError:  # the loop is closed: nobody waits any more
+            except RuntimeError:  # the loop is closed, and its streams are abandoned
                 self._left += [stream for stream, _ in pairs]
 
 

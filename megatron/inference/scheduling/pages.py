@@ -26,8 +26,8 @@ class PagePool:
     """Counts who uses each page, and knows the pages of prompts by their contents.
 
     A page is published before it is filled, so that requests of one prompt that come together
-    compute it once: whoever claims it fills it, the others wait. Filled ones that nobody uses any
-    more keep their contents until their room is needed; those used least recently go first.
+    compute it once: one of them claims and fills it, the others wait. A filled page without users
+    keeps its contents until its memory is needed; the least recently used is evicted first.
     """
 
     def __init__(self, pages: int) -> None:
@@ -47,7 +47,7 @@ class PagePool:
 
     @property
     def cached(self) -> int:
-        """Pages with prompts that nobody uses."""
+        """Pages of prompts, without users."""
         return len(self._idle)
 
     @property
@@ -65,7 +65,7 @@ class PagePool:
         return found
 
     def idle_among(self, pages: Sequence[int]) -> int:
-        """How many of some pages nobody uses: so many fewer are available once they are shared."""
+        """How many of the pages have no users; `share` makes so many fewer available."""
         return sum(page in self._idle for page in pages)
 
     def share(self, pages: Sequence[int]) -> None:
@@ -105,7 +105,7 @@ class PagePool:
         return page in self._filled
 
     def is_private(self, page: int) -> bool:
-        """Whether nobody can find a page."""
+        """Whether a page is not published."""
         return page not in self._digests
 
     def fill(self, page: int) -> None:
@@ -115,8 +115,8 @@ class PagePool:
             del self._claims[page]
 
     def release(self, pages: Sequence[int], owner: int) -> None:
-        """Takes a user off each. Later pages of a prompt are given away before earlier ones,
-        without which they are not found."""
+        """Removes a user of each. Later pages of a prompt are evicted before earlier ones, without
+        which they cannot be found."""
         for page in reversed(pages):
             assert self._users[page] > 0
             self._users[page] -= 1

@@ -162,7 +162,7 @@ class EncodedPrompts:
         return job.encoded, new
 
     def release(self, job: Job) -> None:
-        """Takes a user off the prompt of a job."""
+        """Removes a user of a job's prompt."""
         if job.encoded is None:
             return
         self._users[job.encoded] -= 1
@@ -171,6 +171,6 @@ class EncodedPrompts:
             self._forgotten.append(job.encoded)
 
     def forgotten(self) -> tuple[int, ...]:
-        """Those that nobody uses any more, once."""
+        """The prompts that have lost their last user since the last call."""
         forgotten, self._forgotten = tuple(self._forgotten), []
         return forgotten

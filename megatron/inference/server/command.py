@@ -36,8 +36,8 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _TWICE_SECONDS = 1.0
 """Ctrl-C reaches a process from its terminal and again from its launcher; what comes later than
 this is another one."""
-_LOOK_SECONDS = 0.2
-_TELLING_SECONDS = 1.0
+_POLL_SECONDS = 0.2
+_NOTICE_SECONDS = 1.0
 """How long a failed server says so before it ends."""
 
 
@@ -128,7 +128,7 @@ def _serve(config: ServerConfig, settings: Settings, processes: int) -> None:
         host, port, *_ = listening.getsockname()
         shown = f"[{host}]" if ":" in host else host
         _log(f"{service.name} is served at http://{shown}:{port}")
-        while not stop.event.wait(_LOOK_SECONDS):
+        while not stop.event.wait(_POLL_SECONDS):
             _check(service, thread, http)
         _drain(service, thread, http, config.drain_seconds)
 
@@ -140,9 +140,9 @@ def _drain(service: Service, thread: EngineThread, http: HTTPThread, seconds: fl
     ended = http.submit(lambda: thread.drain(seconds)).result()
     if thread.failed is not None:
         _check(service, thread, http)
-    end = time.monotonic() + _TELLING_SECONDS
+    end = time.monotonic() + _NOTICE_SECONDS
     while service.active and time.monotonic() < end:
-        time.sleep(_LOOK_SECONDS / 10)
+        time.sleep(_POLL_SECONDS / 10)
     http.close()
     _log("all requests have ended" if ended else "the requests that remained were cancelled")
 
@@ -156,7 +156,7 @@ def _check(service: Service, thread: EngineThread, http: HTTPThread) -> None:
     service.fail(reason)
     if failed is not None:
         traceback.print_exception(failed)
-    time.sleep(_TELLING_SECONDS)
+    time.sleep(_NOTICE_SECONDS)
     print(f"error: generation has failed, and the server ends: {reason}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()

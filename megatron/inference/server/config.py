@@ -117,7 +117,7 @@ class ServerConfig(CacheConfig):
             if origin != "*" and not (scheme in ("http", "https") and rest and "/" not in rest):
                 raise ConfigError(
                     f"--allow-origin {origin} is not a site: give https://example.org, with its "
-                    "port if it has one, and nothing behind it"
+                    "port if it has one, and nothing after it"
                 )
         if self.key is None and "*" in self.allow_origin:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Connections that cost nothing for long, whatever the other side does."""
+"""Connections that are closed when the client is silent or reads nothing."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-_LOOKS = 8
-"""How often a connection is looked at within each of its times."""
+_CHECKS = 8
+"""Checks of a connection within each of its two times."""
 
 
 def bounded_connection(read_seconds: float, write_seconds: float) -> type[H11Protocol]:
@@ -27,15 +27,15 @@ class BoundedConnection(H11Protocol):
     write_seconds = 30.0
 
     def connection_made(self, transport: Any) -> None:
-        """Starts to look."""
+        """Starts the checks."""
         super().connection_made(transport)
         self._idle_since = self._read_since = self.loop.time()
         self._unread = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._look()
+        self._check()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stops to look."""
+        """Ends the checks."""
         if self._timer is not None:
             self._timer.cancel()
         super().connection_lost(exc)
@@ -47,7 +47,7 @@ class BoundedConnection(H11Protocol):
             self.cycle is not None and self.cycle.response_complete
         )
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         now = self.loop.time()
         if not self._idle:
             self._idle_since = now
@@ -61,5 +61,5 @@ class BoundedConnection(H11Protocol):
         ):
             self.transport.abort()
             return
-        pause = min(self.read_seconds, self.write_seconds) / _LOOKS
-        self._timer = self.loop.call_later(pause, self._look)
+        pause = min(self.read_seconds, self.write_seconds) / _CHECKS
+        self._timer = self.loop.call_later(pause, self._check)

@@ -249,9 +249,7 @@ class Service:
                     code="timeout",
                 )
             case QueueFull():
-                return RequestError(
-                    f"{error}; try again later", 429, code="queue_full", retry_after=1
-                )
+                return RequestError(str(error), 429, code="queue_full", retry_after=1)
             case EngineStopped():
                 return RequestError(str(error), 503, code="stopped", retry_after=5)
             case ValueError():

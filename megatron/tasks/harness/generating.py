@@ -26,8 +26,8 @@ _USED = {
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """How a task wants a text: where it stops, how it is sampled.
+class TaskGeneration:
+    """A task's ``generation_kwargs``: where a text stops, how it is sampled.
 
     Attributes:
         until: texts at the first of which it is cut off.
@@ -40,7 +40,7 @@ class Wanted:
     beams: Beams | None
 
     @classmethod
-    def of(cls, kwargs: Mapping[str, Any], ends: Mapping[int, str], task: str) -> Wanted:
+    def of(cls, kwargs: Mapping[str, Any], ends: Mapping[int, str], task: str) -> TaskGeneration:
         """From a task's ``generation_kwargs``. Raises ConfigError if one of them is unknown or
         wrong.
 

@@ -24,7 +24,7 @@ from megatron.inference.prompts import end_tokens
 from megatron.inference.request import Completion, GenerationRequest
 from megatron.parallel.random import derive_seed
 from megatron.tasks.harness.cache import AnswerCache
-from megatron.tasks.harness.generating import Wanted
+from megatron.tasks.harness.generating import TaskGeneration
 from megatron.tasks.harness.scoring import Likelihood, TextScorer, TokenRequest
 from megatron.tasks.harness.writing import TextWriter
 from megatron.util.processes import is_main_process
@@ -189,11 +189,11 @@ class HarnessModel(TemplateLM):
             for each, completion in zip(wanted, found, strict=True)
         ]
 
-    def _wanted(self, request: Instance) -> Wanted:
+    def _wanted(self, request: Instance) -> TaskGeneration:
         ends = {i: self.text_tokenizer.detokenize([i]) for i in end_tokens(self.text_tokenizer)}
-        return Wanted.of(request.args[1], ends, str(request.task_name))
+        return TaskGeneration.of(request.args[1], ends, str(request.task_name))
 
-    def _prompt(self, request: Instance, wanted: Wanted) -> tuple[int, ...]:
+    def _prompt(self, request: Instance, wanted: TaskGeneration) -> tuple[int, ...]:
         """As much of the end of a context as there is room for."""
         new, room = wanted.stopping.max_new_tokens, self.max_length
         if self.backend == "causal":
