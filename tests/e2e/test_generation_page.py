@@ -221,6 +221,7 @@ def test_chat_stops_and_is_kept(visit, slow):
     assert page.input_value("#draft") == "" and page.input_value("#max_tokens") != "400"
 
 
+@pytest.mark.proof
 def test_errors_in_place(visit, server):
     """The server's words, where the answer would be and at the field that they are about."""
     one = visit(server.url).ready()

@@ -49,7 +49,14 @@ def made(tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+def some(*chosen):
+    """All shapes; those that are not chosen are long tests."""
+    proof = pytest.mark.proof
+    return [pytest.param(s, marks=[] if s in chosen else [proof]) for s in SHAPES]
+
+
+# The others are in scheduling/test_engine_of_models.py.
+@pytest.mark.parametrize("shape", some("llama", "mistral"))
 def test_greedy_against_transformers(shape, made):
     """Texts of several lengths under way together, prompts in pieces."""
     texts = play(made(shape), PROMPTS, COUNT, chunk=5, together=4)
@@ -60,7 +67,7 @@ def test_greedy_against_transformers(shape, made):
     assert len({tuple(text.tokens) for text in texts}) > 2
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", some("gemma2", "qwen3", "t5"))
 def test_alone_in_a_crowd_and_in_pieces(shape, made):
     runner = made(shape, pages=120, page_size=4)
     crowd = play(runner, PROMPTS, COUNT)

@@ -20,9 +20,14 @@ from megatron.inference.scheduling.schedule import EngineLimits
 from megatron.tokenizer.null import NullTokenizer
 
 GREEDY = Sampling(greedy=True)
+LONG = {"llama", "mistral"}
+"""Shapes whose tests are long ones: execution/test_runner.py has them in the default suite."""
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(s, marks=[pytest.mark.proof] if s in LONG else []) for s in SHAPES],
+)
 def shape(request):
     return request.param
 
