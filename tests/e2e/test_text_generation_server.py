@@ -219,11 +219,11 @@ def test_what_cannot_be_served(model, tmp_path):
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(115))]
     (tmp_path / "bert" / "vocab.txt").write_text("\n".join(words))
     vocab = ["--vocab-file", tmp_path / "bert" / "vocab.txt"]
-    line = refused("--load", tmp_path / "bert", *vocab)
+    line = refused("--port", 0, "--load", tmp_path / "bert", *vocab)
     assert f"--load {tmp_path / 'bert'}" in line and "family bert does not generate" in line
     assert "another" in line
     (tmp_path / "empty").mkdir()
-    assert str(tmp_path / "empty") in refused("--load", tmp_path / "empty")
+    assert str(tmp_path / "empty") in refused("--port", 0, "--load", tmp_path / "empty")
     assert "--load" in refused()
     with started("one", model, tmp_path / "log") as program:
         port = program.url.rpartition(":")[2]

@@ -27,6 +27,11 @@ class ServiceLimits:
     request_bytes: int = 4 * 2**20
     read_seconds: float = 30.0
 
+    @property
+    def held_bytes(self) -> int:
+        """Of large bodies of all clients that are being read at once."""
+        return 16 * self.request_bytes
+
 
 @dataclass(frozen=True)
 class RequestDefaults:

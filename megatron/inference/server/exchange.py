@@ -16,6 +16,8 @@ from megatron.inference.server.errors import RequestError
 T = TypeVar("T")
 _DEPTH = 64
 """Lists and objects inside each other."""
+_SMALL = 2**16
+"""Bytes of a body that is read however many others are."""
 _DISCARDED = 16
 """What is read of a body that is too long, and thrown away, in longest bodies: most clients read an
 answer only when they have sent all."""
@@ -35,10 +37,27 @@ class JSON(Response):
         return orjson.dumps(content)
 
 
-async def read_object(request: Request, limits: ServiceLimits) -> dict[str, Any]:
+class HeldBodies:
+    """Counts the bytes of large bodies that are being read, so that many slow clients together do
+    not take all memory. Small ones are always read: no more of them come than connections."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._held = most, 0
+
+    def swap(self, before: int, after: int) -> None:
+        """Counts a body that grows or goes. Raises RequestError, and counts nothing, if that is
+        too much."""
+        added = (after if after > _SMALL else 0) - (before if before > _SMALL else 0)
+        if added > 0 and self._held + added > self._most:
+            text = "too many large requests are being sent at once; try again later"
+            raise RequestError(text, 503, code="busy", retry_after=1, close=True)
+        self._held += added
+
+
+async def read_object(request: Request, limits: ServiceLimits, held: HeldBodies) -> dict[str, Any]:
     """The JSON object that is a request's body. Raises RequestError if it is not one, too long or
     too deep, or does not come in time."""
-    body = await _read_body(request, limits)
+    body = await _read_body(request, limits, held)
     try:
         found = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -50,12 +69,21 @@ async def read_object(request: Request, limits: ServiceLimits) -> dict[str, Any]
     return found
 
 
-async def _read_body(request: Request, limits: ServiceLimits) -> bytes:
+async def _read_body(request: Request, limits: ServiceLimits, held: HeldBodies) -> bytes:
+    body = bytearray()
+    try:
+        await _fill(body, request, limits, held)
+        return bytes(body)
+    finally:
+        held.swap(len(body), 0)
+
+
+async def _fill(body: bytearray, request: Request, limits: ServiceLimits, held: HeldBodies) -> None:
     most = limits.request_bytes
     declared = request.headers.get("content-length", "")
     too_long = declared.isdecimal() and int(declared) > most
     expects = request.headers.get("expect", "").lower() == "100-continue"
-    body, size = bytearray(), 0
+    size = 0
     end, more = time.monotonic() + limits.read_seconds, not (too_long and expects)
     while more and size <= most * _DISCARDED:
         try:
@@ -69,13 +97,14 @@ async def _read_body(request: Request, limits: ServiceLimits) -> bytes:
         size += len(piece)
         too_long = too_long or size > most
         if too_long:
+            held.swap(len(body), 0)
             body.clear()
         else:
+            held.swap(len(body), len(body) + len(piece))
             body += piece
     if too_long:
         text = f"the body is longer than {most:,} bytes (--max-request-bytes)"
         raise RequestError(text, 413, close=True)
-    return bytes(body)
 
 
 def _too_deep(value: Any) -> bool:

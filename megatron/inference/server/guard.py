@@ -76,6 +76,14 @@ class Access:
             raise RequestError(text, 403, code="wrong_origin")
 
 
+def _check_framing(headers: dict[bytes, bytes]) -> None:
+    """A proxy may take the one length where the server takes the other, and so see requests that
+    it did not check as part of a body."""
+    if {b"content-length", b"transfer-encoding"} <= headers.keys():
+        text = "Content-Length and Transfer-Encoding contradict each other; send one of them"
+        raise RequestError(text, close=True)
+
+
 def _split(url: str) -> SplitResult:
     """Of what is not a URL, such as ``//[``, nothing."""
     try:
@@ -113,7 +121,9 @@ class _Call:
         record = RequestRecord()
         token = current_record.set(record)
         try:
-            access.check(path, dict(self._scope["headers"]))
+            headers = dict(self._scope["headers"])
+            _check_framing(headers)
+            access.check(path, headers)
             await app(self._scope, receive, self.send)
         except RequestError as error:
             await self._refuse(error)

@@ -17,6 +17,19 @@ from megatron.inference.server.fields import Fields, is_integer, is_number
 from megatron.inference.server.service import Answer, ServedModel, Service, seed_of
 
 MAX_PROMPTS = 128
+_NAMES_ELSEWHERE = {
+    **dict.fromkeys(("prompt", "messages", "inputs"), "prompts"),
+    **dict.fromkeys(
+        ("max_tokens", "max_new_tokens", "max_completion_tokens"), "tokens_to_generate"
+    ),
+    "seed": "random_seed",
+    "stop": "stop_on_eol, stop_on_double_eol or stop_token",
+    "n": "an equal prompt for each text",
+    "num_beams": "beam_width",
+    "stream": "/v1/completions",
+}
+"""Of other APIs' fields, what to use here. A field that is not known is refused, since the answer
+would not be what it asks for, and nothing in it would say so."""
 _FLAGS = ("stop_on_double_eol", "stop_on_eol", "prevent_newline_after_colon")
 
 
@@ -59,6 +72,8 @@ def parsed(body: Mapping[str, Any], defaults: RequestDefaults) -> MegatronReques
         _require(seed >= 0, "random_seed must be a positive integer")
     fields["no_log"] = _flag(body, "no_log")
     fields |= _beams(body, len(fields["prompts"]))
+    for name, ours in _NAMES_ELSEWHERE.items():
+        _require(name not in body, f"{name} is not a field of this request; use {ours}")
     Fields(body).end(MegatronRequest.__dataclass_fields__)
     return MegatronRequest(**fields)
 
@@ -251,7 +266,7 @@ def megatron_router(service: Service) -> APIRouter:
     @router.api_route("/api", methods=["PUT", "POST"])
     async def generate(request: Request) -> JSON:
         service.model()
-        body = await read_object(request, service.limits)
+        body = await read_object(request, service.limits, service.bodies)
         asked = parsed(body, service.defaults)
         if service.log_prompts and not asked.no_log:
             service.log(f"prompts: {list(asked.prompts)}")

@@ -251,7 +251,7 @@ def openai_router(service: Service) -> APIRouter:
         form: type[_Form],
     ) -> Response:
         service.model()
-        body = await read_object(request, service.limits)
+        body = await read_object(request, service.limits, service.bodies)
         asked = await read(service, body)
         if service.log_prompts:
             service.log(f"prompts: {body.get('prompt', body.get('messages'))}")

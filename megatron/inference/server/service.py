@@ -17,6 +17,7 @@ from megatron.inference.scheduling.engine_stats import EngineStats
 from megatron.inference.scheduling.engine_thread import EngineStopped, EngineThread
 from megatron.inference.server.config import RequestDefaults, ServiceLimits
 from megatron.inference.server.errors import RequestError
+from megatron.inference.server.exchange import HeldBodies
 from megatron.inference.server.metrics import Metrics, RequestRecord, current_record
 from megatron.parallel.random import derive_seed
 from megatron.tokenizer import Tokenizer
@@ -114,6 +115,7 @@ class Service:
         self.metrics = Metrics(self.stats)
         self.created = int(time.time())
         self.active = 0
+        self.bodies = HeldBodies(self.limits.held_bytes)
         self._draining = False
         self._failure: str | None = None
         self._model: ServedModel | None = None

@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 import time
+from contextlib import ExitStack
 from urllib.parse import urlsplit
 
 import pytest
@@ -264,3 +265,22 @@ def test_an_error_of_our_own_is_answered(monkeypatch):
         assert any("TypeError" in line for line in server.lines)
         monkeypatch.undo()
         still_answers(server)
+
+
+def test_slow_clients_share_a_bound_of_memory():
+    body = json.dumps({"prompts": ["a"], "max_len": "x" * 190_000}).encode()
+    sent = b"PUT /api HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+    limits = ServiceLimits(request_bytes=200_000)
+    with served(limits=limits) as server, ExitStack() as stalled, server.client() as client:
+        port = int(server.url.rpartition(":")[2])
+        for _ in range(16):
+            connection = stalled.enter_context(socket.create_connection(("127.0.0.1", port)))
+            connection.sendall(sent + body[:-1])
+        end = time.monotonic() + 10
+        while (response := client.put("/api", content=body)).status_code != 503:
+            assert time.monotonic() < end
+        assert "large requests" in response.json()["message"] and response.headers["retry-after"]
+        assert client.put("/api", json={"prompts": ["a"], "tokens_to_generate": 1}).is_success
+        stalled.close()
+        while (response := client.put("/api", content=body)).status_code != 400:
+            assert time.monotonic() < end

@@ -385,6 +385,9 @@ def test_what_is_no_request(server):
         assert 400 <= exchange(server, sent)[0] <= 501
     smuggled = exchange(server, head + both + b"\r\n0\r\n\r\nGET /metrics HTTP/1.1\r\n\r\n")
     assert smuggled[0] == 400 and b"megatron" not in smuggled[2]
+    kept = head.replace(b"Connection: close\r\n", b"") + both
+    answer = exchange(server, kept + b"\r\n0\r\n\r\n" + b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+    assert answer[0] == 400 and b"HTTP/1.1" not in answer[2]
     for method in ("TRACE", "CONNECT", "PATCH", "DELETE", "PROPFIND"):
         assert get(server, "/v1/completions", method=method)[0] in (400, 404, 405)
 

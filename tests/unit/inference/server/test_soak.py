@@ -17,11 +17,16 @@ from serving import served  # noqa: E402
 from soaking import Soak  # noqa: E402
 
 from megatron.inference.server.config import ServiceLimits  # noqa: E402
+from megatron.inference.server.listening import ConnectionLimits  # noqa: E402
+
+READ_SECONDS = 3
+"""A slow client needs 0.4 seconds for its body on a machine with nothing else to do."""
 
 
 def test_every_answer_is_right():
-    limits = ServiceLimits(request_seconds=60, read_seconds=0.5)
-    with served(limits=limits) as server:
+    limits = ServiceLimits(request_seconds=60, read_seconds=READ_SECONDS)
+    connections = ConnectionLimits(read_seconds=READ_SECONDS)
+    with served(limits=limits, connections=connections) as server:
         port = int(server.url.rpartition(":")[2])
         soak = Soak(port, os.getpid(), distinct=16, at_once=32)
         found = asyncio.run(soak.run(150))
