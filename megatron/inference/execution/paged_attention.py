@@ -342,10 +342,13 @@ def _prompt(
         scores_KQL = torch.bmm(tiles_XKQD[number], keys_KLD[:, seen].transpose(1, 2))
         scores_KQL = _scaled(scores_KQL, q_SKGD, scores)
         scores_KGPL = scores_KQL.unflatten(1, (group, P))
-        mask_PL, distances_PL = _tile(tile - start, P, window, keys.device)
+        earlier = (tile - start) * P
         if bias_NT is not None:
+            distances_PL = _distances(earlier, P, keys.device).clamp_(min=0)
             scores_KGPL += bias_NT[:, distances_PL].unflatten(0, (heads, group))
-        scores_KGPL += mask_PL
+        # Within the window all earlier keys are seen: a mask of them would fill much memory.
+        seen_whole = earlier if window is None or (tile + 1) * P <= window else 0
+        scores_KGPL[..., seen_whole:] += _mask(earlier - seen_whole, P, window, keys.device)
         weights_KQL = scores_KQL.softmax(-1).to(values.dtype)
         torch.bmm(weights_KQL, values_KLD[:, seen], out=y_XKQD[number])
     y_XKGPD = y_XKQD.unflatten(2, (group, P))
@@ -357,16 +360,17 @@ def _first_page(tile: int, positions: int, window: int | None) -> int:
     return 0 if window is None else max(0, tile * positions - window + 1) // positions
 
 
-@functools.lru_cache(maxsize=256)
-def _tile(
-    before: int, positions: int, window: int | None, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """What is added to the scores [P, L] of a tile that sees ``before`` pages before its own, and
-    the distance back to each key, 0 for later ones."""
-    queries = torch.arange(positions)[:, None] + before * positions
-    distances = queries - torch.arange((before + 1) * positions)
+@functools.lru_cache(maxsize=32)
+def _mask(before: int, positions: int, window: int | None, device: torch.device) -> Tensor:
+    """What is added to the scores [P, L] of a tile and of so many keys before it."""
+    distances = _distances(before, positions, device)
     hidden = distances < 0
     if window is not None:
         hidden |= distances >= window
-    mask = torch.zeros(distances.shape).masked_fill_(hidden, -torch.inf)
-    return mask.to(device), distances.clamp_(min=0).to(device)
+    return torch.zeros(distances.shape, device=device).masked_fill_(hidden, -torch.inf)
+
+
+def _distances(before: int, positions: int, device: torch.device) -> Tensor:
+    """[P, L], from the queries of a tile back to its keys and so many before it."""
+    queries = torch.arange(positions, device=device)[:, None] + before
+    return queries - torch.arange(before + positions, device=device)

@@ -102,6 +102,7 @@ class Job(ABC):
         if count:
             self._pages = pages[-count:] + pages[count:-count] + pages[:count]
         self.long, self._computed, self._read_tokens = True, 0, tokens
+        self._copies = []  # of the short sequence's pages, if another job has computed its prompt
 
     def read(self, pool: PagePool, budget: int) -> SequencePart | None:
         """Up to ``budget`` further tokens of the prompt; None while another job computes them."""

@@ -30,6 +30,10 @@ LAYOUTS = {
         ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"],
     ),
 }
+INTERLEAVED = {
+    "virtual": ["--num-layers-per-virtual-pipeline-stage", "1"],
+    "dualpipev": ["--pipeline-schedule", "dualpipev"],
+}
 SAMPLE = [("gemma2", "tp2-pp2"), ("t5", "pp2")]
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] the cat".split()
 
@@ -89,3 +93,19 @@ def test_every_layout(shape, layout, pool, folder):
     processes, flags = LAYOUTS[layout]
     alone, *_ = pool.run(processes, generated, folder(shape), flags, processes, True)
     assert same(texts, alone)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("layout", INTERLEAVED)
+@pytest.mark.parametrize("shape", ["gpt2", "gemma2"])
+def test_several_stages_on_a_process(shape, layout, pool, tmp_path, monkeypatch):
+    name = "n_layer" if shape == "gpt2" else "num_hidden_layers"
+    monkeypatch.setitem(SHAPES, shape, SHAPES[shape] | {name: 4})
+    flags = ["--pipeline-model-parallel-size", "2", *INTERLEAVED[layout]]
+    load, theirs = save_theirs(tmp_path / shape, shape), their_model(shape)
+    (load / "vocab.txt").write_text("\n".join(WORDS))
+    texts, _ = pool.run(2, generated, load, flags, 2)
+    for text, prompt in zip(texts, PROMPTS, strict=True):
+        tokens, log_probs = their_greedy(theirs, prompt, COUNT)
+        assert text.tokens == tokens
+        torch.testing.assert_close(text.log_probs, log_probs, rtol=0, atol=5e-6)

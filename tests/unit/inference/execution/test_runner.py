@@ -18,7 +18,7 @@ from megatron.families import family_of
 from megatron.formats.conversion.whole_model import model_of
 from megatron.formats.huggingface.source import HuggingFaceFolder
 from megatron.inference import opening
-from megatron.inference.execution import packed_weights
+from megatron.inference.execution import packed_weights, paged_attention
 from megatron.inference.execution.runner import PagedRunner, page_shape
 from megatron.inference.execution.stages import StagedLayers
 from megatron.inference.memory import CacheConfig
@@ -27,6 +27,7 @@ from megatron.parallel.mesh import SINGLE, Mesh
 
 CPU = torch.device("cpu")
 COUNT = 12
+MASK = paged_attention._mask
 TOKENIZER = SimpleNamespace(pad=0, bos=0)
 their_model = cache(make_theirs)
 
@@ -120,6 +121,15 @@ def test_against_the_model_without_pages(kind, gpt_config, random_gpt):
             given = log_probs[:after].gather(1, torch.tensor(text.prompt[1:])[:, None])[:, 0]
             torch.testing.assert_close(text.prompt_log_probs, given.float(), rtol=0, atol=1e-6)
     assert same(texts, play(runner, GPT_PROMPTS, 13, shuffled=False))
+
+
+@pytest.mark.parametrize("window", [None, 10])
+def test_masks_do_not_grow_with_a_prompt(window, gpt_config, random_gpt, monkeypatch):
+    made = []
+    monkeypatch.setattr(paged_attention, "_mask", lambda *of: made.append(of) or MASK(*of))
+    config = gpt_config(sliding_window=window)
+    play(runner_of(config, random_gpt(config), page_size=2), [[7] * 19], 1)
+    assert 0 < len(set(made)) <= 3
 
 
 def test_most_probable_tokens(gpt_config, random_gpt):
