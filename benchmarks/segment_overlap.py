@@ -14,8 +14,6 @@ import argparse
 from collections import Counter
 
 import numpy as np
-from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import log_loss
 
 from megatron.training.run import parse_run, run_data
 
@@ -28,6 +26,10 @@ FLAGS = (
 
 def main() -> int:
     options = parser().parse_args()
+    # Here, so that the flags are known where it is not installed.
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.metrics import log_loss
+
     words = ["--data-path", options.data, "--vocab-file", options.vocab_file]
     words += ["--seq-length", str(options.seq_length), "--train-iters", str(options.samples)]
     run = parse_run(None, [*FLAGS, *words], "bert")

@@ -76,8 +76,12 @@ def load(file: str) -> ModuleType:
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module  # help texts are read from a class's module
-        with _first_on_path(str((ROOT / file).parent)):
-            spec.loader.exec_module(module)
+        try:
+            with _first_on_path(str((ROOT / file).parent)):
+                spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]  # the next caller gets the reason too, not half a module
+            raise
     return sys.modules[name]
 
 

@@ -8,6 +8,7 @@ writes what was printed into the output blocks that do not match.
 import ast
 import contextlib
 import importlib
+import importlib.util
 import json
 import os
 import re
@@ -24,6 +25,14 @@ REWRITE = bool(os.environ.get("MEGATRON_REWRITE_DOCS"))
 RUN_ELSEWHERE = {"tools/README.md": "tests/unit/tools/collection/test_readme.py"}
 """Pages whose commands another test runs."""
 
+EXTRAS = {
+    "docs/guides/generation.md": (
+        "serve",
+        ("fastapi", "llguidance", "prometheus_client", "uvicorn"),
+    ),
+    "examples_deepspeed/detxoify_lm/README.md": ("detoxify", ("profanity_check",)),
+}
+"""Pages whose commands need an extra, and its packages; the page installs it."""
 
 SERVER_PORT = "SERVER_PORT"
 """Of the environment of a page, once one of its commands serves."""
@@ -71,6 +80,10 @@ def test_long_commands(path, programs, prepared, tmp_path):
 
 def check(path, chosen, programs, prepared, tmp_path):
     """Runs the chosen blocks of a page, and compares what it shows of their output."""
+    extra, packages = EXTRAS.get(path, ("", ()))
+    for name in packages:
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed (the extra {extra})")
     page, printed, environment = read(path), None, {}
     folder = fresh_folder(tmp_path / "page", prepared, page.markers.get("prepare", ""))
     wrong: list[tuple[Block, str]] = []

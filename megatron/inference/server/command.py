@@ -62,7 +62,7 @@ def _require_packages() -> None:
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"{', '.join(missing)} is not installed: pip install 'megatron-deepspeed[{EXTRA}]', or "
+            f"not installed: {', '.join(missing)}; pip install 'megatron-deepspeed[{EXTRA}]', or "
             f"from a source tree pip install -e '.[{EXTRA}]'"
         )
 
