@@ -18,7 +18,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-pytest.importorskip("fastapi", reason="pip install megatron-deepspeed[serve]")
+for name in ("fastapi", "uvicorn", "prometheus_client", "llguidance"):
+    pytest.importorskip(name, reason="pip install megatron-deepspeed[serve]")
+pytest.importorskip("httpx", reason="pip install httpx")
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
 
 from counted_server import CountedServer, counted_server  # noqa: E402

@@ -10,7 +10,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-pytest.importorskip("fastapi", reason="pip install megatron-deepspeed[serve]")
+for name in ("fastapi", "uvicorn", "prometheus_client", "llguidance"):
+    pytest.importorskip(name, reason="pip install megatron-deepspeed[serve]")
+pytest.importorskip("httpx", reason="pip install httpx")
 openai = pytest.importorskip("openai", reason="pip install openai")
 
 from counted_model import counted_tokenizer  # noqa: E402

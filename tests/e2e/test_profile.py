@@ -42,6 +42,7 @@ def losses(save):
     return [row["loss"] for row in rows if row["kind"] == "train"]
 
 
+@pytest.mark.proof
 def test_profile_writes_a_trace_and_leaves_training_alone(tmp_path):
     window = "--profile --profile-step-start 2 --profile-step-end 4".split()
     common = "--train-iters 5 --eval-iters 1 --eval-interval 3 --save-interval 3".split()

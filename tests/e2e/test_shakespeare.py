@@ -57,6 +57,7 @@ def rows(folder: Path, kind: str) -> list[dict]:
     return [row for row in map(json.loads, lines) if row["kind"] == kind]
 
 
+@pytest.mark.proof
 def test_prints_the_validation_loss(trained):
     folder, output = trained
     last = re.fullmatch(LAST_LINE, output.splitlines()[-1])

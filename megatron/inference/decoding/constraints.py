@@ -140,8 +140,8 @@ class ConstraintCompiler:
 
         with self._lock:
             if self._tokens is None:
-                wrapper: Any = _Wrapper(self._tokenizer, self._vocab_size)
-                self._tokens = wrapper.tokenizer = LLTokenizer(wrapper)
+                adapter: Any = _Wrapper(self._tokenizer, self._vocab_size)
+                self._tokens = adapter.tokenizer = LLTokenizer(adapter)
             return self._tokens
 
 

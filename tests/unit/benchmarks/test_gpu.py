@@ -167,6 +167,7 @@ def test_the_time_limit_leaves_the_rest_to_the_next_run(results, monkeypatch):
     assert 45 < given <= 50
 
 
+@pytest.mark.proof
 def test_tests_that_are_cut_off_say_what_failed_and_run_again(results, monkeypatch, tmp_path):
     """Those of a folder that stands for tests/gpu: one passes, one fails, one never ends."""
     folder = tmp_path / "tests" / "gpu"

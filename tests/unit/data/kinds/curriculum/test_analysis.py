@@ -114,6 +114,7 @@ class Deadly(Tokens):
         return super().__getitem__(index)
 
 
+@pytest.mark.proof
 def test_a_killed_process_is_an_error(tmp_path):
     with pytest.raises(OSError, match="one of the 2 processes that read samples was killed"):
         analyse(Deadly(), ["vocab_rarity"], tmp_path, 64, processes=2)

@@ -179,6 +179,7 @@ def test_ranges_are_cut_anywhere(size: int, gpt2, tmp_path: Path, monkeypatch) -
         assert np.array_equal(whole._index[name], cut._index[name])
 
 
+@pytest.mark.proof
 def test_processes_find_the_same(gpt2: TokenizerConfig, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("megatron.data.kinds.raw_text.text_files._RANGE_BYTES", 2000)
     path = write_lines(tmp_path / "text.jsonl", texts(100))
