@@ -91,7 +91,7 @@ RTOL = {"float32": 1e-6, "bf16": 1e-3}
 
 
 def pairs():
-    """Every pair of each family; of GPT's, every sixteenth layout as the source is in the sample."""
+    """Every pair of each family; every sixteenth of GPT's layouts is a source in the sample."""
     for family, names in NAMES.items():
         for row, source in enumerate(names):
             for column, target in enumerate(names):
