@@ -6,11 +6,15 @@ MEGATRON_SOAK_REQUESTS sets how many (10,000).
 import asyncio
 import os
 import signal
+import sys
+from pathlib import Path
 
 import pytest
 
 for name in ("fastapi", "uvicorn", "prometheus_client", "llguidance", "httpx"):
     pytest.importorskip(name, reason=f"{name} is not installed (the extra serve)")
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 from soaking import Soak  # noqa: E402
 from test_text_generation_server import model, started  # noqa: E402, F401
