@@ -20,6 +20,12 @@ FLAGS = (
 ).split()
 
 
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch) -> None:
+    """Indices of relative paths are beside them."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture
 def corpus(tmp_path: Path) -> list[str]:
     """Three files, by weight."""
