@@ -30,7 +30,7 @@ def main() -> None:
             answer = {"text": rendered(compiled, **task)}
         except MemoryError:
             answer = {"error": "it takes too much memory"}
-        except Exception as error:
+        except Exception as error:  # a template can raise anything
             answer = {"error": f"{type(error).__name__}: {str(error)[:500]}"}
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()

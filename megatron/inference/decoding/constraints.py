@@ -175,7 +175,7 @@ class _Wrapper:
             tokens = [self.tokens[i] for i in ids]
             if all(tokens) and b"".join(tokens) == text.encode():
                 return ids
-        except Exception:
+        except Exception:  # a tokenizer may raise anything; its tokens are tried one by one then
             pass
         return self.tokenizer.greedy_tokenize(text) if self.tokenizer else []
 

@@ -116,7 +116,7 @@ class EngineThread:
         try:
             while self._receive():
                 self._tell(self.engine.step())
-        except BaseException as error:
+        except BaseException as error:  # whatever it is, those who wait are told
             with self._changed:
                 self._failed = error
                 streams = [*self._streams.values(), *self._came]

@@ -222,7 +222,7 @@ async def _streamed(request: Request, events: AsyncGenerator[bytes, None]) -> Re
     """Begins with the first event, so that errors before it have their status."""
     try:
         first = await while_connected(request, _next(events))
-    except BaseException:
+    except BaseException:  # a cancelled request, too, must end its generation
         await events.aclose()
         raise
 

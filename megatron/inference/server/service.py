@@ -211,7 +211,7 @@ class Service:
                         clock.note(update)
                         queue.put_nowait((index, update))
                 queue.put_nowait(None)
-            except Exception as error:
+            except Exception as error:  # to be raised by whoever reads the queue
                 queue.put_nowait(error)
 
         self.active += 1
