@@ -10,7 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from megatron.config.adapters import AdapterConfig
 from megatron.config.data import DataConfig, TokenizerConfig
+from megatron.config.distillation import DistillationConfig
 from megatron.config.engine import (
     EngineConfig,
     EngineFlags,
@@ -64,6 +66,8 @@ class RunConfig:
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
     kinds: tuple[KindConfig, ...] = ()
+    adapters: AdapterConfig = field(default_factory=AdapterConfig)
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)

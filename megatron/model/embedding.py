@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.config import ModelConfig, ParallelConfig
 from megatron.model.layer_list import LayerSpec, LayerState
 from megatron.model.norm import build_norm
-from megatron.parallel.cross_entropy import LossHead, TokenScores
+from megatron.model.objective import HeadInput, Objective
+from megatron.parallel.cross_entropy import LossHead, Targets, TokenScores
 from megatron.parallel.embeddings import VocabParallelEmbedding, WholeEmbedding
 from megatron.parallel.layers import Dropout
 from megatron.parallel.shard import Init
@@ -54,12 +56,32 @@ class TokenEmbedding(VocabParallelEmbedding):
         x = state.hidden
         if project and self.input_scale is not None:
             x = x * self.input_scale
-        found = super().forward(x, project, state.targets)
+        if project and state.objective is not None:
+            objective = partial(_losses, state.objective, state.batch)
+            found = super().forward(x, project, state.targets, objective)
+        else:
+            found = super().forward(x, project, state.targets)
+        if isinstance(found, dict):
+            for name, loss in found.items():
+                state = state.with_loss(name, loss)
+            return state
         if isinstance(found, TokenScores):
             return state.changed(scores=found)
         if project and state.targets is not None:
             return state.with_loss(LM_LOSS, found)
         return state.with_hidden(found)
+
+
+def _losses(
+    objective: Objective,
+    batch: Any,
+    x_BPH: Tensor,
+    weight_VH: Tensor,
+    targets: Targets,
+    head: LossHead,
+    bias_V: Tensor | None,
+) -> dict[str, Tensor]:
+    return objective(HeadInput(x_BPH, weight_VH, bias_V, targets, head), batch)
 
 
 def vocabulary_layers(

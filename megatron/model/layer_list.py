@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.config import ParallelConfig
 from megatron.model.attention_masks import AttentionMasks, AttentionScoring
+from megatron.model.objective import Objective
 from megatron.parallel.cross_entropy import Targets, TokenScores
 from megatron.parallel.mesh import ALONE, Coordinates
 from megatron.parallel.random import derive_seed, generator, seed_devices
@@ -83,6 +84,7 @@ class LayerState(NamedTuple):
         pooled: what stands for a whole sample after the blocks, [B, H], which every rank has;
             without targets, the logits of a head on it.
         scores: of the targets, where they are to be scored.
+        objective: what the head computes instead of the cross entropy of the targets.
     """
 
     hidden: Tensor
@@ -99,6 +101,7 @@ class LayerState(NamedTuple):
     token_types: Tensor | None = None
     pooled: Tensor | None = None
     scores: TokenScores | None = None
+    objective: Objective | None = None
 
     def changed(self, **fields: Any) -> LayerState:
         """This state with other values of some fields."""

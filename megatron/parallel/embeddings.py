@@ -6,6 +6,7 @@ hidden, V vocabulary; VP one rank's share of it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,13 +16,15 @@ from torch import Tensor, nn
 from megatron.parallel.cross_entropy import (
     LossHead,
     Targets,
-    TokenScores,
     linear_cross_entropy,
     linear_scores,
 )
 from megatron.parallel.layers import LinearMap, column_linear
 from megatron.parallel.shard import Cut, Init, Shard, parameter
 from megatron.parallel.tensor_parallel import TensorParallel
+
+Losses = Callable[[Tensor, Tensor, Targets, LossHead, Tensor | None], Any]
+"""From the arguments of :func:`linear_cross_entropy`."""
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -40,14 +43,20 @@ class VocabParallelEmbedding(nn.Module):
         self.first_row = tp.group.rank * self.rows_local
 
     def forward(
-        self, x: Tensor, project: bool = False, targets: Targets | None = None
-    ) -> Tensor | TokenScores:
+        self,
+        x: Tensor,
+        project: bool = False,
+        targets: Targets | None = None,
+        losses: Losses | None = None,
+    ) -> Any:
         """Token ids of the whole sequence to embeddings [B, S, H]; with ``project`` hidden states
         [B, S, H] to this rank's logits [B, S, VP], or, where there are targets, to the loss or
-        their scores. All go through ``forward`` because ZeRO 3 gathers the weight around module
-        calls."""
+        their scores, or to what ``losses`` makes of them. All go through ``forward`` because ZeRO 3
+        gathers the weight around module calls."""
         if project and targets is not None:
             x, targets = targets.taken(x, self.tp)
+            if losses is not None and not targets.scored:
+                return losses(x, self.weight, targets, self.head, self.bias)
             over_targets = linear_scores if targets.scored else linear_cross_entropy
             return over_targets(x, self.weight, targets, self.head, self.bias)
         if project:

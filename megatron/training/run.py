@@ -39,7 +39,8 @@ from megatron.engine.deepspeed_json import Json, read_json
 from megatron.engine.environment import distributed, training_device
 from megatron.engine.saving import hold_folder
 from megatron.engine.train_engine import TrainEngine
-from megatron.families import Family, family_of, spec_of
+from megatron.families import Family, family_of
+from megatron.objectives import trained_spec
 from megatron.parallel.mesh import Mesh
 from megatron.tokenizer import Tokenizer, build_tokenizer, implied_type, vocabulary_rows
 from megatron.training import resume
@@ -210,7 +211,7 @@ def build_trainer(
     plan = TrainingPlan(config, epochs)
     lock = hold_folder(config.checkpoint.save, mesh.world, device, say)
     checkpoint = resume.locate(config)
-    spec = spec_of(config.model, config.parallel)
+    spec = trained_spec(config)
     engine = build_engine(config, run.content, spec, mesh, device)
     writer = checkpoint_writer(engine, run.content, run.tokenizer.save_pretrained)
     begin = resume.load(engine, plan, checkpoint)

@@ -23,11 +23,13 @@ BELOW = {
 }
 BELOW["families"] = set(BELOW["engine"])
 BELOW["profiling"] = {"util"}
-BELOW["training"] = BELOW["engine"] | {"engine", "families", "profiling"}
+BELOW["objectives"] = BELOW["engine"] | {"families"}
+BELOW["training"] = BELOW["engine"] | {"engine", "families", "objectives", "profiling"}
 BELOW["inference"] = BELOW["training"] | {"training"}
 BELOW["planning"] = BELOW["parity"] = BELOW["training"] | {"training"}
 BELOW["formats"] = BELOW["training"] | {"training", "inference"}
 BELOW["tasks"] = BELOW["training"] | {"training", "inference"}
+BELOW["finetune"] = BELOW["tasks"] | {"tasks", "formats"}
 """What each package may import of megatron, besides itself. Packages that are not named here are
 programs: nothing imports them, and they may import all."""
 

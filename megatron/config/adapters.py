@@ -1,0 +1,46 @@
+"""Adapters: low-rank additions to the linear layers of a frozen model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.flags import FRACTION, POSITIVE, option
+
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """Adapters: low-rank additions to the linear layers of a frozen model (LoRA)."""
+
+    lora: bool = option(False)
+    """Freeze the model of --pretrained-checkpoint and train a low-rank addition to its linear
+    layers (Hu et al. 2021)."""
+    lora_rank: int = option(8, bounds=POSITIVE, role="weights")
+    """Rank of the additions."""
+    lora_alpha: float | None = option(
+        None, derived="2 x lora-rank", bounds=POSITIVE, role="results"
+    )
+    """The additions are multiplied by this over the rank."""
+    lora_targets: tuple[str, ...] = option(
+        (ALL_LINEAR,), aliases=("--lora-target",), role="weights"
+    )
+    """Linear layers with additions, by the names of the model's Hugging Face architecture (q_proj,
+    v_proj, down_proj), or all-linear for those of all blocks."""
+    lora_dropout: float = option(0.0, bounds=FRACTION)
+    """Dropout probability of the additions' input."""
+    use_rslora: bool = option(False, role="results")
+    """Divide --lora-alpha by the square root of the rank instead of the rank (Kalajdzievski
+    2023)."""
+    use_dora: bool = option(False, role="weights")
+    """Train the length of each row of a weight apart from its direction, which the addition changes
+    (DoRA, Liu et al. 2024)."""
+    qlora: bool = option(False, role="results")
+    """Keep the frozen weights of linear layers in 4 bits (NF4, Dettmers et al. 2023); needs
+    --lora."""
+
+    @property
+    def scale(self) -> float:
+        """What the additions are multiplied by."""
+        alpha = 2.0 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
+        return alpha / (self.lora_rank**0.5 if self.use_rslora else self.lora_rank)

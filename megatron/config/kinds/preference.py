@@ -1,0 +1,62 @@
+"""Preferences: answers that are better than others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron.config.flags import NOT_NEGATIVE, POSITIVE, Bounds, option
+from megatron.config.kinds import KindConfig
+
+PREFERENCES = ("dpo", "ipo", "kto", "orpo", "simpo", "reward")
+
+
+@dataclass(frozen=True)
+class PreferenceConfig(KindConfig):
+    """Preference data, and the loss on it."""
+
+    preference: str | None = option(None, choices=PREFERENCES, aliases=("--preference-loss",))
+    """Train on preferences by this loss: the data paths are files with a better and a worse answer
+    to each prompt, or, for kto, with answers that are good or bad."""
+    preference_beta: float | None = option(
+        None,
+        derived="0.1; 2.0 for simpo",
+        bounds=POSITIVE,
+        aliases=("--dpo-beta", "--pref-beta"),
+    )
+    """Scale of the rewards: how strongly the model is held to its reference; for orpo the weight of
+    the odds ratio."""
+    preference_label_smoothing: float = option(
+        0.0, bounds=Bounds(lambda value: 0 <= value < 0.5, "must be in [0, 0.5)")
+    )
+    """dpo: probability that a label is wrong (conservative DPO, Mitchell 2023)."""
+    preference_average_log_prob: bool = option(False)
+    """dpo: rewards are means over the tokens of an answer, not sums."""
+    preference_sft_weight: float = option(0.0, bounds=NOT_NEGATIVE, aliases=("--rpo-alpha",))
+    """dpo, ipo, simpo: weight of the cross entropy of the better answer, which is added."""
+    simpo_gamma: float = option(1.0, bounds=NOT_NEGATIVE)
+    """simpo: margin by which the reward of the better answer should exceed the other's."""
+    kto_desirable_weight: float = option(1.0, bounds=NOT_NEGATIVE)
+    """kto: weight of the losses of good answers."""
+    kto_undesirable_weight: float = option(1.0, bounds=NOT_NEGATIVE)
+    """kto: weight of the losses of bad answers."""
+
+    files: ClassVar[str | None] = "preference"
+    samples: ClassVar[str] = "pairs"
+    idle: ClassVar[str] = "this run has no preference data (--preference)"
+
+    @property
+    def reads_all(self) -> bool:
+        return self.preference is not None
+
+    @property
+    def beta(self) -> float:
+        """--preference-beta, or its default."""
+        if self.preference_beta is not None:
+            return self.preference_beta
+        return 2.0 if self.preference == "simpo" else 0.1
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares the model with a frozen one."""
+        return self.preference in ("dpo", "ipo", "kto")

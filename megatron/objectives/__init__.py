@@ -1,0 +1,15 @@
+"""What models are trained for: preferences and a teacher's probabilities, beside the next token."""
+
+from __future__ import annotations
+
+from megatron.config import RunConfig
+from megatron.families import spec_of
+from megatron.model.spec import ModelSpec
+
+__all__ = ["trained_spec"]
+
+
+def trained_spec(config: RunConfig) -> ModelSpec:
+    """The model of a run with the losses that it is trained by. Raises ConfigError as
+    :func:`spec_of` does, or if the family has no such losses."""
+    return spec_of(config.model, config.parallel)
