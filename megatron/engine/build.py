@@ -66,8 +66,9 @@ def build_engine(
     use_float8(blocks, config)
     if to_compile(config, device):
         compile_blocks(backend.sequences, config.fast_paths, device)
-    optimizer = build_optimizer(names, config.optimizer)
-    asynchronous = _adapt_settings(settings, config, names, mesh)
+    trained = [param for param in names if param.requires_grad]
+    optimizer = build_optimizer(trained, config.optimizer)
+    asynchronous = _adapt_settings(settings, config, trained, mesh)
     with without_zero_gradients(unused=asynchronous):
         engine = backend.start(optimizer, settings)
     take_out(engine, mesh.data.size)

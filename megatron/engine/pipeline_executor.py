@@ -294,6 +294,8 @@ class PipelineExecutor(PipelinePasses, PipelineEngine):
         float32."""
         data = self._mesh.data
         for weight, tied_group in self.module.tied_parameters():
+            if not weight.requires_grad:
+                continue
             gradient = self._accumulated(weight)
             # The copies must stay bitwise equal. DeepSpeed averages over data-parallel ranks in
             # buckets that differ between the stages, and so does the order of sums of three or

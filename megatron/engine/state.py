@@ -74,12 +74,12 @@ class Float32Partition:
 
 
 def owned_slices(engine: TrainEngine) -> Iterator[OwnedSlice]:
-    """The slices that this rank owns, in parameter order. At stage 0 every data-parallel rank owns
-    whole parameters, all of them equal."""
+    """The slices of trained parameters that this rank owns, in parameter order. At stage 0 every
+    data-parallel rank owns whole parameters, all of them equal."""
     find = {0: _whole, 1: _flat_partition, 2: _flat_partition, 3: _own_partition}[engine.stage]
     place_of, form = find(engine), engine.stored_states
     partitions: dict[Tensor, Float32Partition | StoredPartition] = {}
-    for param, name in engine.names.items():
+    for param, name in engine.trained.items():
         start, holder, offset, count = place_of(param)
         if count > 0:
             if holder not in partitions:
@@ -142,7 +142,7 @@ def _own_partition(engine: TrainEngine) -> _PlaceOf:
 def holders(engine: TrainEngine) -> list[Tensor]:
     """The tensors whose state the wrapped optimizer has."""
     if engine.stage == 0:
-        return list(engine.names)
+        return list(engine.trained)
     wrapper = engine.optimizer_wrapper
     if engine.stage == 3:
         return list(wrapper.fp32_partitioned_groups_flat)
