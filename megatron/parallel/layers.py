@@ -62,11 +62,6 @@ class ParallelLinear(nn.Module):
         super().__init__()
         self.tp = tp
 
-    def _outputs(self, x_BSI: Tensor, *maps: LinearMap) -> tuple[Tensor, ...]:
-        if self.adapters is not None:
-            return self.adapters.outputs(self, x_BSI, maps)
-        return column_linear(x_BSI, maps, self.tp)
-
     def _parameters_of(
         self, outputs: int, inputs: int, cut: Cut, bias: bool, init: Init, part: bool = False
     ) -> tuple[nn.Parameter, nn.Parameter | None]:
@@ -93,7 +88,10 @@ class ColumnParallelLinear(ParallelLinear):
     def forward(self, x_BSI: Tensor) -> Tensor:
         """[B, S, I] to this rank's features of the whole sequence, [B, S, OP]."""
         whole = LinearMap(self.weight, self.bias, 1, self.float8, self.weight_kept)
-        (y_BSO,) = self._outputs(x_BSI, whole)
+        if self.adapters is not None:
+            (y_BSO,) = self.adapters.outputs(self, x_BSI, (whole,))
+        else:
+            (y_BSO,) = column_linear(x_BSI, (whole,), self.tp)
         return y_BSO
 
 
@@ -139,7 +137,10 @@ class QKVParallelLinear(ParallelLinear):
         if self.kv_weight is not None:
             both = self.kv_weight, self.kv_bias
             maps.append(LinearMap(*both, self.copies, self.float8, self.kv_weight_kept))
-        outputs = self._outputs(x_BSI, *maps)
+        if self.adapters is not None:
+            outputs = self.adapters.outputs(self, x_BSI, maps)
+        else:
+            outputs = column_linear(x_BSI, maps, self.tp)
         if len(outputs) == 2:
             q, kv = outputs
             k, v = kv.chunk(2, dim=-1)
@@ -175,7 +176,10 @@ class KVParallelLinear(ParallelLinear):
         """[B, T, I] to this rank's keys and values of the whole sequence, each with its heads side
         by side in the last dimension."""
         both = LinearMap(self.weight, self.bias, self.copies, self.float8, self.weight_kept)
-        (kv,) = self._outputs(x_BTI, both)
+        if self.adapters is not None:
+            (kv,) = self.adapters.outputs(self, x_BTI, (both,))
+        else:
+            (kv,) = column_linear(x_BTI, (both,), self.tp)
         k, v = kv.chunk(2, dim=-1)
         return k, v
 
