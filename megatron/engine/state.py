@@ -74,8 +74,8 @@ class Float32Partition:
 
 
 def owned_slices(engine: TrainEngine) -> Iterator[OwnedSlice]:
-    """The slices of trained parameters that this rank owns, in parameter order. At stage 0 every
-    data-parallel rank owns whole parameters, all of them equal."""
+    """The slices that this rank owns, in parameter order. At stage 0 every data-parallel rank owns
+    whole parameters, all of them equal."""
     find = {0: _whole, 1: _flat_partition, 2: _flat_partition, 3: _own_partition}[engine.stage]
     place_of, form = find(engine), engine.stored_states
     partitions: dict[Tensor, Float32Partition | StoredPartition] = {}
@@ -189,7 +189,9 @@ def set_working_weights(
             continue
         if engine.stage < 3:
             whole = values(param, 0, param.numel())
-            param.data.copy_((whole if form is None else form.model_weights(whole)).view_as(param))
+            if form is not None and param in engine.trained:
+                whole = form.model_weights(whole)
+            param.data.copy_(whole.view_as(param))
         else:
             start, end = partition_range(param, engine.mesh.data)
             set_partition(param, values(param, start, end))

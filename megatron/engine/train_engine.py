@@ -58,8 +58,9 @@ class ModelEngine:
         float8: state of the layers that multiply in 8 bits.
 
     Attributes:
-        trained: those of ``names`` that are trained; the others are frozen.
         stage: the ZeRO stage that runs.
+        trained: those of ``names`` that are trained; the others are frozen, without gradients,
+            optimizer state or a place in checkpoints.
         stored_states: how main weights and moments are stored; None for float32.
     """
 
