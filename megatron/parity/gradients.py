@@ -133,7 +133,7 @@ def _step(run: Run, engine: TrainEngine, mesh: Mesh) -> GradientRecord:
         dropout_seed(config.training.seed, (n * mesh.data.size + mesh.data.rank) * samples)
         for n in range(count)
     ]
-    datasets, collate = run_data(run)
+    datasets, collate = run_data(run)[:2]
     assert datasets.train is not None
     batches = MicroBatches(
         datasets.train,

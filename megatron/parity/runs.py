@@ -110,7 +110,7 @@ class PlainTraining:
         self.model.to(dtype)
         self.params = {name: p for name, p in self.params.items() if p.requires_grad}
         self._optimizer = _plain_optimizer(list(self.params.values()), self.options)
-        datasets, collate = run_data(run)
+        datasets, collate = run_data(run)[:2]
         assert datasets.train is not None
         self._batches = MicroBatches(
             datasets.train, collate, micro_batch_size=self._plan.micro_batch_size
