@@ -278,3 +278,34 @@ def check_base(
             f"{record.path}): {', '.join(different[:3])}{more} differ. Name the model that they "
             "were trained on by --pretrained-checkpoint"
         )
+
+
+class RowLengths(Source):
+    """The magnitudes that DoRA starts from, by their names: the lengths of the rows of a model's
+    weights."""
+
+    title = "lengths of rows"
+
+    def __init__(self, source: Source, names: Sequence[str]) -> None:
+        super().__init__(source.folder)
+        self._source, self._names, self.model = source, names, source.model
+
+    @classmethod
+    def locate(cls, path: Path, wanted: str | None) -> Path | None:
+        return None
+
+    def names(self) -> Sequence[str]:
+        return self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensor(name).shape)
+
+    def kinds(self, name: str) -> Sequence[str]:
+        return ("weight",)
+
+    def tensor(self, name: str, kind: str = "weight") -> Tensor:
+        parsed = adapter_name(name)
+        assert parsed is not None
+        whole = self._source.tensor(parsed.of)
+        rows = rows_of_part(self.model, parsed.part, whole.shape[0])
+        return torch.linalg.vector_norm(whole[rows], dim=1)

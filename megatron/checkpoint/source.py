@@ -178,6 +178,7 @@ READERS = {
     "legacy_megatron": "megatron.formats.legacy_megatron.reader:MegatronCheckpoint",
     "huggingface": "megatron.formats.huggingface.source:HuggingFaceFolder",
     "peft": "megatron.formats.huggingface.peft:PeftFolder",
+    "meta": "megatron.formats.meta.source:MetaFolder",
 }
 """The :class:`Source` of each format, in the order in which they are tried. A universal checkpoint
 is a copy, which may be older than its original."""

@@ -15,13 +15,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from megatron.checkpoint.adapters import adapter_name, read_base
+from megatron.checkpoint.adapters import RowLengths, adapter_name, read_base
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.reader import differences
 from megatron.checkpoint.slices import Slice
 from megatron.checkpoint.source import FoundCheckpoint, Source
 from megatron.engine.adapter_checks import chosen_adapters, continued_adapters, record_base
-from megatron.engine.adapters import reset_magnitudes
 from megatron.engine.state import (
     MOMENTS,
     create_moments,
@@ -108,7 +107,8 @@ def _load_adapted(
         return own
     together(engine, lambda: load_weights(engine, source, {*fresh, *adapters}))
     if engine.config.adapters.use_dora:
-        together(engine, lambda: reset_magnitudes(engine, source))
+        lengths = RowLengths(source, [name for name in adapters if name.endswith("magnitude")])
+        together(engine, lambda: load_weights(engine, lengths, names - set(lengths.names())))
     engine.base = together(engine, lambda: record_base(engine, source))
     chosen = engine.config.checkpoint.load_adapter
     if chosen is not None:

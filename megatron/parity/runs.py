@@ -16,8 +16,8 @@ from megatron.data.loader import MicroBatches
 from megatron.engine.environment import distributed
 from megatron.engine.state import owned_slices
 from megatron.engine.train_engine import StepResult
-from megatron.families import spec_of
 from megatron.model.layer_list import LayerStack, initialise
+from megatron.objectives import trained_spec
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import dropout_seed
 from megatron.parallel.shard import Init, shard_of
@@ -82,7 +82,8 @@ class _Watching(Callback):
 class PlainTraining:
     """The same training without DeepSpeed: one process, torch's optimizer, a loop. ``order`` is
     that in which the micro batches of a step are summed, ``init`` replaces the model's
-    initialisation. Gradients of ``params`` are those of the last step, clipped."""
+    initialisation. ``params`` are those that are trained, their gradients those of the last step,
+    clipped."""
 
     def __init__(
         self,
@@ -93,7 +94,7 @@ class PlainTraining:
     ) -> None:
         run = parse_run(None, argv)
         self.options, self._seed = run.config.optimizer, run.config.training.seed
-        self.spec = spec_of(run.config.model, run.config.parallel)
+        self.spec = trained_spec(run.config)
         self._plan, self._order = TrainingPlan(run.config), order
         self.steps = min(
             self._plan.train_iters, run.config.training.exit_interval or self._plan.train_iters
@@ -107,8 +108,9 @@ class PlainTraining:
                 param.init = init  # type: ignore[attr-defined]
             initialise(name, param, self._seed)
         self.model.to(dtype)
+        self.params = {name: p for name, p in self.params.items() if p.requires_grad}
         self._optimizer = _plain_optimizer(list(self.params.values()), self.options)
-        datasets, collate = run_data(run)
+        datasets, collate = run_data(run)[:2]
         assert datasets.train is not None
         self._batches = MicroBatches(
             datasets.train, collate, micro_batch_size=self._plan.micro_batch_size
