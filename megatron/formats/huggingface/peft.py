@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron.checkpoint.adapters import AdaptedSource, adapter_name, rows_of_part
+from megatron.checkpoint.adapters import AdaptedSource, adapter_name
 from megatron.checkpoint.files import CheckpointError, read_json, write_json
 from megatron.checkpoint.source import FoundCheckpoint, Source
 from megatron.config import ModelConfig
