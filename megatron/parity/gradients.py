@@ -28,9 +28,9 @@ from megatron.engine.environment import distributed, training_device
 from megatron.engine.state import owned_slices
 from megatron.engine.train_engine import TrainEngine
 from megatron.engine.update.gradient_norm import average_gradients, gradient_norm, owned
-from megatron.families import spec_of
 from megatron.model.layer_list import LayerSequence, LayerSpec, LayerState, initialise
 from megatron.model.spec import ModelSpec
+from megatron.objectives import trained_spec
 from megatron.parallel.mesh import ALONE, SHARDED, Coordinates, Mesh
 from megatron.parallel.random import dropout_seed
 from megatron.parallel.shard import Init, Shard, shard_of
@@ -110,9 +110,7 @@ def gradients_in(run: Run, mesh: Mesh) -> GradientRecord:
         config, engine=engine_config, precision=PrecisionConfig(), fast_paths=fast
     )
     run = dataclasses.replace(run, config=config, content=complete({}, config))
-    engine = build_engine(
-        config, run.content, spec_of(config.model, config.parallel), mesh, training_device()
-    )
+    engine = build_engine(config, run.content, trained_spec(config), mesh, training_device())
     try:
         return _step(run, engine, mesh)
     finally:

@@ -16,8 +16,8 @@ from megatron.data.loader import MicroBatches
 from megatron.engine.environment import distributed
 from megatron.engine.state import owned_slices
 from megatron.engine.train_engine import StepResult
-from megatron.families import spec_of
 from megatron.model.layer_list import LayerStack, initialise
+from megatron.objectives import trained_spec
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import dropout_seed
 from megatron.parallel.shard import Init, shard_of
@@ -93,7 +93,7 @@ class PlainTraining:
     ) -> None:
         run = parse_run(None, argv)
         self.options, self._seed = run.config.optimizer, run.config.training.seed
-        self.spec = spec_of(run.config.model, run.config.parallel)
+        self.spec = trained_spec(run.config)
         self._plan, self._order = TrainingPlan(run.config), order
         self.steps = min(
             self._plan.train_iters, run.config.training.exit_interval or self._plan.train_iters
