@@ -43,10 +43,17 @@ class PreferenceConfig(KindConfig):
 
     files: ClassVar[str | None] = "preference"
     samples: ClassVar[str] = "pairs"
+    shares: ClassVar[frozenset[str]] = frozenset(
+        {"prompt_format", "chat_template", "on_long_example"}
+    )
     idle: ClassVar[str] = "this run has no preference data (--preference)"
 
     @property
     def reads_all(self) -> bool:
+        return self.preference is not None
+
+    @property
+    def acts(self) -> bool:
         return self.preference is not None
 
     @property
