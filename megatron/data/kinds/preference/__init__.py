@@ -41,7 +41,9 @@ class Preferences(DataKind):
                 "a curriculum of sequence lengths cuts samples, and would cut off the answers of "
                 "preference data: use one or the other"
             )
-        recipe = PreferenceRecipe(data.seq_length, data.seed, config.on_long_example == "skip")
+        recipe = PreferenceRecipe(
+            data.seq_length + 1, data.seed, skip_long=config.on_long_example == "skip"
+        )
 
         def open_examples(path: str, source: DataSource) -> PreferenceExamples:
             if idx_path(path).is_file() and not Path(path).exists():

@@ -14,6 +14,7 @@ from megatron.data.kinds.preference.examples import PreferenceExamples
 from megatron.data.preference_batch import PreferenceSample, Rows
 from megatron.data.samples import Documents, Piece, checked_index
 from megatron.data.scored_text import ScoredText
+from megatron.util.digests import digest
 
 logger = logging.getLogger(__name__)
 
@@ -23,15 +24,14 @@ INDEX_VERSION = 1
 
 @dataclass(frozen=True)
 class PreferenceRecipe:
-    """Samples of two rows each, of at most seq_length + 1 tokens. Every epoch shuffles the
-    examples; its order is a function of seed, part and the epoch's number."""
+    """Samples of two rows each. Every epoch shuffles the examples; its order is a function of seed,
+    part and the epoch's number."""
 
-    seq_length: int
-    """Tokens of a row that the model reads."""
+    capacity: int
+    """Most tokens of a row: prompt and answer."""
     seed: int
     skip_long: bool = False
-    """Leave out examples with a row of more than seq_length + 1 tokens, instead of cutting the end
-    of the answer off."""
+    """Leave out examples with a longer row, instead of cutting the end of the answer off."""
 
     def units(self, documents: Documents) -> int:
         return len(documents.document_indices) - 1
@@ -40,8 +40,7 @@ class PreferenceRecipe:
         self, documents: Documents, units: range, num_samples: int, name: str, cache: IndexCache
     ) -> PreferenceDataset:
         """At least `num_samples` samples of the documents `units`, or their order from the cache.
-        Raises ValueError if the documents are not preferences, or none has answers within
-        seq_length + 1 tokens."""
+        Raises ValueError if the documents are not preferences, or none has answers within a row."""
         if not isinstance(documents, PreferenceExamples):
             raise ValueError(
                 f"{documents.prefix} contains documents and no preferences; --preference needs "
@@ -52,7 +51,7 @@ class PreferenceRecipe:
             "content": documents.content_digest,
             "documents": [units.start, units.stop],
             "part": name,
-            "seq length": self.seq_length,
+            "capacity": self.capacity,
             "samples": num_samples,
             "seed": self.seed,
             "skip long": self.skip_long,
@@ -76,23 +75,22 @@ class PreferenceRecipe:
     def _usable(self, documents: PreferenceExamples, units: range, name: str) -> np.ndarray:
         """As in trl (1.16) the end of a long answer is cut off, and an example is left out whose
         prompt leaves no space for it."""
-        capacity = self.seq_length + 1
         prompts_N1, answers_NK = np.split(
             documents.document_lengths[units.start : units.stop], [1], axis=1
         )
-        is_long = (prompts_N1 + answers_NK > capacity).any(1)
-        answered = (prompts_N1[:, 0] < capacity) & (answers_NK > 0).all(1)
+        is_long = (prompts_N1 + answers_NK > self.capacity).any(1)
+        answered = (prompts_N1[:, 0] < self.capacity) & (answers_NK > 0).all(1)
         usable = units.start + np.flatnonzero(answered & ~is_long if self.skip_long else answered)
         if not len(usable):
             raise ValueError(
                 f"{documents.prefix}: none of the {len(units)} examples for {name} has a prompt "
-                f"that leaves space for an answer within --seq-length {self.seq_length}"
+                f"that leaves space for an answer within {self.capacity} tokens (--seq-length)"
             )
         if is_long.any() or not answered.all():
             cut = 0 if self.skip_long else (is_long & answered).sum()
             logger.warning(
                 f"{documents.prefix}, {name}: of {len(units)} examples {is_long.sum()} are longer "
-                f"than --seq-length {self.seq_length}; {cut} are cut off there, "
+                f"than {self.capacity} tokens (--seq-length); {cut} are cut off there, "
                 f"{len(units) - len(usable)} left out ({(~answered).sum()} of them without space "
                 "for an answer)"
             )
@@ -122,6 +120,12 @@ class PreferenceDataset:
         self.reference = reference
 
     @property
+    def digest(self) -> str:
+        """Identifies the rows of all documents."""
+        numbers = digest(np.stack((self.documents, self._index["others"])).data)
+        return digest(f"{self.examples.content_digest} {numbers} {self.recipe.capacity}")
+
+    @property
     def documents(self) -> npt.NDArray[np.int64]:
         """Numbers of the documents, ascending, that samples are made of."""
         return self._index["usable"]
@@ -142,11 +146,14 @@ class PreferenceDataset:
 
     def rows(self, place: int) -> Rows:
         """The rows of the document at a place of ``documents``, cut to what the model reads."""
-        capacity = self.recipe.seq_length + 1
+        capacity = self.recipe.capacity
         prompt, answers = self.examples.document(int(self.documents[place]))
         if self.examples.judged:
             answers += self.examples.document(int(self._index["others"][place])).answers
-        first, second = (ScoredText(prompt, each[: capacity - len(prompt)]) for each in answers)
+        first, second = (
+            ScoredText(prompt.astype(np.int64), each[: capacity - len(prompt)].astype(np.int64))
+            for each in answers
+        )
         return first, second
 
     def origin(self, index: int, /) -> list[Piece]:
