@@ -117,10 +117,12 @@ class ModelSpec:
         travels: from the initial state, the tensor-parallel ranks and an index of the layer list:
             shapes by name of the tensors that a pipeline stage starting there receives (``hidden``,
             ``encoder``, or the name of a loss that was added before).
-        losses: weight of each loss in the number that is minimised, in the order of logging.
+        losses: weight of each loss in the number that is minimised, in the order of logging; 0 for
+            numbers that are only reported.
         attention: the kind of most blocks, for what a run says about its kernels.
         head_parts: how the canonical names of parameters begin that belong to a head of such
             models, this one's or another: where only weights are loaded, the heads may differ.
+        no_perplexity: names of ``losses`` that are no cross entropies.
     """
 
     layers: Callable[[TensorParallel], list[LayerSpec]]
@@ -129,11 +131,13 @@ class ModelSpec:
     losses: Mapping[str, float] = field(default_factory=lambda: {LM_LOSS: 1.0})
     attention: AttentionKind = "causal"
     head_parts: tuple[str, ...] = ()
+    no_perplexity: frozenset[str] = frozenset()
 
     def total(self, losses: Mapping[str, Number]) -> Number:
         weighted = (
             losses[name] if weight == 1.0 else weight * losses[name]
             for name, weight in self.losses.items()
+            if weight
         )
         return reduce(add, weighted)
 
