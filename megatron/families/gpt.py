@@ -109,6 +109,7 @@ class GPTData(DataPipeline):
             eighth = -(-self.seq_length // (LENGTHS * 8)) * 8
             multiple = int(np.lcm(eighth, slices))
         return Padding(padding_token(self.tokenizer), min(multiple, self.seq_length))
+
     def scored_batch(self, texts: Sequence[ScoredText], length: int) -> GPTBatch:
         return FAMILY.scored_batch(self.config, self.tokenizer, texts, length)
 

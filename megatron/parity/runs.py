@@ -82,7 +82,8 @@ class _Watching(Callback):
 class PlainTraining:
     """The same training without DeepSpeed: one process, torch's optimizer, a loop. ``order`` is
     that in which the micro batches of a step are summed, ``init`` replaces the model's
-    initialisation. Gradients of ``params`` are those of the last step, clipped."""
+    initialisation. ``params`` are those that are trained, their gradients those of the last step,
+    clipped."""
 
     def __init__(
         self,
@@ -107,8 +108,9 @@ class PlainTraining:
                 param.init = init  # type: ignore[attr-defined]
             initialise(name, param, self._seed)
         self.model.to(dtype)
+        self.params = {name: p for name, p in self.params.items() if p.requires_grad}
         self._optimizer = _plain_optimizer(list(self.params.values()), self.options)
-        datasets, collate = run_data(run)
+        datasets, collate = run_data(run)[:2]
         assert datasets.train is not None
         self._batches = MicroBatches(
             datasets.train, collate, micro_batch_size=self._plan.micro_batch_size
