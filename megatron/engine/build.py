@@ -27,7 +27,7 @@ from megatron.engine.deepspeed_patches import (
 from megatron.engine.float8 import Float8State
 from megatron.engine.train_engine import TrainEngine
 from megatron.engine.update.async_step import can_defer
-from megatron.engine.update.optimizer import build_optimizer
+from megatron.engine.update.optimizer import build_optimizer, rate_factors
 from megatron.engine.update.stored_states import StoredStates
 from megatron.model.attention_masks import AttentionKind
 from megatron.model.block import Block
@@ -66,7 +66,8 @@ def build_engine(
     use_float8(blocks, config)
     if to_compile(config, device):
         compile_blocks(backend.sequences, config.fast_paths, device)
-    optimizer = build_optimizer(names, config.optimizer)
+    factors = rate_factors(names, config.optimizer, mesh)
+    optimizer = build_optimizer(names, config.optimizer, factors)
     asynchronous = _adapt_settings(settings, config, names, mesh)
     with without_zero_gradients(unused=asynchronous):
         engine = backend.start(optimizer, settings)

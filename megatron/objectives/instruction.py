@@ -102,6 +102,6 @@ def _with_noise(
 ) -> Callable[[Any], LayerState]:
     def started(batch: Any) -> LayerState:
         state = begin(batch)
-        return state.changed(noise=EmbeddingNoise.of(alpha, longest, batch))
+        return state.changed(noise=EmbeddingNoise(alpha, longest, batch.example_lengths()))
 
     return started
