@@ -124,7 +124,7 @@ def _step(run: Run, engine: TrainEngine, mesh: Mesh) -> GradientRecord:
         param.init = INIT  # type: ignore[attr-defined]
         initialise(name, param, config.training.seed, mesh.coordinates)
     outputs = _observe(engine.sequences, engine.spec) if mesh.data.rank == 0 else {}
-    average_by(engine.engine, lambda: average_gradients(engine.names, mesh))
+    average_by(engine.engine, lambda: average_gradients(engine.trained, mesh))
     plan = TrainingPlan(config)
     count = plan.batch_size.micro_batches(0)
     engine.prepare(count)
@@ -147,12 +147,12 @@ def _step(run: Run, engine: TrainEngine, mesh: Mesh) -> GradientRecord:
     if data.weighed:
         batches, _ = weighed_step(batches, count, mesh, engine.device)
     sums = engine.backend.accumulate(batches, seeds)
-    norm = float(gradient_norm(list(engine.names), mesh))
+    norm = float(gradient_norm(list(engine.trained), mesh))
     found = [
         Gradient(
             name, shard_of(param), owned(param, mesh, SHARDED), param.grad.detach().cpu().clone()
         )
-        for param, name in engine.names.items()
+        for param, name in engine.trained.items()
         if param.grad is not None
     ]
     loss = float(engine.spec.total(engine.mean_losses(sums, count)))

@@ -82,7 +82,8 @@ class _Watching(Callback):
 class PlainTraining:
     """The same training without DeepSpeed: one process, torch's optimizer, a loop. ``order`` is
     that in which the micro batches of a step are summed, ``init`` replaces the model's
-    initialisation. Gradients of ``params`` are those of the last step, clipped."""
+    initialisation. ``params`` are those that are trained, their gradients those of the last step,
+    clipped."""
 
     def __init__(
         self,
@@ -107,6 +108,7 @@ class PlainTraining:
                 param.init = init  # type: ignore[attr-defined]
             initialise(name, param, self._seed)
         self.model.to(dtype)
+        self.params = {name: p for name, p in self.params.items() if p.requires_grad}
         self._optimizer = _plain_optimizer(self.params, self.options)
         datasets, collate, self._weighed = run_data(run)
         assert datasets.train is not None
