@@ -17,7 +17,6 @@ from torch import Tensor
 from megatron.data.packing import positions_within, restarting_positions
 from megatron.data.samples import PackedSample
 from megatron.data.scored_text import ScoredText, padded
-from megatron.tokenizer import Tokenizer
 
 
 class GPTBatch(NamedTuple):
@@ -133,14 +132,6 @@ class GPTBatch(NamedTuple):
             position_ids_BS=positions_BS,
             document_ids_BS=documents_BS,
         )
-
-
-def padding_token(tokenizer: Tokenizer) -> int:
-    """The tokenizer's padding token, or the end of document where it has none."""
-    try:
-        return tokenizer.pad
-    except ValueError:
-        return tokenizer.eod
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from megatron.config import ModelConfig, ParallelConfig, RunConfig
 from megatron.config.engine import GRAPH_MODES
 from megatron.config.kinds import DOCUMENTS
 from megatron.config.kinds.instruction import InstructionConfig
-from megatron.data.gpt_batch import GPTBatch, GPTCollator, Padding, padding_token
+from megatron.data.gpt_batch import GPTBatch, GPTCollator, Padding
 from megatron.data.gpt_dataset import GPTRecipe, MockGPTDataset
+from megatron.data.packing import padding_token
 from megatron.data.pipeline import DataPipeline, SampleTokens, SampleView
 from megatron.data.samples import SampleRecipe
 from megatron.data.scored_text import ScoredText, check_lengths, fitted, too_long

@@ -22,13 +22,13 @@ _OBJECTIVES: dict[Callable[[RunConfig], bool], str] = {
     ),
     lambda config: config.adapters.lora: "megatron.model.adapters:with_adapters",
 }
-"""Which runs have an objective or adapters, and the function that gives it to their model, from that and the
-configuration. Runs without it do not import it."""
+"""Which runs have an objective or adapters, and the function that gives them to their model, from
+that and the configuration. Runs without them do not import it."""
 
 
 def trained_spec(config: RunConfig) -> ModelSpec:
-    """The model of a run with the losses that it is trained by, and its adapters. Raises ConfigError as
-    :func:`spec_of` does, or if the family has no such losses."""
+    """The model of a run with the losses that it is trained by, and its adapters. Raises
+    ConfigError as :func:`spec_of` does, or if the family has no such losses."""
     spec = spec_of(config.model, config.parallel)
     for has, name in _OBJECTIVES.items():
         if has(config):
