@@ -24,8 +24,9 @@ from megatron.config.engine import GRAPH_MODES
 from megatron.config.kinds import DOCUMENTS
 from megatron.config.kinds.instruction import InstructionConfig
 from megatron.config.kinds.preference import PreferenceConfig
-from megatron.data.gpt_batch import GPTBatch, GPTCollator, Padding, padding_token
+from megatron.data.gpt_batch import GPTBatch, GPTCollator, Padding
 from megatron.data.gpt_dataset import GPTRecipe, MockGPTDataset
+from megatron.data.packing import padding_token
 from megatron.data.pipeline import DataPipeline, SampleTokens, SampleView
 from megatron.data.samples import SampleRecipe
 from megatron.data.scored_text import ScoredText, check_lengths, fitted, too_long
@@ -38,7 +39,6 @@ from megatron.model.layer_list import LayerCache, LayerState
 from megatron.model.spec import ModelSpec, only_hidden_travels
 from megatron.parallel.cross_entropy import Targets
 from megatron.tokenizer import Tokenizer
-
 
 LENGTHS = 8
 """How many lengths samples are padded to on GPUs."""
