@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.parallel.cross_entropy import LossHead, Targets, _Chunks, _LinearCrossEntropy
+from megatron.parallel.cross_entropy import LogitChunks, LossHead, Targets, _LinearCrossEntropy
 from megatron.parallel.mesh import Group
 from megatron.parallel.softmax_loss import capped, rows_of_work, slices
 from megatron.parallel.tensor_parallel import autocast_dtype, start_gather_sequence
@@ -107,7 +107,7 @@ def linear_top_tokens(teacher: TeacherHead, count: int, temperature: float) -> T
     return TopTokens(*found)
 
 
-def _top_of_chunk(run: _Chunks, chunk: slice, count: int, temperature: float) -> TopTokens:
+def _top_of_chunk(run: LogitChunks, chunk: slice, count: int, temperature: float) -> TopTokens:
     logits_CN = run._logits(chunk)[:, : run.columns.used]
     soft_CN = capped(logits_CN.to(run.work), run.columns.softcap) / temperature
     rows, used = soft_CN.shape
@@ -180,7 +180,7 @@ class _LinearDistillation(torch.autograd.Function):
         return (*found[:3], None, None, None, None, None)
 
 
-class _Distilled(_Chunks):
+class _Distilled(LogitChunks):
     """The tokens of a micro batch, chunk by chunk, whose gradients are those of both terms."""
 
     def __init__(
@@ -196,7 +196,7 @@ class _Distilled(_Chunks):
     ) -> None:
         super().__init__(x_TH, weight_PH, targets, head, needs, bias_P, compiled=False)
         self.terms, self.teacher = terms, teacher
-        self._teaching: _Chunks | None = None
+        self._teaching: LogitChunks | None = None
         if isinstance(teacher, TeacherHead):
             self._teaching = _chunks_of(teacher, self.chunks)
 
@@ -221,7 +221,7 @@ class _Distilled(_Chunks):
             if gradients:
                 for at in student.rows():
                     student.write(at, taught)
-                self._multiply(chunk, logits_CP)
+                self.multiply(chunk, logits_CP, mask_C)
         factor = terms.temperature**2 / self.counted
         return cross_entropy / self.counted, divergence * factor
 
@@ -237,7 +237,7 @@ class _Distilled(_Chunks):
         return _TopTeacher(columns_CK, probs_CK.to(self.work), rest_C.to(self.work), self)
 
 
-def _chunks_of(teacher: TeacherHead, chunks: list[slice] | None = None) -> _Chunks:
+def _chunks_of(teacher: TeacherHead, chunks: list[slice] | None = None) -> LogitChunks:
     """The teacher's tokens, in given chunks."""
     x_BPH, weight_VH, bias_V, head = teacher
     if head.tp.split:
@@ -250,7 +250,7 @@ def _chunks_of(teacher: TeacherHead, chunks: list[slice] | None = None) -> _Chun
         # Memory for the student's chunks.
         size = chunks[0].stop * len(weight_VH) * weight_VH.element_size()
         head = LossHead(head.vocab_size, head.softcap, size, head.tp)
-    run = _Chunks(x_TH, weight_VH, targets, head, bias_P=bias_V, compiled=False)
+    run = LogitChunks(x_TH, weight_VH, targets, head, bias_P=bias_V, compiled=False)
     if chunks is not None:
         run.chunks = chunks
     return run
@@ -424,7 +424,7 @@ class _TopTeacher:
 
     def _others(self, at: slice, values_RV: Tensor) -> Tensor:
         """The values with zeros at the teacher's tokens, in place."""
-        # Not by writing zeros: columns of other ranks are 0 here, which one of this rank may be too.
+        # Not by writing zeros: columns of other ranks are 0 here, as one of this rank may be.
         taken_RV = torch.zeros_like(values_RV)
         taken_RV.scatter_add_(1, self.columns_CK[at], self.here_CK[at].to(values_RV.dtype))
         return values_RV.masked_fill_(taken_RV > 0, 0.0)
