@@ -60,6 +60,9 @@ EVAL_TASKS = "megatron.tasks.during_training:EvalTasks"
 """The callback of ``--eval-tasks``, which is made of the run's configuration and its tokenizer. It
 uses training and is imported for runs with the flag only."""
 
+DISTILLATION = "megatron.training.distillation:Distillation"
+"""The callback of ``--kd``, which is made of a run and imported for runs with the flag only."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -211,10 +214,13 @@ def build_trainer(
     plan = TrainingPlan(config, epochs)
     lock = hold_folder(config.checkpoint.save, mesh.world, device, say)
     checkpoint = resume.locate(config)
+    teaching = [resolve_name(DISTILLATION)(run)] if config.distillation.kd else []
     spec = trained_spec(config)
     engine = build_engine(config, run.content, spec, mesh, device)
     writer = checkpoint_writer(engine, run.content, run.tokenizer.save_pretrained)
     begin = resume.load(engine, plan, checkpoint)
+    for teacher in teaching:
+        teacher.start(engine, data)
     report = Reporter(run.resolved, plan, mesh, device, begin)
     checkpoints = CheckpointManager(writer, report, config.checkpoint.save_interval)
     check = config.training.check_for_nan_in_loss_and_grad
@@ -225,6 +231,7 @@ def build_trainer(
         (
             _Closing(engine, lock),
             *callbacks,
+            *teaching,
             *tasks,
             Stopping(request, device, mesh.world.size, config.training.exit_interval),
             report,
