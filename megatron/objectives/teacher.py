@@ -133,12 +133,12 @@ def _fitted(
                 "tokenizer; both need the same tokenizer"
             )
     longest = model.positions.longest
-    if model.positions.position_embedding_type == "learned_absolute":
-        if longest is not None and longest < student.seq_length:
-            raise ConfigError(
-                f"{shown} has {longest} positions, fewer than --seq-length {student.seq_length}; "
-                "give a smaller length"
-            )
+    learned = model.positions.position_embedding_type == "learned_absolute"
+    if learned and longest is not None and longest < student.seq_length:
+        raise ConfigError(
+            f"{shown} has {longest} positions, fewer than --seq-length {student.seq_length}; "
+            "give a smaller length"
+        )
     each = tokens.padded // ranks
     if size > tokens.padded:
         if ranks > 1:

@@ -28,13 +28,13 @@ from megatron.engine.environment import distributed, training_device
 from megatron.engine.state import owned_slices
 from megatron.engine.train_engine import TrainEngine
 from megatron.engine.update.gradient_norm import average_gradients, gradient_norm, owned
-from megatron.families import spec_of
 from megatron.model.layer_list import LayerSequence, LayerSpec, LayerState, initialise
 from megatron.model.spec import ModelSpec
+from megatron.objectives import trained_spec
 from megatron.parallel.mesh import ALONE, SHARDED, Coordinates, Mesh
 from megatron.parallel.random import dropout_seed
 from megatron.parallel.shard import Init, Shard, shard_of
-from megatron.parity.runs import PlainTraining
+from megatron.parity.runs import PlainTraining, teaching
 from megatron.training.plan import TrainingPlan
 from megatron.training.run import Run, parse_run, run_data
 
@@ -110,9 +110,7 @@ def gradients_in(run: Run, mesh: Mesh) -> GradientRecord:
         config, engine=engine_config, precision=PrecisionConfig(), fast_paths=fast
     )
     run = dataclasses.replace(run, config=config, content=complete({}, config))
-    engine = build_engine(
-        config, run.content, spec_of(config.model, config.parallel), mesh, training_device()
-    )
+    engine = build_engine(config, run.content, trained_spec(config), mesh, training_device())
     try:
         return _step(run, engine, mesh)
     finally:
@@ -135,7 +133,7 @@ def _step(run: Run, engine: TrainEngine, mesh: Mesh) -> GradientRecord:
         dropout_seed(config.training.seed, (n * mesh.data.size + mesh.data.rank) * samples)
         for n in range(count)
     ]
-    datasets, collate = run_data(run)
+    datasets, collate = run_data(run)[:2]
     assert datasets.train is not None
     batches = MicroBatches(
         datasets.train,
@@ -144,7 +142,8 @@ def _step(run: Run, engine: TrainEngine, mesh: Mesh) -> GradientRecord:
         data_rank=mesh.data.rank,
         data_size=mesh.data.size,
     )
-    sums = engine.backend.accumulate(plan.lengths.cut(batches, 0), seeds)
+    taught = teaching(config, mesh, torch.float64)(plan.lengths.cut(batches, 0), count)
+    sums = engine.backend.accumulate(taught, seeds)
     norm = float(gradient_norm(list(engine.names), mesh))
     found = [
         Gradient(
