@@ -1,9 +1,8 @@
 """A student with its teacher in every layout against one process, in float64."""
 
 import pytest
-import torch
 from samples import sampled
-from training_jobs import LAYOUTS, TINY, gradients, train, train_plainly
+from training_jobs import LAYOUTS, TINY, gradients, train
 
 from megatron.config.layouts import parse_layout
 from megatron.objectives import trained_spec
