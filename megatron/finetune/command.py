@@ -10,8 +10,10 @@ from typing import NamedTuple
 from megatron.config import Setting, Settings
 from megatron.engine.environment import distributed
 from megatron.finetune.config import FineTuneConfig
+from megatron.finetune.during_training import Baseline, SampleTexts
 from megatron.finetune.export import export_model
 from megatron.finetune.held_out import ExampleCounts, count_samples, training_data
+from megatron.finetune.prompts import sample_prompts
 from megatron.finetune.settings import (
     CHECKPOINTS,
     ORIGIN,
@@ -114,7 +116,9 @@ def fine_tune(tuning: FineTuneRun) -> None:
     assert config.output is not None
     with distributed(run.config.parallel) as mesh:
         data = training_data(run, tuning.epochs, tuning.held_out)
-        stopped = build_trainer(run, mesh, (), data, tuning.epochs).fit()
+        samples = SampleTexts(run, mesh, sample_prompts(config, run, data), config.sample_tokens)
+        callbacks = (Baseline(), samples)
+        stopped = build_trainer(run, mesh, callbacks, data, tuning.epochs).fit()
     if not is_main_process():
         return
     output = Path(config.output)

@@ -60,6 +60,7 @@ def training_data(run: Run, epochs: Epochs | None, held_out: dict[str, int]) -> 
     data = family_of(run.config.model.family).data(run.config, run.tokenizer)
     train, valid, test = plan.sample_counts
     each = plan.eval_iters * plan.global_batch_size
+    valid += each  # before the first step
     found = data.training_data((train, min(valid, each), test), plan.batch_sizes)
     same = {
         name: SameSamples(samples, held_out[name], each, valid)
