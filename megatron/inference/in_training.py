@@ -24,7 +24,7 @@ def training_runner(
     steps: dist.ProcessGroup | None = None,
 ) -> Iterator[PagedRunner]:
     """The runner of a model in training, with its current weights and without a copy of them, in
-    every layout; a rank's part of it, for the block, after which training may go on. All ranks must
+    every layout; a rank's part of it, for the block, after which training continues. All ranks must
     call it, and compute nothing else of the model in the block.
 
     Args:
