@@ -171,6 +171,7 @@ READERS = {
     "universal": "megatron.formats.deepspeed_folders.universal:UniversalFolder",
     "legacy_megatron": "megatron.formats.legacy_megatron.reader:MegatronCheckpoint",
     "huggingface": "megatron.formats.huggingface.source:HuggingFaceFolder",
+    "meta": "megatron.formats.meta.source:MetaFolder",
 }
 """The :class:`Source` of each format, in the order in which they are tried. A universal checkpoint
 is a copy, which may be older than its original."""

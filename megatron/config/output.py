@@ -34,6 +34,9 @@ class CheckpointConfig:
     """Number of newest checkpoints to keep; older ones are deleted."""
     keep_every: int | None = option(None, bounds=POSITIVE)
     """Keep checkpoints of every N-th iteration permanently, regardless of --keep-last."""
+    keep_best: bool = option(False)
+    """Keep the checkpoint with the lowest validation loss, regardless of --keep-last; an evaluation
+    that is the best so far is followed by a checkpoint. best_epoch.json names it."""
     save_universal: bool = option(False)
     """Also write each checkpoint as a universal checkpoint of DeepSpeed."""
     universal_checkpoint: bool = option(False)
@@ -66,7 +69,7 @@ class CheckpointConfig:
         not float32 tensors."""
         for name in (
             *("save_interval", "save_init", "keep_last", "keep_every", "async_save"),
-            "save_universal",
+            *("save_universal", "keep_best"),
         ):
             resolver.check(
                 self.save is not None or not getattr(self, name),

@@ -61,6 +61,8 @@ class _Training:
     """Number of iterations between evaluations on the validation data."""
     eval_iters: int = option(100, bounds=NOT_NEGATIVE, role="course")
     """Number of global batches per evaluation; 0 turns evaluation off."""
+    early_stopping_patience: int | None = option(None, bounds=POSITIVE, role="course")
+    """Save and stop after this many evaluations in a row without a lower validation loss."""
     skip_train: bool = option(False, role="course")
     """Only evaluate; do not train."""
     exit_interval: int | None = option(None, bounds=POSITIVE, role="course")
@@ -284,6 +286,10 @@ class _Optimizer:
     """Adam: epsilon added to the root of the second moment."""
     sgd_momentum: float = option(0.9, bounds=FRACTION)
     """Momentum of SGD."""
+    lr_group: tuple[str, ...] = option((), role="schedule")
+    """PATTERN=FACTOR: multiply the learning rate of the parameters whose canonical names match
+    the pattern (embedding.*=0.1, layers.[01].*=0.5, *.lora_*_b.*=16); of several patterns the
+    first that matches counts."""
 
 
 @dataclass(frozen=True, kw_only=True)

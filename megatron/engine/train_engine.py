@@ -59,6 +59,8 @@ class ModelEngine:
 
     Attributes:
         stage: the ZeRO stage that runs.
+        trained: those of ``names`` that are trained; the others are frozen, without gradients,
+            optimizer state or a place in checkpoints.
         stored_states: how main weights and moments are stored; None for float32.
     """
 
@@ -76,6 +78,7 @@ class ModelEngine:
     ) -> None:
         self.config, self.spec, self.mesh, self.device = config, spec, mesh, device
         self.backend, self.names, self.float8 = backend, names, float8
+        self.trained = {param: name for param, name in names.items() if param.requires_grad}
         self.layers, self.model, self.stage = backend.layers, backend.model, backend.stage
 
     @property
@@ -180,7 +183,7 @@ class TrainEngine(ModelEngine):
             self._async_step = AsyncOptimizerStep(
                 self.optimizer_wrapper,
                 optimizer,
-                names,
+                self.trained,
                 mesh,
                 device,
                 clip_grad=config.optimizer.clip_grad,
@@ -188,7 +191,7 @@ class TrainEngine(ModelEngine):
                 form=stored_states,
                 keys={
                     param: key_of(config.training.seed, name, shard_of(param), mesh.coordinates)
-                    for param, name in names.items()
+                    for param, name in self.trained.items()
                 },
             )
 
@@ -257,7 +260,7 @@ class TrainEngine(ModelEngine):
         return float(self.engine.get_global_grad_norm()), False
 
     def _update_unpartitioned(self) -> tuple[float, bool]:
-        params = list(self.names)
+        params = list(self.trained)
         norm = gradient_norm(params, self.mesh)
         finite = bool(torch.isfinite(norm))
         if not finite:

@@ -142,8 +142,9 @@ class PlainTraining:
         self._optimizer.zero_grad()
         loss = self.accumulate()
         params = list(self.params.values())
+        grads = [param.grad for param in params if param.grad is not None]  # frozen: None
         # In float32 the norm of a large vocabulary's gradient alone would be off by 1e-5.
-        norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float64) for p in params]
+        norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]
         norm = torch.linalg.vector_norm(torch.stack(norms))
         torch.nn.utils.clip_grads_with_norm_(params, self.options.clip_grad or math.inf, norm)
         self._optimizer.step()

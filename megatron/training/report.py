@@ -156,6 +156,8 @@ class Reporter(Callback):
                 grad_norm=result.grad_norm,
                 loss_scale=result.loss_scale,
                 skipped=result.skipped,
+                fed_tokens=None if step.counts is None else step.counts.fed,
+                trained_tokens=None if step.counts is None else step.counts.trained,
             )
         )
 
