@@ -29,7 +29,6 @@ from megatron.model.spec import ModelSpec, only_hidden_travels
 from megatron.parallel.cross_entropy import Targets
 from megatron.tokenizer import Tokenizer
 
-
 LENGTHS = 8
 """How many lengths samples are padded to on GPUs."""
 

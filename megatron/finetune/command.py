@@ -11,9 +11,10 @@ from megatron.config import Setting, Settings
 from megatron.engine.environment import distributed
 from megatron.finetune.config import FineTuneConfig
 from megatron.finetune.during_training import Baseline, SampleTexts
-from megatron.finetune.export import export_model
+from megatron.finetune.export import check_output_folder, export_model
 from megatron.finetune.held_out import ExampleCounts, count_samples, training_data
 from megatron.finetune.prompts import sample_prompts
+from megatron.finetune.report import report
 from megatron.finetune.settings import (
     CHECKPOINTS,
     ORIGIN,
@@ -22,8 +23,10 @@ from megatron.finetune.settings import (
     has_length,
     is_weighted,
 )
+from megatron.finetune.summary import TuningSummary
 from megatron.training.launch import start_processes
 from megatron.training.plan import Epochs
+from megatron.training.plots import read_metrics
 from megatron.training.run import (
     Run,
     RunToolParser,
@@ -33,9 +36,11 @@ from megatron.training.run import (
     run_of,
     show_configuration,
 )
+from megatron.util.files import write_whole
 from megatron.util.processes import is_main_process
 from megatron.util.progress import say
 
+REPORT = "report.html"
 EVALUATIONS = 10
 """In a run, where no flag says how many."""
 
@@ -46,8 +51,7 @@ class FineTuneRun(NamedTuple):
     config: FineTuneConfig
     run: Run
     epochs: Epochs | None
-    held_out: dict[str, int]
-    """Samples of each held-out set."""
+    counts: ExampleCounts
 
 
 def main(description: str | None) -> None:
@@ -62,6 +66,7 @@ def parse(description: str | None = None, argv: Sequence[str] | None = None) -> 
     names it."""
     config, settings = RunToolParser(FineTuneConfig, description).parse(argv)
     check_flags(config, settings)
+    check_output_folder(config)
     return planned(config, settings, start_processes(settings, argv))
 
 
@@ -84,7 +89,7 @@ def planned(config: FineTuneConfig, settings: Settings, processes: int) -> FineT
     settings = _evaluations(settings, run, counts)
     run = run_of(settings, processes)
     show_configuration(run)
-    return FineTuneRun(config, run, epochs, counts.valid)
+    return FineTuneRun(config, run, epochs, counts)
 
 
 def _by_examples(config: FineTuneConfig, settings: Settings, counts: ExampleCounts) -> Settings:
@@ -115,14 +120,40 @@ def fine_tune(tuning: FineTuneRun) -> None:
     run, config = tuning.run, tuning.config
     assert config.output is not None
     with distributed(run.config.parallel) as mesh:
-        data = training_data(run, tuning.epochs, tuning.held_out)
-        samples = SampleTexts(run, mesh, sample_prompts(config, run, data), config.sample_tokens)
-        callbacks = (Baseline(), samples)
-        stopped = build_trainer(run, mesh, callbacks, data, tuning.epochs).fit()
+        data = training_data(run, tuning.epochs, tuning.counts.valid)
+        prompts = sample_prompts(config, run, data)
+        callbacks = (Baseline(), SampleTexts(run, mesh, prompts, config.sample_tokens))
+        trainer = build_trainer(run, mesh, callbacks, data, tuning.epochs)
+        stopped = trainer.fit()
     if not is_main_process():
         return
     output = Path(config.output)
+    summary = summary_of(tuning, trainer.iteration)
+    write_report(summary, output / REPORT)
     if stopped is not None:
         say(f"stopped by {stopped}: the same command continues from {output / CHECKPOINTS}")
     elif config.export:
-        export_model(config, output / CHECKPOINTS, output)
+        export_model(config, run, summary, prompts.ends)
+    say(f"report: {output / REPORT}")
+
+
+def summary_of(tuning: FineTuneRun, steps: int) -> TuningSummary:
+    """What a fine-tuning has done after a number of steps."""
+    run, config, counts = tuning.run, tuning.config, tuning.counts
+    paths = config.data[1::2] if is_weighted(config.data) else config.data
+    metrics = run.config.logging.metrics_file
+    return TuningSummary(
+        run.config,
+        config.model or "",
+        paths,
+        None if tuning.epochs is None else tuning.epochs.count,
+        sum(counts.train),
+        sum(counts.valid.values()),
+        steps,
+        read_metrics(metrics) if metrics and Path(metrics).is_file() else [],
+    )
+
+
+def write_report(summary: TuningSummary, path: Path) -> None:
+    """Writes the HTML report. Raises OSError if it cannot be written."""
+    write_whole(path, report(summary, path.resolve().parent.name).encode())

@@ -67,4 +67,4 @@ def training_data(run: Run, epochs: Epochs | None, held_out: dict[str, int]) -> 
         for name, samples in found.datasets.valid.items()
     }
     datasets = Datasets(found.datasets.train, same, found.datasets.test)
-    return TrainingData(datasets, found.collate)
+    return found._replace(datasets=datasets)

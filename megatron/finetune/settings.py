@@ -135,6 +135,7 @@ def _defaults(settings: Settings, processes: int, has_json: bool) -> dict[str, A
         "weight_decay": 0.0,
         "log_interval": 10,
         "keep_last": 2,
+        **({} if "preference" in settings else {"sft_loss_weights": "tokens"}),
         **_batches(settings, processes),
     }
     if not has_json and torch.cuda.is_available():
