@@ -38,8 +38,8 @@ class GPTBatch(NamedTuple):
     """Labels to score, in place of those of labels_BS, at the last K of positions_BP; int64."""
     weights_2: Tensor | None = None
     """Of the batch among those of a step, float64: of its loss, and of its tokens whose loss
-    counts. As collated they are sums; once the whole step is known, relative to the mean over its micro
-    batches on all ranks."""
+    counts. As collated they are sums; once the whole step is known, relative to the mean over its
+    micro batches on all ranks."""
 
     @classmethod
     def scoring(
@@ -77,6 +77,19 @@ class GPTBatch(NamedTuple):
             positions_BP=None if most == length and not chosen else positions,
             choices_BK=choices if chosen else None,
         )
+
+    def example_lengths(self) -> Tensor:
+        """float32 [B, S]: for every token the tokens of its document; where a row is one document
+        and padding, those up to the last whose loss counts."""
+        if self.document_ids_BS is None:
+            counted_BS = self.loss_mask_BS > 0
+            numbers_S = torch.arange(1, counted_BS.shape[1] + 1, device=counted_BS.device)
+            last_B1 = (counted_BS * numbers_S).amax(1, keepdim=True).clamp(min=1)
+            return last_B1.expand(counted_BS.shape).float()
+        ids_BS = self.document_ids_BS
+        counts_BD = torch.zeros(ids_BS.shape[0], ids_BS.shape[1] + 1, device=ids_BS.device)
+        counts_BD.scatter_add_(1, ids_BS, torch.ones_like(ids_BS, dtype=torch.float32))
+        return counts_BD.gather(1, ids_BS)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> GPTBatch:
         return GPTBatch._make(

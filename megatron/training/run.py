@@ -56,6 +56,9 @@ from megatron.util.processes import is_main_process
 
 Config = TypeVar("Config")
 
+BEST_EVALUATION = "megatron.training.best:BestEvaluation"
+"""The callback of ``--keep-best`` and ``--early-stopping-patience``, imported for them only."""
+
 EVAL_TASKS = "megatron.tasks.during_training:EvalTasks"
 """The callback of ``--eval-tasks``, which is made of the run's configuration and its tokenizer. It
 uses training and is imported for runs with the flag only."""
@@ -230,11 +233,23 @@ def build_trainer(
             report,
             NonFiniteGuard(device, config.precision.fp16, check),
             checkpoints,
+            *best_evaluation(config, checkpoints, mesh, begin.iteration),
             *profiling(config, engine, begin.iteration),
         ),
         Position(begin.iteration, begin.consumed_samples),
         config.data.num_workers,
     )
+
+
+def best_evaluation(
+    config: RunConfig, checkpoints: CheckpointManager, mesh: Mesh, iteration: int
+) -> list[Callback]:
+    """What follows the best evaluation, for runs that need it and begin after so many steps."""
+    keeps, patience = config.checkpoint.keep_best, config.training.early_stopping_patience
+    if not keeps and patience is None:
+        return []
+    follow = resolve_name(BEST_EVALUATION)
+    return [follow(checkpoints, mesh, config.checkpoint.save, keeps, patience, iteration)]
 
 
 def train(run: Run) -> None:
