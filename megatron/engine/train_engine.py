@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from megatron.checkpoint.adapters import BaseRecord
 from megatron.config import RunConfig
 from megatron.config.kinds.instruction import InstructionConfig
 from megatron.engine.backend import Backend
@@ -63,9 +64,11 @@ class ModelEngine:
         trained: those of ``names`` that are trained; the others are frozen, without gradients,
             optimizer state or a place in checkpoints.
         stored_states: how main weights and moments are stored; None for float32.
+        base: the model that the adapters of ``--lora`` belong to; None without.
     """
 
     stored_states: StoredStates | None = None
+    base: BaseRecord | None = None
 
     def __init__(
         self,
