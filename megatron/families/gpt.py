@@ -60,7 +60,7 @@ def _continue(tokens_1S: Tensor, positions_1S: Tensor, cache: LayerCache) -> Lay
 class GPTData(DataPipeline):
     """The data of a GPT: streams of text, instructions and answers, text to be filled in."""
 
-    takes = frozenset({DOCUMENTS, "packed"})
+    takes = frozenset({DOCUMENTS, "packed", "pairs"})
 
     def recipe(self) -> SampleRecipe[Any]:
         recipe: SampleRecipe[Any] = GPTRecipe(self.seq_length, self.seed)
@@ -98,6 +98,9 @@ class GPTData(DataPipeline):
             eighth = -(-self.seq_length // (LENGTHS * 8)) * 8
             multiple = int(np.lcm(eighth, slices))
         return Padding(padding_token(self.tokenizer), min(multiple, self.seq_length))
+
+    def scored_batch(self, texts: Sequence[ScoredText], length: int) -> GPTBatch:
+        return FAMILY.scored_batch(self.config, self.tokenizer, texts, length)
 
     def mock(self, num_samples: int, part: int) -> MockGPTDataset:
         vocab_size = self.tokenizer.vocab_size

@@ -98,17 +98,19 @@ def write_chat_format(folder: Path, base: str, run: Run, ends: frozenset[int]) -
     path, known = folder / "generation_config.json", Path(base) / "generation_config.json"
     written = read_json(path)
     kept: dict[str, Any] = read_json(known) if known.is_file() else {}
-    kept.pop("transformers_version", None)
-    write_json(path, kept | written | {"eos_token_id": _end_ids(kept, written, ends)})
+    for name in ("transformers_version", "_from_model_config"):
+        kept.pop(name, None)
+    special = run.tokenizer.special_tokens
+    found = [_ids(written), [i for i in _ids(kept) if i in special], sorted(ends)]
+    together = list(dict.fromkeys(token for ids in found for token in ids))
+    content = kept | written
+    if together:
+        content["eos_token_id"] = together[0] if len(together) == 1 else together
+    write_json(path, content)
     return template is not None
 
 
-def _end_ids(
-    kept: dict[str, Any], written: dict[str, Any], ends: frozenset[int]
-) -> int | list[int] | None:
-    """All tokens that end an answer, the tokenizer's end of text first."""
-    found: dict[int, None] = {}
-    for value in (written.get("eos_token_id"), kept.get("eos_token_id"), sorted(ends)):
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        found |= dict.fromkeys(ids)
-    return next(iter(found), None) if len(found) < 2 else list(found)
+def _ids(generation: dict[str, Any]) -> list[int]:
+    """The tokens at which a generation_config.json ends a text."""
+    value = generation.get("eos_token_id")
+    return value if isinstance(value, list) else [] if value is None else [value]

@@ -29,6 +29,7 @@ from megatron.config import (
     resolve,
 )
 from megatron.config.flags import ConfigResolver, build
+from megatron.config.kinds.preference import PreferenceConfig
 from megatron.data.loader import TrainingData
 from megatron.data.pipeline import training_texts
 from megatron.data.sources import with_corpora
@@ -62,6 +63,10 @@ BEST_EVALUATION = "megatron.training.best:BestEvaluation"
 EVAL_TASKS = "megatron.tasks.during_training:EvalTasks"
 """The callback of ``--eval-tasks``, which is made of the run's configuration and its tokenizer. It
 uses training and is imported for runs with the flag only."""
+
+REFERENCE = "megatron.training.reference:add_reference"
+"""Adds what a reference model finds to the data of a run whose loss needs it. It is called with the
+run, the mesh and the data, and imported for such runs only."""
 
 
 @dataclass(frozen=True)
@@ -214,6 +219,8 @@ def build_trainer(
     plan = TrainingPlan(config, epochs)
     lock = hold_folder(config.checkpoint.save, mesh.world, device, say)
     checkpoint = resume.locate(config)
+    if config.kind(PreferenceConfig).needs_reference:
+        resolve_name(REFERENCE)(run, mesh, data)
     spec = trained_spec(config)
     engine = build_engine(config, run.content, spec, mesh, device)
     writer = checkpoint_writer(engine, run.content, run.tokenizer.save_pretrained)
