@@ -17,7 +17,6 @@ from torch import Tensor
 from megatron.data.packing import positions_within, restarting_positions
 from megatron.data.samples import PackedSample
 from megatron.data.scored_text import ScoredText, padded
-from megatron.tokenizer import Tokenizer
 
 
 class GPTBatch(NamedTuple):
@@ -38,8 +37,8 @@ class GPTBatch(NamedTuple):
     """Labels to score, in place of those of labels_BS, at the last K of positions_BP; int64."""
     weights_2: Tensor | None = None
     """Of the batch among those of a step, float64: of its loss, and of its tokens whose loss
-    counts. As collated they are sums; once the whole step is known, relative to the mean over its micro
-    batches on all ranks."""
+    counts. As collated they are sums; once the whole step is known, relative to the mean over its
+    micro batches on all ranks."""
 
     @classmethod
     def scoring(
@@ -77,6 +76,36 @@ class GPTBatch(NamedTuple):
             positions_BP=None if most == length and not chosen else positions,
             choices_BK=choices if chosen else None,
         )
+
+    @classmethod
+    def ended(cls, rows: Sequence[np.ndarray], length: int) -> GPTBatch:
+        """Whole texts, padded on the right, for a head that reads each one's last token: the only
+        position that counts."""
+        last_B1 = np.array([[len(row) - 1] for row in rows])
+        loss_mask_BS = np.zeros((len(rows), length), np.float32)
+        np.put_along_axis(loss_mask_BS, last_B1, 1.0, axis=1)
+        tokens_BS = torch.from_numpy(padded(rows, length))
+        return cls(
+            tokens_BS,
+            torch.zeros_like(tokens_BS),
+            torch.from_numpy(loss_mask_BS),
+            position_ids_BS=None,
+            document_ids_BS=None,
+            positions_BP=torch.from_numpy(last_B1),
+        )
+
+    def example_lengths(self) -> Tensor:
+        """float32 [B, S]: for every token the tokens of its document; where a row is one document
+        and padding, those up to the last whose loss counts."""
+        if self.document_ids_BS is None:
+            counted_BS = self.loss_mask_BS > 0
+            numbers_S = torch.arange(1, counted_BS.shape[1] + 1, device=counted_BS.device)
+            last_B1 = (counted_BS * numbers_S).amax(1, keepdim=True).clamp(min=1)
+            return last_B1.expand(counted_BS.shape).float()
+        ids_BS = self.document_ids_BS
+        counts_BD = torch.zeros(ids_BS.shape[0], ids_BS.shape[1] + 1, device=ids_BS.device)
+        counts_BD.scatter_add_(1, ids_BS, torch.ones_like(ids_BS, dtype=torch.float32))
+        return counts_BD.gather(1, ids_BS)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> GPTBatch:
         return GPTBatch._make(
@@ -120,14 +149,6 @@ class GPTBatch(NamedTuple):
             position_ids_BS=positions_BS,
             document_ids_BS=documents_BS,
         )
-
-
-def padding_token(tokenizer: Tokenizer) -> int:
-    """The tokenizer's padding token, or the end of document where it has none."""
-    try:
-        return tokenizer.pad
-    except ValueError:
-        return tokenizer.eod
 
 
 @dataclass(frozen=True)

@@ -142,8 +142,9 @@ def test_a_checkpoint_has_adapters_alone_and_is_the_merged_model(base, saved):
     changed = {n for n in source.names() if not torch.equal(source.tensor(n), before.tensor(n))}
     linear = ("attention.qkv", "mlp.up", "mlp.down")
     assert changed == {f"layers.{n}.{layer}.weight" for n in range(4) for layer in linear}
-    weight, first = source.tensor("layers.2.attention.qkv.weight"), before.tensor(
-        "layers.2.attention.qkv.weight"
+    weight, first = (
+        source.tensor("layers.2.attention.qkv.weight"),
+        before.tensor("layers.2.attention.qkv.weight"),
     )
     a, b = (own.tensor(f"layers.2.attention.qkv.lora_v_{kind}") for kind in "ab")
     torch.testing.assert_close(weight[-16:], first[-16:] + 5 / 3 * b @ a)
