@@ -175,7 +175,9 @@ WITH_REFERENCE = {
         {"preference": "dpo", "preference_label_smoothing": 0.2},
         {"loss_type": ["aot"], "label_smoothing": 0.2}, TEXTS[:1],
     ),
-    "ipo": ({"preference": "ipo", "preference_beta": 0.2}, {"loss_type": ["ipo"], "beta": 0.2}, TEXTS),
+    "ipo": (
+        {"preference": "ipo", "preference_beta": 0.2}, {"loss_type": ["ipo"], "beta": 0.2}, TEXTS,
+    ),
 }  # fmt: skip
 
 
