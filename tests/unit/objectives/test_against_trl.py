@@ -261,5 +261,5 @@ def test_kto(trl, tokenizer, tmp_path):
         "kto_undesirable_weight": 0.9,
     }  # fmt: skip
     spec = specified(spec, source, options)
-    compare(ours, spec, batch, model, loss, source, {"kl": metrics(trainer)["kl"]})
+    compare(ours, spec, batch, model, loss, source, {"rewards/kl": metrics(trainer)["kl"]})
     assert metrics(trainer)["kl"] >= 0
