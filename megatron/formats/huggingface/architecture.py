@@ -201,7 +201,7 @@ class Architecture:
             wanted.append("no --swiglu and no --glu-activation")
         wanted += [need.wanted for need in self.requirements if not need.holds(model)]
         allowed = self.features | set(self.keys.values()) | set(self.fixed)
-        if self.task is CAUSAL_LM:
+        if self.task is CAUSAL_LM and has_rewards(model):
             allowed |= {"head"}
         surplus = features_of(model) - allowed
         return wanted + [without(feature) for feature in FEATURES if feature in surplus]
