@@ -219,9 +219,9 @@ class Evaluation:
         ppl = self._perplexities()
         if len(self.losses) == 1:
             ((name, loss),) = self.losses.items()
-            return {"loss": loss} | ({"perplexity": ppl[name]} if ppl else {})
-        found: dict[str, float | None] = {} if self.loss is None else {"loss": self.loss}
-        return found | self.losses | {f"{name} PPL": value for name, value in ppl.items()}
+            return {"loss": loss, **({"perplexity": ppl[name]} if ppl else {})}
+        total = {} if self.loss is None else {"loss": self.loss}
+        return {**total, **self.losses, **{f"{name} PPL": value for name, value in ppl.items()}}
 
     def _perplexities(self) -> dict[str, float]:
         with_one = (name for name in self.losses if name not in self.no_perplexity)
