@@ -263,3 +263,25 @@ def test_kto(trl, tokenizer, tmp_path):
     spec = specified(spec, source, options)
     compare(ours, spec, batch, model, loss, source, {"rewards/kl": metrics(trainer)["kl"]})
     assert metrics(trainer)["kl"] >= 0
+
+
+@pytest.mark.parametrize("margins", [None, (0.5, 2.0, 0.0)])
+def test_rewards(trl, tokenizer, tmp_path, margins):
+    model, ours, source = llama(0, tmp_path / "model", "SequenceClassification", num_labels=1)
+    trainer, inputs = trainer_of(trl, "Reward", model, tokenizer, tmp_path, max_length=64)
+    if margins is not None:
+        inputs["margin"] = torch.tensor(margins)
+    tokens, lengths = inputs["input_ids"], inputs["attention_mask"].sum(1)
+    rows = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
+    better, worse = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+    pairs = [row.numpy() for pair in zip(better, worse, strict=True) for row in pair]
+    batch = PreferenceBatch(GPTBatch.ended(pairs, tokens.shape[1]))
+    if margins is not None:
+        batch = batch._replace(margin_R=inputs["margin"].repeat_interleave(2))
+    spec = specified(spec_of(source.model), source, {"preference": "reward"})
+    loss = trainer.compute_loss(trainer.model, inputs)
+    reported = metrics(trainer)
+    compare(
+        ours, spec, batch, model, loss, source,
+        {"rewards/accuracies": reported["accuracy"], "rewards/margins": reported["margin"]},
+    )  # fmt: skip
