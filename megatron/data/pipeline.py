@@ -200,6 +200,11 @@ class DataPipeline(ABC):
         self.seq_length: int = config.model.seq_length
         self.seed = config.training.seed
 
+    @property
+    def reads_examples(self) -> bool:
+        """Whether samples, or some of them, are instructions and answers."""
+        return False
+
     @abstractmethod
     def recipe(self) -> SampleRecipe[Any]:
         """The recipe that makes samples from documents; ValueError if flags contradict."""
@@ -228,7 +233,8 @@ class DataPipeline(ABC):
         collate = self.collator()
         for kind in self.acting:
             collate = kind.collator(self, collate)
-        return TrainingData(self.datasets(sample_counts, batch_sizes), collate)
+        found = self.datasets(sample_counts, batch_sizes)
+        return TrainingData(found, collate, self.reads_examples)
 
     def datasets(
         self, sample_counts: tuple[int, int, int], batch_sizes: BatchSizes = list
