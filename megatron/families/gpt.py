@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -99,19 +99,24 @@ class GPTData(DataPipeline):
         """How examples are padded that are not packed."""
         if not self._instruction.pads_batches:
             return None
-        paths, parallel = self.config.fast_paths, self.config.parallel
-        slices = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-        multiple = slices
+        return Padding(padding_token(self.tokenizer), self.length_multiple)
+
+    @property
+    def length_multiple(self) -> int:
+        paths, multiple = self.config.fast_paths, super().length_multiple
         if paths.fp8_format is not None or paths.torch_compile_mode in GRAPH_MODES:
             multiple = self.seq_length  # kernels and graphs of one shape
         elif torch.cuda.is_available():
             # Blocks are compiled for every length; and kernels want multiples of 8.
             eighth = -(-self.seq_length // (LENGTHS * 8)) * 8
-            multiple = int(np.lcm(eighth, slices))
-        return Padding(padding_token(self.tokenizer), min(multiple, self.seq_length))
+            multiple = int(np.lcm(eighth, multiple))
+        return min(multiple, self.seq_length)
 
-    def scored_batch(self, texts: Sequence[ScoredText], length: int) -> GPTBatch:
-        return FAMILY.scored_batch(self.config, self.tokenizer, texts, length)
+    def answering(self) -> Callable[[Sequence[ScoredText], int], GPTBatch]:
+        return partial(GPTBatch.scoring, longest=self.config.model.positions.longest)
+
+    def ending(self) -> Callable[[Sequence[np.ndarray], int], GPTBatch]:
+        return GPTBatch.ended
 
     def mock(self, num_samples: int, part: int) -> MockGPTDataset:
         vocab_size = self.tokenizer.vocab_size

@@ -6,9 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from megatron.config import ConfigError
 from megatron.config.kinds.curriculum import CurriculumConfig, sequence_lengths
 from megatron.config.kinds.instruction import InstructionConfig
@@ -19,15 +16,14 @@ from megatron.data.kinds.instruction.example_encoder import ExampleEncoder
 from megatron.data.kinds.preference.examples import PreferenceExamples
 from megatron.data.kinds.preference.samples import PreferenceRecipe
 from megatron.data.pipeline import DataKind, DataPipeline
-from megatron.data.preference_batch import PreferenceCollator
+from megatron.data.preference_batch import PreferenceCollator, WholeRows
 from megatron.data.sources import DataSource
-
-_GPU_MULTIPLE = 8
-"""On GPUs lengths are multiples of it: fewer different shapes, with fast kernels."""
 
 
 class Preferences(DataKind):
     """Files of preferences instead of .bin/.idx."""
+
+    weighed = True
 
     def reader(self, data: DataPipeline) -> SourceReader:
         config = data.config.kind(InstructionConfig)
@@ -44,6 +40,10 @@ class Preferences(DataKind):
         recipe = PreferenceRecipe(
             data.seq_length + 1, data.seed, skip_long=config.on_long_example == "skip"
         )
+        if loss == "reward":
+            # The model reads the last token too; and as in trl nothing is cut, for the last token
+            # is what the reward is about.
+            recipe = PreferenceRecipe(data.seq_length, data.seed, skip_long=True)
 
         def open_examples(path: str, source: DataSource) -> PreferenceExamples:
             if idx_path(path).is_file() and not Path(path).exists():
@@ -63,13 +63,10 @@ class Preferences(DataKind):
             raise ConfigError(
                 "--mock-data has no preferences: name files, or leave --preference out"
             )
-        parallel = data.config.parallel
-        slices = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-        # The micro batches of a pipeline's step have one shape.
-        length = data.seq_length if parallel.pipeline_model_parallel_size > 1 else None
-        on_gpu = torch.cuda.is_available()
-        multiple = int(np.lcm(_GPU_MULTIPLE, slices)) if on_gpu else slices
-        return PreferenceCollator(data.scored_batch, length, multiple)
+        if data.config.kind(PreferenceConfig).preference == "reward":
+            batch_of = WholeRows(data.ending())
+            return PreferenceCollator(batch_of, data.length_multiple, data.seq_length, whole=True)
+        return PreferenceCollator(data.answering(), data.length_multiple, data.seq_length)
 
 
 KIND = Preferences()

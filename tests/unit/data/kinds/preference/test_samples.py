@@ -21,7 +21,12 @@ from megatron.data.kinds.preference.samples import (
     PreferenceRecipe,
     other_prompts,
 )
-from megatron.data.preference_batch import PreferenceBatch, PreferenceCollator, PreferenceSample
+from megatron.data.preference_batch import (
+    PreferenceBatch,
+    PreferenceCollator,
+    PreferenceSample,
+    WholeRows,
+)
 from megatron.data.scored_text import ScoredText
 
 from ..instruction.conftest import CHATML, Built
@@ -224,7 +229,7 @@ def test_batches() -> None:
         PreferenceSample((row(3, 2), row(3, 1)), (-1.5, -2.5), None, 0.5),
         PreferenceSample((row(2, 1), row(2, 4)), (-3.5, -4.5), None, None),
     ]
-    batch = PreferenceCollator(GPTBatch.scoring, multiple=4)(samples)
+    batch = PreferenceCollator(GPTBatch.scoring, 4, 10)(samples)
     assert batch.answers.tokens_BS.tolist() == [
         [1, 2, 3, 10, 0, 0, 0, 0],
         [1, 2, 3, 0, 0, 0, 0, 0],
@@ -238,10 +243,25 @@ def test_batches() -> None:
     assert batch.reference_R.tolist() == [-1.5, -2.5, -3.5, -4.5]
     assert batch.desirable_R is None and batch.margin_R.tolist() == [0.5, 0.5, 0, 0]
     judged = [sample._replace(reference=None, desirable=n == 0) for n, sample in enumerate(samples)]
-    batch = PreferenceCollator(GPTBatch.scoring, length=9)(judged)
+    batch = PreferenceCollator(GPTBatch.scoring, 9, 10)(judged)
     assert batch.answers.tokens_BS.shape == (4, 9) and batch.reference_R is None
     assert batch.desirable_R.tolist() == [True, True, False, False]
     assert batch.to("cpu").desirable_R.dtype == torch.bool
+    assert batch.weights_2.tolist() == [1, 8]
+    longer = batch.lengthened(12)
+    assert longer.tokens_BS.shape == (4, 12) and longer.tokens_BS[:, :9].equal(batch.tokens_BS)
+    assert longer.answers.loss_mask_BS.sum(1).tolist() == [2, 1, 1, 4]
+    assert PreferenceCollator(GPTBatch.scoring, 4, 6)(judged).tokens_BS.shape == (4, 6)
+
+
+def test_whole_rows() -> None:
+    """For a head that reads the last token."""
+    rows = tuple(ScoredText(np.arange(1, 3), np.arange(10, 10 + n)) for n in (1, 3))
+    collate = PreferenceCollator(WholeRows(GPTBatch.ended), 1, 9, whole=True)
+    batch = collate([PreferenceSample(rows)])
+    assert batch.tokens_BS.tolist() == [[1, 2, 10, 0, 0], [1, 2, 10, 11, 12]]
+    assert batch.answers.positions_BP.tolist() == [[2], [4]]
+    assert batch.weights_2.tolist() == [1, 2]
 
 
 def prepared_by_trl(name: str, records: list[dict], built: Built, max_length: int) -> list[dict]:
@@ -278,7 +298,7 @@ def test_pairs_against_trl(form: str, length: int, with_template, write) -> None
     data = build(open_examples(built, write(records)), capacity=length)
     assert len(data.documents) == len(theirs) and (length == 200) == (len(theirs) == 30)
     samples = [PreferenceSample(data.rows(place)) for place in range(len(theirs))]
-    batch = PreferenceCollator(GPTBatch.scoring)(samples)
+    batch = PreferenceCollator(GPTBatch.scoring, 1, 1000)(samples)
     from trl.trainer.dpo_trainer import DataCollatorForPreference
 
     other = DataCollatorForPreference(pad_token_id=0, max_length=length)(theirs)
@@ -296,7 +316,7 @@ def test_judged_answers_against_trl(with_template, write) -> None:
     theirs = prepared_by_trl("kto", records, built, 200)
     data = build(open_examples(built, write(records), judged=True), 20, capacity=200)
     samples = {data.origin(i)[0].sequence: data[i] for i in range(20)}
-    batch = PreferenceCollator(GPTBatch.scoring)([samples[n] for n in range(20)])
+    batch = PreferenceCollator(GPTBatch.scoring, 1, 1000)([samples[n] for n in range(20)])
     from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
     other = DataCollatorForUnpairedPreference(pad_token_id=0)(theirs)
