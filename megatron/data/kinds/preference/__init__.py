@@ -37,13 +37,15 @@ class Preferences(DataKind):
                 "a curriculum of sequence lengths cuts samples, and would cut off the answers of "
                 "preference data: use one or the other"
             )
+        # A reward is read from the last token: then the model reads one more, and as in trl nothing
+        # is cut.
+        whole = loss == "reward"
         recipe = PreferenceRecipe(
-            data.seq_length + 1, data.seed, skip_long=config.on_long_example == "skip"
+            data.seq_length + (not whole),
+            data.seed,
+            config.split_by == "prompt",
+            config.on_long_example == "skip" or whole,
         )
-        if loss == "reward":
-            # The model reads the last token too; and as in trl nothing is cut, for the last token
-            # is what the reward is about.
-            recipe = PreferenceRecipe(data.seq_length, data.seed, skip_long=True)
 
         def open_examples(path: str, source: DataSource) -> PreferenceExamples:
             if idx_path(path).is_file() and not Path(path).exists():
