@@ -28,6 +28,7 @@ from megatron.data.indexed import IndexedDataset
 from megatron.data.indexed.dataset_checks import TokenExtremes
 from megatron.data.loader import TrainingData
 from megatron.data.remote import DEFAULT_CACHE, RemoteDataset
+from megatron.data.sample_views import SampleView
 from megatron.data.sampler import SkippedSamples, parse_skipped
 from megatron.data.samples import SampleDataset, SampleRecipe
 from megatron.data.scored_text import ScoredText
@@ -39,15 +40,6 @@ logger = logging.getLogger(__name__)
 
 BatchSizes = Callable[[], Sequence[tuple[int, int]]]
 """Returns the batch sizes of a run in turn: (size, number of steps)."""
-
-
-class SampleView(NamedTuple):
-    """One sample as the model reads it, for people."""
-
-    tokens_S: np.ndarray
-    loss_mask_S: np.ndarray
-    text: str
-    """Its text; what the loss does not count is in [[double brackets]]."""
 
 
 class SampleTokens(NamedTuple):
@@ -148,6 +140,10 @@ class DataKind:
         """The function that makes a batch of samples, made from the family's `collate`."""
         return collate
 
+    def views(self, data: DataPipeline, sample: Any) -> list[SampleView] | None:
+        """The rows of a sample for people, if its samples have several."""
+        return None
+
     def lengths(self, config: RunConfig, samples: Callable[[int], int]) -> SequenceLengths | None:
         """The length of the samples of each step, if it is not always ``--seq-length``; ``samples``
         returns the number of samples consumed after a number of steps."""
@@ -219,6 +215,11 @@ class DataPipeline(ABC):
     @abstractmethod
     def view(self, sample: Any, length: int) -> SampleView:
         """A sample for people, cut to the `length` tokens that the model reads."""
+
+    def views(self, sample: Any, length: int) -> list[SampleView]:
+        """The rows of a sample for people: one, unless a kind of data has samples of several."""
+        found = (kind.views(self, sample) for kind in self.acting)
+        return next(filter(None, found), None) or [self.view(sample, length)]
 
     @property
     def length_multiple(self) -> int:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron.config import ConfigError
 from megatron.config.kinds.curriculum import CurriculumConfig, sequence_lengths
 from megatron.config.kinds.instruction import InstructionConfig
@@ -17,6 +19,8 @@ from megatron.data.kinds.preference.examples import PreferenceExamples
 from megatron.data.kinds.preference.samples import PreferenceRecipe
 from megatron.data.pipeline import DataKind, DataPipeline
 from megatron.data.preference_batch import PreferenceCollator, WholeRows
+from megatron.data.sample_views import SampleView, bracketed, segments_of
+from megatron.data.scored_text import ScoredText
 from megatron.data.sources import DataSource
 
 
@@ -69,6 +73,21 @@ class Preferences(DataKind):
             batch_of = WholeRows(data.ending())
             return PreferenceCollator(batch_of, data.length_multiple, data.seq_length, whole=True)
         return PreferenceCollator(data.answering(), data.length_multiple, data.seq_length)
+
+    def views(self, data: DataPipeline, sample: Any) -> list[SampleView] | None:
+        """Each row whole, with the token that ends it."""
+        names = ("better", "worse")
+        if sample.desirable is not None:
+            names = ("good" if sample.desirable else "bad", "another prompt's, to compare with")
+        return [self._view(data, row, name) for row, name in zip(sample.rows, names, strict=True)]
+
+    def _view(self, data: DataPipeline, row: ScoredText, name: str) -> SampleView:
+        tokens = np.concatenate((row.context, row.continuation))
+        counted = np.arange(len(tokens)) >= len(row.context)
+        segments = list(segments_of(data.tokenizer, tokens, counted))
+        text = bracketed(segments)
+        loss_mask_S = counted[1:].astype(np.float32)
+        return SampleView(tokens[:-1], loss_mask_S, text, segments, name)
 
 
 KIND = Preferences()
