@@ -161,7 +161,7 @@ class AdaptedSource(Source):
             raise CheckpointError(f"{self.folder} is merged with its base, and has no {kind}")
         if name in self._beside:
             return self.additions.tensor(name)
-        whole = self.base.tensor(name)
+        whole = self.base.tensor(name).clone()  # it may be the mapped file
         for part, tensors in self._parts.get(name, {}).items():
             rows = rows_of_part(self.model, part, whole.shape[0])
             values = {kind: self.additions.tensor(found) for kind, found in tensors.items()}
