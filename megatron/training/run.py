@@ -68,6 +68,9 @@ REFERENCE = "megatron.training.reference:add_reference"
 """Adds what a reference model finds to the data of a run whose loss needs it. It is called with the
 run, the mesh and the data, and imported for such runs only."""
 
+DISTILLATION = "megatron.training.distillation:Distillation"
+"""The callback of ``--kd``, which is made of a run and imported for runs with the flag only."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -221,10 +224,13 @@ def build_trainer(
     checkpoint = resume.locate(config)
     if config.kind(PreferenceConfig).needs_reference:
         resolve_name(REFERENCE)(run, mesh, data)
+    teaching = [resolve_name(DISTILLATION)(run)] if config.distillation.kd else []
     spec = trained_spec(config)
     engine = build_engine(config, run.content, spec, mesh, device)
     writer = checkpoint_writer(engine, run.content, run.tokenizer.save_pretrained)
     begin = resume.load(engine, plan, checkpoint)
+    for teacher in teaching:
+        teacher.start(engine, data)
     report = Reporter(run.resolved, plan, mesh, device, begin)
     checkpoints = CheckpointManager(writer, report, config.checkpoint.save_interval)
     check = config.training.check_for_nan_in_loss_and_grad
@@ -235,6 +241,7 @@ def build_trainer(
         (
             _Closing(engine, lock),
             *callbacks,
+            *teaching,
             *tasks,
             Stopping(request, device, mesh.world.size, config.training.exit_interval),
             report,
