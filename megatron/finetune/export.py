@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron.checkpoint.adapters import AdaptedSource
 from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.folder import replace_folder, unfinished_folder
 from megatron.checkpoint.source import locate_checkpoint
 from megatron.config import ConfigError
 from megatron.finetune.chat_format import write_chat_format
@@ -14,10 +16,13 @@ from megatron.finetune.settings import CHECKPOINTS
 from megatron.finetune.summary import TuningSummary
 from megatron.formats.conversion.commands import export_hf, parse_size
 from megatron.formats.conversion.output import published_into
+from megatron.formats.huggingface.peft import write_peft
 from megatron.training.run import Run
 from megatron.util.progress import say
 
 CARD = "README.md"
+ADAPTER = "adapter"
+"""Folder of the adapters in --output."""
 
 
 def check_output_folder(config: FineTuneConfig) -> None:
@@ -49,9 +54,24 @@ def export_model(
     if found is None:
         raise CheckpointError(f"{checkpoints}: no complete checkpoint found")
     size = parse_size(config.max_shard_size)
+    source = found.open()
+    if isinstance(source, AdaptedSource):
+        export_adapters(source, output / ADAPTER, config.model, run)
+        if not config.merge_adapters:
+            return
     with published_into(output, overwrite=True) as folder:
-        result = export_hf(found.open(), folder, size, name=f"--output {output}")
+        result = export_hf(source, folder, size, name=f"--output {output}")
         has_template = write_chat_format(folder, config.model, run, ends)
         card = model_card(summary, output.resolve().name, has_template)
         (folder / CARD).write_text(card, "utf-8")
     say(f"{output}: {result}")
+
+
+def export_adapters(source: AdaptedSource, folder: Path, base: str, run: Run) -> None:
+    """Writes the adapters of a checkpoint as peft does, for the model ``base``. Raises ValueError
+    or OSError if they cannot be written."""
+    with unfinished_folder(folder.resolve()) as temporary:
+        tensors = write_peft(source, temporary, str(Path(base).resolve()))
+        run.tokenizer.save_pretrained(temporary)
+        replace_folder(temporary, folder.resolve(), {})
+    say(f"{folder}: {tensors} tensors of adapters")
