@@ -72,8 +72,8 @@ def held_out_prompts(dataset: SampleDataset[Any], count: int) -> list[PromptToke
 def prompt_of(sample: Any) -> PromptTokens | None:
     """The first prompt of a sample; None where there is none."""
     if isinstance(sample, PreferenceSample):
-        context, continuation = sample.rows[0]
-        return PromptTokens(tuple(context.tolist()), tuple(continuation.tolist()))
+        row = sample.rows[0]
+        return PromptTokens(tuple(row.context.tolist()), tuple(row.continuation.tolist()))
     return first_answer(sample) if isinstance(sample, PackedSample) else None
 
 
