@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron.data.packing import positions_within, restarting_positions
 from megatron.data.samples import PackedSample
 from megatron.data.scored_text import ScoredText, padded
-from megatron.tokenizer import Tokenizer
+from megatron.util.digests import hash64
 
 
 class GPTBatch(NamedTuple):
@@ -38,8 +38,10 @@ class GPTBatch(NamedTuple):
     """Labels to score, in place of those of labels_BS, at the last K of positions_BP; int64."""
     weights_2: Tensor | None = None
     """Of the batch among those of a step, float64: of its loss, and of its tokens whose loss
-    counts. As collated they are sums; once the whole step is known, relative to the mean over its micro
-    batches on all ranks."""
+    counts. As collated they are sums; once the whole step is known, relative to the mean over its
+    micro batches on all ranks."""
+    keys_B: Tensor | None = None
+    """Digest of each sample, int64, for what is kept of samples; None where nothing is."""
 
     @classmethod
     def scoring(
@@ -78,6 +80,36 @@ class GPTBatch(NamedTuple):
             choices_BK=choices if chosen else None,
         )
 
+    @classmethod
+    def ended(cls, rows: Sequence[np.ndarray], length: int) -> GPTBatch:
+        """Whole texts, padded on the right, for a head that reads each one's last token: the only
+        position that counts."""
+        last_B1 = np.array([[len(row) - 1] for row in rows])
+        loss_mask_BS = np.zeros((len(rows), length), np.float32)
+        np.put_along_axis(loss_mask_BS, last_B1, 1.0, axis=1)
+        tokens_BS = torch.from_numpy(padded(rows, length))
+        return cls(
+            tokens_BS,
+            torch.zeros_like(tokens_BS),
+            torch.from_numpy(loss_mask_BS),
+            position_ids_BS=None,
+            document_ids_BS=None,
+            positions_BP=torch.from_numpy(last_B1),
+        )
+
+    def example_lengths(self) -> Tensor:
+        """float32 [B, S]: for every token the tokens of its document; where a row is one document
+        and padding, those up to the last whose loss counts."""
+        if self.document_ids_BS is None:
+            counted_BS = self.loss_mask_BS > 0
+            numbers_S = torch.arange(1, counted_BS.shape[1] + 1, device=counted_BS.device)
+            last_B1 = (counted_BS * numbers_S).amax(1, keepdim=True).clamp(min=1)
+            return last_B1.expand(counted_BS.shape).float()
+        ids_BS = self.document_ids_BS
+        counts_BD = torch.zeros(ids_BS.shape[0], ids_BS.shape[1] + 1, device=ids_BS.device)
+        counts_BD.scatter_add_(1, ids_BS, torch.ones_like(ids_BS, dtype=torch.float32))
+        return counts_BD.gather(1, ids_BS)
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> GPTBatch:
         return GPTBatch._make(
             None if tensor is None else tensor.to(device, non_blocking=non_blocking)
@@ -89,8 +121,8 @@ class GPTBatch(NamedTuple):
         assert self.tokens_BS.shape[1] >= seq_length
         assert self.positions_BP is None and self.weights_2 is None
         return GPTBatch._make(
-            None if tensor_BS is None else tensor_BS[:, :seq_length].contiguous()
-            for tensor_BS in self
+            tensor if tensor is None or tensor.dim() == 1 else tensor[:, :seq_length].contiguous()
+            for tensor in self
         )
 
     def lengthened(self, seq_length: int) -> GPTBatch:
@@ -120,14 +152,6 @@ class GPTBatch(NamedTuple):
             position_ids_BS=positions_BS,
             document_ids_BS=documents_BS,
         )
-
-
-def padding_token(tokenizer: Tokenizer) -> int:
-    """The tokenizer's padding token, or the end of document where it has none."""
-    try:
-        return tokenizer.pad
-    except ValueError:
-        return tokenizer.eod
 
 
 @dataclass(frozen=True)
@@ -188,6 +212,9 @@ class GPTCollator:
     """What counts equally in the loss of a step: ``micro-batches``, ``tokens`` or ``examples``;
     None leaves the weights out."""
 
+    identifies: bool = False
+    """Whether batches have ``keys_B``."""
+
     def __post_init__(self) -> None:
         for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
             if getattr(self, name) and self.eod_token is None:
@@ -197,6 +224,7 @@ class GPTCollator:
                 )
 
     def __call__(self, samples: Sequence[np.ndarray | PackedSample]) -> GPTBatch:
+        keys_B = torch.tensor([_key(sample) for sample in samples]) if self.identifies else None
         separate = self.padding is None
         if self.padding is not None:
             samples, separate = self.padding.filled(samples)
@@ -208,6 +236,7 @@ class GPTCollator:
             batch = _with_packed(batch, packed)
         if self.weigh_by is not None:
             batch = _weighed(batch, self.weigh_by)
+        batch = batch._replace(keys_B=keys_B)
         # Of a row that is one example and padding, causal attention keeps the two apart.
         return batch if separate else batch._replace(position_ids_BS=None, document_ids_BS=None)
 
@@ -229,6 +258,14 @@ class GPTCollator:
             restarting_positions(is_eod_BS) if self.reset_position_ids else None,
             _document_ids(is_eod_BS) if self.reset_attention_mask else None,
         )
+
+
+def _key(sample: np.ndarray | PackedSample) -> int:
+    """What it is found by: 63 bits of the digest of what a model reads of it."""
+    parts = [sample]
+    if isinstance(sample, PackedSample):
+        parts = [sample.tokens_T, sample.document_ids_S]
+    return hash64(b"".join(np.asarray(part, np.int64).tobytes() for part in parts)) >> 1
 
 
 def _with_packed(batch: GPTBatch, packed: Mapping[int, PackedSample]) -> GPTBatch:

@@ -18,7 +18,12 @@ from megatron.config import RunConfig
 from megatron.config.engine import GRAPH_MODES
 from megatron.engine.compilation import why_eager
 from megatron.engine.deepspeed_json import Json, stage_of
-from megatron.engine.deepspeed_patches import fetching_whole, partition_range, set_partition
+from megatron.engine.deepspeed_patches import (
+    fetching_whole,
+    partition_late,
+    partition_range,
+    set_partition,
+)
 from megatron.engine.environment import Mpu
 from megatron.engine.pipeline_executor import PipelineExecutor, PipelinePasses
 from megatron.engine.pipeline_module import StageModule
@@ -103,7 +108,9 @@ class PlainBackend(Backend):
             config_dict_or_path=settings,
             mpu=Mpu(self._mesh),
         ):
-            return LayerStack(self.layers, self._config.parallel)
+            model = LayerStack(self.layers, self._config.parallel)
+            partition_late(model)
+            return model
 
     @property
     def sequences(self) -> list[LayerSequence]:

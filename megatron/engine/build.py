@@ -27,7 +27,7 @@ from megatron.engine.deepspeed_patches import (
 from megatron.engine.float8 import Float8State
 from megatron.engine.train_engine import TrainEngine
 from megatron.engine.update.async_step import can_defer
-from megatron.engine.update.optimizer import build_optimizer
+from megatron.engine.update.optimizer import build_optimizer, rate_factors
 from megatron.engine.update.stored_states import StoredStates
 from megatron.model.attention_masks import AttentionKind
 from megatron.model.block import Block
@@ -66,9 +66,10 @@ def build_engine(
     use_float8(blocks, config)
     if to_compile(config, device):
         compile_blocks(backend.sequences, config.fast_paths, device)
-    trained = [param for param in names if param.requires_grad]
-    _require_trained(trained, mesh)
-    optimizer = build_optimizer(trained, config.optimizer)
+    trained = {param: name for param, name in names.items() if param.requires_grad}
+    _require_trained(list(trained), mesh)
+    factors = rate_factors(trained, config.optimizer, mesh)
+    optimizer = build_optimizer(trained, config.optimizer, factors)
     asynchronous = _adapt_settings(settings, config, trained, mesh)
     with without_zero_gradients(unused=asynchronous):
         engine = backend.start(optimizer, settings)

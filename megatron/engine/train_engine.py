@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from megatron.checkpoint.adapters import BaseRecord
 from megatron.config import RunConfig
+from megatron.config.kinds.instruction import InstructionConfig
 from megatron.engine.backend import Backend
 from megatron.engine.deepspeed_patches import defer_scale_growth
 from megatron.engine.float8 import Float8State
@@ -62,11 +64,13 @@ class ModelEngine:
         trained: those of ``names`` that are trained; the others are frozen, without gradients,
             optimizer state or a place in checkpoints.
         stored_states: how main weights and moments are stored; None for float32.
+        base: the model that the adapters of ``--lora`` belong to; None without.
         teach: adds to each of so many micro batches what the losses need of another model; None if
             they need nothing.
     """
 
     stored_states: StoredStates | None = None
+    base: BaseRecord | None = None
     teach: Callable[[Iterator[Batch], int], Iterator[Batch]] | None = None
 
     def __init__(
@@ -92,17 +96,17 @@ class ModelEngine:
     def evaluate(
         self, batches: Iterator[Batch], count: int, measure: Measure | None = None
     ) -> dict[str, float]:
-        """Means by name of a measure's numbers (by default the losses) over ``count`` of each
-        data-parallel rank's batches."""
+        """What a measure reports of the means by name of its numbers over ``count`` of each
+        data-parallel rank's batches; by default that of the model's evaluations, the losses."""
+        measure = measure or self.spec.evaluated
         if measure is None:
-            batches = self.taught(batches, count)
-        measure = measure or self.spec.loss_measure
+            batches, measure = self.taught(batches, count), self.spec.loss_measure
         assert not measure.per_sample
         sums = torch.zeros(len(measure.names), dtype=torch.float64, device=self.device)
         means = self._mean_over_ranks(
             reduce(add, self._measured(batches, count, measure), sums) / count
         )
-        return dict(zip(measure.names, means.tolist(), strict=True))
+        return measure.report(dict(zip(measure.names, means.tolist(), strict=True)))
 
     def rows(self, batches: Iterator[Batch], count: int, measure: Measure) -> Tensor:
         """The numbers of each sample, float64 [D, ``count``, B, N] or [D, ``count``, B, N, K], over
@@ -238,7 +242,8 @@ class TrainEngine(ModelEngine):
 
     def _dropout_seeds(self, consumed_samples: int, micro_batches: int) -> list[int | None]:
         model, per_round = self.config.model, self._samples_per_round
-        if not model.hidden_dropout and not model.attention.attention_dropout:
+        noise = self.config.kind(InstructionConfig).neftune_noise_alpha
+        if not model.hidden_dropout and not model.attention.attention_dropout and not noise:
             return [None] * micro_batches
         first = consumed_samples + self.mesh.data.rank * per_round // self.mesh.data.size
         seed = self.config.training.seed

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.config import RunConfig
+from megatron.config import ConfigError, RunConfig
 from megatron.config.kinds.instruction import InstructionConfig
 from megatron.model.embedding import LM_LOSS
 from megatron.model.layer_list import EmbeddingNoise, LayerState
@@ -21,11 +21,18 @@ ACCURACY = "token accuracy"
 """Share of the tokens whose loss counts that are the most probable ones."""
 
 
-def instruction_spec(config: RunConfig, spec: ModelSpec) -> ModelSpec:
+def with_instruction(spec: ModelSpec, config: RunConfig) -> ModelSpec:
     """A language model trained as the flags of instruction data say, and evaluated with its token
-    accuracy."""
+    accuracy. Raises ConfigError if a teacher is to be learnt from with other weights."""
     flags = config.kind(InstructionConfig)
-    spec = replace(spec, evaluated=EVALUATION)
+    if config.distillation.kd:
+        if flags.sft_loss_weights != "micro-batches" or flags.log_token_accuracy:
+            raise ConfigError(
+                "--kd computes losses of its own, without --sft-loss-weights and "
+                "--log-token-accuracy: leave them out"
+            )
+    else:
+        spec = replace(spec, evaluated=EVALUATION, no_perplexity=frozenset({ACCURACY}))
     if flags.sft_loss_weights != "micro-batches" or flags.log_token_accuracy:
         objective = ResponseLoss(flags.log_token_accuracy)
         begin = _with_objective(spec.begin, objective)
@@ -102,6 +109,6 @@ def _with_noise(
 ) -> Callable[[Any], LayerState]:
     def started(batch: Any) -> LayerState:
         state = begin(batch)
-        return state.changed(noise=EmbeddingNoise.of(alpha, longest, batch))
+        return state.changed(noise=EmbeddingNoise(alpha, longest, batch.example_lengths()))
 
     return started

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.parallel.mesh import Group
 from megatron.parallel.softmax_loss import (
     Columns,
     Softmax,
@@ -132,7 +133,18 @@ def linear_cross_entropy(
     is: a scalar, float32 or float64, the same on every rank. Hidden states are the same on every
     rank or, in a split region, this rank's slice; weight and bias are this rank's rows of the
     vocabulary, padding included; targets are those of the whole sequence."""
-    return _LinearCrossEntropy.apply(x_BSH, weight, bias, targets, head, torch.is_grad_enabled())
+    training = torch.is_grad_enabled()
+    loss, _ = _LinearCrossEntropy.apply(x_BSH, weight, bias, targets, head, training, False)
+    return loss
+
+
+def linear_loss_and_correct(
+    x_BSH: Tensor, weight: Tensor, targets: Targets, head: LossHead, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """:func:`linear_cross_entropy`, and how many of the tokens whose mask is not 0 are the most
+    probable ones, without a gradient; the logits are computed once."""
+    training = torch.is_grad_enabled()
+    return _LinearCrossEntropy.apply(x_BSH, weight, bias, targets, head, training, True)
 
 
 @torch.no_grad()
@@ -168,7 +180,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets: Targets,
         head: LossHead,
         training: bool,
-    ) -> Tensor:
+        counting: bool,
+    ) -> tuple[Tensor, Tensor | None]:
         dtype, tp = autocast_dtype(x), head.tp
         with torch.autocast(x.device.type, enabled=False):
             sliced = x.to(dtype)
@@ -176,15 +189,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
             needs = [training and needed for needed in ctx.needs_input_grad[:3]]
             bias_P = None if bias is None else bias.to(dtype)
             run = LogitChunks(whole.flatten(0, 1), weight.to(dtype), targets, head, needs, bias_P)
-            loss = run.loss()
+            loss, correct = run.loss(counting)
+        if correct is not None:
+            ctx.mark_non_differentiable(correct)
         ctx.save_for_backward(run.x_grad_TH, run.weight_grad_PH, run.bias_grad_P)
         ctx.head, ctx.shape, ctx.counted = head, whole.shape, run.counted
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        return loss
+        return loss, correct
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         x_grad, weight_grad, bias_grad = ctx.saved_tensors
         tp = ctx.head.tp
         factor = factor_of(grad / ctx.counted)
@@ -195,7 +210,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             weight_grad = scaled(weight_grad, factor, ctx.dtypes[1])
         if bias_grad is not None:
             bias_grad = scaled(bias_grad, factor, ctx.dtypes[2])
-        return x_grad, weight_grad, bias_grad, None, None, None
+        return x_grad, weight_grad, bias_grad, *[None] * 4
 
 
 class LogitChunks:
@@ -221,6 +236,7 @@ class LogitChunks:
         rows = len(weight_PH)
         self.first = self.group.rank * rows
         self.columns = Columns(max(0, min(rows, head.vocab_size - self.first)), head.softcap)
+        self.targets = targets
         labels_T = targets.labels_BS.flatten() - self.first
         if self.compiled:
             labels_T = labels_T.masked_fill(labels_T >= self.columns.used, -1)
@@ -272,24 +288,34 @@ class LogitChunks:
         dtype = self.work if len(self.chunks) > 1 else self.x_TH.dtype
         return torch.empty_like(self.weight_PH, dtype=dtype)
 
-    def loss(self) -> Tensor:
-        """The mean loss; fills in the gradients."""
+    def loss(self, counting: bool = False) -> tuple[Tensor, Tensor | None]:
+        """The mean loss and, with ``counting``, how many labels are the most probable token; fills
+        in the gradients."""
+        best = _BestTokens(self.labels_T, self.work) if counting else None
         total = torch.zeros((), dtype=self.work, device=self.x_TH.device)
         gradients = self.x_needs or self.weight_needs or self.bias_needs
         for chunk in self.chunks:
             mask_C = self.mask_T[chunk]
-            loss_C, logits_CP = self.losses_of(chunk, gradients)
+            loss_C, logits_CP = self.losses_of(chunk, gradients, best)
             total += loss_C @ mask_C
             if gradients:
                 # The mask is in the gradient of the logits if it was compiled.
                 self.multiply(chunk, logits_CP, None if self.compiled else mask_C)
-        return total / self.counted
+        loss = total / self.counted
+        if best is None:
+            return loss, None
+        best_T = best.over_ranks(None, self.first, self.group)
+        return loss, ((best_T == self.targets.labels_BS.flatten()) & (self.mask_T > 0)).sum()
 
-    def losses_of(self, chunk: slice, gradients: bool) -> tuple[Tensor, Tensor]:
+    def losses_of(
+        self, chunk: slice, gradients: bool, best: _BestTokens | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The loss of each token, [C], and the memory of the logits, [C, P], with the gradient of
-        these losses if that is asked for."""
+        these losses if that is asked for; ``best`` is filled in before that."""
         labels_C, used = self.labels_T[chunk], self.columns.used
         logits_CP = self._logits(chunk)
+        if best is not None:
+            best.add(chunk, logits_CP[:, :used])
         if self.compiled:
             mask_C = self.mask_T[chunk]
             loss_C = compiled_loss(logits_CP, labels_C, mask_C, self.columns, self.group, gradients)
@@ -302,17 +328,15 @@ class LogitChunks:
         """The log-probability of each label, and the first of the most probable tokens, [T]."""
         used, count = self.columns.used, len(self.x_TH)
         softmax = Softmax(*(self.x_TH.new_zeros(count, dtype=self.work) for _ in Softmax._fields))
-        best_T = torch.zeros_like(self.labels_T)
+        best = _BestTokens(self.labels_T, self.work)
         for chunk in self.chunks:
             into = Softmax(*(part[chunk] for part in softmax))
             logits_CV = self._logits(chunk)[:, :used]
-            score_chunk(logits_CV, self.labels_T[chunk], self.columns, into, best_T[chunk])
-        best_T += self.first
+            score_chunk(logits_CV, self.labels_T[chunk], self.columns, into, best.best_T[chunk])
+        best.largest_T = softmax.largest_C
         if self.group.size > 1:
-            own, softmax = softmax, softmax.over_ranks(self.group)
-            best_T[own.largest_C < softmax.largest_C] = torch.iinfo(best_T.dtype).max
-            dist.all_reduce(best_T, op=dist.ReduceOp.MIN, group=self.group.handle)
-        return -softmax.loss(), best_T
+            softmax = softmax.over_ranks(self.group)
+        return -softmax.loss(), best.over_ranks(softmax.largest_C, self.first, self.group)
 
     def _logits(self, chunk: slice) -> Tensor:
         """[C, P], with the padding, whose width suits GEMMs, in memory that the next overwrites."""
@@ -345,6 +369,32 @@ class LogitChunks:
             self.weight_grad_PH.copy_(grad_CP.t() @ x_CH)
         else:
             _add(self.weight_grad_PH, grad_CP.t() @ x_CH)
+
+
+class _BestTokens:
+    """The most probable token of each place, the first if there are several, and its logit."""
+
+    def __init__(self, labels_T: Tensor, work: torch.dtype) -> None:
+        self.best_T = torch.zeros_like(labels_T)
+        self.largest_T = torch.full_like(labels_T, -torch.inf, dtype=work)
+
+    def add(self, chunk: slice, logits_CV: Tensor) -> None:
+        """Those of this rank's columns, for the places of a chunk."""
+        if logits_CV.shape[1]:
+            largest_C, self.best_T[chunk] = logits_CV.max(-1)
+            self.largest_T[chunk] = largest_C
+
+    def over_ranks(self, largest_T: Tensor | None, first: int, group: Group) -> Tensor:
+        """Of all ranks' columns, where this rank's begin at ``first``; ``largest_T`` are the
+        largest logits of all ranks, if they are known."""
+        best_T = self.best_T + first
+        if group.size > 1:
+            if largest_T is None:
+                largest_T = self.largest_T.clone()
+                dist.all_reduce(largest_T, op=dist.ReduceOp.MAX, group=group.handle)
+            best_T[self.largest_T < largest_T] = torch.iinfo(best_T.dtype).max
+            dist.all_reduce(best_T, op=dist.ReduceOp.MIN, group=group.handle)
+        return best_T
 
 
 _fitting: dict[torch.device, int] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,7 +96,8 @@ def teaching(
 class PlainTraining:
     """The same training without DeepSpeed: one process, torch's optimizer, a loop. ``order`` is
     that in which the micro batches of a step are summed, ``init`` replaces the model's
-    initialisation. Gradients of ``params`` are those of the last step, clipped."""
+    initialisation. ``params`` are those that are trained, their gradients those of the last step,
+    clipped."""
 
     def __init__(
         self,
@@ -121,8 +122,9 @@ class PlainTraining:
                 param.init = init  # type: ignore[attr-defined]
             initialise(name, param, self._seed)
         self.model.to(dtype)
-        self._optimizer = _plain_optimizer(list(self.params.values()), self.options)
-        datasets, collate = run_data(run)[:2]
+        self.params = {name: p for name, p in self.params.items() if p.requires_grad}
+        self._optimizer = _plain_optimizer(self.params, self.options)
+        datasets, collate, self._weighed = run_data(run)
         assert datasets.train is not None
         self._batches = MicroBatches(
             datasets.train, collate, micro_batch_size=self._plan.micro_batch_size
@@ -135,8 +137,11 @@ class PlainTraining:
         plan = self._plan
         count = plan.batch_size.micro_batches(self._consumed)
         batches = plan.lengths.cut(self._batches, self._iteration)
-        batches = self._taught(batches, count)
         micro = [next(batches) for _ in range(count)]
+        if self._weighed:
+            mean_2 = torch.stack([batch.weights_2 for batch in micro]).mean(0)
+            micro = [batch._replace(weights_2=batch.weights_2 / mean_2) for batch in micro]
+        micro = list(self._taught(iter(micro), count))
         losses = []
         for place in self._order or range(count):
             if place >= count:
@@ -153,7 +158,7 @@ class PlainTraining:
         plan = self._plan
         progress = plan.progress(self._iteration, self._consumed)
         for group in self._optimizer.param_groups:
-            group["lr"] = plan.learning_rate(progress)
+            group["lr"] = plan.learning_rate(progress) * group["lr_factor"]
             group["weight_decay"] = plan.weight_decay(progress) if group["decays"] else 0.0
         self._optimizer.zero_grad()
         loss = self.accumulate()
@@ -170,13 +175,17 @@ class PlainTraining:
 
 
 def _plain_optimizer(
-    params: Sequence[nn.Parameter], options: OptimizerConfig
+    params: Mapping[str, nn.Parameter], options: OptimizerConfig
 ) -> torch.optim.Optimizer:
+    """One group for each parameter."""
     groups = [
-        {"params": [p for p in params if len(shard_of(p).full_shape) > 1], "decays": True},
-        {"params": [p for p in params if len(shard_of(p).full_shape) == 1], "decays": False},
+        {
+            "params": [param],
+            "decays": len(shard_of(param).full_shape) > 1,
+            "lr_factor": options.lr_factor(name),
+        }
+        for name, param in params.items()
     ]
-    groups = [group for group in groups if group["params"]]
     if options.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=0.0, momentum=options.sgd_momentum)
     betas = (options.adam_beta1, options.adam_beta2)

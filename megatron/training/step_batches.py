@@ -37,7 +37,7 @@ def weighed_step(
     weights = [batch.weights_2.to(device, non_blocking=True) for batch in step]
     # Filled on the device: a copy from the CPU would wait for it.
     sums_3 = torch.full((3,), float(fed), dtype=torch.float64, device=device)
-    torch.stack(weights).sum(0, out=sums_3[1:])
+    sums_3[1:] = torch.stack(weights).sum(0)
     if mesh.data.size > 1:
         dist.all_reduce(sums_3, group=mesh.data.handle)
     means_2 = (sums_3[1:] / (count * mesh.data.size)).clamp(min=torch.finfo(torch.float64).tiny)

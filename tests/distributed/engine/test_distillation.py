@@ -105,7 +105,7 @@ def inside(argv):
     run = parse_run(None, argv)
     with distributed(run.config.parallel) as mesh, contextlib.redirect_stdout(io.StringIO()):
         trainer = build_trainer(run, mesh)
-        teacher = trainer.engine.teach.__self__.engine
+        teacher = trainer.engine.teach.__self__.teacher.engine
         before = {name: param.clone() for param, name in teacher.names.items()}
         optimized = {
             id(param)

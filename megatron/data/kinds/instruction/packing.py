@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron.config.kinds.instruction import InstructionConfig
-from megatron.data.gpt_batch import padding_token
 from megatron.data.index_cache import IndexCache, StoredArrays
 from megatron.data.kinds.instruction.examples import InstructionExamples
-from megatron.data.packing import best_fit
+from megatron.data.packing import best_fit, padding_token
 from megatron.data.samples import Documents, PackedSample, Piece, checked_index
 from megatron.tokenizer import Tokenizer
 from megatron.util.digests import digest
