@@ -64,12 +64,12 @@ EVAL_TASKS = "megatron.tasks.during_training:EvalTasks"
 """The callback of ``--eval-tasks``, which is made of the run's configuration and its tokenizer. It
 uses training and is imported for runs with the flag only."""
 
-DISTILLATION = "megatron.training.distillation:Distillation"
-"""The callback of ``--kd``, which is made of a run and imported for runs with the flag only."""
-
 REFERENCE = "megatron.training.reference:add_reference"
 """Adds what a reference model finds to the data of a run whose loss needs it. It is called with the
 run, the mesh and the data, and imported for such runs only."""
+
+DISTILLATION = "megatron.training.distillation:Distillation"
+"""The callback of ``--kd``, which is made of a run and imported for runs with the flag only."""
 
 
 @dataclass(frozen=True)
@@ -222,9 +222,9 @@ def build_trainer(
     plan = TrainingPlan(config, epochs)
     lock = hold_folder(config.checkpoint.save, mesh.world, device, say)
     checkpoint = resume.locate(config)
-    teaching = [resolve_name(DISTILLATION)(run)] if config.distillation.kd else []
     if config.kind(PreferenceConfig).needs_reference:
         resolve_name(REFERENCE)(run, mesh, data)
+    teaching = [resolve_name(DISTILLATION)(run)] if config.distillation.kd else []
     spec = trained_spec(config)
     engine = build_engine(config, run.content, spec, mesh, device)
     writer = checkpoint_writer(engine, run.content, run.tokenizer.save_pretrained)
