@@ -48,6 +48,7 @@ class Distillation(Callback):
         """Loads the teacher, or what it has said, and makes it teach the model of ``engine``, which
         has consumed so many samples."""
         engine.teach = self.teach
+        self._evaluates_otherwise = engine.spec.evaluated is not None
         parallel = engine.config.parallel
         # The stages of a process are those of its schedule.
         sequences = getattr(engine.model, "sequences", {parallel.stages - 1: None})
@@ -74,8 +75,8 @@ class Distillation(Callback):
         train, last = data.datasets.train, plan.batch_size.samples(steps)
         if train is not None:
             yield Sampled(train, range(consumed, min(len(train), wanted, last)))
-        if data.weighed:
-            return  # evaluated by the probabilities of the answers
+        if self._evaluates_otherwise:
+            return
         for sets, count in ((data.datasets.valid, evaluated), (data.datasets.test, tested)):
             for dataset in sets.values():
                 yield Sampled(dataset, range(min(len(dataset), count)))

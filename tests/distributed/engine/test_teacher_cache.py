@@ -36,7 +36,16 @@ def examples(folder):
     rows = [{"instruction": "x" * (3 + n % 5), "output": f"{n} " * (1 + n % 4)} for n in range(40)]
     path.write_text(json.dumps(rows))
     mine = ["--data-path", str(path), "--sft", "--tokenizer-type", "ByteLevelTokenizer"]
-    mine += ["--seq-length", "64", "--max-position-embeddings", "64", "--split", "80,20,0"]
+    mine += [
+        "--vocab-size",
+        "259",
+        "--seq-length",
+        "256",
+        "--max-position-embeddings",
+        "256",
+        "--split",
+        "80,20,0",
+    ]
     return mine
 
 
@@ -75,7 +84,7 @@ def test_all_tokens_are_the_teacher(pool, teacher, tmp_path, layout, data):
 
 @pytest.mark.parametrize("more", sampled(["padded", "packed"], "padded".__eq__))
 def test_instructions(pool, tmp_path, more):
-    argv = [*STUDENT, *examples(tmp_path)]
+    argv = [word for word in STUDENT if word != "--mock-data"] + examples(tmp_path)
     argv += ["--packing"] if more == "packed" else []
     teacher = str(tmp_path / "teacher")
     pool.run(1, train, [*argv, "--hidden-size", "48", "--train-iters", "2", "--save", teacher])
