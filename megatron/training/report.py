@@ -113,6 +113,8 @@ class Reporter(Callback):
             return
         if begin.weights_only:
             self.say(f"weights from {begin.folder}; starting at iteration 0")
+        elif begin.restarts:
+            self.say(f"weights and optimizer from {begin.folder}; starting at iteration 0")
         else:
             self.say(f"resumed from {begin.folder} at iteration {begin.iteration}")
         for line in begin.notes:

@@ -19,7 +19,7 @@ STEPS = 4
 STUDENT = [*TINY, "--train-iters", str(STEPS), "--num-layers", "4"]
 STUDENT += "--hidden-dropout 0 --attention-dropout 0 --eval-iters 1 --eval-interval 2".split()
 TERMS = "--kd --kd-beta-ce 2 --kd-temp 2".split()
-ALL = "99"
+ALL = "100"
 """Tokens of the vocabulary."""
 
 
