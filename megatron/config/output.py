@@ -43,7 +43,10 @@ class CheckpointConfig:
     """Load DeepSpeed's universal checkpoint from a folder that has checkpoints of several formats;
     refused if it has none. Not needed otherwise: --load recognises the format."""
     pretrained_checkpoint: str | None = option(None)
-    """Checkpoint to take the initial weights from when --load has none."""
+    """Checkpoint to take the initial weights from when --load has none; where --load has adapters,
+    the model that they belong to."""
+    load_adapter: str | None = option(None)
+    """Adapters for --lora to begin with: a folder of peft, or a checkpoint of a run with --lora."""
     use_checkpoint_opt_param_scheduler: bool = option(
         False,
         flag="--use-checkpoint-opt_param-scheduler",

@@ -22,6 +22,7 @@ from megatron.config.engine import (
 )
 from megatron.config.flags import ConfigResolver, Settings, build
 from megatron.config.kinds import KindConfig, kind_classes
+from megatron.config.kinds.preference import PreferenceConfig
 from megatron.config.layouts import Layout, check_layout
 from megatron.config.legacy_flags import LegacyFlags
 from megatron.config.model import ModelConfig, ModelFlags, resolve_model
@@ -257,6 +258,7 @@ def resolve(settings: Settings, world_size: int) -> Resolved:
             "them off: give a larger number",
         )
     config.checkpoint.check(config.precision.states is not None, resolver)
+    config.distillation.check(config.kind(PreferenceConfig).preference is not None, resolver)
     check_fast_paths(
         config.fast_paths,
         model,

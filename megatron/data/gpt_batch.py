@@ -77,6 +77,23 @@ class GPTBatch(NamedTuple):
             choices_BK=choices if chosen else None,
         )
 
+    @classmethod
+    def ended(cls, rows: Sequence[np.ndarray], length: int) -> GPTBatch:
+        """Whole texts, padded on the right, for a head that reads each one's last token: the only
+        position that counts."""
+        last_B1 = np.array([[len(row) - 1] for row in rows])
+        loss_mask_BS = np.zeros((len(rows), length), np.float32)
+        np.put_along_axis(loss_mask_BS, last_B1, 1.0, axis=1)
+        tokens_BS = torch.from_numpy(padded(rows, length))
+        return cls(
+            tokens_BS,
+            torch.zeros_like(tokens_BS),
+            torch.from_numpy(loss_mask_BS),
+            position_ids_BS=None,
+            document_ids_BS=None,
+            positions_BP=torch.from_numpy(last_B1),
+        )
+
     def example_lengths(self) -> Tensor:
         """float32 [B, S]: for every token the tokens of its document; where a row is one document
         and padding, those up to the last whose loss counts."""

@@ -61,6 +61,11 @@ class Backend(ABC):
         """The layers of this process."""
 
     @property
+    def tensor_parallel(self) -> TensorParallel:
+        """What all layers have of the ranks that they are cut over."""
+        return self._tp
+
+    @property
     @abstractmethod
     def sequences(self) -> list[LayerSequence]:
         """The layers of this process as they run, a sequence for each pipeline stage."""

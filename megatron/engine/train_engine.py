@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from megatron.checkpoint.adapters import BaseRecord
 from megatron.config import RunConfig
 from megatron.config.kinds.instruction import InstructionConfig
 from megatron.engine.backend import Backend
@@ -63,9 +64,14 @@ class ModelEngine:
         trained: those of ``names`` that are trained; the others are frozen, without gradients,
             optimizer state or a place in checkpoints.
         stored_states: how main weights and moments are stored; None for float32.
+        base: the model that the adapters of ``--lora`` belong to; None without.
+        teach: adds to each of so many micro batches what the losses need of another model; None if
+            they need nothing.
     """
 
     stored_states: StoredStates | None = None
+    base: BaseRecord | None = None
+    teach: Callable[[Iterator[Batch], int], Iterator[Batch]] | None = None
 
     def __init__(
         self,
@@ -92,6 +98,8 @@ class ModelEngine:
     ) -> dict[str, float]:
         """What a measure reports of the means by name of its numbers over ``count`` of each
         data-parallel rank's batches; by default that of the model's evaluations, the losses."""
+        if measure is None:
+            batches = self.taught(batches, count)
         measure = measure or self.spec.evaluated or self.spec.loss_measure
         assert not measure.per_sample
         sums = torch.zeros(len(measure.names), dtype=torch.float64, device=self.device)
@@ -108,6 +116,10 @@ class ModelEngine:
         found = self._measured(batches, count, measure)
         own = torch.stack(found) if found else torch.zeros((), device=self.device).double()
         return _of_all(self._from_last_stage(own), self.mesh.data).cpu()
+
+    def taught(self, batches: Iterator[Batch], count: int) -> Iterator[Batch]:
+        """So many micro batches with what the losses need."""
+        return batches if self.teach is None else self.teach(batches, count)
 
     @record_function("megatron::evaluate")
     @torch.no_grad()
@@ -212,7 +224,7 @@ class TrainEngine(ModelEngine):
         set_rates(self.optimizer, lr, weight_decay)
         self.prepare(micro_batches)
         seeds = self._dropout_seeds(consumed_samples, micro_batches)
-        sums = self.backend.accumulate(batches, seeds)
+        sums = self.backend.accumulate(self.taught(batches, micro_batches), seeds)
         scale_before = float(getattr(self.optimizer_wrapper, "loss_scale", 1.0))
         norm, held = self.update()
         losses = self.mean_losses(sums, micro_batches)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,10 +12,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron.config import ModelConfig, ParallelConfig, RunConfig
+from megatron.config import (
+    ConfigError,
+    ModelConfig,
+    ParallelConfig,
+    RunConfig,
+    Setting,
+    Settings,
+)
 from megatron.config.engine import GRAPH_MODES
 from megatron.config.kinds import DOCUMENTS
 from megatron.config.kinds.instruction import InstructionConfig
+from megatron.config.kinds.preference import PreferenceConfig
 from megatron.data.gpt_batch import GPTBatch, GPTCollator, Padding
 from megatron.data.gpt_dataset import GPTRecipe, MockGPTDataset
 from megatron.data.packing import padding_token
@@ -24,6 +33,7 @@ from megatron.data.scored_text import ScoredText, check_lengths, fitted, too_lon
 from megatron.families.family import Family, GenerationSpec
 from megatron.model.attention_flex import block_masks
 from megatron.model.attention_masks import AttentionMasks
+from megatron.model.flops import TransformerShape
 from megatron.model.gpt import gpt_layers
 from megatron.model.layer_list import LayerCache, LayerState
 from megatron.model.spec import ModelSpec, only_hidden_travels
@@ -61,7 +71,7 @@ def _continue(tokens_1S: Tensor, positions_1S: Tensor, cache: LayerCache) -> Lay
 class GPTData(DataPipeline):
     """The data of a GPT: streams of text, instructions and answers, text to be filled in."""
 
-    takes = frozenset({DOCUMENTS, "packed"})
+    takes = frozenset({DOCUMENTS, "packed", "pairs"})
 
     def recipe(self) -> SampleRecipe[Any]:
         recipe: SampleRecipe[Any] = GPTRecipe(self.seq_length, self.seed)
@@ -99,6 +109,9 @@ class GPTData(DataPipeline):
             eighth = -(-self.seq_length // (LENGTHS * 8)) * 8
             multiple = int(np.lcm(eighth, slices))
         return Padding(padding_token(self.tokenizer), min(multiple, self.seq_length))
+
+    def scored_batch(self, texts: Sequence[ScoredText], length: int) -> GPTBatch:
+        return FAMILY.scored_batch(self.config, self.tokenizer, texts, length)
 
     def mock(self, num_samples: int, part: int) -> MockGPTDataset:
         vocab_size = self.tokenizer.vocab_size
@@ -165,12 +178,35 @@ class GPT(Family):
     generates = True
     tokenizer_type = "GPT2BPETokenizer"
     context_reader = "decoder"
+    heads = frozenset({"lm", "reward"})
     unused_flags = frozenset({"bert_binary_head", "num_tokentypes", "lm_head_activation"})
+
+    def complete_settings(self, settings: Settings) -> Settings:
+        preference = settings.get("preference")
+        if preference is None or preference.value != "reward":
+            return settings
+        return settings | {"head": Setting("reward", "derived: --preference reward")}
 
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
         layers = partial(gpt_layers, model, parallel)
         crossing = partial(only_hidden_travels, model.hidden_size)
-        return ModelSpec(layers, partial(begin, model), crossing)
+        spec = ModelSpec(layers, partial(begin, model), crossing)
+        if model.head == "lm":
+            return spec
+        from megatron.model.heads import HEAD_NAMES, REWARD_LOSSES  # few runs need it
+
+        return replace(
+            spec,
+            losses=REWARD_LOSSES,
+            no_perplexity=frozenset(REWARD_LOSSES),
+            head_parts=("output_layer.", f"{HEAD_NAMES[model.head]}."),
+        )
+
+    def shape(self, model: ModelConfig, run: RunConfig | None = None) -> TransformerShape:
+        shape = TransformerShape.of(model)
+        if model.head == "lm":
+            return shape
+        return replace(shape, predictions=0, other=2.0 * model.hidden_size)
 
     def generation(self, config: RunConfig, tokenizer: Tokenizer | None) -> GenerationSpec:
         return GenerationSpec(_continue, config.model.positions.max_position_embeddings)
@@ -208,6 +244,11 @@ class GPT(Family):
         return GPTBatch.scoring(texts, fitted(pad_to, needed, longest, slices), longest)
 
     def data(self, config: RunConfig, tokenizer: Tokenizer) -> GPTData:
+        if config.model.head == "reward" and config.kind(PreferenceConfig).preference != "reward":
+            raise ConfigError(
+                "the model has the head of a reward model, which predicts no tokens: give "
+                "--preference reward, or load another checkpoint"
+            )
         return GPTData(config, tokenizer)
 
 

@@ -21,6 +21,7 @@ from megatron.model.layer_list import LayerState
 from megatron.model.objective import HeadInput
 from megatron.model.spec import ModelSpec
 from megatron.objectives.preference_losses import LOSSES, Answers, loss_weights
+from megatron.objectives.reward import with_pairs_of_texts
 from megatron.parallel.log_probs import linear_log_probs
 
 
@@ -28,6 +29,8 @@ def with_preference(spec: ModelSpec, config: RunConfig) -> ModelSpec:
     """A model that is trained by the loss of ``--preference`` on :class:`PreferenceBatch`. Raises
     ConfigError if its family does not predict answers from prompts."""
     options = config.kind(PreferenceConfig)
+    if options.preference == "reward":
+        return with_pairs_of_texts(spec, config)
     family = family_of(config.model.family)
     if family.context_reader is None:
         raise ConfigError(

@@ -18,13 +18,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.config.adapters import AdapterConfig
-from megatron.parallel.layers import LinearMap, ParallelLinear
+from megatron.parallel.layers import LinearMap, ParallelLinear, column_linear
 from megatron.parallel.low_rank import LowRank, Piece, low_rank_linear
+from megatron.parallel.mesh import Group
+from megatron.parallel.random import tensor_parallel_random
 from megatron.parallel.shard import Cut, Init, Shard, parameter, shard_of
+from megatron.parallel.tensor_parallel import start_all_reduce, start_sum_over_copies
 
 
 @dataclass(frozen=True)
@@ -150,16 +156,118 @@ class _Adapters:
         self, layer: ParallelLinear, x_BSI: Tensor, maps: Sequence[LinearMap]
     ) -> tuple[Tensor, ...]:
         assert all(each.float8 is None for each in maps)
+        dropped = self._dropped(layer, x_BSI) if layer.training and self._dropout else None
+        if self._dora:
+            return self._scaled(layer, x_BSI, dropped, maps)
+        # A layer that is cut along its inputs adds the bias once, after the sum over ranks.
+        later = self._by_inputs and layer.tp.group.size > 1
+        biases = [None if later else each.bias for each in maps]
+        outputs = self._added(layer, x_BSI, dropped, maps, biases)
+        if not self._by_inputs:
+            return outputs
+        y_BSO, bias = layer.tp.leave(outputs[0]), maps[0].bias
+        return (y_BSO + layer.tp.shared(bias)[0] if later and bias is not None else y_BSO,)
+
+    def _added(
+        self,
+        layer: ParallelLinear,
+        x_BSI: Tensor,
+        dropped_BSI: Tensor | None,
+        maps: Sequence[LinearMap],
+        biases: Sequence[Tensor | None],
+    ) -> tuple[Tensor, ...]:
+        """x W^T + b + s (x A^T) B^T of each map; addends if the layer is cut along its inputs."""
         downs = [getattr(layer, name) for name in self._downs]
         ups = [getattr(layer, rows.name) for rows in self._rows]
-        weights, biases = [each.weight for each in maps], [each.bias for each in maps]
+        weights = [each.weight for each in maps]
+        return low_rank_linear(x_BSI, dropped_BSI, self._form, *weights, *biases, *downs, *ups)
+
+    def _dropped(self, layer: ParallelLinear, x_BSI: Tensor) -> Tensor:
+        """The input after dropout; one mask for all additions of a layer."""
+        tp = layer.tp
+        random = tensor_parallel_random(tp.group) if self._by_inputs else tp.random()
+        with random:
+            return F.dropout(x_BSI, self._dropout)
+
+    def _scaled(
+        self,
+        layer: ParallelLinear,
+        x_BSI: Tensor,
+        dropped_BSI: Tensor | None,
+        maps: Sequence[LinearMap],
+    ) -> tuple[Tensor, ...]:
+        """With DoRA (Liu et al. 2024, arXiv:2402.09353, equation 5): each row of W + s B A divided
+        by its length, a constant to gradients (section 4.3), times its magnitude. As in peft,
+        dropout is that of the input of the whole product."""
+        tp, nothing = layer.tp, [None] * len(maps)
+        inner = x_BSI if dropped_BSI is None else dropped_BSI
+        outputs = list(self._added(layer, inner, None, maps, nothing))
         if self._by_inputs:
-            # The bias is added once, after the sum over ranks.
-            alone = layer.tp.group.size == 1
-            own = biases if alone else [None]
-            (y_BSO,) = low_rank_linear(x_BSI, self._form, *weights, *own, *downs, *ups)
-            if alone:
-                return (y_BSO,)
-            y_BSO = layer.tp.leave(y_BSO)
-            return (y_BSO if biases[0] is None else y_BSO + layer.tp.shared(biases[0])[0],)
-        return low_rank_linear(x_BSI, self._form, *weights, *biases, *downs, *ups)
+            outputs = [tp.leave(outputs[0])]
+        factors = self._factors(layer, maps)
+        outputs = [y * factor for y, factor in zip(outputs, factors, strict=True)]
+        if dropped_BSI is not None:
+            # W x + (f - 1) W d + f s B A d, with d the dropped input.
+            rest = [each._replace(bias=None) for each in maps]
+            if self._by_inputs:
+                own = F.linear(x_BSI - dropped_BSI, maps[0].weight)
+                others: Sequence[Tensor] = (tp.leave(own),)
+            else:
+                others = column_linear(x_BSI - dropped_BSI, rest, tp)
+            outputs = [y + other for y, other in zip(outputs, others, strict=True)]
+        for place, each in enumerate(maps):
+            if each.bias is not None:
+                bias = tp.shared(each.bias)[0] if self._by_inputs else each.bias
+                outputs[place] = outputs[place] + bias
+        return tuple(outputs)
+
+    def _factors(self, layer: ParallelLinear, maps: Sequence[LinearMap]) -> list[Tensor]:
+        """What each output of each map is multiplied by, [OP]: 1 where nothing is added."""
+        parts: list[list[Tensor]] = [[] for _ in maps]
+        ends = [0] * len(maps)
+        for rows in sorted(self._rows, key=lambda rows: (rows.map, rows.start)):
+            weight = maps[rows.map].weight
+            if rows.start > ends[rows.map]:
+                parts[rows.map].append(weight.new_ones(rows.start - ends[rows.map]))
+            magnitude = getattr(layer, rows.magnitude)
+            if self._by_inputs:
+                (magnitude,) = layer.tp.shared(magnitude)
+            elif rows.copies > 1:
+                magnitude = _SummedOverCopies.apply(magnitude, rows.copies, layer.tp.group)
+            lengths_O = self._lengths(layer, rows, weight)
+            parts[rows.map].append((magnitude / lengths_O).to(weight.dtype))
+            ends[rows.map] = rows.start + rows.width
+        for found, end, each in zip(parts, ends, maps, strict=True):
+            if end < each.weight.shape[0]:
+                found.append(each.weight.new_ones(each.weight.shape[0] - end))
+        return [torch.cat(found) for found in parts]
+
+    @torch.no_grad()
+    def _lengths(self, layer: ParallelLinear, rows: _Rows, weight: Tensor) -> Tensor:
+        """Lengths of the rows of W + s B A, without that matrix: |w + s b A|^2 is |w|^2 + 2 s b (A
+        w^T) + s^2 b (A A^T) b^T. Float32, or float64."""
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        weight_OI = weight.narrow(0, rows.start, rows.width)
+        down_rI = getattr(layer, self._downs[rows.addition]).to(weight.dtype)
+        up_Or, scale = getattr(layer, rows.name).to(wide), self._form.scale
+        squares_O = torch.linalg.vector_norm(weight_OI, dim=1, dtype=wide).square()
+        mixed_Or = (weight_OI @ down_rI.t()).to(wide)
+        mixed_Or = 2 * scale * mixed_Or + scale**2 * (up_Or @ (down_rI @ down_rI.t()).to(wide))
+        squares_O += (mixed_Or * up_Or).sum(1)
+        if self._by_inputs and layer.tp.group.size > 1:
+            start_all_reduce(squares_O, layer.tp.group)()
+        return squares_O.sqrt()
+
+
+class _SummedOverCopies(torch.autograd.Function):
+    """Identity forward; backward the sum over the ranks that have the same share."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, copies: int, group: Group) -> Tensor:
+        ctx.copies, ctx.group = copies, group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        total = start_sum_over_copies(grad.flatten(), ctx.copies, ctx.group)()
+        return total.view_as(grad), None, None

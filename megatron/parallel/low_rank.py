@@ -11,6 +11,7 @@ together, r of one; a width followed by P is one rank's share of it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -62,23 +63,33 @@ class LowRank(NamedTuple):
     sequence: bool = False
 
 
-def low_rank_linear(x_BSI: Tensor, form: LowRank, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+def low_rank_linear(
+    x_BSI: Tensor, dropped_BSI: Tensor | None, form: LowRank, *tensors: Tensor | None
+) -> tuple[Tensor, ...]:
     """The outputs [B, S, OP] of each map; ``tensors`` are the weights [OP, I], the biases [OP] or
-    None, the A [r, I], and the B [OP, r] of each piece."""
-    return _LowRankLinear.apply(x_BSI, form, *tensors)
+    None, the A [r, I], and the B [OP, r] of each piece. ``dropped_BSI`` is the input of A after
+    dropout, None where it is x."""
+    return _LowRankLinear.apply(x_BSI, dropped_BSI, form, *tensors)
 
 
 class _LowRankLinear(torch.autograd.Function):
     # Parameters are saved as they came; see _ColumnLinear in layers.py.
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, form: LowRank, *tensors: Any) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, dropped: Tensor | None, form: LowRank, *tensors: Any
+    ) -> tuple[Tensor, ...]:
         weights, biases, downs, ups = _parts(form, tensors)
-        ctx.form, ctx.input_dtype = form, x.dtype
+        ctx.form, ctx.input_dtype, ctx.drops = form, x.dtype, dropped is not None
         mine = x = x.to(autocast_dtype(x))
         if form.sequence:
             x = start_gather_sequence(x, form.group)()
-        z_TR = x.flatten(0, 1) @ _joined(downs, x.dtype).t()
+        of_downs = x
+        if dropped is not None:
+            mine = of_downs = dropped.to(x.dtype)
+            if form.sequence:
+                of_downs = start_gather_sequence(of_downs, form.group)()
+        z_TR = of_downs.flatten(0, 1) @ _joined(downs, x.dtype).t()
         outputs = []
         for weight, bias in zip(weights, biases, strict=True):
             # F.linear, not a plain GEMM: DeepSpeed's profiler counts it.
@@ -103,9 +114,8 @@ class _LowRankLinear(torch.autograd.Function):
             tensors[form.count : form.count + form.downs],
             tensors[form.count + form.downs :],
         )
-        x_needs = ctx.needs_input_grad[0]
+        x_needs, dropped_needs = ctx.needs_input_grad[:2]
         down_needs, up_needs = _needs(form, ctx.needs_input_grad)
-        several = form.group.size > 1
         finish_x: Finish = lambda: mine  # noqa: E731
         if form.sequence and any(down_needs):
             finish_x = start_gather_sequence(mine, form.group)
@@ -122,16 +132,15 @@ class _LowRankLinear(torch.autograd.Function):
                 dz_Tr, part_TO, up, beta=float(filled[piece.first]), alpha=form.scale, out=dz_Tr
             )
             filled[piece.first] = True
-        x_grad: Finish | None = None
+        x_grad = dropped_grad = _no_gradient
         if x_needs:
             x_TI = _input_gradient(grads, weights)
-            x_TI.addmm_(dz_TR, _joined(downs, x_TI.dtype))
-            addend = x_TI.unflatten(0, grads_BSO[0].shape[:2])
-            if several and form.enters:
-                start = start_scatter_sequence if form.sequence else start_all_reduce
-                x_grad = start(addend, form.group)
-            else:
-                x_grad = lambda: addend  # noqa: E731
+            if not ctx.drops:
+                x_TI.addmm_(dz_TR, _joined(downs, x_TI.dtype))
+            x_grad = _start_leaving(x_TI.unflatten(0, grads_BSO[0].shape[:2]), form)
+        if dropped_needs:
+            x_TI = dz_TR @ _joined(downs, dz_TR.dtype)
+            dropped_grad = _start_leaving(x_TI.unflatten(0, grads_BSO[0].shape[:2]), form)
         summed = []
         for piece, up, needed in zip(form.pieces, ups, up_needs, strict=True):
             found = None
@@ -148,12 +157,25 @@ class _LowRankLinear(torch.autograd.Function):
         copies = form.group.size if form.enters else 1
         summed = [*((grad, copies) for grad in down_grads), *summed]
         found_grads = _sums(summed, form.group)
+        inputs = x_grad(), dropped_grad()
         return (
-            None if x_grad is None else x_grad().to(ctx.input_dtype),
+            *(None if grad is None else grad.to(ctx.input_dtype) for grad in inputs),
             None,
             *[None] * (2 * form.count),
             *found_grads,
         )
+
+
+def _no_gradient() -> None:
+    return None
+
+
+def _start_leaving(addend_BSI: Tensor, form: LowRank) -> Callable[[], Tensor | None]:
+    """Sums the gradient of the input over ranks where the input is the same on every rank."""
+    if form.group.size == 1 or not form.enters:
+        return lambda: addend_BSI
+    start = start_scatter_sequence if form.sequence else start_all_reduce
+    return start(addend_BSI, form.group)
 
 
 def _parts(form: LowRank, tensors: Any) -> tuple[Any, Any, Any, Any]:
@@ -163,7 +185,7 @@ def _parts(form: LowRank, tensors: Any) -> tuple[Any, Any, Any, Any]:
 
 def _needs(form: LowRank, needs: tuple[bool, ...]) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
     """Which A and B need gradients."""
-    first = 2 + 2 * form.count
+    first = 3 + 2 * form.count
     return needs[first : first + form.downs], needs[first + form.downs :]
 
 

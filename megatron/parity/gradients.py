@@ -33,7 +33,7 @@ from megatron.objectives import trained_spec
 from megatron.parallel.mesh import ALONE, SHARDED, Coordinates, Mesh
 from megatron.parallel.random import dropout_seed
 from megatron.parallel.shard import Init, Shard, shard_of
-from megatron.parity.runs import PlainTraining
+from megatron.parity.runs import PlainTraining, teaching
 from megatron.training.plan import TrainingPlan
 from megatron.training.run import Run, parse_run, run_data
 from megatron.training.step_batches import weighed_step
@@ -146,7 +146,8 @@ def _step(run: Run, engine: TrainEngine, mesh: Mesh) -> GradientRecord:
     )
     if data.weighed:
         batches, _ = weighed_step(batches, count, mesh, engine.device)
-    sums = engine.backend.accumulate(batches, seeds)
+    taught = teaching(config, mesh, torch.float64)(batches, count)
+    sums = engine.backend.accumulate(taught, seeds)
     norm = float(gradient_norm(list(engine.trained), mesh))
     found = [
         Gradient(

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from megatron.config import OptimizerConfig
+from megatron.config import OptimizerConfig, RunConfig
 from megatron.data.loader import MicroBatches
-from megatron.engine.environment import distributed
+from megatron.engine.environment import distributed, training_device
 from megatron.engine.state import owned_slices
 from megatron.engine.train_engine import StepResult
 from megatron.model.layer_list import LayerStack, initialise
 from megatron.objectives import trained_spec
+from megatron.objectives.teacher import find_teacher
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import dropout_seed
 from megatron.parallel.shard import Init, shard_of
@@ -79,6 +81,18 @@ class _Watching(Callback):
         self._watch(step.result)
 
 
+def teaching(
+    config: RunConfig, mesh: Mesh, dtype: torch.dtype
+) -> Callable[[Iterator[Any], int], Iterator[Any]]:
+    """What a run's teacher, if it has one, adds to each of so many micro batches; it computes in a
+    dtype."""
+    if not config.distillation.kd:
+        return lambda batches, count: batches
+    teacher = find_teacher(config).start(mesh, training_device())
+    teacher.engine.model.to(dtype)
+    return teacher.teach
+
+
 class PlainTraining:
     """The same training without DeepSpeed: one process, torch's optimizer, a loop. ``order`` is
     that in which the micro batches of a step are summed, ``init`` replaces the model's
@@ -115,6 +129,7 @@ class PlainTraining:
         self._batches = MicroBatches(
             datasets.train, collate, micro_batch_size=self._plan.micro_batch_size
         )
+        self._taught = teaching(run.config, Mesh(), dtype)
         self._iteration = self._consumed = 0
 
     def accumulate(self) -> float:
@@ -122,6 +137,7 @@ class PlainTraining:
         plan = self._plan
         count = plan.batch_size.micro_batches(self._consumed)
         batches = plan.lengths.cut(self._batches, self._iteration)
+        batches = self._taught(batches, count)
         micro = [next(batches) for _ in range(count)]
         if self._weighed:
             mean_2 = torch.stack([batch.weights_2 for batch in micro]).mean(0)

@@ -29,6 +29,7 @@ from megatron.config import (
     resolve,
 )
 from megatron.config.flags import ConfigResolver, build
+from megatron.config.kinds.preference import PreferenceConfig
 from megatron.data.loader import TrainingData
 from megatron.data.pipeline import training_texts
 from megatron.data.sources import with_corpora
@@ -62,6 +63,13 @@ BEST_EVALUATION = "megatron.training.best:BestEvaluation"
 EVAL_TASKS = "megatron.tasks.during_training:EvalTasks"
 """The callback of ``--eval-tasks``, which is made of the run's configuration and its tokenizer. It
 uses training and is imported for runs with the flag only."""
+
+REFERENCE = "megatron.training.reference:add_reference"
+"""Adds what a reference model finds to the data of a run whose loss needs it. It is called with the
+run, the mesh and the data, and imported for such runs only."""
+
+DISTILLATION = "megatron.training.distillation:Distillation"
+"""The callback of ``--kd``, which is made of a run and imported for runs with the flag only."""
 
 
 @dataclass(frozen=True)
@@ -214,10 +222,15 @@ def build_trainer(
     plan = TrainingPlan(config, epochs)
     lock = hold_folder(config.checkpoint.save, mesh.world, device, say)
     checkpoint = resume.locate(config)
+    if config.kind(PreferenceConfig).needs_reference:
+        resolve_name(REFERENCE)(run, mesh, data)
+    teaching = [resolve_name(DISTILLATION)(run)] if config.distillation.kd else []
     spec = trained_spec(config)
     engine = build_engine(config, run.content, spec, mesh, device)
     writer = checkpoint_writer(engine, run.content, run.tokenizer.save_pretrained)
     begin = resume.load(engine, plan, checkpoint)
+    for teacher in teaching:
+        teacher.start(engine, data)
     report = Reporter(run.resolved, plan, mesh, device, begin)
     checkpoints = CheckpointManager(writer, report, config.checkpoint.save_interval)
     check = config.training.check_for_nan_in_loss_and_grad
@@ -228,6 +241,7 @@ def build_trainer(
         (
             _Closing(engine, lock),
             *callbacks,
+            *teaching,
             *tasks,
             Stopping(request, device, mesh.world.size, config.training.exit_interval),
             report,

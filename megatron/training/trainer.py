@@ -12,6 +12,7 @@ from megatron.engine.train_engine import StepResult, TrainEngine
 from megatron.training.metrics import Evaluation, Reported
 from megatron.training.plan import TrainingPlan
 from megatron.training.step_batches import StepCounts, of_one_length, weighed_step
+from megatron.training.written import WrittenTexts
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,9 @@ class Callback:
 
     def evaluated(self, trainer: Trainer, evaluation: Reported) -> None:
         """After an evaluation on held-out data or of a task."""
+
+    def wrote(self, trainer: Trainer, texts: WrittenTexts) -> None:
+        """After the model has written texts for people."""
 
 
 class Trainer:
@@ -206,6 +210,10 @@ class Trainer:
     def report(self, evaluation: Reported) -> None:
         """Tells every callback of an evaluation."""
         self._tell("evaluated", evaluation)
+
+    def show(self, texts: WrittenTexts) -> None:
+        """Tells every callback of texts that the model has written."""
+        self._tell("wrote", texts)
 
     def reading(self, **options: Any) -> dict[str, Any]:
         """Options of ``TrainingData.batches`` for this rank."""

@@ -302,13 +302,18 @@ def _open(path: Path) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in content.items()}
 
 
+def tokenizer_of_file(path: Path) -> TokenizerConfig:
+    """The tokenizer of a ``tokenizer.model``: SentencePiece's until Llama 2, ranks of byte pairs
+    since Llama 3, which are lines of text; or of a folder of Hugging Face's files."""
+    if path.is_dir():
+        return TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(path))
+    with path.open("rb") as file:
+        ranks = re.match(rb"[A-Za-z0-9+/=]+ \d+\n", file.read(256)) is not None
+    kind = "Llama3Tokenizer" if ranks else "Llama2Tokenizer"
+    return TokenizerConfig(tokenizer_type=kind, tokenizer_model=str(path))
+
+
 def _tokenizer_beside(folder: Path) -> TokenizerConfig | None:
-    """The tokenizer of ``tokenizer.model`` in the folder or the one above: SentencePiece's until
-    Llama 2, ranks of byte pairs since Llama 3, which are lines of text."""
-    for path in (folder / _TOKENIZER, folder.parent / _TOKENIZER):
-        if path.is_file():
-            with path.open("rb") as file:
-                ranks = re.match(rb"[A-Za-z0-9+/=]+ \d+\n", file.read(256)) is not None
-            kind = "Llama3Tokenizer" if ranks else "Llama2Tokenizer"
-            return TokenizerConfig(tokenizer_type=kind, tokenizer_model=str(path))
-    return None
+    """The tokenizer in the folder or the one above it, if there is one."""
+    places = (folder / _TOKENIZER, folder.parent / _TOKENIZER)
+    return next((tokenizer_of_file(path) for path in places if path.is_file()), None)
