@@ -201,6 +201,7 @@ class TrainEngine(ModelEngine):
                 device,
                 clip_grad=config.optimizer.clip_grad,
                 hold=config.training.check_for_nan_in_loss_and_grad,
+                groups_differ=bool(config.optimizer.lr_group),
                 form=stored_states,
                 keys={
                     param: key_of(config.training.seed, name, shard_of(param), mesh.coordinates)
