@@ -9,6 +9,7 @@
         manifest.json                         size and SHA-256 of every file, and of itself
         index.json                            which slice of which parameter is in which file
         config.json, deepspeed.json           the resolved configuration
+        base.json                             of adapters: the model that they belong to
         state.json                            counters, loss scaler, layout
         weights-<rank>.safetensors            float32 weights
         optimizer-<rank>.safetensors          moments

@@ -24,6 +24,8 @@ from megatron.util.digests import sha256, sha256_of_file
 from megatron.util.progress import progress_bar
 
 INDEX, MANIFEST, CONFIG, STATE = "index.json", "manifest.json", "config.json", "state.json"
+BASE = "base.json"
+"""Of adapters: the model that they belong to."""
 _FORMAT = 2
 _BLANK = "0" * 64
 """Takes the place of the manifest's own SHA-256 while that is computed."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron.checkpoint.files import CheckpointError, read_json
 from megatron.checkpoint.folder import complete_tags, find
 from megatron.checkpoint.manifest import (
+    BASE,
     CONFIG,
     MANIFEST,
     STATE,
@@ -48,7 +49,9 @@ class CheckpointReader(Source):
     def locate(cls, path: Path, wanted: str | None) -> Path | None:
         if not (path / MANIFEST).is_file() and not (path.is_dir() and complete_tags(path)):
             return None
-        return find(str(path), wanted)
+        found = find(str(path), wanted)
+        # One of adapters is not a model by itself, and has a reader of its own.
+        return None if found is not None and (found / BASE).is_file() else found
 
     @classmethod
     def family(cls, folder: Path) -> str:

@@ -49,9 +49,13 @@ class Source(ABC):
         refusal: why it cannot be used as a model here; None if it can.
         end_of_text: the token that ends a document, where it is known without the tokenizer's
             files; else None.
+        on_base: whether it has adapters of another model; the constructor and ``verify`` then take
+            its path as ``base``.
+        additions: the adapters alone, where this is a model merged with them; else None.
     """
 
     title: ClassVar[str]
+    on_base: ClassVar[bool] = False
     folder: Path
     model: ModelConfig
     tokenizer: TokenizerConfig | None = None
@@ -60,6 +64,7 @@ class Source(ABC):
     notes: Sequence[str] = ()
     refusal: str | None = None
     end_of_text: int | None = None
+    additions: Source | None = None
 
     @classmethod
     @abstractmethod
@@ -167,10 +172,12 @@ def run_of(source: Source, moments: bool = True) -> RunConfig:
 
 READERS = {
     "native": "megatron.checkpoint.reader:CheckpointReader",
+    "adapters": "megatron.checkpoint.adapters:AdaptedCheckpoint",
     "deepspeed": "megatron.formats.deepspeed_folders.folder:DeepSpeedFolder",
     "universal": "megatron.formats.deepspeed_folders.universal:UniversalFolder",
     "legacy_megatron": "megatron.formats.legacy_megatron.reader:MegatronCheckpoint",
     "huggingface": "megatron.formats.huggingface.source:HuggingFaceFolder",
+    "peft": "megatron.formats.huggingface.peft:PeftFolder",
     "meta": "megatron.formats.meta.source:MetaFolder",
 }
 """The :class:`Source` of each format, in the order in which they are tried. A universal checkpoint
@@ -193,17 +200,32 @@ def save_copy(name: str, source: Source, save: Path, stage: int) -> Path:
 
 
 class FoundCheckpoint(NamedTuple):
-    """A checkpoint that is not yet open, and its format."""
+    """A checkpoint that is not yet open, and its format; ``base`` is the model of adapters, where
+    it is another path than they name."""
 
     form: type[Source]
     folder: Path
+    base: str | None = None
 
     def open(self, verify: bool = True) -> Source:
         """Opens it, by default after comparing the files with their checksums. Raises
         CheckpointError if it is damaged or not supported here."""
         if verify:
-            self.form.verify(self.folder)
-        return self.form(self.folder)
+            self.verify()
+        return self.form(self.folder, **self._options)
+
+    def verify(self, share: int = 0, shares: int = 1) -> None:
+        """See :meth:`Source.verify`."""
+        self.form.verify(self.folder, share, shares, **self._options)
+
+    @property
+    def family(self) -> str:
+        """See :meth:`Source.family`."""
+        return self.form.family(self.folder, **self._options)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"base": self.base} if self.base is not None and self.form.on_base else {}
 
 
 def locate_checkpoint(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
-from megatron.config.flags import NOT_NEGATIVE, POSITIVE, option
+from megatron.config.flags import NOT_NEGATIVE, POSITIVE, ConfigResolver, option
+
+TOP_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -22,3 +25,54 @@ class DistillationConfig:
     kd_temp: float = option(1.0, bounds=POSITIVE)
     """Temperature of both distributions; their divergence is multiplied by its square (Hinton et
     al. 2015)."""
+    kd_iters: int | None = option(None, bounds=POSITIVE)
+    """Learn from the teacher in the first N iterations only, and from the labels alone after
+    them."""
+    kd_cache: str | None = option(None)
+    """Folder with the teacher's most probable tokens at every position of the samples. What it
+    lacks is computed before training; the teacher is then not in memory while the student
+    trains."""
+    kd_top_k: int | None = option(None, derived=str(TOP_TOKENS), bounds=POSITIVE)
+    """Tokens that --kd-cache keeps of a position; all others count as one token."""
+    num_layers_teacher: int | None = option(None, bounds=POSITIVE)
+    """Layers of the teacher, compared with its checkpoint, which says so by itself."""
+    hidden_size_teacher: int | None = option(None, bounds=POSITIVE)
+    """Hidden size of the teacher, compared with its checkpoint."""
+    num_attention_heads_teacher: int | None = option(None, bounds=POSITIVE)
+    """Attention heads of the teacher, compared with its checkpoint."""
+    num_experts_teacher: tuple[int, ...] = option((1,), bounds=None)
+    """Experts of the teacher's layers; 1, since there is no mixture of experts."""
+
+    @property
+    def top_tokens(self) -> int:
+        """--kd-top-k, or its default."""
+        return TOP_TOKENS if self.kd_top_k is None else self.kd_top_k
+
+    def check(self, preferences: bool, resolver: ConfigResolver) -> None:
+        """Refuses values that contradict each other; ``preferences``: the run has a loss of
+        them."""
+        if not self.kd:
+            for field in dataclasses.fields(self):
+                if field.name != "kd":
+                    resolver.check_unused(field.name, "--kd")
+            return
+        resolver.check(
+            self.load_teacher is not None,
+            "--kd needs --load-teacher, the checkpoint of the teacher",
+        )
+        resolver.check(
+            self.kd_alpha_ce > 0 or self.kd_beta_ce > 0,
+            f"{resolver.show('kd_alpha_ce')} and {resolver.show('kd_beta_ce')}: nothing would be "
+            "minimised; give one of them a value above 0",
+        )
+        resolver.check(
+            not preferences,
+            "--kd contradicts --preference: a run has one of these losses; leave one of them out",
+        )
+        if self.kd_cache is None:
+            resolver.check_unused("kd_top_k", "--kd-cache")
+        resolver.check(
+            set(self.num_experts_teacher) <= {1},
+            f"{resolver.show('num_experts_teacher')}: there is no mixture of experts; the teacher "
+            "must be a dense model",
+        )

@@ -30,7 +30,7 @@ from megatron.config.flags import (
 )
 from megatron.config.positions import PositionsConfig, PositionsFlags, resolve_positions
 
-HEADS = ("lm", "classification", "multiple_choice", "span")
+HEADS = ("lm", "classification", "multiple_choice", "span", "reward")
 """What the last layer of a model can be."""
 
 
@@ -107,7 +107,7 @@ class _Network:
     """Hugging Face's model_type of the model that the weights were first read from."""
     head: str = option("lm", choices=HEADS, internal=True, role="weights")
     """What the last layer computes: logits of tokens, of a text's labels, of each of several
-    choices, or of the first and the last token of a span."""
+    choices, or of the first and the last token of a span; or how good a text is."""
     num_labels: int | None = option(None, bounds=POSITIVE, internal=True, role="weights")
     """Labels of a classification head; 1 for a number instead of labels."""
     label_names: tuple[str, ...] = option((), internal=True)

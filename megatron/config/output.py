@@ -34,13 +34,19 @@ class CheckpointConfig:
     """Number of newest checkpoints to keep; older ones are deleted."""
     keep_every: int | None = option(None, bounds=POSITIVE)
     """Keep checkpoints of every N-th iteration permanently, regardless of --keep-last."""
+    keep_best: bool = option(False)
+    """Keep the checkpoint with the lowest validation loss, regardless of --keep-last; an evaluation
+    that is the best so far is followed by a checkpoint. best_epoch.json names it."""
     save_universal: bool = option(False)
     """Also write each checkpoint as a universal checkpoint of DeepSpeed."""
     universal_checkpoint: bool = option(False)
     """Load DeepSpeed's universal checkpoint from a folder that has checkpoints of several formats;
     refused if it has none. Not needed otherwise: --load recognises the format."""
     pretrained_checkpoint: str | None = option(None)
-    """Checkpoint to take the initial weights from when --load has none."""
+    """Checkpoint to take the initial weights from when --load has none; where --load has adapters,
+    the model that they belong to."""
+    load_adapter: str | None = option(None)
+    """Adapters for --lora to begin with: a folder of peft, or a checkpoint of a run with --lora."""
     use_checkpoint_opt_param_scheduler: bool = option(
         False,
         flag="--use-checkpoint-opt_param-scheduler",
@@ -66,7 +72,7 @@ class CheckpointConfig:
         not float32 tensors."""
         for name in (
             *("save_interval", "save_init", "keep_last", "keep_every", "async_save"),
-            "save_universal",
+            *("save_universal", "keep_best"),
         ):
             resolver.check(
                 self.save is not None or not getattr(self, name),

@@ -22,6 +22,7 @@ from megatron.config.engine import (
 )
 from megatron.config.flags import ConfigResolver, Settings, build
 from megatron.config.kinds import KindConfig, kind_classes
+from megatron.config.kinds.preference import PreferenceConfig
 from megatron.config.layouts import Layout, check_layout
 from megatron.config.legacy_flags import LegacyFlags
 from megatron.config.model import ModelConfig, ModelFlags, resolve_model
@@ -247,7 +248,17 @@ def resolve(settings: Settings, world_size: int) -> Resolved:
     config = RunConfig.of(given | resolved)
     config.precision.check(config.engine.zero_stage, config.optimizer.optimizer, resolver)
     config.data.check(resolver)
+    for name, wanted in (
+        ("keep_best", config.checkpoint.keep_best),
+        ("early_stopping_patience", training.early_stopping_patience is not None),
+    ):
+        resolver.check(
+            not wanted or training.eval_iters > 0,
+            f"{resolver.show(name)} compares evaluations, and {resolver.show('eval_iters')} turns "
+            "them off: give a larger number",
+        )
     config.checkpoint.check(config.precision.states is not None, resolver)
+    config.distillation.check(config.kind(PreferenceConfig).preference is not None, resolver)
     check_fast_paths(
         config.fast_paths,
         model,

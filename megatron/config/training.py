@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 from megatron.config.flags import (
@@ -61,6 +62,8 @@ class _Training:
     """Number of iterations between evaluations on the validation data."""
     eval_iters: int = option(100, bounds=NOT_NEGATIVE, role="course")
     """Number of global batches per evaluation; 0 turns evaluation off."""
+    early_stopping_patience: int | None = option(None, bounds=POSITIVE, role="course")
+    """Save and stop after this many evaluations in a row without a lower validation loss."""
     skip_train: bool = option(False, role="course")
     """Only evaluate; do not train."""
     exit_interval: int | None = option(None, bounds=POSITIVE, role="course")
@@ -284,6 +287,32 @@ class _Optimizer:
     """Adam: epsilon added to the root of the second moment."""
     sgd_momentum: float = option(0.9, bounds=FRACTION)
     """Momentum of SGD."""
+    lr_group: tuple[str, ...] = option((), role="schedule")
+    """PATTERN=FACTOR: multiply the learning rate of the parameters whose canonical names match
+    the pattern (embedding.*=0.1, layers.[01].*=0.5, *.lora_*_b.*=16); of several patterns the
+    first that matches counts."""
+
+    @property
+    def lr_groups(self) -> dict[str, float]:
+        """The factor of each pattern. Raises ConfigError if a value is not PATTERN=FACTOR."""
+        found: dict[str, float] = {}
+        for value in self.lr_group:
+            pattern, _, factor = value.rpartition("=")
+            try:
+                found.setdefault(pattern, float(factor))
+            except ValueError:
+                pattern = ""
+            if not pattern or not 0 <= found[pattern] < math.inf:
+                raise ConfigError(
+                    f"--lr-group {value} must be PATTERN=FACTOR, a pattern of canonical names of "
+                    "parameters and a factor of at least 0, such as embedding.*=0.1"
+                )
+        return found
+
+    def lr_factor(self, name: str) -> float:
+        """What the learning rate of the parameter of this canonical name is multiplied by."""
+        found = (f for pattern, f in self.lr_groups.items() if fnmatchcase(name, pattern))
+        return next(found, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,6 +352,7 @@ def resolve_optimizer(
         resolver.check(
             flags.min_lr <= flags.lr, f"{resolver.show('min_lr')} is above {resolver.show('lr')}"
         )
+    flags.lr_groups  # noqa: B018  # raises for values that are none
     decay, constant = flags.weight_decay, flags.weight_decay_incr_style == "constant"
     for name, value in (
         ("start_weight_decay", flags.start_weight_decay),

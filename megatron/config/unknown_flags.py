@@ -24,9 +24,9 @@ REFUSED = {
     "--use-one-sent-docs --evidence-data-path --retriever-* --block-data-path --embedding-path "
     "--indexer-*": "there are no models for retrieval (ICT, REALM, ORQA)",
     "--retro-*": "there is no Retro model",
-    "--num-layers-teacher --num-experts-teacher --hidden-size-teacher "
-    "--num-attention-heads-teacher --mos --kd --kd-* --load-teacher --logits-load-* "
-    "--logits-save-*": "distillation is not supported; leave it out to train on the data alone",
+    "--logits-load-* --logits-save-*": (
+        "--kd with --load-teacher trains a student; --kd-cache keeps the teacher's logits on disk"
+    ),
     "--multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim "
     "--v-head-dim --rotary-scaling-factor --mscale --mscale-all-dim --cache-mla-latents "
     "--mla-*": "there is no multi-latent attention; --num-query-groups makes keys and values fewer",

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.data.packing import positions_within, restarting_positions
@@ -34,6 +35,10 @@ class GPTBatch(NamedTuple):
     others. None for all."""
     choices_BK: Tensor | None = None
     """Labels to score, in place of those of labels_BS, at the last K of positions_BP; int64."""
+    weights_2: Tensor | None = None
+    """Of the batch among those of a step, float64: of its loss, and of its tokens whose loss
+    counts. As collated they are sums; once the whole step is known, relative to the mean over its
+    micro batches on all ranks."""
 
     @classmethod
     def scoring(
@@ -72,6 +77,36 @@ class GPTBatch(NamedTuple):
             choices_BK=choices if chosen else None,
         )
 
+    @classmethod
+    def ended(cls, rows: Sequence[np.ndarray], length: int) -> GPTBatch:
+        """Whole texts, padded on the right, for a head that reads each one's last token: the only
+        position that counts."""
+        last_B1 = np.array([[len(row) - 1] for row in rows])
+        loss_mask_BS = np.zeros((len(rows), length), np.float32)
+        np.put_along_axis(loss_mask_BS, last_B1, 1.0, axis=1)
+        tokens_BS = torch.from_numpy(padded(rows, length))
+        return cls(
+            tokens_BS,
+            torch.zeros_like(tokens_BS),
+            torch.from_numpy(loss_mask_BS),
+            position_ids_BS=None,
+            document_ids_BS=None,
+            positions_BP=torch.from_numpy(last_B1),
+        )
+
+    def example_lengths(self) -> Tensor:
+        """float32 [B, S]: for every token the tokens of its document; where a row is one document
+        and padding, those up to the last whose loss counts."""
+        if self.document_ids_BS is None:
+            counted_BS = self.loss_mask_BS > 0
+            numbers_S = torch.arange(1, counted_BS.shape[1] + 1, device=counted_BS.device)
+            last_B1 = (counted_BS * numbers_S).amax(1, keepdim=True).clamp(min=1)
+            return last_B1.expand(counted_BS.shape).float()
+        ids_BS = self.document_ids_BS
+        counts_BD = torch.zeros(ids_BS.shape[0], ids_BS.shape[1] + 1, device=ids_BS.device)
+        counts_BD.scatter_add_(1, ids_BS, torch.ones_like(ids_BS, dtype=torch.float32))
+        return counts_BD.gather(1, ids_BS)
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> GPTBatch:
         return GPTBatch._make(
             None if tensor is None else tensor.to(device, non_blocking=non_blocking)
@@ -80,11 +115,77 @@ class GPTBatch(NamedTuple):
 
     def shortened(self, seq_length: int) -> GPTBatch:
         """The first ``seq_length`` tokens of every sample."""
-        assert self.tokens_BS.shape[1] >= seq_length and self.positions_BP is None
+        assert self.tokens_BS.shape[1] >= seq_length
+        assert self.positions_BP is None and self.weights_2 is None
         return GPTBatch._make(
             None if tensor_BS is None else tensor_BS[:, :seq_length].contiguous()
             for tensor_BS in self
         )
+
+    def lengthened(self, seq_length: int) -> GPTBatch:
+        """With padding after every sample, up to ``seq_length`` tokens: the last token again,
+        without a loss, in no document of the sample's."""
+        missing = seq_length - self.tokens_BS.shape[1]
+        if not missing:
+            return self
+        assert missing > 0 and self.positions_BP is None
+        documents_BS = self.document_ids_BS
+        if documents_BS is not None:
+            last_B1 = documents_BS[:, -1:] + 1
+            documents_BS = torch.cat((documents_BS, last_B1.expand(-1, missing)), dim=1)
+        positions_BS = self.position_ids_BS
+        if positions_BS is not None:
+            # From 0 as after every document, so that none is above those that the model has.
+            new_S = torch.arange(missing, device=positions_BS.device)
+            positions_BS = torch.cat((positions_BS, new_S.expand(len(positions_BS), -1)), dim=1)
+        tokens_BS, labels_BS = (
+            torch.cat((each, each[:, -1:].expand(-1, missing)), dim=1)
+            for each in (self.tokens_BS, self.labels_BS)
+        )
+        return self._replace(
+            tokens_BS=tokens_BS,
+            labels_BS=labels_BS,
+            loss_mask_BS=F.pad(self.loss_mask_BS, (0, missing)),
+            position_ids_BS=positions_BS,
+            document_ids_BS=documents_BS,
+        )
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Fills up samples of different lengths with a token, to the longest of a batch."""
+
+    token: int
+    multiple: int = 1
+    """The number of inputs of every sample is rounded up to a multiple of this."""
+
+    def filled(
+        self, samples: Sequence[np.ndarray | PackedSample]
+    ) -> tuple[list[np.ndarray | PackedSample], bool]:
+        """The samples, all of one length; and whether one of them has several documents that
+        attention must keep apart."""
+        inputs = max(len(s.loss_mask_S) if isinstance(s, PackedSample) else len(s) - 1
+                     for s in samples)  # fmt: skip
+        inputs = -(-inputs // self.multiple) * self.multiple
+        filled: list[np.ndarray | PackedSample] = []
+        separate = False
+        for sample in samples:
+            if not isinstance(sample, PackedSample):
+                assert len(sample) == inputs + 1, (len(sample), inputs)
+                filled.append(sample)
+                separate = True
+                continue
+            missing = inputs - len(sample.loss_mask_S)
+            last = sample.document_ids_S[-1]
+            separate |= bool((sample.document_ids_S[sample.loss_mask_S > 0] != 0).any())
+            ends = (self.token, 0.0, last + 1)
+            filled.append(
+                PackedSample(
+                    *(np.pad(part, (0, missing), constant_values=end)
+                      for part, end in zip(sample, ends, strict=True))
+                )
+            )  # fmt: skip
+        return filled, separate
 
 
 @dataclass(frozen=True)
@@ -102,6 +203,11 @@ class GPTCollator:
     """No loss where the input is the end-of-document token."""
     pad_token: int | None = None
     """No loss where the label is this token; None for samples without padding."""
+    padding: Padding | None = None
+    """How PackedSamples that are shorter than others are filled up; None where none is."""
+    weigh_by: str | None = None
+    """What counts equally in the loss of a step: ``micro-batches``, ``tokens`` or ``examples``;
+    None leaves the weights out."""
 
     def __post_init__(self) -> None:
         for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
@@ -112,11 +218,19 @@ class GPTCollator:
                 )
 
     def __call__(self, samples: Sequence[np.ndarray | PackedSample]) -> GPTBatch:
+        separate = self.padding is None
+        if self.padding is not None:
+            samples, separate = self.padding.filled(samples)
         packed = {row: s for row, s in enumerate(samples) if isinstance(s, PackedSample)}
         batch = self._by_flags(
             np.stack([s.tokens_T if isinstance(s, PackedSample) else s for s in samples])
         )
-        return _with_packed(batch, packed) if packed else batch
+        if packed:
+            batch = _with_packed(batch, packed)
+        if self.weigh_by is not None:
+            batch = _weighed(batch, self.weigh_by)
+        # Of a row that is one example and padding, causal attention keeps the two apart.
+        return batch if separate else batch._replace(position_ids_BS=None, document_ids_BS=None)
 
     def _by_flags(self, samples_BT: np.ndarray) -> GPTBatch:
         tokens_BT = torch.from_numpy(samples_BT)
@@ -150,6 +264,23 @@ def _with_packed(batch: GPTBatch, packed: Mapping[int, PackedSample]) -> GPTBatc
         document_ids_BS[row] = torch.from_numpy(sample.document_ids_S)
         positions_BS[row] = positions_within(document_ids_BS[row : row + 1])[0]
     return batch._replace(position_ids_BS=positions_BS, document_ids_BS=document_ids_BS)
+
+
+def _weighed(batch: GPTBatch, by: str) -> GPTBatch:
+    """With weights; by ``examples`` every document has as much of the loss mask, whose sum is the
+    number of tokens that count in all cases."""
+    mask_BS, documents_BS = batch.loss_mask_BS, batch.document_ids_BS
+    counted = mask_BS.sum().double()
+    weight = {"micro-batches": torch.ones_like(counted), "tokens": counted}.get(by)
+    if weight is None:
+        numbers_BS = torch.arange(len(mask_BS))[:, None].expand_as(mask_BS)
+        if documents_BS is not None:
+            numbers_BS = numbers_BS * (int(documents_BS.max()) + 1) + documents_BS
+        counts_E = torch.bincount(numbers_BS.flatten(), mask_BS.flatten().double())
+        weight = (counts_E > 0).sum().double()
+        share = counted / weight.clamp(min=1)
+        mask_BS = (mask_BS * share / counts_E[numbers_BS].clamp(min=1)).float()
+    return batch._replace(loss_mask_BS=mask_BS, weights_2=torch.stack((weight, counted)))
 
 
 def _document_ids(is_eod_BS: Tensor) -> Tensor:

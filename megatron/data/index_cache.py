@@ -119,9 +119,7 @@ class IndexCache:
         """
         if self.folder is None:
             return _in_memory(build)
-        description = json.dumps(depends_on, sort_keys=True)
-        folder = self.folder / f"{name}-{digest(description)}"
-        entry = _Entry(folder, json.loads(description), layout)
+        entry = self._entry(self.folder, name, depends_on, layout)
         found = entry.open()
         if found is not None:
             return found
@@ -144,6 +142,19 @@ class IndexCache:
                 name,
             )
             return _in_memory(build)
+
+    def find(self, name: str, depends_on: Mapping[str, Any]) -> StoredArrays | None:
+        """The arrays of an entry, None if it does not exist. Raises ValueError if it is damaged."""
+        if self.folder is None:
+            return None
+        return self._entry(self.folder, name, depends_on, None).open()
+
+    @staticmethod
+    def _entry(
+        folder: Path, name: str, depends_on: Mapping[str, Any], layout: Layout | None
+    ) -> _Entry:
+        description = json.dumps(depends_on, sort_keys=True)
+        return _Entry(folder / f"{name}-{digest(description)}", json.loads(description), layout)
 
 
 @dataclass(frozen=True)

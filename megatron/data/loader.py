@@ -104,10 +104,15 @@ class MicroBatches(Iterator[Batch], Generic[Batch]):
 
 
 class TrainingData(NamedTuple):
-    """The samples that a model is trained and evaluated on, and the collator of their batches."""
+    """The samples that a model is trained and evaluated on, and the collator of their batches.
+
+    Attributes:
+        weighed: whether batches have ``weights_2``, and may differ in length.
+    """
 
     datasets: Datasets
     collate: Callable[[Sequence[Any]], Any]
+    weighed: bool = False
 
     def batches(self, dataset: SampleDataset[Any], **options: Any) -> MicroBatches[Any]:
         """Micro batches of one of the datasets; options: see :class:`MicroBatches`."""

@@ -1,4 +1,4 @@
-"""Samples of several sequences: which ones share a sample, and the positions of their tokens.
+"""Samples of several sequences: which ones share a sample, the positions of their tokens, padding.
 
 Shape suffixes: B micro batch, S sequence.
 """
@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from megatron.tokenizer import Tokenizer
 
 
 def best_fit(
@@ -42,6 +44,14 @@ def best_fit(
             open_samples[space].append(sample)
             spaces |= 1 << space
     return sample_of
+
+
+def padding_token(tokenizer: Tokenizer) -> int:
+    """The tokenizer's padding token, or the end of document where it has none."""
+    try:
+        return tokenizer.pad
+    except ValueError:
+        return tokenizer.eod
 
 
 def positions_within(document_ids_BS: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from megatron.data.loader import TrainingData
 from megatron.data.remote import DEFAULT_CACHE, RemoteDataset
 from megatron.data.sampler import SkippedSamples, parse_skipped
 from megatron.data.samples import SampleDataset, SampleRecipe
+from megatron.data.scored_text import ScoredText
 from megatron.data.sources import INDEXED, PARTS, DataSource, Parts, parts_of
 from megatron.tokenizer import Tokenizer
 from megatron.util.progress import progress_bar
@@ -199,6 +200,11 @@ class DataPipeline(ABC):
         self.seq_length: int = config.model.seq_length
         self.seed = config.training.seed
 
+    @property
+    def reads_examples(self) -> bool:
+        """Whether samples, or some of them, are instructions and answers."""
+        return False
+
     @abstractmethod
     def recipe(self) -> SampleRecipe[Any]:
         """The recipe that makes samples from documents; ValueError if flags contradict."""
@@ -211,6 +217,11 @@ class DataPipeline(ABC):
     def view(self, sample: Any, length: int) -> SampleView:
         """A sample for people, cut to the `length` tokens that the model reads."""
 
+    def scored_batch(self, texts: Sequence[ScoredText], length: int) -> Any:
+        """A batch of the model's family whose targets are the tokens of the continuations, padded
+        to a length on the right; ConfigError if its models do not continue text."""
+        raise ConfigError("a model of this family continues no text, so that it has no answers")
+
     def mock(self, num_samples: int, part: int) -> SampleDataset[Any]:
         """Synthetic samples for --mock-data; ConfigError if the family has none."""
         raise ConfigError("--mock-data makes no samples of this family; give --data-path")
@@ -222,7 +233,8 @@ class DataPipeline(ABC):
         collate = self.collator()
         for kind in self.acting:
             collate = kind.collator(self, collate)
-        return TrainingData(self.datasets(sample_counts, batch_sizes), collate)
+        found = self.datasets(sample_counts, batch_sizes)
+        return TrainingData(found, collate, self.reads_examples)
 
     def datasets(
         self, sample_counts: tuple[int, int, int], batch_sizes: BatchSizes = list
@@ -276,12 +288,17 @@ class DataPipeline(ABC):
 
     def _refuse_unused(self) -> None:
         read = {source.kind for blend in self.parts.blends() for source in blend.sources}
+        idle, shared = [], set[str]()
         for name in kind_classes():
             kind = self.config.part(name)
-            reads = kind.files in read and kind.samples in self.takes
-            if reads or kind.acts or name in self.flags:
-                continue
+            if (kind.files in read and kind.samples in self.takes) or kind.acts:
+                shared |= kind.shares
+            elif name not in self.flags:
+                idle.append(kind)
+        for kind in idle:
             for field in dataclasses.fields(kind):
+                if field.name in shared:
+                    continue
                 if getattr(kind, field.name) != field.default:
                     raise ConfigError(f"{flag_of(field)} would change nothing: {kind.idle}")
 

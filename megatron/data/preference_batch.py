@@ -1,15 +1,43 @@
 """Batches of answers of which some are better than others.
 
-Shape suffixes: R rows, two for each pair, a prompt with its better answer and then with its worse
-one; for judged answers (kto) one each. S sequence.
+Shape suffixes: R rows, two for each sample. A pair is a prompt with its better answer and then with
+its worse one. A judged answer (kto) is a prompt with that answer and then with the answer to
+another prompt. S sequence.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from megatron.data.scored_text import ScoredText
+
+Rows = tuple[ScoredText, ScoredText]
+"""The two rows of a sample: the context is the prompt, every token of the continuation counts."""
+
+
+class PreferenceSample(NamedTuple):
+    """One sample.
+
+    Attributes:
+        reference: log-probabilities of both answers under the reference model; None without one.
+        desirable: kto: whether the first answer is good; None for pairs.
+        margin: by how much the better answer of a pair is better; None where the data do not say.
+    """
+
+    rows: Rows
+    reference: tuple[float, float] | None = None
+    desirable: bool | None = None
+    margin: float | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens that the model reads of the longer row."""
+        return max(len(row.context) + len(row.continuation) for row in self.rows) - 1
 
 
 class PreferenceBatch(NamedTuple):
@@ -20,14 +48,52 @@ class PreferenceBatch(NamedTuple):
             tokens of the answers are predicted.
         reference_R: log-probability of each answer under the reference model, float32; None without
             one. For a loss of means over tokens it is the sum, too.
-        desirable_R: kto: whether the answer of each row is good, bool; None for pairs.
+        desirable_R: kto: whether the first answer of each two rows is good, bool, the same in both;
+            None for pairs.
+        margin_R: by how much the better answer of each pair is better, float32, the same in both
+            rows; None where the data do not say.
     """
 
     answers: Any
     reference_R: Tensor | None = None
     desirable_R: Tensor | None = None
+    margin_R: Tensor | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PreferenceBatch:
         return PreferenceBatch._make(
             None if part is None else part.to(device, non_blocking=non_blocking) for part in self
         )
+
+
+@dataclass(frozen=True)
+class PreferenceCollator:
+    """Stacks samples into a PreferenceBatch.
+
+    Attributes:
+        batch_of: makes a batch of the model's family of texts and the length to pad them to.
+        length: what all batches are padded to; None for the longest row of each.
+        multiple: of which a batch's length is a multiple.
+    """
+
+    batch_of: Callable[[Sequence[ScoredText], int], Any]
+    length: int | None = None
+    multiple: int = 1
+
+    def __call__(self, samples: Sequence[PreferenceSample]) -> PreferenceBatch:
+        longest = max(sample.length for sample in samples)
+        length = self.length or -(-longest // self.multiple) * self.multiple
+        rows = [row for sample in samples for row in sample.rows]
+        return PreferenceBatch(
+            self.batch_of(rows, length),
+            _repeated([sample.reference for sample in samples], torch.float32),
+            _repeated([sample.desirable for sample in samples], torch.bool),
+            _repeated([sample.margin for sample in samples], torch.float32),
+        )
+
+
+def _repeated(values: Sequence[Any], dtype: torch.dtype) -> Tensor | None:
+    """Values of samples, one or two each, as one for each row; None where no sample has one."""
+    if all(value is None for value in values):
+        return None
+    known = [0.0 if value is None else value for value in values]
+    return torch.tensor(known, dtype=dtype).view(len(known), -1).expand(-1, 2).flatten()

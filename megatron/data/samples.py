@@ -159,7 +159,7 @@ def checked_range(
 
 class PackedSample(NamedTuple):
     """A sample of a causal model with explicit document ids and loss mask, which do not follow from
-    end-of-document tokens."""
+    end-of-document tokens. It may be shorter than others of its batch."""
 
     tokens_T: npt.NDArray[np.int64]
     """Inputs and, shifted by one, labels."""

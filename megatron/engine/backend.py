@@ -18,7 +18,12 @@ from megatron.config import RunConfig
 from megatron.config.engine import GRAPH_MODES
 from megatron.engine.compilation import why_eager
 from megatron.engine.deepspeed_json import Json, stage_of
-from megatron.engine.deepspeed_patches import fetching_whole, partition_range, set_partition
+from megatron.engine.deepspeed_patches import (
+    fetching_whole,
+    partition_late,
+    partition_range,
+    set_partition,
+)
 from megatron.engine.environment import Mpu
 from megatron.engine.pipeline_executor import PipelineExecutor, PipelinePasses
 from megatron.engine.pipeline_module import StageModule
@@ -54,6 +59,11 @@ class Backend(ABC):
     @abstractmethod
     def _build(self, settings: Json) -> nn.Module:
         """The layers of this process."""
+
+    @property
+    def tensor_parallel(self) -> TensorParallel:
+        """What all layers have of the ranks that they are cut over."""
+        return self._tp
 
     @property
     @abstractmethod
@@ -103,7 +113,9 @@ class PlainBackend(Backend):
             config_dict_or_path=settings,
             mpu=Mpu(self._mesh),
         ):
-            return LayerStack(self.layers, self._config.parallel)
+            model = LayerStack(self.layers, self._config.parallel)
+            partition_late(model)
+            return model
 
     @property
     def sequences(self) -> list[LayerSequence]:

@@ -27,7 +27,7 @@ from megatron.engine.deepspeed_patches import (
 from megatron.engine.float8 import Float8State
 from megatron.engine.train_engine import TrainEngine
 from megatron.engine.update.async_step import can_defer
-from megatron.engine.update.optimizer import build_optimizer
+from megatron.engine.update.optimizer import build_optimizer, rate_factors
 from megatron.engine.update.stored_states import StoredStates
 from megatron.model.attention_masks import AttentionKind
 from megatron.model.block import Block
@@ -66,8 +66,11 @@ def build_engine(
     use_float8(blocks, config)
     if to_compile(config, device):
         compile_blocks(backend.sequences, config.fast_paths, device)
-    optimizer = build_optimizer(names, config.optimizer)
-    asynchronous = _adapt_settings(settings, config, names, mesh)
+    trained = {param: name for param, name in names.items() if param.requires_grad}
+    _require_trained(list(trained), mesh)
+    factors = rate_factors(trained, config.optimizer, mesh)
+    optimizer = build_optimizer(trained, config.optimizer, factors)
+    asynchronous = _adapt_settings(settings, config, trained, mesh)
     with without_zero_gradients(unused=asynchronous):
         engine = backend.start(optimizer, settings)
     take_out(engine, mesh.data.size)
@@ -141,6 +144,16 @@ def states_line(states: StateDtypes, device: torch.device) -> str:
     missing = missing_compiler(device.type) if device.type == "cuda" else None
     slow = f"; {missing}, so that the update is many operations, slower than of float32 states"
     return f"optimizer states: {states.shown}" + (slow if missing else "")
+
+
+def _require_trained(trained: Sequence[nn.Parameter], mesh: Mesh) -> None:
+    """Raises ConfigError if a pipeline stage trains nothing: an optimizer needs a parameter."""
+    if not trained:
+        raise ConfigError(
+            f"pipeline rank {mesh.pipeline.rank} of {mesh.pipeline.size} has no parameter that is "
+            "trained: give it a block with adapters (--lora-targets, --pipeline-partition), or use "
+            "a smaller --pipeline-model-parallel-size"
+        )
 
 
 def use_float8(blocks: Sequence[nn.Module], config: RunConfig) -> None:

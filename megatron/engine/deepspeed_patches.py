@@ -451,6 +451,16 @@ def fetching_whole(blocks: Iterable[nn.Module]) -> Iterator[None]:
         stage3.z3_leaf_parameter = delays_reduction
 
 
+def partition_late(model: nn.Module) -> None:
+    """Partitions parameters that modules were given after they were built; called within
+    ``zero.Init``."""
+    params = list(model.parameters())
+    late = [param for param in params if not hasattr(param, "ds_id")]
+    if late:
+        first = next(param for param in params if hasattr(param, "ds_id"))
+        first.convert_to_zero_parameters(param_list=late)  # type: ignore[attr-defined]
+
+
 def partition_range(param: nn.Parameter, data: Group) -> tuple[int, int]:
     """This rank's partition of a flattened parameter at ZeRO stage 3: [start, end)."""
     size = param.ds_tensor.ds_numel  # type: ignore[attr-defined]

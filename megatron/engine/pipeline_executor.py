@@ -276,13 +276,15 @@ class PipelineExecutor(PipelinePasses, PipelineEngine):
             # A tensor that crosses may need no gradient, or get none.
             pairs = zip(outputs, gradients, strict=True)
             kept = [(x, grad) for x, grad in pairs if x.requires_grad and grad is not None]
-            outputs, gradients = zip(*kept, strict=True)
+            # None does where all that came before is frozen.
+            outputs, gradients = zip(*kept, strict=True) if kept else ((), ())
         if isinstance(self.optimizer, ZeROOptimizer):
             self.optimizer.clear_backward_seen_flag()
         self._running_engine_backward = True
         try:
             self._backward_prologue()
-            torch.autograd.backward(outputs, gradients)
+            if outputs:
+                torch.autograd.backward(outputs, gradients)
             self._backward_epilogue()
         finally:
             self._running_engine_backward = False
@@ -294,6 +296,8 @@ class PipelineExecutor(PipelinePasses, PipelineEngine):
         float32."""
         data = self._mesh.data
         for weight, tied_group in self.module.tied_parameters():
+            if not weight.requires_grad:
+                continue  # frozen, on every stage that has it
             gradient = self._accumulated(weight)
             # The copies must stay bitwise equal. DeepSpeed averages over data-parallel ranks in
             # buckets that differ between the stages, and so does the order of sums of three or

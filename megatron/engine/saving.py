@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.checkpoint.adapters import base_json
 from megatron.checkpoint.files import CheckpointError, LazyTensor
 from megatron.checkpoint.folder import (
     apply_retention,
@@ -24,7 +25,7 @@ from megatron.checkpoint.folder import (
     remove_incomplete,
     tag,
 )
-from megatron.checkpoint.manifest import CONFIG, STATE
+from megatron.checkpoint.manifest import BASE, CONFIG, STATE
 from megatron.checkpoint.source import open_checkpoint, save_copy
 from megatron.checkpoint.writer import SliceWriter, finish_checkpoint
 from megatron.engine.deepspeed_json import Json
@@ -203,6 +204,8 @@ class CheckpointWriter:
             "deepspeed.json": self.content,
             STATE: job.state,
         }
+        if self.engine.base is not None:
+            contents[BASE] = base_json(self.engine.base)
         world = self.engine.mesh.world.size
         return finish_checkpoint(self.folder, job.iteration, world, contents, self.save_tokenizer)
 

@@ -79,7 +79,7 @@ def owned_slices(engine: TrainEngine) -> Iterator[OwnedSlice]:
     find = {0: _whole, 1: _flat_partition, 2: _flat_partition, 3: _own_partition}[engine.stage]
     place_of, form = find(engine), engine.stored_states
     partitions: dict[Tensor, Float32Partition | StoredPartition] = {}
-    for param, name in engine.names.items():
+    for param, name in engine.trained.items():
         start, holder, offset, count = place_of(param)
         if count > 0:
             if holder not in partitions:
@@ -142,7 +142,7 @@ def _own_partition(engine: TrainEngine) -> _PlaceOf:
 def holders(engine: TrainEngine) -> list[Tensor]:
     """The tensors whose state the wrapped optimizer has."""
     if engine.stage == 0:
-        return list(engine.names)
+        return list(engine.trained)
     wrapper = engine.optimizer_wrapper
     if engine.stage == 3:
         return list(wrapper.fp32_partitioned_groups_flat)
@@ -189,7 +189,9 @@ def set_working_weights(
             continue
         if engine.stage < 3:
             whole = values(param, 0, param.numel())
-            param.data.copy_((whole if form is None else form.model_weights(whole)).view_as(param))
+            if form is not None and param in engine.trained:
+                whole = form.model_weights(whole)
+            param.data.copy_(whole.view_as(param))
         else:
             start, end = partition_range(param, engine.mesh.data)
             set_partition(param, values(param, start, end))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from megatron.checkpoint.adapters import BaseRecord
 from megatron.config import RunConfig
+from megatron.config.kinds.instruction import InstructionConfig
 from megatron.engine.backend import Backend
 from megatron.engine.deepspeed_patches import defer_scale_growth
 from megatron.engine.float8 import Float8State
@@ -59,10 +61,17 @@ class ModelEngine:
 
     Attributes:
         stage: the ZeRO stage that runs.
+        trained: those of ``names`` that are trained; the others are frozen, without gradients,
+            optimizer state or a place in checkpoints.
         stored_states: how main weights and moments are stored; None for float32.
+        base: the model that the adapters of ``--lora`` belong to; None without.
+        teach: adds to each of so many micro batches what the losses need of another model; None if
+            they need nothing.
     """
 
     stored_states: StoredStates | None = None
+    base: BaseRecord | None = None
+    teach: Callable[[Iterator[Batch], int], Iterator[Batch]] | None = None
 
     def __init__(
         self,
@@ -76,6 +85,7 @@ class ModelEngine:
     ) -> None:
         self.config, self.spec, self.mesh, self.device = config, spec, mesh, device
         self.backend, self.names, self.float8 = backend, names, float8
+        self.trained = {param: name for param, name in names.items() if param.requires_grad}
         self.layers, self.model, self.stage = backend.layers, backend.model, backend.stage
 
     @property
@@ -86,15 +96,17 @@ class ModelEngine:
     def evaluate(
         self, batches: Iterator[Batch], count: int, measure: Measure | None = None
     ) -> dict[str, float]:
-        """Means by name of a measure's numbers (by default the losses) over ``count`` of each
-        data-parallel rank's batches."""
-        measure = measure or self.spec.loss_measure
+        """What a measure reports of the means by name of its numbers over ``count`` of each
+        data-parallel rank's batches; by default that of the model's evaluations, the losses."""
+        if measure is None:
+            batches = self.taught(batches, count)
+        measure = measure or self.spec.evaluated or self.spec.loss_measure
         assert not measure.per_sample
         sums = torch.zeros(len(measure.names), dtype=torch.float64, device=self.device)
         means = self._mean_over_ranks(
             reduce(add, self._measured(batches, count, measure), sums) / count
         )
-        return dict(zip(measure.names, means.tolist(), strict=True))
+        return measure.report(dict(zip(measure.names, means.tolist(), strict=True)))
 
     def rows(self, batches: Iterator[Batch], count: int, measure: Measure) -> Tensor:
         """The numbers of each sample, float64 [D, ``count``, B, N] or [D, ``count``, B, N, K], over
@@ -104,6 +116,10 @@ class ModelEngine:
         found = self._measured(batches, count, measure)
         own = torch.stack(found) if found else torch.zeros((), device=self.device).double()
         return _of_all(self._from_last_stage(own), self.mesh.data).cpu()
+
+    def taught(self, batches: Iterator[Batch], count: int) -> Iterator[Batch]:
+        """So many micro batches with what the losses need."""
+        return batches if self.teach is None else self.teach(batches, count)
 
     @record_function("megatron::evaluate")
     @torch.no_grad()
@@ -180,7 +196,7 @@ class TrainEngine(ModelEngine):
             self._async_step = AsyncOptimizerStep(
                 self.optimizer_wrapper,
                 optimizer,
-                names,
+                self.trained,
                 mesh,
                 device,
                 clip_grad=config.optimizer.clip_grad,
@@ -188,7 +204,7 @@ class TrainEngine(ModelEngine):
                 form=stored_states,
                 keys={
                     param: key_of(config.training.seed, name, shard_of(param), mesh.coordinates)
-                    for param, name in names.items()
+                    for param, name in self.trained.items()
                 },
             )
 
@@ -207,7 +223,7 @@ class TrainEngine(ModelEngine):
         set_rates(self.optimizer, lr, weight_decay)
         self.prepare(micro_batches)
         seeds = self._dropout_seeds(consumed_samples, micro_batches)
-        sums = self.backend.accumulate(batches, seeds)
+        sums = self.backend.accumulate(self.taught(batches, micro_batches), seeds)
         scale_before = float(getattr(self.optimizer_wrapper, "loss_scale", 1.0))
         norm, held = self.update()
         losses = self.mean_losses(sums, micro_batches)
@@ -226,7 +242,8 @@ class TrainEngine(ModelEngine):
 
     def _dropout_seeds(self, consumed_samples: int, micro_batches: int) -> list[int | None]:
         model, per_round = self.config.model, self._samples_per_round
-        if not model.hidden_dropout and not model.attention.attention_dropout:
+        noise = self.config.kind(InstructionConfig).neftune_noise_alpha
+        if not model.hidden_dropout and not model.attention.attention_dropout and not noise:
             return [None] * micro_batches
         first = consumed_samples + self.mesh.data.rank * per_round // self.mesh.data.size
         seed = self.config.training.seed
@@ -257,7 +274,7 @@ class TrainEngine(ModelEngine):
         return float(self.engine.get_global_grad_norm()), False
 
     def _update_unpartitioned(self) -> tuple[float, bool]:
-        params = list(self.names)
+        params = list(self.trained)
         norm = gradient_norm(params, self.mesh)
         finite = bool(torch.isfinite(norm))
         if not finite:

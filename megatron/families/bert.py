@@ -132,7 +132,7 @@ class BertData(DataPipeline):
 class BERT(Family):
     name = "bert"
     head_states = 3
-    heads = frozenset(HEADS)
+    heads = frozenset(HEADS) - {"reward"}
     unused_flags = STREAM_FLAGS | {
         "mean_noise_span_length",
         "max_noise_span_length",

@@ -3,28 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
-from megatron.config import ModelConfig, ParallelConfig, RunConfig
+from megatron.config import (
+    ConfigError,
+    ModelConfig,
+    ParallelConfig,
+    RunConfig,
+    Setting,
+    Settings,
+)
+from megatron.config.engine import GRAPH_MODES
 from megatron.config.kinds import DOCUMENTS
-from megatron.data.gpt_batch import GPTBatch, GPTCollator
+from megatron.config.kinds.instruction import InstructionConfig
+from megatron.config.kinds.preference import PreferenceConfig
+from megatron.data.gpt_batch import GPTBatch, GPTCollator, Padding
 from megatron.data.gpt_dataset import GPTRecipe, MockGPTDataset
+from megatron.data.packing import padding_token
 from megatron.data.pipeline import DataPipeline, SampleTokens, SampleView
 from megatron.data.samples import SampleRecipe
 from megatron.data.scored_text import ScoredText, check_lengths, fitted, too_long
 from megatron.families.family import Family, GenerationSpec
 from megatron.model.attention_flex import block_masks
 from megatron.model.attention_masks import AttentionMasks
+from megatron.model.flops import TransformerShape
 from megatron.model.gpt import gpt_layers
 from megatron.model.layer_list import LayerCache, LayerState
 from megatron.model.spec import ModelSpec, only_hidden_travels
 from megatron.parallel.cross_entropy import Targets
 from megatron.tokenizer import Tokenizer
+
+LENGTHS = 8
+"""How many lengths samples are padded to on GPUs."""
 
 
 def begin(model: ModelConfig, batch: GPTBatch) -> LayerState:
@@ -54,7 +71,7 @@ def _continue(tokens_1S: Tensor, positions_1S: Tensor, cache: LayerCache) -> Lay
 class GPTData(DataPipeline):
     """The data of a GPT: streams of text, instructions and answers, text to be filled in."""
 
-    takes = frozenset({DOCUMENTS, "packed"})
+    takes = frozenset({DOCUMENTS, "packed", "pairs"})
 
     def recipe(self) -> SampleRecipe[Any]:
         recipe: SampleRecipe[Any] = GPTRecipe(self.seq_length, self.seed)
@@ -70,13 +87,45 @@ class GPTData(DataPipeline):
             data.reset_attention_mask,
             data.eod_mask_loss,
             pad_token=None if special is None else special.pad,
+            padding=self._padding() if self.reads_examples else None,
+            weigh_by=self._instruction.sft_loss_weights if self.reads_examples else None,
         )
+
+    @property
+    def _instruction(self) -> InstructionConfig:
+        return self.config.kind(InstructionConfig)
+
+    def _padding(self) -> Padding | None:
+        """How examples are padded that are not packed."""
+        if not self._instruction.pads_batches:
+            return None
+        paths, parallel = self.config.fast_paths, self.config.parallel
+        slices = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+        multiple = slices
+        if paths.fp8_format is not None or paths.torch_compile_mode in GRAPH_MODES:
+            multiple = self.seq_length  # kernels and graphs of one shape
+        elif torch.cuda.is_available():
+            # Blocks are compiled for every length; and kernels want multiples of 8.
+            eighth = -(-self.seq_length // (LENGTHS * 8)) * 8
+            multiple = int(np.lcm(eighth, slices))
+        return Padding(padding_token(self.tokenizer), min(multiple, self.seq_length))
+
+    def scored_batch(self, texts: Sequence[ScoredText], length: int) -> GPTBatch:
+        return FAMILY.scored_batch(self.config, self.tokenizer, texts, length)
 
     def mock(self, num_samples: int, part: int) -> MockGPTDataset:
         vocab_size = self.tokenizer.vocab_size
         return MockGPTDataset(
             num_samples, self.seq_length, vocab_size, self.seed, part, self._eod()
         )
+
+    @property
+    def reads_examples(self) -> bool:
+        """Whether samples, or some of them, are instructions and answers."""
+        if self.config.data.mock_data:
+            return False
+        blends = self.parts.blends()
+        return any(s.kind == InstructionConfig.files for blend in blends for s in blend.sources)
 
     def view(self, sample: Any, length: int) -> SampleView:
         """See `DataPipeline.view`; documents that attention keeps apart are on separate lines."""
@@ -129,12 +178,35 @@ class GPT(Family):
     generates = True
     tokenizer_type = "GPT2BPETokenizer"
     context_reader = "decoder"
+    heads = frozenset({"lm", "reward"})
     unused_flags = frozenset({"bert_binary_head", "num_tokentypes", "lm_head_activation"})
+
+    def complete_settings(self, settings: Settings) -> Settings:
+        preference = settings.get("preference")
+        if preference is None or preference.value != "reward":
+            return settings
+        return settings | {"head": Setting("reward", "derived: --preference reward")}
 
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
         layers = partial(gpt_layers, model, parallel)
         crossing = partial(only_hidden_travels, model.hidden_size)
-        return ModelSpec(layers, partial(begin, model), crossing)
+        spec = ModelSpec(layers, partial(begin, model), crossing)
+        if model.head == "lm":
+            return spec
+        from megatron.model.heads import HEAD_NAMES, REWARD_LOSSES  # few runs need it
+
+        return replace(
+            spec,
+            losses=REWARD_LOSSES,
+            no_perplexity=frozenset(REWARD_LOSSES),
+            head_parts=("output_layer.", f"{HEAD_NAMES[model.head]}."),
+        )
+
+    def shape(self, model: ModelConfig, run: RunConfig | None = None) -> TransformerShape:
+        shape = TransformerShape.of(model)
+        if model.head == "lm":
+            return shape
+        return replace(shape, predictions=0, other=2.0 * model.hidden_size)
 
     def generation(self, config: RunConfig, tokenizer: Tokenizer | None) -> GenerationSpec:
         return GenerationSpec(_continue, config.model.positions.max_position_embeddings)
@@ -172,6 +244,11 @@ class GPT(Family):
         return GPTBatch.scoring(texts, fitted(pad_to, needed, longest, slices), longest)
 
     def data(self, config: RunConfig, tokenizer: Tokenizer) -> GPTData:
+        if config.model.head == "reward" and config.kind(PreferenceConfig).preference != "reward":
+            raise ConfigError(
+                "the model has the head of a reward model, which predicts no tokens: give "
+                "--preference reward, or load another checkpoint"
+            )
         return GPTData(config, tokenizer)
 
 

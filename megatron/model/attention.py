@@ -91,7 +91,7 @@ class Attention(nn.Module):
         q_BNSD, k_BKSD, v_BKSD = (x.transpose(1, 2) for x in (q, k, v))
         masks = state.masks or AttentionMasks()
         inputs = q_BNSD, k_BKSD, v_BKSD, masks, state.bias if self.biased else None
-        if self.recompute and x_BSH.requires_grad:
+        if self.recompute and q.requires_grad:
             # Recomputed compiled code must not find masks that the first pass made.
             attend = self._attend_unmade if torch.compiler.is_compiling() else self._attend
             y_BNSD = checkpoint(attend, *inputs, use_reentrant=False)

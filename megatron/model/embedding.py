@@ -136,6 +136,9 @@ class InputEmbedding(nn.Module):
     def forward(self, state: LayerState) -> LayerState:
         """[B, S, H] to [B, S, H]."""
         x_BSH = state.hidden
+        if state.noise is not None and self.training:
+            assert state.dropout_seed is not None
+            x_BSH = x_BSH + state.noise.drawn(x_BSH, state.dropout_seed, self.tp)
         if self.scale is not None:
             # Rounded to the dtype of the embeddings, as Gemma is trained.
             x_BSH = x_BSH * torch.full((), self.scale, dtype=x_BSH.dtype, device=x_BSH.device)

@@ -1,4 +1,5 @@
-"""Heads for labelled text: its label, the best of several choices, or a span of it.
+"""Heads for labelled text: its label, the best of several choices, or a span of it; and for
+rewards.
 
 Shapes: B micro batch, C choices of each question, S sequence (a rank's slice of it where the region
 is split), H hidden, L labels.
@@ -29,6 +30,7 @@ HEAD_NAMES = {
     "classification": "classification_head",
     "multiple_choice": "multichoice_head",
     "span": "span_head",
+    "reward": "score",
 }
 """Canonical name of each head's last layer, by `ModelConfig.head`."""
 
@@ -109,6 +111,44 @@ class SpanHead(WholeLinear):
         return state.with_loss(LM_LOSS, loss)
 
 
+class RewardHead(WholeLinear):
+    """How good a text is: a number, of its last token."""
+
+    def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
+        init = Init(model.init_method_std)
+        super().__init__(model.hidden_size, 1, bias=False, init=init, tp=tp)
+
+    def forward(self, state: LayerState) -> LayerState:  # type: ignore[override]
+        """Hidden states [B, S, H] to a number for every token, [B, S, 1]; where there are targets,
+        whose position is that of the last token, to losses of pairs of texts."""
+        if state.targets is None:
+            return state.with_hidden(self.tp.whole_sequence(super().forward(state.hidden)))
+        x_BPH, _ = state.targets.taken(state.hidden, self.tp)
+        reward_B = self.tp.whole_sequence(super().forward(x_BPH))[:, 0, 0]
+        for name, loss in reward_losses(reward_B).items():
+            state = state.with_loss(name, loss)
+        return state
+
+
+REWARD_LOSS = "reward loss"
+REWARD_LOSSES = {
+    REWARD_LOSS: 1.0, "rewards/chosen": 0.0, "rewards/rejected": 0.0, "rewards/margins": 0.0,
+    "rewards/accuracies": 0.0,
+}  # fmt: skip
+"""The loss of a reward model and what is reported beside it: means over pairs."""
+
+
+def reward_losses(reward_B: Tensor) -> dict[str, Tensor]:
+    """The numbers of :data:`REWARD_LOSSES`, float32 or float64, of texts in pairs, of which the
+    first is the better one: -log sigmoid of the difference (Bradley and Terry; Ouyang et al.
+    2022, equation 1)."""
+    better, worse = _precise(reward_B).view(-1, 2).unbind(1)
+    margin = better - worse
+    seen = [each.detach() for each in (better, worse, margin, (margin > 0).to(margin.dtype))]
+    numbers = (-F.logsigmoid(margin), *seen)
+    return {name: each.mean() for name, each in zip(REWARD_LOSSES, numbers, strict=True)}
+
+
 def label_loss(logits_BL: Tensor, labels_B: Tensor) -> Tensor:
     """Mean over the samples that count, a scalar, float32 or float64: cross entropy or, of numbers,
     the squared error."""
@@ -145,13 +185,14 @@ _HEADS: dict[str, Callable[[ModelConfig, TensorParallel], WholeLinear]] = {
     "classification": ClassificationHead,
     "multiple_choice": MultipleChoiceHead,
     "span": SpanHead,
+    "reward": RewardHead,
 }
 
 
 def head_layers(model: ModelConfig, tp: TensorParallel) -> list[LayerSpec]:
     """What follows the final norm of a model with another head than a language model's."""
     head = LayerSpec(HEAD_NAMES[model.head], partial(_HEADS[model.head], model, tp))
-    return [head] if model.head == "span" else [pooler(model, tp), head]
+    return [head] if model.head in ("span", "reward") else [pooler(model, tp), head]
 
 
 def head_flops(model: ModelConfig) -> float:
@@ -160,4 +201,6 @@ def head_flops(model: ModelConfig) -> float:
     width = model.hidden_size
     if model.head == "span":
         return 2.0 * model.seq_length * width * 2
+    if model.head == "reward":
+        return 2.0 * width
     return 2.0 * width**2 + 2.0 * width * (model.num_labels or 1)

@@ -18,7 +18,7 @@ from megatron.parallel.cross_entropy import Targets, TokenScores
 from megatron.parallel.mesh import ALONE, Coordinates
 from megatron.parallel.random import derive_seed, generator, seed_devices
 from megatron.parallel.shard import init_of, shard_of
-from megatron.parallel.tensor_parallel import autocast_dtype
+from megatron.parallel.tensor_parallel import TensorParallel, autocast_dtype
 
 
 class LayerCache(Protocol):
@@ -58,6 +58,31 @@ class LayerCache(Protocol):
         ...
 
 
+class EmbeddingNoise(NamedTuple):
+    """Noise on token embeddings in training: uniform between -w and w, where w is ``alpha`` over
+    the root of tokens x hidden size (NEFTune, Jain et al. 2023, arXiv:2310.05914, algorithm 1).
+
+    Attributes:
+        longest: most tokens of a sample: as many are drawn, whatever the padding.
+        tokens_BS: how many tokens the example has that each token is in, padding left out; float32.
+    """
+
+    alpha: float
+    longest: int
+    tokens_BS: Tensor
+
+    def drawn(self, x_BSH: Tensor, seed: int, tp: TensorParallel) -> Tensor:
+        """The noise of embeddings, which are this rank's slice in a split region: the same values
+        in every layout."""
+        random = torch.Generator(x_BSH.device).manual_seed(seed)
+        samples, length = self.tokens_BS.shape
+        shape = (samples, self.longest, x_BSH.shape[-1])
+        draws_BSH = torch.rand(shape, generator=random, device=x_BSH.device)[:, :length]
+        width_BS = self.alpha * (self.tokens_BS * shape[-1]).rsqrt()
+        noise_BSH = (2 * tp.own(draws_BSH, 1) - 1) * tp.own(width_BS, 1)[..., None]
+        return noise_BSH.to(x_BSH.dtype)
+
+
 class LayerState(NamedTuple):
     """Input and output of a layer.
 
@@ -85,6 +110,7 @@ class LayerState(NamedTuple):
             without targets, the logits of a head on it.
         scores: of the targets, where they are to be scored.
         objective: what the head computes instead of the cross entropy of the targets.
+        noise: on the token embeddings.
     """
 
     hidden: Tensor
@@ -102,6 +128,7 @@ class LayerState(NamedTuple):
     pooled: Tensor | None = None
     scores: TokenScores | None = None
     objective: Objective | None = None
+    noise: EmbeddingNoise | None = None
 
     def changed(self, **fields: Any) -> LayerState:
         """This state with other values of some fields."""

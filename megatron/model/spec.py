@@ -38,12 +38,15 @@ class Measure:
             are reported; with ``per_sample`` [B], or each [B, K].
         ends: what the last layer computes: losses; the scores of the targets, ``scores`` of the
             state; or logits, ``hidden`` of the state (``pooled``, where a head is on that).
+        report: from the means by name to the numbers of an evaluation by name; not with
+            ``per_sample``.
     """
 
     names: tuple[str, ...]
     take: Callable[[LayerState, Any], Mapping[str, Tensor]]
     ends: Literal["losses", "scores", "logits"] = "losses"
     per_sample: bool = False
+    report: Callable[[Mapping[str, float]], dict[str, float]] = dict
 
     def start(self, begin: LayerState) -> LayerState:
         """The initial state of a micro batch from which the last layer computes what is needed."""
@@ -117,10 +120,13 @@ class ModelSpec:
         travels: from the initial state, the tensor-parallel ranks and an index of the layer list:
             shapes by name of the tensors that a pipeline stage starting there receives (``hidden``,
             ``encoder``, or the name of a loss that was added before).
-        losses: weight of each loss in the number that is minimised, in the order of logging.
+        losses: weight of each loss in the number that is minimised, in the order of logging; 0 for
+            numbers that are only reported.
         attention: the kind of most blocks, for what a run says about its kernels.
+        evaluated: what evaluations measure, if it is not the losses.
         head_parts: how the canonical names of parameters begin that belong to a head of such
             models, this one's or another: where only weights are loaded, the heads may differ.
+        no_perplexity: names of losses, and of what is evaluated, that are no cross entropies.
     """
 
     layers: Callable[[TensorParallel], list[LayerSpec]]
@@ -129,11 +135,14 @@ class ModelSpec:
     losses: Mapping[str, float] = field(default_factory=lambda: {LM_LOSS: 1.0})
     attention: AttentionKind = "causal"
     head_parts: tuple[str, ...] = ()
+    evaluated: Measure | None = None
+    no_perplexity: frozenset[str] = frozenset()
 
     def total(self, losses: Mapping[str, Number]) -> Number:
         weighted = (
             losses[name] if weight == 1.0 else weight * losses[name]
             for name, weight in self.losses.items()
+            if weight
         )
         return reduce(add, weighted)
 

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.parallel.mesh import Group
 from megatron.parallel.softmax_loss import (
     Columns,
     Softmax,
@@ -132,7 +133,18 @@ def linear_cross_entropy(
     is: a scalar, float32 or float64, the same on every rank. Hidden states are the same on every
     rank or, in a split region, this rank's slice; weight and bias are this rank's rows of the
     vocabulary, padding included; targets are those of the whole sequence."""
-    return _LinearCrossEntropy.apply(x_BSH, weight, bias, targets, head, torch.is_grad_enabled())
+    training = torch.is_grad_enabled()
+    loss, _ = _LinearCrossEntropy.apply(x_BSH, weight, bias, targets, head, training, False)
+    return loss
+
+
+def linear_loss_and_correct(
+    x_BSH: Tensor, weight: Tensor, targets: Targets, head: LossHead, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """:func:`linear_cross_entropy`, and how many of the tokens whose mask is not 0 are the most
+    probable ones, without a gradient; the logits are computed once."""
+    training = torch.is_grad_enabled()
+    return _LinearCrossEntropy.apply(x_BSH, weight, bias, targets, head, training, True)
 
 
 @torch.no_grad()
@@ -146,7 +158,7 @@ def linear_scores(
         sliced = x_BPH.to(dtype)
         whole = start_gather_sequence(sliced, tp.group)() if tp.split else sliced
         bias_P = None if bias is None else bias.to(dtype)
-        run = _Chunks(
+        run = LogitChunks(
             whole.flatten(0, 1), weight.to(dtype), targets, head, bias_P=bias_P, compiled=False
         )
         log_probs_T, best_T = run.scores()
@@ -168,46 +180,40 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets: Targets,
         head: LossHead,
         training: bool,
-    ) -> Tensor:
+        counting: bool,
+    ) -> tuple[Tensor, Tensor | None]:
         dtype, tp = autocast_dtype(x), head.tp
         with torch.autocast(x.device.type, enabled=False):
             sliced = x.to(dtype)
             whole = start_gather_sequence(sliced, tp.group)() if tp.split else sliced
             needs = [training and needed for needed in ctx.needs_input_grad[:3]]
             bias_P = None if bias is None else bias.to(dtype)
-            run = _Chunks(whole.flatten(0, 1), weight.to(dtype), targets, head, needs, bias_P)
-            loss = run.loss()
+            run = LogitChunks(whole.flatten(0, 1), weight.to(dtype), targets, head, needs, bias_P)
+            loss, correct = run.loss(counting)
+        if correct is not None:
+            ctx.mark_non_differentiable(correct)
         ctx.save_for_backward(run.x_grad_TH, run.weight_grad_PH, run.bias_grad_P)
         ctx.head, ctx.shape, ctx.counted = head, whole.shape, run.counted
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        return loss
+        return loss, correct
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         x_grad, weight_grad, bias_grad = ctx.saved_tensors
         tp = ctx.head.tp
-        factor = grad / ctx.counted
-        if factor.device.type != "cpu":
-            # One dimension, since torch on GPUs rounds a factor without dimensions to the dtype of
-            # what it multiplies, which would scale all gradients slightly. On CPUs the products are
-            # the same, and 16-bit ones with dimensions take ten times as long.
-            factor = factor.view(1)
+        factor = factor_of(grad / ctx.counted)
         if x_grad is not None:
-            x_grad = x_grad.view(ctx.shape)
-            if tp.group.size > 1:
-                start = start_scatter_sequence if tp.split else start_all_reduce
-                x_grad = start(x_grad, tp.group)()
             # In place: a second backward pass is an error.
-            x_grad = x_grad.mul_(factor).to(ctx.dtypes[0])
+            x_grad = summed(x_grad.view(ctx.shape), tp).mul_(factor).to(ctx.dtypes[0])
         if weight_grad is not None:
-            weight_grad = _scaled(weight_grad, factor, ctx.dtypes[1])
+            weight_grad = scaled(weight_grad, factor, ctx.dtypes[1])
         if bias_grad is not None:
-            bias_grad = _scaled(bias_grad, factor, ctx.dtypes[2])
-        return x_grad, weight_grad, bias_grad, None, None, None
+            bias_grad = scaled(bias_grad, factor, ctx.dtypes[2])
+        return x_grad, weight_grad, bias_grad, *[None] * 4
 
 
-class _Chunks:
+class LogitChunks:
     """The tokens of a micro batch, chunk by chunk. The gradients (None where not needed) are those
     of ``counted`` (tokens whose mask is 1, at least 1) x loss: each token has weight 1, which 16
     bits represent well."""
@@ -230,18 +236,19 @@ class _Chunks:
         rows = len(weight_PH)
         self.first = self.group.rank * rows
         self.columns = Columns(max(0, min(rows, head.vocab_size - self.first)), head.softcap)
+        self.targets = targets
         labels_T = targets.labels_BS.flatten() - self.first
         if self.compiled:
             labels_T = labels_T.masked_fill(labels_T >= self.columns.used, -1)
         self.labels_T = labels_T
         self.mask_T = targets.mask_BS.flatten().to(self.work)
         self.counted = self.mask_T.sum().clamp(min=1.0)
-        self.bias_grad_P = x_TH.new_zeros(rows, dtype=self.work) if self.bias_needs else None
         self._allocate(head.chunk_bytes)
 
     logits_CP: Tensor
     x_grad_TH: Tensor | None
     weight_grad_PH: Tensor | None
+    bias_grad_P: Tensor | None
 
     def _allocate(self, chunk_bytes: int | None) -> None:
         """Cuts the tokens into chunks, and takes the memory of one and of the gradients. Where that
@@ -258,8 +265,7 @@ class _Chunks:
             self.chunks = _even_slices(len(x_TH), most, multiple)
             try:
                 self.logits_CP = x_TH.new_empty(self.chunks[0].stop, rows)
-                self.x_grad_TH = torch.empty_like(x_TH) if self.x_needs else None
-                self.weight_grad_PH = self._new_weight_gradient() if self.weight_needs else None
+                self.allocate_gradients()
                 return
             except torch.OutOfMemoryError:
                 if not flexible or most <= multiple:
@@ -269,48 +275,68 @@ class _Chunks:
                 _fitting[x_TH.device] = most
                 print(f"loss: {most:,} tokens at a time, since memory is short", flush=True)
 
+    def allocate_gradients(self) -> None:
+        """Takes the memory of those that are needed."""
+        self.x_grad_TH = torch.empty_like(self.x_TH) if self.x_needs else None
+        self.weight_grad_PH = self._new_weight_gradient() if self.weight_needs else None
+        self.bias_grad_P = None
+        if self.bias_needs:
+            self.bias_grad_P = self.x_TH.new_zeros(len(self.weight_PH), dtype=self.work)
+
     def _new_weight_gradient(self) -> Tensor:
         """Memory for it, in a dtype in which the chunks' gradients can be added."""
         dtype = self.work if len(self.chunks) > 1 else self.x_TH.dtype
         return torch.empty_like(self.weight_PH, dtype=dtype)
 
-    def loss(self) -> Tensor:
-        """The mean loss; fills in the gradients."""
+    def loss(self, counting: bool = False) -> tuple[Tensor, Tensor | None]:
+        """The mean loss and, with ``counting``, how many labels are the most probable token; fills
+        in the gradients."""
+        best = _BestTokens(self.labels_T, self.work) if counting else None
         total = torch.zeros((), dtype=self.work, device=self.x_TH.device)
         gradients = self.x_needs or self.weight_needs or self.bias_needs
         for chunk in self.chunks:
-            mask_C, labels_C = self.mask_T[chunk], self.labels_T[chunk]
-            logits_CP = self._logits(chunk)
-            if self.compiled:
-                loss_C = compiled_loss(
-                    logits_CP, labels_C, mask_C, self.columns, self.group, gradients
-                )
-            else:
-                used = self.columns.used
-                logits_CP[:, used:] = 0.0
-                loss_C = eager_loss(
-                    logits_CP[:, :used], labels_C, self.columns, self.group, gradients
-                )
+            mask_C = self.mask_T[chunk]
+            loss_C, logits_CP = self.losses_of(chunk, gradients, best)
             total += loss_C @ mask_C
             if gradients:
-                self._multiply(chunk, logits_CP)
-        return total / self.counted
+                # The mask is in the gradient of the logits if it was compiled.
+                self.multiply(chunk, logits_CP, None if self.compiled else mask_C)
+        loss = total / self.counted
+        if best is None:
+            return loss, None
+        best_T = best.over_ranks(None, self.first, self.group)
+        return loss, ((best_T == self.targets.labels_BS.flatten()) & (self.mask_T > 0)).sum()
+
+    def losses_of(
+        self, chunk: slice, gradients: bool, best: _BestTokens | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The loss of each token, [C], and the memory of the logits, [C, P], with the gradient of
+        these losses if that is asked for; ``best`` is filled in before that."""
+        labels_C, used = self.labels_T[chunk], self.columns.used
+        logits_CP = self._logits(chunk)
+        if best is not None:
+            best.add(chunk, logits_CP[:, :used])
+        if self.compiled:
+            mask_C = self.mask_T[chunk]
+            loss_C = compiled_loss(logits_CP, labels_C, mask_C, self.columns, self.group, gradients)
+        else:
+            logits_CP[:, used:] = 0.0
+            loss_C = eager_loss(logits_CP[:, :used], labels_C, self.columns, self.group, gradients)
+        return loss_C, logits_CP
 
     def scores(self) -> tuple[Tensor, Tensor]:
         """The log-probability of each label, and the first of the most probable tokens, [T]."""
         used, count = self.columns.used, len(self.x_TH)
         softmax = Softmax(*(self.x_TH.new_zeros(count, dtype=self.work) for _ in Softmax._fields))
-        best_T = torch.zeros_like(self.labels_T)
+        best = _BestTokens(self.labels_T, self.work)
         for chunk in self.chunks:
             into = Softmax(*(part[chunk] for part in softmax))
             logits_CV = self._logits(chunk)[:, :used]
-            score_chunk(logits_CV, self.labels_T[chunk], self.columns, into, best_T[chunk])
-        best_T += self.first
+            score_chunk(logits_CV, self.labels_T[chunk], self.columns, into, best.best_T[chunk])
+        best.largest_T = softmax.largest_C
         if self.group.size > 1:
-            own, softmax = softmax, softmax.over_ranks(self.group)
-            best_T[own.largest_C < softmax.largest_C] = torch.iinfo(best_T.dtype).max
-            dist.all_reduce(best_T, op=dist.ReduceOp.MIN, group=self.group.handle)
-        return -softmax.loss(), best_T
+            softmax = softmax.over_ranks(self.group)
+        return -softmax.loss(), best.over_ranks(softmax.largest_C, self.first, self.group)
 
     def _logits(self, chunk: slice) -> Tensor:
         """[C, P], with the padding, whose width suits GEMMs, in memory that the next overwrites."""
@@ -320,21 +346,21 @@ class _Chunks:
             return torch.mm(x_CH, self.weight_PH.t(), out=logits_CP)
         return torch.addmm(self.bias_P, x_CH, self.weight_PH.t(), out=logits_CP)
 
-    def _multiply(self, chunk: slice, grad_CP: Tensor) -> None:
-        """The gradients of the input, the weight and the bias from that of the logits, in which the
-        mask is if it was compiled."""
+    def multiply(self, chunk: slice, grad_CP: Tensor, weight_C: Tensor | None) -> None:
+        """The gradients of the input, the weight and the bias from that of the logits, whose rows
+        have these weights, or all weight 1. The first chunk comes first."""
         x_CH = self.x_TH[chunk]
-        mask_C1 = None if self.compiled else self.mask_T[chunk][:, None]
+        weight_C1 = None if weight_C is None else weight_C[:, None]
         if self.x_grad_TH is not None:
             torch.mm(grad_CP, self.weight_PH, out=self.x_grad_TH[chunk])
-            if mask_C1 is not None:
-                self.x_grad_TH[chunk] *= mask_C1
+            if weight_C1 is not None:
+                self.x_grad_TH[chunk] *= weight_C1
         if self.bias_grad_P is not None:
-            self.bias_grad_P += _column_sums(grad_CP, mask_C1, self.work)
+            self.bias_grad_P += _column_sums(grad_CP, weight_C1, self.work)
         if self.weight_grad_PH is None:
             return
-        if mask_C1 is not None:
-            x_CH = (x_CH * mask_C1).to(x_CH.dtype)
+        if weight_C1 is not None:
+            x_CH = (x_CH * weight_C1).to(x_CH.dtype)
         if len(self.chunks) == 1:
             torch.mm(grad_CP.t(), x_CH, out=self.weight_grad_PH)
         elif _adds_products(x_CH.device, x_CH.dtype):
@@ -343,6 +369,32 @@ class _Chunks:
             self.weight_grad_PH.copy_(grad_CP.t() @ x_CH)
         else:
             _add(self.weight_grad_PH, grad_CP.t() @ x_CH)
+
+
+class _BestTokens:
+    """The most probable token of each place, the first if there are several, and its logit."""
+
+    def __init__(self, labels_T: Tensor, work: torch.dtype) -> None:
+        self.best_T = torch.zeros_like(labels_T)
+        self.largest_T = torch.full_like(labels_T, -torch.inf, dtype=work)
+
+    def add(self, chunk: slice, logits_CV: Tensor) -> None:
+        """Those of this rank's columns, for the places of a chunk."""
+        if logits_CV.shape[1]:
+            largest_C, self.best_T[chunk] = logits_CV.max(-1)
+            self.largest_T[chunk] = largest_C
+
+    def over_ranks(self, largest_T: Tensor | None, first: int, group: Group) -> Tensor:
+        """Of all ranks' columns, where this rank's begin at ``first``; ``largest_T`` are the
+        largest logits of all ranks, if they are known."""
+        best_T = self.best_T + first
+        if group.size > 1:
+            if largest_T is None:
+                largest_T = self.largest_T.clone()
+                dist.all_reduce(largest_T, op=dist.ReduceOp.MAX, group=group.handle)
+            best_T[self.largest_T < largest_T] = torch.iinfo(best_T.dtype).max
+            dist.all_reduce(best_T, op=dist.ReduceOp.MIN, group=group.handle)
+        return best_T
 
 
 _fitting: dict[torch.device, int] = {}
@@ -403,7 +455,23 @@ def _add(sum_PH: Tensor, addend_PH: Tensor) -> None:
         sum_PH[at] += addend_PH[at]
 
 
-def _scaled(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+def factor_of(scalar: Tensor) -> Tensor:
+    """A number that gradients are multiplied by."""
+    # One dimension, since torch on GPUs rounds a factor without dimensions to the dtype of what it
+    # multiplies, which would scale all gradients slightly. On CPUs the products are the same, and
+    # 16-bit ones with dimensions take ten times as long.
+    return scalar if scalar.device.type == "cpu" else scalar.view(1)
+
+
+def summed(x_grad_BSH: Tensor, tp: TensorParallel) -> Tensor:
+    """The gradient of the input, of which each rank has that of its rows of the vocabulary."""
+    if tp.group.size == 1:
+        return x_grad_BSH
+    start = start_scatter_sequence if tp.split else start_all_reduce
+    return start(x_grad_BSH, tp.group)()
+
+
+def scaled(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """The gradient times a factor, rounded once; it may be overwritten."""
     if grad.dtype == dtype or grad.device.type == "cpu":
         return grad.mul_(factor).to(dtype)
@@ -411,17 +479,17 @@ def _scaled(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(grad, factor, out=torch.empty_like(grad, dtype=dtype))
 
 
-def _column_sums(grad_CP: Tensor, mask_C1: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """[P], of the rows whose mask is not 0."""
+def _column_sums(grad_CP: Tensor, weight_C1: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """[P], of the rows times their weights."""
     if grad_CP.device.type != "cpu":
-        return (grad_CP if mask_C1 is None else grad_CP * mask_C1.to(grad_CP.dtype)).sum(
+        return (grad_CP if weight_C1 is None else grad_CP * weight_C1.to(grad_CP.dtype)).sum(
             0, dtype=dtype
         )
     # A few rows at a time: torch would first copy all of 16-bit numbers into the dtype of the sum.
     total_P = grad_CP.new_zeros(grad_CP.shape[1], dtype=dtype)
     for at in slices(len(grad_CP), rows_of_work(grad_CP.shape[1])):
         rows = grad_CP[at].to(dtype)
-        total_P += rows.sum(0) if mask_C1 is None else mask_C1[at, 0] @ rows
+        total_P += rows.sum(0) if weight_C1 is None else weight_C1[at, 0] @ rows
     return total_P
 
 

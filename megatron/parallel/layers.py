@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -35,10 +35,25 @@ from megatron.parallel.tensor_parallel import (
 )
 
 
+class LayerAdapters(Protocol):
+    """What is added to the outputs of a layer; its parameters are the layer's own."""
+
+    def outputs(
+        self, layer: ParallelLinear, x_BSI: Tensor, maps: Sequence[LinearMap]
+    ) -> tuple[Tensor, ...]:
+        """The outputs of :func:`column_linear`, or, of a layer that is cut along its inputs, those
+        of all ranks together (:meth:`TensorParallel.leave`)."""
+        ...
+
+
 class ParallelLinear(nn.Module):
     """A linear layer that is cut over the ranks of ``tp``. Widths are those of the whole layer;
     ``init`` draws the weights, and biases start at zero."""
 
+    matrices: ClassVar[tuple[str, ...]] = ()
+    """Names of the matrices that are fused in the weight, in their order, where there are
+    several."""
+    adapters: LayerAdapters | None = None
     float8: Float8 | None = None
     weight_kept: Kept = NOTHING_KEPT
     """For :attr:`weight`; a layer with a second weight has a second attribute named after it."""
@@ -73,7 +88,10 @@ class ColumnParallelLinear(ParallelLinear):
     def forward(self, x_BSI: Tensor) -> Tensor:
         """[B, S, I] to this rank's features of the whole sequence, [B, S, OP]."""
         whole = LinearMap(self.weight, self.bias, 1, self.float8, self.weight_kept)
-        (y_BSO,) = column_linear(x_BSI, (whole,), self.tp)
+        if self.adapters is not None:
+            (y_BSO,) = self.adapters.outputs(self, x_BSI, (whole,))
+        else:
+            (y_BSO,) = column_linear(x_BSI, (whole,), self.tp)
         return y_BSO
 
 
@@ -83,6 +101,7 @@ class QKVParallelLinear(ParallelLinear):
     ``kv_weight`` and ``kv_bias``, with the same canonical names as the queries'. The number of
     ranks divides ``heads``, and divides ``kv_heads`` or is divisible by it."""
 
+    matrices = ("q", "k", "v")
     kv_weight_kept: Kept = NOTHING_KEPT
 
     def __init__(
@@ -118,7 +137,10 @@ class QKVParallelLinear(ParallelLinear):
         if self.kv_weight is not None:
             both = self.kv_weight, self.kv_bias
             maps.append(LinearMap(*both, self.copies, self.float8, self.kv_weight_kept))
-        outputs = column_linear(x_BSI, maps, self.tp)
+        if self.adapters is not None:
+            outputs = self.adapters.outputs(self, x_BSI, maps)
+        else:
+            outputs = column_linear(x_BSI, maps, self.tp)
         if len(outputs) == 2:
             q, kv = outputs
             k, v = kv.chunk(2, dim=-1)
@@ -131,6 +153,8 @@ class QKVParallelLinear(ParallelLinear):
 class KVParallelLinear(ParallelLinear):
     """Keys and values by one GEMM, ``heads`` cut over ranks; with fewer heads than ranks each is
     held by several neighbouring ranks."""
+
+    matrices = ("k", "v")
 
     def __init__(
         self,
@@ -152,7 +176,10 @@ class KVParallelLinear(ParallelLinear):
         """[B, T, I] to this rank's keys and values of the whole sequence, each with its heads side
         by side in the last dimension."""
         both = LinearMap(self.weight, self.bias, self.copies, self.float8, self.weight_kept)
-        (kv,) = column_linear(x_BTI, (both,), self.tp)
+        if self.adapters is not None:
+            (kv,) = self.adapters.outputs(self, x_BTI, (both,))
+        else:
+            (kv,) = column_linear(x_BTI, (both,), self.tp)
         k, v = kv.chunk(2, dim=-1)
         return k, v
 
@@ -169,6 +196,9 @@ class RowParallelLinear(ParallelLinear):
 
     def forward(self, x_BSI: Tensor) -> Tensor:
         """This rank's features of the whole sequence [B, S, IP] to [B, S, O]."""
+        if self.adapters is not None:
+            (y_BSO,) = self.adapters.outputs(self, x_BSI, (LinearMap(self.weight, self.bias),))
+            return y_BSO
         if self.tp.group.size == 1:
             return linear(x_BSI, self.weight, self.bias, self.float8, self.weight_kept)
         y_BSO = self.tp.leave(linear(x_BSI, self.weight, None, self.float8, self.weight_kept))

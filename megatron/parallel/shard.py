@@ -171,10 +171,12 @@ def _taken(values: Tensor, dim: int, start: int, length: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Init:
-    """Initial values: normal around 0 with a standard deviation, or constant."""
+    """Initial values: normal around 0 with a standard deviation, uniform between ``-bound`` and
+    ``bound``, or constant."""
 
     std: float = 0.0
     constant: float = 0.0
+    bound: float = 0.0
 
     def draw(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:
         return self.fill(torch.empty(tuple(shape)), generator)
@@ -183,6 +185,8 @@ class Init:
         """Writes the initial values of a whole parameter (float32, on the CPU)."""
         if self.std:
             return values.normal_(0.0, self.std, generator=generator)
+        if self.bound:
+            return values.uniform_(-self.bound, self.bound, generator=generator)
         return values.fill_(self.constant)
 
 

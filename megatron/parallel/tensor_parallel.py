@@ -10,7 +10,7 @@ Shapes: B batch, S sequence, a slice of it S/t long on each of t ranks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -188,6 +188,17 @@ class TensorParallel:
     def whole(self) -> TensorParallel:
         """For activations that every rank has whole, in spite of ``sequence``."""
         return replace(self, sequence=False)
+
+    @contextlib.contextmanager
+    def unsplit(self) -> Iterator[None]:
+        """Within the block no layer that has this object splits activations, whatever ``sequence``
+        says: for generation, whose steps have few tokens."""
+        before = self.sequence
+        object.__setattr__(self, "sequence", False)
+        try:
+            yield
+        finally:
+            object.__setattr__(self, "sequence", before)
 
     def first_token(self, x_BSH: Tensor) -> Tensor:
         """The first token of the whole sequence, [B, H], on every rank; each then computes the same

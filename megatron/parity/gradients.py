@@ -20,7 +20,6 @@ from torch import Tensor
 
 from megatron.checkpoint.slices import Slice
 from megatron.config import OptimizerConfig, PrecisionConfig
-from megatron.data.loader import MicroBatches
 from megatron.engine.build import build_engine
 from megatron.engine.deepspeed_json import complete
 from megatron.engine.deepspeed_patches import average_by
@@ -28,15 +27,16 @@ from megatron.engine.environment import distributed, training_device
 from megatron.engine.state import owned_slices
 from megatron.engine.train_engine import TrainEngine
 from megatron.engine.update.gradient_norm import average_gradients, gradient_norm, owned
-from megatron.families import spec_of
 from megatron.model.layer_list import LayerSequence, LayerSpec, LayerState, initialise
 from megatron.model.spec import ModelSpec
+from megatron.objectives import trained_spec
 from megatron.parallel.mesh import ALONE, SHARDED, Coordinates, Mesh
 from megatron.parallel.random import dropout_seed
 from megatron.parallel.shard import Init, Shard, shard_of
-from megatron.parity.runs import PlainTraining
+from megatron.parity.runs import PlainTraining, teaching
 from megatron.training.plan import TrainingPlan
 from megatron.training.run import Run, parse_run, run_data
+from megatron.training.step_batches import weighed_step
 
 INIT = Init(std=0.3)
 """Wider than in training, biases included, so that every gradient is large."""
@@ -110,9 +110,7 @@ def gradients_in(run: Run, mesh: Mesh) -> GradientRecord:
         config, engine=engine_config, precision=PrecisionConfig(), fast_paths=fast
     )
     run = dataclasses.replace(run, config=config, content=complete({}, config))
-    engine = build_engine(
-        config, run.content, spec_of(config.model, config.parallel), mesh, training_device()
-    )
+    engine = build_engine(config, run.content, trained_spec(config), mesh, training_device())
     try:
         return _step(run, engine, mesh)
     finally:
@@ -126,7 +124,7 @@ def _step(run: Run, engine: TrainEngine, mesh: Mesh) -> GradientRecord:
         param.init = INIT  # type: ignore[attr-defined]
         initialise(name, param, config.training.seed, mesh.coordinates)
     outputs = _observe(engine.sequences, engine.spec) if mesh.data.rank == 0 else {}
-    average_by(engine.engine, lambda: average_gradients(engine.names, mesh))
+    average_by(engine.engine, lambda: average_gradients(engine.trained, mesh))
     plan = TrainingPlan(config)
     count = plan.batch_size.micro_batches(0)
     engine.prepare(count)
@@ -135,22 +133,27 @@ def _step(run: Run, engine: TrainEngine, mesh: Mesh) -> GradientRecord:
         dropout_seed(config.training.seed, (n * mesh.data.size + mesh.data.rank) * samples)
         for n in range(count)
     ]
-    datasets, collate = run_data(run)
-    assert datasets.train is not None
-    batches = MicroBatches(
-        datasets.train,
-        collate,
-        micro_batch_size=samples,
-        data_rank=mesh.data.rank,
-        data_size=mesh.data.size,
+    data = run_data(run)
+    assert data.datasets.train is not None
+    batches = plan.lengths.cut(
+        data.batches(
+            data.datasets.train,
+            micro_batch_size=samples,
+            data_rank=mesh.data.rank,
+            data_size=mesh.data.size,
+        ),
+        0,
     )
-    sums = engine.backend.accumulate(plan.lengths.cut(batches, 0), seeds)
-    norm = float(gradient_norm(list(engine.names), mesh))
+    if data.weighed:
+        batches, _ = weighed_step(batches, count, mesh, engine.device)
+    taught = teaching(config, mesh, torch.float64)(batches, count)
+    sums = engine.backend.accumulate(taught, seeds)
+    norm = float(gradient_norm(list(engine.trained), mesh))
     found = [
         Gradient(
             name, shard_of(param), owned(param, mesh, SHARDED), param.grad.detach().cpu().clone()
         )
-        for param, name in engine.names.items()
+        for param, name in engine.trained.items()
         if param.grad is not None
     ]
     loss = float(engine.spec.total(engine.mean_losses(sums, count)))

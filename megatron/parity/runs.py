@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from megatron.config import OptimizerConfig
+from megatron.config import OptimizerConfig, RunConfig
 from megatron.data.loader import MicroBatches
-from megatron.engine.environment import distributed
+from megatron.engine.environment import distributed, training_device
 from megatron.engine.state import owned_slices
 from megatron.engine.train_engine import StepResult
-from megatron.families import spec_of
 from megatron.model.layer_list import LayerStack, initialise
+from megatron.objectives import trained_spec
+from megatron.objectives.teacher import find_teacher
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import dropout_seed
 from megatron.parallel.shard import Init, shard_of
@@ -79,10 +81,23 @@ class _Watching(Callback):
         self._watch(step.result)
 
 
+def teaching(
+    config: RunConfig, mesh: Mesh, dtype: torch.dtype
+) -> Callable[[Iterator[Any], int], Iterator[Any]]:
+    """What a run's teacher, if it has one, adds to each of so many micro batches; it computes in a
+    dtype."""
+    if not config.distillation.kd:
+        return lambda batches, count: batches
+    teacher = find_teacher(config).start(mesh, training_device())
+    teacher.engine.model.to(dtype)
+    return teacher.teach
+
+
 class PlainTraining:
     """The same training without DeepSpeed: one process, torch's optimizer, a loop. ``order`` is
     that in which the micro batches of a step are summed, ``init`` replaces the model's
-    initialisation. Gradients of ``params`` are those of the last step, clipped."""
+    initialisation. ``params`` are those that are trained, their gradients those of the last step,
+    clipped."""
 
     def __init__(
         self,
@@ -93,7 +108,7 @@ class PlainTraining:
     ) -> None:
         run = parse_run(None, argv)
         self.options, self._seed = run.config.optimizer, run.config.training.seed
-        self.spec = spec_of(run.config.model, run.config.parallel)
+        self.spec = trained_spec(run.config)
         self._plan, self._order = TrainingPlan(run.config), order
         self.steps = min(
             self._plan.train_iters, run.config.training.exit_interval or self._plan.train_iters
@@ -107,12 +122,14 @@ class PlainTraining:
                 param.init = init  # type: ignore[attr-defined]
             initialise(name, param, self._seed)
         self.model.to(dtype)
-        self._optimizer = _plain_optimizer(list(self.params.values()), self.options)
-        datasets, collate = run_data(run)
+        self.params = {name: p for name, p in self.params.items() if p.requires_grad}
+        self._optimizer = _plain_optimizer(self.params, self.options)
+        datasets, collate, self._weighed = run_data(run)
         assert datasets.train is not None
         self._batches = MicroBatches(
             datasets.train, collate, micro_batch_size=self._plan.micro_batch_size
         )
+        self._taught = teaching(run.config, Mesh(), dtype)
         self._iteration = self._consumed = 0
 
     def accumulate(self) -> float:
@@ -120,7 +137,11 @@ class PlainTraining:
         plan = self._plan
         count = plan.batch_size.micro_batches(self._consumed)
         batches = plan.lengths.cut(self._batches, self._iteration)
+        batches = self._taught(batches, count)
         micro = [next(batches) for _ in range(count)]
+        if self._weighed:
+            mean_2 = torch.stack([batch.weights_2 for batch in micro]).mean(0)
+            micro = [batch._replace(weights_2=batch.weights_2 / mean_2) for batch in micro]
         losses = []
         for place in self._order or range(count):
             if place >= count:
@@ -137,13 +158,14 @@ class PlainTraining:
         plan = self._plan
         progress = plan.progress(self._iteration, self._consumed)
         for group in self._optimizer.param_groups:
-            group["lr"] = plan.learning_rate(progress)
+            group["lr"] = plan.learning_rate(progress) * group["lr_factor"]
             group["weight_decay"] = plan.weight_decay(progress) if group["decays"] else 0.0
         self._optimizer.zero_grad()
         loss = self.accumulate()
         params = list(self.params.values())
+        grads = [param.grad for param in params if param.grad is not None]  # frozen: None
         # In float32 the norm of a large vocabulary's gradient alone would be off by 1e-5.
-        norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float64) for p in params]
+        norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]
         norm = torch.linalg.vector_norm(torch.stack(norms))
         torch.nn.utils.clip_grads_with_norm_(params, self.options.clip_grad or math.inf, norm)
         self._optimizer.step()
@@ -153,13 +175,17 @@ class PlainTraining:
 
 
 def _plain_optimizer(
-    params: Sequence[nn.Parameter], options: OptimizerConfig
+    params: Mapping[str, nn.Parameter], options: OptimizerConfig
 ) -> torch.optim.Optimizer:
+    """One group for each parameter."""
     groups = [
-        {"params": [p for p in params if len(shard_of(p).full_shape) > 1], "decays": True},
-        {"params": [p for p in params if len(shard_of(p).full_shape) == 1], "decays": False},
+        {
+            "params": [param],
+            "decays": len(shard_of(param).full_shape) > 1,
+            "lr_factor": options.lr_factor(name),
+        }
+        for name, param in params.items()
     ]
-    groups = [group for group in groups if group["params"]]
     if options.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=0.0, momentum=options.sgd_momentum)
     betas = (options.adam_beta1, options.adam_beta2)

@@ -111,7 +111,7 @@ def checkpoint_settings(settings: Settings) -> Settings:
     options = build(CheckpointConfig, settings)
     origin = find_origin(options)
     if origin is not None and "family" not in settings:
-        family = origin.found.form.family(origin.found.folder)
+        family = origin.found.family
         settings = settings | {"family": Setting(family, origin.flag)}
     if {"num_layers", "encoder_num_layers", "use_checkpoint_args"} & settings.keys():
         return settings

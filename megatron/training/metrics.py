@@ -29,6 +29,9 @@ class StepMetrics:
         flops: model FLOPs of the step; None to count them by tokens.
         recomputed_flops: those of recomputed activations, which are not the model's.
         seq_length: tokens of a sample where that changes over the run, else None.
+        fed_tokens: that the model reads, where steps differ in it; ``tokens`` and ``flops`` are
+            then those of samples that are as long as can be.
+        trained_tokens: whose loss counts, where not all do.
     """
 
     loss: torch.Tensor
@@ -43,6 +46,8 @@ class StepMetrics:
     flops: float | None = None
     recomputed_flops: float = 0.0
     seq_length: int | None = None
+    fed_tokens: torch.Tensor | None = None
+    trained_tokens: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,7 @@ class IntervalMetrics:
         mfu: model FLOP/s as a share of the device's peak, 0 to 1; None without a known peak.
         hfu: the same of all FLOP/s, recomputed ones included.
         seq_length: tokens of a sample in the last step; None where that does not change.
+        trained_tokens_per_second: over all devices, of tokens whose loss counts; None where all do.
     """
 
     iteration: int
@@ -90,6 +96,7 @@ class IntervalMetrics:
     hfu: float | None
     memory: MemoryUse
     seq_length: int | None = None
+    trained_tokens_per_second: float | None = None
 
     def line(self) -> str:
         """The console line, with the key texts of Megatron that people's scripts look for."""
@@ -112,6 +119,7 @@ class IntervalMetrics:
             f"number of nan iterations: {self.nan_steps:3d}",
             f"samples per second: {self.samples_per_second:.3f}",
             f"tokens per second per device: {self.tokens_per_second_per_device:.1f}",
+            *self._trained(),
             f"TFLOP/s per device: {self.tflops_per_device:.3f}",
         ]
         if self.mfu is not None:
@@ -121,29 +129,39 @@ class IntervalMetrics:
         fields.append(f"memory (GiB): {self.memory.allocated / 2**30:.2f}")
         return " " + " | ".join(fields) + " |"
 
+    def _trained(self) -> list[str]:
+        rate = self.trained_tokens_per_second
+        return [] if rate is None else [f"trained tokens per second: {rate:.1f}"]
+
     def row(self) -> dict[str, float | None]:
         """The values by name, for writers."""
+        rate = self.trained_tokens_per_second
+        trained = {} if rate is None else {"trained_tokens_per_second": rate}
         growing = {} if self.seq_length is None else {"seq_length": float(self.seq_length)}
         several = self.losses if len(self.losses) > 1 else {}
-        return growing | {
-            "loss": self.loss,
-            **several,
-            "grad_norm": self.grad_norm,
-            "learning_rate": self.learning_rate,
-            "weight_decay": self.weight_decay,
-            "global_batch_size": self.global_batch_size,
-            "loss_scale": self.loss_scale,
-            "skipped_steps": self.skipped_steps,
-            "nan_steps": self.nan_steps,
-            "seconds_per_iteration": self.seconds / self.steps,
-            "samples_per_second": self.samples_per_second,
-            "tokens_per_second_per_device": self.tokens_per_second_per_device,
-            "tflops_per_device": self.tflops_per_device,
-            "mfu": self.mfu,
-            "hfu": self.hfu,
-            "memory_allocated_bytes": self.memory.allocated,
-            "memory_reserved_bytes": self.memory.reserved,
-        }
+        return (
+            growing
+            | trained
+            | {
+                "loss": self.loss,
+                **several,
+                "grad_norm": self.grad_norm,
+                "learning_rate": self.learning_rate,
+                "weight_decay": self.weight_decay,
+                "global_batch_size": self.global_batch_size,
+                "loss_scale": self.loss_scale,
+                "skipped_steps": self.skipped_steps,
+                "nan_steps": self.nan_steps,
+                "seconds_per_iteration": self.seconds / self.steps,
+                "samples_per_second": self.samples_per_second,
+                "tokens_per_second_per_device": self.tokens_per_second_per_device,
+                "tflops_per_device": self.tflops_per_device,
+                "mfu": self.mfu,
+                "hfu": self.hfu,
+                "memory_allocated_bytes": self.memory.allocated,
+                "memory_reserved_bytes": self.memory.reserved,
+            }
+        )
 
 
 class Reported(Protocol):
@@ -255,9 +273,17 @@ class IntervalMeter:
         now = self._clock()
         # A clock too coarse for a tiny step must not divide by zero.
         seconds = max(now - self._started, 1e-9)
-        tokens_per_second = sum(step.tokens for step in steps) / seconds / self._devices
-        flops_per_second = sum(map(self._flops, steps)) / seconds / self._devices
-        again = sum(step.recomputed_flops for step in steps) / seconds / self._devices
+        # Shares of full samples: attention of short ones costs less than their share.
+        fed = _numbers([s.tokens if s.fed_tokens is None else s.fed_tokens for s in steps])
+        tokens_per_second = sum(fed) / seconds / self._devices
+        shares = [count / step.tokens for count, step in zip(fed, steps, strict=True)]
+        flops = (self._flops(step) * share for step, share in zip(steps, shares, strict=True))
+        flops_per_second = sum(flops) / seconds / self._devices
+        more = (step.recomputed_flops * share for step, share in zip(steps, shares, strict=True))
+        again = sum(more) / seconds / self._devices
+        trained = None
+        if last.trained_tokens is not None:
+            trained = sum(_numbers([s.trained_tokens for s in steps])) / seconds
         self._steps, self._started = [], now
         return IntervalMetrics(
             iteration=iteration,
@@ -282,6 +308,7 @@ class IntervalMeter:
             hfu=(flops_per_second + again) / self._peak_flops if self._peak_flops else None,
             memory=memory_use(self._device),
             seq_length=last.seq_length,
+            trained_tokens_per_second=trained,
         )
 
     def _flops(self, step: StepMetrics) -> float:

@@ -26,6 +26,7 @@ from megatron.training.plan import TrainingPlan
 from megatron.training.resume import ResumePoint
 from megatron.training.trainer import Callback, Step, Trainer
 from megatron.training.writers import TeeWriter, Writer, build_writers
+from megatron.training.written import WrittenTexts
 from megatron.util.processes import is_main_process
 
 
@@ -155,6 +156,8 @@ class Reporter(Callback):
                 grad_norm=result.grad_norm,
                 loss_scale=result.loss_scale,
                 skipped=result.skipped,
+                fed_tokens=None if step.counts is None else step.counts.fed,
+                trained_tokens=None if step.counts is None else step.counts.trained,
             )
         )
 
@@ -182,6 +185,15 @@ class Reporter(Callback):
         self.say(evaluation.line().strip())
         self._write(
             evaluation.kind, evaluation.iteration, trainer.consumed_samples, evaluation.row()
+        )
+
+    def wrote(self, trainer: Trainer, texts: WrittenTexts) -> None:
+        for line in texts.lines():
+            self.say(line)
+        self.writer.texts(
+            texts,
+            samples=trainer.consumed_samples,
+            tokens=self.plan.lengths.tokens(trainer.consumed_samples),
         )
 
     def training_ended(self, trainer: Trainer, reason: str | None) -> None:

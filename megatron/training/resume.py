@@ -68,6 +68,7 @@ def locate(config: RunConfig) -> ResumeSource | None:
     origin = find_origin(options)
     if origin is not None:
         _check_family(origin, config.model.family)
+    _check_adapters(config, origin)
     if options.save:
         check_writable(options.save)
         _protect_other_run(options, origin)
@@ -87,6 +88,7 @@ def find_origin(options: CheckpointConfig) -> ResumeSource | None:
                     f"but a {found.form.title}; leave the flag out to load that, or write one with "
                     "tools/convert_checkpoint.py to-universal"
                 )
+            found = found._replace(base=options.pretrained_checkpoint)
             return ResumeSource(found, f"--load {options.load}", not options.finetune)
     if options.pretrained_checkpoint:
         flag = f"--pretrained-checkpoint {options.pretrained_checkpoint}"
@@ -108,7 +110,7 @@ def find_origin(options: CheckpointConfig) -> ResumeSource | None:
 
 def _check_family(origin: ResumeSource, family: str) -> None:
     folder = origin.found.folder
-    found = origin.found.form.family(folder)
+    found = origin.found.family
     if found == family:
         return
     if found in family_names():
@@ -119,6 +121,35 @@ def _check_family(origin: ResumeSource, family: str) -> None:
         f"{origin.flag}: {folder} contains a model of the family {found!r}, and this run trains "
         f"{family!r}; {advice}"
     )
+
+
+def _check_adapters(config: RunConfig, origin: ResumeSource | None) -> None:
+    """Raises ConfigError if adapters have no base to be saved with, or would not be loaded."""
+    options, lora = config.checkpoint, config.adapters.lora
+    if options.load_adapter and not lora:
+        raise ConfigError(
+            f"--load-adapter {options.load_adapter} needs --lora, which trains the adapters; "
+            "tools/convert_checkpoint.py to-hf merges them into their base"
+        )
+    if options.load_adapter and origin is not None and origin.continues:
+        raise ConfigError(
+            f"--load-adapter {options.load_adapter}: {origin.flag} has adapters of its own to "
+            "continue with; leave one of the two out"
+        )
+    if lora and origin is None and (options.save or options.load_adapter):
+        raise ConfigError(
+            "--lora trains additions to a model that exists: name it by --pretrained-checkpoint"
+        )
+    if lora and options.checkpoint_format != "safetensors":
+        raise ConfigError(
+            f"--checkpoint-format {options.checkpoint_format} contradicts --lora: DeepSpeed's "
+            "folders contain whole models; leave it out"
+        )
+    if lora and options.save_universal:
+        raise ConfigError(
+            "--save-universal contradicts --lora: universal checkpoints contain whole models; "
+            "leave it out"
+        )
 
 
 def _protect_other_run(options: CheckpointConfig, origin: ResumeSource | None) -> None:

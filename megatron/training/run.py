@@ -29,6 +29,7 @@ from megatron.config import (
     resolve,
 )
 from megatron.config.flags import ConfigResolver, build
+from megatron.config.kinds.preference import PreferenceConfig
 from megatron.data.loader import TrainingData
 from megatron.data.pipeline import training_texts
 from megatron.data.sources import with_corpora
@@ -56,9 +57,19 @@ from megatron.util.processes import is_main_process
 
 Config = TypeVar("Config")
 
+BEST_EVALUATION = "megatron.training.best:BestEvaluation"
+"""The callback of ``--keep-best`` and ``--early-stopping-patience``, imported for them only."""
+
 EVAL_TASKS = "megatron.tasks.during_training:EvalTasks"
 """The callback of ``--eval-tasks``, which is made of the run's configuration and its tokenizer. It
 uses training and is imported for runs with the flag only."""
+
+REFERENCE = "megatron.training.reference:add_reference"
+"""Adds what a reference model finds to the data of a run whose loss needs it. It is called with the
+run, the mesh and the data, and imported for such runs only."""
+
+DISTILLATION = "megatron.training.distillation:Distillation"
+"""The callback of ``--kd``, which is made of a run and imported for runs with the flag only."""
 
 
 @dataclass(frozen=True)
@@ -211,10 +222,15 @@ def build_trainer(
     plan = TrainingPlan(config, epochs)
     lock = hold_folder(config.checkpoint.save, mesh.world, device, say)
     checkpoint = resume.locate(config)
+    if config.kind(PreferenceConfig).needs_reference:
+        resolve_name(REFERENCE)(run, mesh, data)
+    teaching = [resolve_name(DISTILLATION)(run)] if config.distillation.kd else []
     spec = trained_spec(config)
     engine = build_engine(config, run.content, spec, mesh, device)
     writer = checkpoint_writer(engine, run.content, run.tokenizer.save_pretrained)
     begin = resume.load(engine, plan, checkpoint)
+    for teacher in teaching:
+        teacher.start(engine, data)
     report = Reporter(run.resolved, plan, mesh, device, begin)
     checkpoints = CheckpointManager(writer, report, config.checkpoint.save_interval)
     check = config.training.check_for_nan_in_loss_and_grad
@@ -225,16 +241,29 @@ def build_trainer(
         (
             _Closing(engine, lock),
             *callbacks,
+            *teaching,
             *tasks,
             Stopping(request, device, mesh.world.size, config.training.exit_interval),
             report,
             NonFiniteGuard(device, config.precision.fp16, check),
             checkpoints,
+            *best_evaluation(config, checkpoints, mesh, begin.iteration),
             *profiling(config, engine, begin.iteration),
         ),
         Position(begin.iteration, begin.consumed_samples),
         config.data.num_workers,
     )
+
+
+def best_evaluation(
+    config: RunConfig, checkpoints: CheckpointManager, mesh: Mesh, iteration: int
+) -> list[Callback]:
+    """What follows the best evaluation, for runs that need it and begin after so many steps."""
+    keeps, patience = config.checkpoint.keep_best, config.training.early_stopping_patience
+    if not keeps and patience is None:
+        return []
+    follow = resolve_name(BEST_EVALUATION)
+    return [follow(checkpoints, mesh, config.checkpoint.save, keeps, patience, iteration)]
 
 
 def train(run: Run) -> None:

@@ -11,6 +11,8 @@ from megatron.data.loader import MicroBatches, TrainingData
 from megatron.engine.train_engine import StepResult, TrainEngine
 from megatron.training.metrics import Evaluation, Reported
 from megatron.training.plan import TrainingPlan
+from megatron.training.step_batches import StepCounts, of_one_length, weighed_step
+from megatron.training.written import WrittenTexts
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,8 @@ class Position:
 @dataclass(frozen=True)
 class Step:
     """An optimizer step, done or queued on the device. ``iteration`` counts from 1;
-    ``first_sample`` is the number of samples of all steps before it."""
+    ``first_sample`` is the number of samples of all steps before it; ``counts`` are its tokens
+    where they differ from step to step."""
 
     result: StepResult
     iteration: int
@@ -33,6 +36,7 @@ class Step:
     seq_length: int
     learning_rate: float
     weight_decay: float
+    counts: StepCounts | None = None
 
 
 class Callback:
@@ -82,6 +86,9 @@ class Callback:
 
     def evaluated(self, trainer: Trainer, evaluation: Reported) -> None:
         """After an evaluation on held-out data or of a task."""
+
+    def wrote(self, trainer: Trainer, texts: WrittenTexts) -> None:
+        """After the model has written texts for people."""
 
 
 class Trainer:
@@ -139,11 +146,15 @@ class Trainer:
         length = plan.lengths.at(self.iteration)
         batches = plan.lengths.cut(batches, self.iteration)
         micro_batches = plan.batch_size.micro_batches(first_sample)
+        counts = None
+        if self.data.weighed:
+            mesh, device = self.engine.mesh, self.engine.device
+            batches, counts = weighed_step(batches, micro_batches, mesh, device)
         result = self.engine.train_step(batches, micro_batches, first_sample, rate, decay)
         samples = plan.batch_size.batch_size(first_sample)
         self.iteration += 1
         self.consumed_samples += samples
-        step = Step(result, self.iteration, first_sample, samples, length, rate, decay)
+        step = Step(result, self.iteration, first_sample, samples, length, rate, decay, counts)
         self._tell("after_step", step)
 
     def _between_steps(self) -> str | None:
@@ -188,12 +199,21 @@ class Trainer:
     def _evaluate(self, batches: MicroBatches, name: str, test: bool = False) -> None:
         if self.plan.eval_micro_batches == 0:
             return
-        losses = self.engine.evaluate(batches, self.plan.eval_micro_batches)
+        count = self.plan.eval_micro_batches
+        found: Iterator[Any] = batches
+        if self.data.weighed and self.engine.mesh.pipeline.size > 1:
+            # A pipeline takes batches of one shape; they are token ids, and small.
+            found = iter(of_one_length([next(batches) for _ in range(count)]))
+        losses = self.engine.evaluate(found, count)
         self.report(Evaluation(self.iteration, losses, name, test))
 
     def report(self, evaluation: Reported) -> None:
         """Tells every callback of an evaluation."""
         self._tell("evaluated", evaluation)
+
+    def show(self, texts: WrittenTexts) -> None:
+        """Tells every callback of texts that the model has written."""
+        self._tell("wrote", texts)
 
     def reading(self, **options: Any) -> dict[str, Any]:
         """Options of ``TrainingData.batches`` for this rank."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.config.output import LoggingConfig
+from megatron.training.written import WrittenText, WrittenTexts
 from megatron.util.files import replacing, sync
 
 Values = Mapping[str, float | None]
@@ -55,6 +56,10 @@ class Writer(Protocol):
         ``resume``, whose values may be empty."""
         ...
 
+    def texts(self, written: WrittenTexts, *, samples: int, tokens: int) -> None:
+        """Writes what the model wrote at one step."""
+        ...
+
     def close(self) -> None:
         """Writes what is buffered."""
         ...
@@ -69,6 +74,10 @@ class TeeWriter:
     def scalars(self, kind: str, step: int, values: Values, *, samples: int, tokens: int) -> None:
         for writer in self._writers:
             writer.scalars(kind, step, values, samples=samples, tokens=tokens)
+
+    def texts(self, written: WrittenTexts, *, samples: int, tokens: int) -> None:
+        for writer in self._writers:
+            writer.texts(written, samples=samples, tokens=tokens)
 
     def close(self) -> None:
         for writer in self._writers:
@@ -112,13 +121,25 @@ class JsonLinesWriter:
         self._warned = False
 
     def scalars(self, kind: str, step: int, values: Values, *, samples: int, tokens: int) -> None:
+        self._add(
+            kind, step, samples, tokens, {name: _json_number(v) for name, v in values.items()}
+        )
+
+    def texts(self, written: WrittenTexts, *, samples: int, tokens: int) -> None:
+        """A row of the kind ``text`` for each."""
+        for text in written.texts:
+            self._add("text", written.iteration, samples, tokens, text._asdict())
+
+    def _add(
+        self, kind: str, step: int, samples: int, tokens: int, values: Mapping[str, Any]
+    ) -> None:
         row: dict[str, Any] = {
             "kind": kind,
             "iteration": step,
             "consumed_samples": samples,
             "consumed_tokens": tokens,
+            **values,
         }
-        row |= {name: _json_number(value) for name, value in values.items()}
         try:
             self._file.write(json.dumps(row, allow_nan=False) + "\n")
             # Readers find whole lines, also after a kill.
@@ -172,6 +193,10 @@ class TensorBoardWriter:
             self._by_iteration.add_scalar(tag, value, step)
             self._by_samples.add_scalar(f"{tag} vs samples", value, samples)
 
+    def texts(self, written: WrittenTexts, *, samples: int, tokens: int) -> None:
+        for number, text in enumerate(written.texts, 1):
+            self._by_iteration.add_text(f"sample {number}", _as_markdown(text), written.iteration)
+
     def close(self) -> None:
         self._by_iteration.close()
         self._by_samples.close()
@@ -210,8 +235,28 @@ class WandbWriter:
         if tagged:
             self._run.log(tagged | {"samples": samples, "tokens": tokens}, step=step)
 
+    def texts(self, written: WrittenTexts, *, samples: int, tokens: int) -> None:
+        import wandb
+
+        rows = [list(text) for text in written.texts]
+        table = wandb.Table(columns=list(WrittenText._fields), data=rows)
+        self._run.log({"samples of text": table}, step=written.iteration)
+
     def close(self) -> None:
         self._run.finish()
+
+
+def _as_markdown(text: WrittenText) -> str:
+    """As blocks of code, in which nothing is markup."""
+
+    def block(content: str) -> str:
+        return "".join(f"    {line}\n" for line in content.splitlines() or [""])
+
+    end = "" if text.ended else " (not ended)"
+    parts = [f"**prompt**\n\n{block(text.prompt)}", f"**answer**{end}\n\n{block(text.answer)}"]
+    if text.reference:
+        parts.append(f"**in the data**\n\n{block(text.reference)}")
+    return "\n".join(parts)
 
 
 def _tagged(kind: str, values: Values) -> Iterator[tuple[str, float]]:

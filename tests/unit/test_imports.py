@@ -36,6 +36,7 @@ programs: nothing imports them, and they may import all."""
 NAME = re.compile(r"megatron(\.\w+)+(:\w+)?")
 REGISTRIES = {
     "megatron/checkpoint/source.py": frozenset({"formats"}),
+    "megatron/model/adapters.py": frozenset({"formats"}),
     "megatron/training/run.py": frozenset({"tasks"}),
 }
 """Files that name modules of packages above them, which are imported when they are needed."""

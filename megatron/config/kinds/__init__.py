@@ -23,12 +23,14 @@ class KindConfig:
         files: the kind's name in a corpora file; None if it reads no files.
         samples: ``documents``, from which every model makes its own samples, or the name of samples
             for the models that accept them.
+        shares: flags of other kinds that this one depends on, too.
         idle: why the flags change nothing in a run that does not use the kind.
     """
 
     files: ClassVar[str | None] = None
     samples: ClassVar[str] = DOCUMENTS
     holds_text: ClassVar[bool] = False
+    shares: ClassVar[frozenset[str]] = frozenset()
     idle: ClassVar[str] = "nothing in this run uses it"
     eval_text_key: str | None = None
 

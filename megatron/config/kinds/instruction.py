@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron.config.flags import option
+from megatron.config.flags import POSITIVE, option
 from megatron.config.kinds import KindConfig
 
 
@@ -35,6 +35,21 @@ class InstructionConfig(KindConfig):
     restart with each. Without it a sample is one example with padding."""
     on_long_example: str = option("truncate", choices=("truncate", "skip"))
     """What to do with an example longer than --seq-length plus one token."""
+    sft_loss_weights: str = option(
+        "micro-batches", choices=("micro-batches", "tokens", "examples"), role="results"
+    )
+    """What counts equally in the loss of a step: the mean of each micro batch, as Megatron has it;
+    every token with a loss; or every example, whatever the length of its answers. The last two do
+    not depend on how a batch is cut into micro batches."""
+    sft_padding: str = option("longest", choices=("longest", "seq-length"))
+    """Without --packing, samples are padded to the longest of a micro batch (of all micro batches
+    of a step in a pipeline) or to --seq-length."""
+    neftune_noise_alpha: float | None = option(None, bounds=POSITIVE, role="results")
+    """Add noise to the token embeddings in training, uniform up to this over the root of the
+    example's tokens x hidden size (NEFTune, Jain et al. 2023)."""
+    log_token_accuracy: bool = option(False)
+    """Also log how many tokens with a loss the model predicts in training steps; evaluations on
+    instruction data always report it."""
 
     files: ClassVar[str | None] = "instruction"
     samples: ClassVar[str] = "packed"
@@ -45,3 +60,14 @@ class InstructionConfig(KindConfig):
     @property
     def reads_all(self) -> bool:
         return self.sft
+
+    @property
+    def pads_batches(self) -> bool:
+        """Whether samples are as long as their batch needs."""
+        return not self.packing and self.sft_padding == "longest"
+
+    @property
+    def changes_steps(self) -> bool:
+        """Whether training steps compute more than the mean loss of each micro batch."""
+        noise = self.neftune_noise_alpha is not None
+        return noise or self.log_token_accuracy or self.sft_loss_weights != "micro-batches"

@@ -18,6 +18,12 @@ class PreferenceConfig(KindConfig):
     preference: str | None = option(None, choices=PREFERENCES, aliases=("--preference-loss",))
     """Train on preferences by this loss: the data paths are files with a better and a worse answer
     to each prompt, or, for kto, with answers that are good or bad."""
+    reference_checkpoint: str | None = option(
+        None, derived="the checkpoint that training starts from", aliases=("--ref-model",)
+    )
+    """dpo, ipo, kto: checkpoint of the reference model, in any format, of the architecture of the
+    model in training. Its log-probabilities of the answers are computed once, before training, and
+    kept in the index cache."""
     preference_beta: float | None = option(
         None,
         derived="0.1; 2.0 for simpo",
@@ -43,10 +49,17 @@ class PreferenceConfig(KindConfig):
 
     files: ClassVar[str | None] = "preference"
     samples: ClassVar[str] = "pairs"
+    shares: ClassVar[frozenset[str]] = frozenset(
+        {"prompt_format", "chat_template", "on_long_example"}
+    )
     idle: ClassVar[str] = "this run has no preference data (--preference)"
 
     @property
     def reads_all(self) -> bool:
+        return self.preference is not None
+
+    @property
+    def acts(self) -> bool:
         return self.preference is not None
 
     @property

@@ -5,35 +5,50 @@ imports the compiler nevertheless."""
 
 from __future__ import annotations
 
+import fnmatch
 import inspect
-from collections.abc import Iterable
-from types import MethodType
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType, MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from megatron.config import OptimizerConfig
+from megatron.config import ConfigError, OptimizerConfig
+from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import shard_of
 
 # Attribute with a method's version that torch's compiler does not trace (torch._compile).
 _UNTRACED = "__dynamo_disable"
 
 
-def build_optimizer(params: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
-    """AdamW or SGD over two groups: matrices, which decay, and vectors, which do not. The schedule
-    sets learning rate and decay before every step."""
+def build_optimizer(
+    params: Iterable[nn.Parameter],
+    config: OptimizerConfig,
+    factors: Mapping[nn.Parameter, float] = MappingProxyType({}),
+) -> Optimizer:
+    """AdamW or SGD over two groups: matrices, which decay, and vectors, which do not; two for each
+    of the ``factors`` of learning rates, 1 where there is none. The schedule sets learning rate and
+    decay before every step."""
     _keep_compiler_out()
-    decayed: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
+    found: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    for factor in sorted({1.0, *factors.values()}):
+        found[factor, True], found[factor, False] = [], []
     for param in params:
-        (decayed if len(shard_of(param).full_shape) > 1 else others).append(param)
+        decays = len(shard_of(param).full_shape) > 1
+        found[factors.get(param, 1.0), decays].append(param)
     groups = [
-        {"params": decayed, "weight_decay": config.weight_decay, "decays": True},
-        {"params": others, "weight_decay": 0.0, "decays": False},
+        {
+            "params": params,
+            "weight_decay": config.weight_decay if decays else 0.0,
+            "decays": decays,
+            "lr_factor": factor,
+        }
+        for (factor, decays), params in found.items()
+        if params
     ]
-    groups = [group for group in groups if group["params"]]
     optimizer: Optimizer
     if config.optimizer == "sgd":
         optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.sgd_momentum)
@@ -49,10 +64,35 @@ def build_optimizer(params: Iterable[nn.Parameter], config: OptimizerConfig) -> 
     return optimizer
 
 
+def rate_factors(
+    names: Mapping[nn.Parameter, str], config: OptimizerConfig, mesh: Mesh
+) -> dict[nn.Parameter, float]:
+    """What ``--lr-group`` multiplies the learning rates by, of parameters with these canonical
+    names. Every rank must call it. Raises ConfigError if a pattern matches no parameter of any
+    pipeline stage."""
+    patterns = list(config.lr_groups)
+    if not patterns:
+        return {}
+    found = [bool(fnmatch.filter(names.values(), pattern)) for pattern in patterns]
+    if mesh.pipeline.size > 1:
+        of_all: list[list[bool]] = [found] * mesh.pipeline.size
+        dist.all_gather_object(of_all, found, group=mesh.pipeline.handle)
+        found = [any(each) for each in zip(*of_all, strict=True)]
+    for pattern, matches in zip(patterns, found, strict=True):
+        if not matches:
+            some = ", ".join(list(names.values())[:4])
+            raise ConfigError(
+                f"--lr-group {pattern}: no parameter that is trained has such a name; some are "
+                f"{some}; tools/inspect_checkpoint.py lists all"
+            )
+    return {param: config.lr_factor(name) for param, name in names.items()}
+
+
 def set_rates(optimizer: Optimizer, lr: float, weight_decay: float) -> None:
-    """Sets the learning rate of all groups and the decay of those that decay."""
+    """Sets the learning rate of all groups, times their factors, and the decay of those that
+    decay."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_factor", 1.0)
         group["weight_decay"] = weight_decay if group["decays"] else 0.0
 
 

@@ -204,13 +204,7 @@ class HuggingFaceFolder(Source):
 
     def copy_tokenizer(self, target: Path) -> bool:
         """See :meth:`Source.copy_tokenizer`; copies generation_config.json too."""
-        if not self._has_tokenizer():
-            return False
-        target.mkdir()
-        for name in (*TOKENIZER, *_BESIDE_TOKENIZER):
-            if (self.folder / name).is_file():
-                shutil.copyfile(self.folder / name, target / name)
-        return True
+        return copy_tokenizer(self.folder, target)
 
     def _has_tokenizer(self) -> bool:
         return any((self.folder / name).is_file() for name in TOKENIZER)
@@ -284,6 +278,18 @@ class HuggingFaceFolder(Source):
                         f"{self._weights.files[self._stored[theirs]]}: {theirs} has the shape "
                         f"{found}; config.json makes it {tuple(like.shape)}"
                     )
+
+
+def copy_tokenizer(folder: Path, target: Path) -> bool:
+    """Copies the files of a tokenizer, and generation_config.json, to a new folder; returns whether
+    there is a tokenizer."""
+    if not any((folder / name).is_file() for name in TOKENIZER):
+        return False
+    target.mkdir()
+    for name in (*TOKENIZER, *_BESIDE_TOKENIZER):
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, target / name)
+    return True
 
 
 def _shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:

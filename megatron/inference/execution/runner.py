@@ -44,6 +44,8 @@ class PagedRunner:
         stages: the layers, in evaluation mode.
         pages: how many there are.
         page_size: positions of a page.
+        in_training: the weights change between passes, and so no copy of them is kept.
+        steps: of :func:`step_group`, where one of an earlier runner is used again.
 
     Attributes:
         main: whether this rank gets the steps of its replica of the model.
@@ -56,6 +58,8 @@ class PagedRunner:
         generation: GenerationSpec,
         pages: int,
         page_size: int = PAGE_SIZE,
+        in_training: bool = False,
+        steps: dist.ProcessGroup | None = None,
     ) -> None:
         assert model.vocabulary.size is not None
         self._stages, self._generation = stages, generation
@@ -74,10 +78,12 @@ class PagedRunner:
         self._encoded: dict[int, EncodedPrompt] = {}
         self._group = self._mesh.model
         self.main = self._group.rank == 0
-        self._packed = PackedWeights(stages.weights)
+        # At ZeRO 3 weights that a step has gathered are let go outside of it.
+        self._without_gradients = torch.no_grad if in_training else torch.inference_mode
+        self._packed = PackedWeights(() if in_training else stages.weights)
         self._rows = RowRule.of(stages.weights, is_packed).agreed(self._group)
         self._head = Head(stages, self.vocab_size, self._rows) if stages.last else None
-        self._steps = _step_group(self._mesh) if self._mesh.world.size > 1 else None
+        self._steps = steps or step_group(self._mesh)
 
     def run(self, step: StepInput) -> StepOutput:
         """See `Runner.run`."""
@@ -106,9 +112,12 @@ class PagedRunner:
         if self._steps is not None:
             dist.broadcast_object_list([step], self._group.ranks[0], group=self._steps)
 
-    @torch.inference_mode()
     def _computed(self, step: StepInput) -> StepOutput | None:
         """The result on the main rank."""
+        with self._without_gradients():
+            return self._result(step)
+
+    def _result(self, step: StepInput) -> StepOutput | None:
         self.memory.copy(step.copies)
         for number, tokens in step.encode:
             self._encoded[number] = EncodedPrompt(self._encode(tokens))
@@ -214,9 +223,11 @@ def _ignoring(*signals: signal.Signals) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _step_group(mesh: Mesh) -> dist.ProcessGroup:
+def step_group(mesh: Mesh) -> dist.ProcessGroup | None:
     """The ranks of this replica of the model, on CPUs; its followers may wait for a request for
-    days."""
+    days. None for one process."""
+    if mesh.world.size == 1:
+        return None
     for ranks in memberships(mesh.sizes, MODEL):
         handle = dist.new_group(ranks, backend="gloo", timeout=timedelta(days=365))
         if mesh.world.rank in ranks:

@@ -47,7 +47,7 @@ class StagedLayers:
         assert isinstance(model, StageModule)
         owners = [model.stage_owner(first) for first in model.parts[:-1]]
         weights = _matrices(model)
-        dtype, device = weights[0].dtype, engine.device
+        dtype, device = next(model.parameters()).dtype, engine.device
         return cls(model.parts, owners, model.sequences, weights, mesh, hidden, dtype, device)
 
     @classmethod
@@ -55,7 +55,8 @@ class StagedLayers:
         """Those of a pipeline of one rank."""
         weights = _matrices(model)
         bounds, own = (0, len(model.layers)), {0: model.sequence}
-        dtype, device = weights[0].dtype, weights[0].device
+        first = next(model.parameters())
+        dtype, device = first.dtype, first.device
         return cls(bounds, (0,), own, weights, mesh or Mesh(), hidden, dtype, device)
 
     @property

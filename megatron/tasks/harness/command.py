@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.config import ConfigError, Settings
-from megatron.inference.opening import for_generation
+from megatron.inference.opening import for_generation, runner_of
 from megatron.tasks.harness.config import HarnessConfig
 from megatron.tasks.report import EvaluatedModel, versions
 from megatron.training.evaluation import opened_checkpoint
@@ -27,8 +27,8 @@ from megatron.util.progress import say
 
 if TYPE_CHECKING:
     from megatron.engine.train_engine import ModelEngine
+    from megatron.inference.writing import TextWriter
     from megatron.tasks.harness.model import HarnessModel
-    from megatron.tasks.harness.writing import TextWriter
 
 EXTRA = "evaluate"
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth"}
@@ -108,9 +108,10 @@ def require_harness() -> None:
 
 
 def _writer(engine: ModelEngine, run: Run, config: HarnessConfig) -> TextWriter:
-    from megatron.tasks.harness.writing import TextWriter
+    from megatron.inference.writing import TextWriter
 
-    return TextWriter(engine, run.tokenizer, config)
+    runner = runner_of(engine, run.tokenizer, config)
+    return TextWriter(engine.mesh, run.tokenizer, runner)
 
 
 def _model(engine: Any, run: Run, config: HarnessConfig, folder: Path) -> HarnessModel:

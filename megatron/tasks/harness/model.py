@@ -22,11 +22,11 @@ from megatron.data.scored_text import ScoredText
 from megatron.families import family_of
 from megatron.inference.prompts import end_tokens
 from megatron.inference.request import Completion, GenerationRequest
+from megatron.inference.writing import TextWriter
 from megatron.parallel.random import derive_seed
 from megatron.tasks.harness.cache import AnswerCache
 from megatron.tasks.harness.generating import TaskGeneration
 from megatron.tasks.harness.scoring import Likelihood, TextScorer, TokenRequest
-from megatron.tasks.harness.writing import TextWriter
 from megatron.util.processes import is_main_process
 
 logger = logging.getLogger(__name__)

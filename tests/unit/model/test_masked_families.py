@@ -44,7 +44,7 @@ def made(name):
     for param_name, param in model.canonical_parameters():
         param.init = Init(std=0.3)
         initialise(param_name, param, 1234)
-    datasets, collate = run_data(run)
+    datasets, collate = run_data(run)[:2]
     return spec, model, collate, [datasets.train[i] for i in range(4)]
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import orjson
 
 from megatron.data.json_lines import BYTE_ORDER_MARK, ArrayReader
+
+Parsed = TypeVar("Parsed")
 
 ANSWER = "assistant"
 _ROLE_OF_SPEAKER = {
@@ -50,13 +52,19 @@ class Example:
 
 
 def read_examples(path: str) -> Iterator[tuple[str, Example]]:
-    """Each record of a JSON array or of JSON lines, after its place for messages. Raises ValueError
-    if a record is malformed."""
-    for place, record in _records(path):
+    """See :func:`read_records`."""
+    return read_records(path, parse_example)
+
+
+def read_records(path: str, parse: Callable[[Any], Parsed]) -> Iterator[tuple[str, Parsed]]:
+    """Each record of a JSON array or of JSON lines as ``parse`` reads it, after its place for
+    messages. Raises ValueError, which names the place, if a record is malformed."""
+    for place, record in records_of(path):
         try:
-            yield place, parse_example(record)
+            parsed = parse(record)
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from None
+        yield place, parsed
 
 
 def parse_example(record: Any) -> Example:
@@ -66,29 +74,29 @@ def parse_example(record: Any) -> Example:
         raise ValueError(f"a record must be a JSON object, not {json.dumps(record)[:40]}")
     for key in ("messages", "conversations"):
         if key in record:
-            return _until_last_answer(_system(record) + _turns(record[key], key))
+            return _until_last_answer(system_turns(record) + turns_of(record[key], key))
     response = "response" if "response" in record else None
     if "instruction" in record:
-        turns = _system(record) + _history(record.get("history") or [])
-        context = _string(record, "input") if record.get("input") else ""
-        turns.append(Turn("user", _string(record, "instruction"), context))
-        turns.append(Turn(ANSWER, _string(record, response or "output")))
+        turns = system_turns(record) + history_turns(record.get("history") or [])
+        context = string_of(record, "input") if record.get("input") else ""
+        turns.append(Turn("user", string_of(record, "instruction"), context))
+        turns.append(Turn(ANSWER, string_of(record, response or "output")))
         return Example(tuple(turns))
     if "prompt" in record:
         answer = response or "completion"
         if isinstance(record["prompt"], list):
-            turns = _turns(record["prompt"], "prompt") + _turns(record.get(answer), answer)
+            turns = turns_of(record["prompt"], "prompt") + turns_of(record.get(answer), answer)
             return _until_last_answer(turns)
-        pair = (Turn("user", _string(record, "prompt")), Turn(ANSWER, _string(record, answer)))
+        pair = (Turn("user", string_of(record, "prompt")), Turn(ANSWER, string_of(record, answer)))
         return Example(pair, is_pair=True)
-    raise ValueError(f"unknown layout (its keys: {_keys(record)}); {_LAYOUTS}")
+    raise ValueError(f"unknown layout (its keys: {keys_of(record)}); {_LAYOUTS}")
 
 
-def _system(record: Mapping[str, Any]) -> list[Turn]:
-    return [Turn("system", _string(record, "system"))] if record.get("system") else []
+def system_turns(record: Mapping[str, Any]) -> list[Turn]:
+    return [Turn("system", string_of(record, "system"))] if record.get("system") else []
 
 
-def _turns(messages: Any, key: str) -> list[Turn]:
+def turns_of(messages: Any, key: str) -> list[Turn]:
     if not isinstance(messages, list):
         raise ValueError(f'"{key}" must be a list of messages')
     turns = []
@@ -96,18 +104,18 @@ def _turns(messages: Any, key: str) -> list[Turn]:
         if not isinstance(message, dict):
             raise ValueError(f'"{key}" must be a list of objects, with "role" and "content"')
         if "from" in message:
-            speaker = _string(message, "from")
+            speaker = string_of(message, "from")
             if speaker not in _ROLE_OF_SPEAKER:
                 raise ValueError(
                     f'a message is from "{speaker}"; expected one of {", ".join(_ROLE_OF_SPEAKER)}'
                 )
-            turns.append(Turn(_ROLE_OF_SPEAKER[speaker], _string(message, "value")))
+            turns.append(Turn(_ROLE_OF_SPEAKER[speaker], string_of(message, "value")))
         else:
-            turns.append(Turn(_string(message, "role"), _string(message, "content")))
+            turns.append(Turn(string_of(message, "role"), string_of(message, "content")))
     return turns
 
 
-def _history(pairs: Sequence[Any]) -> list[Turn]:
+def history_turns(pairs: Sequence[Any]) -> list[Turn]:
     for pair in pairs:
         if not isinstance(pair, list) or [type(text) for text in pair] != [str, str]:
             raise ValueError('"history" must be a list of pairs: an instruction and its answer')
@@ -122,19 +130,19 @@ def _until_last_answer(turns: list[Turn]) -> Example:
     return Example(tuple(turns))
 
 
-def _keys(record: Mapping[str, Any]) -> str:
+def keys_of(record: Mapping[str, Any]) -> str:
     return ", ".join(f'"{key}"' for key in list(record)[:8]) or "none"
 
 
-def _string(record: Mapping[str, Any], key: str) -> str:
+def string_of(record: Mapping[str, Any], key: str) -> str:
     if key not in record:
-        raise ValueError(f'no key "{key}" (the keys: {_keys(record)})')
+        raise ValueError(f'no key "{key}" (the keys: {keys_of(record)})')
     if not isinstance(record[key], str):
         raise ValueError(f'"{key}" must be a string, not {json.dumps(record[key])[:40]}')
     return record[key]
 
 
-def _records(path: str) -> Iterator[tuple[str, Any]]:
+def records_of(path: str) -> Iterator[tuple[str, Any]]:
     with open(path, "rb") as file:
         start = len(BYTE_ORDER_MARK) if file.peek(3)[:3] == BYTE_ORDER_MARK else 0
         file.seek(start)

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,8 @@ ALPACA_PREAMBLE_WITH_INPUT = (
 _MARKS_ANSWERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 Messages = list[dict[str, str]]
+Item = TypeVar("Item")
+Found = TypeVar("Found")
 PromptAnswer = tuple[str, str]
 """A prompt and the answer that follows it."""
 
@@ -43,6 +45,15 @@ class EncodedExample(NamedTuple):
     counted: npt.NDArray[np.bool_]
     """[L]: whether the prediction of a token counts in the loss. False for the first, which nothing
     predicts."""
+
+
+class Continued(NamedTuple):
+    """A conversation of L tokens whose end follows a prompt."""
+
+    tokens: npt.NDArray[np.int32]
+    """[L]."""
+    start: int
+    """The first token that the prompt alone does not have."""
 
 
 class ExampleEncoder:
@@ -91,10 +102,7 @@ class ExampleEncoder:
         encoded: dict[int, EncodedExample] = {}
         plain: dict[int, list[PromptAnswer]] = {}
         for number, (place, example) in enumerate(examples):
-            kind = self._config.prompt_format
-            if kind == "auto":
-                kind = "alpaca" if self._template is None else "chat"
-                kind = "plain" if example.is_pair else kind
+            kind = self.format_of(example)
             if kind != "chat":
                 plain[number] = list(plain_texts(example, alpaca=kind == "alpaca"))
                 continue
@@ -102,13 +110,47 @@ class ExampleEncoder:
                 encoded[number] = _encoded(*self._chat.encode(example, self._config.loss_on))
             except ValueError as error:
                 raise ValueError(f"{place}: {error}") from error
-        try:
-            encoded.update(zip(plain, self._encode_plain(list(plain.values())), strict=True))
-        except ValueError:
-            for number, refusal in refused(self._encode_plain, list(plain.values())):
-                place = examples[list(plain)[number]][0]
-                raise ValueError(f"{place}: {refusal}") from refusal
-            raise
+        places = [examples[number][0] for number in plain]
+        found = _naming(places, self._encode_plain, list(plain.values()))
+        encoded.update(zip(plain, found, strict=True))
+        return [encoded[number] for number in range(len(examples))]
+
+    def format_of(self, example: Example) -> str:
+        """chat, alpaca or plain."""
+        if self._config.prompt_format != "auto":
+            return self._config.prompt_format
+        if example.is_pair:
+            return "plain"
+        return "alpaca" if self._template is None else "chat"
+
+    def continued(self, examples: Sequence[tuple[str, Example, int]]) -> list[Continued]:
+        """Encodes (place, example, number of turns of the prompt), all of it: what follows the
+        prompt ends as answers do, and is one answer except in a chat template. Raises as calling
+        it does."""
+        encoded: dict[int, Continued] = {}
+        plain: dict[int, list[PromptAnswer]] = {}
+        for number, (place, example, count) in enumerate(examples):
+            kind = self.format_of(example)
+            try:
+                if kind == "chat":
+                    encoded[number] = self._chat.continued(example, count)
+                    continue
+                if [turn.role for turn in example.turns[count:]] != [ANSWER]:
+                    raise ValueError(
+                        f"--prompt-format {kind} has no form for an answer of several messages; "
+                        "give --prompt-format chat, and --chat-template FILE if the tokenizer has "
+                        "none"
+                    )
+            except ValueError as error:
+                raise ValueError(f"{place}: {error}") from error
+            plain[number] = list(plain_texts(example, alpaca=kind == "alpaca"))
+        places = [examples[number][0] for number in plain]
+        found = _naming(places, self._tokenized, list(plain.values()))
+        for number, parts in zip(plain, found, strict=True):
+            *before, (last, start) = parts
+            tokens = np.concatenate([*(tokens for tokens, _ in before), last])
+            start += sum(len(tokens) for tokens, _ in before)
+            encoded[number] = Continued(np.asarray(tokens, np.int32), start)
         return [encoded[number] for number in range(len(examples))]
 
     @cached_property
@@ -117,30 +159,60 @@ class ExampleEncoder:
         return ChatTemplate(self._tokenizer, self._template)
 
     def _encode_plain(self, examples: Sequence[Sequence[PromptAnswer]]) -> list[EncodedExample]:
-        """Prompt and answer are tokenized together, so that they join as in any text. The first
-        token that the prompt alone would not have is the first of the answer."""
-        texts = [t for e in examples for p, a in e for t in (p, p + a)]
-        ids = iter(self._tokenizer.tokenize_batch(texts))
-        loss_on, eod = self._config.loss_on, self._tokenizer.eod if texts else -1
+        loss_on = self._config.loss_on
         encoded = []
-        for pairs in examples:
-            tokens, counted = [], []
-            for place in range(len(pairs)):
-                prompt, whole = np.asarray(next(ids)), np.asarray(next(ids))
-                shared = min(len(prompt), len(whole))
-                differs = np.flatnonzero(prompt[:shared] != whole[:shared])
-                start = int(differs[0]) if len(differs) else shared
-                if not len(whole) or whole[-1] != eod:
-                    whole = np.append(whole, eod)
+        for parts in self._tokenized(examples):
+            counted = []
+            for place, (whole, start) in enumerate(parts):
                 counts = np.arange(len(whole)) >= start
                 if loss_on == "everything":
                     counts[:] = True
-                elif loss_on == "last" and place < len(pairs) - 1:
+                elif loss_on == "last" and place < len(parts) - 1:
                     counts[:] = False
-                tokens.append(whole)
                 counted.append(counts)
-            encoded.append(_encoded(np.concatenate(tokens), np.concatenate(counted)))
+            tokens = np.concatenate([whole for whole, _ in parts])
+            encoded.append(_encoded(tokens, np.concatenate(counted)))
         return encoded
+
+    def _tokenized(
+        self, examples: Sequence[Sequence[PromptAnswer]]
+    ) -> list[list[tuple[np.ndarray, int]]]:
+        """For each prompt with its answer their tokens and the place of the answer's first. They
+        are tokenized together, so that they join as in any text: the first token that the prompt
+        alone would not have is the first of the answer."""
+        texts = [t for e in examples for p, a in e for t in (p, p + a)]
+        ids = iter(self._tokenizer.tokenize_batch(texts))
+        eod = self._tokenizer.eod if texts else -1
+        found = []
+        for pairs in examples:
+            parts = []
+            for _ in pairs:
+                prompt, whole = np.asarray(next(ids)), np.asarray(next(ids))
+                start = shared_tokens(prompt, whole)
+                if not len(whole) or whole[-1] != eod:
+                    whole = np.append(whole, eod)
+                parts.append((whole, start))
+            found.append(parts)
+        return found
+
+
+def shared_tokens(first: np.ndarray, second: np.ndarray) -> int:
+    """How many tokens both begin with."""
+    shared = min(len(first), len(second))
+    differs = np.flatnonzero(first[:shared] != second[:shared])
+    return int(differs[0]) if len(differs) else shared
+
+
+def _naming(
+    places: Sequence[str], encode: Callable[[list[Item]], list[Found]], items: list[Item]
+) -> list[Found]:
+    """Encoded items; an error names the place of the first that cannot be encoded."""
+    try:
+        return encode(items)
+    except ValueError:
+        for number, refusal in refused(encode, items):
+            raise ValueError(f"{places[number]}: {refusal}") from refusal
+        raise
 
 
 def _encoded(tokens: npt.ArrayLike, counted: npt.NDArray[np.bool_]) -> EncodedExample:
@@ -219,6 +291,19 @@ class ChatTemplate:
             start, end = self._span(messages, number, text)
             counted |= (offsets[:, 0] >= start) & (offsets[:, 0] < end)
         return ids, counted
+
+    def continued(self, example: Example, count: int) -> Continued:
+        """Ids of the conversation, and the first of them that its first ``count`` turns, to be
+        answered, do not have. Raises ValueError if the template refuses the conversation."""
+        messages = [{"role": turn.role, "content": turn.text} for turn in example.turns]
+        prompt, whole = (
+            np.asarray(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+            for text in (
+                self._render(messages[:count], add_generation_prompt=True),
+                self._render(messages),
+            )
+        )
+        return Continued(whole.astype(np.int32), shared_tokens(prompt, whole))
 
     def _by_marks(
         self, messages: Messages, loss_on: str

@@ -14,7 +14,7 @@ import numpy as np
 from megatron.config.kinds.instruction import InstructionConfig
 from megatron.data.index_cache import IndexCache, StoredArrays
 from megatron.data.kinds.instruction.examples import InstructionExamples
-from megatron.data.packing import best_fit
+from megatron.data.packing import best_fit, padding_token
 from megatron.data.samples import Documents, PackedSample, Piece, checked_index
 from megatron.tokenizer import Tokenizer
 from megatron.util.digests import digest
@@ -39,17 +39,17 @@ class InstructionRecipe:
     packing: bool = False
     skip_long: bool = False
     """Leave out examples of more than seq_length + 1 tokens, instead of cutting their end off."""
+    pads: bool = True
+    """Whether samples are filled up here, or with the others of their batch."""
 
     @classmethod
     def from_config(
         cls, config: InstructionConfig, seq_length: int, seed: int, tokenizer: Tokenizer
     ) -> InstructionRecipe:
-        """Pads with the tokenizer's padding token, or the end of document where it has none."""
-        try:
-            pad = tokenizer.pad
-        except ValueError:
-            pad = tokenizer.eod
-        return cls(seq_length, seed, pad, config.packing, config.on_long_example == "skip")
+        """See :func:`padding_token`."""
+        pad = padding_token(tokenizer)
+        skip = config.on_long_example == "skip"
+        return cls(seq_length, seed, pad, config.packing, skip, pads=not config.pads_batches)
 
     def units(self, documents: Documents) -> int:
         return len(documents)
@@ -150,10 +150,12 @@ class InstructionDataset:
 
     def __getitem__(self, index: int, /) -> PackedSample:
         """Its examples, each a document of its own, then padding."""
+        pieces = self.origin(index)
         capacity = self.recipe.seq_length + 1
+        if not self.recipe.pads:
+            capacity = sum(piece.stop for piece in pieces)
         tokens_T = np.full(capacity, self.recipe.pad_token, np.int64)
         counted_T = np.zeros(capacity, np.float32)
-        pieces = self.origin(index)
         documents_T = np.full(capacity, len(pieces), np.int64)
         start = 0
         for number, piece in enumerate(pieces):

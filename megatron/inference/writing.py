@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-from megatron.engine.train_engine import ModelEngine
-from megatron.inference.memory import CacheConfig
-from megatron.inference.opening import runner_of
+from megatron.inference.execution.runner import PagedRunner
 from megatron.inference.request import Completion, GenerationRequest
 from megatron.inference.scheduling.engine import GenerationEngine
+from megatron.parallel.mesh import Mesh
 from megatron.tokenizer import Tokenizer
 from megatron.util.progress import progress_bar
 
@@ -22,21 +21,21 @@ Share = dict[int, Completion] | ValueError | None
 
 class TextWriter:
     """Generates with a model in any layout. Every rank calls it with the same requests, of which
-    each replica of the model generates a share. Keys and values get their memory at once.
+    each replica of the model generates a share; or, with ``together``, all of them, in the same
+    steps, which replicas that gather their weights from each other (ZeRO 3) need."""
 
-    Raises:
-        ConfigError: models of this family do not generate, or there is no memory for pages.
-    """
-
-    def __init__(self, engine: ModelEngine, tokenizer: Tokenizer, cache: CacheConfig) -> None:
-        self.mesh, self.tokenizer = engine.mesh, tokenizer
-        self.runner = runner_of(engine, tokenizer, cache)
+    def __init__(
+        self, mesh: Mesh, tokenizer: Tokenizer, runner: PagedRunner, together: bool = False
+    ) -> None:
+        self.mesh, self.tokenizer, self.runner = mesh, tokenizer, runner
+        self.together = together
 
     def completions(
         self, requests: Sequence[GenerationRequest], on_completion: OnCompletion = lambda n, c: None
     ) -> list[Completion]:
         """What each request gets, on every rank. Raises ValueError if one can never run."""
-        replicas, replica = self.mesh.data.size, self.mesh.data.rank
+        data = self.mesh.data
+        replicas, replica = (1, 0) if self.together else (data.size, data.rank)
         numbers = range(replica, len(requests), replicas)
         found: Share = None
         if self.runner.main:

@@ -1,0 +1,17 @@
+# PYTHON_ARGCOMPLETE_OK
+r"""Fine-tunes a model: from the folder of a Hugging Face model and files of examples to the folder
+of another Hugging Face model.
+
+    deepspeed finetune.py --model Qwen2.5-0.5B --data alpaca.json --output tuned
+
+    torchrun --nproc_per_node 8 finetune.py --model Llama-3.1-8B --data chats.jsonl --output tuned \
+        --tensor-model-parallel-size 2 --zero-stage 1 --bf16 --packing --epochs 2 --lr 1e-5
+
+The loss counts the answers alone. The same command continues a run that was interrupted, bitwise.
+Every flag of pretrain_gpt.py can be given too.
+"""
+
+from megatron.finetune.command import main
+
+if __name__ == "__main__":
+    main(__doc__)

@@ -1,0 +1,93 @@
+"""What a run with ``--lora`` checks and records of its base and of the adapters that it loads."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from megatron.checkpoint.adapters import AdaptedSource, BaseRecord, adapter_name, digests_of
+from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.source import Source, locate_checkpoint
+from megatron.config.adapters import AdapterConfig
+from megatron.engine.train_engine import TrainEngine
+from megatron.model.layer_list import LayerStack
+from megatron.parallel.shard import shard_of
+from megatron.parallel.tensor_parallel import TensorParallel
+
+
+def record_base(engine: TrainEngine, source: Source) -> BaseRecord:
+    """The record of a run's base, for its checkpoints; each rank computes a share of the digests,
+    and all must call it."""
+    world = engine.mesh.world
+    names = list(source.names())
+    digests = [digests_of(source, names[world.rank :: world.size])]
+    if world.size > 1:
+        digests *= world.size
+        dist.all_gather_object(digests, digests[world.rank])
+    found = {name: value for share in digests for name, value in share.items()}
+    ordered = {name: found[name] for name in names}
+    return BaseRecord(str(source.folder.resolve()), source.title, ordered)
+
+
+def continued_adapters(engine: TrainEngine, source: Source) -> AdaptedSource:
+    """The checkpoint of adapters that a run continues. Raises CheckpointError if it is none, or of
+    other adapters than the run's."""
+    if not isinstance(source, AdaptedSource) or not source.state:
+        raise CheckpointError(
+            f"--load {source.folder} was not saved with --lora, and cannot be continued with it: "
+            "name it by --pretrained-checkpoint, as the base, or give --finetune"
+        )
+    require_same(engine, source)
+    return source
+
+
+def chosen_adapters(engine: TrainEngine, folder: str, base: Source) -> AdaptedSource:
+    """The adapters of ``--load-adapter`` on a run's base. Raises CheckpointError if there are none,
+    or others than the run's."""
+    found = locate_checkpoint(folder)
+    if found is None or not found.form.on_base:
+        raise CheckpointError(
+            f"--load-adapter {folder}: neither a folder of peft (adapter_config.json) nor a "
+            "checkpoint of a run with --lora"
+        )
+    source = found._replace(base=str(base.folder)).open()
+    assert isinstance(source, AdaptedSource)
+    require_same(engine, source)
+    return source
+
+
+def require_same(engine: TrainEngine, source: AdaptedSource) -> None:
+    """Raises CheckpointError if adapters are not those of a run in name or shape; names the flags
+    for them."""
+    with torch.device("meta"):
+        whole = LayerStack(engine.spec.layers(TensorParallel()), engine.config.parallel)
+    wanted = {
+        name: shard_of(param).canonical_shape
+        for name, param in whole.canonical_parameters()
+        if adapter_name(name)
+    }
+    stored = source.additions
+    found = {name: stored.shape(name) for name in stored.names() if adapter_name(name)}
+    different = [name for name in wanted | found if wanted.get(name) != found.get(name)]
+    if not different:
+        return
+    name = different[0]
+    raise CheckpointError(
+        f"{source.folder} has other adapters than this run: {name} is "
+        f"{found.get(name, 'missing')} there and {wanted.get(name, 'missing')} here. Its flags are "
+        f"{shown(source.adapters)}"
+    )
+
+
+def shown(adapters: AdapterConfig) -> str:
+    """The flags that describe adapters."""
+    words = ["--lora", f"--lora-rank {adapters.lora_rank}"]
+    if adapters.lora_alpha is not None:
+        words.append(f"--lora-alpha {adapters.lora_alpha:g}")
+    words.append(f"--lora-targets {' '.join(adapters.lora_targets)}")
+    words += [
+        f"--{name.replace('_', '-')}"
+        for name in ("use_rslora", "use_dora")
+        if getattr(adapters, name)
+    ]
+    return " ".join(words)

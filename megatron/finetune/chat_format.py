@@ -1,0 +1,116 @@
+"""How the result of a fine-tuning is prompted: chat template and end tokens of its folder, as in
+the examples that it was trained on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.files import read_json, write_json
+from megatron.config.kinds.instruction import InstructionConfig
+from megatron.data.kinds.instruction.conversations import read_examples
+from megatron.data.kinds.instruction.example_encoder import ALPACA_PREAMBLE
+from megatron.data.kinds.instruction.examples import ENDINGS
+from megatron.data.kinds.raw_text.text_files import text_files
+from megatron.data.sources import parts_of
+from megatron.training.run import Run
+
+_ALPACA = """\
+{%- set state = namespace(text='', first=true) -%}
+{%- for message in messages -%}
+{%- if message['role'] == 'assistant' -%}
+{{- BEGIN + state.text + '### Response:\\n' + message['content'] + eos_token -}}
+{%- set state.text = '' -%}{%- set state.first = false -%}
+{%- elif message['role'] == 'system' -%}
+{%- set state.text = state.text + message['content'] + '\\n\\n' -%}
+{%- else -%}
+{%- if state.first and not state.text -%}{%- set state.text = 'PREAMBLE\\n\\n' -%}{%- endif -%}
+{%- set heading = 'Instruction' if message['role'] == 'user' else message['role'] | capitalize -%}
+{%- set state.text = state.text + '### ' + heading + ':\\n' + message['content'] + '\\n\\n' -%}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- BEGIN + state.text + '### Response:\\n' -}}{%- endif -%}
+"""
+_PLAIN = """\
+{%- set state = namespace(text='') -%}
+{%- for message in messages -%}
+{%- if message['role'] == 'assistant' -%}
+{{- BEGIN + state.text + message['content'] + eos_token -}}{%- set state.text = '' -%}
+{%- else -%}{%- set state.text = state.text + message['content'] + '\\n' -%}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- BEGIN + state.text -}}{%- endif -%}
+"""
+
+
+def template_of(run: Run) -> str | None:
+    """The chat template that writes conversations as the run has read them, if they are not pairs
+    of texts: that of ``--chat-template``, of the tokenizer, or one that writes what
+    ``--prompt-format`` does."""
+    config = run.config.kind(InstructionConfig)
+    if config.chat_template is not None:
+        return Path(config.chat_template).read_text("utf-8")
+    own = getattr(run.tokenizer, "transformers_tokenizer", None)
+    template = None if own is None else own.chat_template
+    kind = config.prompt_format
+    if kind == "auto":
+        if _has_pairs(run):
+            return None
+        kind = "alpaca" if template is None else "chat"
+    if kind == "chat":
+        return None if own is None or template is None else own.get_chat_template()
+    if kind == "plain" and _has_pairs(run):
+        return None
+    begin = "bos_token" if _begins_texts(run) else "''"
+    text = (_ALPACA if kind == "alpaca" else _PLAIN).replace("PREAMBLE", ALPACA_PREAMBLE)
+    return text.replace("BEGIN", begin)
+
+
+def _has_pairs(run: Run) -> bool:
+    """Whether the first example is a prompt and its completion, as they are."""
+    train = parts_of(run.config).train
+    assert train is not None
+    source = train.sources[0]
+    file = text_files(source.paths[0], ENDINGS)[0]
+    _, example = next(iter(read_examples(file.path)))
+    return example.is_pair
+
+
+def _begins_texts(run: Run) -> bool:
+    """Whether the tokenizer puts a token before every text."""
+    begin = run.tokenizer.special_ids.bos
+    ids = list(run.tokenizer.tokenize("a"))
+    return begin is not None and len(ids) > 1 and ids[0] == begin
+
+
+def write_chat_format(folder: Path, base: str, run: Run, ends: frozenset[int]) -> bool:
+    """Adds to an exported model what its prompts need; returns whether it has a chat template.
+
+    Args:
+        base: the model of ``--model``, whose settings of generation are kept.
+        ends: tokens that end an answer.
+    """
+    template = template_of(run)
+    settings = folder / "tokenizer_config.json"
+    if template is not None and settings.is_file():
+        (folder / "chat_template.jinja").write_text(template, "utf-8")
+        content = {k: v for k, v in read_json(settings).items() if k != "chat_template"}
+        write_json(settings, content)
+    path, known = folder / "generation_config.json", Path(base) / "generation_config.json"
+    written = read_json(path)
+    kept: dict[str, Any] = read_json(known) if known.is_file() else {}
+    for name in ("transformers_version", "_from_model_config"):
+        kept.pop(name, None)
+    special = run.tokenizer.special_tokens
+    found = [_ids(written), [i for i in _ids(kept) if i in special], sorted(ends)]
+    together = list(dict.fromkeys(token for ids in found for token in ids))
+    content = kept | written
+    if together:
+        content["eos_token_id"] = together[0] if len(together) == 1 else together
+    write_json(path, content)
+    return template is not None
+
+
+def _ids(generation: dict[str, Any]) -> list[int]:
+    """The tokens at which a generation_config.json ends a text."""
+    value = generation.get("eos_token_id")
+    return value if isinstance(value, list) else [] if value is None else [value]

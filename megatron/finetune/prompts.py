@@ -1,0 +1,139 @@
+"""The prompts that a model in training answers, and the tokens at which its answers end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.config import ConfigError
+from megatron.config.kinds.instruction import InstructionConfig
+from megatron.data.kinds.instruction.conversations import ANSWER, Example, Turn, read_examples
+from megatron.data.kinds.instruction.example_encoder import ExampleEncoder
+from megatron.data.loader import TrainingData
+from megatron.data.samples import PackedSample, SampleDataset
+from megatron.finetune.config import FineTuneConfig
+from megatron.inference.prompts import end_tokens
+from megatron.tokenizer import Tokenizer
+from megatron.training.run import Run
+
+_LOOKED_AT = 64
+_MOSTLY = 0.5
+
+
+class PromptTokens(NamedTuple):
+    """A prompt, and the answer that the data have; () if they have none."""
+
+    prompt: tuple[int, ...]
+    reference: tuple[int, ...] = ()
+
+
+class Prompts(NamedTuple):
+    """The prompts that the model in training answers, and the tokens that end an answer."""
+
+    prompts: tuple[PromptTokens, ...]
+    ends: frozenset[int]
+
+
+def sample_prompts(config: FineTuneConfig, run: Run, data: TrainingData) -> Prompts:
+    """Those of ``--sample-prompts``, or of held-out examples, or, where nothing is held out, of
+    examples of the training. Raises ConfigError or OSError if the file cannot be used."""
+    datasets = data.datasets
+    assert datasets.train is not None
+    held_out = next(iter(datasets.valid.values()), datasets.train)
+    if config.sample_prompts is not None:
+        found = prompts_of_file(config.sample_prompts, config.samples, run)
+    else:
+        found = held_out_prompts(held_out, config.samples)
+    room = run.config.model.positions.max_position_embeddings - config.sample_tokens
+    if found and room < 1:
+        raise ConfigError(
+            f"--sample-tokens {config.sample_tokens} leaves no room for a prompt in the "
+            f"{run.config.model.positions.max_position_embeddings} positions of the model"
+        )
+    short = (each._replace(prompt=each.prompt[-room:]) for each in found)
+    return Prompts(tuple(short), answer_ends(datasets.train, run.tokenizer))
+
+
+def held_out_prompts(dataset: SampleDataset[Any], count: int) -> list[PromptTokens]:
+    """Those of the first samples of instruction data, one of each sample."""
+    found = []
+    for number in range(min(count, len(dataset))):
+        sample = dataset[number]
+        if not isinstance(sample, PackedSample):
+            return []
+        prompt = first_answer(sample)
+        if prompt is not None:
+            found.append(prompt)
+    return found
+
+
+def first_answer(sample: PackedSample) -> PromptTokens | None:
+    """Up to the first answer of the first example in a sample; None where nothing precedes it."""
+    own = sample.document_ids_S == sample.document_ids_S[0]
+    counted = np.append(False, sample.loss_mask_S > 0) & np.append(True, own)
+    if not counted.any():
+        return None
+    start = int(counted.argmax())
+    after = np.flatnonzero(~counted[start:])
+    stop = start + int(after[0]) if len(after) else len(counted)
+    tokens = sample.tokens_T.tolist()
+    return PromptTokens(tuple(tokens[:start]), tuple(tokens[start:stop]))
+
+
+def prompts_of_file(path: str, count: int, run: Run) -> list[PromptTokens]:
+    """Those of a file of examples, or of text, a prompt on each line, in the format of the run's
+    data. Raises ConfigError or OSError if it cannot be used."""
+    flag = f"--sample-prompts {path}"
+    if not Path(path).is_file():
+        raise ConfigError(f"{flag}: there is no such file")
+    if path.endswith((".json", ".jsonl")):
+        examples = [example for _, example in read_examples(path)]
+    else:
+        lines = Path(path).read_text("utf-8").splitlines()
+        examples = [_asked(line) for line in lines if line.strip()]
+    if not examples:
+        raise ConfigError(f"{flag}: it has no prompt")
+    instructions = run.config.kind(InstructionConfig)
+    encoder = ExampleEncoder(instructions, run.tokenizer, run.config.tokenizer)
+    encoded = encoder([(flag, example) for example in examples[:count]])
+    return [_prompt(each.tokens, each.counted) for each in encoded]
+
+
+def _asked(line: str) -> Example:
+    # An answer shows where the prompt ends.
+    return Example((Turn("user", line), Turn(ANSWER, "-")))
+
+
+def _prompt(tokens: npt.NDArray[np.int32], counted: npt.NDArray[np.bool_]) -> PromptTokens:
+    start = int(counted.argmax()) if counted.any() else len(tokens)
+    return PromptTokens(tuple(tokens[:start].tolist()))
+
+
+def answer_ends(dataset: SampleDataset[Any], tokenizer: Tokenizer) -> frozenset[int]:
+    """The tokens that end an answer: those of the tokenizer, and the one at which most answers of
+    instruction data end, which a chat template may write."""
+    samples = (dataset[number] for number in range(min(_LOOKED_AT, len(dataset))))
+    last = Counter(_last_counted(samples))
+    found = end_tokens(tokenizer)
+    if last:
+        token, times = last.most_common(1)[0]
+        if times > _MOSTLY * last.total():
+            found |= {token}
+    return found
+
+
+def _last_counted(samples: Iterable[Any]) -> Iterable[int]:
+    """The last token that counts of each example that the end of a sample does not cut."""
+    for sample in samples:
+        if not isinstance(sample, PackedSample):
+            return
+        counted_S, documents_S = sample.loss_mask_S > 0, sample.document_ids_S
+        for document in np.unique(documents_S[counted_S]):
+            places = np.flatnonzero(counted_S & (documents_S == document))
+            if places[-1] < len(counted_S) - 1:
+                yield int(sample.tokens_T[places[-1] + 1])

@@ -1,0 +1,457 @@
+"""Divergence of a linear map's softmax over a vocabulary from a teacher's, beside cross entropy.
+
+Hinton et al. 2015: both distributions are softened by a temperature, and their divergence is
+multiplied by its square, so that its gradients keep their size. As in cross_entropy.py no more
+logits than a chunk's are in memory, those of the teacher beside the student's, and the forward pass
+computes the gradients.
+
+Shapes: those of cross_entropy.py; V columns of a rank that are tokens, N those of them that the
+teacher has too, K tokens that are kept of a teacher, R rows at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.parallel.cross_entropy import LogitChunks, LossHead, Targets, _LinearCrossEntropy
+from megatron.parallel.mesh import Group
+from megatron.parallel.softmax_loss import capped, rows_of_work, slices
+from megatron.parallel.tensor_parallel import autocast_dtype, start_gather_sequence
+
+DEVICE_WORK_BYTES = 64 * 2**20
+"""Size of one of the float32 work spaces on GPUs."""
+
+
+class TeacherHead(NamedTuple):
+    """What a teacher's output head computes its logits of.
+
+    Attributes:
+        x_BPH: its hidden states at the student's targets, sliced as the student's are.
+        weight_VH: this rank's rows of the teacher's vocabulary, which begin at the same token as
+            the student's.
+        bias_V: of the logits, or None.
+    """
+
+    x_BPH: Tensor
+    weight_VH: Tensor
+    bias_V: Tensor | None
+    head: LossHead
+
+
+class TopTokens(NamedTuple):
+    """The most probable tokens of a teacher, at its temperature.
+
+    Attributes:
+        tokens_BPK: their ids, int32.
+        probs_BPK: their probabilities, float32.
+        rest_BP: the probability of all others together, float32.
+    """
+
+    tokens_BPK: Tensor
+    probs_BPK: Tensor
+    rest_BP: Tensor
+
+
+@dataclass(frozen=True)
+class Distilling:
+    """What is minimised: alpha x cross entropy + beta x temperature^2 x divergence."""
+
+    alpha: float = 1.0
+    beta: float = 1.0
+    temperature: float = 1.0
+
+
+class DistilledLosses(NamedTuple):
+    """Means over the tokens whose mask is 1, scalars, float32 or float64; ``divergence`` is
+    multiplied by the square of the temperature. Only ``total`` has a gradient."""
+
+    total: Tensor
+    cross_entropy: Tensor
+    divergence: Tensor
+
+
+def linear_distillation(
+    x_BSH: Tensor,
+    weight: Tensor,
+    targets: Targets,
+    head: LossHead,
+    teacher: TeacherHead | TopTokens,
+    terms: Distilling,
+    bias: Tensor | None = None,
+) -> DistilledLosses:
+    """Cross entropy of the targets, and the Kullback-Leibler divergence KL(teacher || student) at
+    each of them, with the arguments of :func:`linear_cross_entropy`; the same on every rank.
+
+    Of a teacher with more tokens than the student those that both have count, with their
+    probabilities among themselves. The tokens that :class:`TopTokens` leave out count as one."""
+    training = torch.is_grad_enabled()
+    found = _LinearDistillation.apply(x_BSH, weight, bias, targets, head, teacher, terms, training)
+    return DistilledLosses(*found)
+
+
+@torch.no_grad()
+def linear_top_tokens(teacher: TeacherHead, count: int, temperature: float) -> TopTokens:
+    """The ``count`` most probable tokens of a teacher at each of its positions, the same on every
+    rank."""
+    run = _chunks_of(teacher)
+    parts = [_top_of_chunk(run, chunk, count, temperature) for chunk in run.chunks]
+    shape = (teacher.x_BPH.shape[0], -1)
+    found = (torch.cat(part).unflatten(0, shape) for part in zip(*parts, strict=True))
+    return TopTokens(*found)
+
+
+def _top_of_chunk(run: LogitChunks, chunk: slice, count: int, temperature: float) -> TopTokens:
+    logits_CN = run._logits(chunk)[:, : run.columns.used]
+    soft_CN = capped(logits_CN.to(run.work), run.columns.softcap) / temperature
+    rows, used = soft_CN.shape
+    values_CK = soft_CN.new_full((rows, count), -torch.inf)
+    tokens_CK = torch.zeros_like(values_CK, dtype=torch.int64)
+    found = soft_CN.topk(min(count, used), dim=-1)
+    values_CK[:, : found.values.shape[1]] = found.values
+    tokens_CK[:, : found.values.shape[1]] = found.indices + run.first
+    group = run.group
+    if group.size > 1:
+        values_CK, tokens_CK = (_beside(each, group) for each in (values_CK, tokens_CK))
+        values_CK, places_CK = values_CK.topk(count, dim=-1)
+        tokens_CK = tokens_CK.gather(1, places_CK)
+    weights_CN = soft_CN.sub_(values_CK[:, :1]).exp_()
+    here_CK = (tokens_CK >= run.first) & (tokens_CK < run.first + used) & values_CK.isfinite()
+    taken_CN = torch.zeros_like(weights_CN)
+    columns_CK = (tokens_CK - run.first).masked_fill(~here_CK, 0)
+    if used:
+        taken_CN.scatter_add_(1, columns_CK, here_CK.to(taken_CN.dtype))
+    rest_C = weights_CN.masked_fill_(taken_CN > 0, 0.0).sum(-1)
+    if group.size > 1:
+        dist.all_reduce(rest_C, group=group.handle)
+    top_CK = (values_CK - values_CK[:, :1]).exp()
+    total_C = top_CK.sum(-1) + rest_C
+    probs_CK = top_CK / total_C[:, None]
+    return TopTokens(tokens_CK.int(), probs_CK.float(), (rest_C / total_C).float())
+
+
+def _beside(own_CK: Tensor, group: Group) -> Tensor:
+    """What all ranks have, one rank's beside another's."""
+    found = [torch.empty_like(own_CK) for _ in range(group.size)]
+    dist.all_gather(found, own_CK.contiguous(), group=group.handle)
+    return torch.cat(found, dim=1)
+
+
+class _LinearDistillation(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Targets,
+        head: LossHead,
+        teacher: TeacherHead | TopTokens,
+        terms: Distilling,
+        training: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dtype, tp = autocast_dtype(x), head.tp
+        with torch.autocast(x.device.type, enabled=False):
+            sliced = x.to(dtype)
+            whole = start_gather_sequence(sliced, tp.group)() if tp.split else sliced
+            needs = [training and needed for needed in ctx.needs_input_grad[:3]]
+            bias_P = None if bias is None else bias.to(dtype)
+            run = _Distilled(
+                whole.flatten(0, 1), weight.to(dtype), targets, head, needs, bias_P, teacher, terms
+            )
+            cross_entropy, divergence = run.losses()
+        ctx.save_for_backward(run.x_grad_TH, run.weight_grad_PH, run.bias_grad_P)
+        ctx.head, ctx.shape, ctx.counted = head, whole.shape, run.counted
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.mark_non_differentiable(cross_entropy, divergence)
+        total = terms.alpha * cross_entropy + terms.beta * divergence
+        return total, cross_entropy, divergence
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        found = _LinearCrossEntropy.backward(ctx, grad)
+        return (*found[:3], None, None, None, None, None)
+
+
+class _Distilled(LogitChunks):
+    """The tokens of a micro batch, chunk by chunk, whose gradients are those of both terms."""
+
+    def __init__(
+        self,
+        x_TH: Tensor,
+        weight_PH: Tensor,
+        targets: Targets,
+        head: LossHead,
+        needs: Sequence[bool],
+        bias_P: Tensor | None,
+        teacher: TeacherHead | TopTokens,
+        terms: Distilling,
+    ) -> None:
+        super().__init__(x_TH, weight_PH, targets, head, needs, bias_P, compiled=False)
+        self.terms, self.teacher = terms, teacher
+        self._teaching: LogitChunks | None = None
+        if isinstance(teacher, TeacherHead):
+            self._teaching = _chunks_of(teacher, self.chunks)
+
+    def losses(self) -> tuple[Tensor, Tensor]:
+        """Mean cross entropy and mean divergence; fills in the gradients."""
+        zero = torch.zeros((), dtype=self.work, device=self.x_TH.device)
+        cross_entropy, divergence = zero, zero.clone()
+        gradients = self.x_needs or self.weight_needs or self.bias_needs
+        used, terms = self.columns.used, self.terms
+        for chunk in self.chunks:
+            mask_C, labels_C = self.mask_T[chunk], self.labels_T[chunk]
+            logits_CP = self._logits(chunk)
+            logits_CP[:, used:] = 0.0
+            student = _Student(logits_CP[:, :used], labels_C, self.columns.softcap, terms)
+            taught = self._taught(chunk)
+            for at in student.rows():
+                taught.read(at, student.read(at))
+            student.join(self.group)
+            taught.join(self.group, student)
+            cross_entropy = cross_entropy + student.cross_entropy() @ mask_C
+            divergence = divergence + taught.divergence(student) @ mask_C
+            if gradients:
+                for at in student.rows():
+                    student.write(at, taught)
+                self.multiply(chunk, logits_CP, mask_C)
+        factor = terms.temperature**2 / self.counted
+        return cross_entropy / self.counted, divergence * factor
+
+    def _taught(self, chunk: slice) -> _Taught:
+        if self._teaching is not None:
+            run = self._teaching
+            common = min(run.columns.used, self.columns.used)
+            logits_CN = run._logits(chunk)[:, :common]
+            return _WholeTeacher(logits_CN, run.columns.softcap, self.terms, self.work)
+        assert isinstance(self.teacher, TopTokens)
+        tokens_CK, probs_CK, rest_C = (each.flatten(0, 1)[chunk] for each in self.teacher)
+        columns_CK = tokens_CK.long() - self.first
+        return _TopTeacher(columns_CK, probs_CK.to(self.work), rest_C.to(self.work), self)
+
+
+def _chunks_of(teacher: TeacherHead, chunks: list[slice] | None = None) -> LogitChunks:
+    """The teacher's tokens, in given chunks."""
+    x_BPH, weight_VH, bias_V, head = teacher
+    if head.tp.split:
+        x_BPH = start_gather_sequence(x_BPH, head.tp.group)()
+    shape = x_BPH.shape[:2]
+    unused = x_BPH.new_zeros(shape, dtype=torch.int64)
+    targets, dtype = Targets(unused, unused), weight_VH.dtype
+    x_TH = x_BPH.flatten(0, 1).to(dtype)
+    if chunks is not None:
+        # Memory for the student's chunks.
+        size = chunks[0].stop * len(weight_VH) * weight_VH.element_size()
+        head = LossHead(head.vocab_size, head.softcap, size, head.tp)
+    run = LogitChunks(x_TH, weight_VH, targets, head, bias_P=bias_V, compiled=False)
+    if chunks is not None:
+        run.chunks = chunks
+    return run
+
+
+class _Student:
+    """A chunk of the student's logits on this rank, and what is known of each token's softmax:
+    the largest logit, the sums of exp(logit - largest) as it is and at the temperature, and the
+    label's logit, each [C]."""
+
+    def __init__(
+        self, logits_CV: Tensor, labels_C: Tensor, softcap: float | None, terms: Distilling
+    ) -> None:
+        self.logits_CV, self.softcap, self.terms = logits_CV, softcap, terms
+        self.work = torch.promote_types(logits_CV.dtype, torch.float32)
+        self.absent_C = (labels_C < 0) | (labels_C >= logits_CV.shape[1])
+        self.columns_C = labels_C.masked_fill(self.absent_C, 0)
+        count = len(labels_C)
+        self.largest_C = logits_CV.new_full((count,), torch.finfo(self.work).min, dtype=self.work)
+        self.sums_3C = logits_CV.new_zeros((3, count), dtype=self.work)
+
+    def rows(self) -> Iterator[slice]:
+        """Rows that are worked on at a time; none where the rank has no token."""
+        count, columns = self.logits_CV.shape
+        if not columns:
+            return iter(())
+        rows = rows_of_work(columns)
+        if self.logits_CV.device.type != "cpu":
+            rows = max(1, DEVICE_WORK_BYTES // (4 * columns))
+        return slices(count, rows)
+
+    def read(self, at: slice) -> Tensor:
+        """Notes what these rows are; returns their logits [R, V]."""
+        logits_RV = capped(self.logits_CV[at].to(self.work), self.softcap)
+        largest_R = self.largest_C[at] = logits_RV.amax(-1)
+        shifted_RV = logits_RV - largest_R[:, None]
+        total, softened, target = self.sums_3C[:, at]
+        softened.copy_((shifted_RV / self.terms.temperature).exp_().sum(-1))
+        one = self.terms.temperature == 1.0
+        total.copy_(softened if one else shifted_RV.exp_().sum(-1))
+        target.copy_(logits_RV.gather(1, self.columns_C[at, None]).squeeze(1))
+        return logits_RV
+
+    def join(self, group: Group) -> None:
+        """Makes what is known that of the columns of all ranks."""
+        self.sums_3C[2].masked_fill_(self.absent_C, 0.0)
+        self.own_largest_C = self.largest_C
+        if group.size == 1:
+            return
+        self.largest_C = self.largest_C.clone()
+        dist.all_reduce(self.largest_C, op=dist.ReduceOp.MAX, group=group.handle)
+        lower_C = self.own_largest_C - self.largest_C
+        self.sums_3C[0] *= lower_C.exp()
+        self.sums_3C[1] *= (lower_C / self.terms.temperature).exp()
+        dist.all_reduce(self.sums_3C, group=group.handle)
+
+    def cross_entropy(self) -> Tensor:
+        """[C]."""
+        return self.largest_C - self.sums_3C[2] + self.sums_3C[0].log()
+
+    def log_total(self) -> Tensor:
+        """Logarithm of the sum of exp(logit / temperature): [C]."""
+        return self.largest_C / self.terms.temperature + self.sums_3C[1].log()
+
+    def write(self, at: slice, taught: _Taught) -> None:
+        """Replaces the logits of these rows by the gradient of each token's loss."""
+        alpha, beta, temperature = self.terms.alpha, self.terms.beta, self.terms.temperature
+        logits_RV = capped(self.logits_CV[at].to(self.work), self.softcap)
+        total_R1, softened_R1, _ = (sums[at, None] for sums in self.sums_3C)
+        shifted_RV = logits_RV - self.largest_C[at, None]
+        soft_RV = (shifted_RV / temperature).exp_()
+        scale = beta * temperature
+        taught.gradient(at, soft_RV, softened_R1, scale)
+        if alpha:
+            soft_RV += shifted_RV.exp_().mul_(alpha / total_R1)
+        at_label_R = (self.absent_C[at].to(self.work) - 1.0) * alpha
+        soft_RV.scatter_add_(1, self.columns_C[at, None], at_label_R[:, None])
+        if self.softcap is not None:
+            soft_RV *= 1.0 - (logits_RV / self.softcap).square_()
+        self.logits_CV[at] = soft_RV
+
+
+class _Taught(Protocol):
+    """The probabilities of a teacher for a chunk."""
+
+    def read(self, at: slice, logits_RV: Tensor) -> None:
+        """Notes how the student's logits of these rows compare."""
+        ...
+
+    def join(self, group: Group, student: _Student) -> None:
+        """Makes what is known that of the columns of all ranks."""
+        ...
+
+    def divergence(self, student: _Student) -> Tensor:
+        """KL(teacher || student) of each token, [C]."""
+        ...
+
+    def gradient(self, at: slice, soft_RV: Tensor, total_R1: Tensor, scale: float) -> None:
+        """Replaces the exponentials of the student, whose sum is given, by ``scale`` x (student's
+        probability - teacher's)."""
+        ...
+
+
+class _WholeTeacher:
+    """All logits of a teacher."""
+
+    def __init__(
+        self, logits_CN: Tensor, softcap: float | None, terms: Distilling, work: torch.dtype
+    ) -> None:
+        self.logits_CN, self.softcap, self.work = logits_CN, softcap, work
+        self.temperature = terms.temperature
+        count = len(logits_CN)
+        self.largest_C = logits_CN.new_full((count,), torch.finfo(work).min, dtype=work)
+        # Of exp(logit - largest) and of its product with the difference from the student's logit.
+        self.sums_2C = logits_CN.new_zeros((2, count), dtype=work)
+
+    def _softened(self, at: slice) -> Tensor:
+        # Not in place: what has the dtype of the work already is no copy.
+        return capped(self.logits_CN[at].to(self.work), self.softcap) / self.temperature
+
+    def read(self, at: slice, logits_RV: Tensor) -> None:
+        common = self.logits_CN.shape[1]
+        if not common:
+            return
+        soft_RN = self._softened(at)
+        difference_RN = soft_RN - logits_RV[:, :common] / self.temperature
+        largest_R = self.largest_C[at] = soft_RN.amax(-1)
+        weights_RN = soft_RN.sub_(largest_R[:, None]).exp_()
+        self.sums_2C[0, at] = weights_RN.sum(-1)
+        self.sums_2C[1, at] = difference_RN.mul_(weights_RN).sum(-1)
+
+    def join(self, group: Group, student: _Student) -> None:
+        if group.size == 1:
+            return
+        own_C, self.largest_C = self.largest_C, self.largest_C.clone()
+        dist.all_reduce(self.largest_C, op=dist.ReduceOp.MAX, group=group.handle)
+        self.sums_2C *= (own_C - self.largest_C).exp()
+        dist.all_reduce(self.sums_2C, group=group.handle)
+
+    def divergence(self, student: _Student) -> Tensor:
+        total_C, difference_C = self.sums_2C
+        return difference_C / total_C - (self.largest_C + total_C.log()) + student.log_total()
+
+    def gradient(self, at: slice, soft_RV: Tensor, total_R1: Tensor, scale: float) -> None:
+        soft_RV *= scale / total_R1
+        common = self.logits_CN.shape[1]
+        weights_RN = self._softened(at).sub_(self.largest_C[at, None]).exp_()
+        soft_RV[:, :common] -= weights_RN.mul_(scale / self.sums_2C[0, at, None])
+
+
+class _TopTeacher:
+    """The most probable tokens of a teacher, and the probability of all others, which count as one
+    token: the divergence of the distributions over them is at most that over all tokens."""
+
+    def __init__(
+        self, columns_CK: Tensor, probs_CK: Tensor, rest_C: Tensor, run: _Distilled
+    ) -> None:
+        self.terms, self.probs_CK, self.rest_C = run.terms, probs_CK, rest_C
+        self.here_CK = (columns_CK >= 0) & (columns_CK < run.columns.used)
+        self.columns_CK = columns_CK.masked_fill(~self.here_CK, 0)
+        # Of p x logit / temperature, and of the exponentials of the student's other logits.
+        self.sums_2C = probs_CK.new_zeros((2, len(rest_C)))
+
+    def read(self, at: slice, logits_RV: Tensor) -> None:
+        here_RK, columns_RK = self.here_CK[at], self.columns_CK[at]
+        soft_RV = logits_RV / self.terms.temperature
+        product_RK = self.probs_CK[at] * soft_RV.gather(1, columns_RK)
+        self.sums_2C[0, at] = product_RK.masked_fill_(~here_RK, 0.0).sum(-1)
+        exponentials_RV = soft_RV.sub_(soft_RV.amax(-1, keepdim=True)).exp_()
+        self.sums_2C[1, at] = self._others(at, exponentials_RV).sum(-1)
+
+    def _others(self, at: slice, values_RV: Tensor) -> Tensor:
+        """The values with zeros at the teacher's tokens, in place."""
+        # Not by writing zeros: columns of other ranks are 0 here, as one of this rank may be.
+        taken_RV = torch.zeros_like(values_RV)
+        taken_RV.scatter_add_(1, self.columns_CK[at], self.here_CK[at].to(values_RV.dtype))
+        return values_RV.masked_fill_(taken_RV > 0, 0.0)
+
+    def join(self, group: Group, student: _Student) -> None:
+        if group.size == 1:
+            return
+        lower_C = (student.own_largest_C - student.largest_C) / self.terms.temperature
+        self.sums_2C[1] *= lower_C.exp()
+        dist.all_reduce(self.sums_2C, group=group.handle)
+
+    def divergence(self, student: _Student) -> Tensor:
+        product_C, others_C = self.sums_2C
+        log_total_C = student.log_total()
+        others_C = others_C.clamp(min=torch.finfo(others_C.dtype).tiny)
+        log_others_C = student.largest_C / self.terms.temperature + others_C.log()
+        own_C = torch.special.xlogy(self.probs_CK, self.probs_CK).sum(-1)
+        own_C = own_C + torch.special.xlogy(self.rest_C, self.rest_C)
+        mass_C = self.probs_CK.sum(-1) + self.rest_C
+        return own_C - product_C - self.rest_C * log_others_C + mass_C * log_total_C
+
+    def gradient(self, at: slice, soft_RV: Tensor, total_R1: Tensor, scale: float) -> None:
+        mass_R1 = (self.probs_CK[at].sum(-1) + self.rest_C[at])[:, None]
+        tiny = torch.finfo(soft_RV.dtype).tiny
+        rest_R1 = (self.rest_C[at] / self.sums_2C[1, at].clamp(min=tiny))[:, None]
+        others_RV = self._others(at, soft_RV.clone())
+        soft_RV *= scale * mass_R1 / total_R1
+        soft_RV -= others_RV.mul_(scale * rest_R1)
+        taken_RK = self.probs_CK[at].masked_fill(~self.here_CK[at], 0.0)
+        soft_RV.scatter_add_(1, self.columns_CK[at], taken_RK.mul_(-scale))

@@ -1,0 +1,228 @@
+"""y = x W^T + b + s (x A^T) B^T with a frozen W: the linear map of a layer with low-rank additions
+(Hu et al. 2021, arXiv:2106.09685, equation 3), and its gradients.
+
+The additions cost what their own matrix products cost: all A of a layer are one product with the
+input, each B is added to its outputs in place, and so is A to the gradient of the input. Nothing is
+kept for W, and x only for the gradients of A.
+
+Shapes: B batch, S sequence, T tokens (B x S), I input, O output, R the ranks of all additions
+together, r of one; a width followed by P is one rank's share of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.parallel.mesh import SINGLE, Group
+from megatron.parallel.tensor_parallel import (
+    Finish,
+    autocast_dtype,
+    start_all_reduce,
+    start_gather_sequence,
+    start_scatter_sequence,
+    start_sum_over_copies,
+)
+
+
+class Piece(NamedTuple):
+    """Where one B is added: to outputs [start, start + width) of map number ``map``, from places
+    [first, first + r) of x A^T. Its gradient is summed over ``copies`` neighbouring ranks."""
+
+    map: int
+    start: int
+    width: int
+    first: int
+    copies: int = 1
+
+
+class LowRank(NamedTuple):
+    """What does not change between calls.
+
+    Attributes:
+        count: maps of the input, each with a weight and perhaps a bias.
+        downs: number of A.
+        pieces: one per B.
+        scale: s.
+        group: over which the layer is cut; with ``enters`` the input is the same on every rank, or
+            with ``sequence`` its slice; without, each rank has a share of its features, and the
+            outputs are addends.
+    """
+
+    count: int
+    downs: int
+    pieces: tuple[Piece, ...]
+    scale: float
+    group: Group = SINGLE
+    enters: bool = True
+    sequence: bool = False
+
+
+def low_rank_linear(
+    x_BSI: Tensor, dropped_BSI: Tensor | None, form: LowRank, *tensors: Tensor | None
+) -> tuple[Tensor, ...]:
+    """The outputs [B, S, OP] of each map; ``tensors`` are the weights [OP, I], the biases [OP] or
+    None, the A [r, I], and the B [OP, r] of each piece. ``dropped_BSI`` is the input of A after
+    dropout, None where it is x."""
+    return _LowRankLinear.apply(x_BSI, dropped_BSI, form, *tensors)
+
+
+class _LowRankLinear(torch.autograd.Function):
+    # Parameters are saved as they came; see _ColumnLinear in layers.py.
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dropped: Tensor | None, form: LowRank, *tensors: Any
+    ) -> tuple[Tensor, ...]:
+        weights, biases, downs, ups = _parts(form, tensors)
+        ctx.form, ctx.input_dtype, ctx.drops = form, x.dtype, dropped is not None
+        mine = x = x.to(autocast_dtype(x))
+        if form.sequence:
+            x = start_gather_sequence(x, form.group)()
+        of_downs = x
+        if dropped is not None:
+            mine = of_downs = dropped.to(x.dtype)
+            if form.sequence:
+                of_downs = start_gather_sequence(of_downs, form.group)()
+        z_TR = of_downs.flatten(0, 1) @ _joined(downs, x.dtype).t()
+        outputs = []
+        for weight, bias in zip(weights, biases, strict=True):
+            # F.linear, not a plain GEMM: DeepSpeed's profiler counts it.
+            outputs.append(F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x)))
+        for piece, up in zip(form.pieces, ups, strict=True):
+            part_TO = outputs[piece.map].flatten(0, 1).narrow(1, piece.start, piece.width)
+            z_Tr = z_TR.narrow(1, piece.first, up.shape[1])
+            part_TO.addmm_(z_Tr, up.to(x.dtype).t(), alpha=form.scale)
+        down_needs, up_needs = _needs(form, ctx.needs_input_grad)
+        kept = mine if any(down_needs) else None, z_TR if any(up_needs) else None
+        # Biases are not needed again.
+        ctx.save_for_backward(*kept, *weights, *downs, *ups)
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads_BSO: Tensor) -> tuple[Any, ...]:
+        form: LowRank = ctx.form
+        mine, z_TR, *tensors = ctx.saved_tensors
+        weights, downs, ups = (
+            tensors[: form.count],
+            tensors[form.count : form.count + form.downs],
+            tensors[form.count + form.downs :],
+        )
+        x_needs, dropped_needs = ctx.needs_input_grad[:2]
+        down_needs, up_needs = _needs(form, ctx.needs_input_grad)
+        finish_x: Finish = lambda: mine  # noqa: E731
+        if form.sequence and any(down_needs):
+            finish_x = start_gather_sequence(mine, form.group)
+        grads = [grad.flatten(0, 1) for grad in grads_BSO]
+        total = sum(down.shape[0] for down in downs)
+        dz_TR = grads[0].new_empty(grads[0].shape[0], total)
+        filled = [False] * total
+        for piece, up in zip(form.pieces, ups, strict=True):
+            part_TO = grads[piece.map].narrow(1, piece.start, piece.width)
+            dz_Tr = dz_TR.narrow(1, piece.first, up.shape[1])
+            up = up.to(part_TO.dtype)
+            # Of several pieces of one addition each adds its part.
+            torch.addmm(
+                dz_Tr, part_TO, up, beta=float(filled[piece.first]), alpha=form.scale, out=dz_Tr
+            )
+            filled[piece.first] = True
+        x_grad = dropped_grad = _no_gradient
+        if x_needs:
+            x_TI = _input_gradient(grads, weights)
+            if not ctx.drops:
+                x_TI.addmm_(dz_TR, _joined(downs, x_TI.dtype))
+            x_grad = _start_leaving(x_TI.unflatten(0, grads_BSO[0].shape[:2]), form)
+        if dropped_needs:
+            x_TI = dz_TR @ _joined(downs, dz_TR.dtype)
+            dropped_grad = _start_leaving(x_TI.unflatten(0, grads_BSO[0].shape[:2]), form)
+        summed = []
+        for piece, up, needed in zip(form.pieces, ups, up_needs, strict=True):
+            found = None
+            if needed:
+                part_TO = grads[piece.map].narrow(1, piece.start, piece.width)
+                found = part_TO.t() @ z_TR.narrow(1, piece.first, up.shape[1])
+                found = found.mul_(form.scale).to(up.dtype)
+            summed.append((found, piece.copies))
+        down_grads: list[Tensor | None] = [None] * form.downs
+        if any(down_needs):
+            joined_RI = dz_TR.t() @ finish_x().flatten(0, 1)
+            parts = joined_RI.split([down.shape[0] for down in downs])
+            down_grads = [p.to(d.dtype) for p, d in zip(parts, downs, strict=True)]
+        copies = form.group.size if form.enters else 1
+        summed = [*((grad, copies) for grad in down_grads), *summed]
+        found_grads = _sums(summed, form.group)
+        inputs = x_grad(), dropped_grad()
+        return (
+            *(None if grad is None else grad.to(ctx.input_dtype) for grad in inputs),
+            None,
+            *[None] * (2 * form.count),
+            *found_grads,
+        )
+
+
+def _no_gradient() -> None:
+    return None
+
+
+def _start_leaving(addend_BSI: Tensor, form: LowRank) -> Callable[[], Tensor | None]:
+    """Sums the gradient of the input over ranks where the input is the same on every rank."""
+    if form.group.size == 1 or not form.enters:
+        return lambda: addend_BSI
+    start = start_scatter_sequence if form.sequence else start_all_reduce
+    return start(addend_BSI, form.group)
+
+
+def _parts(form: LowRank, tensors: Any) -> tuple[Any, Any, Any, Any]:
+    n, m = form.count, form.downs
+    return tensors[:n], tensors[n : 2 * n], tensors[2 * n : 2 * n + m], tensors[2 * n + m :]
+
+
+def _needs(form: LowRank, needs: tuple[bool, ...]) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+    """Which A and B need gradients."""
+    first = 3 + 2 * form.count
+    return needs[first : first + form.downs], needs[first + form.downs :]
+
+
+def _joined(downs: Any, dtype: torch.dtype) -> Tensor:
+    """All A of a layer as one matrix [R, I]."""
+    return downs[0].to(dtype) if len(downs) == 1 else torch.cat([d.to(dtype) for d in downs])
+
+
+def _input_gradient(grads: list[Tensor], weights: list[Tensor]) -> Tensor:
+    """What comes through the weights, [T, I]."""
+    (first, *rest) = zip(grads, weights, strict=True)
+    found = first[0] @ first[1].to(first[0].dtype)
+    for grad, weight in rest:
+        found.addmm_(grad, weight.to(grad.dtype))
+    return found
+
+
+def _sums(grads: list[tuple[Tensor | None, int]], group: Group) -> list[Tensor | None]:
+    """Each gradient summed over its number of neighbouring ranks, those of a number in one
+    collective."""
+    flat: dict[int, Tensor] = {}
+    for copies in sorted({copies for grad, copies in grads if grad is not None and copies > 1}):
+        flat[copies] = torch.cat([g.flatten() for g, c in grads if c == copies and g is not None])
+    pending = {
+        copies: start_all_reduce(values, group)
+        if copies == group.size
+        else start_sum_over_copies(values, copies, group)
+        for copies, values in flat.items()
+    }
+    totals = {copies: finish() for copies, finish in pending.items()}
+    places = dict.fromkeys(totals, 0)
+    found: list[Tensor | None] = []
+    for grad, copies in grads:
+        if grad is None or copies not in totals:
+            found.append(grad)
+            continue
+        start = places[copies]
+        places[copies] = start + grad.numel()
+        found.append(totals[copies][start : start + grad.numel()].view_as(grad))
+    return found

@@ -1,0 +1,133 @@
+"""The best evaluation of a run: the checkpoint that is kept for it, and the end without a better
+one."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.checkpoint.folder import BEST, tag
+from megatron.config import ConfigError
+from megatron.model.embedding import LM_LOSS
+from megatron.parallel.mesh import Mesh
+from megatron.training.checkpoints import CheckpointManager
+from megatron.training.metrics import Evaluation, Reported
+from megatron.training.trainer import Callback, Trainer
+from megatron.util.files import write_whole
+
+
+class BestEvaluation(Callback):
+    """Follows the validation loss, the mean of all validation sets. Its evaluations so far are in
+    ``best_epoch.json`` beside the checkpoints, so that a resumed run goes on with them.
+
+    Args:
+        save: the folder of checkpoints; None without.
+        keeps: whether every evaluation that is the best so far is followed by a checkpoint, which
+            the file names and ``--keep-last`` does not delete.
+        patience: after how many evaluations in a row without a lower loss training stops; None for
+            never.
+    """
+
+    def __init__(
+        self,
+        checkpoints: CheckpointManager,
+        mesh: Mesh,
+        save: str | None,
+        keeps: bool,
+        patience: int | None,
+        iteration: int,
+    ) -> None:
+        self._checkpoints, self._keeps, self._patience = checkpoints, keeps, patience
+        self._path = Path(save) / BEST if save else None
+        self._mesh, self._main = mesh, mesh.world.rank == 0
+        self._now: dict[str, float] = {}
+        self.losses: dict[int, float] = {}
+        """The validation loss after so many steps."""
+        if iteration and self._path is not None:
+            found = [self._read(self._path) if self._main else {}]
+            if mesh.world.size > 1:
+                dist.broadcast_object_list(found, src=0, group=mesh.world.handle)
+            self.losses = {at: loss for at, loss in found[0].items() if at <= iteration}
+
+    @staticmethod
+    def _read(path: Path) -> dict[int, float]:
+        if not path.is_file():
+            return {}
+        try:
+            content = json.loads(path.read_text())["evaluations"]
+            return {
+                each["iteration"]: math.nan if each["loss"] is None else float(each["loss"])
+                for each in content
+            }
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(
+                f"{path} cannot be read; delete it, and the best evaluation is found among those "
+                "that follow"
+            ) from None
+
+    @property
+    def best(self) -> int | None:
+        """The steps before the first evaluation with the lowest loss."""
+        finite = {at: loss for at, loss in self.losses.items() if math.isfinite(loss)}
+        return min(finite, key=finite.__getitem__, default=None)
+
+    def evaluated(self, trainer: Trainer, evaluation: Reported) -> None:
+        if isinstance(evaluation, Evaluation) and not evaluation.test:
+            self._now[evaluation.name] = _minimised(trainer, evaluation)
+
+    def evaluate(self, trainer: Trainer, last: bool) -> None:
+        """After the validation: takes it into account."""
+        if not self._now:
+            return
+        found = [math.fsum(self._now.values()) / len(self._now)]
+        self._now = {}
+        if self._mesh.world.size > 1:  # all ranks must decide alike
+            dist.broadcast_object_list(found, src=0, group=self._mesh.world.handle)
+        self.losses[trainer.iteration] = found[0]
+        if self._keeps and self.best == trainer.iteration:
+            self._checkpoints.save(trainer.iteration, trainer.consumed_samples)
+        self._write()
+
+    def reason_to_stop(self, trainer: Trainer) -> str | None:
+        patience, best = self._patience, self.best
+        if patience is None or best is None or trainer.at_end:
+            return None
+        worse = sum(at > best for at in self.losses)
+        if trainer.iteration not in self.losses or worse < patience:
+            return None
+        return (
+            f"--early-stopping-patience {patience}: the validation loss was lowest, "
+            f"{self.losses[best]:.6f}, after iteration {best},"
+        )
+
+    def _write(self) -> None:
+        if self._path is None or not self._main:
+            return
+        best = self.best
+        content = {
+            "iteration": best,
+            "checkpoint": tag(best) if self._keeps and best is not None else None,
+            "metric": "validation loss",
+            "value": None if best is None else self.losses[best],
+            "evaluations": [
+                {"iteration": at, "loss": loss if math.isfinite(loss) else None}
+                for at, loss in self.losses.items()
+            ],
+        }
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(self._path, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def _minimised(trainer: Trainer, evaluation: Evaluation) -> float:
+    """The number that training minimises, as the evaluation has it."""
+    weights = trainer.engine.spec.losses
+    found: dict[str, Any] = {
+        name: weight * evaluation.losses[name]
+        for name, weight in weights.items()
+        if weight and name in evaluation.losses
+    }
+    return math.fsum(found.values()) if found else evaluation.losses.get(LM_LOSS, math.nan)

@@ -1,0 +1,151 @@
+"""Students in training: at every ZeRO stage as in plain torch, resumed bit for bit, in stages; and
+what a teacher is not."""
+
+import contextlib
+import io
+
+import numpy as np
+import pytest
+import torch
+from family_models import FAMILIES
+from samples import sampled
+from training_jobs import TINY, train, train_plainly
+
+from megatron.checkpoint.source import open_checkpoint
+from megatron.config.layouts import parse_layout
+from megatron.engine.environment import distributed
+from megatron.parity.runs import Drift, rounding_noise
+from megatron.training.run import build_trainer, parse_run
+
+STEPS = 6
+DROPOUT = {
+    "all": [],
+    "hidden": ["--attention-dropout", "0"],
+    "none": ["--attention-dropout", "0", "--hidden-dropout", "0"],
+}
+STUDENT = [*TINY, "--train-iters", str(STEPS), "--lr-decay-style", "constant"]
+TERMS = "--kd --kd-beta-ce 2 --kd-temp 2".split()
+LARGER = (
+    "--num-layers 5 --hidden-size 48 --swiglu --use-rotary-position-embeddings "
+    "--normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights"
+).split()
+FP16 = ["--fp16", "--initial-loss-scale", str(2.0**21), "--loss-scale-window", "2"]
+
+
+@pytest.fixture(scope="module")
+def teacher(pool, tmp_path_factory):
+    """Flags that name a teacher."""
+    folder = str(tmp_path_factory.mktemp("teacher"))
+    pool.run(1, train, [*TINY, *LARGER, "--train-iters", "4", "--save", folder])
+    return [*TERMS, "--load-teacher", folder]
+
+
+LAYOUTS = [
+    *(f"dp2-zero{stage}" for stage in range(4)),
+    *("pp2-zero1", "pp4-zero0", "tp2-sp-pp2-zero1", "tp2-sp-dp2-zero2", "pp2-interleaved-zero0"),
+]
+
+
+@pytest.mark.parametrize("layout", sampled(LAYOUTS, "dp2-zero3".__eq__))
+def test_trains_as_plain_torch_does(pool, teacher, layout):
+    parsed = parse_layout(layout)
+    layers = str(max(2, parsed.pipeline * parsed.chunks))
+    flags = [*STUDENT, "--num-layers", layers, *DROPOUT[parsed.dropout], *teacher]
+    reference = train_plainly(flags)
+    record = pool.run(parsed.processes, train, [*flags, *parsed.flags()])[0]
+    noise = rounding_noise(flags, reference)
+    assert Drift.between([record], reference).within(noise, reference)
+    assert reference.losses[-1] < reference.losses[0] - 0.1, "the run must learn something"
+
+
+CASES = {
+    "zero1-dp2": (2, ["--zero-stage", "1"]),
+    "zero3-dp2-bf16": (2, ["--zero-stage", "3", "--bf16"]),
+    "zero1-dp2-fp16": (2, ["--zero-stage", "1", *FP16]),
+    "zero2-dp2-fp16": (2, ["--zero-stage", "2", *FP16]),
+    "pp2-bf16": (2, ["--zero-stage", "1", "--bf16", "--pipeline-model-parallel-size", "2"]),
+    "tp2-sp": (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
+}
+
+
+def same(one, other):
+    assert one.state.keys() == other.state.keys()
+    for name, values in one.state.items():
+        assert np.array_equal(values, other.state[name]), name
+
+
+@pytest.mark.parametrize("name", sampled(CASES, "pp2-bf16".__eq__))
+def test_resume_is_bitwise(pool, teacher, tmp_path, name):
+    """Also where the teacher's part ends after the checkpoint."""
+    size, flags = CASES[name]
+    flags = [*STUDENT, *teacher, *flags, "--kd-iters", "5"]
+    whole = pool.run(size, train, flags)
+    save = ["--save", str(tmp_path), "--load", str(tmp_path)]
+    first = pool.run(size, train, [*flags, *save, "--exit-interval", "3"])
+    second = pool.run(size, train, [*flags, *save])
+    for one, begin, end in zip(whole, first, second, strict=True):
+        assert one.losses == begin.losses + end.losses
+        same(one, end)
+
+
+def test_stages_of_a_training(pool, teacher, tmp_path):
+    """A student goes on without its teacher, by --kd-iters as by a later run without --kd."""
+    save = ["--save", str(tmp_path), "--load", str(tmp_path)]
+    pool.run(1, train, [*STUDENT, *teacher, *save, "--exit-interval", "3"])
+    (alone,) = pool.run(1, train, [*STUDENT, *save])
+    (staged,) = pool.run(1, train, [*STUDENT, *teacher, "--kd-iters", "3"])
+    assert alone.losses == staged.losses[3:]
+    same(alone, staged)
+    (taught,) = pool.run(1, train, [*STUDENT, *teacher])
+    assert taught.losses[:3] == staged.losses[:3] and taught.losses[3] != staged.losses[3]
+
+
+def inside(argv):
+    """What a teacher is like after the training of its student."""
+    run = parse_run(None, argv)
+    with distributed(run.config.parallel) as mesh, contextlib.redirect_stdout(io.StringIO()):
+        trainer = build_trainer(run, mesh)
+        teacher = trainer.engine.teach.__self__.engine
+        before = {name: param.clone() for param, name in teacher.names.items()}
+        optimized = {
+            id(param)
+            for group in trainer.engine.optimizer.param_groups
+            for param in group["params"]
+        }
+        trainer.fit()
+        return {
+            "changed": [n for p, n in teacher.names.items() if not p.equal(before[n])],
+            "optimized": [n for p, n in teacher.names.items() if id(p) in optimized],
+            "gradients": [n for p, n in teacher.names.items() if p.grad is not None],
+            "training": teacher.model.training,
+            "parameters": len(teacher.names),
+        }
+
+
+@pytest.mark.parametrize("flags", sampled(["1", "3"], "1".__eq__))
+def test_a_teacher_is_neither_trained_nor_saved(pool, teacher, tmp_path, flags):
+    argv = [*STUDENT, *teacher, "--zero-stage", flags, "--save", str(tmp_path)]
+    (found,) = pool.run(1, inside, argv)
+    assert found.pop("parameters") > 20
+    assert not any(found.values()), found
+    student = open_checkpoint(tmp_path)
+    assert student.model.num_layers == 2
+    assert not any(name.startswith("layers.2.") for name in student.names())
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("family", ["t5", "bert"])
+def test_other_families(pool, tmp_path, family):
+    """Their last layer is the same; what else they minimise stays."""
+    argv = [*FAMILIES[family], "--train-iters", "3", "--model-family", family]
+    argv += ["--decoder-num-layers", "2"] if family == "t5" else []
+    wide = ["--hidden-size", "48", "--ffn-hidden-size", "64"]
+    pool.run(1, train, [*argv, *wide, "--num-layers", "2", "--save", str(tmp_path)])
+    student = [*argv, "--num-layers", "2", *TERMS, "--load-teacher", str(tmp_path)]
+    student += DROPOUT["none"]
+    reference = train_plainly(student)
+    for layout in ("tp2", "pp2"):
+        parsed = parse_layout(layout)
+        record = pool.run(parsed.processes, train, [*student, *parsed.flags()])[0]
+        np.testing.assert_allclose(record.losses, reference.losses, rtol=1e-5)
+    assert np.isfinite(reference.losses).all() and torch.tensor(reference.losses).std() > 0

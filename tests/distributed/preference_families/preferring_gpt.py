@@ -1,0 +1,3 @@
+from drawn_preferences import PreferringGPT
+
+FAMILY = PreferringGPT()

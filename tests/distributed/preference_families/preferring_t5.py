@@ -1,0 +1,3 @@
+from drawn_preferences import PreferringT5
+
+FAMILY = PreferringT5()
