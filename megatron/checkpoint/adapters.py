@@ -124,26 +124,26 @@ class AdaptedSource(Source):
         cls.locate_base(folder, base).verify(share, shares)
 
     def names(self) -> Sequence[str]:
-        mine = self._beside
+        mine = self.beside
         before = self.base.names()
         return [*before, *(name for name in mine if name not in set(before))]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return (self.additions if name in self._beside else self.base).shape(name)
+        return (self.additions if name in self.beside else self.base).shape(name)
 
     def kinds(self, name: str) -> Sequence[str]:
         return ("weight",)
 
     def dtype(self, name: str, kind: str = "weight") -> str:
-        return "float32" if name in self._beside else self.base.dtype(name)
+        return "float32" if name in self.beside else self.base.dtype(name)
 
     def tensor(self, name: str, kind: str = "weight") -> Tensor:
         if kind != "weight":
             raise CheckpointError(f"{self.folder} is merged with its base, and has no {kind}")
-        if name in self._beside:
+        if name in self.beside:
             return self.additions.tensor(name)
         whole = self.base.tensor(name)
-        parts = self._parts.get(name, {})
+        parts = self.adapted.get(name, {})
         if parts:
             whole = whole.clone()  # it may be a file that is mapped into memory
         for part, tensors in parts.items():
@@ -157,7 +157,7 @@ class AdaptedSource(Source):
         return self.adapters.scale
 
     def read(self, name: str, kind: str, wanted: Slice) -> Tensor:
-        if name in self._parts or name in self._beside or kind != "weight":
+        if name in self.adapted or name in self.beside or kind != "weight":
             return super().read(name, kind, wanted)
         return self.base.read(name, kind, wanted)
 
@@ -165,8 +165,9 @@ class AdaptedSource(Source):
         return super().copy_tokenizer(target) or self.base.copy_tokenizer(target)
 
     @cached_property
-    def _parts(self) -> dict[str, dict[str, dict[str, str]]]:
-        """By name of a weight and part: the names of the adapter's parameters by kind."""
+    def adapted(self) -> dict[str, dict[str, dict[str, str]]]:
+        """The weights with additions: by their names and part, the names of the adapter's
+        parameters by kind."""
         found: dict[str, dict[str, dict[str, str]]] = {}
         for name in self.additions.names():
             parsed = adapter_name(name)
@@ -180,7 +181,7 @@ class AdaptedSource(Source):
         return found
 
     @cached_property
-    def _beside(self) -> list[str]:
+    def beside(self) -> list[str]:
         """The whole parameters that were trained beside the adapters."""
         return [name for name in self.additions.names() if adapter_name(name) is None]
 
