@@ -41,7 +41,8 @@ def opened_runner(
 ) -> Iterator[OpenedRunner | None]:
     """The checkpoint of ``--load`` in the layout of the flags, until the block ends: on the main
     rank. The others get None, and compute what the main rank asks for before they get it, until its
-    block ends. ``adapters`` are those of ``--adapter``. Raises ConfigError, CheckpointError or OSError if it cannot be used."""
+    block ends. ``adapters`` are those of ``--adapter``. Raises ConfigError, CheckpointError or
+    OSError if it cannot be used."""
     settings = for_generation(settings)
     load = settings["load"].value if "load" in settings else "."
     with _naming_rights(load), opened_checkpoint(settings, processes, "generation") as found:

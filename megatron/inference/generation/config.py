@@ -93,8 +93,8 @@ class GenerateConfig(ServedConfig):
             raise ConfigError("--sample-output-file needs --sample-input-file")
         if len(self.adapter) > 1:
             raise ConfigError(
-                f"--adapter {' '.join(self.adapter)}: all texts have one adapter here; give one, or "
-                "start tools/run_text_generation_server.py, where each request chooses"
+                f"--adapter {' '.join(self.adapter)}: all texts have one adapter here; give one, "
+                "or start tools/run_text_generation_server.py, where each request chooses"
             )
         drawn = self._given("temperature", "top_k", "top_p", "min_p")
         if self.greedy and drawn:
