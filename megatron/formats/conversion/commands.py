@@ -158,11 +158,36 @@ def from_hf(argv: Sequence[str]) -> None:
     path, output = Path(required(config, "input")), Path(required(config, "output"))
     shard_bytes = parse_size(config.max_shard_size)
     need("from-hf", "transformers")
+    source, result = import_hf(path, output, "--input", "--output", shard_bytes, config.overwrite)
+    print(
+        f"{output}: {source.architecture.title} of {path}, {len(source.names())} parameters; "
+        f"{result}"
+    )
+    if source.model.head == "lm":
+        print(f"train on it with --load {output} --use-checkpoint-args")
+    else:
+        print(f"evaluate it, or train on it, with tasks/main.py --load {output}")
+
+
+def import_hf(
+    path: Path,
+    output: Path,
+    input_flag: str,
+    output_flag: str,
+    shard_bytes: int = 5 * 10**9,
+    overwrite: bool = False,
+) -> tuple[HuggingFaceFolder, Comparison]:
+    """Writes a model of Hugging Face as a checkpoint into the folder ``output`` of checkpoints, and
+    compares logits before it has its name; the flags are what messages call the two folders. Raises
+    CheckpointError if ``path`` has no model, or ``output`` must not be replaced, or logits
+    differ."""
     if HuggingFaceFolder.locate(path, None) is None:
         why = "config.json not found" if path.is_dir() else "the folder does not exist"
-        raise CheckpointError(f"--input {path}: {why}; expected the folder of a Hugging Face model")
+        raise CheckpointError(
+            f"{input_flag} {path}: {why}; expected the folder of a Hugging Face model"
+        )
     source = HuggingFaceFolder(path)
-    with published(output, config.overwrite, path, marks=(MEGATRON_TRACKER,)) as folder:
+    with published(output, overwrite, path, marks=(MEGATRON_TRACKER,)) as folder:
         if source.tokenizer is None:
             print(
                 f"no tokenizer: {path} has no tokenizer files, so training needs --tokenizer-type "
@@ -177,16 +202,9 @@ def from_hf(argv: Sequence[str]) -> None:
         result = compare_logits(ours, path, source.model, strict=False)
         _require_agreement(
             result, f"the checkpoint computes other logits than transformers with {path}",
-            f"--output {output}",
+            f"{output_flag} {output}",
         )  # fmt: skip
-    print(
-        f"{output}: {source.architecture.title} of {path}, {len(source.names())} parameters; "
-        f"{result}"
-    )
-    if source.model.head == "lm":
-        print(f"train on it with --load {output} --use-checkpoint-args")
-    else:
-        print(f"evaluate it, or train on it, with tasks/main.py --load {output}")
+    return source, result
 
 
 @dataclass(frozen=True)
