@@ -83,7 +83,7 @@ def build_engine(
         stored = StoredStates(config.precision.states)
         stored.take_main_weights(engine.optimizer, optimizer, mesh.data.rank)
     float8 = Float8State(blocks, names, config.fast_paths, mesh, backend.stage == 3)
-    return TrainEngine(
+    built = TrainEngine(
         config,
         spec,
         mesh,
@@ -96,6 +96,10 @@ def build_engine(
         float8,
         stored,
     )
+    if not (config.checkpoint.load or config.checkpoint.pretrained_checkpoint):
+        for name, weight in built.quantised:
+            weight.initialise(name, config.training.seed, device)
+    return built
 
 
 def backend_class(config: RunConfig) -> type[Backend]:

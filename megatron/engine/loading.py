@@ -109,6 +109,9 @@ def _load_adapted(
     if engine.config.adapters.use_dora:
         lengths = RowLengths(source, [name for name in adapters if name.endswith("magnitude")])
         together(engine, lambda: load_weights(engine, lengths, names - set(lengths.names())))
+    missing = [name for name, weight in engine.quantised if not weight.filled]
+    if missing:
+        raise CheckpointError(f"{source.folder} has no {', '.join(missing[:5])}")
     engine.base = together(engine, lambda: record_base(engine, source))
     chosen = engine.config.checkpoint.load_adapter
     if chosen is not None:
@@ -178,6 +181,10 @@ def load_weights(engine: ModelEngine, source: Source, fresh: Collection[str] = (
         return flat
 
     set_working_weights(engine, values, but=kept)
+    stored = set(source.names()) if engine.quantised else ()
+    for name, weight in engine.quantised:
+        if name in stored and name not in fresh:
+            weight.fill(source.tensor(name), engine.device)
     if not isinstance(engine, TrainEngine):
         for param in kept:
             engine.backend.initialise(engine.names[param], param)

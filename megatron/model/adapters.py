@@ -19,6 +19,7 @@ from megatron.model.layer_list import LayerSpec
 from megatron.model.spec import ModelSpec
 from megatron.parallel.adapters import Addition, add_adapters
 from megatron.parallel.layers import ParallelLinear
+from megatron.parallel.quantised import quantise_layer
 from megatron.parallel.tensor_parallel import TensorParallel
 
 TARGETS = "megatron.formats.huggingface.adapter_targets:linear_targets"
@@ -60,6 +61,8 @@ def _build(
     for path, layer in module.named_modules():
         if isinstance(layer, ParallelLinear):
             add_adapters(layer, additions.get(f"{stack}.{{n}}.{path}", ()), config.adapters)
+            if config.adapters.qlora:
+                quantise_layer(layer, config.adapters.qlora_double_quant)
     return module
 
 
