@@ -105,9 +105,9 @@ class ModelEngine:
     ) -> dict[str, float]:
         """What a measure reports of the means by name of its numbers over ``count`` of each
         data-parallel rank's batches; by default that of the model's evaluations, the losses."""
+        measure = measure or self.spec.evaluated
         if measure is None:
-            batches = self.taught(batches, count)
-        measure = measure or self.spec.evaluated or self.spec.loss_measure
+            batches, measure = self.taught(batches, count), self.spec.loss_measure
         assert not measure.per_sample
         sums = torch.zeros(len(measure.names), dtype=torch.float64, device=self.device)
         means = self._mean_over_ranks(

@@ -59,10 +59,13 @@ def _build(
         return module
     stack = spec.name.rpartition(".")[0]
     for path, layer in module.named_modules():
-        if isinstance(layer, ParallelLinear):
-            add_adapters(layer, additions.get(f"{stack}.{{n}}.{path}", ()), config.adapters)
-            if config.adapters.qlora:
-                quantise_layer(layer, config.adapters.qlora_double_quant)
+        own = additions.get(f"{stack}.{{n}}.{path}", ())
+        if not isinstance(layer, ParallelLinear):
+            continue
+        if own or config.adapters.qlora:  # the products of weights in 4 bits are those of adapters
+            add_adapters(layer, own, config.adapters)
+        if config.adapters.qlora:
+            quantise_layer(layer, config.adapters.qlora_double_quant)
     return module
 
 
