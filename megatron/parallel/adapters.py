@@ -156,7 +156,8 @@ class _Adapters:
         self, layer: ParallelLinear, x_BSI: Tensor, maps: Sequence[LinearMap]
     ) -> tuple[Tensor, ...]:
         assert all(each.float8 is None for each in maps)
-        dropped = self._dropped(layer, x_BSI) if layer.training and self._dropout else None
+        drops = layer.training and self._dropout and self._downs
+        dropped = self._dropped(layer, x_BSI) if drops else None
         if self._dora:
             return self._scaled(layer, x_BSI, dropped, maps)
         # A layer that is cut along its inputs adds the bias once, after the sum over ranks.
