@@ -181,6 +181,11 @@ class Trainer:
         """Whether the plan has no step after this one."""
         return self.iteration >= self.plan.train_iters
 
+    def evaluate(self) -> None:
+        """All evaluations that follow a step where one is due."""
+        self.validate()
+        self._tell("evaluate", False)
+
     def validate(self) -> None:
         """Evaluates on the next samples of each validation set."""
         self.settle()
