@@ -90,6 +90,7 @@ class GPTData(DataPipeline):
             pad_token=None if special is None else special.pad,
             padding=self._padding() if self.reads_examples else None,
             weigh_by=self._instruction.sft_loss_weights if self.reads_examples else None,
+            identifies=self.config.distillation.kd_cache is not None,
         )
 
     @property
