@@ -348,6 +348,17 @@ def prepare(folder: Path, programs: Programs) -> None:
         for i in range(24)
     ]
     (text / "alpaca.json").write_text(json.dumps(examples))
+    pairs = [
+        {"prompt": f"Planet {i}?", "chosen": " Mars.", "rejected": " Moon."}
+        for i in range(24)
+    ]
+    judged = [
+        {"prompt": pair["prompt"], "completion": pair[name], "label": name == "chosen"}
+        for pair in pairs
+        for name in ("chosen", "rejected")
+    ]
+    for name, records in (("pairs", pairs), ("judged", judged)):
+        (text / f"{name}.json").write_text(json.dumps(records))
 
     (folder / "tokenizer").mkdir()
     _must(
