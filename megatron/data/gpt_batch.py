@@ -131,7 +131,7 @@ class GPTBatch(NamedTuple):
         missing = seq_length - self.tokens_BS.shape[1]
         if not missing:
             return self
-        assert missing > 0 and self.positions_BP is None
+        assert missing > 0
         documents_BS = self.document_ids_BS
         if documents_BS is not None:
             last_B1 = documents_BS[:, -1:] + 1
