@@ -124,7 +124,7 @@ setup(
     ],
     package_data={"megatron.inference.server": ["page/*"]},
     package_dir={"megatron.tools": "tools", **{name: f"compat/{name}" for name in COMPAT}},
-    py_modules=["pretrain_gpt", "pretrain_gpt2", "pretrain_bert", "pretrain_t5"],
+    py_modules=["pretrain_gpt", "pretrain_gpt2", "pretrain_bert", "pretrain_t5", "finetune_llama"],
     install_requires=REQUIRES,
     extras_require=EXTRAS,
     entry_points={"console_scripts": COMMANDS},

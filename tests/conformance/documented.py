@@ -28,6 +28,7 @@ DOCUMENTS = (
     "oneflow",
     "huggingface",
     "megatron-deepspeed",
+    "llama2",
 )
 """Files of the lineage's documents, in the order of the table; ``mistakes`` is none of them."""
 
@@ -230,10 +231,13 @@ def _behind(program: re.Pattern[str], text: str) -> list[str] | None:
     return words[places[0] + 1 :] if places else None
 
 
-TRAINING = re.compile(r"(^|/)pretrain_(gpt2?|bert|t5)\.py$|^oneflow_gpt\.training$")
+TRAINING = re.compile(
+    r"(^|/)(pretrain_(gpt2?|bert|t5)|finetune_llama)\.py$|^oneflow_gpt\.training$"
+)
 """The programs that train, as a word of a command."""
 SIZED = re.compile(
     rf"{TRAINING.pattern}|(^|/)tasks/main\.py$|"
-    r"(^|/)(run_text_generation_server|generate_samples_gpt|finetune_gpt)\.py$"
+    r"(^|/)(run_text_generation_server|generate_samples_gpt|finetune_gpt)\.py$|"
+    r"(^|/)hf2megads_weight_converter\.py$"
 )
 """Those whose flags a script gets small sizes for."""

@@ -238,7 +238,8 @@ def free_port() -> str:
 
 def training_script(text: str) -> bool:
     """Whether a command is one of the scripts that train."""
-    return re.search(r"/(distribute_)?(pretrain|run_universal|run_bf16|run_fp16)", text) is not None
+    scripts = r"/(distribute_)?(pretrain|run_universal|run_bf16|run_fp16)|/finetune_llama\.sh$"
+    return re.search(scripts, text) is not None
 
 
 def sized_script(text: str) -> bool:

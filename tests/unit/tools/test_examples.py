@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from example_scripts import FOLDER, ROOT, printed, script
 
 from megatron.config import FLAG_CLASSES, FlagParser, TokenizerConfig, parse_configs, resolve
 from megatron.corpus.preprocessing.config import PreprocessConfig
@@ -21,8 +22,6 @@ from megatron.tasks.config import TaskConfig
 from megatron.tasks.detoxify.fine_tuning import FineTuneConfig
 from megatron.training.run import RunToolParser
 
-ROOT = Path(__file__).parents[3]
-FOLDER = ROOT / "examples_deepspeed"
 APART = ("common.sh", "universal.sh", "pretrain_shakespeare_char.sh", "run_tb_analysis.sh")
 """What the others source, and what does more than train; tests/e2e has the latter."""
 
@@ -77,45 +76,18 @@ DETOXIFY = {
 SCRIPTS = sorted(
     path
     for path in FOLDER.rglob("*.sh")
-    if path.name not in (*APART, *TASKS, SERVER) and "detxoify_lm" not in path.parts
+    if path.name not in (*APART, *TASKS, SERVER)
+    and not {"detxoify_lm", "finetune_hf_llama"} & set(path.parts)
 )
 OWN = [path for path in SCRIPTS if str(path.relative_to(FOLDER)) not in LINEAGE]
-SETTINGS = {
-    "DRY_RUN": "1",
-    "DATA_PATH": "0.3 data/a 0.7 data/b",
-    "VOCAB_FILE": "my vocab.json",
-    "MERGE_FILE": "merges.txt",
-    "CHECKPOINT_PATH": "my checkpoints",
-    "ONEFLOW_GPT_NODE_IPS": "a,b,c,d",
-}
+MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4".split()
 GIVEN = {
-    "resume.sh": "runs/x --deepspeed_config deepspeed_configs/ds_zero3.json --num-layers 2 "
-    "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 "
-    "--train-iters 10 --lr 1e-4".split()
+    "resume.sh": "runs/x --deepspeed_config deepspeed_configs/ds_zero3.json --seq-length 32 "
+    "--micro-batch-size 1 --train-iters 10 --lr 1e-4".split()
+    + MODEL,
+    "continue_pretrain_llama2.sh": MODEL,
 }
-"""What a script has to be given; resume.sh would take the model from the checkpoint."""
-
-
-PROGRAM = r"pretrain_\w+\.py|(tasks|tools|examples_deepspeed/detxoify_lm)/\w+\.py"
-
-
-def script(path, *flags, **settings):
-    kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-    return subprocess.run(
-        ["bash", str(path), *flags],
-        env=kept | SETTINGS | settings,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def printed(path, *flags, **settings):
-    result = script(path, *flags, **settings)
-    assert result.returncode == 0, result.stderr
-    words = shlex.split(result.stdout)
-    cut = next(at for at, word in enumerate(words) if re.fullmatch(PROGRAM, word))
-    return words[:cut], words[cut + 1 :]
+"""What a script has to be given; these would take the model from the checkpoint."""
 
 
 def resolved(flags, world_size, family="gpt"):
@@ -136,7 +108,7 @@ def test_command_resolves(path):
     assert config.data.data_path == ("0.3", "data/a", "0.7", "data/b")
     assert config.checkpoint.save == config.checkpoint.load
     assert config.checkpoint.save.startswith("runs/")
-    if path.name != "resume.sh":
+    if path.name not in GIVEN:
         assert config.tokenizer.vocab_file == "my vocab.json"
 
 

@@ -1,0 +1,39 @@
+"""Runs a script of examples_deepspeed/, by default so that it prints its command."""
+
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "examples_deepspeed"
+SETTINGS = {
+    "DRY_RUN": "1",
+    "DATA_PATH": "0.3 data/a 0.7 data/b",
+    "VOCAB_FILE": "my vocab.json",
+    "MERGE_FILE": "merges.txt",
+    "CHECKPOINT_PATH": "my checkpoints",
+    "ONEFLOW_GPT_NODE_IPS": "a,b,c,d",
+}
+
+PROGRAM = r"(pretrain|finetune)_\w+\.py|(tasks|tools|examples_deepspeed/detxoify_lm)/\w+\.py"
+
+
+def script(path, *flags, **settings):
+    kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    return subprocess.run(
+        ["bash", str(path), *flags],
+        env=kept | SETTINGS | settings,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def printed(path, *flags, **settings):
+    result = script(path, *flags, **settings)
+    assert result.returncode == 0, result.stderr
+    words = shlex.split(result.stdout)
+    cut = next(at for at, word in enumerate(words) if re.fullmatch(PROGRAM, word))
+    return words[:cut], words[cut + 1 :]
