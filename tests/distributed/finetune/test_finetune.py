@@ -1,4 +1,4 @@
-"""finetune.py as a whole: from a Hugging Face folder to another, stopped and continued, in layouts."""
+"""finetune.py as a whole: from one Hugging Face folder to another, in every layout."""
 
 import json
 from pathlib import Path
