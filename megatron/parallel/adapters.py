@@ -182,7 +182,7 @@ class _Adapters:
         weights = [each.weight for each in maps]
         form, split = self._form, layer.tp.split and not self._by_inputs
         if form.sequence != split:  # generation does without slices of the sequence
-            form = replace(form, sequence=split)
+            form = form._replace(sequence=split)
         return low_rank_linear(x_BSI, dropped_BSI, form, *weights, *biases, *downs, *ups)
 
     def _dropped(self, layer: ParallelLinear, x_BSI: Tensor) -> Tensor:
