@@ -181,7 +181,10 @@ class _Adapters:
         downs = [getattr(layer, name) for name in self._downs]
         ups = [getattr(layer, rows.name) for rows in self._rows]
         weights = [each.weight for each in maps]
-        return low_rank_linear(x_BSI, dropped_BSI, self._form, *weights, *biases, *downs, *ups)
+        form, split = self._form, layer.tp.split and not self._by_inputs
+        if form.sequence != split:  # generation does without slices of the sequence
+            form = form._replace(sequence=split)
+        return low_rank_linear(x_BSI, dropped_BSI, form, *weights, *biases, *downs, *ups)
 
     def _dropped(self, layer: ParallelLinear, x_BSI: Tensor) -> Tensor:
         """The input after dropout; one mask for all additions of a layer."""
