@@ -6,9 +6,11 @@
     python tools/convert_checkpoint.py from-hf --input hf --output checkpoints
     python tools/convert_checkpoint.py to-megatron --load checkpoints --output megatron
     python tools/convert_checkpoint.py to-universal --load checkpoints --output universal
+    python tools/convert_checkpoint.py to-peft --load checkpoints --output adapters
 
 Conversions to and from Hugging Face are compared with their source, logit by logit, before the
-result gets its name. tools/checkpoint/util.py converts any format to this project's or Megatron's.
+result gets its name. Adapters of --lora are merged into their base, except by to-peft, which writes
+them alone. tools/checkpoint/util.py converts any format to this project's or Megatron's.
 """
 
 import sys
@@ -21,6 +23,7 @@ COMMANDS = {
     "from-hf": "megatron.formats.conversion.commands:from_hf",
     "to-megatron": "megatron.formats.conversion.commands:to_megatron",
     "to-universal": "megatron.formats.conversion.commands:to_universal",
+    "to-peft": "megatron.formats.conversion.adapter_command:to_peft",
 }
 """Module and function of each command; it is imported when it is called."""
 

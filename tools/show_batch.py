@@ -7,12 +7,15 @@ text, and which tokens count in the loss:
 
     python tools/show_batch.py --iteration 1200 --world-size 8 [the flags of pretrain_gpt.py]
 
-Text that does not count in the loss is in [[double brackets]]; in BERT's samples, "a -> b" means
-that the model reads a and must predict b. The batch depends only on the flags and on the number
+On a terminal, text that counts in the loss is green and other text grey. Elsewhere, text that does
+not count is in [[double brackets]]. In BERT's samples, "a -> b" means that the model reads a and
+must predict b. Of preferences both answers are shown, after the prompt as the model reads it. The
+batch depends only on the flags and on the number
 of processes: give those that the run has had since its first step.
 """
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +24,8 @@ from typing import Any
 
 from megatron.config import ConfigError, ParallelConfig
 from megatron.config.flags import option
-from megatron.data.pipeline import DataPipeline, SampleView
+from megatron.data.pipeline import DataPipeline
+from megatron.data.sample_views import SampleView
 from megatron.data.sampler import micro_batch_samples
 from megatron.data.samples import Piece, SampleDataset
 from megatron.families import family_names, family_of
@@ -42,6 +46,8 @@ class ShowConfig:
     """Print only the samples of this rank."""
     max_characters: int = option(400)
     """Maximum number of characters of a sample's text to print; 0 prints all."""
+    color: str = option("auto", choices=("auto", "always", "never"))
+    """Show in colour what counts in the loss; auto: on a terminal, unless NO_COLOR is set."""
     samples: str | None = option(None, derived="--model-family", choices=family_names())
     """Model family of the samples."""
     json: bool = option(False)
@@ -52,6 +58,12 @@ class ShowConfig:
             raise ConfigError("--iteration and --world-size start at 1, --max-characters at 0")
         if self.rank is not None and not 0 <= self.rank < self.world_size:
             raise ConfigError(f"--rank {self.rank} must be below --world-size {self.world_size}")
+
+    @property
+    def colored(self) -> bool:
+        if self.color == "auto":
+            return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        return self.color == "always"
 
 
 @dataclass(frozen=True)
@@ -65,12 +77,8 @@ class SeenSample:
     """Of the step, from 0."""
     pieces: Sequence[Piece]
     """Where its tokens come from."""
-    view: SampleView
-
-    @property
-    def counted(self) -> int:
-        """Tokens whose prediction counts in the loss."""
-        return int((self.view.loss_mask_S > 0).sum())
+    views: Sequence[SampleView]
+    """Its rows."""
 
     def to_dict(self) -> dict[str, Any]:
         """The sample as JSON values."""
@@ -79,10 +87,19 @@ class SeenSample:
             "data_rank": self.data_rank,
             "micro_batch": self.micro_batch,
             "pieces": [piece._asdict() for piece in self.pieces],
-            "tokens": self.view.tokens_S.tolist(),
-            "loss_mask": self.view.loss_mask_S.tolist(),
-            "text": self.view.text,
+            **(_values(self.views[0]) if len(self.views) == 1 else {"rows": self._rows()}),
         }
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return [{"name": view.name, **_values(view)} for view in self.views]
+
+
+def _values(view: SampleView) -> dict[str, Any]:
+    return {
+        "tokens": view.tokens_S.tolist(),
+        "loss_mask": view.loss_mask_S.tolist(),
+        "text": view.text,
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -128,7 +145,7 @@ def show(config: ShowConfig, run: Run) -> Iterator[str]:
             f"{plan.batch_size.micro_batches(first)}"
         )
         for sample in group:
-            yield from described(sample, data.unit, config.max_characters)
+            yield from described(sample, data.unit, config.max_characters, config.colored)
 
 
 def seen_samples(
@@ -145,9 +162,9 @@ def seen_samples(
         for micro_batch in range(plan.batch_size.micro_batches(consumed)):
             before = consumed + micro_batch * plan.micro_batch_size * data_size
             for number in micro_batch_samples(before, plan.micro_batch_size, data_rank, data_size):
-                view = data.view(dataset[number], length)
+                views = data.views(dataset[number], length)
                 origin = dataset.origin(number)
-                yield SeenSample(number, data_rank, micro_batch, origin, view)
+                yield SeenSample(number, data_rank, micro_batch, origin, views)
 
 
 def ranks_by_data_rank(parallel: ParallelConfig) -> list[tuple[int, ...]]:
@@ -160,16 +177,45 @@ def ranks_by_data_rank(parallel: ParallelConfig) -> list[tuple[int, ...]]:
     return memberships(sizes, MODEL)
 
 
-def described(sample: SeenSample, unit: str, max_characters: int) -> Iterator[str]:
-    tokens = len(sample.view.tokens_S)
-    yield f"  sample {sample.number}, loss on {sample.counted} of {tokens} tokens"
-    for piece in sample.pieces:
+GREEN, GREY, BOLD, PLAIN = "\x1b[32m", "\x1b[90m", "\x1b[1m", "\x1b[0m"
+
+
+def described(sample: SeenSample, unit: str, max_characters: int, colored: bool) -> Iterator[str]:
+    """Lines about a sample: where it is from, how much of it counts, and its text."""
+    several = len(sample.views) > 1
+    yield f"  sample {sample.number}" + ("" if several else f", {_counts(sample.views[0])}")
+    for number, piece in enumerate(sample.pieces):
         place = f"{unit} {piece.sequence}, tokens {piece.start} to {piece.stop - 1}"
-        yield f"    {piece.source}: {place}"
-    text = sample.view.text
-    if max_characters and len(text) > max_characters:
-        text = f"{text[:max_characters]}... ({len(text) - max_characters} characters more)"
-    yield from (f"    | {line}" for line in text.splitlines())
+        yield f"    {piece.source}: {place}" + (f" ({sample.views[number].name})" * several)
+    for view in sample.views:
+        if several:
+            name = f"{BOLD}{view.name}{PLAIN}" if colored else view.name
+            yield f"    {name}, {_counts(view)}"
+        yield from (f"    | {line}" for line in _text(view, max_characters, colored).splitlines())
+
+
+def _counts(view: SampleView) -> str:
+    counted = int((view.loss_mask_S > 0).sum())
+    return f"loss on {counted} of {len(view.tokens_S)} tokens"
+
+
+def _text(view: SampleView, max_characters: int, colored: bool) -> str:
+    """The text of a row, at most so many characters of it unless that is 0."""
+    if not colored or not view.segments:
+        return view.text if not max_characters else _shortened(view.text, max_characters)
+    parts, left = [], max_characters or sum(len(segment.text) for segment in view.segments)
+    for text, counted in view.segments:
+        # Each line by itself: what is before it in a terminal has no colour.
+        color = GREEN if counted else GREY
+        lines = text[:left].split("\n")
+        parts.append("\n".join(f"{color}{line}{PLAIN}" if line else "" for line in lines))
+        left -= min(left, len(text))
+    more = sum(len(segment.text) for segment in view.segments) - (max_characters or 1 << 62)
+    return "".join(parts) + (f"... ({more} characters more)" if more > 0 else "")
+
+
+def _shortened(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}... ({len(text) - most} characters more)"
 
 
 if __name__ == "__main__":

@@ -143,9 +143,16 @@ class AdaptedSource(Source):
             raise CheckpointError(f"{folder} has adapters that name themselves as their base")
         return found
 
+    @classmethod
+    def verify(
+        cls, folder: Path, share: int = 0, shares: int = 1, base: str | Path | None = None
+    ) -> None:
+        cls.locate_base(folder, base).verify(share, shares)
+
     def names(self) -> Sequence[str]:
         mine = self._beside
-        return [*self.base.names(), *(name for name in mine if name not in set(self.base.names()))]
+        before = self.base.names()
+        return [*before, *(name for name in mine if name not in set(before))]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return (self.additions if name in self._beside else self.base).shape(name)
@@ -162,7 +169,10 @@ class AdaptedSource(Source):
         if name in self._beside:
             return self.additions.tensor(name)
         whole = self.base.tensor(name)
-        for part, tensors in self._parts.get(name, {}).items():
+        parts = self._parts.get(name, {})
+        if parts:
+            whole = whole.clone()  # it may be a file that is mapped into memory
+        for part, tensors in parts.items():
             rows = rows_of_part(self.model, part, whole.shape[0])
             values = {kind: self.additions.tensor(found) for kind, found in tensors.items()}
             whole[rows] = merged(whole[rows], self.scale_of(name, part), **values)
@@ -254,8 +264,8 @@ class AdaptedCheckpoint(AdaptedSource):
         cls, folder: Path, share: int = 0, shares: int = 1, base: str | Path | None = None
     ) -> None:
         verify(folder, share, shares)
+        super().verify(folder, share, shares, base)
         found = cls.locate_base(folder, base)
-        found.form.verify(found.folder, share, shares)
         check_base(read_base(folder), found.open(verify=False), folder, share, shares)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
-from megatron.config.flags import FRACTION, POSITIVE, option
+from megatron.config.flags import FRACTION, POSITIVE, ConfigResolver, option
 
 ALL_LINEAR = "all-linear"
 
@@ -38,6 +39,21 @@ class AdapterConfig:
     qlora: bool = option(False, role="results")
     """Keep the frozen weights of linear layers in 4 bits (NF4, Dettmers et al. 2023); needs
     --lora."""
+
+    def check(self, in_8_bits: bool, resolver: ConfigResolver) -> None:
+        """Refuses flags of adapters without --lora, and 8-bit matrix products with it."""
+        for field in dataclasses.fields(self):
+            if not self.lora and field.name != "lora":
+                resolver.check_unused(field.name, "--lora")
+        resolver.check(
+            not (self.lora and in_8_bits),
+            "--fp8-format contradicts --lora: the products of frozen weights and of additions are "
+            "in the dtype of --bf16 or --fp16; leave one out",
+        )
+        resolver.check(
+            self.lora_dropout < 1,
+            f"{resolver.show('lora_dropout')} drops everything: it must be less than 1",
+        )
 
     @property
     def scale(self) -> float:

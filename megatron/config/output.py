@@ -56,6 +56,11 @@ class CheckpointConfig:
     instead of those of the flags."""
     finetune: bool = option(False)
     """Load only the weights, and start at iteration 0."""
+    reset_iteration: bool = option(False)
+    """Load weights and optimizer state, and start at iteration 0 with the first sample."""
+    load_lr_state: bool = option(True, off="--no-load-lr-state", role="course")
+    """Start the schedules of learning rate and weight decay again with --reset-iteration, as they
+    always do here: they are functions of the iteration."""
     load_optim: bool = option(True, flag="--load-optim", off="--no-load-optim")
     """Load optimizer state."""
     load_rng: bool = option(True, flag="--load-rng", off="--no-load-rng")
@@ -82,6 +87,15 @@ class CheckpointConfig:
             self.keep_every is None or self.keep_last is not None,
             f"{resolver.show('keep_every')} exempts checkpoints from --keep-last and needs it; "
             "without both, all are kept",
+        )
+        resolver.check(
+            self.reset_iteration or self.load_lr_state,
+            "--no-load-lr-state needs --reset-iteration: learning rate and weight decay are "
+            "functions of the iteration, and start again with it",
+        )
+        resolver.check(
+            not (self.reset_iteration and self.finetune),
+            "--reset-iteration keeps the optimizer state and --finetune does not; give one of them",
         )
         own, form = self.checkpoint_format == "safetensors", resolver.show("checkpoint_format")
         resolver.check(

@@ -248,6 +248,7 @@ def resolve(settings: Settings, world_size: int) -> Resolved:
     config = RunConfig.of(given | resolved)
     config.precision.check(config.engine.zero_stage, config.optimizer.optimizer, resolver)
     config.data.check(resolver)
+    config.adapters.check(config.fast_paths.fp8_format is not None, resolver)
     for name, wanted in (
         ("keep_best", config.checkpoint.keep_best),
         ("early_stopping_patience", training.early_stopping_patience is not None),

@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron.data.packing import positions_within, restarting_positions
 from megatron.data.samples import PackedSample
 from megatron.data.scored_text import ScoredText, padded
+from megatron.util.digests import hash64
 
 
 class GPTBatch(NamedTuple):
@@ -39,6 +40,8 @@ class GPTBatch(NamedTuple):
     """Of the batch among those of a step, float64: of its loss, and of its tokens whose loss
     counts. As collated they are sums; once the whole step is known, relative to the mean over its
     micro batches on all ranks."""
+    keys_B: Tensor | None = None
+    """Digest of each sample, int64, for what is kept of samples; None where nothing is."""
 
     @classmethod
     def scoring(
@@ -118,8 +121,8 @@ class GPTBatch(NamedTuple):
         assert self.tokens_BS.shape[1] >= seq_length
         assert self.positions_BP is None and self.weights_2 is None
         return GPTBatch._make(
-            None if tensor_BS is None else tensor_BS[:, :seq_length].contiguous()
-            for tensor_BS in self
+            tensor if tensor is None or tensor.dim() == 1 else tensor[:, :seq_length].contiguous()
+            for tensor in self
         )
 
     def lengthened(self, seq_length: int) -> GPTBatch:
@@ -128,7 +131,7 @@ class GPTBatch(NamedTuple):
         missing = seq_length - self.tokens_BS.shape[1]
         if not missing:
             return self
-        assert missing > 0 and self.positions_BP is None
+        assert missing > 0
         documents_BS = self.document_ids_BS
         if documents_BS is not None:
             last_B1 = documents_BS[:, -1:] + 1
@@ -209,6 +212,9 @@ class GPTCollator:
     """What counts equally in the loss of a step: ``micro-batches``, ``tokens`` or ``examples``;
     None leaves the weights out."""
 
+    identifies: bool = False
+    """Whether batches have ``keys_B``."""
+
     def __post_init__(self) -> None:
         for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
             if getattr(self, name) and self.eod_token is None:
@@ -218,6 +224,7 @@ class GPTCollator:
                 )
 
     def __call__(self, samples: Sequence[np.ndarray | PackedSample]) -> GPTBatch:
+        keys_B = torch.tensor([_key(sample) for sample in samples]) if self.identifies else None
         separate = self.padding is None
         if self.padding is not None:
             samples, separate = self.padding.filled(samples)
@@ -229,6 +236,7 @@ class GPTCollator:
             batch = _with_packed(batch, packed)
         if self.weigh_by is not None:
             batch = _weighed(batch, self.weigh_by)
+        batch = batch._replace(keys_B=keys_B)
         # Of a row that is one example and padding, causal attention keeps the two apart.
         return batch if separate else batch._replace(position_ids_BS=None, document_ids_BS=None)
 
@@ -250,6 +258,14 @@ class GPTCollator:
             restarting_positions(is_eod_BS) if self.reset_position_ids else None,
             _document_ids(is_eod_BS) if self.reset_attention_mask else None,
         )
+
+
+def _key(sample: np.ndarray | PackedSample) -> int:
+    """What it is found by: 63 bits of the digest of what a model reads of it."""
+    parts = [sample]
+    if isinstance(sample, PackedSample):
+        parts = [sample.tokens_T, sample.document_ids_S]
+    return hash64(b"".join(np.asarray(part, np.int64).tobytes() for part in parts)) >> 1
 
 
 def _with_packed(batch: GPTBatch, packed: Mapping[int, PackedSample]) -> GPTBatch:

@@ -28,6 +28,7 @@ from megatron.data.indexed import IndexedDataset
 from megatron.data.indexed.dataset_checks import TokenExtremes
 from megatron.data.loader import TrainingData
 from megatron.data.remote import DEFAULT_CACHE, RemoteDataset
+from megatron.data.sample_views import SampleView
 from megatron.data.sampler import SkippedSamples, parse_skipped
 from megatron.data.samples import SampleDataset, SampleRecipe
 from megatron.data.scored_text import ScoredText
@@ -39,15 +40,6 @@ logger = logging.getLogger(__name__)
 
 BatchSizes = Callable[[], Sequence[tuple[int, int]]]
 """Returns the batch sizes of a run in turn: (size, number of steps)."""
-
-
-class SampleView(NamedTuple):
-    """One sample as the model reads it, for people."""
-
-    tokens_S: np.ndarray
-    loss_mask_S: np.ndarray
-    text: str
-    """Its text; what the loss does not count is in [[double brackets]]."""
 
 
 class SampleTokens(NamedTuple):
@@ -113,6 +105,9 @@ class DataKind:
     """The implementation of a kind of data, ``KIND`` of ``megatron.data.kinds.<name>``; its flags
     in ``megatron/config/kinds/<name>.py`` decide which of these methods are called."""
 
+    weighed: ClassVar[bool] = False
+    """Whether its batches have ``weights_2``, and may differ in length."""
+
     def reader(self, data: DataPipeline) -> SourceReader:
         """The reader of files of this kind; ValueError if flags contradict each other."""
         raise AssertionError(f"{self} reads no files")
@@ -144,6 +139,10 @@ class DataKind:
     ) -> Callable[[Sequence[Any]], Any]:
         """The function that makes a batch of samples, made from the family's `collate`."""
         return collate
+
+    def views(self, data: DataPipeline, sample: Any) -> list[SampleView] | None:
+        """The rows of a sample for people, if its samples have several."""
+        return None
 
     def lengths(self, config: RunConfig, samples: Callable[[int], int]) -> SequenceLengths | None:
         """The length of the samples of each step, if it is not always ``--seq-length``; ``samples``
@@ -217,10 +216,27 @@ class DataPipeline(ABC):
     def view(self, sample: Any, length: int) -> SampleView:
         """A sample for people, cut to the `length` tokens that the model reads."""
 
-    def scored_batch(self, texts: Sequence[ScoredText], length: int) -> Any:
-        """A batch of the model's family whose targets are the tokens of the continuations, padded
-        to a length on the right; ConfigError if its models do not continue text."""
+    def views(self, sample: Any, length: int) -> list[SampleView]:
+        """The rows of a sample for people: one, unless a kind of data has samples of several."""
+        found = (kind.views(self, sample) for kind in self.acting)
+        return next(filter(None, found), None) or [self.view(sample, length)]
+
+    @property
+    def length_multiple(self) -> int:
+        """Of which the lengths of batches are multiples that are padded to their longest row."""
+        parallel = self.config.parallel
+        return parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+
+    def answering(self) -> Callable[[Sequence[ScoredText], int], Any]:
+        """The function that makes a batch of the model's family of texts and a length to pad them
+        to on the right; the tokens of the continuations are predicted. ConfigError if its models do
+        not continue text."""
         raise ConfigError("a model of this family continues no text, so that it has no answers")
+
+    def ending(self) -> Callable[[Sequence[np.ndarray], int], Any]:
+        """The function that makes a batch of token ids, int64 [L] each, and a length to pad them
+        to, for a head that reads the last token of each; ConfigError if there is no such head."""
+        raise ConfigError("a model of this family has no head that reads the last token")
 
     def mock(self, num_samples: int, part: int) -> SampleDataset[Any]:
         """Synthetic samples for --mock-data; ConfigError if the family has none."""
@@ -234,7 +250,8 @@ class DataPipeline(ABC):
         for kind in self.acting:
             collate = kind.collator(self, collate)
         found = self.datasets(sample_counts, batch_sizes)
-        return TrainingData(found, collate, self.reads_examples)
+        weighed = self.reads_examples or any(kind.weighed for kind in self.acting)
+        return TrainingData(found, collate, weighed)
 
     def datasets(
         self, sample_counts: tuple[int, int, int], batch_sizes: BatchSizes = list

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,12 +53,25 @@ class PreferenceBatch(NamedTuple):
             None for pairs.
         margin_R: by how much the better answer of each pair is better, float32, the same in both
             rows; None where the data do not say.
+        weights_2: of the batch among those of a step, float64: of its loss, which is 1, and of its
+            tokens whose loss counts. As collated they are sums; once the whole step is known,
+            relative to the mean over its micro batches on all ranks.
     """
 
     answers: Any
     reference_R: Tensor | None = None
     desirable_R: Tensor | None = None
     margin_R: Tensor | None = None
+    weights_2: Tensor | None = None
+
+    @property
+    def tokens_BS(self) -> Tensor:
+        """All that the model reads."""
+        return self.answers.tokens_BS
+
+    def lengthened(self, seq_length: int) -> PreferenceBatch:
+        """With padding after every row, up to ``seq_length`` tokens."""
+        return self._replace(answers=self.answers.lengthened(seq_length))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PreferenceBatch:
         return PreferenceBatch._make(
@@ -71,24 +85,39 @@ class PreferenceCollator:
 
     Attributes:
         batch_of: makes a batch of the model's family of texts and the length to pad them to.
-        length: what all batches are padded to; None for the longest row of each.
-        multiple: of which a batch's length is a multiple.
+        multiple: of which a batch's length is a multiple, except the longest that there is.
+        longest: tokens of a row that the model reads at most.
+        whole: the model reads all tokens of a row; else those before the last, which it predicts.
     """
 
     batch_of: Callable[[Sequence[ScoredText], int], Any]
-    length: int | None = None
-    multiple: int = 1
+    multiple: int
+    longest: int
+    whole: bool = False
 
     def __call__(self, samples: Sequence[PreferenceSample]) -> PreferenceBatch:
-        longest = max(sample.length for sample in samples)
-        length = self.length or -(-longest // self.multiple) * self.multiple
+        needed = max(sample.length for sample in samples) + self.whole
+        length = min(-(-needed // self.multiple) * self.multiple, self.longest)
         rows = [row for sample in samples for row in sample.rows]
+        counted = len(rows) if self.whole else sum(len(row.continuation) for row in rows)
         return PreferenceBatch(
             self.batch_of(rows, length),
             _repeated([sample.reference for sample in samples], torch.float32),
             _repeated([sample.desirable for sample in samples], torch.bool),
             _repeated([sample.margin for sample in samples], torch.float32),
+            torch.tensor([1.0, counted], dtype=torch.float64),
         )
+
+
+@dataclass(frozen=True)
+class WholeRows:
+    """Makes a batch of rows by a function of their token ids, int64 [L] each, and a length."""
+
+    batch_of: Callable[[Sequence[np.ndarray], int], Any]
+
+    def __call__(self, texts: Sequence[ScoredText], length: int) -> Any:
+        rows = [np.concatenate((text.context, text.continuation)) for text in texts]
+        return self.batch_of(rows, length)
 
 
 def _repeated(values: Sequence[Any], dtype: torch.dtype) -> Tensor | None:

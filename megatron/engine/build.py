@@ -27,7 +27,7 @@ from megatron.engine.deepspeed_patches import (
 from megatron.engine.float8 import Float8State
 from megatron.engine.train_engine import TrainEngine
 from megatron.engine.update.async_step import can_defer
-from megatron.engine.update.optimizer import build_optimizer, rate_factors
+from megatron.engine.update.optimizer import build_optimizer, check_groups, rate_factors
 from megatron.engine.update.stored_states import StoredStates
 from megatron.model.attention_masks import AttentionKind
 from megatron.model.block import Block
@@ -71,6 +71,8 @@ def build_engine(
     factors = rate_factors(trained, config.optimizer, mesh)
     optimizer = build_optimizer(trained, config.optimizer, factors)
     asynchronous = _adapt_settings(settings, config, trained, mesh)
+    if factors and not asynchronous and backend.stage:
+        check_groups(optimizer, mesh)
     with without_zero_gradients(unused=asynchronous):
         engine = backend.start(optimizer, settings)
     take_out(engine, mesh.data.size)

@@ -98,9 +98,9 @@ class ModelEngine:
     ) -> dict[str, float]:
         """What a measure reports of the means by name of its numbers over ``count`` of each
         data-parallel rank's batches; by default that of the model's evaluations, the losses."""
+        measure = measure or self.spec.evaluated
         if measure is None:
-            batches = self.taught(batches, count)
-        measure = measure or self.spec.evaluated or self.spec.loss_measure
+            batches, measure = self.taught(batches, count), self.spec.loss_measure
         assert not measure.per_sample
         sums = torch.zeros(len(measure.names), dtype=torch.float64, device=self.device)
         means = self._mean_over_ranks(
@@ -201,6 +201,7 @@ class TrainEngine(ModelEngine):
                 device,
                 clip_grad=config.optimizer.clip_grad,
                 hold=config.training.check_for_nan_in_loss_and_grad,
+                groups_differ=bool(config.optimizer.lr_group),
                 form=stored_states,
                 keys={
                     param: key_of(config.training.seed, name, shard_of(param), mesh.coordinates)
@@ -243,7 +244,9 @@ class TrainEngine(ModelEngine):
     def _dropout_seeds(self, consumed_samples: int, micro_batches: int) -> list[int | None]:
         model, per_round = self.config.model, self._samples_per_round
         noise = self.config.kind(InstructionConfig).neftune_noise_alpha
-        if not model.hidden_dropout and not model.attention.attention_dropout and not noise:
+        adapters = self.config.adapters
+        dropped = model.hidden_dropout or model.attention.attention_dropout
+        if not dropped and not noise and not (adapters.lora and adapters.lora_dropout):
             return [None] * micro_batches
         first = consumed_samples + self.mesh.data.rank * per_round // self.mesh.data.size
         seed = self.config.training.seed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,8 +27,9 @@ from megatron.config.kinds.preference import PreferenceConfig
 from megatron.data.gpt_batch import GPTBatch, GPTCollator, Padding
 from megatron.data.gpt_dataset import GPTRecipe, MockGPTDataset
 from megatron.data.packing import padding_token
-from megatron.data.pipeline import DataPipeline, SampleTokens, SampleView
-from megatron.data.samples import SampleRecipe
+from megatron.data.pipeline import DataPipeline, SampleTokens
+from megatron.data.sample_views import SampleView, Segment, bracketed, segments_of
+from megatron.data.samples import PackedSample, SampleRecipe
 from megatron.data.scored_text import ScoredText, check_lengths, fitted, too_long
 from megatron.families.family import Family, GenerationSpec
 from megatron.model.attention_flex import block_masks
@@ -89,6 +90,7 @@ class GPTData(DataPipeline):
             pad_token=None if special is None else special.pad,
             padding=self._padding() if self.reads_examples else None,
             weigh_by=self._instruction.sft_loss_weights if self.reads_examples else None,
+            identifies=self.config.distillation.kd_cache is not None,
         )
 
     @property
@@ -99,19 +101,24 @@ class GPTData(DataPipeline):
         """How examples are padded that are not packed."""
         if not self._instruction.pads_batches:
             return None
-        paths, parallel = self.config.fast_paths, self.config.parallel
-        slices = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-        multiple = slices
+        return Padding(padding_token(self.tokenizer), self.length_multiple)
+
+    @property
+    def length_multiple(self) -> int:
+        paths, multiple = self.config.fast_paths, super().length_multiple
         if paths.fp8_format is not None or paths.torch_compile_mode in GRAPH_MODES:
             multiple = self.seq_length  # kernels and graphs of one shape
         elif torch.cuda.is_available():
             # Blocks are compiled for every length; and kernels want multiples of 8.
             eighth = -(-self.seq_length // (LENGTHS * 8)) * 8
-            multiple = int(np.lcm(eighth, slices))
-        return Padding(padding_token(self.tokenizer), min(multiple, self.seq_length))
+            multiple = int(np.lcm(eighth, multiple))
+        return min(multiple, self.seq_length)
 
-    def scored_batch(self, texts: Sequence[ScoredText], length: int) -> GPTBatch:
-        return FAMILY.scored_batch(self.config, self.tokenizer, texts, length)
+    def answering(self) -> Callable[[Sequence[ScoredText], int], GPTBatch]:
+        return partial(GPTBatch.scoring, longest=self.config.model.positions.longest)
+
+    def ending(self) -> Callable[[Sequence[np.ndarray], int], GPTBatch]:
+        return GPTBatch.ended
 
     def mock(self, num_samples: int, part: int) -> MockGPTDataset:
         vocab_size = self.tokenizer.vocab_size
@@ -137,19 +144,18 @@ class GPTData(DataPipeline):
             starts = np.flatnonzero(np.diff(batch.document_ids_BS[0, :length].numpy())) + 1
         # Position i of the mask is about token i + 1; the first token ends the previous sample.
         predicted_S = np.concatenate((loss_mask_S[:1], loss_mask_S[:-1])) > 0
-        text = "\n".join(
-            "".join(self._marked(tokens, predicted))
-            for tokens, predicted in zip(
-                np.split(tokens_S, starts), np.split(predicted_S, starts), strict=True
-            )
-        )
-        return SampleView(tokens_S, loss_mask_S, text)
-
-    def _marked(self, tokens: np.ndarray, predicted: np.ndarray) -> Iterator[str]:
-        changes = np.flatnonzero(np.diff(predicted)) + 1
-        for part in np.split(np.arange(len(tokens)), changes):
-            text = self.tokenizer.detokenize(tokens[part].tolist())
-            yield text if predicted[part[0]] else f"[[{text}]]"
+        shown_S = tokens_S
+        if isinstance(sample, PackedSample) and loss_mask_S[-1] > 0:
+            # The end of the last answer is predicted, and never read.
+            shown_S = np.append(tokens_S, batch.labels_BS[0, len(tokens_S) - 1])
+            predicted_S = np.append(predicted_S, True)
+        segments: list[Segment] = []
+        for tokens, predicted in zip(
+            np.split(shown_S, starts), np.split(predicted_S, starts), strict=True
+        ):
+            segments += [Segment("\n", False)] * bool(segments)
+            segments += segments_of(self.tokenizer, tokens, predicted)
+        return SampleView(tokens_S, loss_mask_S, bracketed(segments), segments)
 
     @property
     def _special(self) -> SampleTokens | None:

@@ -17,7 +17,8 @@ from megatron.config.kinds.masked_data import MaskedDataConfig
 from megatron.data.kinds.masked_data.masked_batch import T5Batch, T5Sample, collate_t5
 from megatron.data.kinds.masked_data.mock import mock_data
 from megatron.data.kinds.masked_data.t5 import T5Recipe, decoder_length, start_token
-from megatron.data.pipeline import DataPipeline, SampleView
+from megatron.data.pipeline import DataPipeline
+from megatron.data.sample_views import SampleView
 from megatron.data.samples import SampleDataset
 from megatron.data.scored_text import ScoredText, check_lengths, fitted, too_long
 from megatron.families.family import STREAM_FLAGS, BlockLengths, Family, GenerationSpec

@@ -8,9 +8,11 @@ from typing import Any
 
 from megatron.checkpoint.files import read_json, write_json
 from megatron.config.kinds.instruction import InstructionConfig
+from megatron.config.kinds.preference import PreferenceConfig
 from megatron.data.kinds.instruction.conversations import read_examples
 from megatron.data.kinds.instruction.example_encoder import ALPACA_PREAMBLE
 from megatron.data.kinds.instruction.examples import ENDINGS
+from megatron.data.kinds.preference.records import read_preferences
 from megatron.data.kinds.raw_text.text_files import text_files
 from megatron.data.sources import parts_of
 from megatron.training.run import Run
@@ -71,6 +73,9 @@ def _has_pairs(run: Run) -> bool:
     assert train is not None
     source = train.sources[0]
     file = text_files(source.paths[0], ENDINGS)[0]
+    if run.config.kind(PreferenceConfig).preference is not None:
+        _, preference = next(iter(read_preferences(file.path)))
+        return preference.is_text
     _, example = next(iter(read_examples(file.path)))
     return example.is_pair
 
@@ -96,6 +101,8 @@ def write_chat_format(folder: Path, base: str, run: Run, ends: frozenset[int]) -
         content = {k: v for k, v in read_json(settings).items() if k != "chat_template"}
         write_json(settings, content)
     path, known = folder / "generation_config.json", Path(base) / "generation_config.json"
+    if not path.is_file():
+        return template is not None
     written = read_json(path)
     kept: dict[str, Any] = read_json(known) if known.is_file() else {}
     for name in ("transformers_version", "_from_model_config"):

@@ -11,7 +11,7 @@ from megatron.config import Setting, Settings
 from megatron.engine.environment import distributed
 from megatron.finetune.config import FineTuneConfig
 from megatron.finetune.during_training import Baseline, SampleTexts
-from megatron.finetune.export import check_output_folder, export_model
+from megatron.finetune.export import REPORT, check_output_folder, export_model
 from megatron.finetune.held_out import ExampleCounts, count_samples, training_data
 from megatron.finetune.prompts import sample_prompts
 from megatron.finetune.report import report
@@ -40,7 +40,8 @@ from megatron.util.files import write_whole
 from megatron.util.processes import is_main_process
 from megatron.util.progress import say
 
-REPORT = "report.html"
+EARLY_STOP = "--early-stopping-patience"
+"""How the reason of an end begins that is no interruption."""
 EVALUATIONS = 10
 """In a run, where no flag says how many."""
 
@@ -130,7 +131,7 @@ def fine_tune(tuning: FineTuneRun) -> None:
     output = Path(config.output)
     summary = summary_of(tuning, trainer.iteration)
     write_report(summary, output / REPORT)
-    if stopped is not None:
+    if stopped is not None and not stopped.startswith(EARLY_STOP):
         say(f"stopped by {stopped}: the same command continues from {output / CHECKPOINTS}")
     elif config.export:
         export_model(config, run, summary, prompts.ends)

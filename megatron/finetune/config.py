@@ -40,6 +40,9 @@ class FineTuneConfig:
     """Most tokens of such an answer."""
     export: bool = option(True, off="--no-export")
     """Leave it at checkpoints: write no Hugging Face folder."""
+    merge_adapters: bool = option(True, flag="--merge-adapters", off="--no-merge-adapters")
+    """With --lora, write the model with its adapters added to the weights, beside the adapters in
+    the folder adapter."""
     overwrite: bool = option(False)
     """Replace a model in --output that this command has not written."""
     max_shard_size: str = option("5GB")

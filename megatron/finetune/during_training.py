@@ -21,11 +21,11 @@ class Baseline(Callback):
 
     def before_step(self, trainer: Trainer) -> None:
         if trainer.iteration == 0:
-            trainer.validate()
+            trainer.evaluate()
 
 
 class SampleTexts(Callback):
-    """Lets the model answer prompts before the first step and at every evaluation, greedily."""
+    """Lets the model answer prompts at every evaluation, greedily."""
 
     def __init__(self, run: Run, mesh: Mesh, prompts: Prompts, most_tokens: int) -> None:
         self._tokenizer, self._mesh, self._prompts = run.tokenizer, mesh, prompts.prompts
@@ -38,10 +38,6 @@ class SampleTexts(Callback):
         self._ends = prompts.ends
         self._steps = step_group(mesh) if self._requests else None
         self._written_at: int | None = None
-
-    def before_step(self, trainer: Trainer) -> None:
-        if trainer.iteration == 0:
-            self._write(trainer)
 
     def evaluate(self, trainer: Trainer, last: bool) -> None:
         """Writes where an evaluation is due."""

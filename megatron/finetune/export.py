@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.adapters import AdaptedSource
+from megatron.checkpoint.files import CheckpointError, read_json
+from megatron.checkpoint.folder import BEST, replace_folder, unfinished_folder
 from megatron.checkpoint.source import locate_checkpoint
 from megatron.config import ConfigError
 from megatron.finetune.chat_format import write_chat_format
@@ -14,10 +16,14 @@ from megatron.finetune.settings import CHECKPOINTS
 from megatron.finetune.summary import TuningSummary
 from megatron.formats.conversion.commands import export_hf, parse_size
 from megatron.formats.conversion.output import published_into
+from megatron.formats.huggingface.peft import write_peft
+from megatron.training.outputs import check_output
 from megatron.training.run import Run
 from megatron.util.progress import say
 
-CARD = "README.md"
+CARD, REPORT = "README.md", "report.html"
+ADAPTER = "adapter"
+"""Folder of the adapters in --output."""
 
 
 def check_output_folder(config: FineTuneConfig) -> None:
@@ -28,6 +34,7 @@ def check_output_folder(config: FineTuneConfig) -> None:
     parse_size(config.max_shard_size)
     if output.exists() and not output.is_dir():
         raise ConfigError(f"--output {output} is a file; name a folder")
+    check_output("--output", output / REPORT)
     if config.overwrite or not (output / "config.json").is_file():
         return
     if not (output / CHECKPOINTS).is_dir():
@@ -45,13 +52,44 @@ def export_model(
     written."""
     assert config.model is not None and config.output is not None
     output, checkpoints = Path(config.output), Path(run.config.checkpoint.save or "")
-    found = locate_checkpoint(str(checkpoints))
+    found = locate_checkpoint(str(checkpoints), best_of(run))
     if found is None:
         raise CheckpointError(f"{checkpoints}: no complete checkpoint found")
     size = parse_size(config.max_shard_size)
-    with published_into(output, overwrite=True) as folder:
-        result = export_hf(found.open(), folder, size, name=f"--output {output}")
-        has_template = write_chat_format(folder, config.model, run, ends)
-        card = model_card(summary, output.resolve().name, has_template)
-        (folder / CARD).write_text(card, "utf-8")
+    source = found.open()
+    try:
+        if isinstance(source, AdaptedSource):
+            export_adapters(source, output / ADAPTER, config.model, run)
+            if not config.merge_adapters:
+                return
+        with published_into(output, overwrite=True) as folder:
+            result = export_hf(source, folder, size, name=f"--output {output}")
+            has_template = write_chat_format(folder, config.model, run, ends)
+            card = model_card(summary, output.resolve().name, has_template)
+            (folder / CARD).write_text(card, "utf-8")
+    except (CheckpointError, OSError) as error:
+        raise CheckpointError(
+            f"{error}. The training is complete in {found.folder}: mend that and give the same "
+            "command again, which then only writes the model"
+        ) from error
     say(f"{output}: {result}")
+
+
+def best_of(run: Run) -> str | None:
+    """The checkpoint of the best evaluation, with ``--keep-best``; None for the newest."""
+    checkpoint = run.config.checkpoint
+    path = Path(checkpoint.save or "") / BEST
+    if not checkpoint.keep_best or not path.is_file():
+        return None
+    found: str | None = read_json(path)["checkpoint"]
+    return found
+
+
+def export_adapters(source: AdaptedSource, folder: Path, base: str, run: Run) -> None:
+    """Writes the adapters of a checkpoint as peft does, for the model ``base``. Raises ValueError
+    or OSError if they cannot be written."""
+    with unfinished_folder(folder.resolve()) as temporary:
+        tensors = write_peft(source, temporary, str(Path(base).resolve()))
+        run.tokenizer.save_pretrained(temporary)
+        replace_folder(temporary, folder.resolve(), {})
+    say(f"{folder}: {tensors} tensors of adapters")

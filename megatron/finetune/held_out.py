@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from megatron.data.build import Datasets
@@ -10,6 +13,12 @@ from megatron.data.samples import RenumberedSamples, SampleDataset, checked_inde
 from megatron.families import family_of
 from megatron.training.plan import Epochs, TrainingPlan
 from megatron.training.run import Run
+
+_SAY_ORDERS = (
+    "megatron.data.kinds.instruction.packing",
+    "megatron.data.kinds.preference.samples",
+)
+"""Loggers."""
 
 
 class ExampleCounts(NamedTuple):
@@ -23,13 +32,28 @@ def count_samples(run: Run) -> ExampleCounts:
     """Tokenizes the examples of a run, or takes them from the cache, and counts the samples that
     they make. Raises ValueError or OSError, naming flag and file, if data cannot be used."""
     data = family_of(run.config.model.family).data(run.config, run.tokenizer)
-    found = data.datasets((1, 1, 0))
+    with _orders_unsaid():
+        found = data.datasets((1, 1, 0))
     assert found.train is not None
     parts = getattr(found.train, "parts", (found.train,))
     return ExampleCounts(
         tuple(map(len, parts)),
         {name: _whole(samples) for name, samples in found.valid.items()},
     )
+
+
+@contextmanager
+def _orders_unsaid() -> Iterator[None]:
+    """Keeps quiet about orders of samples, which are made again once their number is known."""
+    loggers = [logging.getLogger(name) for name in _SAY_ORDERS]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _whole(samples: SampleDataset[Any]) -> int:

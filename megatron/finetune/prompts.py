@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,9 +12,11 @@ import numpy.typing as npt
 
 from megatron.config import ConfigError
 from megatron.config.kinds.instruction import InstructionConfig
+from megatron.config.kinds.preference import PreferenceConfig
 from megatron.data.kinds.instruction.conversations import ANSWER, Example, Turn, read_examples
 from megatron.data.kinds.instruction.example_encoder import ExampleEncoder
 from megatron.data.loader import TrainingData
+from megatron.data.preference_batch import PreferenceSample
 from megatron.data.samples import PackedSample, SampleDataset
 from megatron.finetune.config import FineTuneConfig
 from megatron.inference.prompts import end_tokens
@@ -44,6 +46,8 @@ def sample_prompts(config: FineTuneConfig, run: Run, data: TrainingData) -> Prom
     examples of the training. Raises ConfigError or OSError if the file cannot be used."""
     datasets = data.datasets
     assert datasets.train is not None
+    if run.config.kind(PreferenceConfig).preference == "reward":
+        return Prompts((), frozenset())
     held_out = next(iter(datasets.valid.values()), datasets.train)
     if config.sample_prompts is not None:
         found = prompts_of_file(config.sample_prompts, config.samples, run)
@@ -60,16 +64,17 @@ def sample_prompts(config: FineTuneConfig, run: Run, data: TrainingData) -> Prom
 
 
 def held_out_prompts(dataset: SampleDataset[Any], count: int) -> list[PromptTokens]:
-    """Those of the first samples of instruction data, one of each sample."""
-    found = []
-    for number in range(min(count, len(dataset))):
-        sample = dataset[number]
-        if not isinstance(sample, PackedSample):
-            return []
-        prompt = first_answer(sample)
-        if prompt is not None:
-            found.append(prompt)
-    return found
+    """Those of the first samples, one of each sample, with the better of two answers."""
+    found = (prompt_of(dataset[number]) for number in range(min(count, len(dataset))))
+    return [prompt for prompt in found if prompt is not None]
+
+
+def prompt_of(sample: Any) -> PromptTokens | None:
+    """The first prompt of a sample; None where there is none."""
+    if isinstance(sample, PreferenceSample):
+        row = sample.rows[0]
+        return PromptTokens(tuple(row.context.tolist()), tuple(row.continuation.tolist()))
+    return first_answer(sample) if isinstance(sample, PackedSample) else None
 
 
 def first_answer(sample: PackedSample) -> PromptTokens | None:
@@ -116,9 +121,9 @@ def _prompt(tokens: npt.NDArray[np.int32], counted: npt.NDArray[np.bool_]) -> Pr
 
 def answer_ends(dataset: SampleDataset[Any], tokenizer: Tokenizer) -> frozenset[int]:
     """The tokens that end an answer: those of the tokenizer, and the one at which most answers of
-    instruction data end, which a chat template may write."""
+    the data end, which a chat template may write."""
     samples = (dataset[number] for number in range(min(_LOOKED_AT, len(dataset))))
-    last = Counter(_last_counted(samples))
+    last = Counter(token for sample in samples for token in _last_counted(sample))
     found = end_tokens(tokenizer)
     if last:
         token, times = last.most_common(1)[0]
@@ -127,13 +132,14 @@ def answer_ends(dataset: SampleDataset[Any], tokenizer: Tokenizer) -> frozenset[
     return found
 
 
-def _last_counted(samples: Iterable[Any]) -> Iterable[int]:
+def _last_counted(sample: Any) -> Iterator[int]:
     """The last token that counts of each example that the end of a sample does not cut."""
-    for sample in samples:
-        if not isinstance(sample, PackedSample):
-            return
-        counted_S, documents_S = sample.loss_mask_S > 0, sample.document_ids_S
-        for document in np.unique(documents_S[counted_S]):
-            places = np.flatnonzero(counted_S & (documents_S == document))
-            if places[-1] < len(counted_S) - 1:
-                yield int(sample.tokens_T[places[-1] + 1])
+    if isinstance(sample, PreferenceSample):
+        yield from (int(row.continuation[-1]) for row in sample.rows)
+    if not isinstance(sample, PackedSample):
+        return
+    counted_S, documents_S = sample.loss_mask_S > 0, sample.document_ids_S
+    for document in np.unique(documents_S[counted_S]):
+        places = np.flatnonzero(counted_S & (documents_S == document))
+        if places[-1] < len(counted_S) - 1:
+            yield int(sample.tokens_T[places[-1] + 1])

@@ -58,8 +58,9 @@ def _build(
         return module
     stack = spec.name.rpartition(".")[0]
     for path, layer in module.named_modules():
-        if isinstance(layer, ParallelLinear):
-            add_adapters(layer, additions.get(f"{stack}.{{n}}.{path}", ()), config.adapters)
+        own = additions.get(f"{stack}.{{n}}.{path}", ())
+        if isinstance(layer, ParallelLinear) and own:
+            add_adapters(layer, own, config.adapters)
     return module
 
 

@@ -125,7 +125,8 @@ class RewardHead(WholeLinear):
             return state.with_hidden(self.tp.whole_sequence(super().forward(state.hidden)))
         x_BPH, _ = state.targets.taken(state.hidden, self.tp)
         reward_B = self.tp.whole_sequence(super().forward(x_BPH))[:, 0, 0]
-        for name, loss in reward_losses(reward_B).items():
+        margin_B = getattr(state.batch, "margin_R", None)
+        for name, loss in reward_losses(reward_B, margin_B).items():
             state = state.with_loss(name, loss)
         return state
 
@@ -138,14 +139,16 @@ REWARD_LOSSES = {
 """The loss of a reward model and what is reported beside it: means over pairs."""
 
 
-def reward_losses(reward_B: Tensor) -> dict[str, Tensor]:
+def reward_losses(reward_B: Tensor, margin_B: Tensor | None = None) -> dict[str, Tensor]:
     """The numbers of :data:`REWARD_LOSSES`, float32 or float64, of texts in pairs, of which the
-    first is the better one: -log sigmoid of the difference (Bradley and Terry; Ouyang et al.
-    2022, equation 1)."""
+    first is the better one: -log sigmoid of the difference (Ouyang et al. 2022, equation 1), less a
+    margin where pairs have one, in both of their places (Touvron et al. 2023, equation 2)."""
     better, worse = _precise(reward_B).view(-1, 2).unbind(1)
-    margin = better - worse
-    seen = [each.detach() for each in (better, worse, margin, (margin > 0).to(margin.dtype))]
-    numbers = (-F.logsigmoid(margin), *seen)
+    difference = better - worse
+    wanted = difference if margin_B is None else difference - margin_B[0::2]
+    right = (difference > 0).to(difference.dtype)
+    seen = [each.detach() for each in (better, worse, difference, right)]
+    numbers = (-F.logsigmoid(wanted), *seen)
     return {name: each.mean() for name, each in zip(REWARD_LOSSES, numbers, strict=True)}
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pkgutil import resolve_name
 
 from megatron.config import RunConfig
+from megatron.config.kinds.instruction import InstructionConfig
 from megatron.config.kinds.preference import PreferenceConfig
 from megatron.families import spec_of
 from megatron.model.spec import ModelSpec
 
 __all__ = ["trained_spec"]
 
+INSTRUCTION = "megatron.objectives.instruction:with_instruction"
 PREFERENCE = "megatron.objectives.preference:with_preference"
 DISTILLATION = "megatron.objectives.distillation:with_teacher"
 ADAPTERS = "megatron.model.adapters:with_adapters"
@@ -21,6 +23,7 @@ def trained_spec(config: RunConfig) -> ModelSpec:
     """The model of a run with the losses that it is trained by, and its adapters. Raises
     ConfigError as :func:`spec_of` does, or if the family has no such losses."""
     changes = {
+        INSTRUCTION: config.kind(InstructionConfig).sft,
         PREFERENCE: config.kind(PreferenceConfig).preference is not None,
         DISTILLATION: config.distillation.kd,
         ADAPTERS: config.adapters.lora,

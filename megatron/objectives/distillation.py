@@ -55,7 +55,9 @@ def with_teacher(spec: ModelSpec, config: RunConfig) -> ModelSpec:
     terms = Distilling(flags.kd_alpha_ce, flags.kd_beta_ce, flags.kd_temp)
     others = {name: weight for name, weight in spec.losses.items() if name != LM_LOSS}
     losses = {LM_LOSS: 0.0, KD_LOSS: 0.0, **others, TOTAL_LOSS: spec.losses[LM_LOSS]}
-    return replace(spec, begin=_beginning(spec.begin, terms), losses=losses)
+    numbers = spec.no_perplexity | {KD_LOSS, TOTAL_LOSS}
+    begin = _beginning(spec.begin, terms)
+    return replace(spec, begin=begin, losses=losses, no_perplexity=numbers)
 
 
 def _beginning(begin: Callable[[Any], LayerState], terms: Distilling) -> Callable[..., LayerState]:

@@ -23,15 +23,13 @@ ACCURACY = "token accuracy"
 
 def with_instruction(spec: ModelSpec, config: RunConfig) -> ModelSpec:
     """A language model trained as the flags of instruction data say, and evaluated with its token
-    accuracy. Raises ConfigError if a teacher is to be learnt from with other weights."""
+    accuracy. Raises ConfigError if that is to be logged beside the losses of a teacher."""
     flags = config.kind(InstructionConfig)
-    if config.distillation.kd:
-        if flags.sft_loss_weights != "micro-batches" or flags.log_token_accuracy:
-            raise ConfigError(
-                "--kd computes losses of its own, without --sft-loss-weights and "
-                "--log-token-accuracy: leave them out"
-            )
-    else:
+    if config.distillation.kd and flags.log_token_accuracy:
+        raise ConfigError(
+            "--kd computes losses of its own, without --log-token-accuracy: leave it out"
+        )
+    if not config.distillation.kd or flags.sft_loss_weights != "micro-batches":
         spec = replace(spec, evaluated=EVALUATION, no_perplexity=frozenset({ACCURACY}))
     if flags.sft_loss_weights != "micro-batches" or flags.log_token_accuracy:
         objective = ResponseLoss(flags.log_token_accuracy)

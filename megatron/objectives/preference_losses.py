@@ -17,7 +17,7 @@ from megatron.config.kinds.preference import PreferenceConfig
 from megatron.model.embedding import LM_LOSS
 
 ODDS_RATIO_LOSS = "odds ratio loss"
-KL = "kl"
+KL = "rewards/kl"
 """Reported for kto: the reference point, an estimate of the divergence from the reference, in
 nats."""
 MARGINS, ACCURACIES = "rewards/margins", "rewards/accuracies"

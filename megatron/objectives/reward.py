@@ -25,4 +25,4 @@ def with_pairs_of_texts(spec: ModelSpec, config: RunConfig) -> ModelSpec:
 
 
 def _begin(spec: ModelSpec, batch: PreferenceBatch) -> LayerState:
-    return spec.begin(batch.answers)
+    return spec.begin(batch.answers).changed(batch=batch)

@@ -181,13 +181,7 @@ def _check_layout(model: ModelConfig, parallel: ParallelConfig, shown: str) -> N
 
 
 class Teacher:
-    """A teacher at work.
-
-    Attributes:
-        active: whether it says anything (``--kd-iters``).
-    """
-
-    active = True
+    """A teacher at work."""
 
     def __init__(self, engine: Evaluator) -> None:
         self.engine = engine
@@ -195,10 +189,6 @@ class Teacher:
     def teach(self, batches: Iterator[Any], count: int) -> Iterator[TaughtBatch]:
         """``count`` micro batches with the teacher's hidden states. A pipeline takes all of them
         through the teacher first; else each one is as soon as it is asked for."""
-        if not self.active:
-            for _ in range(count):
-                yield TaughtBatch(next(batches))
-            return
         rounds = [count] if self.engine.mesh.pipeline.size > 1 else [1] * count
         for size in rounds:
             device = self.engine.device

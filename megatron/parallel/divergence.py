@@ -20,7 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.parallel.cross_entropy import LogitChunks, LossHead, Targets, _LinearCrossEntropy
+from megatron.parallel.cross_entropy import (
+    LogitChunks,
+    LossHead,
+    Targets,
+    factor_of,
+    scaled,
+    summed,
+)
 from megatron.parallel.mesh import Group
 from megatron.parallel.softmax_loss import capped, rows_of_work, slices
 from megatron.parallel.tensor_parallel import autocast_dtype, start_gather_sequence
@@ -176,8 +183,16 @@ class _LinearDistillation(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        found = _LinearCrossEntropy.backward(ctx, grad)
-        return (*found[:3], None, None, None, None, None)
+        x_grad, weight_grad, bias_grad = ctx.saved_tensors
+        factor = factor_of(grad / ctx.counted)
+        if x_grad is not None:
+            # In place: a second backward pass is an error.
+            x_grad = summed(x_grad.view(ctx.shape), ctx.head.tp).mul_(factor).to(ctx.dtypes[0])
+        others = (
+            None if of is None else scaled(of, factor, dtype)
+            for of, dtype in zip((weight_grad, bias_grad), ctx.dtypes[1:], strict=True)
+        )
+        return x_grad, *others, None, None, None, None, None
 
 
 class _Distilled(LogitChunks):

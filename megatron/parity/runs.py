@@ -137,11 +137,11 @@ class PlainTraining:
         plan = self._plan
         count = plan.batch_size.micro_batches(self._consumed)
         batches = plan.lengths.cut(self._batches, self._iteration)
-        batches = self._taught(batches, count)
         micro = [next(batches) for _ in range(count)]
         if self._weighed:
             mean_2 = torch.stack([batch.weights_2 for batch in micro]).mean(0)
             micro = [batch._replace(weights_2=batch.weights_2 / mean_2) for batch in micro]
+        micro = list(self._taught(iter(micro), count))
         losses = []
         for place in self._order or range(count):
             if place >= count:

@@ -185,12 +185,16 @@ class Reported(Protocol):
 @dataclass(frozen=True)
 class Evaluation:
     """Losses on held-out data after ``iteration`` steps: means over micro batches and ranks, by the
-    family's names. ``name`` is that of the data set, "valid" or "test" where there is only one."""
+    family's names. ``name`` is that of the data set, "valid" or "test" where there is only one.
+    ``no_perplexity`` are those that are no cross entropies; ``loss`` is the minimised number, where
+    it is none of them."""
 
     iteration: int
     losses: Mapping[str, float]
     name: str = "valid"
     test: bool = False
+    no_perplexity: frozenset[str] = frozenset()
+    loss: float | None = None
 
     @property
     def kind(self) -> str:
@@ -202,19 +206,26 @@ class Evaluation:
         """The console line, with the key texts of Megatron that people's scripts look for."""
         where = f"iteration {self.iteration}" + (" on test set" if self.test else "")
         where += "" if self.name in ("valid", "test") else f" on {self.name}"
+        ppl = self._perplexities()
         values = "".join(
-            f"{name} value: {loss:.6E} | {name} PPL: {perplexity(loss):.6E} | "
+            f"{name} value: {loss:.6E} | "
+            + (f"{name} PPL: {ppl[name]:.6E} | " if name in ppl else "")
             for name, loss in self.losses.items()
         )
         return f" validation loss at {where} | {values}".rstrip()
 
     def row(self) -> dict[str, float | None]:
         """The values by name, for writers; a single loss is ``loss``."""
+        ppl = self._perplexities()
         if len(self.losses) == 1:
-            (loss,) = self.losses.values()
-            return {"loss": loss, "perplexity": perplexity(loss)}
-        found: dict[str, float | None] = dict(self.losses)
-        return found | {f"{name} PPL": perplexity(loss) for name, loss in self.losses.items()}
+            ((name, loss),) = self.losses.items()
+            return {"loss": loss, **({"perplexity": ppl[name]} if ppl else {})}
+        total = {} if self.loss is None else {"loss": self.loss}
+        return {**total, **self.losses, **{f"{name} PPL": value for name, value in ppl.items()}}
+
+    def _perplexities(self) -> dict[str, float]:
+        with_one = (name for name in self.losses if name not in self.no_perplexity)
+        return {name: perplexity(self.losses[name]) for name in with_one}
 
 
 def perplexity(loss: float) -> float:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -67,6 +67,8 @@ class Reporter(Callback):
     ) -> None:
         config = resolved.config
         self.plan, self.mesh, self.device = plan, mesh, device
+        self.beside: Callable[[Step], float] = lambda step: 0.0
+        """FLOPs of a step that are no work of the model."""
         self.log_interval = config.logging.log_interval
         self.meter: IntervalMeter | None = None
         self.main = mesh.world.rank == 0
@@ -111,6 +113,8 @@ class Reporter(Callback):
             return
         if begin.weights_only:
             self.say(f"weights from {begin.folder}; starting at iteration 0")
+        elif begin.restarts:
+            self.say(f"weights and optimizer from {begin.folder}; starting at iteration 0")
         else:
             self.say(f"resumed from {begin.folder} at iteration {begin.iteration}")
         for line in begin.notes:
@@ -148,7 +152,7 @@ class Reporter(Callback):
                 losses=result.losses,
                 samples=step.samples,
                 tokens=tokens,
-                flops=shape.flops_per_step(step.samples, causal=True),
+                flops=shape.flops_per_step(step.samples, causal=True) + self.beside(step),
                 recomputed_flops=tokens * again,
                 seq_length=step.seq_length if self.plan.lengths.grows else None,
                 learning_rate=step.learning_rate,

@@ -40,7 +40,8 @@ _HOW_FAST = {"torch_compile", "torch_compile_mode", "activation_memory_budget"}
 @dataclass(frozen=True)
 class ResumePoint:
     """Where a run starts. ``folder`` is None without a checkpoint; ``changed`` are values that
-    differ from its run, ``notes`` what was decided where it does not say, a line each."""
+    differ from its run, ``notes`` what was decided where it does not say, a line each.
+    ``restarts``: also the optimizer's state was loaded, and the count starts again."""
 
     folder: Path | None = None
     iteration: int = 0
@@ -48,6 +49,7 @@ class ResumePoint:
     changed: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     weights_only: bool = False
+    restarts: bool = False
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,10 @@ def _protect_other_run(options: CheckpointConfig, origin: ResumeSource | None) -
     save = Path(options.save or "")
     found = locate_checkpoint(save)
     continues = (
-        origin is not None and origin.continues and origin.found.folder.parent.samefile(save)
+        origin is not None
+        and origin.continues
+        and not options.reset_iteration
+        and origin.found.folder.parent.samefile(save)
     )
     if found is not None and not continues:
         raise CheckpointError(
@@ -177,6 +182,8 @@ def load(engine: TrainEngine, plan: TrainingPlan, origin: ResumeSource | None) -
     if not origin.continues or not source.state:
         return ResumePoint(source.folder, changed=changed, notes=notes, weights_only=True)
     state = source.state
+    if config.checkpoint.reset_iteration:
+        return ResumePoint(source.folder, changed=changed, notes=notes, restarts=True)
     loaded = ResumePoint(
         source.folder, state["iteration"], state["consumed_samples"], changed, notes
     )

@@ -229,9 +229,10 @@ def build_trainer(
     engine = build_engine(config, run.content, spec, mesh, device)
     writer = checkpoint_writer(engine, run.content, run.tokenizer.save_pretrained)
     begin = resume.load(engine, plan, checkpoint)
-    for teacher in teaching:
-        teacher.start(engine, data)
     report = Reporter(run.resolved, plan, mesh, device, begin)
+    for teacher in teaching:
+        teacher.start(engine, data, plan, begin.consumed_samples)
+        report.beside = teacher.flops
     checkpoints = CheckpointManager(writer, report, config.checkpoint.save_interval)
     check = config.training.check_for_nan_in_loss_and_grad
     return Trainer(

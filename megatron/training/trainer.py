@@ -181,6 +181,11 @@ class Trainer:
         """Whether the plan has no step after this one."""
         return self.iteration >= self.plan.train_iters
 
+    def evaluate(self) -> None:
+        """All evaluations that follow a step where one is due."""
+        self.validate()
+        self._tell("evaluate", False)
+
     def validate(self) -> None:
         """Evaluates on the next samples of each validation set."""
         self.settle()
@@ -205,7 +210,10 @@ class Trainer:
             # A pipeline takes batches of one shape; they are token ids, and small.
             found = iter(of_one_length([next(batches) for _ in range(count)]))
         losses = self.engine.evaluate(found, count)
-        self.report(Evaluation(self.iteration, losses, name, test))
+        spec, total = self.engine.spec, None
+        if spec.no_perplexity and losses.keys() == spec.losses.keys():
+            total = spec.total(losses)
+        self.report(Evaluation(self.iteration, losses, name, test, spec.no_perplexity, total))
 
     def report(self, evaluation: Reported) -> None:
         """Tells every callback of an evaluation."""

@@ -268,10 +268,13 @@ def _tagged(kind: str, values: Values) -> Iterator[tuple[str, float]]:
                 yield f"tasks/{dataset} {name.replace('_', ' ')}", value
         return
     tags = TAGS.get(kind, {})
-    named = [name for name in values if name.endswith(" loss")]
-    if named:  # a family with several losses: their sum is not its "lm loss"
-        after = "" if kind == "train" else f" {kind}"
-        tags = tags | {"loss": f"loss{after}"} | {name: f"{name}{after}" for name in named}
+    after = "" if kind == "train" else f" {kind}"
+    if any(name.endswith(" loss") for name in values):
+        # A run with several losses: their sum is not its "lm loss".
+        tags = tags | {"loss": f"loss{after}"}
+    # What a run reports under names of its own, with spaces or a group before a slash.
+    named = (name for name in values if set(name) & set(" /") and not name.endswith(" PPL"))
+    tags = tags | {name: f"{name}{after}" for name in named}
     for name, tag in tags.items():
         value = values.get(name)
         if value is not None:

@@ -51,6 +51,10 @@ class InstructionConfig(KindConfig):
     """Also log how many tokens with a loss the model predicts in training steps; evaluations on
     instruction data always report it."""
 
+    split_by: str = option("order", choices=("order", "prompt"))
+    """How --split divides examples: in the order of the files, or with all examples of a prompt in
+    one part, which a hash of the prompt draws. Then no prompt that is evaluated was trained on."""
+
     files: ClassVar[str | None] = "instruction"
     samples: ClassVar[str] = "packed"
     idle: ClassVar[str] = (

@@ -50,7 +50,7 @@ class PreferenceConfig(KindConfig):
     files: ClassVar[str | None] = "preference"
     samples: ClassVar[str] = "pairs"
     shares: ClassVar[frozenset[str]] = frozenset(
-        {"prompt_format", "chat_template", "on_long_example"}
+        {"prompt_format", "chat_template", "on_long_example", "split_by"}
     )
     idle: ClassVar[str] = "this run has no preference data (--preference)"
 

@@ -51,6 +51,7 @@ class AsyncOptimizerStep:
             trainer learns of that step, the weights are still those before it.
         form: how ZeRO 1 and 2 store main weights and moments; None for float32.
         keys: see :class:`~megatron.engine.update.partition_update.PartitionUpdate`.
+        groups_differ: whether pipeline stages may have other groups of parameters.
 
     Attributes:
         norm: of the last step, before clipping; infinite when not finite. A scalar on the device.
@@ -68,7 +69,9 @@ class AsyncOptimizerStep:
         hold: bool,
         form: StateFormat | None = None,
         keys: Mapping[nn.Parameter, int] | None = None,
+        groups_differ: bool = False,
     ) -> None:
+        self._groups_differ = groups_differ
         self._wrapper, self._optimizer = wrapper, optimizer
         self._params, self._mesh = list(params), mesh
         whole = wrapper is optimizer or isinstance(wrapper, BF16_Optimizer)
@@ -158,6 +161,8 @@ class AsyncOptimizerStep:
 
     def _scaled_norm(self, grads: list[list[Tensor]], result: torch.dtype) -> Tensor:
         groups = [self._mesh.data, self._mesh.model]
+        if self._groups_differ:
+            grads = [[grad for group in grads for grad in group]]
         # DeepSpeed makes float64 copies of all gradients for this: 5% of a small step.
         norm = norm_of_groups(grads, torch.float32, result, groups, self._device)
         if self._clip_grad > 0:

@@ -88,6 +88,21 @@ def rate_factors(
     return {param: config.lr_factor(name) for param, name in names.items()}
 
 
+def check_groups(optimizer: Optimizer, mesh: Mesh) -> None:
+    """Raises ConfigError where pipeline stages have different numbers of groups: DeepSpeed's own
+    step exchanges a number for each."""
+    count = len(optimizer.param_groups)
+    counts = [count] * mesh.pipeline.size
+    if mesh.pipeline.size > 1:
+        dist.all_gather_object(counts, count, group=mesh.pipeline.handle)
+    if len(set(counts)) > 1:
+        raise ConfigError(
+            f"--lr-group: the pipeline's stages have {', '.join(map(str, counts))} groups of "
+            "parameters, and --fp16, SGD and offloaded states at ZeRO 1 need the same number: use "
+            "--bf16, patterns that match in every stage, or --zero-stage 0"
+        )
+
+
 def set_rates(optimizer: Optimizer, lr: float, weight_decay: float) -> None:
     """Sets the learning rate of all groups, times their factors, and the decay of those that
     decay."""

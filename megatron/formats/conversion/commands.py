@@ -18,7 +18,6 @@ from megatron.checkpoint.source import (
     FoundCheckpoint,
     Source,
     locate_checkpoint,
-    open_checkpoint,
     run_of,
 )
 from megatron.checkpoint.writer import write_checkpoint
@@ -47,13 +46,15 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2*
 
 
 @dataclass(frozen=True)
-class _LoadConfig:
+class LoadConfig:
     """The checkpoint that is converted."""
 
     load: str | None = option(None)
     """Folder of checkpoints, or one checkpoint, of any format."""
     iteration: int | None = option(None, derived="the newest complete checkpoint")
     """Iteration of the checkpoint."""
+    pretrained_checkpoint: str | None = option(None, derived="the one that the adapters name")
+    """Where --load has adapters: the model that they belong to."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,8 @@ class ToHFConfig:
 def to_hf(argv: Sequence[str]) -> None:
     """Converts, compares logits, and gives the result its name only if they agree. Raises
     ConfigError, CheckpointError, or OSError where the hub refuses."""
-    checkpoint, config = _parsed(
-        argv, "to-hf", "Writes a checkpoint as a model of Hugging Face.", _LoadConfig, ToHFConfig
+    checkpoint, config = parsed(
+        argv, "to-hf", "Writes a checkpoint as a model of Hugging Face.", LoadConfig, ToHFConfig
     )
     load, output = required(checkpoint, "load"), required(config, "output")
     shard_bytes = parse_size(config.max_shard_size)
@@ -92,7 +93,7 @@ def to_hf(argv: Sequence[str]) -> None:
         raise ConfigError("--private concerns the repository of --push-to-hub, which is not given")
     if config.push_to_hub is not None:
         check_hub(config.push_to_hub)
-    found = _located(load, checkpoint.iteration)
+    found = located(load, checkpoint.iteration, checkpoint.pretrained_checkpoint)
     with published(Path(output), config.overwrite, found.folder) as folder:
         result = export_hf(
             found.open(), folder, shard_bytes, config.dtype, config.architecture,
@@ -151,7 +152,7 @@ class FromHFConfig:
 
 def from_hf(argv: Sequence[str]) -> None:
     """As :func:`to_hf`, in the other direction."""
-    (config,) = _parsed(
+    (config,) = parsed(
         argv, "from-hf", "Writes a model of Hugging Face as a checkpoint.", FromHFConfig
     )
     path, output = Path(required(config, "input")), Path(required(config, "output"))
@@ -229,20 +230,20 @@ def to_megatron(argv: Sequence[str]) -> None:
     """Writes the weights as Megatron-LM's ranks would, and reads them back. Raises ConfigError if a
     flag is missing or wrong. Raises ValueError if Megatron has no such network, or the sizes do not
     divide it. Raises CheckpointError if the checkpoint is damaged, or what is read back differs."""
-    checkpoint, config = _parsed(
+    checkpoint, config = parsed(
         argv, "to-megatron", "Writes a checkpoint in the layout of Megatron-LM's version 3.",
-        _LoadConfig, ToMegatronConfig,
+        LoadConfig, ToMegatronConfig,
     )  # fmt: skip
     load, output = required(checkpoint, "load"), Path(required(config, "output"))
-    source = opened(load, checkpoint.iteration)
+    source = opened(load, checkpoint.iteration, checkpoint.pretrained_checkpoint)
     sizes = config.target_tensor_parallel_size, config.target_pipeline_parallel_size
     export_megatron(source, output, sizes, config.dtype, config.release, config.checking)
 
 
-def opened(load: str, iteration: int | None = None) -> Source:
-    """Opens a checkpoint and prints what was assumed where it does not say. Raises CheckpointError
-    if it does not exist, or is damaged."""
-    source = open_checkpoint(load, _wanted(iteration))
+def opened(load: str, iteration: int | None = None, base: str | None = None) -> Source:
+    """Opens a checkpoint and prints what was assumed where it does not say; ``base`` is the model
+    of adapters. Raises CheckpointError if it does not exist, or is damaged."""
+    source = located(load, iteration, base).open()
     for note in source.notes:
         print(f"{source.folder}: {note}")
     return source
@@ -303,16 +304,16 @@ class ToUniversalConfig:
 def to_universal(argv: Sequence[str]) -> None:
     """Converts a checkpoint to DeepSpeed's universal format. Raises ConfigError if a flag is
     missing or wrong. Raises CheckpointError if the checkpoint does not exist, or is damaged."""
-    checkpoint, config = _parsed(
+    checkpoint, config = parsed(
         argv, "to-universal", "Writes a checkpoint as DeepSpeed's universal one, for "
-        "load_universal.", _LoadConfig, ToUniversalConfig,
+        "load_universal.", LoadConfig, ToUniversalConfig,
     )  # fmt: skip
     load, output = required(checkpoint, "load"), Path(required(config, "output"))
     if output.exists() and not (output.is_dir() and is_universal(output)):
         raise ConfigError(
             f"--output {output} exists and is not a universal checkpoint; name a new folder"
         )
-    found = _located(load, checkpoint.iteration)
+    found = located(load, checkpoint.iteration, checkpoint.pretrained_checkpoint)
     if output.resolve() == found.folder.resolve():
         raise ConfigError(f"--output {output} is the checkpoint that is read")
     write_universal(found.open(), output, config.zero_stage, progress=say)
@@ -342,7 +343,8 @@ def parse_size(text: str) -> int:
     return size
 
 
-def _parsed(argv: Sequence[str], command: str, description: str, *classes: type) -> list[Any]:
+def parsed(argv: Sequence[str], command: str, description: str, *classes: type) -> list[Any]:
+    """The flags of a command, an object of each class."""
     prog = f"convert_checkpoint.py {command}"
     return list(parse_configs(classes, argv, prog=prog, description=description))
 
@@ -351,11 +353,13 @@ def _wanted(iteration: int | None) -> str | None:
     return None if iteration is None else str(iteration)
 
 
-def _located(load: str, iteration: int | None) -> FoundCheckpoint:
+def located(load: str, iteration: int | None, base: str | None = None) -> FoundCheckpoint:
+    """The checkpoint of ``--load``; ``base`` is the model of adapters. Raises CheckpointError if
+    there is none."""
     found = locate_checkpoint(load, _wanted(iteration))
     if found is None:
         raise CheckpointError(f"--load {load}: no complete checkpoint found")
-    return found
+    return found._replace(base=base)
 
 
 def _dtype_of(source: Source) -> str:

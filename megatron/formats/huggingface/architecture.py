@@ -21,6 +21,14 @@ from megatron.formats.huggingface.config_reader import (
     Keys,
 )
 from megatron.formats.huggingface.entries import Entry
+from megatron.formats.huggingface.reward import (
+    REWARD,
+    SCORE,
+    has_rewards,
+    read_head,
+    reward_class,
+    reward_keys,
+)
 from megatron.formats.huggingface.tasks import CAUSAL_LM, Task
 
 
@@ -123,10 +131,13 @@ class Architecture:
     def class_of(self, model: ModelConfig) -> str:
         """The class of a model in `transformers`."""
         named = self.model_class
-        return named if isinstance(named, str) else named(model)
+        named = named if isinstance(named, str) else named(model)
+        return reward_class(named) if has_rewards(model) else named
 
     def task_of(self, model: ModelConfig) -> Task:
         """What a model does."""
+        if has_rewards(model):
+            return REWARD
         return self.task if isinstance(self.task, Task) else self.task(model)
 
     def config(self, model: ModelConfig) -> dict[str, Any]:
@@ -142,6 +153,7 @@ class Architecture:
                 for names, ours in self.keys.items()
             },
             **self.write(model),
+            **(reward_keys() if has_rewards(model) else {}),
         }
 
     def model(self, content: dict[str, Any], path: Path) -> ModelConfig:
@@ -156,6 +168,8 @@ class Architecture:
         fields |= given.fields(keys, activations)
         _derive_sizes(given, fields)
         fields |= self.read(given, fields)
+        if self.task is CAUSAL_LM:
+            fields |= read_head(given)
         heads, groups = fields["num_attention_heads"], fields["num_query_groups"]
         if heads % groups:
             given.refuse(
@@ -187,12 +201,16 @@ class Architecture:
             wanted.append("no --swiglu and no --glu-activation")
         wanted += [need.wanted for need in self.requirements if not need.holds(model)]
         allowed = self.features | set(self.keys.values()) | set(self.fixed)
+        if self.task is CAUSAL_LM and has_rewards(model):
+            allowed |= {"head"}
         surplus = features_of(model) - allowed
         return wanted + [without(feature) for feature in FEATURES if feature in surplus]
 
     def parameters(self, model: ModelConfig) -> Iterator[Parameter]:
         """The table for one model: blocks in order, between what comes before and after them."""
         present = [entry for entry in self.entries if entry.when(model)]
+        if has_rewards(model):
+            present = [each for each in present if each.ours != "output_layer.weight"] + [*SCORE]
         for stack, entries in groupby(present, lambda entry: entry.stack):
             if stack is None:
                 for entry in entries:

@@ -100,12 +100,72 @@ def test_stages_of_a_training(pool, teacher, tmp_path):
     assert taught.losses[:3] == staged.losses[:3] and taught.losses[3] != staged.losses[3]
 
 
+def test_reset_iteration(pool, teacher, tmp_path):
+    """Weights and moments of a checkpoint, and its first sample and learning rate again."""
+    first = tmp_path / "first"
+    (begun,) = pool.run(1, train, [*STUDENT, "--save", str(first)])
+    load = [*STUDENT, "--load", str(first), "--train-iters", "3", "--lr-warmup-iters", "2"]
+    reset, tuned = (
+        pool.run(1, train, [*load, *teacher, *flags])[0]
+        for flags in (["--reset-iteration", "--no-load-lr-state"], ["--finetune"])
+    )
+    assert len(reset.losses) == 3 and begun.iteration == STEPS
+    assert reset.losses[0] == tuned.losses[0] and reset.losses[2] != tuned.losses[2]
+    (message,) = pool.run(1, refusals, [[*load, "--reset-iteration", "--save", str(first)]])
+    assert "does not continue" in message[0]
+
+
+def refusals(cases):
+    """Why runs with these flags are refused."""
+    messages = []
+    for argv in cases:
+        with contextlib.redirect_stdout(io.StringIO()), pytest.raises(ValueError) as error:
+            train(argv)
+        messages.append(str(error.value))
+    return messages
+
+
+def test_what_cannot_teach_is_refused_by_name(pool, teacher, tmp_path):
+    alone, folder = [*STUDENT, "--kd"], teacher[-1]
+    named = [*alone, "--load-teacher", folder]
+    bert = str(tmp_path / "bert")
+    pool.run(
+        1, train, [*FAMILIES["bert"], *"--num-layers 1 --train-iters 1".split(), "--save", bert]
+    )
+    cases = {
+        ("--load-teacher", "missing"): alone,
+        ("--load-teacher", folder, "effect with --kd only"): [*STUDENT, "--load-teacher", folder],
+        ("no checkpoint found", str(tmp_path / "no")): [*alone, "--load-teacher", f"{tmp_path}/no"],
+        ("family bert", "student of gpt"): [*alone, "--load-teacher", bert],
+        ("--num-layers-teacher 7", "has 5"): [*named, "--num-layers-teacher", "7"],
+        ("--hidden-size-teacher 64", "has 48"): [*named, "--hidden-size-teacher", "64"],
+        ("--num-attention-heads-teacher 3", "has 4"): [
+            *named, "--num-attention-heads-teacher", "3",
+        ],
+        ("--num-experts-teacher", "dense"): [*named, "--num-experts-teacher", "4"],
+        ("knows 100 tokens", "fewer than the 121"): [*named, "--vocab-size", "120"],
+        ("--kd-alpha-ce 0.0", "--kd-beta-ce 0.0"): [
+            *named, "--kd-alpha-ce", "0", "--kd-beta-ce", "0",
+        ],
+        ("--kd-top-k 8", "--kd-cache only"): [*named, "--kd-top-k", "8"],
+        ("--no-load-lr-state needs --reset-iteration",): [*named, "--no-load-lr-state"],
+    }  # fmt: skip
+    (messages,) = pool.run(1, refusals, list(cases.values()))
+    for words, message in zip(cases, messages, strict=True):
+        for word in words:
+            assert word in message or (word == "missing" and "needs" in message), message
+    fits = "--num-layers-teacher 5 --hidden-size-teacher 48 --num-attention-heads-teacher 4"
+    more = [*fits.split(), "--num-experts-teacher", "1", "1", "--train-iters", "1"]
+    (record,) = pool.run(1, train, [*named, *more])
+    assert len(record.losses) == 1
+
+
 def inside(argv):
     """What a teacher is like after the training of its student."""
     run = parse_run(None, argv)
     with distributed(run.config.parallel) as mesh, contextlib.redirect_stdout(io.StringIO()):
         trainer = build_trainer(run, mesh)
-        teacher = trainer.engine.teach.__self__.engine
+        teacher = trainer.engine.teach.__self__.teacher.engine
         before = {name: param.clone() for param, name in teacher.names.items()}
         optimized = {
             id(param)

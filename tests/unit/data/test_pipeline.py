@@ -77,8 +77,8 @@ def test_what_the_loss_asks_for_is_shown(corpora):
     assert train is not None
     view = data.view(train[0], 8)
     first = int(view.tokens_S[0])
-    assert view.tokens_S.tolist() == [first, 1, 97, 98, 99, 99, 99, 99]
-    assert view.loss_mask_S.tolist() == [0, 1, 1, 1, 0, 0, 0, 0]
+    assert view.tokens_S.tolist() == [first, 1, 97, 98]
+    assert view.loss_mask_S.tolist() == [0, 1, 1, 1]
     assert view.text.splitlines()[0] == f"[[{first} 1]]97 98<eod>".replace("<eod>", " <eod>")
     assert data.view(train[0], 3).tokens_S.tolist() == [first, 1, 97]
 

@@ -136,7 +136,7 @@ def test_a_step_equals_examples_one_by_one(by, cut, models, examples):
     inner = theirs.model
     for name, param in (
         ("embedding.word_embeddings.weight", inner.embed_tokens.weight),
-        ("layers.0.attention.dense.weight", inner.layers[0].self_attn.o_proj.weight),
+        ("layers.0.attention.proj.weight", inner.layers[0].self_attn.o_proj.weight),
         ("layers.1.mlp.down.weight", inner.layers[1].mlp.down_proj.weight),
         ("output_layer.weight", theirs.lm_head.weight),
     ):

@@ -233,6 +233,21 @@ def test_several_losses_are_reported_by_their_names():
     assert evaluation.row()["sop loss PPL"] == pytest.approx(math.e)
 
 
+def test_numbers_without_a_perplexity():
+    """Those of preferences: a reward's exponential says nothing."""
+    numbers = {"dpo loss": 0.5, "lm loss": 0.0, "rewards/margins": 2.0}
+    evaluation = Evaluation(
+        3, numbers, no_perplexity=frozenset({"dpo loss", "rewards/margins"}), loss=0.75
+    )
+    assert evaluation.line() == (
+        " validation loss at iteration 3 | dpo loss value: 5.000000E-01 | lm loss value: "
+        "0.000000E+00 | lm loss PPL: 1.000000E+00 | rewards/margins value: 2.000000E+00 |"
+    )
+    assert evaluation.row() == {**numbers, "loss": 0.75, "lm loss PPL": 1.0}
+    alone = Evaluation(3, {"kto loss": 0.5}, no_perplexity=frozenset({"kto loss"}))
+    assert alone.row() == {"loss": 0.5} and "PPL" not in alone.line()
+
+
 def test_memory_on_cpu_is_the_peak_resident_set_in_bytes():
     psutil = pytest.importorskip("psutil")
     use = memory_use(CPU)

@@ -21,6 +21,7 @@ from megatron.training.writers import (
     TeeWriter,
     TensorBoardWriter,
     WandbWriter,
+    _tagged,
     build_writers,
 )
 
@@ -80,6 +81,18 @@ def test_row_has_kind_clock_and_values(tmp_path):
         "perplexity": pytest.approx(math.e),
     }
     writer.close()
+
+
+def test_what_a_run_reports_beside_its_losses_has_tags():
+    values = {"loss": 1.0, "dpo loss": 1.0, "rewards/margins": 2.0, "lm loss PPL": 3.0, "mfu": 0.5}
+    assert dict(_tagged("train", values)) == {
+        "loss": 1.0, "dpo loss": 1.0, "rewards/margins": 2.0, "mfu": 0.5,
+    }  # fmt: skip
+    assert dict(_tagged("validation more", values)) == {
+        "loss validation more": 1.0,
+        "dpo loss validation more": 1.0,
+        "rewards/margins validation more": 2.0,
+    }
 
 
 def test_nan_and_infinity_are_null(tmp_path):

@@ -16,7 +16,7 @@ from megatron.data.kinds.instruction.conversations import Example, read_examples
 from megatron.data.kinds.instruction.example_encoder import ExampleEncoder
 from megatron.data.kinds.raw_text.text_files import text_files
 from megatron.data.samples import checked_range
-from megatron.util.digests import digest
+from megatron.util.digests import digest, hash64
 from megatron.util.progress import progress_bar
 
 logger = logging.getLogger(__name__)
@@ -68,6 +68,18 @@ class InstructionExamples:
     @cached_property
     def lengths_digest(self) -> str:
         return digest(self.sequence_lengths.tobytes())
+
+    @cached_property
+    def prompt_hashes(self) -> npt.NDArray[np.uint64]:
+        """Of each example's tokens before the first that counts in the loss; of all of them where
+        there are none."""
+        firsts = np.where(self.first_counted > 1, self.first_counted, self.sequence_lengths)
+        tokens, starts = self._index["tokens"], self._offsets[:-1]
+        hashes = (
+            hash64(tokens[start : start + first].tobytes())
+            for start, first in zip(starts.tolist(), firsts.tolist(), strict=True)
+        )
+        return np.fromiter(hashes, np.uint64, len(self))
 
     def __len__(self) -> int:
         return len(self._offsets) - 1

@@ -10,10 +10,12 @@ import zlib
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron.config.kinds.instruction import InstructionConfig
 from megatron.data.index_cache import IndexCache, StoredArrays
 from megatron.data.kinds.instruction.examples import InstructionExamples
+from megatron.data.kinds.instruction.held_out import of_prompts
 from megatron.data.packing import best_fit, padding_token
 from megatron.data.samples import Documents, PackedSample, Piece, checked_index
 from megatron.tokenizer import Tokenizer
@@ -41,6 +43,8 @@ class InstructionRecipe:
     """Leave out examples of more than seq_length + 1 tokens, instead of cutting their end off."""
     pads: bool = True
     """Whether samples are filled up here, or with the others of their batch."""
+    by_prompt: bool = False
+    """Parts have whole prompts, drawn by their hash, and not consecutive examples."""
 
     @classmethod
     def from_config(
@@ -49,7 +53,15 @@ class InstructionRecipe:
         """See :func:`padding_token`."""
         pad = padding_token(tokenizer)
         skip = config.on_long_example == "skip"
-        return cls(seq_length, seed, pad, config.packing, skip, pads=not config.pads_batches)
+        return cls(
+            seq_length,
+            seed,
+            pad,
+            config.packing,
+            skip,
+            pads=not config.pads_batches,
+            by_prompt=config.split_by == "prompt",
+        )
 
     def units(self, documents: Documents) -> int:
         return len(documents)
@@ -83,20 +95,28 @@ class InstructionRecipe:
             "skip long": self.skip_long,
         }
 
+        if self.by_prompt:
+            depends_on["split by prompt"] = True
+
         def arrays() -> dict[str, np.ndarray]:
             documents.verify()
-            usable = self._usable(documents, units, name)
+            numbers = np.arange(units.start, units.stop)
+            if self.by_prompt:
+                numbers = of_prompts(documents.prompt_hashes, units, f"{documents.prefix}, {name}")
+            usable = self._usable(documents, numbers, name)
             return self._order(documents, usable, num_samples, name)
 
         index = cache.arrays(f"instruction-{name}", depends_on, arrays)
         return InstructionDataset(documents, self, index)
 
-    def _usable(self, documents: InstructionExamples, units: range, name: str) -> np.ndarray:
+    def _usable(
+        self, documents: InstructionExamples, units: npt.NDArray[np.int64], name: str
+    ) -> np.ndarray:
         capacity = self.seq_length + 1
-        lengths = documents.sequence_lengths[units.start : units.stop]
-        answered = documents.first_counted[units.start : units.stop] < np.minimum(lengths, capacity)
+        lengths = documents.sequence_lengths[units]
+        answered = documents.first_counted[units] < np.minimum(lengths, capacity)
         is_long = lengths > capacity
-        usable = units.start + np.flatnonzero(answered & ~is_long if self.skip_long else answered)
+        usable = units[answered & ~is_long if self.skip_long else answered]
         if not len(usable):
             raise ValueError(
                 f"{documents.prefix}: none of the {len(units)} examples for {name} has an answer "

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from megatron.config import ConfigError
 from megatron.config.kinds.curriculum import CurriculumConfig, sequence_lengths
@@ -19,15 +18,16 @@ from megatron.data.kinds.instruction.example_encoder import ExampleEncoder
 from megatron.data.kinds.preference.examples import PreferenceExamples
 from megatron.data.kinds.preference.samples import PreferenceRecipe
 from megatron.data.pipeline import DataKind, DataPipeline
-from megatron.data.preference_batch import PreferenceCollator
+from megatron.data.preference_batch import PreferenceCollator, WholeRows
+from megatron.data.sample_views import SampleView, bracketed, segments_of
+from megatron.data.scored_text import ScoredText
 from megatron.data.sources import DataSource
-
-_GPU_MULTIPLE = 8
-"""On GPUs lengths are multiples of it: fewer different shapes, with fast kernels."""
 
 
 class Preferences(DataKind):
     """Files of preferences instead of .bin/.idx."""
+
+    weighed = True
 
     def reader(self, data: DataPipeline) -> SourceReader:
         config = data.config.kind(InstructionConfig)
@@ -41,8 +41,14 @@ class Preferences(DataKind):
                 "a curriculum of sequence lengths cuts samples, and would cut off the answers of "
                 "preference data: use one or the other"
             )
+        # A reward is read from the last token: then the model reads one more, and as in trl nothing
+        # is cut.
+        whole = loss == "reward"
         recipe = PreferenceRecipe(
-            data.seq_length + 1, data.seed, skip_long=config.on_long_example == "skip"
+            data.seq_length + (not whole),
+            data.seed,
+            config.split_by == "prompt",
+            config.on_long_example == "skip" or whole,
         )
 
         def open_examples(path: str, source: DataSource) -> PreferenceExamples:
@@ -63,13 +69,25 @@ class Preferences(DataKind):
             raise ConfigError(
                 "--mock-data has no preferences: name files, or leave --preference out"
             )
-        parallel = data.config.parallel
-        slices = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-        # The micro batches of a pipeline's step have one shape.
-        length = data.seq_length if parallel.pipeline_model_parallel_size > 1 else None
-        on_gpu = torch.cuda.is_available()
-        multiple = int(np.lcm(_GPU_MULTIPLE, slices)) if on_gpu else slices
-        return PreferenceCollator(data.scored_batch, length, multiple)
+        if data.config.kind(PreferenceConfig).preference == "reward":
+            batch_of = WholeRows(data.ending())
+            return PreferenceCollator(batch_of, data.length_multiple, data.seq_length, whole=True)
+        return PreferenceCollator(data.answering(), data.length_multiple, data.seq_length)
+
+    def views(self, data: DataPipeline, sample: Any) -> list[SampleView] | None:
+        """Each row whole, with the token that ends it."""
+        names = ("better", "worse")
+        if sample.desirable is not None:
+            names = ("good" if sample.desirable else "bad", "another prompt's, to compare with")
+        return [self._view(data, row, name) for row, name in zip(sample.rows, names, strict=True)]
+
+    def _view(self, data: DataPipeline, row: ScoredText, name: str) -> SampleView:
+        tokens = np.concatenate((row.context, row.continuation))
+        counted = np.arange(len(tokens)) >= len(row.context)
+        segments = list(segments_of(data.tokenizer, tokens, counted))
+        text = bracketed(segments)
+        loss_mask_S = counted[1:].astype(np.float32)
+        return SampleView(tokens[:-1], loss_mask_S, text, segments, name)
 
 
 KIND = Preferences()

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.data.index_cache import IndexCache, StoredArrays
+from megatron.data.kinds.instruction.held_out import of_prompts
 from megatron.data.kinds.preference.examples import PreferenceExamples
 from megatron.data.preference_batch import PreferenceSample, Rows
 from megatron.data.samples import Documents, Piece, checked_index
@@ -30,6 +31,8 @@ class PreferenceRecipe:
     capacity: int
     """Most tokens of a row: prompt and answer."""
     seed: int
+    by_prompt: bool = False
+    """Parts have whole prompts, drawn by their hash, and not consecutive examples."""
     skip_long: bool = False
     """Leave out examples with a longer row, instead of cutting the end of the answer off."""
 
@@ -54,12 +57,16 @@ class PreferenceRecipe:
             "capacity": self.capacity,
             "samples": num_samples,
             "seed": self.seed,
+            "split by prompt": self.by_prompt,
             "skip long": self.skip_long,
         }
 
         def arrays() -> dict[str, np.ndarray]:
             documents.verify()
-            usable = self._usable(documents, units, name)
+            numbers = np.arange(units.start, units.stop)
+            if self.by_prompt:
+                numbers = of_prompts(documents.prompt_hashes, units, f"{documents.prefix}, {name}")
+            usable = self._usable(documents, numbers, name)
             others = usable
             if documents.judged:
                 others = usable[other_prompts(documents.prompt_hashes[usable])]
@@ -72,15 +79,15 @@ class PreferenceRecipe:
         index = cache.arrays(f"preference-{name}", depends_on, arrays)
         return PreferenceDataset(documents, self, index)
 
-    def _usable(self, documents: PreferenceExamples, units: range, name: str) -> np.ndarray:
+    def _usable(
+        self, documents: PreferenceExamples, units: npt.NDArray[np.int64], name: str
+    ) -> np.ndarray:
         """As in trl (1.16) the end of a long answer is cut off, and an example is left out whose
         prompt leaves no space for it."""
-        prompts_N1, answers_NK = np.split(
-            documents.document_lengths[units.start : units.stop], [1], axis=1
-        )
+        prompts_N1, answers_NK = np.split(documents.document_lengths[units], [1], axis=1)
         is_long = (prompts_N1 + answers_NK > self.capacity).any(1)
         answered = (prompts_N1[:, 0] < self.capacity) & (answers_NK > 0).all(1)
-        usable = units.start + np.flatnonzero(answered & ~is_long if self.skip_long else answered)
+        usable = units[answered & ~is_long if self.skip_long else answered]
         if not len(usable):
             raise ValueError(
                 f"{documents.prefix}: none of the {len(units)} examples for {name} has a prompt "

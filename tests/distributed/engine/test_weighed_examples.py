@@ -1,0 +1,73 @@
+"""Examples that are weighed, with noise and learning-rate groups: every layout trains as one
+process does, and a run that is stopped goes on as if it had not been."""
+
+import json
+
+import numpy as np
+import pytest
+from samples import sampled
+from training_jobs import TINY, train, train_plainly
+
+from megatron.parity.runs import Drift
+
+LAYOUTS = {
+    "alone": (1, "--zero-stage 1"),
+    "dp2-zero2-micro2": (2, "--zero-stage 2 --micro-batch-size 2"),
+    "dp2-zero3": (2, "--zero-stage 3"),
+    "tp2": (2, "--tensor-model-parallel-size 2"),
+    "tp2-sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "pp2": (2, "--pipeline-model-parallel-size 2"),
+    "pp2-dp2-zero1": (4, "--pipeline-model-parallel-size 2 --zero-stage 1"),
+    "pp2-interleaved": (
+        2,
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+    ),
+}
+DEFAULT = ("alone", "tp2-sp", "pp2")
+NOISE = "--neftune-noise-alpha 5"
+GROUPS = "--lr-group embedding.*=0.1 layers.[01].*=0.5 layers.2.mlp.*=0"
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    """Examples of very different lengths, padded to the longest of a micro batch."""
+    folder, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(3)
+    with (folder / "pairs.jsonl").open("w") as file:
+        for _ in range(60):
+            lengths = rng.integers(1, 8, 2)
+            prompt, answer = (" ".join(map(str, rng.integers(0, 99, n))) for n in lengths)
+            file.write(json.dumps({"prompt": prompt, "completion": f" {answer}"}) + "\n")
+    return [
+        *(flag for flag in TINY if flag != "--mock-data"),
+        *"--num-layers 4 --position-embedding-type rope".split(),
+        *"--hidden-dropout 0 --attention-dropout 0 --train-iters 6 --log-token-accuracy".split(),
+        *["--sft", "--data-path", str(folder / "pairs.jsonl"), "--split", "1,0,0"],
+        *["--sft-loss-weights", "examples", *GROUPS.split()],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", sampled(LAYOUTS, DEFAULT.__contains__))
+def test_layouts_against_one_process(pool, flags, layout):
+    size, extra = LAYOUTS[layout]
+    # Noise is drawn for micro batches, as dropout masks are.
+    noise = [] if "--micro-batch-size" in extra else NOISE.split()
+    reference = train_plainly([*flags, *noise])
+    records = pool.run(size, train, [*flags, *noise, *extra.split()])
+    drift = Drift.between(records, reference)
+    print(f"{layout}: loss {drift.losses.max():.1e}, norm {drift.norms.max():.1e}")
+    assert drift.losses.max() < 2e-6 and drift.norms.max() < 4e-6
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("layout", ["alone", "dp2-zero3", "pp2", "tp2-sp"])
+def test_resume_is_bitwise(pool, flags, layout, tmp_path):
+    size, extra = LAYOUTS[layout]
+    argv = [*flags, *NOISE.split(), *extra.split()]
+    whole = pool.run(size, train, argv)
+    saved = ["--save", str(tmp_path), "--load", str(tmp_path)]
+    first = pool.run(size, train, [*argv, *saved, "--exit-interval", "3"])
+    second = pool.run(size, train, [*argv, *saved])
+    for rank in range(size):
+        assert first[rank].losses + second[rank].losses == whole[rank].losses
+        assert second[rank].state.keys() == whole[rank].state.keys()
+        assert all(np.array_equal(second[rank].state[k], v) for k, v in whole[rank].state.items())
