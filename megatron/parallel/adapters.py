@@ -156,7 +156,8 @@ class _Adapters:
         self, layer: ParallelLinear, x_BSI: Tensor, maps: Sequence[LinearMap]
     ) -> tuple[Tensor, ...]:
         assert all(each.float8 is None for each in maps)
-        dropped = self._dropped(layer, x_BSI) if layer.training and self._dropout else None
+        drops = layer.training and self._dropout and self._downs
+        dropped = self._dropped(layer, x_BSI) if drops else None
         if self._dora:
             return self._scaled(layer, x_BSI, dropped, maps)
         # A layer that is cut along its inputs adds the bias once, after the sum over ranks.
@@ -180,7 +181,10 @@ class _Adapters:
         downs = [getattr(layer, name) for name in self._downs]
         ups = [getattr(layer, rows.name) for rows in self._rows]
         weights = [each.weight for each in maps]
-        return low_rank_linear(x_BSI, dropped_BSI, self._form, *weights, *biases, *downs, *ups)
+        form, split = self._form, layer.tp.split and not self._by_inputs
+        if form.sequence != split:  # generation does without slices of the sequence
+            form = form._replace(sequence=split)
+        return low_rank_linear(x_BSI, dropped_BSI, form, *weights, *biases, *downs, *ups)
 
     def _dropped(self, layer: ParallelLinear, x_BSI: Tensor) -> Tensor:
         """The input after dropout; one mask for all additions of a layer."""
