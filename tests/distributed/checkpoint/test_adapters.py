@@ -19,6 +19,7 @@ from megatron.checkpoint.source import locate_checkpoint, open_checkpoint
 from megatron.config import ConfigError
 from megatron.engine.environment import distributed
 from megatron.engine.state import owned_slices
+from megatron.formats.huggingface.peft import write_peft
 from megatron.parity.runs import RunRecord, watched_trainer
 from megatron.training.run import parse_run
 
@@ -71,8 +72,9 @@ def run(argv):
 
 
 def state(engine):
+    """A rank's share by name, kind and start; flat."""
     return {
-        (own.name, kind, own.slice.start): own.get(kind).detach().numpy().copy()
+        (own.name, kind, own.slice.start): own.get(kind).detach().flatten().numpy().copy()
         for own in owned_slices(engine)
         for kind in own.kinds
     }
@@ -151,6 +153,51 @@ def test_a_checkpoint_has_adapters_alone_and_is_the_merged_model(base, saved):
     a, b = (own.tensor(f"layers.2.attention.qkv.lora_v_{kind}") for kind in "ab")
     torch.testing.assert_close(weight[-16:], first[-16:] + 5 / 3 * b @ a)
     assert torch.equal(weight[32:48], first[32:48])  # the keys
+
+
+def test_dora_begins_with_the_lengths_of_rows(pool, base):
+    """And so with the outputs of the base."""
+    flags = [*FLAGS, "--pretrained-checkpoint", str(base), "--train-iters", "1"]
+    before = open_checkpoint(base)
+    (plain,) = pool.run(1, run, flags)
+    tensor = "--tensor-model-parallel-size 2 --zero-stage 1".split()
+    for size, layout in ((1, ["--zero-stage", "3"]), (2, tensor)):
+        results = pool.run(size, run, [*flags, "--use-dora", *layout])
+        weight = before.tensor("layers.1.attention.qkv.weight")
+        lengths = torch.linalg.vector_norm(weight, dim=1)[:32].numpy()
+        found = [begin["layers.1.attention.qkv.lora_q_magnitude", "weight", 0]
+                 for _, begin, _ in results]  # fmt: skip
+        np.testing.assert_allclose(np.concatenate(found), lengths, rtol=1e-6)
+        np.testing.assert_allclose(results[0][0].losses, plain[0].losses, rtol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["--zero-stage 3", "--zero-stage 1 --bf16"])
+def test_adapters_to_begin_with(pool, base, saved, tmp_path, layout):
+    """Of a checkpoint of this project, and of the same in peft's form."""
+    folder = saved("tp2-sp-zero1")[2]
+    source = open_checkpoint(folder)
+    write_peft(source, tmp_path)
+    flags = [*FLAGS, "--pretrained-checkpoint", str(base), "--train-iters", "1", *layout.split()]
+    for place in (folder, tmp_path):
+        ((_, begin, _),) = pool.run(1, run, [*flags, "--load-adapter", str(place)])
+        assert len(begin) == len(source.additions.names())
+        for (name, kind, _), values in begin.items():
+            stored = source.additions.tensor(name, kind).flatten().numpy()
+            assert np.array_equal(values, stored), name
+    with pytest.raises(CheckpointError, match="other adapters"):
+        run([*flags, "--lora-rank", "4", "--load-adapter", str(tmp_path)])
+    with pytest.raises(CheckpointError, match="neither a folder of peft"):
+        run([*flags, "--load-adapter", str(base)])
+
+
+def test_a_whole_model_continues_from_merged_weights(pool, base, saved):
+    folder = saved("dp1-zero0")[2]
+    ((_, begin, _),) = pool.run(
+        1, run, [*BASE, "--train-iters", "1", "--pretrained-checkpoint", str(folder)]
+    )
+    source, name = open_checkpoint(folder), "layers.0.mlp.down.weight"
+    assert np.array_equal(begin[name, "weight", 0], source.tensor(name).flatten().numpy())
+    assert not torch.equal(source.tensor(name), open_checkpoint(base).tensor(name))
 
 
 @pytest.fixture
