@@ -56,6 +56,18 @@ LAYOUTS = {
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --zero-stage 1",
     ),
 }
+MORE = {
+    "dora-dp2-zero2-bf16": (2, "--zero-stage 2 --bf16 --use-dora"),
+    "dora-tp2-sp-zero3": (
+        2,
+        "--tensor-model-parallel-size 2 --sequence-parallel --zero-stage 3 --use-dora --use-rslora",
+    ),
+    "dropout-tp2-pp2": (
+        4,
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --lora-dropout 0.3",
+    ),
+    "async": (2, "--zero-stage 1 --async-save"),
+}
 RESUMED = {"dp2-zero3-bf16", "pp2-zero1-fp16"}
 PAIRS = [(one, other) for one in LAYOUTS for other in LAYOUTS]
 SAMPLE = {("tp2-sp-zero1", "dp2-zero3"), ("pp2-zero1-fp16", "dp2-zero2-bf16")}
@@ -95,10 +107,10 @@ def saved(pool, base, tmp_path_factory):
 
     def make(name):
         if name not in made:
-            size, layout = LAYOUTS[name]
+            size, layout = (LAYOUTS | MORE)[name]
             flags = [*FLAGS, "--pretrained-checkpoint", str(base), *layout.split()]
             folder = tmp_path_factory.mktemp(name)
-            whole = pool.run(size, run, flags)
+            whole = pool.run(size, run, [flag for flag in flags if flag != "--async-save"])
             stop = ["--save", str(folder), "--exit-interval", str(STOP)]
             made[name] = whole, pool.run(size, run, [*flags, *stop]), folder
         return made[name]
@@ -106,11 +118,12 @@ def saved(pool, base, tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("name", sampled(LAYOUTS, lambda name: name in RESUMED))
+@pytest.mark.parametrize("name", sampled(LAYOUTS | MORE, lambda name: name in RESUMED))
 def test_resume_is_bitwise(pool, saved, name):
-    size, layout = LAYOUTS[name]
+    size, layout = (LAYOUTS | MORE)[name]
     whole, first, folder = saved(name)
-    second = pool.run(size, run, [*FLAGS, *layout.split(), "--load", str(folder)])
+    save = ["--save", str(folder)] if "async" in layout else []
+    second = pool.run(size, run, [*FLAGS, *layout.split(), "--load", str(folder), *save])
     for rank in range(size):
         expected, begun, ended = whole[rank][0], first[rank][0], second[rank][0]
         assert begun.losses + ended.losses == expected.losses
