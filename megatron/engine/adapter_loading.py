@@ -40,6 +40,9 @@ def load_adapted(
     if engine.config.adapters.use_dora:
         lengths = RowLengths(source, [name for name in adapters if name.endswith("magnitude")])
         together(engine, lambda: load_weights(engine, lengths, names - set(lengths.names())))
+    missing = [name for name, weight in engine.quantised if not weight.filled]
+    if missing:
+        raise CheckpointError(f"{source.folder} has no {', '.join(missing[:5])}")
     engine.base = together(engine, lambda: record_base(engine, source))
     chosen = engine.config.checkpoint.load_adapter
     if chosen is not None:

@@ -151,6 +151,10 @@ def load_weights(engine: ModelEngine, source: Source, fresh: Collection[str] = (
         return flat
 
     set_working_weights(engine, values, but=kept)
+    stored = set(source.names()) if engine.quantised else ()
+    for name, weight in engine.quantised:
+        if name in stored and name not in fresh:
+            weight.fill(source.tensor(name), engine.device)
     if not isinstance(engine, TrainEngine):
         for param in kept:
             engine.backend.initialise(engine.names[param], param)
