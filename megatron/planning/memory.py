@@ -23,6 +23,7 @@ from megatron.config.layouts import Layout
 from megatron.engine.update.state_formats import state_formats
 from megatron.families import BlockLengths, family_of
 from megatron.parallel.cross_entropy import logits_chunk
+from megatron.parallel.nf4 import bytes_of
 from megatron.planning.parameters import (
     RankShare,
     adapter_parameters,
@@ -390,8 +391,8 @@ def rank_memory(
 ) -> Memory:
     """Memory of a rank with this share of the complete model, whose vocabulary is padded for the
     layout, with ``micro_batches`` of ``micro_batch`` samples in a step. With ``adapters`` those
-    alone have gradients and optimizer state; what their own products keep, ranks wide, is not
-    counted."""
+    alone have gradients and optimizer state, and with ``--qlora`` the linear layers of blocks are
+    in 4 bits; what the products of adapters keep, ranks wide, is not counted."""
     kept = {
         lengths: activation_bytes(model, layout, micro_batch, lengths)
         for lengths in dict.fromkeys(chain(*share.stages))
@@ -413,8 +414,13 @@ def rank_memory(
     if adapters is not None:
         added = sum(share.blocks) * adapter_parameters(model, adapters, layout.tensor)
     parameters, trained = share.parameters + added, added or share.parameters
+    weights = state.weights * parameters + float8_bytes(model, layout, sum(share.float8))
+    if adapters is not None and adapters.qlora:
+        # In 4 bits, whole on every data-parallel rank at every stage.
+        linear = sum(share.blocks) * linear_parameters(model, layout.tensor)
+        weights += bytes_of(linear, adapters.qlora_double_quant) - state.weights * linear
     return Memory(
-        state.weights * parameters + float8_bytes(model, layout, sum(share.float8)),
+        weights,
         state.gradients * trained,
         state.optimizer * trained,
         buffer_bytes(layout, parameters, trained),
