@@ -30,7 +30,7 @@ from megatron.parallel.tensor_parallel import (
 )
 
 
-class Piece(NamedTuple):
+class UpPlace(NamedTuple):
     """Where one B is added: to outputs [start, start + width) of map number ``map``, from places
     [first, first + r) of x A^T. Its gradient is summed over ``copies`` neighbouring ranks."""
 
@@ -56,7 +56,7 @@ class LowRank(NamedTuple):
 
     count: int
     downs: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[UpPlace, ...]
     scale: float
     group: Group = SINGLE
     enters: bool = True
