@@ -50,10 +50,10 @@ def add_reference(run: Run, mesh: Mesh, data: TrainingData) -> None:
     """Gives the log-probabilities under the reference model to all preferences in the data; every
     rank must call it. Raises ConfigError if no checkpoint is named, CheckpointError if it cannot be
     used; ValueError if a log-probability is not finite."""
-    found, flag = reference_checkpoint(run.config)
     parts = [part for part in _preferences(data) if part.reference is None]
     if not parts:
         return
+    found, flag = reference_checkpoint(run.config)
     weights = _from_main_process(lambda: weights_digest(found, _cache(run, parts[0])))
     device = training_device()
     keys = [_depends_on(run.config, weights, part) for part in parts]
@@ -85,7 +85,7 @@ def add_reference(run: Run, mesh: Mesh, data: TrainingData) -> None:
 
 def reference_checkpoint(config: RunConfig) -> tuple[FoundCheckpoint, str]:
     """The checkpoint of the reference model, and the flag with the value that named it. Raises
-    ConfigError if none is named; CheckpointError if there is none."""
+    ConfigError if none is named; CheckpointError if it does not exist."""
     options, preference = config.checkpoint, config.kind(PreferenceConfig)
     tag = None
     if preference.reference_checkpoint is not None:
@@ -156,9 +156,10 @@ def _preferences(data: TrainingData) -> list[PreferenceDataset]:
         samples = waiting.pop(0)
         if isinstance(samples, PreferenceDataset):
             found.append(samples)
-        elif samples is not None:
-            inside = getattr(samples, "parts", None) or [samples.dataset]
-            waiting.extend(inside)
+        elif hasattr(samples, "parts"):
+            waiting.extend(samples.parts)
+        elif hasattr(samples, "dataset"):
+            waiting.append(samples.dataset)
     return list({id(part): part for part in found}.values())
 
 
