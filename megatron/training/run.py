@@ -68,7 +68,7 @@ REFERENCE = "megatron.training.reference:add_reference"
 """Adds what a reference model finds to the data of a run whose loss needs it. It is called with the
 run, the mesh and the data, and imported for such runs only."""
 
-DISTILLATION = "megatron.training.distillation:Distillation"
+DISTILLATION = "megatron.training.distillation.callback:Distillation"
 """The callback of ``--kd``, which is made of a run and imported for runs with the flag only."""
 
 EXAMPLE_CHECKS = "megatron.training.example_checks:warn_of_examples"
