@@ -71,6 +71,7 @@ LONGEST = {
     "docs/tasks/when-something-goes-wrong.md",
     "docs/tasks/several-gpus.md",
     "examples_deepspeed/detxoify_lm/README.md",
+    "docs/guides/preferences.md",
 }
 """Pages whose commands take the longest; `make proof` runs them."""
 
