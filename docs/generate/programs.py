@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 PROGRAMS: tuple[tuple[str, ...], ...] = (
     ("pretrain_gpt.py",),
+    ("finetune_llama.py",),
     *((f"tools/{path.name}",) for path in sorted((ROOT / "tools").glob("[a-bd-z]*.py"))),
     ("tools/check_parity.py",),
     ("tools/convert_megatron_gpt2_checkpoint.py",),

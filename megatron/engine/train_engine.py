@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from megatron.checkpoint.adapters import BaseRecord
+from megatron.checkpoint.manifest import BaseRecord
 from megatron.config import RunConfig
 from megatron.config.kinds.instruction import InstructionConfig
 from megatron.engine.backend import Backend
@@ -24,9 +24,10 @@ from megatron.engine.update.gradient_norm import clipping_factor, gradient_norm
 from megatron.engine.update.optimizer import set_rates
 from megatron.engine.update.random_bits import key_of
 from megatron.engine.update.stored_states import StoredStates
-from megatron.model.layer_list import LayerSequence
+from megatron.model.layer_list import LayerSequence, canonical_name, canonical_prefixes
 from megatron.model.spec import Batch, Measure, ModelSpec
 from megatron.parallel.mesh import Group, Mesh
+from megatron.parallel.quantised import quantised_weights
 from megatron.parallel.random import dropout_seed
 from megatron.parallel.shard import shard_of
 
@@ -87,6 +88,12 @@ class ModelEngine:
         self.backend, self.names, self.float8 = backend, names, float8
         self.trained = {param: name for param, name in names.items() if param.requires_grad}
         self.layers, self.model, self.stage = backend.layers, backend.model, backend.stage
+        prefixes = canonical_prefixes(self.layers)
+        self.quantised = [
+            (canonical_name(registered, prefixes), weight)
+            for registered, weight in quantised_weights(self.model)
+        ]
+        """(canonical name, weight) of this process's weights in 4 bits, which are no parameters."""
 
     @property
     def sequences(self) -> list[LayerSequence]:

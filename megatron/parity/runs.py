@@ -19,11 +19,11 @@ from megatron.engine.state import owned_slices
 from megatron.engine.train_engine import StepResult
 from megatron.model.layer_list import LayerStack, initialise
 from megatron.objectives import trained_spec
-from megatron.objectives.teacher import find_teacher
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import dropout_seed
 from megatron.parallel.shard import Init, shard_of
 from megatron.parallel.tensor_parallel import TensorParallel
+from megatron.training.distillation.teacher import find_teacher
 from megatron.training.plan import TrainingPlan
 from megatron.training.run import Run, build_trainer, parse_run, run_data
 from megatron.training.trainer import Callback, Step, Trainer

@@ -45,6 +45,7 @@ SMALLER = {
     "pretrain_gpt.py": RUN,
     "pretrain_bert.py": RUN,
     "pretrain_t5.py": RUN_OF_T5,
+    "finetune_llama.py": f"{RUN} --seq-length 192 --max-position-embeddings 192",
     "tools/profile_step.py": RUN,
     "tools/build_index.py": f"{RUN} --workers 1",
     "tools/show_batch.py": RUN,
@@ -66,6 +67,7 @@ LINKS = (
     "pretrain_gpt.py",
     "pretrain_bert.py",
     "pretrain_t5.py",
+    "finetune_llama.py",
 )
 """What the commands find of the repository in their folder."""
 
@@ -348,6 +350,17 @@ def prepare(folder: Path, programs: Programs) -> None:
         for i in range(24)
     ]
     (text / "alpaca.json").write_text(json.dumps(examples))
+    pairs = [
+        {"prompt": f"Planet {i}?", "chosen": " Mars.", "rejected": " Moon."}
+        for i in range(24)
+    ]
+    judged = [
+        {"prompt": pair["prompt"], "completion": pair[name], "label": name == "chosen"}
+        for pair in pairs
+        for name in ("chosen", "rejected")
+    ]
+    for name, records in (("pairs", pairs), ("judged", judged)):
+        (text / f"{name}.json").write_text(json.dumps(records))
 
     (folder / "tokenizer").mkdir()
     _must(

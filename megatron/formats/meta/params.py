@@ -85,7 +85,7 @@ def read_params(content: Any, path: Path) -> MetaParams:
     scaled = content.get("use_scaled_rope", False)
     if not isinstance(scaled, bool):
         raise CheckpointError(f"{path}: use_scaled_rope is {scaled!r}, expected true or false")
-    keys = {
+    keys: dict[str, Any] = {
         "model_type": "mistral" if mistral else "llama",
         "hidden_size": hidden,
         "intermediate_size": _ffn_size(given, hidden),

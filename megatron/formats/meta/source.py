@@ -141,7 +141,7 @@ class MetaFolder(Source):
         return parameter.from_hf([self._whole(theirs).float() for theirs in parameter.theirs])
 
     def copy_tokenizer(self, target: Path) -> bool:
-        """See :meth:`Source.copy_tokenizer`; made of tokenizer.model, which lies in the folder or
+        """See :meth:`Source.copy_tokenizer`; made of tokenizer.model, which is in the folder or
         the one above it."""
         rows = self.model.vocabulary.padded
         return write_tokenizer(self.tokenizer, target, rows, str(self.folder))

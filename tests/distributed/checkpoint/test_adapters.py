@@ -11,7 +11,9 @@ from safetensors.torch import load_file, save_file
 from samples import sampled
 from training_jobs import TINY
 
+from megatron.checkpoint.adapters import check_base
 from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.manifest import BaseRecord
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.source import locate_checkpoint, open_checkpoint
 from megatron.config import ConfigError
@@ -182,10 +184,8 @@ def test_a_base_that_changed_is_refused(moved):
     with pytest.raises(CheckpointError, match=r"damaged|differ"):
         found.open()
     source = found.open(verify=False)
-    from megatron.checkpoint.adapters import check_base, read_base
-
     with pytest.raises(CheckpointError, match=r"another model.*layers.1.mlp.down.weight differ"):
-        check_base(read_base(found.folder), source.base, found.folder)
+        check_base(BaseRecord.read(found.folder), source.base, found.folder)
 
 
 @pytest.mark.parametrize(

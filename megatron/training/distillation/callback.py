@@ -14,8 +14,8 @@ from megatron.engine.environment import return_freed_memory
 from megatron.engine.train_engine import TrainEngine
 from megatron.families import family_of
 from megatron.objectives.distillation import TaughtBatch
-from megatron.objectives.teacher import Teacher, find_teacher
-from megatron.objectives.teacher_cache import Sampled, TeacherCache, identity_of
+from megatron.training.distillation.teacher import Teacher, find_teacher
+from megatron.training.distillation.teacher_cache import Sampled, TeacherCache, identity_of
 from megatron.training.plan import TrainingPlan
 from megatron.training.run import Run
 from megatron.training.trainer import Callback, Step, Trainer
