@@ -18,7 +18,8 @@ SETTINGS = {
 }
 
 PROGRAM = (
-    r"finetune\.py|(pretrain|finetune)_\w+\.py|(tasks|tools|examples_deepspeed/detxoify_lm)/\w+\.py"
+    r"finetune\.py|(pretrain|finetune)_\w+\.py"
+    r"|(tasks|tools|examples_deepspeed/detxoify_lm)/\w+\.py"
 )
 
 

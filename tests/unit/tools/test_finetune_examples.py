@@ -30,9 +30,9 @@ def _base(folder):
     from megatron.tokenizer.train import train_byte_level_bpe
 
     tokenizer = train_byte_level_bpe(["say red green"], vocab_size=260, min_frequency=2)
-    H, I, V = 16, 32, tokenizer.vocab_size
+    H, F, V = 16, 32, tokenizer.vocab_size
     config = {
-        "model_type": "llama", "vocab_size": V, "hidden_size": H, "intermediate_size": I,
+        "model_type": "llama", "vocab_size": V, "hidden_size": H, "intermediate_size": F,
         "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
         "max_position_embeddings": 4096, "tie_word_embeddings": True, "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
@@ -41,8 +41,8 @@ def _base(folder):
     (folder / "config.json").write_text(json.dumps(config))
     shapes = {
         "embed_tokens": (V, H), "norm": (H,), "layers.0.input_layernorm": (H,),
-        "layers.0.post_attention_layernorm": (H,), "layers.0.mlp.gate_proj": (I, H),
-        "layers.0.mlp.up_proj": (I, H), "layers.0.mlp.down_proj": (H, I),
+        "layers.0.post_attention_layernorm": (H,), "layers.0.mlp.gate_proj": (F, H),
+        "layers.0.mlp.up_proj": (F, H), "layers.0.mlp.down_proj": (H, F),
         **{f"layers.0.self_attn.{x}_proj": (H, H) for x in "qkvo"},
     }  # fmt: skip
     tensors = {f"model.{name}.weight": zeros(shape) for name, shape in shapes.items()}
