@@ -2,7 +2,7 @@
 
 import pytest
 from example_scripts import FOLDER, printed, script
-from finetune_cases import save_data
+from finetune_cases import save_blank, save_data
 
 from megatron.config.kinds.instruction import InstructionConfig
 from megatron.config.kinds.preference import PreferenceConfig
@@ -17,38 +17,7 @@ RECIPES = sorted(p for p in (FOLDER / "finetune").glob("*.sh") if p.name != "com
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("recipes")
-    return {"BASE": str(_base(folder / "base")), **save_data(folder)}
-
-
-def _base(folder):
-    """A Llama whose weights nobody reads, and a tokenizer."""
-    import json
-
-    from safetensors.torch import save_file
-    from torch import zeros
-
-    from megatron.tokenizer.train import train_byte_level_bpe
-
-    tokenizer = train_byte_level_bpe(["say red green"], vocab_size=260, min_frequency=2)
-    H, F, V = 16, 32, tokenizer.vocab_size
-    config = {
-        "model_type": "llama", "vocab_size": V, "hidden_size": H, "intermediate_size": F,
-        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
-        "max_position_embeddings": 4096, "tie_word_embeddings": True, "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-    }  # fmt: skip
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    shapes = {
-        "embed_tokens": (V, H), "norm": (H,), "layers.0.input_layernorm": (H,),
-        "layers.0.post_attention_layernorm": (H,), "layers.0.mlp.gate_proj": (F, H),
-        "layers.0.mlp.up_proj": (F, H), "layers.0.mlp.down_proj": (H, F),
-        **{f"layers.0.self_attn.{x}_proj": (H, H) for x in "qkvo"},
-    }  # fmt: skip
-    tensors = {f"model.{name}.weight": zeros(shape) for name, shape in shapes.items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    tokenizer.save_pretrained(folder)
-    return folder
+    return {"BASE": str(save_blank(folder / "base")), **save_data(folder)}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
