@@ -70,6 +70,7 @@ LONGEST = {
     "docs/guides/distillation.md",
     "docs/tasks/when-something-goes-wrong.md",
     "docs/tasks/several-gpus.md",
+    "docs/guides/finetune.md",
     "examples_deepspeed/detxoify_lm/README.md",
     "docs/guides/preferences.md",
 }
