@@ -186,7 +186,8 @@ def described(sample: SeenSample, unit: str, max_characters: int, colored: bool)
     yield f"  sample {sample.number}" + ("" if several else f", {_counts(sample.views[0])}")
     for number, piece in enumerate(sample.pieces):
         place = f"{unit} {piece.sequence}, tokens {piece.start} to {piece.stop - 1}"
-        yield f"    {piece.source}: {place}" + (f" ({sample.views[number].name})" * several)
+        row = f" ({sample.views[number].name})" if several else ""
+        yield f"    {piece.source}: {place}{row}"
     for view in sample.views:
         if several:
             name = f"{BOLD}{view.name}{PLAIN}" if colored else view.name

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.files import CheckpointError, read_json
-from megatron.checkpoint.folder import find
-from megatron.checkpoint.manifest import BASE, verify
+from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.folder import complete_tags, find
+from megatron.checkpoint.manifest import BASE, MANIFEST, BaseRecord, verify
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.slices import Slice
 from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoint
@@ -69,32 +69,6 @@ def rows_of_part(model: ModelConfig, part: str, rows: int) -> slice:
     return slice(start, start + length)
 
 
-@dataclass(frozen=True)
-class BaseRecord:
-    """The model that adapters belong to: where it was, in which format, and a digest of each of its
-    parameters (whole, float32), by canonical name."""
-
-    path: str
-    title: str
-    digests: Mapping[str, str]
-
-
-def read_base(folder: Path, place: Path | None = None) -> BaseRecord:
-    """The record in a checkpoint's folder, with another ``place`` if the base is now there. Raises
-    CheckpointError if it is malformed."""
-    path = folder / BASE
-    try:
-        record = BaseRecord(**read_json(path))
-        return record if place is None else replace(record, path=str(place.resolve()))
-    except TypeError as error:
-        raise CheckpointError(f"{path} does not describe a base: {error}") from None
-
-
-def base_json(record: BaseRecord) -> dict[str, object]:
-    """The content of the file that :func:`read_base` reads."""
-    return asdict(record)
-
-
 def digests_of(source: Source, names: Iterable[str]) -> dict[str, str]:
     """Digests of some of a model's parameters, for a :class:`BaseRecord`."""
     return {name: digest(source.tensor(name).contiguous().numpy().data) for name in names}
@@ -130,7 +104,7 @@ class AdaptedSource(Source):
     @classmethod
     def locate_base(cls, folder: Path, base: str | Path | None) -> FoundCheckpoint:
         """The base of adapters: ``base``, or else the one that they name. Raises CheckpointError if
-        there is none."""
+        it is missing."""
         path = cls.base_of(folder) if base is None else base
         found = locate_checkpoint(path) if Path(path).exists() else None
         if found is None:
@@ -150,26 +124,26 @@ class AdaptedSource(Source):
         cls.locate_base(folder, base).verify(share, shares)
 
     def names(self) -> Sequence[str]:
-        mine = self._beside
+        mine = self.beside
         before = self.base.names()
         return [*before, *(name for name in mine if name not in set(before))]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return (self.additions if name in self._beside else self.base).shape(name)
+        return (self.additions if name in self.beside else self.base).shape(name)
 
     def kinds(self, name: str) -> Sequence[str]:
         return ("weight",)
 
     def dtype(self, name: str, kind: str = "weight") -> str:
-        return "float32" if name in self._beside else self.base.dtype(name)
+        return "float32" if name in self.beside else self.base.dtype(name)
 
     def tensor(self, name: str, kind: str = "weight") -> Tensor:
         if kind != "weight":
             raise CheckpointError(f"{self.folder} is merged with its base, and has no {kind}")
-        if name in self._beside:
+        if name in self.beside:
             return self.additions.tensor(name)
         whole = self.base.tensor(name)
-        parts = self._parts.get(name, {})
+        parts = self.adapted.get(name, {})
         if parts:
             whole = whole.clone()  # it may be a file that is mapped into memory
         for part, tensors in parts.items():
@@ -183,7 +157,7 @@ class AdaptedSource(Source):
         return self.adapters.scale
 
     def read(self, name: str, kind: str, wanted: Slice) -> Tensor:
-        if name in self._parts or name in self._beside or kind != "weight":
+        if name in self.adapted or name in self.beside or kind != "weight":
             return super().read(name, kind, wanted)
         return self.base.read(name, kind, wanted)
 
@@ -191,8 +165,9 @@ class AdaptedSource(Source):
         return super().copy_tokenizer(target) or self.base.copy_tokenizer(target)
 
     @cached_property
-    def _parts(self) -> dict[str, dict[str, dict[str, str]]]:
-        """By name of a weight and part: the names of the adapter's parameters by kind."""
+    def adapted(self) -> dict[str, dict[str, dict[str, str]]]:
+        """The weights with additions: by their names and part, the names of the adapter's
+        parameters by kind."""
         found: dict[str, dict[str, dict[str, str]]] = {}
         for name in self.additions.names():
             parsed = adapter_name(name)
@@ -206,7 +181,7 @@ class AdaptedSource(Source):
         return found
 
     @cached_property
-    def _beside(self) -> list[str]:
+    def beside(self) -> list[str]:
         """The whole parameters that were trained beside the adapters."""
         return [name for name in self.additions.names() if adapter_name(name) is None]
 
@@ -235,7 +210,7 @@ class AdaptedCheckpoint(AdaptedSource):
 
     def __init__(self, folder: Path, base: str | Path | None = None) -> None:
         own = CheckpointReader(folder)
-        self.record = read_base(folder)
+        self.record = BaseRecord.read(folder)
         super().__init__(folder, base)
         self.additions = own
         self.adapters = own.config.adapters
@@ -248,7 +223,9 @@ class AdaptedCheckpoint(AdaptedSource):
 
     @classmethod
     def locate(cls, path: Path, wanted: str | None) -> Path | None:
-        found = find(str(path), wanted) if path.is_dir() else None
+        if not (path / MANIFEST).is_file() and not (path.is_dir() and complete_tags(path)):
+            return None
+        found = find(str(path), wanted)
         return found if found is not None and (found / BASE).is_file() else None
 
     @classmethod
@@ -257,7 +234,7 @@ class AdaptedCheckpoint(AdaptedSource):
 
     @classmethod
     def base_of(cls, folder: Path) -> str:
-        return read_base(folder).path
+        return BaseRecord.read(folder).path
 
     @classmethod
     def verify(
@@ -266,7 +243,7 @@ class AdaptedCheckpoint(AdaptedSource):
         verify(folder, share, shares)
         super().verify(folder, share, shares, base)
         found = cls.locate_base(folder, base)
-        check_base(read_base(folder), found.open(verify=False), folder, share, shares)
+        check_base(BaseRecord.read(folder), found.open(verify=False), folder, share, shares)
 
 
 def check_base(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -79,6 +79,31 @@ class IndexEntry:
             end=content["end"],
         )
         return cls(held, dict(content["files"]), content.get("part", ""))
+
+
+@dataclass(frozen=True)
+class BaseRecord:
+    """The model that adapters belong to: where it was, in which format, and a digest of each of its
+    parameters (whole, float32), by canonical name."""
+
+    path: str
+    title: str
+    digests: Mapping[str, str]
+
+    @classmethod
+    def read(cls, folder: Path, place: Path | None = None) -> BaseRecord:
+        """The record in a checkpoint's folder, with another ``place`` if the base is now there.
+        Raises CheckpointError if it is malformed."""
+        path = folder / BASE
+        try:
+            record = cls(**read_json(path))
+        except TypeError as error:
+            raise CheckpointError(f"{path} does not describe a base: {error}") from None
+        return record if place is None else replace(record, path=str(place.resolve()))
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of the file."""
+        return {"path": self.path, "title": self.title, "digests": dict(self.digests)}
 
 
 def read_index(folder: Path, files: Mapping[str, Any]) -> dict[str, list[IndexEntry]]:

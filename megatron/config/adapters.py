@@ -39,6 +39,10 @@ class AdapterConfig:
     qlora: bool = option(False, role="results")
     """Keep the frozen weights of linear layers in 4 bits (NF4, Dettmers et al. 2023); needs
     --lora."""
+    qlora_double_quant: bool = option(
+        True, off="--no-qlora-double-quant", flag="--qlora-double-quant", role="results"
+    )
+    """Store the scales of --qlora in 8 bits: 0.516 bytes a weight instead of 0.5625."""
 
     def check(self, in_8_bits: bool, resolver: ConfigResolver) -> None:
         """Refuses flags of adapters without --lora, and 8-bit matrix products with it."""
@@ -49,6 +53,11 @@ class AdapterConfig:
             not (self.lora and in_8_bits),
             "--fp8-format contradicts --lora: the products of frozen weights and of additions are "
             "in the dtype of --bf16 or --fp16; leave one out",
+        )
+        resolver.check(
+            not (self.qlora and self.use_dora),
+            "--use-dora needs the lengths of the base's rows in every step, which --qlora keeps in "
+            "4 bits only: leave one out",
         )
         resolver.check(
             self.lora_dropout < 1,

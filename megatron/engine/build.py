@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from pkgutil import resolve_name
 
 import torch
 from torch import nn
@@ -40,6 +41,9 @@ from megatron.parallel.layers import ParallelLinear
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import shard_of
 from megatron.util.processes import is_main_process
+
+QUANTISED = "megatron.engine.quantised:find_quantised"
+"""What runs with ``--qlora`` do with an engine; imported for them only."""
 
 
 def build_engine(
@@ -83,7 +87,7 @@ def build_engine(
         stored = StoredStates(config.precision.states)
         stored.take_main_weights(engine.optimizer, optimizer, mesh.data.rank)
     float8 = Float8State(blocks, names, config.fast_paths, mesh, backend.stage == 3)
-    return TrainEngine(
+    built = TrainEngine(
         config,
         spec,
         mesh,
@@ -96,6 +100,9 @@ def build_engine(
         float8,
         stored,
     )
+    if config.adapters.qlora:
+        _say(resolve_name(QUANTISED)(built))
+    return built
 
 
 def backend_class(config: RunConfig) -> type[Backend]:

@@ -49,6 +49,8 @@ def why_eager(config: RunConfig, device: torch.device) -> str | None:
     asked = config.fast_paths.torch_compile
     if asked == "off":
         return asked
+    if config.adapters.qlora:
+        return f"{asked}: weights in 4 bits (--qlora) are made 16-bit numbers outside of graphs"
     if asked == "auto":
         if device.type != "cuda":
             return f"auto: nothing is compiled on a {device.type}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TypeVar
 
 import torch
@@ -15,12 +16,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from megatron.checkpoint.adapters import RowLengths, adapter_name, read_base
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.reader import differences
 from megatron.checkpoint.slices import Slice
 from megatron.checkpoint.source import FoundCheckpoint, Source
-from megatron.engine.adapter_checks import chosen_adapters, continued_adapters, record_base
 from megatron.engine.state import (
     MOMENTS,
     create_moments,
@@ -36,6 +35,9 @@ from megatron.parallel.shard import shard_of
 from megatron.parallel.tensor_parallel import TensorParallel
 
 T = TypeVar("T")
+
+ADAPTED = "megatron.engine.adapter_loading:load_adapted"
+"""Loads base and adapters; imported for runs with ``--lora`` only."""
 
 
 def load_checkpoint(
@@ -66,7 +68,7 @@ def load_checkpoint(
         )
     fresh = together(engine, lambda: _fresh_head(engine, source)) if other_head else ()
     if isinstance(engine, TrainEngine) and engine.config.adapters.lora:
-        source = _load_adapted(engine, source, fresh, continues=not weights_only)
+        source = resolve_name(ADAPTED)(engine, source, fresh, continues=not weights_only)
     elif source.additions is not None and not weights_only:
         raise CheckpointError(
             f"{found.folder} was saved with --lora: it cannot be continued without; --finetune "
@@ -85,35 +87,6 @@ def load_checkpoint(
     path = found.folder / f"random-{world.rank:05d}.safetensors"
     if options.load_rng and source.state.get("world_size") == world.size and path.is_file():
         together(engine, lambda: _load_random_state(path))
-    return source
-
-
-def _load_adapted(
-    engine: TrainEngine, source: Source, fresh: Collection[str], continues: bool
-) -> Source:
-    """Fills base and adapters of a run with ``--lora``, and notes the base for its checkpoints. A
-    run that continues gets both from a checkpoint of adapters, and continues from what this
-    returns; a new one has ``source`` as its base, and adapters as they are drawn, or those of
-    ``--load-adapter``."""
-    names = set(engine.names.values())
-    adapters = {name for name in names if adapter_name(name)}
-    if continues:
-        adapted = together(engine, lambda: continued_adapters(engine, source))
-        base, own = adapted.base, adapted.additions
-        trained = names & set(own.names())
-        together(engine, lambda: load_weights(engine, base, trained))
-        together(engine, lambda: load_weights(engine, own, names - trained))
-        engine.base = read_base(own.folder, place=base.folder)
-        return own
-    together(engine, lambda: load_weights(engine, source, {*fresh, *adapters}))
-    if engine.config.adapters.use_dora:
-        lengths = RowLengths(source, [name for name in adapters if name.endswith("magnitude")])
-        together(engine, lambda: load_weights(engine, lengths, names - set(lengths.names())))
-    engine.base = together(engine, lambda: record_base(engine, source))
-    chosen = engine.config.checkpoint.load_adapter
-    if chosen is not None:
-        adapted = together(engine, lambda: chosen_adapters(engine, chosen, source))
-        together(engine, lambda: load_weights(engine, adapted.additions, names - adapters))
     return source
 
 
@@ -178,6 +151,10 @@ def load_weights(engine: ModelEngine, source: Source, fresh: Collection[str] = (
         return flat
 
     set_working_weights(engine, values, but=kept)
+    stored = set(source.names()) if engine.quantised else ()
+    for name, weight in engine.quantised:
+        if name in stored and name not in fresh:
+            weight.fill(source.tensor(name), engine.device)
     if not isinstance(engine, TrainEngine):
         for param in kept:
             engine.backend.initialise(engine.names[param], param)

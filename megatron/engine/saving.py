@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.checkpoint.adapters import base_json
 from megatron.checkpoint.files import CheckpointError, LazyTensor
 from megatron.checkpoint.folder import (
     apply_retention,
@@ -205,7 +204,7 @@ class CheckpointWriter:
             STATE: job.state,
         }
         if self.engine.base is not None:
-            contents[BASE] = base_json(self.engine.base)
+            contents[BASE] = self.engine.base.to_json()
         world = self.engine.mesh.world.size
         return finish_checkpoint(self.folder, job.iteration, world, contents, self.save_tokenizer)
 

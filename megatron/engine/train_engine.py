@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from megatron.checkpoint.adapters import BaseRecord
+from megatron.checkpoint.manifest import BaseRecord
 from megatron.config import RunConfig
 from megatron.config.kinds.instruction import InstructionConfig
 from megatron.engine.backend import Backend
@@ -87,6 +87,9 @@ class ModelEngine:
         self.backend, self.names, self.float8 = backend, names, float8
         self.trained = {param: name for param, name in names.items() if param.requires_grad}
         self.layers, self.model, self.stage = backend.layers, backend.model, backend.stage
+        self.quantised: list[tuple[str, Any]] = []
+        """(canonical name, weight) of this process's weights in 4 bits, which are no parameters:
+        :class:`~megatron.parallel.quantised.QuantisedWeight`."""
 
     @property
     def sequences(self) -> list[LayerSequence]:

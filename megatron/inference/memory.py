@@ -71,3 +71,12 @@ class CacheConfig:
         if self.kv_cache_gib is not None:
             return f"--kv-cache-gib {self.kv_cache_gib:g}"
         return f"the free memory ({room / 2**30:.3g} GiB for keys and values)"
+
+
+@dataclass(frozen=True)
+class ServedConfig(CacheConfig):
+    """Keys and values, and the adapters of the model."""
+
+    adapter: tuple[str, ...] = option((), aliases=("--lora-modules",))
+    """Adapters on the model of --load, as NAME=FOLDER: folders of peft, or checkpoints of runs with
+    --lora."""

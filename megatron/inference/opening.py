@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from megatron.checkpoint.files import CheckpointError
 from megatron.config import ConfigError, Setting, Settings
 from megatron.engine.train_engine import ModelEngine
 from megatron.families import family_of
+from megatron.inference.execution.adapters import ServedAdapters, named_folders, served_adapters
 from megatron.inference.execution.runner import PagedRunner, page_shape
 from megatron.inference.execution.stages import StagedLayers
 from megatron.inference.memory import CacheConfig
@@ -36,11 +37,12 @@ class OpenedRunner:
 
 @contextmanager
 def opened_runner(
-    settings: Settings, processes: int, cache: CacheConfig
+    settings: Settings, processes: int, cache: CacheConfig, adapters: Sequence[str] = ()
 ) -> Iterator[OpenedRunner | None]:
     """The checkpoint of ``--load`` in the layout of the flags, until the block ends: on the main
     rank. The others get None, and compute what the main rank asks for before they get it, until its
-    block ends. Raises ConfigError, CheckpointError or OSError if it cannot be used."""
+    block ends. ``adapters`` are those of ``--adapter``. Raises ConfigError, CheckpointError or
+    OSError if it cannot be used."""
     settings = for_generation(settings)
     load = settings["load"].value if "load" in settings else "."
     with _naming_rights(load), opened_checkpoint(settings, processes, "generation") as found:
@@ -51,7 +53,8 @@ def opened_runner(
                 "no data-parallel replicas; start as many processes as --tensor-model-parallel-size"
                 " x --pipeline-model-parallel-size, and another server for each replica"
             )
-        runner = runner_of(found.engine, tokenizer, cache, f"--load {found.folder}")
+        served = served_adapters(found.engine, named_folders(adapters), found.folder)
+        runner = runner_of(found.engine, tokenizer, cache, f"--load {found.folder}", served)
         if not runner.main:
             runner.follow()
             yield None
@@ -79,7 +82,11 @@ def _naming_rights(load: str) -> Iterator[None]:
 
 
 def runner_of(
-    engine: ModelEngine, tokenizer: Tokenizer, cache: CacheConfig, where: str = "--load"
+    engine: ModelEngine,
+    tokenizer: Tokenizer,
+    cache: CacheConfig,
+    where: str = "--load",
+    adapters: ServedAdapters | None = None,
 ) -> PagedRunner:
     """The runner of an engine's model, whose settings were :func:`for_generation`; a rank's part of
     it; all ranks must call it. Each data-parallel replica has a main rank of its own. ``where``
@@ -96,7 +103,7 @@ def runner_of(
     stages, generation = StagedLayers.of(engine), family.generation(config, tokenizer)
     shape = page_shape(stages, config.model)
     pages = cache.pages(shape, generation.max_positions, engine.device, mesh.world)
-    return PagedRunner(stages, config.model, generation, pages)
+    return PagedRunner(stages, config.model, generation, pages, adapters=adapters)
 
 
 def for_generation(settings: Settings) -> Settings:

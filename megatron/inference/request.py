@@ -146,6 +146,7 @@ class GenerationRequest:
         logprobs: None for no log-probabilities; else those of the new tokens, each with this number
             of the most probable ones.
         prompt_logprobs: the same for every token of the prompt but the first.
+        adapter: name of the adapter that the model has for this text; None for none.
     """
 
     prompt: tuple[int, ...]
@@ -155,6 +156,7 @@ class GenerationRequest:
     constraint: Constraint | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)

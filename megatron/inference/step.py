@@ -28,6 +28,7 @@ class SequencePart:
         top: how many of the most probable tokens are wanted at each target.
         encoded: of a model with an encoder, the number of the encoded prompt that is read.
         long: whether the sequence is, or is part of, one of more than `Runner.long_after` tokens.
+        adapter: the name of one of `Runner.adapters`; None for the model without.
     """
 
     tokens: tuple[int, ...]
@@ -39,6 +40,7 @@ class SequencePart:
     top: int = 0
     encoded: int | None = None
     long: bool = False
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class Runner(Protocol):
         start_token: what a decoder begins with; None without an encoder.
         long_after: tokens of a sequence after which all of its positions are computed otherwise
             (LongRoPE): a sequence that grows beyond it is computed again. None for most models.
+        adapters: names of the adapters that parts may have.
     """
 
     page_size: int
@@ -97,6 +100,7 @@ class Runner(Protocol):
     max_prompt: int | None
     start_token: int | None
     long_after: int | None
+    adapters: tuple[str, ...]
 
     def run(self, step: StepInput) -> StepOutput:
         """Runs a step on all ranks. Called by the main rank only."""

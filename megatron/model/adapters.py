@@ -19,6 +19,7 @@ from megatron.model.layer_list import LayerSpec
 from megatron.model.spec import ModelSpec
 from megatron.parallel.adapters import Addition, add_adapters
 from megatron.parallel.layers import ParallelLinear
+from megatron.parallel.quantised import quantise_layer
 from megatron.parallel.tensor_parallel import TensorParallel
 
 TARGETS = "megatron.formats.huggingface.adapter_targets:linear_targets"
@@ -59,8 +60,12 @@ def _build(
     stack = spec.name.rpartition(".")[0]
     for path, layer in module.named_modules():
         own = additions.get(f"{stack}.{{n}}.{path}", ())
-        if isinstance(layer, ParallelLinear) and own:
+        if not isinstance(layer, ParallelLinear):
+            continue
+        if own or config.adapters.qlora:  # the products of weights in 4 bits are those of adapters
             add_adapters(layer, own, config.adapters)
+        if config.adapters.qlora:
+            quantise_layer(layer, config.adapters.qlora_double_quant)
     return module
 
 

@@ -123,6 +123,8 @@ class RewardHead(WholeLinear):
         whose position is that of the last token, to losses of pairs of texts."""
         if state.targets is None:
             return state.with_hidden(self.tp.whole_sequence(super().forward(state.hidden)))
+        last_B1 = state.targets.positions_BP
+        assert last_B1 is not None and last_B1.shape[1] == 1, "a reward is that of a last token"
         x_BPH, _ = state.targets.taken(state.hidden, self.tp)
         reward_B = self.tp.whole_sequence(super().forward(x_BPH))[:, 0, 0]
         margin_B = getattr(state.batch, "margin_R", None)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron.config.adapters import AdapterConfig
 from megatron.parallel.layers import LinearMap, ParallelLinear, column_linear
-from megatron.parallel.low_rank import LowRank, Piece, low_rank_linear
+from megatron.parallel.low_rank import LowRank, UpPlace, low_rank_linear
 from megatron.parallel.mesh import Group
 from megatron.parallel.random import tensor_parallel_random
 from megatron.parallel.shard import Cut, Init, Shard, parameter, shard_of
@@ -35,8 +35,8 @@ from megatron.parallel.tensor_parallel import start_all_reduce, start_sum_over_c
 
 @dataclass(frozen=True)
 class Addition:
-    """One low-rank addition to a layer: to the fused matrices with these indices, all where there
-    are none; ``name`` is that of a matrix, empty for the whole layer."""
+    """One low-rank addition to a layer: to the fused matrices with these indices, or, without any,
+    to all; ``name`` is that of a matrix, empty for the whole layer."""
 
     name: str = ""
     parts: tuple[int, ...] = ()
@@ -97,7 +97,7 @@ class _Adapters:
             count=len(weights),
             downs=len(self._downs),
             pieces=tuple(
-                Piece(r.map, r.start, r.width, r.addition * self._rank, max(copies, r.copies))
+                UpPlace(r.map, r.start, r.width, r.addition * self._rank, max(copies, r.copies))
                 for r in self._rows
             ),
             scale=config.scale,
@@ -156,7 +156,8 @@ class _Adapters:
         self, layer: ParallelLinear, x_BSI: Tensor, maps: Sequence[LinearMap]
     ) -> tuple[Tensor, ...]:
         assert all(each.float8 is None for each in maps)
-        dropped = self._dropped(layer, x_BSI) if layer.training and self._dropout else None
+        drops = layer.training and self._dropout and self._downs
+        dropped = self._dropped(layer, x_BSI) if drops else None
         if self._dora:
             return self._scaled(layer, x_BSI, dropped, maps)
         # A layer that is cut along its inputs adds the bias once, after the sum over ranks.
@@ -180,7 +181,10 @@ class _Adapters:
         downs = [getattr(layer, name) for name in self._downs]
         ups = [getattr(layer, rows.name) for rows in self._rows]
         weights = [each.weight for each in maps]
-        return low_rank_linear(x_BSI, dropped_BSI, self._form, *weights, *biases, *downs, *ups)
+        form, split = self._form, layer.tp.split and not self._by_inputs
+        if form.sequence != split:  # generation does without slices of the sequence
+            form = form._replace(sequence=split)
+        return low_rank_linear(x_BSI, dropped_BSI, form, *weights, *biases, *downs, *ups)
 
     def _dropped(self, layer: ParallelLinear, x_BSI: Tensor) -> Tensor:
         """The input after dropout; one mask for all additions of a layer."""

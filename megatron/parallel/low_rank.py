@@ -30,7 +30,7 @@ from megatron.parallel.tensor_parallel import (
 )
 
 
-class Piece(NamedTuple):
+class UpPlace(NamedTuple):
     """Where one B is added: to outputs [start, start + width) of map number ``map``, from places
     [first, first + r) of x A^T. Its gradient is summed over ``copies`` neighbouring ranks."""
 
@@ -56,7 +56,7 @@ class LowRank(NamedTuple):
 
     count: int
     downs: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[UpPlace, ...]
     scale: float
     group: Group = SINGLE
     enters: bool = True
@@ -64,11 +64,11 @@ class LowRank(NamedTuple):
 
 
 def low_rank_linear(
-    x_BSI: Tensor, dropped_BSI: Tensor | None, form: LowRank, *tensors: Tensor | None
+    x_BSI: Tensor, dropped_BSI: Tensor | None, form: LowRank, *tensors: Any
 ) -> tuple[Tensor, ...]:
     """The outputs [B, S, OP] of each map; ``tensors`` are the weights [OP, I], the biases [OP] or
     None, the A [r, I], and the B [OP, r] of each piece. ``dropped_BSI`` is the input of A after
-    dropout, None where it is x."""
+    dropout, None where it is x. A weight may be a :class:`QuantisedWeight`."""
     return _LowRankLinear.apply(x_BSI, dropped_BSI, form, *tensors)
 
 
@@ -89,7 +89,7 @@ class _LowRankLinear(torch.autograd.Function):
             mine = of_downs = dropped.to(x.dtype)
             if form.sequence:
                 of_downs = start_gather_sequence(of_downs, form.group)()
-        z_TR = of_downs.flatten(0, 1) @ _joined(downs, x.dtype).t()
+        z_TR = of_downs.flatten(0, 1) @ _joined(downs, x).t()
         outputs = []
         for weight, bias in zip(weights, biases, strict=True):
             # F.linear, not a plain GEMM: DeepSpeed's profiler counts it.
@@ -100,8 +100,10 @@ class _LowRankLinear(torch.autograd.Function):
             part_TO.addmm_(z_Tr, up.to(x.dtype).t(), alpha=form.scale)
         down_needs, up_needs = _needs(form, ctx.needs_input_grad)
         kept = mine if any(down_needs) else None, z_TR if any(up_needs) else None
-        # Biases are not needed again.
-        ctx.save_for_backward(*kept, *weights, *downs, *ups)
+        # Biases are not needed again, and weights in 4 bits are no tensors.
+        ctx.weights = tuple(None if isinstance(weight, Tensor) else weight for weight in weights)
+        saved = (weight if isinstance(weight, Tensor) else None for weight in weights)
+        ctx.save_for_backward(*kept, *saved, *downs, *ups)
         return tuple(outputs)
 
     @staticmethod
@@ -110,7 +112,10 @@ class _LowRankLinear(torch.autograd.Function):
         form: LowRank = ctx.form
         mine, z_TR, *tensors = ctx.saved_tensors
         weights, downs, ups = (
-            tensors[: form.count],
+            [
+                own if own is not None else saved
+                for own, saved in zip(ctx.weights, tensors[: form.count], strict=True)
+            ],
             tensors[form.count : form.count + form.downs],
             tensors[form.count + form.downs :],
         )
@@ -136,10 +141,10 @@ class _LowRankLinear(torch.autograd.Function):
         if x_needs:
             x_TI = _input_gradient(grads, weights)
             if not ctx.drops:
-                x_TI.addmm_(dz_TR, _joined(downs, x_TI.dtype))
+                x_TI.addmm_(dz_TR, _joined(downs, x_TI))
             x_grad = _start_leaving(x_TI.unflatten(0, grads_BSO[0].shape[:2]), form)
         if dropped_needs:
-            x_TI = dz_TR @ _joined(downs, dz_TR.dtype)
+            x_TI = dz_TR @ _joined(downs, dz_TR)
             dropped_grad = _start_leaving(x_TI.unflatten(0, grads_BSO[0].shape[:2]), form)
         summed = []
         for piece, up, needed in zip(form.pieces, ups, up_needs, strict=True):
@@ -189,12 +194,15 @@ def _needs(form: LowRank, needs: tuple[bool, ...]) -> tuple[tuple[bool, ...], tu
     return needs[first : first + form.downs], needs[first + form.downs :]
 
 
-def _joined(downs: Any, dtype: torch.dtype) -> Tensor:
-    """All A of a layer as one matrix [R, I]."""
+def _joined(downs: Any, like_TI: Tensor) -> Tensor:
+    """All A of a layer as one matrix [R, I], in the dtype of an input."""
+    if not downs:
+        return like_TI.new_empty(0, like_TI.shape[-1])
+    dtype = like_TI.dtype
     return downs[0].to(dtype) if len(downs) == 1 else torch.cat([d.to(dtype) for d in downs])
 
 
-def _input_gradient(grads: list[Tensor], weights: list[Tensor]) -> Tensor:
+def _input_gradient(grads: list[Tensor], weights: list[Any]) -> Tensor:
     """What comes through the weights, [T, I]."""
     (first, *rest) = zip(grads, weights, strict=True)
     found = first[0] @ first[1].to(first[0].dtype)

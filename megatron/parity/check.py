@@ -26,7 +26,7 @@ from megatron.config.output import ProfilingConfig
 from megatron.engine.deepspeed_json import merge, read_json
 from megatron.engine.environment import distributed
 from megatron.engine.train_engine import StepResult
-from megatron.families import spec_of
+from megatron.objectives import trained_spec
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.parity.gradients import (
     GradientRecord,
@@ -276,7 +276,7 @@ class Checker:
     def _float64_difference(
         self, records: Sequence[GradientRecord], expected: GradientRecord
     ) -> str:
-        layers = spec_of(self.config.model, self.config.parallel).layers(TensorParallel())
+        layers = trained_spec(self.config).layers(TensorParallel())
         difference = first_difference(records, expected, layers)
         return "" if difference is None else f"{difference} (one step in float64)"
 

@@ -68,8 +68,12 @@ REFERENCE = "megatron.training.reference:add_reference"
 """Adds what a reference model finds to the data of a run whose loss needs it. It is called with the
 run, the mesh and the data, and imported for such runs only."""
 
-DISTILLATION = "megatron.training.distillation:Distillation"
+DISTILLATION = "megatron.training.distillation.callback:Distillation"
 """The callback of ``--kd``, which is made of a run and imported for runs with the flag only."""
+
+EXAMPLE_CHECKS = "megatron.training.example_checks:warn_of_examples"
+"""Warns of what is probably wrong with instructions and preferences. It is called with the run and
+its data, and imported for such data only."""
 
 
 @dataclass(frozen=True)
@@ -202,6 +206,13 @@ def run_data(run: Run) -> TrainingData:
     return data.training_data(plan.sample_counts, plan.batch_sizes)
 
 
+def add_reference(run: Run, mesh: Mesh, data: TrainingData) -> None:
+    """Adds what a reference model finds to the data, if the loss of the run needs it. Raises
+    ValueError or OSError, naming the flag, if there is no reference or it cannot be used."""
+    if run.config.kind(PreferenceConfig).needs_reference:
+        resolve_name(REFERENCE)(run, mesh, data)
+
+
 def build_trainer(
     run: Run,
     mesh: Mesh,
@@ -222,8 +233,9 @@ def build_trainer(
     plan = TrainingPlan(config, epochs)
     lock = hold_folder(config.checkpoint.save, mesh.world, device, say)
     checkpoint = resume.locate(config)
-    if config.kind(PreferenceConfig).needs_reference:
-        resolve_name(REFERENCE)(run, mesh, data)
+    if data.weighed:
+        resolve_name(EXAMPLE_CHECKS)(run, data)
+    add_reference(run, mesh, data)
     teaching = [resolve_name(DISTILLATION)(run)] if config.distillation.kd else []
     spec = trained_spec(config)
     engine = build_engine(config, run.content, spec, mesh, device)

@@ -22,6 +22,7 @@ from megatron.families import family_names, family_of
 from megatron.families.gpt import GPT
 from megatron.families.t5 import T5
 from megatron.tokenizer import Tokenizer
+from megatron.training import run as training_run
 
 FOLDER = str(Path(__file__).parent / "preference_families")
 VOCAB = 99
@@ -95,6 +96,9 @@ class _Starting:
 
 
 class DrawnData(DataPipeline):
+    acting = ()  # type: ignore[assignment]
+    """Not the kind that reads files."""
+
     def recipe(self) -> Any:
         raise AssertionError("its samples are drawn, not read")
 
@@ -123,13 +127,22 @@ class PreferringT5(T5):
         return DrawnData(config, tokenizer)
 
 
+def has_reference(run: Any, mesh: Any, data: Any) -> None:
+    """Drawn samples have the reference's log-probabilities."""
+
+
+_evaluated = training_run.REFERENCE
+
+
 def known() -> None:
     """Puts them among the families, in this process."""
     if FOLDER not in families.__path__:
         families.__path__.append(FOLDER)
         family_names.cache_clear()
+        training_run.REFERENCE = f"{__name__}:has_reference"
 
 
 def unknown() -> None:
     families.__path__.remove(FOLDER)
     family_names.cache_clear()
+    training_run.REFERENCE = _evaluated

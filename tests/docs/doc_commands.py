@@ -45,6 +45,9 @@ SMALLER = {
     "pretrain_gpt.py": RUN,
     "pretrain_bert.py": RUN,
     "pretrain_t5.py": RUN_OF_T5,
+    "finetune.py": "--seq-length 192 --max-position-embeddings 192 --train-iters 2 "
+    "--micro-batch-size 1 --global-batch-size 2 --eval-interval 2 --samples 1 --sample-tokens 4 "
+    "--log-interval 1 --num-workers 0 --peak-tflops 1",
     "finetune_llama.py": f"{RUN} --seq-length 192 --max-position-embeddings 192",
     "tools/profile_step.py": RUN,
     "tools/build_index.py": f"{RUN} --workers 1",
@@ -67,6 +70,7 @@ LINKS = (
     "pretrain_gpt.py",
     "pretrain_bert.py",
     "pretrain_t5.py",
+    "finetune.py",
     "finetune_llama.py",
 )
 """What the commands find of the repository in their folder."""
@@ -350,6 +354,16 @@ def prepare(folder: Path, programs: Programs) -> None:
         for i in range(24)
     ]
     (text / "alpaca.json").write_text(json.dumps(examples))
+    pairs = [
+        {"prompt": f"Planet {i}?", "chosen": " Mars.", "rejected": " Moon."} for i in range(24)
+    ]
+    judged = [
+        {"prompt": pair["prompt"], "completion": pair[name], "label": name == "chosen"}
+        for pair in pairs
+        for name in ("chosen", "rejected")
+    ]
+    for name, records in (("pairs", pairs), ("judged", judged)):
+        (text / f"{name}.json").write_text(json.dumps(records))
 
     (folder / "tokenizer").mkdir()
     _must(

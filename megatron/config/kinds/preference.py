@@ -5,10 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron.config.flags import NOT_NEGATIVE, POSITIVE, Bounds, option
+from megatron.config.flags import NOT_NEGATIVE, POSITIVE, Bounds, ConfigResolver, option
 from megatron.config.kinds import KindConfig
 
 PREFERENCES = ("dpo", "ipo", "kto", "orpo", "simpo", "reward")
+COMPARING = ("dpo", "ipo", "kto")
+"""Losses with a reference model."""
+_OF_SOME = {
+    "reference_checkpoint": COMPARING,
+    "preference_beta": tuple(name for name in PREFERENCES if name != "reward"),
+    "preference_label_smoothing": ("dpo",),
+    "preference_average_log_prob": ("dpo",),
+    "preference_sft_weight": ("dpo", "ipo", "simpo"),
+    "simpo_gamma": ("simpo",),
+    "kto_desirable_weight": ("kto",),
+    "kto_undesirable_weight": ("kto",),
+}
+"""Flags that some losses depend on, and these losses."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +50,7 @@ class PreferenceConfig(KindConfig):
     )
     """dpo: probability that a label is wrong (conservative DPO, Mitchell 2023)."""
     preference_average_log_prob: bool = option(False)
-    """dpo: rewards are means over the tokens of an answer, not sums."""
+    """dpo: compare means over the tokens of an answer, not sums."""
     preference_sft_weight: float = option(0.0, bounds=NOT_NEGATIVE, aliases=("--rpo-alpha",))
     """dpo, ipo, simpo: weight of the cross entropy of the better answer, which is added."""
     simpo_gamma: float = option(1.0, bounds=NOT_NEGATIVE)
@@ -53,6 +66,12 @@ class PreferenceConfig(KindConfig):
         {"prompt_format", "chat_template", "on_long_example", "split_by"}
     )
     idle: ClassVar[str] = "this run has no preference data (--preference)"
+
+    def check(self, resolver: ConfigResolver) -> None:
+        """Refuses flags that the loss does not depend on."""
+        for name, losses in _OF_SOME.items():
+            if self.preference is not None and self.preference not in losses:
+                resolver.check_unused(name, f"--preference {' or '.join(losses)}")
 
     @property
     def reads_all(self) -> bool:
@@ -72,4 +91,4 @@ class PreferenceConfig(KindConfig):
     @property
     def needs_reference(self) -> bool:
         """Whether the loss compares the model with a frozen one."""
-        return self.preference in ("dpo", "ipo", "kto")
+        return self.preference in COMPARING

@@ -24,9 +24,7 @@ class ToPeftConfig:
 
     output: str | None = option(None)
     """Folder for the adapters; it must be new or empty."""
-    base_model: str | None = option(
-        None, derived="the folder of the base, if it is of Hugging Face"
-    )
+    base_model: str | None = option(None, derived="the base, if it is of Hugging Face")
     """Name or path of the base that the result names, for example meta-llama/Llama-2-7b-hf."""
     dtype: str = option("float32", choices=tuple(DTYPES))
     """dtype of the adapters."""

@@ -355,7 +355,7 @@ def _wanted(iteration: int | None) -> str | None:
 
 def located(load: str, iteration: int | None, base: str | None = None) -> FoundCheckpoint:
     """The checkpoint of ``--load``; ``base`` is the model of adapters. Raises CheckpointError if
-    there is none."""
+    it is missing."""
     found = locate_checkpoint(load, _wanted(iteration))
     if found is None:
         raise CheckpointError(f"--load {load}: no complete checkpoint found")

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megatron.config import ModelConfig
 from megatron.families import GenerationSpec
+from megatron.inference.execution.adapters import ServedAdapters
 from megatron.inference.execution.outputs import Head, Numbers, WantedRows
 from megatron.inference.execution.packed_weights import PackedWeights, is_packed
 from megatron.inference.execution.page_memory import PageMemory, PageShape
@@ -46,6 +47,7 @@ class PagedRunner:
         page_size: positions of a page.
         in_training: the weights change between passes, and so no copy of them is kept.
         steps: of :func:`step_group`, where one of an earlier runner is used again.
+        adapters: what parts may have besides the weights.
 
     Attributes:
         main: whether this rank gets the steps of its replica of the model.
@@ -60,6 +62,7 @@ class PagedRunner:
         page_size: int = PAGE_SIZE,
         in_training: bool = False,
         steps: dist.ProcessGroup | None = None,
+        adapters: ServedAdapters | None = None,
     ) -> None:
         assert model.vocabulary.size is not None
         self._stages, self._generation = stages, generation
@@ -81,7 +84,10 @@ class PagedRunner:
         # At ZeRO 3 weights that a step has gathered are let go outside of it.
         self._without_gradients = torch.no_grad if in_training else torch.inference_mode
         self._packed = PackedWeights(() if in_training else stages.weights)
-        self._rows = RowRule.of(stages.weights, is_packed).agreed(self._group)
+        self._adapters = adapters
+        self.adapters = () if adapters is None else adapters.names
+        matrices = [*stages.weights, *(() if adapters is None else adapters.matrices)]
+        self._rows = RowRule.of(matrices, is_packed).agreed(self._group)
         self._head = Head(stages, self.vocab_size, self._rows) if stages.last else None
         self._steps = steps or step_group(self._mesh)
 
@@ -144,6 +150,8 @@ class PagedRunner:
         rows = self._rows.padded(len(tokens))
         cache = PagedCache(self.memory, parts, rows, self.max_positions, self._encoded)
         padded = tokens + [0] * (rows - len(tokens))
+        if self._adapters is not None:
+            self._adapters.begin(parts, rows)
         tokens_1T = torch.tensor([padded], device=self._device)
         begin = self._generation.begin(tokens_1T, cache.position_ids_BS, cache)
         first, head = self._generation.encoder_layers, self._stages.layers - 1

@@ -40,14 +40,15 @@ def run_generation(description: str | None, argv: Sequence[str] | None = None) -
     processes = start_processes(settings, argv)
     for line in unused_flags(options) if is_main_process() else ():
         say(line)
-    with opened_runner(_of_run(options, settings), processes, options) as opened:
+    with opened_runner(_of_run(options, settings), processes, options, options.adapter) as opened:
         if opened is None:  # the others compute what the main rank asks for
             return
         limits = EngineLimits(running=options.micro_batch_size)
         engine = GenerationEngine(opened.runner, opened.tokenizer, limits)
         generator = TextGenerator(
-            engine, opened.tokenizer, options.max_new_tokens, options.sampling()
-        )
+            engine, opened.tokenizer, options.max_new_tokens, options.sampling(),
+            next(iter(opened.runner.adapters), None),
+        )  # fmt: skip
         try:
             _generate(generator, options, texts)
         except KeyboardInterrupt:

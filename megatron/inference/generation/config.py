@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 from megatron.config import ConfigError
 from megatron.config.flags import POSITIVE, Bounds, flag_of, option
-from megatron.inference.memory import CacheConfig
+from megatron.inference.memory import ServedConfig
 from megatron.inference.request import Sampling
 
 _TEMPERATURE = Bounds(
@@ -18,7 +18,7 @@ _MIN_P = Bounds(lambda value: 0 <= value <= 1, "must be in [0, 1]; 0 draws among
 
 
 @dataclass(frozen=True)
-class GenerateConfig(CacheConfig):
+class GenerateConfig(ServedConfig):
     """Generation: checkpoint, prompts and sampling."""
 
     load: str | None = option(None)
@@ -91,6 +91,11 @@ class GenerateConfig(CacheConfig):
             raise ConfigError("--output needs --prompt or --prompt-file")
         if self.sample_output_file is not None and self.sample_input_file is None:
             raise ConfigError("--sample-output-file needs --sample-input-file")
+        if len(self.adapter) > 1:
+            raise ConfigError(
+                f"--adapter {' '.join(self.adapter)}: all texts have one adapter here; give one, "
+                "or start tools/run_text_generation_server.py, where each request chooses"
+            )
         drawn = self._given("temperature", "top_k", "top_p", "min_p")
         if self.greedy and drawn:
             raise ConfigError(f"--greedy does not sample; remove it or {drawn[0]}")

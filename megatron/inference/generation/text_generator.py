@@ -40,6 +40,7 @@ class TextGenerator:
 
     Args:
         sampling: its seed and the place of a prompt determine the draws.
+        adapter: that the model has for all texts; None for none.
     """
 
     def __init__(
@@ -48,10 +49,11 @@ class TextGenerator:
         tokenizer: Tokenizer,
         max_new_tokens: int,
         sampling: Sampling,
+        adapter: str | None = None,
     ) -> None:
         self.engine, self.tokenizer = engine, tokenizer
         self.max_new_tokens, self.sampling = max_new_tokens, sampling
-        self.stops = end_tokens(tokenizer)
+        self.stops, self.adapter = end_tokens(tokenizer), adapter
 
     def encode(self, text: str) -> Tokens:
         """See :func:`~megatron.inference.prompts.prompt_tokens`. Raises ValueError also if the
@@ -77,7 +79,8 @@ class TextGenerator:
         """The request of a prompt; another place gives other draws."""
         seed = derive_seed(self.sampling.seed, *place)
         sampling = dataclasses.replace(self.sampling, seed=seed)
-        return GenerationRequest(prompt, StopRules(self.max_new_tokens, self.stops), sampling)
+        stopping = StopRules(self.max_new_tokens, self.stops)
+        return GenerationRequest(prompt, stopping, sampling, adapter=self.adapter)
 
     def stream(self, prompt: Tokens, *place: int) -> Iterator[str]:
         """The text that is added to a prompt, in pieces as its tokens come."""

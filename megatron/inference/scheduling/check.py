@@ -21,6 +21,9 @@ def check_request(request: GenerationRequest, runner: Runner) -> None:
         count = getattr(request, name)
         if count is not None and not 0 <= count <= runner.vocab_size:
             raise ValueError(f"{name} {count} must be from 0 to {runner.vocab_size:,}")
+    if request.adapter is not None and request.adapter not in runner.adapters:
+        known = ", ".join(runner.adapters) or "no adapters"
+        raise ValueError(f"there is no adapter {request.adapter!r}; the model has {known}")
     _check_positions(request, runner)
     if request.beams is not None:
         _check_beams(request, runner)

@@ -71,7 +71,9 @@ class Job(ABC):
         """Takes all the pages that the job can ever need, those of a known prompt shared; False if
         they are not available yet."""
         if self._digests is None:
-            self._digests = prefix_digests(self.prompt, self.page_size, self.long)
+            self._digests = prefix_digests(
+                self.prompt, self.page_size, self.long, self.request.adapter
+            )
         digests, shared = self._digests, list[int]()
         if self.request.prompt_logprobs is None:
             # The last token is computed in any case: the logits after it are wanted.
@@ -129,6 +131,7 @@ class Job(ABC):
             top=wanted or 0,
             encoded=self.encoded,
             long=self.long,
+            adapter=self.request.adapter,
         )
 
     def _skips(self, pool: PagePool) -> bool:
@@ -149,6 +152,7 @@ class Job(ABC):
         logits after a prompt, and pages that it can copy."""
         return (
             self.request.prompt_logprobs is None
+            and self.request.adapter == other.request.adapter
             and self._read_tokens == other._read_tokens == self.prompt
             and min(each.request.stopping.max_new_tokens for each in (self, other)) > 0
             and all(pool.is_private(page) for _, page in self._differing(other))
@@ -167,8 +171,9 @@ class Job(ABC):
     def decoded(self, token: int, position: int, pages: tuple[int, ...]) -> SequencePart:
         """The part of a new token."""
         return SequencePart(
-            (token,), position, pages, True, True, encoded=self.encoded, long=self.long
-        )
+            (token,), position, pages, True, True, encoded=self.encoded, long=self.long,
+            adapter=self.request.adapter,
+        )  # fmt: skip
 
     @abstractmethod
     def parts(self) -> list[SequencePart]:

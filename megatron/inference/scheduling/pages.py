@@ -9,13 +9,17 @@ from hashlib import blake2b
 import numpy as np
 
 
-def prefix_digests(prompt: Sequence[int], page_size: int, long: bool = False) -> list[bytes]:
+def prefix_digests(
+    prompt: Sequence[int], page_size: int, long: bool = False, adapter: str | None = None
+) -> list[bytes]:
     """For each full page of a prompt a digest of the tokens up to its end, which identifies what
-    the page contains: keys and values depend on all tokens before them, and on whether they are
-    those of a ``long`` sequence (`SequencePart.long`)."""
+    the page contains: keys and values depend on all tokens before them, on the ``adapter``, and on
+    whether they are those of a ``long`` sequence (`SequencePart`)."""
     whole = len(prompt) // page_size
     pages = np.asarray(prompt[: whole * page_size], np.int64).reshape(whole, page_size)
     digests, before = [], b"long" if long else b""
+    if adapter is not None:
+        before = blake2b(before + b"adapter" + adapter.encode(), digest_size=32).digest()
     for page in pages:
         before = blake2b(before + page.tobytes(), digest_size=32).digest()
         digests.append(before)

@@ -119,12 +119,12 @@ class Scheduler:
     ) -> tuple[tuple[tuple[int, tuple[int, ...]], ...], tuple[int, ...]]:
         budget = self.limits.step_tokens - len(planned)
         encode: dict[int, tuple[int, ...]] = {}
-        first: dict[tuple[int, ...], Job] = {}
+        first: dict[tuple[tuple[int, ...], str | None], Job] = {}
         self.followers = {}
         for job in reading:
             if budget <= 0:
                 break
-            other = job if self._prompts is not None else first.setdefault(job.prompt, job)
+            other = job if self._prompts is not None else first.setdefault(_what_is_read(job), job)
             if other is not job and job.follows(other, self.pool):
                 self.followers.setdefault(other, []).append(job)
                 continue
@@ -139,6 +139,10 @@ class Scheduler:
                 budget -= len(part.tokens)
         forget = () if self._prompts is None else self._prompts.forgotten()
         return tuple(encode.items()), forget
+
+
+def _what_is_read(job: Job) -> tuple[tuple[int, ...], str | None]:
+    return job.prompt, job.request.adapter
 
 
 class EncodedPrompts:

@@ -54,7 +54,7 @@ def run_server(description: str | None, argv: Sequence[str] | None = None) -> No
         return
     for number in _SIGNALS:  # which launchers send to all; the main process decides
         signal.signal(number, signal.SIG_IGN)
-    with opened_runner(settings, processes, config):
+    with opened_runner(settings, processes, config, config.adapter):
         pass
 
 
@@ -113,7 +113,7 @@ def _serve(config: ServerConfig, settings: Settings, processes: int) -> None:
     )
     stop = StopSignals()
     http.start()
-    with opened_runner(settings, processes, config) as opened:
+    with opened_runner(settings, processes, config, config.adapter) as opened:
         assert opened is not None
         limits = EngineLimits(
             config.max_batch_size, config.max_num_batched_tokens, config.max_waiting

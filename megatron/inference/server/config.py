@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron.config import ConfigError
 from megatron.config.flags import NOT_NEGATIVE, POSITIVE, SHARE, Bounds, flag_of, option
-from megatron.inference.memory import CacheConfig
+from megatron.inference.memory import ServedConfig
 
 KEY_VARIABLE = "MEGATRON_API_KEY"
 _PORT = Bounds(lambda value: 0 <= value < 65536, "must be in [0, 65535]")
@@ -43,7 +43,7 @@ class RequestDefaults:
 
 
 @dataclass(frozen=True)
-class ServerConfig(CacheConfig):
+class ServerConfig(ServedConfig):
     """Server: where it listens, who may use it, how much it does at once."""
 
     host: str = option("127.0.0.1")

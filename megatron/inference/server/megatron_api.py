@@ -54,6 +54,7 @@ class MegatronRequest:
     beam_width: int | None = None
     stop_token: int | None = None
     length_penalty: float = 1.0
+    adapter: str | None = None
 
 
 def parsed(body: Mapping[str, Any], defaults: RequestDefaults) -> MegatronRequest:
@@ -72,6 +73,8 @@ def parsed(body: Mapping[str, Any], defaults: RequestDefaults) -> MegatronReques
         _require(seed >= 0, "random_seed must be a positive integer")
     fields["no_log"] = _flag(body, "no_log")
     fields |= _beams(body, len(fields["prompts"]))
+    fields["adapter"] = body.get("adapter")
+    _require(isinstance(fields["adapter"], str | None), "adapter must be a string")
     for name, ours in _NAMES_ELSEWHERE.items():
         _require(name not in body, f"{name} is not a field of this request; use {ours}")
     Fields(body).end(MegatronRequest.__dataclass_fields__)
@@ -178,6 +181,7 @@ def generation_requests(
             beams,
             logprobs=wanted,
             prompt_logprobs=None if model.has_encoder else wanted,
+            adapter=asked.adapter,
         )
         for index, prompt in enumerate(prompts)
     ]

@@ -119,7 +119,7 @@ class _Exchange:
         self._created = int(time.time())
 
     def _envelope(self, kind: str, choices: list[Json]) -> Json:
-        name = self.service.name
+        name = self.asked.template.adapter or self.service.name
         return {
             "id": self._id,
             "object": kind,
@@ -260,8 +260,10 @@ def openai_router(service: Service) -> APIRouter:
             return await _streamed(request, exchange.stream())
         return JSON(await while_connected(request, exchange.whole()))
 
-    def described() -> Json:
-        found = {"id": service.name, "object": "model", "created": service.created}
+    def described(name: str) -> Json:
+        found = {"id": name, "object": "model", "created": service.created}
+        if name != service.name:
+            found["parent"] = service.name
         positions = service.model().positions
         return {**found, "owned_by": "megatron-deepspeed", "max_model_len": positions}
 
@@ -277,13 +279,16 @@ def openai_router(service: Service) -> APIRouter:
 
         @router.get(f"{prefix}/models")
         async def models() -> JSON:
-            return JSON({"object": "list", "data": [described()]})
+            names = service.name, *service.model().adapters
+            return JSON({"object": "list", "data": [described(name) for name in names]})
 
         @router.get(f"{prefix}/models/{{name:path}}")
         async def model(name: str) -> JSON:
-            if name != service.name:
-                text = f"the model {name[:200]!r} does not exist here; there is {service.name!r}"
+            names = service.name, *service.model().adapters
+            if name not in names:
+                known = ", ".join(map(repr, names))
+                text = f"the model {name[:200]!r} does not exist here; there is {known}"
                 raise RequestError(text, 404, param="model", code="model_not_found")
-            return JSON(described())
+            return JSON(described(name))
 
     return router

@@ -74,7 +74,7 @@ class TextsAsked:
 async def completion_asked(service: Service, body: Mapping[str, Any]) -> TextsAsked:
     """What a body of ``/v1/completions`` asks for. Raises RequestError."""
     model, fields = service.model(), Fields(body)
-    _check_model(service, fields)
+    adapter = _adapter(service, model, fields)
     fields.refuse(_REFUSED_BY_COMPLETIONS)
     prompts, shown = await _prompts(service, model, fields)
     choices = _choices(fields, len(prompts))
@@ -84,13 +84,13 @@ async def completion_asked(service: Service, body: Mapping[str, Any]) -> TextsAs
     top = fields.integer("logprobs", 0, _MAX_TOP)
     new = fields.integer("max_tokens", 0)
     new = 16 if new is None else new
-    return _asked(service, model, fields, prompts, shown, choices, new, top, echo)
+    return _asked(service, model, fields, prompts, shown, choices, new, top, echo, adapter)
 
 
 async def chat_asked(service: Service, body: Mapping[str, Any]) -> TextsAsked:
     """What a body of ``/v1/chat/completions`` asks for. Raises RequestError."""
     model, fields = service.model(), Fields(body)
-    _check_model(service, fields)
+    adapter = _adapter(service, model, fields)
     fields.refuse(_REFUSED_BY_CHAT)
     fields.ignore("parallel_tool_calls")
     if fields.take("modalities") not in (None, ["text"]):
@@ -108,7 +108,7 @@ async def chat_asked(service: Service, body: Mapping[str, Any]) -> TextsAsked:
     new = older if new is None else new
     if new is None:
         new = max(1, min(model.room(prompt), service.limits.tokens // choices - len(prompt)))
-    asked = _asked(service, model, fields, (prompt,), ("",), choices, new, top, False)
+    asked = _asked(service, model, fields, (prompt,), ("",), choices, new, top, False, adapter)
     stopping = asked.template.stopping
     stopping = replace(stopping, texts=(*stopping.texts, *model.chat.stops))
     return replace(asked, template=replace(asked.template, stopping=stopping))
@@ -124,6 +124,7 @@ def _asked(
     new: int,
     top: int | None,
     echo: bool,
+    adapter: str | None,
 ) -> TextsAsked:
     _check_size(service, model, prompts, choices, new)
     hidden = frozenset[int]() if fields.flag("ignore_eos") else model.ends
@@ -137,6 +138,7 @@ def _asked(
         constraint=_constraint(fields),
         logprobs=top,
         prompt_logprobs=top if echo else None,
+        adapter=adapter,
     )
     stream = fields.flag("stream")
     options = fields.object("stream_options")
@@ -151,11 +153,16 @@ def _asked(
     return TextsAsked(prompts, shown, choices, template, ends, top, echo, stream, include_usage)
 
 
-def _check_model(service: Service, fields: Fields) -> None:
+def _adapter(service: Service, model: ServedModel, fields: Fields) -> str | None:
+    """The adapter that the field ``model`` names; None for the model itself."""
     name = fields.text("model")
-    if name is not None and name != service.name:
-        text = f"the model {name[:200]!r} does not exist here; this server has {service.name!r}"
-        raise RequestError(text, 404, param="model", code="model_not_found")
+    if name is None or name == service.name:
+        return None
+    if name in model.adapters:
+        return name
+    known = ", ".join(map(repr, (service.name, *model.adapters)))
+    text = f"the model {name[:200]!r} does not exist here; this server has {known}"
+    raise RequestError(text, 404, param="model", code="model_not_found")
 
 
 async def _prompts(

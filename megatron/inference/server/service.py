@@ -50,6 +50,11 @@ class ServedModel:
         """Whether the prompt is read by an encoder, and only the answer is in the sequence."""
         return self.thread.engine.runner.max_prompt is not None
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters that requests may have."""
+        return self.thread.engine.runner.adapters
+
     def room(self, prompt: Sequence[int]) -> int:
         """The most new tokens after a prompt."""
         runner = self.thread.engine.runner

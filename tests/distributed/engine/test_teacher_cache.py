@@ -13,7 +13,7 @@ from training_jobs import TINY, train
 
 from megatron.config import ConfigError
 from megatron.config.layouts import parse_layout
-from megatron.objectives import teacher as teachers
+from megatron.training.distillation import teacher as teachers
 
 STEPS = 4
 STUDENT = [*TINY, "--train-iters", str(STEPS), "--num-layers", "4"]

@@ -27,6 +27,7 @@ from megatron.parallel.layers import (
     RowParallelLinear,
     column_linear,
 )
+from megatron.parallel.log_probs import linear_log_probs
 from megatron.parallel.mesh import Group, build_mesh
 from megatron.parallel.shard import Init, shard_of
 from megatron.parallel.tensor_parallel import (
@@ -332,7 +333,7 @@ def _low_precision(tp: TensorParallel, dtype: torch.dtype, autocast: bool) -> No
 
 
 def cross_entropy(vocab: int, sequence: bool, softcap: float | None) -> None:
-    """As CPUs compute it, and what GPUs compile."""
+    """As CPUs compute it, and what GPUs compile; and the log-probabilities of its targets."""
     tp = TensorParallel(tensor_group(), sequence)
     _cross_entropy(vocab, tp, softcap)
     with pytest.MonkeyPatch.context() as patch:
@@ -361,8 +362,19 @@ def _cross_entropy(vocab: int, tp: TensorParallel, softcap: float | None) -> Non
         logits = softcap * torch.tanh(logits / softcap)
     flat = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
     expected = (flat.view_as(mask) * mask).sum() / mask.sum()
-    weight_grad, x_grad = torch.autograd.grad(7 * expected, reference)
+    weight_grad, x_grad = torch.autograd.grad(7 * expected, reference, retain_graph=True)
     assert close(loss.detach(), expected.detach())
+    assert close(torch.cat(on_all(mine.grad, group)), weight_grad)
+    assert close(gathered(x.grad, tp), x_grad)
+    x.grad = mine.grad = None
+    scores, wanted = (
+        linear_log_probs(x, mine, Targets(labels, mask), head),
+        draw(*mask.shape, seed=2),
+    )
+    scores.backward(wanted)
+    each = -flat.view_as(mask) * mask
+    weight_grad, x_grad = torch.autograd.grad(each, reference, wanted)
+    assert close(scores.detach(), each.detach())
     assert close(torch.cat(on_all(mine.grad, group)), weight_grad)
     assert close(gathered(x.grad, tp), x_grad)
 

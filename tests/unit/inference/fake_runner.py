@@ -41,11 +41,12 @@ class RememberingRunner(ABC):
         long_after: int | None = None,
         fail_at: int | None = None,
         delay: float = 0.0,
+        adapters: tuple[str, ...] = (),
     ) -> None:
         self.vocab_size, self.pages, self.page_size = vocab_size, pages, page_size
         self.max_positions, self.max_prompt = max_positions, max_prompt
         self.start_token, self.long_after = start_token, long_after
-        self.fail_at, self.delay = fail_at, delay
+        self.fail_at, self.delay, self.adapters = fail_at, delay, adapters
         self.steps: list[StepInput] = []
         self.closed = False
         self.encoded: dict[int, tuple[int, ...]] = {}

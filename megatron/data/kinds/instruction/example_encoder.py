@@ -115,6 +115,14 @@ class ExampleEncoder:
         encoded.update(zip(plain, found, strict=True))
         return [encoded[number] for number in range(len(examples))]
 
+    def text_of(self, example: Example) -> str:
+        """What is tokenized, without the token that ends plain text. Raises ValueError if the
+        example cannot be put into the format."""
+        kind = self.format_of(example)
+        if kind == "chat":
+            return self._chat.text_of(example)
+        return "".join(p + a for p, a in plain_texts(example, alpaca=kind == "alpaca"))
+
     def format_of(self, example: Example) -> str:
         """chat, alpaca or plain."""
         if self._config.prompt_format != "auto":
@@ -278,7 +286,7 @@ class ChatTemplate:
         messages = [{"role": turn.role, "content": turn.text} for turn in example.turns]
         if self._marks_answers and loss_on != "everything":
             return self._by_marks(messages, loss_on)
-        text = self._render(messages)
+        text = self.text_of(example)
         encoded = self._tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
@@ -291,6 +299,10 @@ class ChatTemplate:
             start, end = self._span(messages, number, text)
             counted |= (offsets[:, 0] >= start) & (offsets[:, 0] < end)
         return ids, counted
+
+    def text_of(self, example: Example) -> str:
+        """The conversation as the template writes it. Raises ValueError if it refuses it."""
+        return self._render([{"role": turn.role, "content": turn.text} for turn in example.turns])
 
     def continued(self, example: Example, count: int) -> Continued:
         """Ids of the conversation, and the first of them that its first ``count`` turns, to be

@@ -69,6 +69,7 @@ MESSAGES = [
     ({"beam_width": 1, "prompts": ["a", "b"]}, "When doing beam_search, batch size must be 1"),
     ({"stop_token": 1.5}, "stop_token must be an integer"),
     ({"length_penalty": "1"}, "length_penalty must be a float"),
+    ({"adapter": 1}, "adapter must be a string"),
     ({"max_tokens": 1}, "max_tokens is not a field of this request; use tokens_to_generate"),
     ({"top_q": 1}, "top_q is not a field of this request; did you mean top_p?"),
 ]

@@ -312,3 +312,30 @@ def test_what_begins_another_turn_ends_an_answer():
         body = {"messages": USER, "seed": 3, "max_tokens": 400, "ignore_eos": True}
         (choice,) = post(client, CHAT, **body)["choices"]
         assert choice["finish_reason"] == "stop" and "o" not in choice["message"]["content"]
+
+
+def test_the_model_may_be_an_adapter():
+    """Which it says in the answer; another name is refused with those that there are."""
+    with served(TextRunner(259, adapters=("legal", "code"))) as server, server.client() as client:
+        models = client.get("/v1/models").json()["data"]
+        assert [(model["id"], model.get("parent")) for model in models] == [
+            (NAME, None), ("legal", NAME), ("code", NAME),
+        ]  # fmt: skip
+        assert client.get("/v1/models/code").json() == models[2]
+        for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": USER})):
+            for name in ("code", NAME):
+                server.runner.steps.clear()
+                answer = post(client, path, **body, model=name, max_tokens=2)
+                assert answer["model"] == name
+                used = {part.adapter for step in server.runner.steps for part in step.parts}
+                assert used == {None if name == NAME else name}
+            status, error = refused(client, path, **body, model="other")
+            assert (status, error["code"]) == (404, "model_not_found")
+            assert "this server has 'fake', 'legal', 'code'" in error["message"]
+        server.runner.steps.clear()
+        asked = {"prompts": ["ab", "c"], "tokens_to_generate": 2, "adapter": "legal"}
+        assert client.put("/api", json=asked).status_code == 200
+        assert {p.adapter for step in server.runner.steps for p in step.parts} == {"legal"}
+        wrong = client.put("/api", json=asked | {"adapter": "x"})
+        assert wrong.status_code == 400
+        assert "there is no adapter 'x'; the model has legal, code" in wrong.text

@@ -14,8 +14,8 @@ from megatron.engine.environment import return_freed_memory
 from megatron.engine.train_engine import TrainEngine
 from megatron.families import family_of
 from megatron.objectives.distillation import TaughtBatch
-from megatron.objectives.teacher import Teacher, find_teacher
-from megatron.objectives.teacher_cache import Sampled, TeacherCache, identity_of
+from megatron.training.distillation.teacher import Teacher, find_teacher
+from megatron.training.distillation.teacher_cache import Sampled, TeacherCache, identity_of
 from megatron.training.plan import TrainingPlan
 from megatron.training.run import Run
 from megatron.training.trainer import Callback, Step, Trainer
@@ -61,7 +61,7 @@ class Distillation(Callback):
         self._cache = TeacherCache(self._flags.kd_cache, identity, data.collate)
         missing = self._cache.missing(self._samples(data, plan, consumed), engine.mesh)
         if missing:
-            teacher = self._found.start(engine.mesh, engine.device)
+            teacher = self._found.start(engine.mesh, engine.device, in_step=False)
             self._cache.fill(teacher, missing, plan.micro_batch_size)
             del teacher
             return_freed_memory()

@@ -1,18 +1,54 @@
-"""What a run with ``--lora`` checks and records of its base and of the adapters that it loads."""
+"""Loads the base and the adapters of a run with ``--lora``, and records the base."""
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.adapters import AdaptedSource, BaseRecord, adapter_name, digests_of
+from megatron.checkpoint.adapters import AdaptedSource, RowLengths, adapter_name, digests_of
 from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.manifest import BaseRecord
 from megatron.checkpoint.source import Source, locate_checkpoint
 from megatron.config.adapters import AdapterConfig
+from megatron.engine.loading import load_weights, together
 from megatron.engine.train_engine import TrainEngine
 from megatron.model.layer_list import LayerStack
 from megatron.parallel.shard import shard_of
 from megatron.parallel.tensor_parallel import TensorParallel
+
+
+def load_adapted(
+    engine: TrainEngine, source: Source, fresh: Collection[str], continues: bool
+) -> Source:
+    """Fills base and adapters of a run with ``--lora``, and notes the base for its checkpoints. A
+    run that continues gets both from a checkpoint of adapters, and continues from what this
+    returns; a new one has ``source`` as its base, and adapters as they are drawn, or those of
+    ``--load-adapter``."""
+    names = set(engine.names.values())
+    adapters = {name for name in names if adapter_name(name)}
+    if continues:
+        adapted = together(engine, lambda: continued_adapters(engine, source))
+        base, own = adapted.base, adapted.additions
+        trained = names & set(own.names())
+        together(engine, lambda: load_weights(engine, base, trained))
+        together(engine, lambda: load_weights(engine, own, names - trained))
+        engine.base = BaseRecord.read(own.folder, place=base.folder)
+        return own
+    together(engine, lambda: load_weights(engine, source, {*fresh, *adapters}))
+    if engine.config.adapters.use_dora:
+        lengths = RowLengths(source, [name for name in adapters if name.endswith("magnitude")])
+        together(engine, lambda: load_weights(engine, lengths, names - set(lengths.names())))
+    missing = [name for name, weight in engine.quantised if not weight.filled]
+    if missing:
+        raise CheckpointError(f"{source.folder} has no {', '.join(missing[:5])}")
+    engine.base = together(engine, lambda: record_base(engine, source))
+    chosen = engine.config.checkpoint.load_adapter
+    if chosen is not None:
+        adapted = together(engine, lambda: chosen_adapters(engine, chosen, source))
+        together(engine, lambda: load_weights(engine, adapted.additions, names - adapters))
+    return source
 
 
 def record_base(engine: TrainEngine, source: Source) -> BaseRecord:
@@ -30,8 +66,8 @@ def record_base(engine: TrainEngine, source: Source) -> BaseRecord:
 
 
 def continued_adapters(engine: TrainEngine, source: Source) -> AdaptedSource:
-    """The checkpoint of adapters that a run continues. Raises CheckpointError if it is none, or of
-    other adapters than the run's."""
+    """The checkpoint of adapters that a run continues. Raises CheckpointError if it is of a whole
+    model, or of other adapters than the run's."""
     if not isinstance(source, AdaptedSource) or not source.state:
         raise CheckpointError(
             f"--load {source.folder} was not saved with --lora, and cannot be continued with it: "
@@ -42,8 +78,8 @@ def continued_adapters(engine: TrainEngine, source: Source) -> AdaptedSource:
 
 
 def chosen_adapters(engine: TrainEngine, folder: str, base: Source) -> AdaptedSource:
-    """The adapters of ``--load-adapter`` on a run's base. Raises CheckpointError if there are none,
-    or others than the run's."""
+    """The adapters of ``--load-adapter`` on a run's base. Raises CheckpointError if it has none, or
+    others than the run's."""
     found = locate_checkpoint(folder)
     if found is None or not found.form.on_base:
         raise CheckpointError(

@@ -24,9 +24,9 @@ from megatron.checkpoint.source import Source
 from megatron.config import ConfigError
 from megatron.data.samples import SampleDataset
 from megatron.objectives.distillation import TaughtBatch
-from megatron.objectives.teacher import Teacher
 from megatron.parallel.divergence import TopTokens, linear_top_tokens
 from megatron.parallel.mesh import Mesh
+from megatron.training.distillation.teacher import Teacher
 from megatron.util.digests import digest_of_parts
 from megatron.util.files import replacing, write_whole
 from megatron.util.progress import progress_bar

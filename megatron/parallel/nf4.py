@@ -1,0 +1,191 @@
+"""Matrices in 4 bits: NF4, blocks of 64 weights with a scale each (Dettmers et al. 2023,
+arXiv:2305.14314, section 3).
+
+A number is one of 16 quantiles of the normal distribution times the largest absolute value of its
+block. With double quantisation these scales are 8-bit numbers themselves, less their mean, in
+groups of 256 that have a float32 scale each: 0.516 bytes a weight instead of 0.5625. Codes and
+their packing are those of bitsandbytes, whose kernels are used on GPUs where it is installed.
+
+Shapes: O rows, I columns of the part of a matrix that a rank has, P = I / 2, K blocks of a row, G
+groups of blocks of the whole matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK, GROUP = 64, 256
+"""Weights that have a scale, and scales that have one."""
+
+# Quantiles of a normal distribution, scaled to [-1, 1], with an exact zero (appendix E).
+_NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
+)  # fmt: skip
+_AT_ONCE = 2**17
+"""Weights that a CPU converts at a time: their float32 numbers stay in its cache."""
+
+
+@dataclass(frozen=True)
+class QuantisedMatrix:
+    """A part of a matrix: rows, or columns, in 4 bits.
+
+    Attributes:
+        codes_OP: two numbers of 4 bits each, the first in the higher ones; uint8.
+        scales_OK: of the blocks; float32, or with double quantisation uint8.
+        groups_G: scales of the groups of the whole matrix; None without double quantisation.
+        mean: of all scales; a scalar.
+        first: number of the first block in the whole matrix.
+        stride: blocks of a row of the whole matrix.
+        columns: which of the columns of the blocks are the part's.
+    """
+
+    codes_OP: Tensor
+    scales_OK: Tensor
+    groups_G: Tensor | None
+    mean: Tensor | None
+    first: int
+    stride: int
+    columns: slice
+
+    def part(self, rows: slice, columns: slice) -> QuantisedMatrix:
+        """Some rows and columns of a whole matrix; copies."""
+        begin, end = columns.start // BLOCK, -(-columns.stop // BLOCK)
+        return QuantisedMatrix(
+            self.codes_OP[rows, begin * BLOCK // 2 : end * BLOCK // 2].clone(),
+            self.scales_OK[rows, begin:end].clone(),
+            self.groups_G,
+            self.mean,
+            first=rows.start * self.stride + begin,
+            stride=self.stride,
+            columns=slice(columns.start - begin * BLOCK, columns.stop - begin * BLOCK),
+        )
+
+    @property
+    def bytes(self) -> int:
+        tensors = (self.codes_OP, self.scales_OK, self.groups_G, self.mean)
+        return sum(each.numel() * each.element_size() for each in tensors if each is not None)
+
+    def scales(self) -> Tensor:
+        """float32 [O, K]."""
+        if self.groups_G is None or self.mean is None:
+            return self.scales_OK
+        rows, blocks = self.scales_OK.shape
+        device = self.scales_OK.device
+        number_OK = torch.arange(rows, device=device)[:, None] * self.stride + self.first
+        number_OK = number_OK + torch.arange(blocks, device=device)
+        of_group_OK = self.groups_G[number_OK // GROUP]
+        return _dynamic_code(device)[self.scales_OK.int()] * of_group_OK + self.mean
+
+    def write(self, out_OI: Tensor) -> None:
+        """Fills in the numbers, rounded to the dtype of ``out_OI``."""
+        scales_OK, kernel = self.scales(), _kernel(out_OI.device.type)
+        shape = (len(out_OI), scales_OK.shape[1] * BLOCK)
+        if kernel is not None and out_OI.dtype != torch.float64:
+            found = kernel(self.codes_OP, scales_OK, BLOCK, "nf4", shape, out_OI.dtype)
+            out_OI.copy_(found[:, self.columns])
+            return
+        pairs = _pairs(out_OI.device)
+        for rows in _some_rows(out_OI, shape[1]):
+            found = pairs.index_select(0, self.codes_OP[rows].flatten().int())
+            values = found.view(torch.float32).view(-1, BLOCK)
+            values *= scales_OK[rows].reshape(-1, 1)
+            out_OI[rows] = values.view(-1, shape[1])[:, self.columns]
+
+
+def quantise(weight_OI: Tensor, double: bool) -> QuantisedMatrix:
+    """A whole matrix in 4 bits. Rows that are no multiple of 64 long end in a shorter block."""
+    rows, columns = weight_OI.shape
+    stride, bounds = -(-columns // BLOCK), _bounds(_code(weight_OI.device))
+    codes_OP = weight_OI.new_empty(rows, stride * BLOCK // 2, dtype=torch.uint8)
+    scales_N = weight_OI.new_empty(rows * stride, dtype=torch.float32)
+    for some in _some_rows(weight_OI, columns):
+        padded_OI = F.pad(weight_OI[some].float(), (0, -columns % BLOCK))
+        blocks_NB = padded_OI.reshape(-1, BLOCK)
+        of_blocks_N = blocks_NB.abs().amax(1)
+        scales_N[some.start * stride : some.stop * stride] = of_blocks_N
+        relative_NB = blocks_NB * (1.0 / of_blocks_N.clamp(min=1e-38))[:, None]
+        # On a CPU this takes two thirds of the time of torch.bucketize.
+        codes_NB = torch.zeros_like(relative_NB, dtype=torch.uint8)
+        for bound in bounds:
+            codes_NB += relative_NB > bound
+        codes_OP[some] = (codes_NB[:, ::2] << 4 | codes_NB[:, 1::2]).view(len(padded_OI), -1)
+    groups_G = mean = None
+    if double:
+        mean = scales_N.mean()
+        centred_N = scales_N - mean
+        grouped_GM = F.pad(centred_N, (0, -len(centred_N) % GROUP)).view(-1, GROUP)
+        groups_G = grouped_GM.abs().amax(1)
+        relative_GM = grouped_GM * (1.0 / groups_G.clamp(min=1e-38))[:, None]
+        code = _dynamic_code(weight_OI.device)
+        found = torch.bucketize(relative_GM, _bounds(code)).to(torch.uint8)
+        scales_N = found.flatten()[: len(scales_N)]
+    whole = slice(0, columns)
+    return QuantisedMatrix(codes_OP, scales_N.view(rows, -1), groups_G, mean, 0, stride, whole)
+
+
+def bytes_of(weights: int, double: bool) -> float:
+    """Memory of so many weights."""
+    scale = 1 + 4 / GROUP if double else 4
+    return weights * (0.5 + scale / BLOCK)
+
+
+def _some_rows(weight_OI: Tensor, columns: int) -> Iterator[slice]:
+    """All rows of a matrix, on a CPU a few at a time."""
+    rows = len(weight_OI)
+    step = max(1, _AT_ONCE // columns) if weight_OI.device.type == "cpu" else max(1, rows)
+    return (slice(at, min(at + step, rows)) for at in range(0, rows, step))
+
+
+def _bounds(code: Tensor) -> Tensor:
+    """Between neighbouring numbers of a code."""
+    return (code[:-1] + code[1:]) / 2
+
+
+@cache
+def _code(device: torch.device) -> Tensor:
+    return torch.tensor(_NF4, device=device)
+
+
+@cache
+def _pairs(device: torch.device) -> Tensor:
+    """The two numbers of every byte, [256], float32 side by side: one of 64 bits is looked up
+    faster than two of 32."""
+    byte = torch.arange(256, device=device)
+    numbers_2 = _code(device)[torch.stack((byte >> 4, byte & 15), dim=1)]
+    return numbers_2.contiguous().view(torch.float64).flatten()
+
+
+@cache
+def _dynamic_code(device: torch.device) -> Tensor:
+    """The signed dynamic numbers of 8 bits, ascending (Dettmers et al. 2022, arXiv:2110.02861,
+    section 1.3): a fraction of the more bits the larger the power of ten."""
+    found = [0.0, 1.0]
+    for exponent in range(7):
+        edges = torch.linspace(0.1, 1, 2**exponent + 1)
+        means = (10.0 ** (exponent - 6)) * (edges[:-1] + edges[1:]) / 2
+        found += [*means.tolist(), *(-means).tolist()]
+    return torch.tensor(sorted(found), device=device)
+
+
+@cache
+def _kernel(device_type: str) -> Callable[..., Tensor] | None:
+    """What bitsandbytes has for a kind of device, if it is installed."""
+    if device_type != "cuda":
+        return None
+    try:
+        import bitsandbytes  # noqa: F401  # registers its operators
+    except ImportError:
+        return None
+    operators: Any = torch.ops.bitsandbytes
+    kernel: Callable[..., Tensor] = operators.dequantize_4bit
+    return kernel

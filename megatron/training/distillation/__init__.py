@@ -1,0 +1,1 @@
+"""Trainings of a student with a teacher; imported for runs with ``--kd`` only."""

@@ -1,0 +1,123 @@
+"""Warnings about examples: each for the mistake that it names, and none for good data."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.config import RunConfig
+from megatron.config.kinds.instruction import InstructionConfig
+from megatron.config.kinds.preference import PreferenceConfig
+from megatron.data.example_checks import Base, check_examples, template_in
+from megatron.families.gpt import GPTData
+
+from .kinds.instruction.conftest import CHATML, Built, gpt2, with_template, write
+
+__all__ = ["gpt2", "with_template", "write"]
+
+CHATS = [
+    {"messages": [{"role": "user", "content": f"Mars {n}?"}, {"role": "assistant", "content": "?"}]}
+    for n in range(4)
+]
+PAIRS = [{"instruction": f"Mars {n}?", "chosen": "Earth", "rejected": "Venus"} for n in range(4)]
+ENDLESS = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }} {% endfor %}" + (
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+def pipeline(built: Built, path: str, gpt_config, **flags) -> GPTData:
+    """The data of a run on instructions or, with ``preference``, on pairs."""
+    config: RunConfig = gpt_config()
+    loss = flags.pop("preference", None)
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, seq_length=128),
+        data=dataclasses.replace(config.data, data_path=(path,), split="1,0,0"),
+        tokenizer=built.config,
+        kinds=(InstructionConfig(sft=loss is None, **flags), PreferenceConfig(preference=loss)),
+    )
+    return GPTData(config, built.tokenizer)
+
+
+def findings(data: GPTData, base: Base = Base()) -> list[str]:  # noqa: B008  # immutable
+    train = data.datasets((8, 0, 0)).train
+    assert train is not None
+    return [str(found) for found in check_examples(data, train, base)]
+
+
+def test_good_data(gpt2: Built, with_template, write, gpt_config) -> None:
+    built, path = with_template(CHATML), write(CHATS)
+    known = Base(built.tokenizer.vocab_size, CHATML)
+    assert findings(pipeline(built, path, gpt_config), known) == []
+    assert findings(pipeline(built, path, gpt_config, packing=True), known) == []
+    assert findings(pipeline(gpt2, path, gpt_config)) == []
+    pairs = write(PAIRS, "pairs.jsonl")
+    assert findings(pipeline(built, pairs, gpt_config, preference="dpo"), known) == []
+
+
+@pytest.mark.parametrize("flags", [{}, {"packing": True}, {"preference": "dpo"}], ids=str)
+def test_a_template_without_an_end(flags: dict, with_template, write, gpt_config) -> None:
+    path = write(PAIRS if flags.get("preference") else CHATS)
+    (found,) = findings(pipeline(with_template(ENDLESS), path, gpt_config, **flags))
+    assert found.startswith("no answer ends with a special token")
+    assert "\n    | [[[user] Mars" in found and "--chat-template FILE" in found
+
+
+def test_no_end_where_it_does_not_count(with_template, write, gpt_config) -> None:
+    marked = ENDLESS.replace(
+        "{{ m['content'] }}",
+        "{% generation %}{{ m['content'] }}{% endgeneration %}{{ eos_token }}",
+    )
+    (found,) = findings(pipeline(with_template(marked), write(CHATS), gpt_config))
+    assert "inside of {% generation %}" in found
+
+
+def test_samples_without_a_loss(with_template, write, gpt_config) -> None:
+    data = pipeline(with_template(CHATML), write(CHATS), gpt_config)
+    train = data.datasets((8, 0, 0)).train
+    samples = [train[n] for n in range(8)]
+    samples[3].loss_mask_S[:] = 0
+    (found,) = map(str, check_examples(data, samples))
+    assert found.startswith("1 of the first 8 samples have no token that counts")
+    assert "[[<|im_start|>user" in found
+
+
+def test_tokens_outside_of_the_table(gpt2: Built, with_template, write, gpt_config) -> None:
+    built, path = with_template(CHATML), write(CHATS)
+    size = built.tokenizer.vocab_size
+    data = pipeline(built, path, gpt_config)
+    (found,) = findings(data, Base(size - 2))
+    assert f"the tokenizer has {size} tokens and the base's table {size - 2}: ids from" in found
+    assert "samples contain '<|im_start|>', '<|im_end|>'" in found
+    assert findings(data, Base(size)) == findings(data, Base(size + 5)) == []
+    plain = pipeline(built, path, gpt_config, prompt_format="alpaca")
+    (found,) = findings(plain, Base(size - 2))
+    assert "the samples that were looked at have none of them" in found
+
+
+def test_a_base_with_another_template(gpt2: Built, with_template, write, gpt_config) -> None:
+    built, path = with_template(CHATML), write(CHATS)
+    for flags in ({"prompt_format": "alpaca"}, {"prompt_format": "plain"}):
+        (found,) = findings(pipeline(built, path, gpt_config, **flags), Base(None, CHATML))
+        assert found.startswith("the base answers in a chat template of its own")
+        assert "--- the base's own template:\n    | <|im_start|>user\n    | Mars 0?" in found
+    same = "{# the same #}" + CHATML
+    assert findings(pipeline(built, path, gpt_config), Base(None, same)) == []
+    pairs = write(PAIRS, "pairs.jsonl")
+    data = pipeline(built, pairs, gpt_config, preference="dpo", prompt_format="alpaca")
+    assert "### Instruction:\n    | Mars 0?" in findings(data, Base(None, CHATML))[0]
+
+
+def test_templates_of_folders(tmp_path: Path) -> None:
+    assert template_in(tmp_path) is None
+    settings = tmp_path / "tokenizer_config.json"
+    settings.write_text(json.dumps({"eos_token": "a"}))
+    assert template_in(tmp_path) is None
+    settings.write_text(json.dumps({"chat_template": "A"}))
+    assert template_in(tmp_path) == "A"
+    several = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    settings.write_text(json.dumps({"chat_template": several}))
+    assert template_in(tmp_path) == "D"
+    (tmp_path / "chat_template.jinja").write_text("J")
+    assert template_in(tmp_path) == "J"
