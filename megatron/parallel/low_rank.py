@@ -126,17 +126,12 @@ class _LowRankLinear(torch.autograd.Function):
             finish_x = start_gather_sequence(mine, form.group)
         grads = [grad.flatten(0, 1) for grad in grads_BSO]
         total = sum(down.shape[0] for down in downs)
-        dz_TR = grads[0].new_empty(grads[0].shape[0], total)
-        filled = [False] * total
+        # Of several pieces of one addition each adds its part.
+        dz_TR = grads[0].new_zeros(grads[0].shape[0], total)
         for piece, up in zip(form.pieces, ups, strict=True):
             part_TO = grads[piece.map].narrow(1, piece.start, piece.width)
             dz_Tr = dz_TR.narrow(1, piece.first, up.shape[1])
-            up = up.to(part_TO.dtype)
-            # Of several pieces of one addition each adds its part.
-            torch.addmm(
-                dz_Tr, part_TO, up, beta=float(filled[piece.first]), alpha=form.scale, out=dz_Tr
-            )
-            filled[piece.first] = True
+            dz_Tr.addmm_(part_TO, up.to(part_TO.dtype), alpha=form.scale)
         x_grad: Callable[[], Tensor | None] = _no_gradient
         dropped_grad = x_grad
         if x_needs:
