@@ -67,6 +67,7 @@ def is_long(block: Block) -> bool:
 
 
 LONGEST = {
+    "docs/guides/adapters.md",
     "docs/guides/distillation.md",
     "docs/tasks/when-something-goes-wrong.md",
     "docs/tasks/several-gpus.md",
