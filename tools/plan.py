@@ -21,6 +21,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.source import open_checkpoint
 from megatron.config import (
     ConfigError,
     FlagParser,
@@ -54,6 +56,8 @@ class PlanConfig:
     """Samples of one optimizer step over all processes."""
     micro_batch_size: int | None = option(None, derived="powers of two are tried")
     """Samples of a micro batch."""
+    load_teacher: str | None = option(None)
+    """Checkpoint of the teacher of a run with --kd."""
     top: int = option(10)
     """Number of layouts to list."""
     like_table: bool = option(False)
@@ -75,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         hardware.check()
         work = workload_of(config, settings)
-    except ConfigError as error:
+    except (ConfigError, CheckpointError) as error:
         parser.error(str(error))
     plans = search(work, hardware)
     best = fitting(plans, hardware)
@@ -125,6 +129,7 @@ def workload_of(config: PlanConfig, settings: Settings) -> Workload:
         states=run.precision.states,
         fast_paths=run.fast_paths,
         adapters=run.adapters if run.adapters.lora else None,
+        teacher=open_checkpoint(config.load_teacher).model if config.load_teacher else None,
     )
 
 

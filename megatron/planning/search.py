@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ class Workload:
     states: StateDtypes | None = None
     fast_paths: FastPathsConfig = FastPathsConfig()
     adapters: AdapterConfig | None = None
+    teacher: ModelConfig | None = None
+    """Of a run with ``--kd``."""
 
     @property
     def float8(self) -> range:
@@ -106,7 +109,32 @@ def estimate(work: Workload, layout: Layout, micro_batch: int, hardware: Hardwar
         key=lambda memory: memory.total,
     )
     time, sent = step_time(model, layout, micro_batch, count, shares, hardware)
+    if work.teacher is not None:
+        memory, time = _with_teacher(work, work.teacher, layout, memory, time)
     return Plan(layout, micro_batch, memory, sent, time)
+
+
+def _with_teacher(
+    work: Workload, teacher: ModelConfig, layout: Layout, memory: Memory, time: StepTime
+) -> tuple[Memory, StepTime]:
+    """With a teacher's weights on the rank that has most of them, which data-parallel ranks share
+    at ZeRO stage 3, and its forward pass. More than any memory where a stage would have no block of
+    it."""
+    if teacher.blocks < layout.pipeline * layout.chunks:
+        return dataclasses.replace(memory, weights=math.inf), time
+    model = teacher.with_vocabulary(teacher.vocabulary.size or work.vocab_size, layout.tensor)
+    whole = dataclasses.replace(layout, recompute=None)
+    parameters = max(share.parameters for share in rank_shares(model, whole, float8=range(0)))
+    element = 4 if layout.precision == "fp32" else 2
+    weights = parameters * element / (layout.data if layout.zero == 3 else 1)
+    shape = family_of(model.family).shape(model)
+    shape = dataclasses.replace(shape, seq_length=work.shape.seq_length)
+    forward = shape.flops_per_step(work.global_batch_size, causal=False) / 3
+    more = forward / work.hardware_flops(layout.recompute)
+    return (
+        dataclasses.replace(memory, weights=memory.weights + weights),
+        dataclasses.replace(time, compute=time.compute * (1 + more)),
+    )
 
 
 @lru_cache(maxsize=4096)
