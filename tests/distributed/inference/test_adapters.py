@@ -36,7 +36,7 @@ ADAPTERS = {
     "gemma2": {"plain": {"target_modules": ["q_proj", "down_proj"]}},
 }
 CASES = [(shape, layout) for shape in ADAPTERS for layout in LAYOUTS]
-SAMPLE = {("llama", "tp2-pp2"), ("gpt2", "one")}
+SAMPLE = {("gpt2", "one")}
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] the cat".split()
 
 
@@ -125,6 +125,7 @@ def test_each_text_is_that_of_its_adapter(pool, folders, shape, layout):
         assert (one.tokens, one.scores) == (other.tokens, other.scores)
 
 
+@pytest.mark.proof
 def test_equal_prompts_of_other_adapters_share_no_pages(pool, folders, monkeypatch):
     """Longer than a page, together with the model's own."""
     folder, names = folders("llama"), [None, "plain", "dora"]
