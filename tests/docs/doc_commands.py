@@ -351,8 +351,7 @@ def prepare(folder: Path, programs: Programs) -> None:
     ]
     (text / "alpaca.json").write_text(json.dumps(examples))
     pairs = [
-        {"prompt": f"Planet {i}?", "chosen": " Mars.", "rejected": " Moon."}
-        for i in range(24)
+        {"prompt": f"Planet {i}?", "chosen": " Mars.", "rejected": " Moon."} for i in range(24)
     ]
     judged = [
         {"prompt": pair["prompt"], "completion": pair[name], "label": name == "chosen"}
