@@ -55,6 +55,9 @@ SERVE = ["fastapi>=0.115", "llguidance>=1.0,<2", "prometheus_client>=0.20", "uvi
 # The scorer of examples_deepspeed/detxoify_lm that runs here.
 DETOXIFY = ["alt-profanity-check>=1.8"]
 
+# References of the adapters and preferences: what `--lora` writes is read by the first.
+TUNE = ["peft>=0.13", "trl>=0.12"]
+
 EXTRAS = {
     "bench": BENCH,
     "collect": COLLECT,
@@ -67,6 +70,7 @@ EXTRAS = {
     "parquet": ["pyarrow"],
     "s3": ["s3fs"],
     "serve": SERVE,
+    "tune": TUNE,
     "wandb": ["wandb"],
     "test": [
         *("hypothesis", "mypy", "numba", "pytest>=8", "pytest-xdist", "ruff"),

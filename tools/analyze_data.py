@@ -74,7 +74,7 @@ def measure(config: AnalysisConfig, run: Run) -> list[MetricSummary]:
     if folder is None:
         raise ConfigError("missing --save, the folder for the results")
     plain = run.config.with_kind(without_sampling(run.config.kind(CurriculumConfig)))
-    datasets, _ = run_data(dataclasses.replace(run, config=plain))
+    datasets = run_data(dataclasses.replace(run, config=plain)).datasets
     if datasets.train is None:
         raise ConfigError("--skip-train: there are no training samples to measure")
     rows = plain.model.vocabulary.padded

@@ -14,7 +14,7 @@ from megatron.config.flags import build
 from megatron.config.training import LENGTHS
 from megatron.engine import deepspeed_json
 from megatron.engine.deepspeed_json import read_json
-from megatron.finetune.config import FineTuneConfig
+from megatron.finetune.config import TuningConfig
 from megatron.training.resume import find_origin
 
 ORIGIN = "finetune.py"
@@ -34,7 +34,7 @@ _OF_THIS_COMMAND = {
 """What the flags of this command set; they are not given besides."""
 
 
-def check_flags(config: FineTuneConfig, settings: Settings) -> None:
+def check_flags(config: TuningConfig, settings: Settings) -> None:
     """Raises ConfigError if a flag is missing, does not name what it should, or sets what this
     command sets."""
     for name, what in (
@@ -67,7 +67,7 @@ def check_flags(config: FineTuneConfig, settings: Settings) -> None:
         )
 
 
-def completed(config: FineTuneConfig, settings: Settings, processes: int) -> Settings:
+def completed(config: TuningConfig, settings: Settings, processes: int) -> Settings:
     """The settings of the training, without its length if no flag gives one. Raises ConfigError or
     CheckpointError if flags or the model cannot be used."""
     given = settings.get("deepspeed_config")
@@ -83,7 +83,7 @@ def _own(values: Mapping[str, Any]) -> Settings:
     return {name: Setting(value, ORIGIN) for name, value in values.items()}
 
 
-def _files(config: FineTuneConfig, settings: Settings) -> dict[str, Any]:
+def _files(config: TuningConfig, settings: Settings) -> dict[str, Any]:
     """Model, data and folders."""
     checkpoints = str(Path(config.output or "") / CHECKPOINTS)
     found: dict[str, Any] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from itertools import chain
 from operator import or_
 
 from megatron.config import ModelConfig
+from megatron.config.adapters import AdapterConfig
 from megatron.config.engine import FastPathsConfig
 from megatron.config.layouts import Layout, StateDtypes, refusal
 from megatron.families import BlockLengths, family_of
@@ -24,7 +26,8 @@ from megatron.planning.step_time import Communication, Hardware, StepTime, step_
 @dataclass(frozen=True)
 class Workload:
     """The training to plan for. The model is complete but for its vocabulary, ``vocab_size``
-    without padding; without ``micro_batch_size`` powers of two are tried."""
+    without padding; without ``micro_batch_size`` powers of two are tried. With ``adapters`` those
+    alone are trained, which the memory shows; times are those of the whole model."""
 
     model: ModelConfig
     vocab_size: int
@@ -34,6 +37,9 @@ class Workload:
     grads_in_fp32: bool = False
     states: StateDtypes | None = None
     fast_paths: FastPathsConfig = FastPathsConfig()
+    adapters: AdapterConfig | None = None
+    teacher: ModelConfig | None = None
+    """Of a run with ``--kd``."""
 
     @property
     def float8(self) -> range:
@@ -99,11 +105,36 @@ def estimate(work: Workload, layout: Layout, micro_batch: int, hardware: Hardwar
         model, layout.tensor, layout.pipeline, layout.schedule, layout.chunks, work.float8
     )
     memory = max(
-        (rank_memory(model, layout, micro_batch, count, share) for share in shares),
+        (rank_memory(model, layout, micro_batch, count, share, work.adapters) for share in shares),
         key=lambda memory: memory.total,
     )
     time, sent = step_time(model, layout, micro_batch, count, shares, hardware)
+    if work.teacher is not None:
+        memory, time = _with_teacher(work, work.teacher, layout, memory, time)
     return Plan(layout, micro_batch, memory, sent, time)
+
+
+def _with_teacher(
+    work: Workload, teacher: ModelConfig, layout: Layout, memory: Memory, time: StepTime
+) -> tuple[Memory, StepTime]:
+    """With a teacher's weights on the rank that has most of them, which data-parallel ranks share
+    at ZeRO stage 3, and its forward pass. More than any memory where a stage would have no block of
+    it."""
+    if teacher.blocks < layout.pipeline * layout.chunks:
+        return dataclasses.replace(memory, weights=math.inf), time
+    model = teacher.with_vocabulary(teacher.vocabulary.size or work.vocab_size, layout.tensor)
+    whole = dataclasses.replace(layout, recompute=None)
+    parameters = max(share.parameters for share in rank_shares(model, whole, float8=range(0)))
+    element = 4 if layout.precision == "fp32" else 2
+    weights = parameters * element / (layout.data if layout.zero == 3 else 1)
+    shape = family_of(model.family).shape(model)
+    shape = dataclasses.replace(shape, seq_length=work.shape.seq_length)
+    forward = shape.flops_per_step(work.global_batch_size, causal=False) / 3
+    more = forward / work.hardware_flops(layout.recompute)
+    return (
+        dataclasses.replace(memory, weights=memory.weights + weights),
+        dataclasses.replace(time, compute=time.compute * (1 + more)),
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -70,7 +70,9 @@ LONGEST = {
     "docs/guides/distillation.md",
     "docs/tasks/when-something-goes-wrong.md",
     "docs/tasks/several-gpus.md",
+    "docs/guides/finetune.md",
     "examples_deepspeed/detxoify_lm/README.md",
+    "docs/guides/preferences.md",
 }
 """Pages whose commands take the longest; `make proof` runs them."""
 

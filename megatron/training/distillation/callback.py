@@ -61,7 +61,7 @@ class Distillation(Callback):
         self._cache = TeacherCache(self._flags.kd_cache, identity, data.collate)
         missing = self._cache.missing(self._samples(data, plan, consumed), engine.mesh)
         if missing:
-            teacher = self._found.start(engine.mesh, engine.device)
+            teacher = self._found.start(engine.mesh, engine.device, in_step=False)
             self._cache.fill(teacher, missing, plan.micro_batch_size)
             del teacher
             return_freed_memory()

@@ -32,6 +32,7 @@ from megatron.model.spec import Measure
 from megatron.objectives.distillation import TaughtBatch
 from megatron.parallel.divergence import TeacherHead
 from megatron.parallel.mesh import Mesh
+from megatron.training.distillation.partitioned import partition_blocks
 from megatron.util.processes import is_main_process
 
 
@@ -41,10 +42,13 @@ class FoundTeacher:
 
     found: FoundCheckpoint
     config: RunConfig
+    partitions: bool
     notes: tuple[str, ...] = ()
 
-    def start(self, mesh: Mesh, device: torch.device) -> Teacher:
-        """The model with its weights. Raises CheckpointError if they are damaged."""
+    def start(self, mesh: Mesh, device: torch.device, in_step: bool = True) -> Teacher:
+        """The model with its weights; ``in_step``: every data-parallel rank will give it as many
+        micro batches, so that they can share its blocks at ZeRO stage 3. Raises CheckpointError if
+        the weights are damaged."""
         spec = spec_of(self.config.model, self.config.parallel)
         engine = build_evaluator(self.config, spec, mesh, device)
         source = load_checkpoint(engine, self.found, weights_only=True)
@@ -52,6 +56,9 @@ class FoundTeacher:
             for note in (*self.notes, *source.notes):
                 print(f"teacher: {note}", flush=True)
         del source  # and with it the mapped files
+        if self.partitions and in_step and mesh.data.size > 1:
+            blocks = [block for sequence in engine.sequences for block in sequence.blocks]
+            partition_blocks(blocks, mesh.data)
         return_freed_memory()
         return Teacher(engine)
 
@@ -80,6 +87,8 @@ def find_teacher(config: RunConfig, token_count: int | None = None) -> FoundTeac
     parallel = config.parallel
     if parallel.pipeline_partition not in ("blocks", "parameters"):
         parallel = dataclasses.replace(parallel, pipeline_partition="blocks")
+    partitions = config.engine.zero_stage == 3
+    compiling = "off" if partitions else config.fast_paths.torch_compile
     config = dataclasses.replace(
         config,
         model=model,
@@ -88,10 +97,10 @@ def find_teacher(config: RunConfig, token_count: int | None = None) -> FoundTeac
         distillation=DistillationConfig(),
         checkpoint=CheckpointConfig(load=flags.load_teacher),
         # In the dtype of training, without CUDA graphs, whose memory the student's would share.
-        fast_paths=FastPathsConfig(torch_compile=config.fast_paths.torch_compile),
+        fast_paths=FastPathsConfig(torch_compile=compiling),
         engine=dataclasses.replace(config.engine, zero_stage=min(1, config.engine.zero_stage)),
     )
-    return FoundTeacher(found, config, notes)
+    return FoundTeacher(found, config, partitions, notes)
 
 
 def _compare(flags: DistillationConfig, model: ModelConfig, shown: str) -> None:

@@ -179,6 +179,7 @@ def inside(argv):
             "gradients": [n for p, n in teacher.names.items() if p.grad is not None],
             "training": teacher.model.training,
             "parameters": len(teacher.names),
+            "elements": sum(param.numel() for param in teacher.names),
         }
 
 
@@ -186,11 +187,20 @@ def inside(argv):
 def test_a_teacher_is_neither_trained_nor_saved(pool, teacher, tmp_path, flags):
     argv = [*STUDENT, *teacher, "--zero-stage", flags, "--save", str(tmp_path)]
     (found,) = pool.run(1, inside, argv)
-    assert found.pop("parameters") > 20
+    assert found.pop("parameters") > 20 and found.pop("elements") > 1e5
     assert not any(found.values()), found
     student = open_checkpoint(tmp_path)
     assert student.model.num_layers == 2
     assert not any(name.startswith("layers.2.") for name in student.names())
+
+
+def test_zero_3_shares_the_blocks_of_a_teacher(pool, teacher):
+    argv = [*STUDENT, *teacher]
+    (whole,) = pool.run(1, inside, argv)
+    shared = pool.run(2, inside, [*argv, "--zero-stage", "3"])
+    embeddings = 2 * 128 * 48 + 48  # with those of the head, and the last norm
+    assert all(found["elements"] == embeddings for found in shared)
+    assert whole["elements"] > 5 * embeddings
 
 
 @pytest.mark.proof

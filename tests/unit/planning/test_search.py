@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from megatron.config import FLAG_CLASSES, FlagParser, resolve
+from megatron.config import FLAG_CLASSES, FlagParser, ParallelConfig, resolve
 from megatron.config.engine import FastPathsConfig
 from megatron.config.layouts import Layout, refusal
-from megatron.families import BlockLengths
+from megatron.families import BlockLengths, build_model
 from megatron.planning.memory import activation_bytes, peak_memory, rank_memory
 from megatron.planning.parameters import RankShare, linear_parameters, rank_shares
 from megatron.planning.search import (
@@ -175,3 +175,26 @@ def test_more_gpus_are_fewest(work):
     assert fewest_gpus(work, machines) == 16
     tiny = dataclasses.replace(MACHINES, gpu_memory="0.01MiB", memory_reserve="0MiB")
     assert fewest_gpus(work, tiny, limit=4) is None
+
+
+def test_a_teacher_has_weights_and_a_forward_pass(small):
+    """As many as its model has, and a third of the FLOPs of its training."""
+    teacher = small(num_layers=6, hidden_size=96, ffn_hidden_size=160).with_vocabulary(61)
+    alone = Workload(small(), 61, 32)
+    taught = dataclasses.replace(alone, teacher=teacher)
+
+    def more(layout: Layout) -> tuple[float, float]:
+        layout = dataclasses.replace(layout, micro_batches=(2,))
+        one, other = (estimate(work, layout, 1, MACHINES) for work in (alone, taught))
+        return other.memory.weights - one.memory.weights, other.time.compute / one.time.compute
+
+    weights, slower = more(Layout(data=2, zero=1, precision="bf16"))
+    whole = sum(p.numel() for p in build_model(teacher, ParallelConfig()).parameters())
+    assert weights == 2 * whole
+    training = Workload(teacher, 61, 32).flops()
+    assert slower == pytest.approx(1 + training / 3 / alone.flops())
+    assert more(Layout(data=2, zero=3, precision="bf16"))[0] == whole
+    halves, _ = more(Layout(pipeline=2, precision="bf16"))
+    assert whole < halves < 1.5 * whole
+    taught = dataclasses.replace(alone, teacher=small(num_layers=3).with_vocabulary(61))
+    assert more(Layout(pipeline=4, precision="bf16"))[0] == float("inf")
