@@ -7,7 +7,8 @@
     python tools/inspect_checkpoint.py --diff checkpoints hf-folder
 
 Formats: this project's, DeepSpeed's folders and universal checkpoints, Megatron-LM's folders and
-zips, GPT-NeoX's and Hugging Face's folders. With --diff the exit status is 1 when they differ.
+zips, GPT-NeoX's, Hugging Face's and peft's folders. Of adapters their own tensors are shown, and
+with --diff the model merged with them. With --diff the exit status is 1 when they differ.
 Checksums are not compared: tools/verify_checkpoint.py does that.
 """
 
@@ -16,7 +17,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatron.checkpoint.source import Source, open_checkpoint
+from megatron.checkpoint.adapters import AdaptedCheckpoint, AdaptedSource
+from megatron.checkpoint.manifest import BaseRecord
+from megatron.checkpoint.reader import CheckpointReader
+from megatron.checkpoint.source import Source, locate_checkpoint, open_checkpoint
 from megatron.config.command_line import CommandParser
 from megatron.formats.inspection import (
     TensorFacts,
@@ -36,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.diff:
             first, second = (open_checkpoint(path, wanted, verify=False) for path in options.diff)
             return show_differences(first, second)
-        source = open_checkpoint(options.checkpoint, wanted, verify=False)
+        source = open_alone(options.checkpoint, wanted)
         if options.json:
             json.dump(as_json(source, options.norms), sys.stdout, indent=1)
             print()
@@ -59,6 +63,22 @@ def parser() -> CommandParser:
     )
     result.add_argument("--json", action="store_true", help="print JSON")
     return result
+
+
+def open_alone(path: str, wanted: str | None) -> Source:
+    """A checkpoint; of adapters those alone, as they are in its files."""
+    found = locate_checkpoint(path, wanted)
+    if found is not None and found.form is AdaptedCheckpoint:
+        source: Source = CheckpointReader(found.folder)
+        record = BaseRecord.read(found.folder)
+        source.notes = (f"adapters of {record.path} ({record.title}, {len(record.digests)} "
+                        "parameters)",)  # fmt: skip
+        return source
+    source = open_checkpoint(path, wanted, verify=False)
+    if not isinstance(source, AdaptedSource):
+        return source
+    source.additions.notes = (f"adapters of {source.base.folder}",)
+    return source.additions
 
 
 def report(source: Source, norms: bool) -> Iterator[str]:

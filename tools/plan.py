@@ -33,10 +33,11 @@ from megatron.config import (
     Settings,
     resolve,
 )
+from megatron.config.adapters import AdapterConfig
 from megatron.config.engine import FastPathsConfig
 from megatron.config.flags import build, option
 from megatron.families import family_of
-from megatron.planning.parameters import model_parameters
+from megatron.planning.parameters import adapter_parameters, model_parameters
 from megatron.planning.published import published_tables
 from megatron.planning.search import Plan, Workload, estimate, fewest_gpus, fitting, search
 from megatron.planning.step_time import Hardware
@@ -66,7 +67,7 @@ class PlanConfig:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
-    classes = (PlanConfig, Hardware, ModelFlags, PrecisionConfig, FastPathsConfig)
+    classes = (PlanConfig, Hardware, ModelFlags, PrecisionConfig, FastPathsConfig, AdapterConfig)
     parser = FlagParser(*classes, description=__doc__)
     settings = parser.settings(argv)
     config, hardware = build(PlanConfig, settings), build(Hardware, settings)
@@ -127,15 +128,25 @@ def workload_of(config: PlanConfig, settings: Settings) -> Workload:
         run.precision.accumulate_allreduce_grads_in_fp32,
         states=run.precision.states,
         fast_paths=run.fast_paths,
+        adapters=run.adapters if run.adapters.lora else None,
         teacher=open_checkpoint(config.load_teacher).model if config.load_teacher else None,
     )
+
+
+def trained_parameters(work: Workload) -> str:
+    """What is trained of the model, if not all of it."""
+    if work.adapters is None:
+        return ""
+    count = adapter_parameters(work.padded(1), work.adapters, 1) * work.model.num_layers
+    return f"of which adapters of {count / 1e6:,.1f}M are trained, "
 
 
 def assumptions(work: Workload, hardware: Hardware) -> list[str]:
     """The lines that say what is planned and what is assumed."""
     model = work.padded(1)
     return [
-        f"{model_parameters(model) / 1e9:,.2f}B parameters, {work.precision}, "
+        f"{model_parameters(model) / 1e9:,.2f}B parameters, {trained_parameters(work)}"
+        f"{work.precision}, "
         f"{work.global_batch_size} x {model.seq_length} tokens a step, "
         f"{work.flops() / 1e15:,.1f} PFLOP of the model",
         f"assumed: {hardware.gpus} GPUs, {hardware.gpus_per_node} a node, --gpu-memory "

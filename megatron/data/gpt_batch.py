@@ -181,13 +181,13 @@ class Padding:
             missing = inputs - len(sample.loss_mask_S)
             last = sample.document_ids_S[-1]
             separate |= bool((sample.document_ids_S[sample.loss_mask_S > 0] != 0).any())
-            ends = (self.token, 0.0, last + 1)
             filled.append(
                 PackedSample(
-                    *(np.pad(part, (0, missing), constant_values=end)
-                      for part, end in zip(sample, ends, strict=True))
+                    np.pad(sample.tokens_T, (0, missing), constant_values=self.token),
+                    np.pad(sample.loss_mask_S, (0, missing)),
+                    np.pad(sample.document_ids_S, (0, missing), constant_values=last + 1),
                 )
-            )  # fmt: skip
+            )
         return filled, separate
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from pkgutil import resolve_name
 
 import torch
 from torch import nn
@@ -38,10 +39,11 @@ from megatron.parallel.compiler import missing_compiler
 from megatron.parallel.float8 import FIRST_CAPABILITY, Float8
 from megatron.parallel.layers import ParallelLinear
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.nf4 import bytes_of
-from megatron.parallel.quantised import QuantisedWeight
 from megatron.parallel.shard import shard_of
 from megatron.util.processes import is_main_process
+
+QUANTISED = "megatron.engine.quantised:find_quantised"
+"""What runs with ``--qlora`` do with an engine; imported for them only."""
 
 
 def build_engine(
@@ -98,11 +100,8 @@ def build_engine(
         float8,
         stored,
     )
-    if built.quantised:
-        _say(quantised_line(config, built.quantised))
-    if not (config.checkpoint.load or config.checkpoint.pretrained_checkpoint):
-        for name, weight in built.quantised:
-            weight.initialise(name, config.training.seed, device)
+    if config.adapters.qlora:
+        _say(resolve_name(QUANTISED)(built))
     return built
 
 
@@ -164,16 +163,6 @@ def _require_trained(trained: Sequence[nn.Parameter], mesh: Mesh) -> None:
             "trained: give it a block with adapters (--lora-targets, --pipeline-partition), or use "
             "a smaller --pipeline-model-parallel-size"
         )
-
-
-def quantised_line(config: RunConfig, quantised: Sequence[tuple[str, QuantisedWeight]]) -> str:
-    """How much memory the weights in 4 bits take on this process."""
-    count = sum(math.prod(weight.shape) for _, weight in quantised)
-    size = bytes_of(count, config.adapters.qlora_double_quant)
-    line = f"--qlora: {count:,} weights of this process in 4 bits, {size / 2**20:,.1f} MiB"
-    if config.engine.zero_stage == 3 and config.parallel.data_parallel_size > 1:
-        line += "; ZeRO 3 partitions the other parameters, these every data-parallel rank has whole"
-    return line
 
 
 def use_float8(blocks: Sequence[nn.Module], config: RunConfig) -> None:

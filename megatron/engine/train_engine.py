@@ -24,10 +24,9 @@ from megatron.engine.update.gradient_norm import clipping_factor, gradient_norm
 from megatron.engine.update.optimizer import set_rates
 from megatron.engine.update.random_bits import key_of
 from megatron.engine.update.stored_states import StoredStates
-from megatron.model.layer_list import LayerSequence, canonical_name, canonical_prefixes
+from megatron.model.layer_list import LayerSequence
 from megatron.model.spec import Batch, Measure, ModelSpec
 from megatron.parallel.mesh import Group, Mesh
-from megatron.parallel.quantised import quantised_weights
 from megatron.parallel.random import dropout_seed
 from megatron.parallel.shard import shard_of
 
@@ -88,12 +87,9 @@ class ModelEngine:
         self.backend, self.names, self.float8 = backend, names, float8
         self.trained = {param: name for param, name in names.items() if param.requires_grad}
         self.layers, self.model, self.stage = backend.layers, backend.model, backend.stage
-        prefixes = canonical_prefixes(self.layers)
-        self.quantised = [
-            (canonical_name(registered, prefixes), weight)
-            for registered, weight in quantised_weights(self.model)
-        ]
-        """(canonical name, weight) of this process's weights in 4 bits, which are no parameters."""
+        self.quantised: list[tuple[str, Any]] = []
+        """(canonical name, weight) of this process's weights in 4 bits, which are no parameters:
+        :class:`~megatron.parallel.quantised.QuantisedWeight`."""
 
     @property
     def sequences(self) -> list[LayerSequence]:

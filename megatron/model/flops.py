@@ -38,6 +38,9 @@ class TransformerShape:
     other: float = 0.0
     """Forward FLOPs of a sample in layers beside blocks and vocabulary."""
     decoder: TransformerShape | None = None
+    additions: float | None = None
+    """Forward FLOPs of a token in the low-rank additions to this stack, beside which no weight has
+    a gradient; None where all weights are trained."""
 
     @property
     def causal(self) -> bool:
@@ -69,9 +72,26 @@ class TransformerShape:
         ``causal=True`` a query counts half of the sequence, the mean of what it attends to, as in
         Dao 2023 (FlashAttention-2, arXiv:2307.08691, section 4.1). A block with a window counts the
         window instead of the sequence, causally w - w^2 / 2s keys of it. Tokens that see later ones
-        count the whole sequence in either case.
+        count the whole sequence in either case. Gradients of frozen weights do not count.
         """
-        return 3.0 * (self._matrices() + self._attention(causal) + self._beside_blocks(causal))
+        forward = self._matrices() + self._attention(causal) + self._beside_blocks(causal)
+        if self.additions is None:
+            return 3.0 * forward
+        return 3.0 * (forward + self._added()) - self._products()
+
+    def _added(self) -> float:
+        """Forward FLOPs of one token in all low-rank additions."""
+        of_decoder = 0.0 if self.decoder is None else self._per_token(self.decoder._added())
+        return (self.additions or 0.0) + of_decoder
+
+    def _products(self) -> float:
+        """Forward FLOPs of one token in the products with weights, as many as those of the weights'
+        gradients."""
+        decoder = self.decoder
+        if decoder is None:
+            return self._matrices() + self._beside_blocks(causal=False)
+        of_decoder = self._per_token(decoder._products())
+        return self._matrices() + of_decoder + self._cross_matrices()
 
     def recomputed_flops_per_token(
         self, recompute: str | None, *, causal: bool, blocks: int | None = None

@@ -2,9 +2,9 @@
 memory.
 
 The gradient of each comes with the backward pass, when it is known what depends on it: then the
-logits are needed again. Those of one chunk are kept, as many as :func:`linear_cross_entropy` has in
-memory; what is beyond is computed a second time. Where one chunk is all, there are the same three
-GEMMs as with all logits at once.
+logits are needed again. Those of one chunk are kept; what is beyond is computed a second time.
+Where one chunk is all, there are the same three GEMMs as with all logits at once. On CPUs a chunk
+is larger than that of :func:`linear_cross_entropy`, which computes nothing twice.
 
 Shapes: B batch, P positions (outside the region a rank's slice of them if that is split), T tokens
 (B x P), C tokens of a chunk, H hidden, V one rank's share of the padded vocabulary.
@@ -12,6 +12,7 @@ Shapes: B batch, P positions (outside the region a rank's slice of them if that 
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ from megatron.parallel.cross_entropy import (
     summed,
 )
 from megatron.parallel.tensor_parallel import autocast_dtype, start_gather_sequence
+
+KEPT_MIB = 256
+"""Size of a chunk on CPUs, where ``--logits-chunk-mib`` does not say."""
 
 
 def linear_log_probs(
@@ -54,6 +58,8 @@ class _LinearLogProbs(torch.autograd.Function):
         training: bool,
     ) -> Tensor:
         dtype, tp = autocast_dtype(x), head.tp
+        if head.chunk_bytes is None and x.device.type == "cpu":
+            head = dataclasses.replace(head, chunk_bytes=KEPT_MIB * 2**20)
         counted = targets._replace(mask_BS=targets.mask_BS > 0)
         with torch.autocast(x.device.type, enabled=False):
             sliced = x.to(dtype)

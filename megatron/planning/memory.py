@@ -18,12 +18,15 @@ from functools import lru_cache
 from itertools import chain
 
 from megatron.config import ModelConfig
+from megatron.config.adapters import AdapterConfig
 from megatron.config.layouts import Layout
 from megatron.engine.update.state_formats import state_formats
 from megatron.families import BlockLengths, family_of
 from megatron.parallel.cross_entropy import logits_chunk
+from megatron.parallel.nf4 import bytes_of
 from megatron.planning.parameters import (
     RankShare,
+    adapter_parameters,
     head_shape,
     linear_parameters,
     local_widths,
@@ -104,12 +107,14 @@ def bucket_bytes(layout: Layout) -> int:
     return size * (2 if zero == 1 and layout.pipeline > 1 else 1)
 
 
-def buffer_bytes(layout: Layout, parameters: int) -> float:
+def buffer_bytes(layout: Layout, parameters: float, trained: float | None = None) -> float:
     """Bytes of temporary buffers in a step, with DeepSpeed's default sizes. Buckets of gradients,
-    no larger than the gradients; at stage 3 also the gathered parameters, and at stage 0, before
-    the buckets, autocast's 16-bit weights."""
+    no larger than those of the ``trained`` parameters, all by default; at stage 3 also the gathered
+    parameters, and at stage 0, before the buckets, autocast's 16-bit weights."""
     half = layout.precision != "fp32"
-    buckets = float(min(REDUCE_BUCKET, parameters) * bucket_bytes(layout))
+    buckets = float(
+        min(REDUCE_BUCKET, parameters if trained is None else trained) * bucket_bytes(layout)
+    )
     if layout.zero == 0:
         return max(buckets, 2.0 * parameters if half else 0.0)
     if layout.zero == 3 and layout.data > 1:
@@ -377,10 +382,17 @@ class Memory:
 
 
 def rank_memory(
-    model: ModelConfig, layout: Layout, micro_batch: int, micro_batches: int, share: RankShare
+    model: ModelConfig,
+    layout: Layout,
+    micro_batch: int,
+    micro_batches: int,
+    share: RankShare,
+    adapters: AdapterConfig | None = None,
 ) -> Memory:
     """Memory of a rank with this share of the complete model, whose vocabulary is padded for the
-    layout, with ``micro_batches`` of ``micro_batch`` samples in a step."""
+    layout, with ``micro_batches`` of ``micro_batch`` samples in a step. With ``adapters`` those
+    alone have gradients and optimizer state, and with ``--qlora`` the linear layers of blocks are
+    in 4 bits; what the products of adapters keep, ranks wide, is not counted."""
     kept = {
         lengths: activation_bytes(model, layout, micro_batch, lengths)
         for lengths in dict.fromkeys(chain(*share.stages))
@@ -398,12 +410,20 @@ def rank_memory(
     if share.last:
         head = kept[share.stages[-1][-1]]
         top = max(top, head.head + head.loss)
-    state = state_bytes(layout)
+    state, added = state_bytes(layout), 0.0
+    if adapters is not None:
+        added = sum(share.blocks) * adapter_parameters(model, adapters, layout.tensor)
+    parameters, trained = share.parameters + added, added or share.parameters
+    weights = state.weights * parameters + float8_bytes(model, layout, sum(share.float8))
+    if adapters is not None and adapters.qlora:
+        # In 4 bits, whole on every data-parallel rank at every stage.
+        linear = sum(share.blocks) * linear_parameters(model, layout.tensor)
+        weights += bytes_of(linear, adapters.qlora_double_quant) - state.weights * linear
     return Memory(
-        state.weights * share.parameters + float8_bytes(model, layout, sum(share.float8)),
-        state.gradients * share.parameters,
-        state.optimizer * share.parameters,
-        buffer_bytes(layout, share.parameters),
+        weights,
+        state.gradients * trained,
+        state.optimizer * trained,
+        buffer_bytes(layout, parameters, trained),
         flying * stage + first + top,
     )
 
@@ -423,8 +443,12 @@ def peak_memory(
     micro_batch: int,
     micro_batches: int,
     float8: range | None = None,
+    adapters: AdapterConfig | None = None,
 ) -> Memory:
-    """Memory of the rank that needs most; ``float8`` as for :func:`rank_shares`."""
+    """Memory of the rank that needs most; ``float8`` as for :func:`rank_shares`, ``adapters`` as
+    for :func:`rank_memory`."""
     shares = rank_shares(model, layout, float8=float8)
-    each = (rank_memory(model, layout, micro_batch, micro_batches, share) for share in shares)
+    each = (
+        rank_memory(model, layout, micro_batch, micro_batches, share, adapters) for share in shares
+    )
     return max(each, key=lambda memory: memory.total)

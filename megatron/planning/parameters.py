@@ -10,9 +10,11 @@ from itertools import accumulate, chain
 
 import torch
 
-from megatron.config import ModelConfig
+from megatron.config import ModelConfig, RunConfig
+from megatron.config.adapters import AdapterConfig
 from megatron.config.layouts import Layout
 from megatron.families import BlockLengths, build_model, family_of, spec_of
+from megatron.objectives import trained_spec
 from megatron.parallel.mesh import Group
 from megatron.parallel.partition import stage_bounds
 from megatron.parallel.shard import shard_of
@@ -68,6 +70,18 @@ def layer_shares(model: ModelConfig, tensor: int) -> tuple[LayerShare, ...]:
             )
             for layer in spec_of(model).layers(tp)
         )
+
+
+@lru_cache(maxsize=256)
+def adapter_parameters(model: ModelConfig, adapters: AdapterConfig, tensor: int) -> float:
+    """Parameters of the adapters of a block, the mean over all blocks, as one of ``tensor`` ranks
+    holds them. Raises ConfigError if a target is unknown."""
+    spec = trained_spec(RunConfig(model, adapters=adapters))
+    tp = TensorParallel(Group(tuple(range(tensor))))
+    blocks = [layer for layer in spec.layers(tp) if layer.block]
+    with torch.device("meta"):
+        params = [param for layer in blocks for param in layer.build().parameters()]
+    return sum(param.numel() for param in params if param.requires_grad) / len(blocks)
 
 
 def linear_parameters(model: ModelConfig, tensor: int, cross: bool = False) -> int:

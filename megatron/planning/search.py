@@ -12,6 +12,7 @@ from itertools import chain
 from operator import or_
 
 from megatron.config import ModelConfig
+from megatron.config.adapters import AdapterConfig
 from megatron.config.engine import FastPathsConfig
 from megatron.config.layouts import Layout, StateDtypes, refusal
 from megatron.families import BlockLengths, family_of
@@ -25,7 +26,8 @@ from megatron.planning.step_time import Communication, Hardware, StepTime, step_
 @dataclass(frozen=True)
 class Workload:
     """The training to plan for. The model is complete but for its vocabulary, ``vocab_size``
-    without padding; without ``micro_batch_size`` powers of two are tried."""
+    without padding; without ``micro_batch_size`` powers of two are tried. With ``adapters`` those
+    alone are trained, which the memory shows; times are those of the whole model."""
 
     model: ModelConfig
     vocab_size: int
@@ -35,6 +37,7 @@ class Workload:
     grads_in_fp32: bool = False
     states: StateDtypes | None = None
     fast_paths: FastPathsConfig = FastPathsConfig()
+    adapters: AdapterConfig | None = None
     teacher: ModelConfig | None = None
     """Of a run with ``--kd``."""
 
@@ -102,7 +105,7 @@ def estimate(work: Workload, layout: Layout, micro_batch: int, hardware: Hardwar
         model, layout.tensor, layout.pipeline, layout.schedule, layout.chunks, work.float8
     )
     memory = max(
-        (rank_memory(model, layout, micro_batch, count, share) for share in shares),
+        (rank_memory(model, layout, micro_batch, count, share, work.adapters) for share in shares),
         key=lambda memory: memory.total,
     )
     time, sent = step_time(model, layout, micro_batch, count, shares, hardware)

@@ -22,7 +22,7 @@ from megatron.util.files import write_whole
 
 class BestEvaluation(Callback):
     """Follows the validation loss, the mean of all validation sets. Its evaluations so far are in
-    ``best_epoch.json`` beside the checkpoints, so that a resumed run goes on with them.
+    ``best_epoch.json`` beside the checkpoints, so that a resumed run continues with them.
 
     Args:
         save: the folder of checkpoints; None without.

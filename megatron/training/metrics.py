@@ -292,9 +292,8 @@ class IntervalMeter:
         flops_per_second = sum(flops) / seconds / self._devices
         more = (step.recomputed_flops * share for step, share in zip(steps, shares, strict=True))
         again = sum(more) / seconds / self._devices
-        trained = None
-        if last.trained_tokens is not None:
-            trained = sum(_numbers([s.trained_tokens for s in steps])) / seconds
+        counted = [step.trained_tokens for step in steps if step.trained_tokens is not None]
+        trained = math.fsum(_numbers(counted)) / seconds if counted else None
         self._steps, self._started = [], now
         return IntervalMetrics(
             iteration=iteration,

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -28,6 +29,9 @@ from megatron.training.trainer import Callback, Step, Trainer
 from megatron.training.writers import TeeWriter, Writer, build_writers
 from megatron.training.written import WrittenTexts
 from megatron.util.processes import is_main_process
+
+ADAPTERS = "megatron.training.adapters"
+"""What to say of the adapters of ``--lora``; imported for runs with the flag only."""
 
 
 class _LogFormatter(logging.Formatter):
@@ -73,6 +77,8 @@ class Reporter(Callback):
         self.meter: IntervalMeter | None = None
         self.main = mesh.world.rank == 0
         self.shape = family_of(config.model.family).shape(config.model, config)
+        if config.adapters.lora:
+            self.shape = resolve_name(f"{ADAPTERS}:with_additions")(self.shape, config)
         self.flops_per_token = self.shape.flops_per_token(causal=True)
         self.recompute, self.recomputed_blocks = _recomputed(config.parallel)
         self.peak = _peak(config, device)
@@ -101,6 +107,8 @@ class Reporter(Callback):
             f"batches: micro {self.plan.micro_batch_size}, "
             f"global {growing}{self.plan.global_batch_size}, {self.plan.train_iters} iterations"
         )
+        if config.adapters.lora:
+            self.say(resolve_name(f"{ADAPTERS}:trained_line")(config))
         if self.peak is not None:
             counted = "; causal attention counted once" if self.shape.causal else ""
             self.say(

@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from samples import sampled
 from torch.multiprocessing.reductions import StorageWeakRef
 from training_jobs import TINY
 
 from megatron.config.layouts import Layout, parse_layout
 from megatron.engine.environment import distributed
 from megatron.engine.update import partition_update
-from megatron.planning.memory import bucket_bytes, state_bytes
-from megatron.planning.parameters import rank_shares
+from megatron.planning.memory import bucket_bytes, rank_memory, state_bytes
+from megatron.planning.parameters import adapter_parameters, rank_shares
 from megatron.training.run import build_trainer, parse_run
 
 FLAGS = [*TINY, "--train-iters", "2", "--micro-batch-size", "1", "--global-batch-size", "4"]
@@ -77,6 +78,8 @@ def measured(function: Callable[..., Any], found: list[int]) -> Callable[..., An
 
 PRECISIONS = ["fp32", "bf16", "fp16", "bf16 accumulated in fp32", "fp16 accumulated in fp32"]
 SAMPLE = {(0, "fp32"), (1, "bf16"), (1, PRECISIONS[3]), (2, "fp32"), (3, "bf16")}
+WITH_ADAPTERS = [(0, "fp32"), (1, "fp32"), (1, "bf16"), (2, "bf16"), (3, "fp32"), (3, "bf16")]
+FEW = {(1, "bf16")}
 CASES = [
     pytest.param(zero, precision, marks=() if (zero, precision) in SAMPLE else pytest.mark.proof)
     for zero in range(4)
@@ -105,6 +108,30 @@ def test_against_deepspeed(pool, tmp_path, zero, precision):
     layout = Layout(data=2, zero=zero, precision=name, grads_in_fp32=bool(accumulated))
     for held, parameters in pool.run(2, measure, flags):
         assert held / parameters == pytest.approx(state_bytes(layout).total, rel=0.04)
+
+
+LORA = "--lora --lora-rank 24 --swiglu --disable-bias-linear --hidden-size 256".split()
+
+
+@pytest.mark.parametrize("zero, precision", sampled(WITH_ADAPTERS, lambda case: case in FEW))
+def test_adapters_against_deepspeed(pool, tmp_path, zero, precision):
+    """Frozen weights as weights alone, adapters with all that trains them."""
+    path = tmp_path / "ds.json"
+    sizes = {"reduce_bucket_size": BUCKET, "stage3_param_persistence_threshold": 0}
+    path.write_text(json.dumps({"zero_optimization": {"stage": zero, **sizes}}))
+    flags = [*FLAGS, *LORA, "--deepspeed_config", str(path)]
+    flags += [f"--{precision}"] * (precision != "fp32")
+    layout = Layout(data=2, zero=zero, precision=precision)
+    config = parse_run(None, flags).config
+    model = config.model
+    added = adapter_parameters(model, config.adapters, 1) * model.num_layers
+    state = state_bytes(layout)
+    for held, parameters in pool.run(2, measure, flags):
+        expected = state.weights * (parameters + added) + (state.total - state.weights) * added
+        assert held == pytest.approx(expected, rel=0.06)
+        (share,) = rank_shares(model, layout)
+        found = rank_memory(model, layout, 1, 1, share, config.adapters)
+        assert found.weights + found.gradients + found.optimizer == pytest.approx(expected)
 
 
 class Buckets:

@@ -30,7 +30,7 @@ def build_optimizer(
     factors: Mapping[nn.Parameter, float] = MappingProxyType({}),
 ) -> Optimizer:
     """AdamW or SGD over two groups: matrices, which decay, and vectors, which do not; two for each
-    of the ``factors`` of learning rates, 1 where there is none. The schedule sets learning rate and
+    of the ``factors`` of learning rates, by default 1. The schedule sets learning rate and
     decay before every step."""
     _keep_compiler_out()
     found: dict[tuple[float, bool], list[nn.Parameter]] = {}

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.checkpoint.adapters import AdaptedSource, rows_of_part
 from megatron.checkpoint.files import CheckpointError
@@ -129,15 +129,15 @@ def served_adapters(
     engine: ModelEngine, folders: Mapping[str, str], base: Path
 ) -> ServedAdapters | None:
     """Loads adapters by name onto the layers of an engine whose weights are those of the checkpoint
-    ``base``; every rank must call it. None if there are none. Raises ConfigError or CheckpointError
+    ``base``; every rank must call it. None without any. Raises ConfigError or CheckpointError
     if a folder has no adapters of this model, or ones that must be merged."""
     if not folders:
         return None
     served = ServedAdapters(list(folders), engine.device)
     layers = {
-        engine.names[module.weight].removesuffix(".weight"): module
+        engine.names[weight].removesuffix(".weight"): module
         for module in engine.model.modules()
-        if isinstance(module, ParallelLinear)
+        if isinstance(module, ParallelLinear) and isinstance(weight := module.weight, nn.Parameter)
     }
     additions: dict[str, dict[str, ServedAddition]] = {}
     for name, folder in folders.items():
@@ -199,10 +199,10 @@ def _addition(
         first += len(down_rI)
     down_RI = torch.cat(list(downs.values()))
     dora = any("magnitude" in found for found in parts.values())
-    like = layer.weight
     ups, factors = [], []
-    weights = [like, getattr(layer, "kv_weight", None)]
-    for each in (each for each in weights if each is not None):
+    weights = [layer.weight, getattr(layer, "kv_weight", None)]
+    for each in (each for each in weights if isinstance(each, nn.Parameter)):
+        like = each
         (cut,) = shard_of(each).cuts
         if cut.dim == 0:
             ups.append(Shard(tuple(up_OR.shape), (cut,)).cut(up_OR, coordinates))

@@ -19,6 +19,7 @@ from megatron.checkpoint.source import locate_checkpoint, open_checkpoint
 from megatron.config import ConfigError
 from megatron.engine.environment import distributed
 from megatron.engine.state import owned_slices
+from megatron.formats.huggingface.peft import write_peft
 from megatron.parity.runs import RunRecord, watched_trainer
 from megatron.training.run import parse_run
 
@@ -55,6 +56,18 @@ LAYOUTS = {
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --zero-stage 1",
     ),
 }
+MORE = {
+    "dora-dp2-zero2-bf16": (2, "--zero-stage 2 --bf16 --use-dora"),
+    "dora-tp2-sp-zero3": (
+        2,
+        "--tensor-model-parallel-size 2 --sequence-parallel --zero-stage 3 --use-dora --use-rslora",
+    ),
+    "dropout-tp2-pp2": (
+        4,
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --lora-dropout 0.3",
+    ),
+    "async": (2, "--zero-stage 1 --async-save"),
+}
 RESUMED = {"dp2-zero3-bf16", "pp2-zero1-fp16"}
 PAIRS = [(one, other) for one in LAYOUTS for other in LAYOUTS]
 SAMPLE = {("tp2-sp-zero1", "dp2-zero3"), ("pp2-zero1-fp16", "dp2-zero2-bf16")}
@@ -71,8 +84,9 @@ def run(argv):
 
 
 def state(engine):
+    """A rank's share by name, kind and start; flat."""
     return {
-        (own.name, kind, own.slice.start): own.get(kind).detach().numpy().copy()
+        (own.name, kind, own.slice.start): own.get(kind).detach().flatten().numpy().copy()
         for own in owned_slices(engine)
         for kind in own.kinds
     }
@@ -93,10 +107,10 @@ def saved(pool, base, tmp_path_factory):
 
     def make(name):
         if name not in made:
-            size, layout = LAYOUTS[name]
+            size, layout = (LAYOUTS | MORE)[name]
             flags = [*FLAGS, "--pretrained-checkpoint", str(base), *layout.split()]
             folder = tmp_path_factory.mktemp(name)
-            whole = pool.run(size, run, flags)
+            whole = pool.run(size, run, [flag for flag in flags if flag != "--async-save"])
             stop = ["--save", str(folder), "--exit-interval", str(STOP)]
             made[name] = whole, pool.run(size, run, [*flags, *stop]), folder
         return made[name]
@@ -104,11 +118,12 @@ def saved(pool, base, tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("name", sampled(LAYOUTS, lambda name: name in RESUMED))
+@pytest.mark.parametrize("name", sampled(LAYOUTS | MORE, lambda name: name in RESUMED))
 def test_resume_is_bitwise(pool, saved, name):
-    size, layout = LAYOUTS[name]
+    size, layout = (LAYOUTS | MORE)[name]
     whole, first, folder = saved(name)
-    second = pool.run(size, run, [*FLAGS, *layout.split(), "--load", str(folder)])
+    save = ["--save", str(folder)] if "async" in layout else []
+    second = pool.run(size, run, [*FLAGS, *layout.split(), "--load", str(folder), *save])
     for rank in range(size):
         expected, begun, ended = whole[rank][0], first[rank][0], second[rank][0]
         assert begun.losses + ended.losses == expected.losses
@@ -151,6 +166,51 @@ def test_a_checkpoint_has_adapters_alone_and_is_the_merged_model(base, saved):
     a, b = (own.tensor(f"layers.2.attention.qkv.lora_v_{kind}") for kind in "ab")
     torch.testing.assert_close(weight[-16:], first[-16:] + 5 / 3 * b @ a)
     assert torch.equal(weight[32:48], first[32:48])  # the keys
+
+
+def test_dora_begins_with_the_lengths_of_rows(pool, base):
+    """And so with the outputs of the base."""
+    flags = [*FLAGS, "--pretrained-checkpoint", str(base), "--train-iters", "1"]
+    before = open_checkpoint(base)
+    (plain,) = pool.run(1, run, flags)
+    tensor = "--tensor-model-parallel-size 2 --zero-stage 1".split()
+    for size, layout in ((1, ["--zero-stage", "3"]), (2, tensor)):
+        results = pool.run(size, run, [*flags, "--use-dora", *layout])
+        weight = before.tensor("layers.1.attention.qkv.weight")
+        lengths = torch.linalg.vector_norm(weight, dim=1)[:32].numpy()
+        found = [begin["layers.1.attention.qkv.lora_q_magnitude", "weight", 0]
+                 for _, begin, _ in results]  # fmt: skip
+        np.testing.assert_allclose(np.concatenate(found), lengths, rtol=1e-6)
+        np.testing.assert_allclose(results[0][0].losses, plain[0].losses, rtol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["--zero-stage 3", "--zero-stage 1 --bf16"])
+def test_adapters_to_begin_with(pool, base, saved, tmp_path, layout):
+    """Of a checkpoint of this project, and of the same in peft's form."""
+    folder = saved("tp2-sp-zero1")[2]
+    source = open_checkpoint(folder)
+    write_peft(source, tmp_path)
+    flags = [*FLAGS, "--pretrained-checkpoint", str(base), "--train-iters", "1", *layout.split()]
+    for place in (folder, tmp_path):
+        ((_, begin, _),) = pool.run(1, run, [*flags, "--load-adapter", str(place)])
+        assert len(begin) == len(source.additions.names())
+        for (name, kind, _), values in begin.items():
+            stored = source.additions.tensor(name, kind).flatten().numpy()
+            assert np.array_equal(values, stored), name
+    with pytest.raises(CheckpointError, match="other adapters"):
+        run([*flags, "--lora-rank", "4", "--load-adapter", str(tmp_path)])
+    with pytest.raises(CheckpointError, match="neither a folder of peft"):
+        run([*flags, "--load-adapter", str(base)])
+
+
+def test_a_whole_model_continues_from_merged_weights(pool, base, saved):
+    folder = saved("dp1-zero0")[2]
+    ((_, begin, _),) = pool.run(
+        1, run, [*BASE, "--train-iters", "1", "--pretrained-checkpoint", str(folder)]
+    )
+    source, name = open_checkpoint(folder), "layers.0.mlp.down.weight"
+    assert np.array_equal(begin[name, "weight", 0], source.tensor(name).flatten().numpy())
+    assert not torch.equal(source.tensor(name), open_checkpoint(base).tensor(name))
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
 """Examples that are weighed, with noise and learning-rate groups: every layout trains as one
-process does, and a run that is stopped goes on as if it had not been."""
+process does, and a run that is stopped continues as if it had not been."""
 
 import json
 
@@ -23,7 +23,7 @@ LAYOUTS = {
         "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
     ),
 }
-DEFAULT = ("alone", "tp2-sp", "pp2")
+DEFAULT = ("pp2",)
 NOISE = "--neftune-noise-alpha 5"
 GROUPS = "--lr-group embedding.*=0.1 layers.[01].*=0.5 layers.2.mlp.*=0"
 

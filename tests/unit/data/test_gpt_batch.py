@@ -56,7 +56,7 @@ def test_dtypes_and_layout() -> None:
     batch = GPTCollator(EOD, True, True, True)([np.arange(5)] * 2)
     assert [t.dtype for t in batch[:5]] == [torch.int64] * 2 + [torch.float32] + [torch.int64] * 2
     assert all(t.is_contiguous() and t.shape == (2, 4) for t in batch[:5])
-    assert batch[5:] == (None, None, None)
+    assert all(field is None for field in batch[5:])
 
 
 @pytest.mark.parametrize("eod", [None, EOD])

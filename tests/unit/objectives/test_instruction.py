@@ -117,7 +117,7 @@ def trained(models, batches, **flags):
 @pytest.mark.parametrize("by", ["tokens", "examples"])
 def test_a_step_equals_examples_one_by_one(by, cut, models, examples):
     """Whatever the padding, the packing and the micro batches: neighbours are invisible, positions
-    begin anew, and tokens or examples count equally."""
+    begin again, and tokens or examples count equally."""
     theirs, _, _ = models
     theirs.zero_grad()
     total, correct, tokens = 0.0, 0, sum(counted[1:].sum() for _, counted in examples)
@@ -240,7 +240,7 @@ def test_the_best_evaluation_is_kept_and_ends_a_run(tmp_path):
     assert saves.iterations == [10, 20]
     content = json.loads((tmp_path / "best_epoch.json").read_text())
     assert (content["checkpoint"], content["value"]) == ("global_step20", 2.0)
-    # As a run that goes on from a checkpoint, which knows of the evaluations before it.
+    # As a run that continues from a checkpoint, which knows of the evaluations before it.
     resumed = BestEvaluation(saves, Mesh(), str(tmp_path), True, 2, 30)
     stopped = evaluated(resumed, [(4, 2.5)])
     assert stopped is not None and stopped[0] == 40
