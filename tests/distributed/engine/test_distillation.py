@@ -46,7 +46,8 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("layout", sampled(LAYOUTS, "dp2-zero3".__eq__))
+@pytest.mark.proof
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_trains_as_plain_torch_does(pool, teacher, layout):
     parsed = parse_layout(layout)
     layers = str(max(2, parsed.pipeline * parsed.chunks))
