@@ -23,7 +23,7 @@ from megatron.training.trainer import Callback, Step, Trainer
 
 class Distillation(Callback):
     """Brings the teacher of a run into its steps, for as many of them as ``--kd-iters`` says.
-    Raises ConfigError or CheckpointError, before anything that takes time, if there is none or its
+    Raises ConfigError or CheckpointError, before anything that takes time, without one, or if its
     model cannot teach this one.
 
     Attributes:
