@@ -24,6 +24,9 @@ GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, SEQ_LENGTH = 16, 2, 2048
 HELD_OUT = 0.05
 RATES = {"full": 1e-5, "lora": 1e-4, "full preference": 5e-7, "lora preference": 5e-6}
 """Usual peak learning rates, those of LLaMA-Factory's examples."""
+_FOR_INSTRUCTIONS = {"sft_loss_weights": "tokens"}
+_FOR_PREFERENCES = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+"""As trl: the model begins as its reference."""
 _OF_THIS_COMMAND = {
     **dict.fromkeys(("pretrained_checkpoint", "use_checkpoint_args"), "--model"),
     **dict.fromkeys(("data_path", "train_data_path", "data_args_path", "train_data"), "--data"),
@@ -135,7 +138,7 @@ def _defaults(settings: Settings, processes: int, has_json: bool) -> dict[str, A
         "weight_decay": 0.0,
         "log_interval": 10,
         "keep_last": 2,
-        **({} if "preference" in settings else {"sft_loss_weights": "tokens"}),
+        **(_FOR_PREFERENCES if "preference" in settings else _FOR_INSTRUCTIONS),
         **_batches(settings, processes),
     }
     if not has_json and torch.cuda.is_available():
