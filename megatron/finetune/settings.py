@@ -77,7 +77,7 @@ def completed(config: TuningConfig, settings: Settings, processes: int) -> Setti
     path = given.value if given else ""
     content = read_json(path) if path else {}
     settings = deepspeed_json.merge(settings, content, path, processes)
-    settings = settings | _own(_files(config, settings))
+    settings = _own(_files(config, settings)) | settings
     defaults = _defaults(settings, processes, has_json=bool(path))
     return _own(defaults) | settings
 
@@ -104,6 +104,8 @@ def _files(config: TuningConfig, settings: Settings) -> dict[str, Any]:
         share = HELD_OUT if config.held_out is None else config.held_out
         found["data_path"] = weighted(config.data)
         found["split"] = f"{1 - share:g},{share:g},0"
+        # No prompt is trained on and evaluated on.
+        found["split_by"] = "prompt"
     return found
 
 
