@@ -69,10 +69,12 @@ def save_data(folder: Path) -> dict[str, str]:
     """Files by kind: instructions, and pairs whose better answer repeats the instruction."""
     draw = random.Random(3)
     rows, pairs = [], []
-    for _ in range(30):
+    for number in range(30):
         word, other = draw.sample(WORDS, 2)
-        rows.append({"instruction": f"say {word}", "input": "", "output": f"{word} {word}"})
-        pairs.append({"instruction": f"say {word}", "chosen": word, "rejected": other})
+        rows.append(
+            {"instruction": f"say {word} {number}", "input": "", "output": f"{word} {word}"}
+        )
+        pairs.append({"instruction": f"say {word} {number}", "chosen": word, "rejected": other})
     found = {"sft": folder / "rows.json", "dpo": folder / "pairs.jsonl"}
     found["sft"].write_text(json.dumps(rows))
     found["dpo"].write_text("".join(json.dumps(pair) + "\n" for pair in pairs))

@@ -43,10 +43,12 @@ def test_values_that_nobody_gives(tuning, files):
     assert (config.optimizer.lr, config.optimizer.lr_decay_style) == (1e-5, "cosine")
     assert (config.training.micro_batch_size, config.training.global_batch_size) == (2, 16)
     assert config.kind(InstructionConfig).sft_loss_weights == "tokens"
-    # 30 examples: 28 for training, 2 held out, three epochs.
-    assert (found.epochs.count, found.epochs.samples) == (3, 28)
-    assert config.training.train_samples == 84
-    assert config.training.eval_iters == 1
+    # 30 examples, of which those of some prompts are held out; three epochs.
+    held_out = sum(found.counts.valid.values())
+    assert (found.epochs.count, found.epochs.samples) == (3, 30 - held_out)
+    assert config.training.train_samples == 3 * (30 - held_out)
+    assert config.training.eval_iters == (held_out > 0)
+    assert config.kind(InstructionConfig).split_by == "prompt"
     assert config.checkpoint.save == config.checkpoint.load
     assert config.tokenizer.tokenizer_model == files["base"]
 
@@ -86,8 +88,10 @@ def test_the_json_of_deepspeed_comes_before_what_is_filled_in(tuning, tmp_path):
 
 def test_several_paths_are_used_alike(tuning, files):
     found = tuning("--data", files["sft"], files["sft"])
-    assert found.run.config.data.data_path == (str(28), files["sft"], str(28), files["sft"])
-    assert found.epochs.samples == 56
+    count = found.counts.train[0]
+    assert found.counts.train == (count, count)
+    assert found.run.config.data.data_path == (str(count), files["sft"]) * 2
+    assert found.epochs.samples == 2 * count
 
 
 def test_held_out_samples_are_those_of_every_evaluation():
