@@ -29,7 +29,6 @@ from megatron.parallel.cross_entropy import (
 )
 from megatron.parallel.tensor_parallel import autocast_dtype, start_gather_sequence
 
-
 KEPT_MIB = 256
 """Size of a chunk on CPUs, where ``--logits-chunk-mib`` does not say."""
 
