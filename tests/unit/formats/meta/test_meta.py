@@ -111,7 +111,7 @@ def test_where_it_is_found(tmp_path):
     folder = meta_files.write("llama3.2", tmp_path / "original")
     for path in (folder, folder / "params.json", folder / "consolidated.00.pth"):
         assert locate_checkpoint(path)[:2] == (MetaFolder, folder)
-    with pytest.raises(CheckpointError, match=r"original has no (complete checkpoint .*)?7"):
+    with pytest.raises(CheckpointError, match="has no 7"):
         locate_checkpoint(folder, "7")
     assert any("taken as 131,072 tokens" in note for note in open_checkpoint(folder).notes)
 
