@@ -31,8 +31,6 @@ from megatron.training.run import (
     Run,
     RunToolParser,
     build_trainer,
-    ending_process,
-    errors_for_users,
     run_of,
     show_configuration,
 )
@@ -53,12 +51,6 @@ class TuningRun(NamedTuple):
     run: Run
     epochs: Epochs | None
     counts: ExampleCounts
-
-
-def main(description: str | None) -> None:
-    """Parses the command line and fine-tunes."""
-    with ending_process(), errors_for_users():
-        fine_tune(parse(description))
 
 
 def parse(description: str | None = None, argv: Sequence[str] | None = None) -> TuningRun:
