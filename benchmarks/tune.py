@@ -39,8 +39,8 @@ CONTESTANTS = {
     "dpo": ("ours-zero0", "ours-zero1", "trl", "trl-reference", FLOOR),
 }
 """Who takes part in each task, by default."""
-FIRST_STEPS = {"lora": 1}
-"""Of a task whose contestants draw some weights themselves, the steps with equal losses."""
+FIRST_STEPS = {"lora": 1, "dpo": 1}
+"""The steps with equal losses, where contestants draw some weights, or the order of the pairs."""
 
 
 def main() -> int:
