@@ -25,9 +25,8 @@ from typing import Any
 from megatron.config import ConfigError, ParallelConfig
 from megatron.config.flags import option
 from megatron.data.pipeline import DataPipeline
-from megatron.data.sample_views import SampleView
 from megatron.data.sampler import micro_batch_samples
-from megatron.data.samples import Piece, SampleDataset
+from megatron.data.samples import Piece, SampleDataset, SampleView
 from megatron.families import family_names, family_of
 from megatron.parallel.mesh import MODEL, memberships
 from megatron.training.plan import TrainingPlan

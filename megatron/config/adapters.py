@@ -10,6 +10,11 @@ from megatron.config.flags import FRACTION, POSITIVE, ConfigResolver, option
 ALL_LINEAR = "all-linear"
 
 
+def is_adapter(name: str) -> bool:
+    """Whether a canonical name is that of an adapter's parameter."""
+    return name.rpartition(".")[2].startswith("lora_")
+
+
 @dataclass(frozen=True)
 class AdapterConfig:
     """Adapters: low-rank additions to the linear layers of a frozen model (LoRA)."""

@@ -28,9 +28,8 @@ from megatron.data.indexed import IndexedDataset
 from megatron.data.indexed.dataset_checks import TokenExtremes
 from megatron.data.loader import TrainingData
 from megatron.data.remote import DEFAULT_CACHE, RemoteDataset
-from megatron.data.sample_views import SampleView
 from megatron.data.sampler import SkippedSamples, parse_skipped
-from megatron.data.samples import SampleDataset, SampleRecipe
+from megatron.data.samples import SampleDataset, SampleRecipe, SampleView
 from megatron.data.scored_text import ScoredText
 from megatron.data.sources import INDEXED, PARTS, DataSource, Parts, parts_of
 from megatron.tokenizer import Tokenizer

@@ -1,34 +1,17 @@
-"""Samples as people read them: their text, and which of it counts in the loss."""
+"""Samples as people read them: their text, and which of it counts in the loss.
+
+Shape suffix: S sequence.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron.data.samples import SampleView, Segment
 from megatron.tokenizer import Tokenizer
-
-
-class Segment(NamedTuple):
-    """Consecutive text that counts in the loss, or does not."""
-
-    text: str
-    counted: bool
-
-
-class SampleView(NamedTuple):
-    """One sample, or a row of one that has several, as the model reads it, for people."""
-
-    tokens_S: np.ndarray
-    loss_mask_S: np.ndarray
-    text: str
-    """Its text; what the loss does not count is in [[double brackets]]."""
-    segments: Sequence[Segment] = ()
-    """The same in parts, where the text is that of the tokens."""
-    name: str = ""
-    """What the row is in its sample."""
 
 
 def segments_of(
@@ -48,3 +31,32 @@ def bracketed(segments: Sequence[Segment]) -> str:
         segment.text if segment.counted or segment.text == "\n" else f"[[{segment.text}]]"
         for segment in segments
     )
+
+
+def causal_view(
+    tokenizer: Tokenizer,
+    tokens_S: np.ndarray,
+    labels_S: np.ndarray,
+    loss_mask_S: np.ndarray,
+    document_ids_S: np.ndarray | None,
+    answers: bool,
+) -> SampleView:
+    """A row of which each token is predicted from those before it; documents that attention keeps
+    apart are on separate lines. Of ``answers`` the last label is shown too."""
+    starts = np.empty(0, np.int64)
+    if document_ids_S is not None:
+        starts = np.flatnonzero(np.diff(document_ids_S)) + 1
+    # Position i of the mask is about token i + 1; the first token ends the previous sample.
+    predicted_S = np.concatenate((loss_mask_S[:1], loss_mask_S[:-1])) > 0
+    shown_S = tokens_S
+    if answers and loss_mask_S[-1] > 0:
+        # The end of the last answer is predicted, and never read.
+        shown_S = np.append(tokens_S, labels_S[-1])
+        predicted_S = np.append(predicted_S, True)
+    segments: list[Segment] = []
+    for tokens, predicted in zip(
+        np.split(shown_S, starts), np.split(predicted_S, starts), strict=True
+    ):
+        segments += [Segment("\n", False)] * bool(segments)
+        segments += segments_of(tokenizer, tokens, predicted)
+    return SampleView(tokens_S, loss_mask_S, bracketed(segments), segments)

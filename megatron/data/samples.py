@@ -56,6 +56,26 @@ class Piece(NamedTuple):
     stop: int
 
 
+class Segment(NamedTuple):
+    """Consecutive text that counts in the loss, or does not."""
+
+    text: str
+    counted: bool
+
+
+class SampleView(NamedTuple):
+    """One sample, or a row of one that has several, as the model reads it, for people."""
+
+    tokens_S: np.ndarray
+    loss_mask_S: np.ndarray
+    text: str
+    """Its text; what the loss does not count is in [[double brackets]]."""
+    segments: Sequence[Segment] = ()
+    """The same in parts, where the text is that of the tokens."""
+    name: str = ""
+    """What the row is in its sample."""
+
+
 class SampleDataset(Protocol[Sample_co]):
     """Samples by number; sample i is always the same."""
 

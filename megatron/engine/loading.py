@@ -20,6 +20,7 @@ from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.reader import differences
 from megatron.checkpoint.slices import Slice
 from megatron.checkpoint.source import FoundCheckpoint, Source
+from megatron.config.adapters import is_adapter
 from megatron.engine.state import (
     MOMENTS,
     create_moments,
@@ -170,8 +171,6 @@ def _fresh_head(engine: ModelEngine, source: Source) -> tuple[str, ...]:
         whole = LayerStack(engine.spec.layers(TensorParallel()), engine.config.parallel)
     shapes = {n: shard_of(param).canonical_shape for n, param in whole.canonical_parameters()}
     if engine.config.adapters.lora:
-        from megatron.model.adapters import is_adapter  # few runs need it
-
         # They belong to this run; whoever loads the base sees to them.
         shapes = {name: shape for name, shape in shapes.items() if not is_adapter(name)}
     fits = {name for name in stored & shapes.keys() if source.shape(name) == shapes[name]}

@@ -25,8 +25,7 @@ from megatron.data.kinds.masked_data.masked_batch import (
 from megatron.data.kinds.masked_data.mock import mock_data
 from megatron.data.labelled_text import LabelledBatch
 from megatron.data.pipeline import DataPipeline
-from megatron.data.sample_views import SampleView
-from megatron.data.samples import SampleDataset
+from megatron.data.samples import SampleDataset, SampleView
 from megatron.families.family import STREAM_FLAGS, Family
 from megatron.model.attention_flex import block_masks
 from megatron.model.attention_masks import AttentionMasks, narrows

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -28,8 +29,7 @@ from megatron.data.gpt_batch import GPTBatch, GPTCollator, Padding
 from megatron.data.gpt_dataset import GPTRecipe, MockGPTDataset
 from megatron.data.packing import padding_token
 from megatron.data.pipeline import DataPipeline, SampleTokens
-from megatron.data.sample_views import SampleView, Segment, bracketed, segments_of
-from megatron.data.samples import PackedSample, SampleRecipe
+from megatron.data.samples import PackedSample, SampleRecipe, SampleView
 from megatron.data.scored_text import ScoredText, check_lengths, fitted, too_long
 from megatron.families.family import Family, GenerationSpec
 from megatron.model.attention_flex import block_masks
@@ -43,6 +43,10 @@ from megatron.tokenizer import Tokenizer
 
 LENGTHS = 8
 """How many lengths samples are padded to on GPUs."""
+
+VIEW = "megatron.data.sample_views:causal_view"
+WITH_REWARDS = "megatron.model.heads:with_rewards"
+"""Imported when they are needed, which pretraining is not."""
 
 
 def begin(model: ModelConfig, batch: GPTBatch) -> LayerState:
@@ -136,26 +140,16 @@ class GPTData(DataPipeline):
 
     def view(self, sample: Any, length: int) -> SampleView:
         """See `DataPipeline.view`; documents that attention keeps apart are on separate lines."""
-        batch: GPTBatch = self.collator()([sample])
-        tokens_S = batch.tokens_BS[0, :length].numpy()
-        loss_mask_S = batch.loss_mask_BS[0, :length].numpy()
-        starts = np.empty(0, np.int64)
-        if batch.document_ids_BS is not None:
-            starts = np.flatnonzero(np.diff(batch.document_ids_BS[0, :length].numpy())) + 1
-        # Position i of the mask is about token i + 1; the first token ends the previous sample.
-        predicted_S = np.concatenate((loss_mask_S[:1], loss_mask_S[:-1])) > 0
-        shown_S = tokens_S
-        if isinstance(sample, PackedSample) and loss_mask_S[-1] > 0:
-            # The end of the last answer is predicted, and never read.
-            shown_S = np.append(tokens_S, batch.labels_BS[0, len(tokens_S) - 1])
-            predicted_S = np.append(predicted_S, True)
-        segments: list[Segment] = []
-        for tokens, predicted in zip(
-            np.split(shown_S, starts), np.split(predicted_S, starts), strict=True
-        ):
-            segments += [Segment("\n", False)] * bool(segments)
-            segments += segments_of(self.tokenizer, tokens, predicted)
-        return SampleView(tokens_S, loss_mask_S, bracketed(segments), segments)
+        batch = self.collator()([sample])
+        row = (
+            None if each is None else each[0, :length].numpy()
+            for each in (
+                batch.tokens_BS, batch.labels_BS, batch.loss_mask_BS, batch.document_ids_BS
+            )
+        )  # fmt: skip
+        answers = isinstance(sample, PackedSample)
+        view: SampleView = resolve_name(VIEW)(self.tokenizer, *row, answers)
+        return view
 
     @property
     def _special(self) -> SampleTokens | None:
@@ -199,14 +193,8 @@ class GPT(Family):
         spec = ModelSpec(layers, partial(begin, model), crossing)
         if model.head == "lm":
             return spec
-        from megatron.model.heads import HEAD_NAMES, REWARD_LOSSES  # few runs need it
-
-        return replace(
-            spec,
-            losses=REWARD_LOSSES,
-            no_perplexity=frozenset(REWARD_LOSSES),
-            head_parts=("output_layer.", f"{HEAD_NAMES[model.head]}."),
-        )
+        rewarding: ModelSpec = resolve_name(WITH_REWARDS)(spec)
+        return rewarding
 
     def shape(self, model: ModelConfig, run: RunConfig | None = None) -> TransformerShape:
         shape = TransformerShape.of(model)

@@ -18,8 +18,7 @@ from megatron.data.kinds.masked_data.masked_batch import T5Batch, T5Sample, coll
 from megatron.data.kinds.masked_data.mock import mock_data
 from megatron.data.kinds.masked_data.t5 import T5Recipe, decoder_length, start_token
 from megatron.data.pipeline import DataPipeline
-from megatron.data.sample_views import SampleView
-from megatron.data.samples import SampleDataset
+from megatron.data.samples import SampleDataset, SampleView
 from megatron.data.scored_text import ScoredText, check_lengths, fitted, too_long
 from megatron.families.family import STREAM_FLAGS, BlockLengths, Family, GenerationSpec
 from megatron.model.attention_masks import AttentionMasks

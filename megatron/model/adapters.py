@@ -29,11 +29,6 @@ Additions = Mapping[str, Sequence[Addition]]
 """By the canonical name of a layer with ``{n}`` for the number of its block."""
 
 
-def is_adapter(name: str) -> bool:
-    """Whether a canonical name is that of an adapter's parameter."""
-    return name.rpartition(".")[2].startswith("lora_")
-
-
 def with_adapters(spec: ModelSpec, config: RunConfig) -> ModelSpec:
     """The model with the adapters of a run, and all its other parameters frozen except those of a
     head that is not the language model's. Raises ConfigError if a target is not known."""

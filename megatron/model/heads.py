@@ -8,6 +8,7 @@ is split), H hidden, L labels.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from megatron.config import ModelConfig
 from megatron.model.embedding import LM_LOSS
 from megatron.model.layer_list import LayerSpec, LayerState
+from megatron.model.spec import ModelSpec
 from megatron.parallel.layers import Dropout, WholeLinear
 from megatron.parallel.shard import Init
 from megatron.parallel.tensor_parallel import TensorParallel
@@ -198,6 +200,16 @@ def head_layers(model: ModelConfig, tp: TensorParallel) -> list[LayerSpec]:
     """What follows the final norm of a model with another head than a language model's."""
     head = LayerSpec(HEAD_NAMES[model.head], partial(_HEADS[model.head], model, tp))
     return [head] if model.head in ("span", "reward") else [pooler(model, tp), head]
+
+
+def with_rewards(spec: ModelSpec) -> ModelSpec:
+    """The model with the head that gives a text its reward."""
+    return replace(
+        spec,
+        losses=REWARD_LOSSES,
+        no_perplexity=frozenset(REWARD_LOSSES),
+        head_parts=("output_layer.", f"{HEAD_NAMES['reward']}."),
+    )
 
 
 def head_flops(model: ModelConfig) -> float:

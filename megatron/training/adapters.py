@@ -7,8 +7,9 @@ from dataclasses import replace
 import torch
 
 from megatron.config import RunConfig
+from megatron.config.adapters import is_adapter
 from megatron.families import spec_of
-from megatron.model.adapters import is_adapter, with_adapters
+from megatron.model.adapters import with_adapters
 from megatron.model.flops import TransformerShape
 from megatron.model.layer_list import LayerStack
 from megatron.parallel.tensor_parallel import TensorParallel

@@ -22,6 +22,7 @@ from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.checkpoint.source import FoundCheckpoint, locate_checkpoint
 from megatron.config import ConfigError, RunConfig
+from megatron.config.adapters import is_adapter
 from megatron.config.kinds.preference import PreferenceConfig
 from megatron.data.index_cache import IndexCache
 from megatron.data.kinds.preference.samples import PreferenceDataset
@@ -31,7 +32,7 @@ from megatron.engine.environment import return_freed_memory, training_device
 from megatron.engine.evaluator import Evaluator, build_evaluator
 from megatron.engine.loading import load_checkpoint, load_weights, together
 from megatron.families import family_of, spec_of
-from megatron.model.adapters import is_adapter, with_adapters
+from megatron.model.adapters import with_adapters
 from megatron.model.spec import TEXT_SCORES, training_dtype
 from megatron.parallel.mesh import Mesh, any_rank
 from megatron.training.measuring import measure_samples

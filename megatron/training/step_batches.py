@@ -4,25 +4,13 @@ their weights in the loss of the step."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron.parallel.mesh import Mesh
-
-
-class StepCounts(NamedTuple):
-    """Tokens of a step over all data-parallel ranks; float64 scalars on the device.
-
-    Attributes:
-        fed: that the model reads, padding included.
-        trained: whose loss counts.
-    """
-
-    fed: Tensor
-    trained: Tensor
+from megatron.training.trainer import StepCounts
 
 
 def weighed_step(

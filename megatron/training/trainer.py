@@ -5,14 +5,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pkgutil import resolve_name
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from megatron.data.loader import MicroBatches, TrainingData
 from megatron.engine.train_engine import StepResult, TrainEngine
 from megatron.training.metrics import Evaluation, Reported
 from megatron.training.plan import TrainingPlan
-from megatron.training.step_batches import StepCounts, of_one_length, weighed_step
 from megatron.training.written import WrittenTexts
+
+WEIGHED_STEP = "megatron.training.step_batches:weighed_step"
+OF_ONE_LENGTH = "megatron.training.step_batches:of_one_length"
+"""Of the micro batches of a step of examples; imported for runs that train on them."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +27,18 @@ class Position:
 
     iteration: int = 0
     consumed_samples: int = 0
+
+
+class StepCounts(NamedTuple):
+    """Tokens of a step over all data-parallel ranks; float64 scalars on the device.
+
+    Attributes:
+        fed: that the model reads, padding included.
+        trained: whose loss counts.
+    """
+
+    fed: Tensor
+    trained: Tensor
 
 
 @dataclass(frozen=True)
@@ -149,7 +167,7 @@ class Trainer:
         counts = None
         if self.data.weighed:
             mesh, device = self.engine.mesh, self.engine.device
-            batches, counts = weighed_step(batches, micro_batches, mesh, device)
+            batches, counts = resolve_name(WEIGHED_STEP)(batches, micro_batches, mesh, device)
         result = self.engine.train_step(batches, micro_batches, first_sample, rate, decay)
         samples = plan.batch_size.batch_size(first_sample)
         self.iteration += 1
@@ -208,7 +226,7 @@ class Trainer:
         found: Iterator[Any] = batches
         if self.data.weighed and self.engine.mesh.pipeline.size > 1:
             # A pipeline takes batches of one shape; they are token ids, and small.
-            found = iter(of_one_length([next(batches) for _ in range(count)]))
+            found = iter(resolve_name(OF_ONE_LENGTH)([next(batches) for _ in range(count)]))
         losses = self.engine.evaluate(found, count)
         spec, total = self.engine.spec, None
         if spec.no_perplexity and losses.keys() == spec.losses.keys():

@@ -7,10 +7,10 @@ import torch
 from configs import model_config
 
 from megatron.config import ParallelConfig
-from megatron.config.adapters import AdapterConfig
+from megatron.config.adapters import AdapterConfig, is_adapter
 from megatron.data.gpt_batch import GPTBatch
 from megatron.families import build_model, spec_of
-from megatron.model.adapters import is_adapter, with_adapters
+from megatron.model.adapters import with_adapters
 from megatron.model.heads import reward_losses
 from megatron.model.layer_list import LayerStack
 from megatron.parallel.tensor_parallel import TensorParallel

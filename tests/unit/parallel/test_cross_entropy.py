@@ -447,7 +447,7 @@ def test_a_gradient_is_rounded_once_however_it_is_scaled():
     """As on GPUs, in one kernel, and as on CPUs."""
     grad, factor = torch.randn(1000), torch.tensor([1 / 3])
     there = torch.mul(grad, factor, out=torch.empty(1000, dtype=torch.bfloat16))
-    assert torch.equal(cross_entropy._scaled(grad, factor, torch.bfloat16), there)
+    assert torch.equal(cross_entropy.scaled(grad, factor, torch.bfloat16), there)
 
 
 def test_a_gpu_compiles_and_a_cpu_does_not_ask(monkeypatch, capsys):

@@ -35,6 +35,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.mesh, self.device = Mesh(), torch.device("cpu")
+        self.spec = SimpleNamespace(no_perplexity=frozenset())
         self.steps: list[list[int]] = []
         self.evaluated: list[list[int]] = []
 

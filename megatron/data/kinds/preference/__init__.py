@@ -19,7 +19,8 @@ from megatron.data.kinds.preference.examples import PreferenceExamples
 from megatron.data.kinds.preference.samples import PreferenceRecipe
 from megatron.data.pipeline import DataKind, DataPipeline
 from megatron.data.preference_batch import PreferenceCollator, WholeRows
-from megatron.data.sample_views import SampleView, bracketed, segments_of
+from megatron.data.sample_views import bracketed, segments_of
+from megatron.data.samples import SampleView
 from megatron.data.scored_text import ScoredText
 from megatron.data.sources import DataSource
 

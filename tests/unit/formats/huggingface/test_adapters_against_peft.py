@@ -9,11 +9,11 @@ from hf_inputs import pair
 from samples import sampled
 
 from megatron.config import ParallelConfig, RunConfig
-from megatron.config.adapters import AdapterConfig
+from megatron.config.adapters import AdapterConfig, is_adapter
 from megatron.families import spec_of
 from megatron.formats.huggingface.adapter_targets import linear_targets
 from megatron.formats.huggingface.source import HuggingFaceFolder
-from megatron.model.adapters import is_adapter, with_adapters
+from megatron.model.adapters import with_adapters
 from megatron.model.layer_list import LayerStack, initialise
 from megatron.parallel.shard import shard_of
 from megatron.parallel.tensor_parallel import TensorParallel
