@@ -11,7 +11,18 @@ The loss counts the answers alone. The same command continues a run that was int
 Every flag of pretrain_gpt.py can be given too.
 """
 
-from megatron.finetune.command import main
+import megatron.util.collector
+from megatron.finetune.command import fine_tune, parse
+from megatron.training.run import ending_process, errors_for_users
+
+megatron.util.collector.resume()
+
+
+def main() -> None:
+    """Parses the command line, trains, writes the model."""
+    with ending_process(), errors_for_users():
+        fine_tune(parse(__doc__))
+
 
 if __name__ == "__main__":
-    main(__doc__)
+    main()

@@ -55,6 +55,9 @@ SERVE = ["fastapi>=0.115", "llguidance>=1.0,<2", "prometheus_client>=0.20", "uvi
 # The scorer of examples_deepspeed/detxoify_lm that runs here.
 DETOXIFY = ["alt-profanity-check>=1.8"]
 
+# References of the adapters and preferences: what `--lora` writes is read by the first.
+TUNE = ["peft>=0.17", "trl>=1.16,<2"]
+
 EXTRAS = {
     "bench": BENCH,
     "collect": COLLECT,
@@ -67,6 +70,7 @@ EXTRAS = {
     "parquet": ["pyarrow"],
     "s3": ["s3fs"],
     "serve": SERVE,
+    "tune": TUNE,
     "wandb": ["wandb"],
     "test": [
         *("hypothesis", "mypy", "numba", "pytest>=8", "pytest-xdist", "ruff"),
@@ -83,6 +87,7 @@ COMMANDS = [
     "megatron-pretrain-gpt = pretrain_gpt:main",
     "megatron-pretrain-bert = pretrain_bert:main",
     "megatron-pretrain-t5 = pretrain_t5:main",
+    "megatron-finetune = finetune:main",
     "megatron-run-task = megatron.tasks.command:main",
     "megatron-train-tokenizer = megatron.tools.train_tokenizer:main",
     "megatron-preprocess-data = megatron.tools.preprocess_data:main",
@@ -124,7 +129,10 @@ setup(
     ],
     package_data={"megatron.inference.server": ["page/*"]},
     package_dir={"megatron.tools": "tools", **{name: f"compat/{name}" for name in COMPAT}},
-    py_modules=["pretrain_gpt", "pretrain_gpt2", "pretrain_bert", "pretrain_t5", "finetune_llama"],
+    py_modules=[
+        *("pretrain_gpt", "pretrain_gpt2", "pretrain_bert", "pretrain_t5"),
+        *("finetune", "finetune_llama"),
+    ],
     install_requires=REQUIRES,
     extras_require=EXTRAS,
     entry_points={"console_scripts": COMMANDS},

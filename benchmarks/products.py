@@ -23,9 +23,12 @@ PIECES = 8
 
 
 class Linear:
-    """The three products of a linear layer."""
+    """The three products of a linear layer, or two where its weight is frozen."""
 
-    def __init__(self, tokens: int, inputs: int, outputs: int, **how: object) -> None:
+    def __init__(
+        self, tokens: int, inputs: int, outputs: int, frozen: bool = False, **how: object
+    ) -> None:
+        self.frozen = frozen
         self.x_TI, self.y_TO, self.weight_OI = (
             torch.randn(shape, **how)  # type: ignore[call-overload]
             for shape in ((tokens, inputs), (tokens, outputs), (outputs, inputs))
@@ -36,7 +39,8 @@ class Linear:
         """The output, its gradient to the input and to the weight."""
         torch.mm(self.x_TI, self.weight_OI.t(), out=self.y_TO)
         torch.mm(self.y_TO, self.weight_OI, out=self.grad_TI)
-        torch.mm(self.y_TO.t(), self.x_TI, out=self.grad_OI)
+        if not self.frozen:
+            torch.mm(self.y_TO.t(), self.x_TI, out=self.grad_OI)
 
 
 class Attention:
@@ -93,6 +97,10 @@ class StepShape:
     """Tokens of a sample that are predicted, through a dense layer; None for all, without one."""
     decoder_length: int = 0
     """Tokens of a sample in a decoder of as many blocks, which attend to these too."""
+    lora_rank: int | None = None
+    """Rank of the additions to the linear layers of blocks, whose weights are frozen."""
+    answer: int | None = None
+    """Tokens of a sample that are predicted, without a dense layer; None for all."""
 
     @classmethod
     def of(cls, model: ModelConfig, samples: int) -> StepShape:
@@ -126,11 +134,23 @@ class StepShape:
     ) -> list[Linear | Attention]:
         tokens, mixed = self.samples * length, self.heads * self.head_width
         groups = self.samples * self.heads
+        kv = self.kv_heads * self.head_width
         return [
-            Linear(tokens, self.hidden, mixed + 2 * self.kv_heads * self.head_width, **how),
+            *self._linear(tokens, self.hidden, (mixed, kv, kv), how),
             Attention(groups, length, length, self.head_width, causal, **how),
-            Linear(tokens, mixed, self.hidden, **how),
+            *self._linear(tokens, mixed, (self.hidden,), how),
         ]
+
+    def _linear(
+        self, tokens: int, inputs: int, outputs: tuple[int, ...], how: dict[str, Any]
+    ) -> list[Linear]:
+        """Layers with one input that are computed together, and an addition to each."""
+        rank = self.lora_rank
+        whole = Linear(tokens, inputs, sum(outputs), frozen=rank is not None, **how)
+        if rank is None:
+            return [whole]
+        down = Linear(tokens, inputs, rank * len(outputs), **how)
+        return [whole, down, *(Linear(tokens, rank, width, **how) for width in outputs)]
 
     def _cross_attention(self, how: dict[str, Any]) -> list[Linear | Attention]:
         mixed, kv = self.heads * self.head_width, self.kv_heads * self.head_width
@@ -146,16 +166,18 @@ class StepShape:
     def _mlp(self, length: int, how: dict[str, Any]) -> list[Linear | Attention]:
         tokens = self.samples * length
         return [
-            Linear(tokens, self.hidden, self.inner * (2 if self.gated else 1), **how),
-            Linear(tokens, self.inner, self.hidden, **how),
+            *self._linear(tokens, self.hidden, (self.inner,) * (2 if self.gated else 1), how),
+            *self._linear(tokens, self.inner, (self.hidden,), how),
         ]
 
     def head(self, dtype: torch.dtype, device: torch.device) -> list[Linear]:
         """The products of the head, with buffers of their own."""
         how = {"dtype": dtype, "device": device}
-        tokens = self.samples * (self.predictions or self.decoder_length or self.length)
+        predicted = self.predictions or self.answer or self.decoder_length or self.length
+        tokens = self.samples * predicted
         dense = [Linear(tokens, self.hidden, self.hidden, **how)] if self.predictions else []
-        return [*dense, Linear(tokens, self.hidden, self.vocabulary, **how)]
+        frozen = self.lora_rank is not None
+        return [*dense, Linear(tokens, self.hidden, self.vocabulary, frozen=frozen, **how)]
 
     def products(self, dtype: torch.dtype, device: torch.device) -> list[Linear | Attention]:
         """The products of a micro batch, layer by layer."""

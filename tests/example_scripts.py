@@ -17,7 +17,10 @@ SETTINGS = {
     "ONEFLOW_GPT_NODE_IPS": "a,b,c,d",
 }
 
-PROGRAM = r"(pretrain|finetune)_\w+\.py|(tasks|tools|examples_deepspeed/detxoify_lm)/\w+\.py"
+PROGRAM = (
+    r"finetune\.py|(pretrain|finetune)_\w+\.py"
+    r"|(tasks|tools|examples_deepspeed/detxoify_lm)/\w+\.py"
+)
 
 
 def script(path, *flags, **settings):

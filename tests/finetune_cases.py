@@ -36,14 +36,45 @@ def save_base(folder: Path) -> Path:
     return folder
 
 
+def save_blank(folder: Path) -> Path:
+    """A Llama whose weights nobody reads, and a tokenizer."""
+    from safetensors.torch import save_file
+    from torch import zeros
+
+    from megatron.tokenizer.train import train_byte_level_bpe
+
+    tokenizer = train_byte_level_bpe(["say red green"], vocab_size=260, min_frequency=2)
+    H, F, V = 16, 32, tokenizer.vocab_size
+    config = {
+        "model_type": "llama", "vocab_size": V, "hidden_size": H, "intermediate_size": F,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+        "max_position_embeddings": 4096, "tie_word_embeddings": True, "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+    }  # fmt: skip
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    shapes = {
+        "embed_tokens": (V, H), "norm": (H,), "layers.0.input_layernorm": (H,),
+        "layers.0.post_attention_layernorm": (H,), "layers.0.mlp.gate_proj": (F, H),
+        "layers.0.mlp.up_proj": (F, H), "layers.0.mlp.down_proj": (H, F),
+        **{f"layers.0.self_attn.{x}_proj": (H, H) for x in "qkvo"},
+    }  # fmt: skip
+    tensors = {f"model.{name}.weight": zeros(shape) for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def save_data(folder: Path) -> dict[str, str]:
     """Files by kind: instructions, and pairs whose better answer repeats the instruction."""
     draw = random.Random(3)
     rows, pairs = [], []
-    for _ in range(30):
+    for number in range(30):
         word, other = draw.sample(WORDS, 2)
-        rows.append({"instruction": f"say {word}", "input": "", "output": f"{word} {word}"})
-        pairs.append({"instruction": f"say {word}", "chosen": word, "rejected": other})
+        rows.append(
+            {"instruction": f"say {word} {number}", "input": "", "output": f"{word} {word}"}
+        )
+        pairs.append({"instruction": f"say {word} {number}", "chosen": word, "rejected": other})
     found = {"sft": folder / "rows.json", "dpo": folder / "pairs.jsonl"}
     found["sft"].write_text(json.dumps(rows))
     found["dpo"].write_text("".join(json.dumps(pair) + "\n" for pair in pairs))

@@ -58,7 +58,18 @@ def load_model(setting: Setting, dtype: torch.dtype, device: torch.device) -> An
             found = model.load_state_dict(weights(setting, device), strict=False)
             assert not found.unexpected_keys, found
             assert set(found.missing_keys) <= TIED, found
+    if setting.task == "lora":
+        model = with_lora(model, setting.lora_rank)
     return model.to(device).train()
+
+
+def with_lora(model: nn.Module, rank: int) -> Any:
+    """peft's low-rank additions to all linear layers of the blocks, and the rest frozen."""
+    import peft
+
+    scale = 2.0 * rank
+    config = peft.LoraConfig(r=rank, lora_alpha=scale, target_modules="all-linear")
+    return peft.get_peft_model(model, config)  # type: ignore[arg-type]
 
 
 def inputs(family: str, *batch: Tensor) -> dict[str, Tensor]:
@@ -73,8 +84,9 @@ def inputs(family: str, *batch: Tensor) -> dict[str, Tensor]:
 
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
     """Matrices, which decay, and vectors, which do not."""
-    params = list(model.parameters())
-    return [
+    params = [param for param in model.parameters() if param.requires_grad]
+    groups = [
         {"params": [p for p in params if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
         {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0},
     ]
+    return [group for group in groups if group["params"]]

@@ -12,7 +12,7 @@ from contestants.setting import Setting
 def shape_of(setting: Setting) -> StepShape:
     """Sizes of the products of a setting's micro batch."""
     return StepShape(
-        samples=setting.micro_batch,
+        samples=setting.rows,
         length=setting.seq_length,
         layers=setting.layers,
         hidden=setting.hidden_size,
@@ -25,6 +25,8 @@ def shape_of(setting: Setting) -> StepShape:
         causal=setting.family == "gpt",
         predictions=setting.predictions,
         decoder_length=setting.decoder_length,
+        lora_rank=setting.lora_rank if setting.task == "lora" else None,
+        answer=setting.answer_length or None,
     )
 
 

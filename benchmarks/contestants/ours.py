@@ -14,6 +14,8 @@ from megatron.training.run import build_trainer, parse_run
 from megatron.training.trainer import Callback, Step, Trainer
 
 NEVER = 10**9
+FEW = 10**4
+"""Iterations of data whose order is drawn in advance."""
 LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
 UNTIED = "--untie-embeddings-and-output-weights"
 QWEN2 = f"{LLAMA} --add-qkv-bias --rotary-base 1000000 --norm-epsilon 1e-6"
@@ -38,12 +40,31 @@ def flags_of(setting: Setting, stage: int, extra: tuple[str, ...] = ()) -> list[
         f"--attention-dropout 0 --hidden-dropout 0 --seed {SEED} "
         f"--lr {LEARNING_RATE} --lr-decay-style constant --weight-decay {WEIGHT_DECAY} "
         f"--adam-beta1 {BETAS[0]} --adam-beta2 {BETAS[1]} --adam-eps {EPS} --clip-grad {CLIP} "
-        f"--tokenizer-type NullTokenizer --vocab-size {setting.vocab_size - 1} --mock-data "
-        f"--train-iters {NEVER} --log-interval {NEVER} --eval-iters 0 --peak-tflops 1 "
-        f"--zero-stage {stage} {workers} {_architecture(setting)} "
+        f"{_tokens(setting)} --train-iters {NEVER} --log-interval {NEVER} --eval-iters 0 "
+        f"--peak-tflops 1 --zero-stage {stage} {workers} {_architecture(setting)} "
         f"{'--bf16' if setting.dtype == 'bf16' else ''}"
     )
-    return [*flags.split(), *extra]
+    return [*flags.split(), *_task(setting), *extra]
+
+
+def _tokens(setting: Setting) -> str:
+    if setting.task == "dpo":
+        return ""
+    return f"--tokenizer-type NullTokenizer --vocab-size {setting.vocab_size - 1} --mock-data"
+
+
+def _task(setting: Setting) -> list[str]:
+    """The flags of a fine-tuning, which replace those before them."""
+    if setting.task == "pretrain":
+        return []
+    flags = ["--pretrained-checkpoint", str(setting.weights)]
+    if setting.task == "lora":
+        return [*flags, "--lora", "--lora-rank", str(setting.lora_rank)]
+    return [
+        *(*flags, "--preference", "dpo", "--data-path", str(setting.pairs), "--split", "100,0,0"),
+        *("--tokenizer-type", "HFTokenizer", "--tokenizer-model", str(setting.weights)),
+        *("--train-iters", str(FEW)),
+    ]
 
 
 def _architecture(setting: Setting) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from contestants.inputs import parts
 from contestants.ours import flags_of
-from contestants.setting import Setting
+from contestants.setting import SEED, Setting
 from megatron.checkpoint.files import write_json
 from megatron.checkpoint.source import Source
 from megatron.data.build import Datasets
@@ -39,11 +41,43 @@ def prepare(setting: Setting, steps: int, given_peak: float | None) -> dict[str,
         given_peak: what the device can do, FLOP/s; looked up or measured without it.
     """
     torch.set_num_threads(setting.threads)
-    run = parse_run(None, flags_of(setting, 0), setting.family)
+    plain = dataclasses.replace(setting, task="pretrain")
+    run = parse_run(None, flags_of(plain, 0), setting.family)
     samples = min(MOST_SAMPLES, steps * setting.micro_batch * setting.micro_batches)
     write_samples(setting, run_data(run)[0], samples)
     write_weights(setting, run)
+    if setting.task == "dpo":
+        write_pairs(setting, samples)
     return machine() | peak(setting, given_peak)
+
+
+def write_pairs(setting: Setting, count: int) -> None:
+    """Pairs of answers to prompts, all of one length, and a tokenizer with a token for each of
+    their words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = [f"w{n}" for n in range(setting.vocab_size - 1)]
+    vocabulary = {word: n for n, word in enumerate([*words, "</s>"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, "w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="</s>", pad_token="</s>", unk_token="w0"
+    )
+    fast.save_pretrained(setting.weights)
+    chance = random.Random(SEED)
+    # The last token of a row is no input, so a row is one longer; it ends with </s>.
+    lengths = (setting.seq_length + 1 - setting.answer_length, setting.answer_length - 1)
+
+    def text(length: int) -> str:
+        return " ".join(chance.choices(words, k=length))
+
+    lines = []
+    for _ in range(count):
+        prompt, chosen, rejected = text(lengths[0]), text(lengths[1]), text(lengths[1])
+        pair = {"prompt": prompt, "chosen": f" {chosen}", "rejected": f" {rejected}"}
+        lines.append(json.dumps(pair))
+    setting.pairs.write_text("\n".join(lines) + "\n")
 
 
 def write_samples(setting: Setting, datasets: Datasets, count: int) -> None:

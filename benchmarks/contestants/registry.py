@@ -37,6 +37,7 @@ class Contestant:
         stage: ZeRO stage.
         compiled: whether torch.compile is used.
         flags: flags of the trainer beside those of the setting.
+        reference: of dpo, whether the reference runs in every step.
     """
 
     module: str
@@ -45,6 +46,7 @@ class Contestant:
     stage: int = 0
     compiled: bool = False
     flags: tuple[str, ...] = ()
+    reference: bool = False
 
     def missing(self) -> list[str]:
         """What it needs and is not installed."""
@@ -73,6 +75,8 @@ CONTESTANTS: dict[str, Contestant] = {
         "hf_deepspeed", MAIN_WEIGHTS, needs=("transformers", "deepspeed"), stage=1
     ),
     "hf-trainer": Contestant("hf_trainer", AUTOCAST, needs=("transformers", "accelerate")),
+    "trl": Contestant("trl_dpo", AUTOCAST, needs=("trl", "datasets")),
+    "trl-reference": Contestant("trl_dpo", AUTOCAST, needs=("trl", "datasets"), reference=True),
     "plain": Contestant("plain", MAIN_WEIGHTS),
     "plain-compiled": Contestant("plain", MAIN_WEIGHTS, compiled=True),
     FLOOR: Contestant("matmuls", "bf16 products alone"),

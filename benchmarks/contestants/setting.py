@@ -57,6 +57,12 @@ class Setting:
     """Whether the head of qwen2 is the embedding."""
     decoder_length: int = 0
     """Tokens of a sample in the decoder of a t5; ``seq_length`` is then the encoder's."""
+    task: str = "pretrain"
+    """pretrain, lora (low-rank additions to all linear layers of frozen weights) or dpo (pairs of
+    answers, the reference's log-probabilities computed in advance)."""
+    lora_rank: int = 0
+    answer_length: int = 0
+    """Tokens of an answer of dpo, of the ``seq_length`` of a row; a sample is a pair of rows."""
 
     @property
     def family(self) -> str:
@@ -79,7 +85,7 @@ class Setting:
     @property
     def tokens_per_step(self) -> int:
         """Tokens of an optimizer step."""
-        return self.micro_batches * self.micro_batch * (self.seq_length + self.decoder_length)
+        return self.micro_batches * self.rows * (self.seq_length + self.decoder_length)
 
     @property
     def weights(self) -> Path:
@@ -90,6 +96,16 @@ class Setting:
     def samples(self) -> Path:
         """File of the samples: arrays [samples, ...] of what :func:`inputs.parts` returns."""
         return Path(self.folder, "samples.npz")
+
+    @property
+    def pairs(self) -> Path:
+        """File of the pairs of dpo, all of one length."""
+        return Path(self.folder, "pairs.jsonl")
+
+    @property
+    def rows(self) -> int:
+        """Rows of a micro batch."""
+        return self.micro_batch * (2 if self.task == "dpo" else 1)
 
     def to_json(self) -> str:
         """As a contestant's process is given it."""

@@ -124,8 +124,10 @@ class AdaptedSource(Source):
         cls.locate_base(folder, base).verify(share, shares)
 
     def names(self) -> Sequence[str]:
-        mine = self.beside
-        before = self.base.names()
+        mine, before = self.beside, self.base.names()
+        if self.model.head != self.base.model.head:
+            # The head for tokens, in whose place there is another one beside the adapters.
+            before = [name for name in before if not name.startswith("output_layer.")]
         return [*before, *(name for name in mine if name not in set(before))]
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -200,7 +200,7 @@ def _other_format(data: DataPipeline, template: str | None) -> Finding | None:
         return None
     return Finding(
         "the base answers in a chat template of its own, and the examples are in another format, "
-        "which it has to learn anew: --prompt-format chat uses the template of the tokenizer, "
+        "which it has to learn first: --prompt-format chat uses the template of the tokenizer, "
         "--chat-template FILE another",
         f"{_start(ours)}\n--- the base's own template:\n{_start(theirs)}",
     )

@@ -169,6 +169,11 @@ def _fresh_head(engine: ModelEngine, source: Source) -> tuple[str, ...]:
     with torch.device("meta"):
         whole = LayerStack(engine.spec.layers(TensorParallel()), engine.config.parallel)
     shapes = {n: shard_of(param).canonical_shape for n, param in whole.canonical_parameters()}
+    if engine.config.adapters.lora:
+        from megatron.model.adapters import is_adapter  # few runs need it
+
+        # They belong to this run; whoever loads the base sees to them.
+        shapes = {name: shape for name, shape in shapes.items() if not is_adapter(name)}
     fits = {name for name in stored & shapes.keys() if source.shape(name) == shapes[name]}
     fresh = tuple(name for name in shapes if name not in fits)
     left_out = sorted(stored - fits)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from megatron.config import Setting, Settings
 from megatron.engine.environment import distributed
-from megatron.finetune.config import FineTuneConfig
+from megatron.finetune.config import TuningConfig
 from megatron.finetune.during_training import Baseline, SampleTexts
 from megatron.finetune.export import REPORT, check_output_folder, export_model
 from megatron.finetune.held_out import ExampleCounts, count_samples, training_data
@@ -31,8 +31,6 @@ from megatron.training.run import (
     Run,
     RunToolParser,
     build_trainer,
-    ending_process,
-    errors_for_users,
     run_of,
     show_configuration,
 )
@@ -46,32 +44,26 @@ EVALUATIONS = 10
 """In a run, where no flag says how many."""
 
 
-class FineTuneRun(NamedTuple):
+class TuningRun(NamedTuple):
     """A fine-tuning, completed."""
 
-    config: FineTuneConfig
+    config: TuningConfig
     run: Run
     epochs: Epochs | None
     counts: ExampleCounts
 
 
-def main(description: str | None) -> None:
-    """Parses the command line and fine-tunes."""
-    with ending_process(), errors_for_users():
-        fine_tune(parse(description))
-
-
-def parse(description: str | None = None, argv: Sequence[str] | None = None) -> FineTuneRun:
+def parse(description: str | None = None, argv: Sequence[str] | None = None) -> TuningRun:
     """A fine-tuning of a command line, in each of its processes, which it starts if the flags say
     so. Raises ValueError or OSError if a flag, the model or the data cannot be used; the message
     names it."""
-    config, settings = RunToolParser(FineTuneConfig, description).parse(argv)
+    config, settings = RunToolParser(TuningConfig, description).parse(argv)
     check_flags(config, settings)
     check_output_folder(config)
     return planned(config, settings, start_processes(settings, argv))
 
 
-def planned(config: FineTuneConfig, settings: Settings, processes: int) -> FineTuneRun:
+def planned(config: TuningConfig, settings: Settings, processes: int) -> TuningRun:
     """Completes the settings of a fine-tuning, whose length depends on its examples."""
     settings = {"family": Setting("gpt", ORIGIN)} | settings
     settings = completed(config, settings, processes)
@@ -90,10 +82,10 @@ def planned(config: FineTuneConfig, settings: Settings, processes: int) -> FineT
     settings = _evaluations(settings, run, counts)
     run = run_of(settings, processes)
     show_configuration(run)
-    return FineTuneRun(config, run, epochs, counts)
+    return TuningRun(config, run, epochs, counts)
 
 
-def _by_examples(config: FineTuneConfig, settings: Settings, counts: ExampleCounts) -> Settings:
+def _by_examples(config: TuningConfig, settings: Settings, counts: ExampleCounts) -> Settings:
     """Several paths without weights are used to the same extent each."""
     if len(config.data) < 2 or is_weighted(config.data):
         return dict(settings)
@@ -115,7 +107,7 @@ def _evaluations(settings: Settings, run: Run, counts: ExampleCounts) -> Setting
     return {name: Setting(value, ORIGIN) for name, value in own.items()} | settings
 
 
-def fine_tune(tuning: FineTuneRun) -> None:
+def fine_tune(tuning: TuningRun) -> None:
     """Trains to the end and exports; a run that was stopped exports nothing. Raises ValueError or
     OSError if data or checkpoints cannot be used, or the result cannot be written."""
     run, config = tuning.run, tuning.config
@@ -138,7 +130,7 @@ def fine_tune(tuning: FineTuneRun) -> None:
     say(f"report: {output / REPORT}")
 
 
-def summary_of(tuning: FineTuneRun, steps: int) -> TuningSummary:
+def summary_of(tuning: TuningRun, steps: int) -> TuningSummary:
     """What a fine-tuning has done after a number of steps."""
     run, config, counts = tuning.run, tuning.config, tuning.counts
     paths = config.data[1::2] if is_weighted(config.data) else config.data

@@ -10,7 +10,7 @@ _HELD_OUT = Bounds(lambda value: 0 <= value <= 0.5, "must be in [0, 0.5]")
 
 
 @dataclass(frozen=True)
-class FineTuneConfig:
+class TuningConfig:
     """Fine-tuning: the model, its data, and what becomes of it."""
 
     model: str | None = option(None)

@@ -10,7 +10,7 @@ from megatron.checkpoint.folder import BEST, replace_folder, unfinished_folder
 from megatron.checkpoint.source import locate_checkpoint
 from megatron.config import ConfigError
 from megatron.finetune.chat_format import write_chat_format
-from megatron.finetune.config import FineTuneConfig
+from megatron.finetune.config import TuningConfig
 from megatron.finetune.model_card import model_card
 from megatron.finetune.settings import CHECKPOINTS
 from megatron.finetune.summary import TuningSummary
@@ -26,7 +26,7 @@ ADAPTER = "adapter"
 """Folder of the adapters in --output."""
 
 
-def check_output_folder(config: FineTuneConfig) -> None:
+def check_output_folder(config: TuningConfig) -> None:
     """Raises ConfigError if the result cannot be written later, or would replace a model that this
     command has not written."""
     assert config.output is not None
@@ -45,7 +45,7 @@ def check_output_folder(config: FineTuneConfig) -> None:
 
 
 def export_model(
-    config: FineTuneConfig, run: Run, summary: TuningSummary, ends: frozenset[int]
+    config: TuningConfig, run: Run, summary: TuningSummary, ends: frozenset[int]
 ) -> None:
     """Writes the newest checkpoint as a model into ``--output``, whose logits transformers computes
     alike. Raises ValueError or OSError if the model fits no architecture, or the folder cannot be

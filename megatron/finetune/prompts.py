@@ -18,7 +18,7 @@ from megatron.data.kinds.instruction.example_encoder import ExampleEncoder
 from megatron.data.loader import TrainingData
 from megatron.data.preference_batch import PreferenceSample
 from megatron.data.samples import PackedSample, SampleDataset
-from megatron.finetune.config import FineTuneConfig
+from megatron.finetune.config import TuningConfig
 from megatron.inference.prompts import end_tokens
 from megatron.tokenizer import Tokenizer
 from megatron.training.run import Run
@@ -41,7 +41,7 @@ class Prompts(NamedTuple):
     ends: frozenset[int]
 
 
-def sample_prompts(config: FineTuneConfig, run: Run, data: TrainingData) -> Prompts:
+def sample_prompts(config: TuningConfig, run: Run, data: TrainingData) -> Prompts:
     """Those of ``--sample-prompts``, or of held-out examples, or, where nothing is held out, of
     examples of the training. Raises ConfigError or OSError if the file cannot be used."""
     datasets = data.datasets
@@ -70,7 +70,7 @@ def held_out_prompts(dataset: SampleDataset[Any], count: int) -> list[PromptToke
 
 
 def prompt_of(sample: Any) -> PromptTokens | None:
-    """The first prompt of a sample; None where there is none."""
+    """The first prompt of a sample; None without one."""
     if isinstance(sample, PreferenceSample):
         row = sample.rows[0]
         return PromptTokens(tuple(row.context.tolist()), tuple(row.continuation.tolist()))

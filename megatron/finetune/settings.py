@@ -14,7 +14,7 @@ from megatron.config.flags import build
 from megatron.config.training import LENGTHS
 from megatron.engine import deepspeed_json
 from megatron.engine.deepspeed_json import read_json
-from megatron.finetune.config import FineTuneConfig
+from megatron.finetune.config import TuningConfig
 from megatron.training.resume import find_origin
 
 ORIGIN = "finetune.py"
@@ -24,6 +24,9 @@ GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, SEQ_LENGTH = 16, 2, 2048
 HELD_OUT = 0.05
 RATES = {"full": 1e-5, "lora": 1e-4, "full preference": 5e-7, "lora preference": 5e-6}
 """Usual peak learning rates, those of LLaMA-Factory's examples."""
+_FOR_INSTRUCTIONS = {"sft_loss_weights": "tokens"}
+_FOR_PREFERENCES = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+"""As trl: the model begins as its reference."""
 _OF_THIS_COMMAND = {
     **dict.fromkeys(("pretrained_checkpoint", "use_checkpoint_args"), "--model"),
     **dict.fromkeys(("data_path", "train_data_path", "data_args_path", "train_data"), "--data"),
@@ -34,7 +37,7 @@ _OF_THIS_COMMAND = {
 """What the flags of this command set; they are not given besides."""
 
 
-def check_flags(config: FineTuneConfig, settings: Settings) -> None:
+def check_flags(config: TuningConfig, settings: Settings) -> None:
     """Raises ConfigError if a flag is missing, does not name what it should, or sets what this
     command sets."""
     for name, what in (
@@ -67,14 +70,14 @@ def check_flags(config: FineTuneConfig, settings: Settings) -> None:
         )
 
 
-def completed(config: FineTuneConfig, settings: Settings, processes: int) -> Settings:
+def completed(config: TuningConfig, settings: Settings, processes: int) -> Settings:
     """The settings of the training, without its length if no flag gives one. Raises ConfigError or
     CheckpointError if flags or the model cannot be used."""
     given = settings.get("deepspeed_config")
     path = given.value if given else ""
     content = read_json(path) if path else {}
     settings = deepspeed_json.merge(settings, content, path, processes)
-    settings = settings | _own(_files(config, settings))
+    settings = _own(_files(config, settings)) | settings
     defaults = _defaults(settings, processes, has_json=bool(path))
     return _own(defaults) | settings
 
@@ -83,7 +86,7 @@ def _own(values: Mapping[str, Any]) -> Settings:
     return {name: Setting(value, ORIGIN) for name, value in values.items()}
 
 
-def _files(config: FineTuneConfig, settings: Settings) -> dict[str, Any]:
+def _files(config: TuningConfig, settings: Settings) -> dict[str, Any]:
     """Model, data and folders."""
     checkpoints = str(Path(config.output or "") / CHECKPOINTS)
     found: dict[str, Any] = {
@@ -101,6 +104,8 @@ def _files(config: FineTuneConfig, settings: Settings) -> dict[str, Any]:
         share = HELD_OUT if config.held_out is None else config.held_out
         found["data_path"] = weighted(config.data)
         found["split"] = f"{1 - share:g},{share:g},0"
+        # No prompt is trained on and evaluated on.
+        found["split_by"] = "prompt"
     return found
 
 
@@ -135,7 +140,7 @@ def _defaults(settings: Settings, processes: int, has_json: bool) -> dict[str, A
         "weight_decay": 0.0,
         "log_interval": 10,
         "keep_last": 2,
-        **({} if "preference" in settings else {"sft_loss_weights": "tokens"}),
+        **(_FOR_PREFERENCES if "preference" in settings else _FOR_INSTRUCTIONS),
         **_batches(settings, processes),
     }
     if not has_json and torch.cuda.is_available():

@@ -53,7 +53,7 @@ def _build(
     spec: LayerSpec, additions: Additions, head: tuple[str, ...], config: RunConfig
 ) -> nn.Module:
     module = spec.build()
-    if not spec.name.startswith(head):
+    if not f"{spec.name}.".startswith(head):
         module.requires_grad_(False)
     if not spec.block:
         return module

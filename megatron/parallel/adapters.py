@@ -94,7 +94,7 @@ class _Adapters:
                 self._add_rows(layer, addition, number, place, cut, outputs)
         copies = tp.group.size if self._by_inputs else 1
         self._form = LowRank(
-            count=len(weights),
+            maps=len(weights),
             downs=len(self._downs),
             pieces=tuple(
                 UpPlace(r.map, r.start, r.width, r.addition * self._rank, max(copies, r.copies))
@@ -140,17 +140,18 @@ class _Adapters:
             )
             up = Shard((sum(lengths[part] for part in wanted), self._rank), (own,))
         part = "kv" if held != wanted and place else ""
-        names = []
+        names: dict[str, str] = {}
         for kind, shape, init in (
             ("b", up.full_shape, Init()),
             ("magnitude", up.full_shape[:1], Init(constant=1.0)),
         ):
-            names.append(addition.parameter(kind, part))
+            name = names[kind] = addition.parameter(kind, part)
             if kind == "b" or self._dora:
                 whole = addition.parameter(kind) if held != wanted else None
                 shard = replace(up, full_shape=shape, whole=whole)
-                layer.register_parameter(names[-1], parameter(shard, init, layer.tp.coordinates))
-        self._rows.append(_Rows(*names, place, start, width, number, cut.copies))
+                layer.register_parameter(name, parameter(shard, init, layer.tp.coordinates))
+        rows = _Rows(names["b"], names["magnitude"], place, start, width, number, cut.copies)
+        self._rows.append(rows)
 
     def outputs(
         self, layer: ParallelLinear, x_BSI: Tensor, maps: Sequence[LinearMap]

@@ -45,7 +45,7 @@ class LowRank(NamedTuple):
     """What does not change between calls.
 
     Attributes:
-        count: maps of the input, each with a weight and perhaps a bias.
+        maps: number of maps of the input, each with a weight and perhaps a bias.
         downs: number of A.
         pieces: one per B.
         scale: s.
@@ -54,7 +54,7 @@ class LowRank(NamedTuple):
             outputs are addends.
     """
 
-    count: int
+    maps: int
     downs: int
     pieces: tuple[UpPlace, ...]
     scale: float
@@ -114,10 +114,10 @@ class _LowRankLinear(torch.autograd.Function):
         weights, downs, ups = (
             [
                 own if own is not None else saved
-                for own, saved in zip(ctx.weights, tensors[: form.count], strict=True)
+                for own, saved in zip(ctx.weights, tensors[: form.maps], strict=True)
             ],
-            tensors[form.count : form.count + form.downs],
-            tensors[form.count + form.downs :],
+            tensors[form.maps : form.maps + form.downs],
+            tensors[form.maps + form.downs :],
         )
         x_needs, dropped_needs = ctx.needs_input_grad[:2]
         down_needs, up_needs = _needs(form, ctx.needs_input_grad)
@@ -126,18 +126,14 @@ class _LowRankLinear(torch.autograd.Function):
             finish_x = start_gather_sequence(mine, form.group)
         grads = [grad.flatten(0, 1) for grad in grads_BSO]
         total = sum(down.shape[0] for down in downs)
-        dz_TR = grads[0].new_empty(grads[0].shape[0], total)
-        filled = [False] * total
+        # Of several pieces of one addition each adds its part.
+        dz_TR = grads[0].new_zeros(grads[0].shape[0], total)
         for piece, up in zip(form.pieces, ups, strict=True):
             part_TO = grads[piece.map].narrow(1, piece.start, piece.width)
             dz_Tr = dz_TR.narrow(1, piece.first, up.shape[1])
-            up = up.to(part_TO.dtype)
-            # Of several pieces of one addition each adds its part.
-            torch.addmm(
-                dz_Tr, part_TO, up, beta=float(filled[piece.first]), alpha=form.scale, out=dz_Tr
-            )
-            filled[piece.first] = True
-        x_grad = dropped_grad = _no_gradient
+            dz_Tr.addmm_(part_TO, up.to(part_TO.dtype), alpha=form.scale)
+        x_grad: Callable[[], Tensor | None] = _no_gradient
+        dropped_grad = x_grad
         if x_needs:
             x_TI = _input_gradient(grads, weights)
             if not ctx.drops:
@@ -166,7 +162,7 @@ class _LowRankLinear(torch.autograd.Function):
         return (
             *(None if grad is None else grad.to(ctx.input_dtype) for grad in inputs),
             None,
-            *[None] * (2 * form.count),
+            *[None] * (2 * form.maps),
             *found_grads,
         )
 
@@ -184,13 +180,13 @@ def _start_leaving(addend_BSI: Tensor, form: LowRank) -> Callable[[], Tensor | N
 
 
 def _parts(form: LowRank, tensors: Any) -> tuple[Any, Any, Any, Any]:
-    n, m = form.count, form.downs
+    n, m = form.maps, form.downs
     return tensors[:n], tensors[n : 2 * n], tensors[2 * n : 2 * n + m], tensors[2 * n + m :]
 
 
 def _needs(form: LowRank, needs: tuple[bool, ...]) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
     """Which A and B need gradients."""
-    first = 3 + 2 * form.count
+    first = 3 + 2 * form.maps
     return needs[first : first + form.downs], needs[first + form.downs :]
 
 

@@ -35,7 +35,7 @@ from megatron.parallel.random import dropout_seed
 from megatron.parallel.shard import Init, Shard, shard_of
 from megatron.parity.runs import PlainTraining, teaching
 from megatron.training.plan import TrainingPlan
-from megatron.training.run import Run, parse_run, run_data
+from megatron.training.run import Run, add_reference, parse_run, run_data
 from megatron.training.step_batches import weighed_step
 
 INIT = Init(std=0.3)
@@ -134,6 +134,7 @@ def _step(run: Run, engine: TrainEngine, mesh: Mesh) -> GradientRecord:
         for n in range(count)
     ]
     data = run_data(run)
+    add_reference(run, mesh, data)
     assert data.datasets.train is not None
     batches = plan.lengths.cut(
         data.batches(

@@ -25,7 +25,7 @@ from megatron.parallel.shard import Init, shard_of
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.training.distillation.teacher import find_teacher
 from megatron.training.plan import TrainingPlan
-from megatron.training.run import Run, build_trainer, parse_run, run_data
+from megatron.training.run import Run, add_reference, build_trainer, parse_run, run_data
 from megatron.training.trainer import Callback, Step, Trainer
 
 ORDERS = 5
@@ -124,7 +124,9 @@ class PlainTraining:
         self.model.to(dtype)
         self.params = {name: p for name, p in self.params.items() if p.requires_grad}
         self._optimizer = _plain_optimizer(self.params, self.options)
-        datasets, collate, self._weighed = run_data(run)
+        data = run_data(run)
+        add_reference(run, Mesh(), data)
+        datasets, collate, self._weighed = data
         assert datasets.train is not None
         self._batches = MicroBatches(
             datasets.train, collate, micro_batch_size=self._plan.micro_batch_size

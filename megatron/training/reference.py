@@ -29,8 +29,9 @@ from megatron.data.loader import TrainingData
 from megatron.data.samples import MadeSamples
 from megatron.engine.environment import return_freed_memory, training_device
 from megatron.engine.evaluator import Evaluator, build_evaluator
-from megatron.engine.loading import load_checkpoint
+from megatron.engine.loading import load_checkpoint, load_weights, together
 from megatron.families import family_of, spec_of
+from megatron.model.adapters import is_adapter, with_adapters
 from megatron.model.spec import TEXT_SCORES, training_dtype
 from megatron.parallel.mesh import Mesh, any_rank
 from megatron.training.measuring import measure_samples
@@ -50,10 +51,10 @@ def add_reference(run: Run, mesh: Mesh, data: TrainingData) -> None:
     """Gives the log-probabilities under the reference model to all preferences in the data; every
     rank must call it. Raises ConfigError if no checkpoint is named, CheckpointError if it cannot be
     used; ValueError if a log-probability is not finite."""
-    found, flag = reference_checkpoint(run.config)
     parts = [part for part in _preferences(data) if part.reference is None]
     if not parts:
         return
+    found, flag = reference_checkpoint(run.config)
     weights = _from_main_process(lambda: weights_digest(found, _cache(run, parts[0])))
     device = training_device()
     keys = [_depends_on(run.config, weights, part) for part in parts]
@@ -67,9 +68,7 @@ def add_reference(run: Run, mesh: Mesh, data: TrainingData) -> None:
             part.reference = stored["log_probs"]
     if not missing:
         return
-    spec = spec_of(run.config.model, run.config.parallel)
-    engine = build_evaluator(run.config, spec, mesh, device)
-    load_checkpoint(engine, found, weights_only=True)
+    engine = _reference_model(run.config, found, mesh)
     for part, key in missing:
         if is_main_process():
             say(
@@ -85,7 +84,7 @@ def add_reference(run: Run, mesh: Mesh, data: TrainingData) -> None:
 
 def reference_checkpoint(config: RunConfig) -> tuple[FoundCheckpoint, str]:
     """The checkpoint of the reference model, and the flag with the value that named it. Raises
-    ConfigError if none is named; CheckpointError if there is none."""
+    ConfigError if none is named; CheckpointError if it does not exist."""
     options, preference = config.checkpoint, config.kind(PreferenceConfig)
     tag = None
     if preference.reference_checkpoint is not None:
@@ -104,6 +103,26 @@ def reference_checkpoint(config: RunConfig) -> tuple[FoundCheckpoint, str]:
     if found is None:
         raise CheckpointError(f"{flag} {path}: no checkpoint found")
     return found, f"{flag} {path}"
+
+
+def _reference_model(config: RunConfig, found: FoundCheckpoint, mesh: Mesh) -> Evaluator:
+    """The model with its weights; that of a base in 4 bits has these, under adapters that add
+    nothing yet, so that training starts from it."""
+    spec = spec_of(config.model, config.parallel)
+    if not _in_4_bits(config):
+        engine = build_evaluator(config, spec, mesh, training_device())
+        load_checkpoint(engine, found, weights_only=True)
+        return engine
+    engine = build_evaluator(config, with_adapters(spec, config), mesh, training_device())
+    source = together(engine, found.open)
+    added = [name for name in engine.names.values() if is_adapter(name)]
+    together(engine, lambda: load_weights(engine, source, added))
+    return engine
+
+
+def _in_4_bits(config: RunConfig) -> bool:
+    named = config.kind(PreferenceConfig).reference_checkpoint
+    return config.adapters.qlora and named is None
 
 
 def log_probs_of(engine: Evaluator, run: Run, part: PreferenceDataset) -> npt.NDArray[np.float32]:
@@ -156,9 +175,10 @@ def _preferences(data: TrainingData) -> list[PreferenceDataset]:
         samples = waiting.pop(0)
         if isinstance(samples, PreferenceDataset):
             found.append(samples)
-        elif samples is not None:
-            inside = getattr(samples, "parts", None) or [samples.dataset]
-            waiting.extend(inside)
+        elif hasattr(samples, "parts"):
+            waiting.extend(samples.parts)
+        elif hasattr(samples, "dataset"):
+            waiting.append(samples.dataset)
     return list({id(part): part for part in found}.values())
 
 
@@ -174,6 +194,7 @@ def _depends_on(config: RunConfig, weights: str, part: PreferenceDataset) -> dic
         "model": dataclasses.asdict(config.model.flags()),
         "dtype": str(training_dtype(config)),
         "fp8": config.fast_paths.fp8_format,
+        "4 bits": _in_4_bits(config) and 1 + config.adapters.qlora_double_quant,
         "answers": part.digest,
     }
 

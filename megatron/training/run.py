@@ -206,6 +206,13 @@ def run_data(run: Run) -> TrainingData:
     return data.training_data(plan.sample_counts, plan.batch_sizes)
 
 
+def add_reference(run: Run, mesh: Mesh, data: TrainingData) -> None:
+    """Adds what a reference model finds to the data, if the loss of the run needs it. Raises
+    ValueError or OSError, naming the flag, if there is no reference or it cannot be used."""
+    if run.config.kind(PreferenceConfig).needs_reference:
+        resolve_name(REFERENCE)(run, mesh, data)
+
+
 def build_trainer(
     run: Run,
     mesh: Mesh,
@@ -228,8 +235,7 @@ def build_trainer(
     checkpoint = resume.locate(config)
     if data.weighed:
         resolve_name(EXAMPLE_CHECKS)(run, data)
-    if config.kind(PreferenceConfig).needs_reference:
-        resolve_name(REFERENCE)(run, mesh, data)
+    add_reference(run, mesh, data)
     teaching = [resolve_name(DISTILLATION)(run)] if config.distillation.kd else []
     spec = trained_spec(config)
     engine = build_engine(config, run.content, spec, mesh, device)

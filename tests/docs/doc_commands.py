@@ -45,6 +45,9 @@ SMALLER = {
     "pretrain_gpt.py": RUN,
     "pretrain_bert.py": RUN,
     "pretrain_t5.py": RUN_OF_T5,
+    "finetune.py": "--seq-length 192 --max-position-embeddings 192 --train-iters 2 "
+    "--micro-batch-size 1 --global-batch-size 2 --eval-interval 2 --samples 1 --sample-tokens 4 "
+    "--log-interval 1 --num-workers 0 --peak-tflops 1",
     "finetune_llama.py": f"{RUN} --seq-length 192 --max-position-embeddings 192",
     "tools/profile_step.py": RUN,
     "tools/build_index.py": f"{RUN} --workers 1",
@@ -67,6 +70,7 @@ LINKS = (
     "pretrain_gpt.py",
     "pretrain_bert.py",
     "pretrain_t5.py",
+    "finetune.py",
     "finetune_llama.py",
 )
 """What the commands find of the repository in their folder."""

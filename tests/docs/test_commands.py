@@ -26,11 +26,10 @@ REWRITE = bool(os.environ.get("MEGATRON_REWRITE_DOCS"))
 RUN_ELSEWHERE = {"tools/README.md": "tests/unit/tools/collection/test_readme.py"}
 """Pages whose commands another test runs."""
 
+_SERVE = ("serve", ("fastapi", "llguidance", "prometheus_client", "uvicorn"))
 EXTRAS = {
-    "docs/guides/generation.md": (
-        "serve",
-        ("fastapi", "llguidance", "prometheus_client", "uvicorn"),
-    ),
+    "docs/guides/generation.md": _SERVE,
+    "docs/guides/adapters.md": _SERVE,
     "examples_deepspeed/detxoify_lm/README.md": ("detoxify", ("profanity_check",)),
 }
 """Pages whose commands need an extra, and its packages; the page installs it."""
@@ -67,10 +66,13 @@ def is_long(block: Block) -> bool:
 
 
 LONGEST = {
+    "docs/guides/adapters.md",
     "docs/guides/distillation.md",
     "docs/tasks/when-something-goes-wrong.md",
     "docs/tasks/several-gpus.md",
+    "docs/guides/finetune.md",
     "examples_deepspeed/detxoify_lm/README.md",
+    "docs/guides/preferences.md",
 }
 """Pages whose commands take the longest; `make proof` runs them."""
 

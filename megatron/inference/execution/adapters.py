@@ -142,11 +142,10 @@ def served_adapters(
     additions: dict[str, dict[str, ServedAddition]] = {}
     for name, folder in folders.items():
         source = _opened(name, folder, base)
-        for weight in source.adapted:
-            layer = layers.get(weight.removesuffix(".weight"))
-            if layer is not None:
-                place = weight.removesuffix(".weight")
-                own = _addition(source, weight, layer, engine.mesh.coordinates)
+        for adapted in source.adapted:
+            place = adapted.removesuffix(".weight")
+            if place in layers:
+                own = _addition(source, adapted, layers[place], engine.mesh.coordinates)
                 additions.setdefault(place, {})[name] = own
     for place, of_layer in additions.items():
         layers[place].adapters = _LayerAdditions(served, of_layer)

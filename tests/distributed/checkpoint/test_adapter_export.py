@@ -10,6 +10,7 @@ from tool_modules import load_program
 from megatron.checkpoint.source import open_checkpoint
 from megatron.parity.runs import train
 
+pytestmark = pytest.mark.proof
 peft = pytest.importorskip("peft", reason="the exports are loaded with peft")
 
 RUN = (

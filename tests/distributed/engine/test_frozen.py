@@ -53,7 +53,7 @@ LAYOUTS = {
         f"--pipeline-model-parallel-size 2 {FP16}",
     ),
 }
-SAMPLE = {"zero0", "zero2-dp2-bf16", "zero3-dp2", "pp2-dualpipev-bf16"}
+SAMPLE = {"zero3-dp2", "pp2-dualpipev-bf16"}
 
 
 def frozen_spec(config):

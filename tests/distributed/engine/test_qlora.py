@@ -29,7 +29,7 @@ LAYOUTS = {
     "dp2-zero3": (2, "--zero-stage 3"),
     "tp2-pp2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
 }
-DEFAULT = ("tp2-sp",)
+DEFAULT = ("alone",)
 FUSED = {"qkv": [128, 64, 64], "up": [192, 192], "proj": [128], "down": [128]}
 """Rows of the matrices in each linear layer."""
 

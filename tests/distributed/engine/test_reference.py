@@ -199,3 +199,19 @@ def test_training_is_the_same_with_and_without_the_cache(
                                        str(tmp_path / "saved")))  # fmt: skip
     assert half.losses + rest.losses == first.losses
     assert all(np.array_equal(values, rest.state[name]) for name, values in first.state.items())
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("layout", ["1", "tp2-sp", "pp2", "dp2-zero2"])
+@pytest.mark.parametrize("base_is", ["--lora", "--lora --qlora"])
+def test_adapters_start_from_the_reference(
+    base_is: str, layout: str, pool, base: str, pairs: str
+) -> None:
+    """The loss of the first step, too where the base has 4 bits: the reference then has the same
+    ones."""
+    processes, more = 1, base_is.split()
+    if layout != "1":
+        parsed = parse_layout(layout)
+        processes, more = parsed.processes, [*more, *parsed.flags()]
+    for record in pool.run(processes, train, flags(base, pairs, *more)):
+        assert record.losses[0] == pytest.approx(np.log(2), abs=1e-5) != record.losses[1]

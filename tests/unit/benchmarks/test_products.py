@@ -1,5 +1,7 @@
 """The products that a step is measured by: their shapes, what they compute, how they are timed."""
 
+import dataclasses
+
 import products
 import pytest
 import torch
@@ -54,6 +56,29 @@ def test_flops_of_the_products_against_the_trainers(gated, monkeypatch):
     shape = TransformerShape(3, 64, 160, 4, 2, 16, 32, 256, gated=gated)
     half = sum(counted.bmm) / (1 + 1 / PIECES)
     assert sum(counted.mm) + half == shape.flops_per_step(5, causal=True)
+
+
+def test_products_of_frozen_weights_with_additions(monkeypatch):
+    """Two of three products of a frozen weight, and all three of both matrices of an addition; of
+    seven linear layers of a Llama's block, and of the head the former alone."""
+    whole = StepShape.of(model(swiglu=True), 5)
+    device = torch.device("cpu")
+    totals = []
+    for shape in (whole, dataclasses.replace(whole, lora_rank=8)):
+        counted = Counted(monkeypatch)
+        for product in shape.products(torch.float32, device):
+            product()
+        totals.append(sum(counted.mm))
+    tokens, layers, rank = 5 * 32, 3, 8
+    sizes = [(64, 64), (64, 32), (64, 32), (64, 64), (64, 160), (64, 160), (160, 64)]
+    added = layers * sum(6 * tokens * rank * (i + o) for i, o in sizes)
+    assert totals[1] == totals[0] * 2 / 3 + added
+
+
+def test_products_of_answers_alone():
+    shape = dataclasses.replace(StepShape.of(model(), 5), answer=7)
+    (head,) = shape.head(torch.float32, torch.device("cpu"))
+    assert head.x_TI.shape == (35, 64)
 
 
 def test_products_are_timed_once_for_each_kind(monkeypatch):

@@ -72,7 +72,7 @@ class InstructionExamples:
     @cached_property
     def prompt_hashes(self) -> npt.NDArray[np.uint64]:
         """Of each example's tokens before the first that counts in the loss; of all of them where
-        there are none."""
+        no token comes before."""
         firsts = np.where(self.first_counted > 1, self.first_counted, self.sequence_lengths)
         tokens, starts = self._index["tokens"], self._offsets[:-1]
         hashes = (

@@ -1,0 +1,195 @@
+#!/usr/bin/env python
+"""Pretrains a small model, fine-tunes it on instructions (all weights, LoRA) and preferences (DPO),
+and measures what each has learnt.
+
+    python benchmarks/alignment.py --sft alpaca_en_demo.json --text corpus.jsonl --folder alignment
+
+The instructions are a file of records with instruction, input and output; a quarter of them is held
+out, 220 at least. A pair of preferences is the answer to an instruction and that to another one.
+Every stage is a command that is printed; stages whose result exists are left out. Measured are the
+held-out loss of answers before and after, the share of held-out pairs whose better answer gains
+more probability than the worse one, how many of 50 held-out prompts are answered to an end, and
+whether transformers' greedy answers by the exported folder are those of this project.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+HELD_OUT, NEGATIVES, PROMPTS, VOCABULARY = 220, 4, 50, 2048
+MODEL = (
+    "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --use-rotary-position-embeddings "
+    "--normalization RMSNorm --swiglu --disable-bias-linear --attention-dropout 0 "
+    "--hidden-dropout 0 --init-method-std 0.05 --max-position-embeddings 1024"
+)
+PRETRAIN = (
+    "--seq-length 256 --lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-fraction 0.03 "
+    "--weight-decay 0.1 --adam-beta2 0.95 --micro-batch-size 8 --split 99,1,0 --eval-iters 20 "
+    "--eval-interval 500 --log-interval 50"
+)
+SFT = (
+    "--packing --seq-length 512 --micro-batch-size 4 --global-batch-size 4 --weight-decay 0.1 "
+    "--samples 2 --sample-tokens 80"
+)
+DPO = (
+    "--preference dpo --lora --lora-rank 16 --seq-length 320 --micro-batch-size 4 "
+    "--global-batch-size 8 --lr 5e-4 --samples 2 --sample-tokens 80"
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--sft", type=Path, required=True, help="file of instructions")
+    parser.add_argument("--text", nargs="+", required=True, help="JSON lines to pretrain on")
+    parser.add_argument("--folder", type=Path, required=True, help="for all results")
+    parser.add_argument("--iterations", type=int, default=1000, help="of pretraining")
+    parser.add_argument("--epochs", type=int, default=3, help="of the instructions")
+    parser.add_argument("--dpo-iterations", type=int, default=200)
+    options = parser.parse_args(argv)
+    at: Path = options.folder.resolve()
+    at.mkdir(parents=True, exist_ok=True)
+    held = write_data(options.sft, options.text, at)
+    run(
+        at / "tokenizer",
+        f"tools/train_tokenizer.py --input {at}/corpus.jsonl --vocab-size {VOCABULARY} "
+        f"--output {at}/tokenizer",
+    )
+    tokenizer = (
+        "--tokenizer-type GPT2BPETokenizer --vocab-file "
+        f"{at}/tokenizer/vocab.json --merge-file {at}/tokenizer/merges.txt"
+    )
+    run(
+        at / "pretrained" / f"global_step{options.iterations}",
+        f"pretrain_gpt.py {MODEL} {PRETRAIN} {tokenizer} --data-path {at}/corpus.jsonl "
+        f"--train-iters {options.iterations} --save {at}/pretrained --load {at}/pretrained",
+    )
+    run(
+        at / "base",
+        f"tools/convert_checkpoint.py to-hf --load {at}/pretrained --output {at}/base",
+    )
+    instructions = f"--data {at}/train.json --eval-data {at}/held.json {SFT}"
+    tune(at, "sft", "base", f"{instructions} --epochs {options.epochs} --lr 1.5e-3")
+    tune(at, "lora", "base", f"{instructions} --epochs 1 --lora --lora-rank 16 --lr 3e-3")
+    pairs = f"--data {at}/pairs.jsonl --eval-data {at}/held-pairs.jsonl {DPO}"
+    tune(at, "dpo", "sft", f"{pairs} --train-iters {options.dpo_iterations}")
+    for name in ("sft", "lora", "dpo"):
+        report(at / name)
+    for name in ("sft", "dpo"):
+        ended, same, count = answers(at / name, held[:PROMPTS])
+        print(f"{name}: {ended} of {count} answers end; {same} of {count} as transformers' own")
+
+
+def write_data(sft: Path, text: Sequence[str], at: Path) -> list[dict[str, str]]:
+    """The files of all stages; returns the held-out records. No held-out record is in a file that
+    is trained on."""
+    draw = random.Random(7)
+    rows = json.loads(sft.read_text())
+    draw.shuffle(rows)
+    count = max(HELD_OUT, len(rows) // 4)
+    held, train = rows[:count], rows[count:]
+    (at / "held.json").write_text(json.dumps(held))
+    (at / "train.json").write_text(json.dumps(train))
+    for name, of, times in (("pairs", train, NEGATIVES), ("held-pairs", held, 1)):
+        with (at / f"{name}.jsonl").open("w") as file:
+            for row in of:
+                for _ in range(times):
+                    other = draw.choice([each for each in draw.sample(of, 2) if each is not row])
+                    pair = {"chosen": row["output"], "rejected": other["output"]}
+                    asked = {key: row.get(key) or "" for key in ("instruction", "input")}
+                    file.write(json.dumps(asked | pair) + "\n")
+    with (at / "corpus.jsonl").open("w") as corpus:
+        for path in text:
+            corpus.writelines(
+                json.dumps({"text": json.loads(line)["text"]}) + "\n"
+                for line in Path(path).read_text().splitlines()
+            )
+        for row in train:
+            parts = (row["instruction"], row.get("input") or "", row["output"])
+            corpus.write(json.dumps({"text": "\n".join(filter(None, parts))}) + "\n")
+    return held
+
+
+def tune(at: Path, name: str, base: str, flags: str) -> None:
+    """A fine-tuning of one result to another."""
+    run(
+        at / name / "config.json",
+        f"finetune.py --model {at}/{base} --output {at}/{name} {flags}",
+    )
+
+
+def run(result: Path, command: str) -> None:
+    """Prints and runs a command, unless its result is there."""
+    if result.exists():
+        return
+    program, *flags = shlex.split(command)
+    if program.endswith(("pretrain_gpt.py", "finetune.py")):
+        flags += ["--num-workers", "0", "--peak-tflops", "1"]
+    print("$ python", program, *flags, flush=True)
+    subprocess.run([sys.executable, str(ROOT / program), *flags], check=True)
+
+
+def report(folder: Path) -> None:
+    """Prints the numbers on held-out data before and after."""
+    lines = (folder / "checkpoints" / "metrics.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if row["kind"] == "validation"]
+    for name, value in rows[-1].items():
+        known = isinstance(value, float) and not name.endswith(("PPL", "perplexity"))
+        if known and isinstance(rows[0].get(name), float):
+            print(f"{folder.name}: {name} {rows[0][name]:.4f} -> {value:.4f}")
+
+
+def answers(folder: Path, rows: Sequence[dict[str, str]], most: int = 512) -> tuple[int, int, int]:
+    """How many greedy answers of transformers end, and how many are those of this project."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ends = model.generation_config.eos_token_id
+    ends = {ends} if isinstance(ends, int) else set(ends)
+    prompts, theirs = [], []
+    for row in rows:
+        asked = row["instruction"] + (f"\n{row['input']}" if row.get("input") else "")
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": asked}], add_generation_prompt=True, return_dict=True
+        )["input_ids"]  # fmt: skip
+        prompts.append(tuple(prompt[-400:]))
+        found = model.generate(
+            torch.tensor([prompts[-1]]), max_new_tokens=most, do_sample=False, pad_token_id=0
+        )
+        theirs.append(tuple(found[0, len(prompts[-1]) :].tolist()))
+    ours = own_answers(folder, prompts, ends, most)
+    ended = sum(answer[-1] in ends for answer in theirs)
+    return ended, sum(a == b for a, b in zip(ours, theirs, strict=True)), len(rows)
+
+
+def own_answers(folder: Path, prompts: Sequence[Any], ends: set[int], most: int) -> list[Any]:
+    """This project's greedy answers."""
+    from megatron.inference.memory import CacheConfig
+    from megatron.inference.opening import opened_runner
+    from megatron.inference.request import GenerationRequest, Sampling, StopRules
+    from megatron.inference.scheduling.engine import GenerationEngine
+    from megatron.training.run import RunToolParser
+
+    cache, settings = RunToolParser(CacheConfig, None).parse(
+        ["--load", str(folder), "--kv-cache-gib", "0.5"]
+    )
+    stopping = StopRules(most, frozenset(ends))
+    requests = [GenerationRequest(prompt, stopping, Sampling(greedy=True)) for prompt in prompts]
+    with opened_runner(settings, 1, cache) as opened:
+        assert opened is not None
+        engine = GenerationEngine(opened.runner, opened.tokenizer)
+        return [answer.tokens for answer in engine.complete(requests)]
+
+
+if __name__ == "__main__":
+    main()
