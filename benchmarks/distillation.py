@@ -21,8 +21,8 @@ PROGRAM = Path(__file__).resolve().parent.parent / "pretrain_gpt.py"
 COMMON = (
     "--num-attention-heads 4 --seq-length 128 --swiglu --use-rotary-position-embeddings "
     "--normalization RMSNorm --disable-bias-linear --hidden-dropout 0 --attention-dropout 0 "
-    "--micro-batch-size 8 --global-batch-size 8 --lr-decay-style cosine --lr-warmup-iters 20 "
-    "--min-lr 1e-4 --eval-iters 24 --num-workers 0 --tokenizer-type ByteLevelTokenizer "
+    "--micro-batch-size 2 --global-batch-size 2 --lr-decay-style cosine --lr-warmup-iters 20 "
+    "--min-lr 1e-4 --eval-iters 60 --num-workers 0 --tokenizer-type ByteLevelTokenizer "
     "--log-interval 1000 --peak-tflops 1 --zero-stage 0 --split 90,10,0"
 ).split()
 TEACHER = "--num-layers 4 --hidden-size 128 --lr 2e-3".split()
@@ -94,8 +94,8 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument("--text", required=True, help="a text of about a million characters")
     options.add_argument("--work", required=True, help="folder for data and the teacher")
-    options.add_argument("--teacher-steps", type=int, default=1200)
-    options.add_argument("--steps", type=int, default=300)
+    options.add_argument("--teacher-steps", type=int, default=4800)
+    options.add_argument("--steps", type=int, default=600)
     options.add_argument("--seeds", type=int, default=3)
     return options
 

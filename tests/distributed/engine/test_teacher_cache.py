@@ -26,7 +26,8 @@ ALL = "100"
 @pytest.fixture(scope="module")
 def teacher(pool, tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("teacher"))
-    pool.run(1, train, [*TINY, "--hidden-size", "48", "--train-iters", "4", "--save", folder])
+    sizes = ["--hidden-size", "48", "--num-layers", "4"]
+    pool.run(1, train, [*TINY, *sizes, "--train-iters", "4", "--save", folder])
     return [*TERMS, "--load-teacher", folder]
 
 
