@@ -177,9 +177,8 @@ def terminate_after_a_step(argv, save):
     return process, process.communicate(timeout=120)[0]
 
 
-@pytest.mark.parametrize(
-    "launcher", ["torchrun", pytest.param("deepspeed", marks=pytest.mark.proof)]
-)
+@pytest.mark.proof
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 def test_sigterm_saves_and_resumes(tmp_path, launcher):
     """DeepSpeed's launcher leaves its workers behind on SIGTERM; they notice and save."""
     argv = command(launcher, "--train-iters", 100000, "--save", tmp_path, "--zero-stage", 1)

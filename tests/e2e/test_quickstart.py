@@ -57,6 +57,7 @@ def test_result(first):
     assert "def read_file(path):" in output, "the generated text is shown"
 
 
+@pytest.mark.proof
 def test_second_run_reuses(first):
     folder, output = first
     trained = (folder / "out" / "metrics.jsonl").stat().st_mtime_ns

@@ -68,9 +68,9 @@ MORE = {
     ),
     "async": (2, "--zero-stage 1 --async-save"),
 }
-RESUMED = {"pp2-zero1-fp16"}
+RESUMED = {"tp2-sp-zero1"}
 PAIRS = [(one, other) for one in LAYOUTS for other in LAYOUTS]
-SAMPLE = {("pp2-zero1-fp16", "dp2-zero3")}
+SAMPLE = {("tp2-sp-zero1", "dp2-zero3-bf16")}
 
 
 def run(argv):

@@ -95,8 +95,6 @@ def test_dropout_of_additions_acts():
     assert abs(reference(*dry).loss - reference(*wet).loss) > 1e-3 * reference(*dry).loss
 
 
-TRAINED = ("dp2-zero3-dora",)
-"""What the normal run trains."""
 STEPS = 10
 
 
@@ -118,7 +116,8 @@ def trainings():
                     yield f"{layout}-zero{stage}-{kind}"
 
 
-@pytest.mark.parametrize("cell", sampled(trainings(), lambda cell: cell in TRAINED))
+@pytest.mark.proof
+@pytest.mark.parametrize("cell", trainings())
 def test_training_against_plain_torch(pool, cell):
     layout, _, kind = cell.rpartition("-")
     parsed = parse_layout(layout)

@@ -352,6 +352,7 @@ def test_tokens_of_samples():
     assert own.append_eod and own.workers == 2
 
 
+@pytest.mark.proof
 def test_shellcheck():
     program = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if program is None:
