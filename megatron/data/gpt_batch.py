@@ -214,6 +214,9 @@ class GPTCollator:
 
     identifies: bool = False
     """Whether batches have ``keys_B``."""
+    head_multiple: int | None = None
+    """Batches have ``positions_BP`` where that spares the head work, as many as a multiple of this;
+    None for all."""
 
     def __post_init__(self) -> None:
         for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
@@ -237,6 +240,10 @@ class GPTCollator:
         if self.weigh_by is not None:
             batch = _weighed(batch, self.weigh_by)
         batch = batch._replace(keys_B=keys_B)
+        if self.head_multiple is not None:
+            batch = batch._replace(
+                positions_BP=_counted_positions(batch.loss_mask_BS, self.head_multiple)
+            )
         # Of a row that is one example and padding, causal attention keeps the two apart.
         return batch if separate else batch._replace(position_ids_BS=None, document_ids_BS=None)
 
@@ -297,6 +304,17 @@ def _weighed(batch: GPTBatch, by: str) -> GPTBatch:
         share = counted / weight.clamp(min=1)
         mask_BS = (mask_BS * share / counts_E[numbers_BS].clamp(min=1)).float()
     return batch._replace(loss_mask_BS=mask_BS, weights_2=torch.stack((weight, counted)))
+
+
+def _counted_positions(loss_mask_BS: Tensor, multiple: int) -> Tensor | None:
+    """``GPTBatch.positions_BP``, the same number for every row, rounded up to a multiple; None if
+    those are all."""
+    most = max(1, int((loss_mask_BS > 0).sum(1).max()))
+    most = -(-most // multiple) * multiple
+    if most >= loss_mask_BS.shape[1]:
+        return None
+    # Each once, so that no gradient is a sum in an order that may change.
+    return (loss_mask_BS == 0).to(torch.uint8).argsort(dim=1, stable=True)[:, :most].contiguous()
 
 
 def _document_ids(is_eod_BS: Tensor) -> Tensor:
