@@ -32,8 +32,8 @@ class GPTBatch(NamedTuple):
     document_ids_BS: Tensor | None
     """int64; a token attends to equal ids only. None if it attends across documents."""
     positions_BP: Tensor | None = None
-    """Where loss_mask_BS is 1, ascending, then positions where it is 0; int64. The head needs no
-    others. None for all."""
+    """Where loss_mask_BS is not 0, ascending, then positions where it is; int64. The head needs no
+    others. None for all. Those of examples are [1, P], of all rows one after another."""
     choices_BK: Tensor | None = None
     """Labels to score, in place of those of labels_BS, at the last K of positions_BP; int64."""
     weights_2: Tensor | None = None
@@ -145,7 +145,12 @@ class GPTBatch(NamedTuple):
             torch.cat((each, each[:, -1:].expand(-1, missing)), dim=1)
             for each in (self.tokens_BS, self.labels_BS)
         )
+        positions_BP = self.positions_BP
+        if positions_BP is not None:
+            length = self.tokens_BS.shape[1]
+            positions_BP = positions_BP // length * seq_length + positions_BP % length
         return self._replace(
+            positions_BP=positions_BP,
             tokens_BS=tokens_BS,
             labels_BS=labels_BS,
             loss_mask_BS=F.pad(self.loss_mask_BS, (0, missing)),
@@ -307,14 +312,15 @@ def _weighed(batch: GPTBatch, by: str) -> GPTBatch:
 
 
 def _counted_positions(loss_mask_BS: Tensor, multiple: int) -> Tensor | None:
-    """``GPTBatch.positions_BP``, the same number for every row, rounded up to a multiple; None if
-    those are all."""
-    most = max(1, int((loss_mask_BS > 0).sum(1).max()))
-    most = -(-most // multiple) * multiple
-    if most >= loss_mask_BS.shape[1]:
+    """``GPTBatch.positions_BP`` of all rows together, [1, P], of which there is a multiple; None if
+    that is all."""
+    mask_T = loss_mask_BS.flatten()
+    count = max(1, int((mask_T > 0).sum()))
+    count = -(-count // multiple) * multiple
+    if count >= len(mask_T):
         return None
     # Each once, so that no gradient is a sum in an order that may change.
-    return (loss_mask_BS == 0).to(torch.uint8).argsort(dim=1, stable=True)[:, :most].contiguous()
+    return (mask_T == 0).to(torch.uint8).argsort(stable=True)[None, :count].contiguous()
 
 
 def _document_ids(is_eod_BS: Tensor) -> Tensor:

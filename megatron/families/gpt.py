@@ -44,8 +44,8 @@ from megatron.tokenizer import Tokenizer
 LENGTHS = 8
 """How many lengths samples are padded to on GPUs."""
 
-HEAD_POSITIONS = 16
-"""Of which the number of positions is a multiple whose logits are computed: of tiles of GEMMs."""
+HEAD_POSITIONS = 8
+"""Of which the number of positions is a multiple whose logits are computed: kernels want it."""
 
 
 def begin(model: ModelConfig, batch: GPTBatch) -> LayerState:

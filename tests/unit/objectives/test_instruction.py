@@ -159,10 +159,11 @@ def test_the_head_computes_positions_that_count(cut, models, examples):
     assert all(batch.positions_BP is None for batch in every)
     shorter = [batch for batch in some if batch.positions_BP is not None]
     assert shorter
-    for batch in shorter:
-        most = int((batch.loss_mask_BS > 0).sum(1).max())
-        assert batch.positions_BP.shape[1] == -(-most // 4) * 4 < batch.tokens_BS.shape[1]
-        counted = batch.loss_mask_BS.gather(1, batch.positions_BP)
+    for batch in (*shorter, *(each.lengthened(LENGTH) for each in shorter)):
+        count = int((batch.loss_mask_BS > 0).sum())
+        assert batch.positions_BP.shape == (1, -(-count // 4) * 4)
+        assert count <= batch.positions_BP.shape[1] < batch.tokens_BS.numel()
+        counted = batch.loss_mask_BS.view(1, -1).gather(1, batch.positions_BP)
         assert counted.sum() == batch.loss_mask_BS.sum()
 
 
