@@ -152,7 +152,8 @@ def test_the_head_computes_positions_that_count(cut, models, examples):
     """Rounded up to a multiple, and with the numbers and gradients of a head that computes all."""
     some, every = (step_of(examples, CUTS[cut], "tokens", n) for n in (4, None))
     flags = {"sft_loss_weights": "tokens", "log_token_accuracy": True}
-    (found, gradients), (expected, full) = (trained(models, step, **flags) for step in (some, every))
+    found, gradients = trained(models, some, **flags)
+    expected, full = trained(models, every, **flags)
     assert found == pytest.approx(expected, rel=1e-12)
     for name, gradient in full.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-11, atol=1e-14)
