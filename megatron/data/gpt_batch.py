@@ -32,8 +32,8 @@ class GPTBatch(NamedTuple):
     document_ids_BS: Tensor | None
     """int64; a token attends to equal ids only. None if it attends across documents."""
     positions_BP: Tensor | None = None
-    """Where loss_mask_BS is 1, ascending, then positions where it is 0; int64. The head needs no
-    others. None for all."""
+    """Where loss_mask_BS is not 0, ascending, then positions where it is; int64. The head needs no
+    others. None for all. Those of examples are [1, P], of all rows one after another."""
     choices_BK: Tensor | None = None
     """Labels to score, in place of those of labels_BS, at the last K of positions_BP; int64."""
     weights_2: Tensor | None = None
@@ -145,7 +145,12 @@ class GPTBatch(NamedTuple):
             torch.cat((each, each[:, -1:].expand(-1, missing)), dim=1)
             for each in (self.tokens_BS, self.labels_BS)
         )
+        positions_BP = self.positions_BP
+        if positions_BP is not None:
+            length = self.tokens_BS.shape[1]
+            positions_BP = positions_BP // length * seq_length + positions_BP % length
         return self._replace(
+            positions_BP=positions_BP,
             tokens_BS=tokens_BS,
             labels_BS=labels_BS,
             loss_mask_BS=F.pad(self.loss_mask_BS, (0, missing)),
@@ -214,6 +219,9 @@ class GPTCollator:
 
     identifies: bool = False
     """Whether batches have ``keys_B``."""
+    head_multiple: int | None = None
+    """Batches have ``positions_BP`` where that spares the head work, as many as a multiple of this;
+    None for all."""
 
     def __post_init__(self) -> None:
         for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
@@ -237,6 +245,10 @@ class GPTCollator:
         if self.weigh_by is not None:
             batch = _weighed(batch, self.weigh_by)
         batch = batch._replace(keys_B=keys_B)
+        if self.head_multiple is not None:
+            batch = batch._replace(
+                positions_BP=_counted_positions(batch.loss_mask_BS, self.head_multiple)
+            )
         # Of a row that is one example and padding, causal attention keeps the two apart.
         return batch if separate else batch._replace(position_ids_BS=None, document_ids_BS=None)
 
@@ -297,6 +309,18 @@ def _weighed(batch: GPTBatch, by: str) -> GPTBatch:
         share = counted / weight.clamp(min=1)
         mask_BS = (mask_BS * share / counts_E[numbers_BS].clamp(min=1)).float()
     return batch._replace(loss_mask_BS=mask_BS, weights_2=torch.stack((weight, counted)))
+
+
+def _counted_positions(loss_mask_BS: Tensor, multiple: int) -> Tensor | None:
+    """``GPTBatch.positions_BP`` of all rows together, [1, P], as many as a multiple; None if that is
+    all."""
+    mask_T = loss_mask_BS.flatten()
+    count = max(1, int((mask_T > 0).sum()))
+    count = -(-count // multiple) * multiple
+    if count >= len(mask_T):
+        return None
+    # Each once, so that no gradient is a sum in an order that may change.
+    return (mask_T == 0).to(torch.uint8).argsort(stable=True)[None, :count].contiguous()
 
 
 def _document_ids(is_eod_BS: Tensor) -> Tensor:

@@ -56,6 +56,8 @@ class PreferenceBatch(NamedTuple):
         weights_2: of the batch among those of a step, float64: of its loss, which is 1, and of its
             tokens whose loss counts. As collated they are sums; once the whole step is known,
             relative to the mean over its micro batches on all ranks.
+        others_N: kto, in training: log-probability of each second row under the model, float64;
+            ``answers`` are then the first rows only. None with all rows in ``answers``.
     """
 
     answers: Any
@@ -63,6 +65,7 @@ class PreferenceBatch(NamedTuple):
     desirable_R: Tensor | None = None
     margin_R: Tensor | None = None
     weights_2: Tensor | None = None
+    others_N: Tensor | None = None
 
     @property
     def tokens_BS(self) -> Tensor:

@@ -174,7 +174,13 @@ class TrainEngine(ModelEngine):
 
     Args:
         asynchronous: whether steps are :class:`AsyncOptimizerStep`.
+
+    Attributes:
+        look_ahead: makes a step's micro batches of the next ones, before their first pass; None for
+            these as they are.
     """
+
+    look_ahead: Callable[[Iterator[Any], int], Iterator[Any]] | None = None
 
     def __init__(
         self,
@@ -225,6 +231,8 @@ class TrainEngine(ModelEngine):
         need, at stage 3, and with ``overlap_comm``. ``consumed_samples`` counts those of all
         earlier steps."""
         set_rates(self.optimizer, lr, weight_decay)
+        if self.look_ahead is not None:
+            batches = self.look_ahead(batches, micro_batches)
         self.prepare(micro_batches)
         seeds = self._dropout_seeds(consumed_samples, micro_batches)
         sums = self.backend.accumulate(self.taught(batches, micro_batches), seeds)

@@ -47,6 +47,8 @@ LENGTHS = 8
 VIEW = "megatron.data.sample_views:causal_view"
 WITH_REWARDS = "megatron.model.heads:with_rewards"
 """Imported when they are needed, which pretraining is not."""
+HEAD_POSITIONS = 8
+"""Of which the number of positions is a multiple whose logits are computed: kernels want it."""
 
 
 def begin(model: ModelConfig, batch: GPTBatch) -> LayerState:
@@ -95,7 +97,18 @@ class GPTData(DataPipeline):
             padding=self._padding() if self.reads_examples else None,
             weigh_by=self._instruction.sft_loss_weights if self.reads_examples else None,
             identifies=self.config.distillation.kd_cache is not None,
+            head_multiple=self._head_multiple if self.reads_examples else None,
         )
+
+    @property
+    def _head_multiple(self) -> int | None:
+        """Of which the positions of examples that the head computes are a multiple; None where it
+        computes all: for graphs of one shape, and for a cache that later epochs read, in other
+        batches."""
+        graphs = self.config.fast_paths.torch_compile_mode in GRAPH_MODES
+        if graphs or self.config.distillation.kd_cache is not None:
+            return None
+        return HEAD_POSITIONS
 
     @property
     def _instruction(self) -> InstructionConfig:

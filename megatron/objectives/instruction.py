@@ -66,15 +66,17 @@ class ResponseLoss:
 
 
 def _evaluated(state: LayerState, batch: Any) -> dict[str, Tensor]:
-    assert state.scores is not None
-    log_probs_BS, correct_BS = state.scores
-    mask_BS = batch.loss_mask_BS.to(log_probs_BS.dtype)
+    assert state.scores is not None and state.targets is not None
+    log_probs_BP, correct_BP = state.scores
+    # What ranks can divide may be more than there are.
+    targets = state.targets.padded(log_probs_BP.shape[1] - state.targets.mask_BS.shape[1])
+    mask_BP = targets.mask_BS.to(log_probs_BP.dtype)
     weight, counted = batch.weights_2
-    loss = -(log_probs_BS * mask_BS).sum() / mask_BS.sum().clamp(min=1.0)
+    loss = -(log_probs_BP * mask_BP).sum() / mask_BP.sum().clamp(min=1.0)
     return {
         "loss": loss.double() * weight,
         "weight": weight,
-        "correct": correct_BS.sum(),
+        "correct": correct_BP.sum(),
         "counted": counted,
     }
 

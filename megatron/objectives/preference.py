@@ -63,7 +63,9 @@ class PreferenceObjective:
     def __call__(self, inputs: HeadInput, batch: Any) -> dict[str, Tensor]:
         name = self.options.preference
         assert name is not None
-        scores_RP = _judged_scores(inputs) if name == "kto" else _scores(inputs)
+        assert self.batch is not None
+        together = name == "kto" and self.batch.others_N is None
+        scores_RP = _judged_scores(inputs) if together else _scores(inputs)
         # Log-probabilities of long answers are large, and their differences small.
         answers = self._answers(scores_RP.double(), inputs.targets.mask_BS > 0)
         found = LOSSES[name](self.options, answers)
@@ -74,6 +76,9 @@ class PreferenceObjective:
         reference_R = self.batch.reference_R
         answered_RP = counted_RP if self.answered_RS is None else self.answered_RS
         text_R, text_tokens_R = scores_RP.sum(1), counted_RP.sum(1)
+        if self.batch.others_N is not None:
+            text_R = torch.stack((text_R, self.batch.others_N), dim=1).flatten()
+            text_tokens_R = text_tokens_R.repeat_interleave(2)
         own_R, tokens_R = text_R, text_tokens_R
         if self.answered_RS is not None:
             own_R, tokens_R = (scores_RP * answered_RP).sum(1), answered_RP.sum(1)

@@ -56,7 +56,8 @@ class Targets(NamedTuple):
     0.
 
     Attributes:
-        positions_BP: where in the sequence they are predicted; None for everywhere, in order.
+        positions_BP: where in the sequence they are predicted; None for everywhere, in order. With
+            fewer rows than the hidden states: where in these rows, one after another.
         scored: whether each is to be scored, instead of a loss of all.
     """
 
@@ -66,8 +67,10 @@ class Targets(NamedTuple):
     scored: bool = False
 
     def at(self, positions_BP: Tensor) -> Targets:
-        """Those of some positions."""
-        labels_BP, mask_BP = (each.gather(1, positions_BP) for each in self[:2])
+        """Those of some positions, of each row or of as many rows together as there are for one of
+        the positions'."""
+        together = (each.reshape(len(positions_BP), -1) for each in self[:2])
+        labels_BP, mask_BP = (each.gather(1, positions_BP) for each in together)
         return Targets(labels_BP, mask_BP, self.positions_BP, self.scored)
 
     def ending_in(self, labels_BK: Tensor) -> Targets:

@@ -210,16 +210,19 @@ class TensorParallel:
         gradient of a token goes to the rank that has it."""
         return _WholeSequence.apply(x_BSH, self.group) if self.split else x_BSH
 
-    def take(self, x_BSH: Tensor, positions_BP: Tensor) -> Tensor:
-        """The tokens [B, P, H] at positions of the whole sequence; with sequence parallelism this
-        rank's slice [B, P/t, H] of them, wherever in the sequence they are."""
+    def take(self, x_BSH: Tensor, positions_GP: Tensor) -> Tensor:
+        """The tokens [G, P, H] at positions of the whole sequence, each G-th part of the rows one
+        after another; with sequence parallelism this rank's slice [G, P/t, H] of them, wherever in
+        the sequence they are."""
         if not self.split:
-            return _rows(x_BSH, positions_BP)
+            return _rows(x_BSH, positions_GP)
         length = x_BSH.shape[1]
-        own_BP = positions_BP - self.group.rank * length
-        elsewhere_BP = (own_BP < 0) | (own_BP >= length)
-        found_BPH = _rows(x_BSH, own_BP.masked_fill(elsewhere_BP, 0))
-        return self.leave(found_BPH.masked_fill(elsewhere_BP.unsqueeze(-1), 0.0))
+        whole = length * self.group.size
+        own_GP = positions_GP % whole - self.group.rank * length
+        elsewhere_GP = (own_GP < 0) | (own_GP >= length)
+        here_GP = (positions_GP // whole * length + own_GP).masked_fill(elsewhere_GP, 0)
+        found_GPH = _rows(x_BSH, here_GP)
+        return self.leave(found_GPH.masked_fill(elsewhere_GP.unsqueeze(-1), 0.0))
 
     def leave(self, x_BSO: Tensor) -> Tensor:
         """Sums the addends that cut layers compute on each rank; with sequence parallelism this
@@ -250,8 +253,9 @@ class TensorParallel:
         return tensor_parallel_random(self.group) if self.split else contextlib.nullcontext()
 
 
-def _rows(x_BSH: Tensor, positions_BP: Tensor) -> Tensor:
-    samples, length = x_BSH.shape[:2]
-    first_B = torch.arange(0, samples * length, length, device=positions_BP.device)
-    rows = (positions_BP + first_B[:, None]).flatten()
-    return x_BSH.flatten(0, 1).index_select(0, rows).unflatten(0, (samples, -1))
+def _rows(x_BSH: Tensor, positions_GP: Tensor) -> Tensor:
+    x_TH, groups = x_BSH.flatten(0, 1), len(positions_GP)
+    length = len(x_TH) // groups
+    first_G = torch.arange(0, groups * length, length, device=positions_GP.device)
+    rows = (positions_GP + first_G[:, None]).flatten()
+    return x_TH.index_select(0, rows).unflatten(0, (groups, -1))

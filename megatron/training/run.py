@@ -68,6 +68,10 @@ REFERENCE = "megatron.training.reference:add_reference"
 """Adds what a reference model finds to the data of a run whose loss needs it. It is called with the
 run, the mesh and the data, and imported for such runs only."""
 
+COMPARISONS = "megatron.training.comparisons:compare_ahead"
+"""Makes an engine compute what kto compares answers with. It is called with the engine and imported
+for such runs only."""
+
 DISTILLATION = "megatron.training.distillation.callback:Distillation"
 """The callback of ``--kd``, which is made of a run and imported for runs with the flag only."""
 
@@ -241,6 +245,8 @@ def build_trainer(
     engine = build_engine(config, run.content, spec, mesh, device)
     writer = checkpoint_writer(engine, run.content, run.tokenizer.save_pretrained)
     begin = resume.load(engine, plan, checkpoint)
+    if config.kind(PreferenceConfig).preference == "kto":
+        resolve_name(COMPARISONS)(engine)
     report = Reporter(run.resolved, plan, mesh, device, begin)
     for teacher in teaching:
         teacher.start(engine, data, plan, begin.consumed_samples)

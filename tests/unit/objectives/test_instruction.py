@@ -79,10 +79,11 @@ CUTS = {
 """Micro batches of samples of examples."""
 
 
-def step_of(examples, cut, by):
+def step_of(examples, cut, by, head_multiple=4):
     """The micro batches of a step, with their weights."""
     is_packed = any(len(sample) > 1 for micro in cut for sample in micro)
-    collate = GPTCollator(padding=None if is_packed else Padding(PAD), weigh_by=by)
+    padding = None if is_packed else Padding(PAD)
+    collate = GPTCollator(padding=padding, weigh_by=by, head_multiple=head_multiple)
     capacity = LENGTH if is_packed else None
     batches = [
         collate([packed([examples[n] for n in sample], capacity) for sample in micro])
@@ -144,6 +145,27 @@ def test_a_step_equals_examples_one_by_one(by, cut, models, examples):
         torch.testing.assert_close(
             gradients[name][:VOCABULARY], param.grad, rtol=0, atol=float(2e-6 * largest)
         )
+
+
+@pytest.mark.parametrize("cut", ["two", "packed"])
+def test_the_head_computes_positions_that_count(cut, models, examples):
+    """Rounded up to a multiple, and with the numbers and gradients of a head that computes all."""
+    some, every = (step_of(examples, CUTS[cut], "tokens", n) for n in (4, None))
+    flags = {"sft_loss_weights": "tokens", "log_token_accuracy": True}
+    found, gradients = trained(models, some, **flags)
+    expected, full = trained(models, every, **flags)
+    assert found == pytest.approx(expected, rel=1e-12)
+    for name, gradient in full.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-11, atol=1e-14)
+    assert all(batch.positions_BP is None for batch in every)
+    shorter = [batch for batch in some if batch.positions_BP is not None]
+    assert shorter
+    for batch in (*shorter, *(each.lengthened(LENGTH) for each in shorter)):
+        count = int((batch.loss_mask_BS > 0).sum())
+        assert batch.positions_BP.shape == (1, -(-count // 4) * 4)
+        assert count <= batch.positions_BP.shape[1] < batch.tokens_BS.numel()
+        counted = batch.loss_mask_BS.view(1, -1).gather(1, batch.positions_BP)
+        assert counted.sum() == batch.loss_mask_BS.sum()
 
 
 def test_evaluations_do_not_depend_on_micro_batches(models, examples):

@@ -20,6 +20,7 @@ from megatron.model.layer_list import initialise
 from megatron.model.spec import TEXT_SCORES
 from megatron.objectives.preference import with_preference
 from megatron.parallel.shard import Init
+from megatron.training.comparisons import compare_ahead
 
 VOCAB, LENGTH = 31, 12
 PROMPTS = [[3, 4, 5], [6], [7, 8]]
@@ -194,6 +195,42 @@ def test_the_reference_point_of_kto_is_clamped():
     assert float(losses(CASES["kto"], low)[1]["rewards/kl"]) == 0.0
     high = batch(reference_R=REFERENCE - 100)
     assert float(losses(CASES["kto"], high)[1]["rewards/kl"]) > 50
+
+
+class OneProcess:
+    """As much of an engine as a step of kto asks for before its first pass."""
+
+    def __init__(self, spec, network):
+        self.spec, self.network, self.backend = spec, network, self
+
+    def prepare_evaluation(self):
+        self.network.eval()
+
+    def evaluate(self, batches, count, measure):
+        assert not torch.is_grad_enabled()
+        found = []
+        for each in (next(batches) for _ in range(count)):
+            found.append(measure.of(self.network(measure.start(self.spec.begin(each))), each))
+        return found
+
+
+def test_what_kto_compares_with_takes_no_backward_pass():
+    """Computed ahead of the step, from half of the rows; numbers and gradients stay the same."""
+    config, network = model()
+    spec, together = losses(CASES["kto"])
+    engine = OneProcess(spec, network)
+    compare_ahead(engine)
+    (ahead,) = engine.look_ahead(iter([batch()]), 1)
+    assert len(ahead.answers.tokens_BS) * 2 == len(batch().answers.tokens_BS)
+    apart = network.train()(spec.begin(ahead)).losses
+    assert {name: float(loss.detach()) for name, loss in apart.items()} == pytest.approx(
+        {name: float(loss.detach()) for name, loss in together.items()}, rel=1e-12
+    )
+    params = list(network.parameters())
+    found, wanted = (torch.autograd.grad(spec.total(each), params) for each in (apart, together))
+    largest = max(float(each.abs().max()) for each in wanted)
+    for one, other in zip(found, wanted, strict=True):
+        assert float((one - other).abs().max()) <= 1e-12 * largest
 
 
 def test_a_model_that_is_its_reference():
