@@ -154,9 +154,14 @@ class AdaptedSource(Source):
             whole[rows] = merged(whole[rows], self.scale_of(name, part), **values)
         return whole
 
+    def alpha_of(self, weight: str, part: str) -> float:
+        """The alpha of an addition to a part of a weight."""
+        return self.adapters.alpha
+
     def scale_of(self, weight: str, part: str) -> float:
         """What an addition to a part of a weight is multiplied by."""
-        return self.adapters.scale
+        rank = self.additions.shape(self.adapted[weight][part]["a"])[0]
+        return self.adapters.scale_of(rank, self.alpha_of(weight, part))
 
     def read(self, name: str, kind: str, wanted: Slice) -> Tensor:
         if name in self.adapted or name in self.beside or kind != "weight":
@@ -169,7 +174,8 @@ class AdaptedSource(Source):
     @cached_property
     def adapted(self) -> dict[str, dict[str, dict[str, str]]]:
         """The weights with additions: by their names and part, the names of the adapter's
-        parameters by kind."""
+        parameters by kind. Raises CheckpointError if one is missing, or the base has no such
+        weight."""
         found: dict[str, dict[str, dict[str, str]]] = {}
         for name in self.additions.names():
             parsed = adapter_name(name)
@@ -180,6 +186,16 @@ class AdaptedSource(Source):
             raise CheckpointError(
                 f"{self.folder} has adapters of {weight}, which {self.base.folder} does not have"
             )
+        needed = {"a", "b"} | ({"magnitude"} if self.adapters.use_dora else set())
+        for weight, parts in found.items():
+            for part, kinds in parts.items():
+                if kinds.keys() != needed:
+                    raise CheckpointError(
+                        f"{self.folder}: the adapter of {weight} {part}".rstrip()
+                        + f" has {', '.join(sorted(kinds))} and must have "
+                        f"{', '.join(sorted(needed))}: the file is incomplete, or of other "
+                        "adapters than its configuration"
+                    )
         return found
 
     @cached_property

@@ -70,7 +70,15 @@ class AdapterConfig:
         )
 
     @property
+    def alpha(self) -> float:
+        """--lora-alpha, given or derived."""
+        return 2.0 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
+
+    @property
     def scale(self) -> float:
         """What the additions are multiplied by."""
-        alpha = 2.0 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
-        return alpha / (self.lora_rank**0.5 if self.use_rslora else self.lora_rank)
+        return self.scale_of(self.lora_rank, self.alpha)
+
+    def scale_of(self, rank: int, alpha: float) -> float:
+        """What an addition of this rank and alpha is multiplied by."""
+        return alpha / (rank**0.5 if self.use_rslora else rank)

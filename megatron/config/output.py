@@ -46,7 +46,8 @@ class CheckpointConfig:
     """Checkpoint to take the initial weights from when --load has none; where --load has adapters,
     the model that they belong to."""
     load_adapter: str | None = option(None)
-    """Adapters for --lora to begin with: a folder of peft, or a checkpoint of a run with --lora."""
+    """Adapters for --lora to begin with when --load has none: a folder of peft, or a checkpoint of
+    a run with --lora."""
     use_checkpoint_opt_param_scheduler: bool = option(
         False,
         flag="--use-checkpoint-opt_param-scheduler",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 import torch
@@ -47,7 +48,8 @@ def load_adapted(
     chosen = engine.config.checkpoint.load_adapter
     if chosen is not None:
         adapted = together(engine, lambda: chosen_adapters(engine, chosen, source))
-        together(engine, lambda: load_weights(engine, adapted.additions, names - adapters))
+        others = names - set(adapted.additions.names())
+        together(engine, lambda: load_weights(engine, adapted.additions, others))
     return source
 
 
@@ -68,7 +70,13 @@ def record_base(engine: TrainEngine, source: Source) -> BaseRecord:
 def continued_adapters(engine: TrainEngine, source: Source) -> AdaptedSource:
     """The checkpoint of adapters that a run continues. Raises CheckpointError if it is of a whole
     model, or of other adapters than the run's."""
-    if not isinstance(source, AdaptedSource) or not source.state:
+    if isinstance(source, AdaptedSource) and not source.state:
+        raise CheckpointError(
+            f"--load {source.folder} has {source.title} without the state of a run, and cannot be "
+            "continued: name it by --load-adapter, to begin with them, and the base by "
+            "--pretrained-checkpoint"
+        )
+    if not isinstance(source, AdaptedSource):
         raise CheckpointError(
             f"--load {source.folder} was not saved with --lora, and cannot be continued with it: "
             "name it by --pretrained-checkpoint, as the base, or give --finetune"
@@ -89,19 +97,48 @@ def chosen_adapters(engine: TrainEngine, folder: str, base: Source) -> AdaptedSo
     source = found._replace(base=str(base.folder)).open()
     assert isinstance(source, AdaptedSource)
     require_same(engine, source)
+    require_same_scale(engine, source)
+    trained = trained_shapes(engine)
+    frozen = [name for name in source.beside if name not in trained]
+    if frozen:
+        raise CheckpointError(
+            f"--load-adapter {folder} has whole parameters ({', '.join(frozen[:3])}), which are "
+            "frozen in this run: merge it with tools/convert_checkpoint.py to-hf, and name the "
+            "result by --pretrained-checkpoint"
+        )
     return source
+
+
+def require_same_scale(engine: TrainEngine, source: AdaptedSource) -> None:
+    """Raises CheckpointError if additions are multiplied by another number than in a run, which
+    would change what they add."""
+    wanted = engine.config.adapters.scale
+    for weight, parts in source.adapted.items():
+        for part in parts:
+            found = source.scale_of(weight, part)
+            if not math.isclose(found, wanted, rel_tol=1e-6):
+                raise CheckpointError(
+                    f"{source.folder} has other adapters than this run: its addition to {weight} "
+                    f"is multiplied by {found:g}, this run's by {wanted:g}. Its flags are "
+                    f"{shown(source.adapters)}"
+                )
+
+
+def trained_shapes(engine: TrainEngine) -> dict[str, tuple[int, ...]]:
+    """Shapes of all parameters that a run trains, those of other ranks too, by canonical name."""
+    with torch.device("meta"):
+        whole = LayerStack(engine.spec.layers(TensorParallel()), engine.config.parallel)
+    return {
+        name: shard_of(param).canonical_shape
+        for name, param in whole.canonical_parameters()
+        if param.requires_grad
+    }
 
 
 def require_same(engine: TrainEngine, source: AdaptedSource) -> None:
     """Raises CheckpointError if adapters are not those of a run in name or shape; names the flags
     for them."""
-    with torch.device("meta"):
-        whole = LayerStack(engine.spec.layers(TensorParallel()), engine.config.parallel)
-    wanted = {
-        name: shard_of(param).canonical_shape
-        for name, param in whole.canonical_parameters()
-        if adapter_name(name)
-    }
+    wanted = {name: shape for name, shape in trained_shapes(engine).items() if adapter_name(name)}
     stored = source.additions
     found = {name: stored.shape(name) for name in stored.names() if adapter_name(name)}
     different = [name for name in wanted | found if wanted.get(name) != found.get(name)]
@@ -118,8 +155,7 @@ def require_same(engine: TrainEngine, source: AdaptedSource) -> None:
 def shown(adapters: AdapterConfig) -> str:
     """The flags that describe adapters."""
     words = ["--lora", f"--lora-rank {adapters.lora_rank}"]
-    if adapters.lora_alpha is not None:
-        words.append(f"--lora-alpha {adapters.lora_alpha:g}")
+    words.append(f"--lora-alpha {adapters.alpha:g}")
     words.append(f"--lora-targets {' '.join(adapters.lora_targets)}")
     words += [
         f"--{name.replace('_', '-')}"

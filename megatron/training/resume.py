@@ -133,11 +133,6 @@ def _check_adapters(config: RunConfig, origin: ResumeSource | None) -> None:
             f"--load-adapter {options.load_adapter} needs --lora, which trains the adapters; "
             "tools/convert_checkpoint.py to-hf merges them into their base"
         )
-    if options.load_adapter and origin is not None and origin.continues:
-        raise ConfigError(
-            f"--load-adapter {options.load_adapter}: {origin.flag} has adapters of its own to "
-            "continue with; leave one of the two out"
-        )
     if lora and origin is None and (options.save or options.load_adapter):
         raise ConfigError(
             "--lora trains additions to a model that exists: name it by --pretrained-checkpoint"
@@ -230,6 +225,19 @@ def _states_line(old: StateDtypes | None, new: StateDtypes | None) -> str:
     pairs = zip(old or StateDtypes(), new or StateDtypes(), strict=True)
     rounds = any(dtype not in (was, "fp32") for was, dtype in pairs)
     return f"optimizer states: {before} -> {now}" + "; rounded to nearest" * rounds
+
+
+def with_origin(settings: Settings) -> Settings:
+    """With --lora adds the Hugging Face architecture of the base, by whose names --lora-targets
+    chooses: several may fit the flags of one model (a Phi-3 is a Llama with fused matrices). Raises
+    CheckpointError if the base is missing or damaged."""
+    if "lora" not in settings or not settings["lora"].value:
+        return settings
+    origin = find_origin(build(CheckpointConfig, settings))
+    if origin is None:
+        return settings
+    source = origin.found.open(verify=False)
+    return settings | {"hf_architecture": _setting(source.model.hf_architecture, source)}
 
 
 def with_checkpoint(settings: Settings) -> Settings:

@@ -131,7 +131,7 @@ def run_of(settings: Settings, processes: int, samples: str | None = None) -> Ru
     path = given.value if given else ""
     content = read_json(path) if path else {}
     settings = deepspeed_json.merge(settings, content, path, processes)
-    settings = resume.with_checkpoint(with_corpora(settings))
+    settings = resume.with_origin(resume.with_checkpoint(with_corpora(settings)))
     trained = settings["family"].value if "family" in settings else ModelConfig.family
     family = family_of(samples or trained)
     _refuse_unused(settings, family)

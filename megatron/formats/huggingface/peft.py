@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -88,6 +89,11 @@ class PeftFolder(AdaptedSource):
         self.adapters = _adapters(content, folder / CONFIG)
         self._content = content
         self.additions = PeftTensors(folder, self.model)
+        if isinstance(content.get("target_modules"), str):  # a pattern, which flags do not take
+            present = set(self.additions.names())
+            used = [m for m, place in places(self.model).items() if place.name("a") in present]
+            targets = tuple(target_modules(used, self.model))
+            self.adapters = replace(self.adapters, lora_targets=targets)
 
     @classmethod
     def locate(cls, path: Path, wanted: str | None) -> Path | None:
@@ -107,32 +113,19 @@ class PeftFolder(AdaptedSource):
         _adapters(_content(folder), folder / CONFIG)
         return super().locate_base(folder, base)
 
-    def scale_of(self, weight: str, part: str) -> float:
-        """As :meth:`AdaptedSource.scale_of`, with the patterns of ``alpha_pattern``."""
-        place = next(
-            module
-            for module, place in self._modules.items()
-            if (f"{place.layer}.weight", place.target.part) == (weight, part)
-        )
-        rank = self.additions.shape(self._modules[place].name("a"))[0]
-        alpha = next(
-            (
-                value
-                for pattern, value in (self._content.get("alpha_pattern") or {}).items()
-                if re.match(rf"(.*\.)?({pattern})$", place)
-            ),
-            self._content["lora_alpha"],
-        )
-        return float(alpha) / (rank**0.5 if self.adapters.use_rslora else rank)
+    def alpha_of(self, weight: str, part: str) -> float:
+        """As :meth:`AdaptedSource.alpha_of`, with the patterns of ``alpha_pattern``."""
+        module = self._modules[weight, part]
+        for pattern, value in (self._content.get("alpha_pattern") or {}).items():
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return float(value)
+        return self.adapters.alpha
 
     @cached_property
-    def _modules(self) -> dict[str, Place]:
-        return places(self.model)
-
-    @property
-    def varies(self) -> bool:
-        """Whether ranks or scales differ between modules."""
-        return bool(self._content.get("rank_pattern") or self._content.get("alpha_pattern"))
+    def _modules(self) -> dict[tuple[str, str], str]:
+        """Names of modules by our weight and the part of it that they are."""
+        found = places(self.model)
+        return {(f"{p.layer}.weight", p.target.part): name for name, p in found.items()}
 
     def copy_tokenizer(self, target: Path) -> bool:
         return copy_tokenizer(self.folder, target) or self.base.copy_tokenizer(target)
@@ -272,9 +265,16 @@ def write_peft(
     present = set(additions.names())
     tensors: dict[str, Tensor] = {}
     used: list[str] = []
+    ranks, alphas = dict[str, int](), dict[str, float]()
     for module, place in places(model).items():
         if place.name("a") in present:
             used.append(module)
+            rank = additions.shape(place.name("a"))[0]
+            alpha = source.alpha_of(f"{place.layer}.weight", place.target.part)
+            if rank != adapters.lora_rank:
+                ranks[re.escape(module)] = rank
+            if alpha != adapters.alpha:
+                alphas[re.escape(module)] = _number(alpha)
             for theirs, kind in _KINDS.items():
                 name = place.name(kind)
                 if name in present:
@@ -294,9 +294,6 @@ def write_peft(
         found = source.base.folder
         base = str(found) if (found / "config.json").is_file() else None
     save_file(tensors, folder / WEIGHTS[0], metadata={"format": "pt"})
-    alpha = adapters.scale * (
-        adapters.lora_rank**0.5 if adapters.use_rslora else adapters.lora_rank
-    )
     write_json(
         folder / CONFIG,
         {
@@ -304,7 +301,9 @@ def write_peft(
             "task_type": _TASKS.get(model.head, "SEQ_CLS"),
             "base_model_name_or_path": base,
             "r": adapters.lora_rank,
-            "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+            "lora_alpha": _number(adapters.alpha),
+            "rank_pattern": ranks,
+            "alpha_pattern": alphas,
             "lora_dropout": adapters.lora_dropout,
             "target_modules": target_modules(used, model),
             "modules_to_save": sorted(set(saved)) or None,
@@ -317,6 +316,11 @@ def write_peft(
         },
     )
     return len(tensors)
+
+
+def _number(value: float) -> int | float:
+    """As peft writes it: whole numbers without a point."""
+    return int(value) if value == int(value) else value
 
 
 def target_modules(used: Sequence[str], model: ModelConfig) -> list[str]:

@@ -123,7 +123,10 @@ def test_resume_is_bitwise(pool, saved, name):
     size, layout = (LAYOUTS | MORE)[name]
     whole, first, folder = saved(name)
     save = ["--save", str(folder)] if "async" in layout else []
-    second = pool.run(size, run, [*FLAGS, *layout.split(), "--load", str(folder), *save])
+    # A job that starts again gives all its flags again, those of its first start too.
+    started = ["--load-adapter", str(folder)]
+    again = [*FLAGS, *layout.split(), "--load", str(folder), *save, *started]
+    second = pool.run(size, run, again)
     for rank in range(size):
         expected, begun, ended = whole[rank][0], first[rank][0], second[rank][0]
         assert begun.losses + ended.losses == expected.losses
@@ -267,8 +270,17 @@ def test_a_base_that_changed_is_refused(moved):
             "other adapters.*q_proj v_proj",
         ),
         ([*FLAGS, "--save", "{new}"], ConfigError, "--pretrained-checkpoint"),
+        (
+            [
+                *FLAGS,
+                *"--lora-alpha 6 --pretrained-checkpoint {whole} --load-adapter".split(),
+                "{adapters}",
+            ],
+            CheckpointError,
+            "multiplied by 1.66667, this run's by 2. Its flags are .*--lora-alpha 5",
+        ),
     ],
-    ids=["whole-model", "without-lora", "rank", "targets", "no-base"],
+    ids=["whole-model", "without-lora", "rank", "targets", "no-base", "alpha"],
 )
 def test_refused(base, saved, tmp_path, flags, error, words):
     folder = saved("dp1-zero0")[2]

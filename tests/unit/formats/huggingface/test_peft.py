@@ -15,6 +15,8 @@ from megatron.checkpoint.writer import write_checkpoint
 from megatron.formats.conversion.adapter_command import write_adapters
 from megatron.formats.conversion.whole_model import model_of
 from megatron.formats.huggingface.peft import PeftFolder, target_modules
+from megatron.model.adapters import additions_of
+from megatron.training.run import parse_run
 
 peft = pytest.importorskip("peft", reason="the folders are peft's")
 
@@ -124,6 +126,49 @@ def test_ours_load_there(adapted, hf_model, tmp_path, model, dora):
     assert torch.equal(*same)
     trained = {name for name, _ in loaded.named_modules() if name.endswith("lora_A.default")}
     assert trained == {n for n, _ in theirs.named_modules() if n.endswith("lora_A.default")}
+
+
+def test_ranks_and_alphas_that_differ_are_written(adapted, hf_model, tmp_path):
+    model, again = ("llama", "kv_heads=2,untied"), tmp_path / "again"
+    theirs, _, folder = adapted(model, MODELS[model], **KINDS["patterns"])
+    again.mkdir()
+    write_adapters(open_checkpoint(folder), again)
+    loaded = peft.PeftModel.from_pretrained(hf_model("llama", **CASES["llama"][model[1]]), again)
+    inputs = pair(open_checkpoint(again).model, 20)
+    with torch.no_grad():
+        same = inputs.loss(loaded.eval()(**inputs.theirs)), inputs.loss(theirs(**inputs.theirs))
+    assert torch.equal(*same)
+    require_equal_logits(open_checkpoint(again), theirs)
+
+
+def test_targets_of_a_run_are_those_of_its_base(hf_folder):
+    """A Phi-3 fits the flags of a Llama, whose matrices have other names."""
+    base = hf_folder("phi3", "base", **CASES["phi3"]["kv_heads=2,untied"])
+    flags = "--lora --lora-targets qkv_proj --use-checkpoint-args --tokenizer-type NullTokenizer"
+    run = parse_run(
+        None,
+        [*flags.split(), *"--vocab-size 63 --micro-batch-size 1 --seq-length 16".split(),
+         *"--train-iters 1 --lr 1e-3 --data-path no".split(), "--pretrained-checkpoint", str(base)],
+    )  # fmt: skip
+    found = additions_of(run.config.model, run.config.adapters.lora_targets)
+    assert {name: [each.parts for each in found[name]] for name in found} == {
+        "layers.{n}.attention.qkv": [()]
+    }
+
+
+def test_a_pattern_of_targets_is_shown_as_names(adapted):
+    _, _, folder = adapted(("llama", "kv_heads=2,untied"), r".*\.(q|down)_proj")
+    assert open_checkpoint(folder).adapters.lora_targets == ("down_proj", "q_proj")
+
+
+@pytest.mark.parametrize("lost", ["lora_A", "lora_B", "lora_magnitude_vector"])
+def test_an_incomplete_adapter_is_named(adapted, lost):
+    _, _, folder = adapted(("llama", "kv_heads=2,untied"), ["o_proj"], use_dora=True)
+    file = folder / "adapter_model.safetensors"
+    save_file({name: v for name, v in load_file(file).items() if f"0.self_attn.o_proj.{lost}"
+               not in name}, file)  # fmt: skip
+    with pytest.raises(CheckpointError, match=r"layers.0.attention.proj.weight has .*must have"):
+        open_checkpoint(folder).tensor("layers.0.attention.proj.weight")
 
 
 def test_merged_is_what_peft_merges(adapted, tmp_path):
