@@ -288,7 +288,7 @@ def prepared_by_trl(name: str, records: list[dict], built: Built, max_length: in
 
 @pytest.mark.proof
 @pytest.mark.parametrize(
-    ("form", "length"), [("text", 200), ("text", 24), ("chat", 200), ("chat", 75)]
+    ("form", "length"), [("text", 200), ("text", 24), ("chat", 200), ("chat", 58)]
 )
 def test_pairs_against_trl(form: str, length: int, with_template, write) -> None:
     """Tokens, masks and what is left out: trl's trainer and collator on the same file."""
