@@ -293,7 +293,11 @@ def write_peft(
     if base is None:
         found = source.base.folder
         base = str(found) if (found / "config.json").is_file() else None
-    save_file(tensors, folder / WEIGHTS[0], metadata={"format": "pt"})
+    path = folder / WEIGHTS[0]
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # a full disk, for example
+        raise OSError(f"{path} cannot be written: {error}") from None
     write_json(
         folder / CONFIG,
         {

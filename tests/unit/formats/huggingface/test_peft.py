@@ -1,6 +1,8 @@
 """Folders of peft: theirs load here with equal outputs, and ours there."""
 
 import json
+import resource
+import signal
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from megatron.checkpoint.source import locate_checkpoint, open_checkpoint
 from megatron.checkpoint.writer import write_checkpoint
 from megatron.formats.conversion.adapter_command import write_adapters
 from megatron.formats.conversion.whole_model import model_of
-from megatron.formats.huggingface.peft import PeftFolder, target_modules
+from megatron.formats.huggingface.peft import PeftFolder, target_modules, write_peft
 from megatron.model.adapters import additions_of
 from megatron.training.run import parse_run
 
@@ -154,6 +156,19 @@ def test_targets_of_a_run_are_those_of_its_base(hf_folder):
     assert {name: [each.parts for each in found[name]] for name in found} == {
         "layers.{n}.attention.qkv": [()]
     }
+
+
+def test_a_full_disk_is_an_error_of_the_file(adapted, tmp_path):
+    _, _, folder = adapted(("llama", "kv_heads=2,untied"), ["o_proj"])
+    source, limits = open_checkpoint(folder), resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
+        with pytest.raises(OSError, match=r"adapter_model.safetensors cannot be written"):
+            write_peft(source, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_a_pattern_of_targets_is_shown_as_names(adapted):
