@@ -312,8 +312,8 @@ def _weighed(batch: GPTBatch, by: str) -> GPTBatch:
 
 
 def _counted_positions(loss_mask_BS: Tensor, multiple: int) -> Tensor | None:
-    """``GPTBatch.positions_BP`` of all rows together, [1, P], as many as a multiple; None if that is
-    all."""
+    """``GPTBatch.positions_BP`` of all rows together, [1, P], P rounded up; None if
+    that is all."""
     mask_T = loss_mask_BS.flatten()
     count = max(1, int((mask_T > 0).sum()))
     count = -(-count // multiple) * multiple
