@@ -69,8 +69,8 @@ REFERENCE = "megatron.training.reference:add_reference"
 run, the mesh and the data, and imported for such runs only."""
 
 COMPARISONS = "megatron.training.comparisons:compare_ahead"
-"""Makes an engine compute what kto compares answers with. It is called with the engine and imported
-for such runs only."""
+"""Makes an engine compute what kto compares answers with. It is called with the engine, and
+imported for such runs only."""
 
 DISTILLATION = "megatron.training.distillation.callback:Distillation"
 """The callback of ``--kd``, which is made of a run and imported for runs with the flag only."""
