@@ -13,6 +13,7 @@ Every flag of pretrain_gpt.py can be given too.
 
 import megatron.util.collector
 from megatron.finetune.command import fine_tune, parse
+from megatron.finetune.own_flags import errors_in_own_flags
 from megatron.training.run import ending_process, errors_for_users
 
 megatron.util.collector.resume()
@@ -20,7 +21,7 @@ megatron.util.collector.resume()
 
 def main() -> None:
     """Parses the command line, trains, writes the model."""
-    with ending_process(), errors_for_users():
+    with ending_process(), errors_for_users(), errors_in_own_flags():
         fine_tune(parse(__doc__))
 
 

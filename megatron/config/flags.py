@@ -234,7 +234,8 @@ class ConfigResolver:
         origin, flag = self.origins[name], self.flag(name)
         place = "" if origin == f"flag {flag}" else f" ({origin})"
         value = self.values[name]
-        return flag + ("" if value is True else f" {value}") + place
+        shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+        return flag + ("" if value is True else f" {shown}") + place
 
     def check(self, condition: bool, message: str) -> None:
         """Raises ConfigError with ``message`` unless the condition holds."""

@@ -179,8 +179,9 @@ def _outside_of_table(
         return Finding(text + unused, _shown(data, samples[0]))
     names = [repr(data.tokenizer.detokenize([t])) for t in sorted({t for _, t in used})[:5]]
     return Finding(
-        f"{text}, and samples contain {', '.join(names)}: train all weights and not adapters "
-        "alone, or use a chat template of tokens that the base knows",
+        f"{text}, and samples contain {', '.join(names)}: use a chat template of tokens that the "
+        "base knows, or extend its table in transformers (resize_token_embeddings) and train all "
+        "weights",
         _shown(data, used[0][0]),
     )
 

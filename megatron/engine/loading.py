@@ -61,6 +61,13 @@ def load_checkpoint(
             "leaves its head out"
         )
     differing = differences(saved.with_head_of(wanted), wanted)
+    tokens, rows = wanted.vocabulary.size, saved.vocabulary.size
+    if len(differing) == 1 and tokens and rows and tokens > rows:
+        raise CheckpointError(
+            f"{found.folder} has a table of {rows} tokens, and the tokenizer of this run has "
+            f"{tokens}: name the model's own tokenizer, or one without the added tokens; a table "
+            "is extended in transformers, by resize_token_embeddings and save_pretrained"
+        )
     if differing:
         raise CheckpointError(
             f"{found.folder} has a different architecture: {'; '.join(differing)} "

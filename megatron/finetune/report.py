@@ -29,8 +29,10 @@ td, th { border-top: 1px solid var(--line); padding: .3rem .8rem .3rem 0; text-a
   vertical-align: top; }
 .curves { display: flex; flex-wrap: wrap; gap: 1rem; }
 figure { margin: 0; } figcaption { font-weight: 600; }
+svg { display: block; max-width: 100%; height: auto; }
 svg text { fill: var(--soft); font: 11px system-ui, sans-serif; }
 svg .grid { stroke: var(--line); } svg polyline { fill: none; stroke-width: 1.8; }
+.answers { table-layout: fixed; width: 100%; } .answers th:first-child { width: 24%; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; font: 13px/1.45 monospace; }
 summary { cursor: pointer; margin: .6rem 0 .3rem; } .soft { color: var(--soft); }
 """
@@ -108,7 +110,9 @@ def _texts(summary: TuningSummary) -> str:
     for number, (step, texts) in enumerate(moments, 1):
         opened = " open" if number == len(moments) else ""
         parts.append(f"<details{opened}><summary>after {step:,} steps</summary>")
-        parts.append("<table><tr><th>prompt</th><th>answer</th><th>in the data</th></tr>")
+        parts.append(
+            '<table class="answers"><tr><th>prompt</th><th>answer</th><th>in the data</th></tr>'
+        )
         for text in texts:
             end = "" if text["ended"] else '<p class="soft">(not ended)</p>'
             cells = (f"<td><pre>{escape(text[key])}</pre></td>" for key in ("prompt", "reference"))
@@ -136,11 +140,13 @@ def _figure(title: str, curves: Mapping[str, Curve]) -> str:
         return _TOP + height * (high - value) / (high - low)
 
     lines = []
-    for tick in ticks(low, high):
+    marks = ticks(low, high)
+    texts = labels(marks)
+    for tick, text in zip(marks, texts, strict=True):
         lines.append(
             f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - 10}" y1="{y(tick):.1f}" '
             f'y2="{y(tick):.1f}"/><text x="{_LEFT - 6}" y="{y(tick) + 4:.1f}" '
-            f'text-anchor="end">{tick:g}</text>'
+            f'text-anchor="end">{text}</text>'
         )
     for tick in ticks(0.0, last):
         lines.append(
@@ -173,3 +179,13 @@ def ticks(low: float, high: float) -> list[float]:
     step *= next((n for n in (1, 2, 5) if (high - low) / (n * step) <= 5), 10)
     first = math.ceil(low / step)
     return [round(n * step, 12) for n in range(first, math.floor(high / step) + 1)]
+
+
+def labels(marks: Sequence[float]) -> list[str]:
+    """Numbers with as many digits as tell all of them apart."""
+    found: list[str] = []
+    for digits in range(6, 16):
+        found = [f"{mark:.{digits}g}" for mark in marks]
+        if len(set(found)) == len(set(marks)):
+            break
+    return found

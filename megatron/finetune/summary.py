@@ -145,7 +145,13 @@ _SAID_BY_LOSS = ("perplexity", " PPL")
 
 
 def numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """The finite values of a row of metrics, without perplexities, which the losses say."""
+    """The finite values of a row of metrics, without perplexities, which the losses say. The loss
+    of a step has the name that evaluations give it, and occurs once."""
+    named = {value for name, value in row.items() if name.endswith(" loss")}
+    if "loss" in row and (not named or row["loss"] in named):
+        # Training steps with one loss say "loss" alone; others say it beside its name.
+        row = {("lm loss" if name == "loss" and not named else name): v for name, v in row.items()}
+        row.pop("loss", None)
     return {
         name: value
         for name, value in row.items()

@@ -105,7 +105,13 @@ class HFTokenizer(Tokenizer):
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def save_pretrained(self, directory: str | Path) -> None:
-        self._tokenizer.save_pretrained(directory)
+        try:
+            self._tokenizer.save_pretrained(directory)
+        except Exception as error:
+            # The Rust library raises a bare Exception: "No space left on device (os error 28)".
+            if type(error) is not Exception or "os error" not in str(error):
+                raise
+            raise OSError(f"{directory}: the tokenizer cannot be written: {error}") from error
 
     def _find_word_starts(self) -> WordStarts:
         vocab = self._tokenizer.get_vocab()

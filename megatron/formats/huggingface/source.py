@@ -99,7 +99,12 @@ class WeightFiles:
             else:
                 try:
                     self._open[path] = safe_open(path, framework="pt")
-                except (SafetensorError, OSError) as error:
+                except SafetensorError as error:
+                    raise CheckpointError(
+                        f"{path} is incomplete or no safetensors file: {error}; download or copy "
+                        "it again"
+                    ) from None
+                except OSError as error:
                     raise CheckpointError(f"{path}: {error}") from None
         return self._open[path]
 

@@ -68,6 +68,12 @@ def test_saved_folder_gives_the_same_ids(llama_like, tmp_path):
     assert HFTokenizer(tmp_path).tokenize(text) == ours.tokenize(text)
 
 
+def test_a_folder_that_cannot_be_written_is_named(llama_like, tmp_path):
+    (tmp_path / "tokenizer.json").mkdir()
+    with pytest.raises(OSError, match=f"{tmp_path}: the tokenizer cannot be written: .*os error"):
+        HFTokenizer(llama_like).save_pretrained(tmp_path)
+
+
 def test_errors(llama_like, trained_folder, tmp_path):
     with pytest.raises(FileNotFoundError, match="--tokenizer-model .*none does not exist"):
         HFTokenizer(tmp_path / "none")

@@ -72,6 +72,11 @@ def parse_example(record: Any) -> Example:
     answer."""
     if not isinstance(record, dict):
         raise ValueError(f"a record must be a JSON object, not {json.dumps(record)[:40]}")
+    if "chosen" in record and "rejected" in record:
+        raise ValueError(
+            'a better and a worse answer ("chosen", "rejected"), which --preference trains on, '
+            "for example --preference dpo; instructions have one answer"
+        )
     for key in ("messages", "conversations"):
         if key in record:
             return _until_last_answer(system_turns(record) + turns_of(record[key], key))

@@ -347,11 +347,16 @@ class ChatTemplate:
         return self._refusing(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
 
     def _refusing(self, messages: Messages, **arguments: Any) -> Any:
-        from jinja2 import TemplateError
+        from jinja2 import TemplateError, TemplateSyntaxError
 
         try:
             return self._tokenizer.apply_chat_template(
                 messages, chat_template=self._template, **arguments
             )
+        except TemplateSyntaxError as error:
+            raise ValueError(
+                f"the chat template is not valid Jinja: line {error.lineno}: {error}; mend it, or "
+                "give another by --chat-template FILE"
+            ) from error
         except TemplateError as error:
             raise ValueError(f"the chat template refuses the conversation: {error}") from error

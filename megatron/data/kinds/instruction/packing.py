@@ -120,7 +120,8 @@ class InstructionRecipe:
         if not len(usable):
             raise ValueError(
                 f"{documents.prefix}: none of the {len(units)} examples for {name} has an answer "
-                f"within --seq-length {self.seq_length}"
+                f"within --seq-length {self.seq_length}; a longer one is needed, or examples and "
+                "a chat template that writes their answers (tools/show_batch.py shows them)"
             )
         if is_long.any() or not answered.all():
             cut = 0 if self.skip_long else (is_long & answered).sum()

@@ -75,7 +75,10 @@ def parse_preference(record: Any) -> Preference:
         return _pair(record, *record["output"])
     tags = [key for key in _TAGS if key in record]
     if not tags:
-        raise ValueError(f"unknown layout (its keys: {keys_of(record)}); {_LAYOUTS}")
+        raise ValueError(
+            f"unknown layout (its keys: {keys_of(record)}); {_LAYOUTS}; instructions with one "
+            "answer are trained on without --preference"
+        )
     good = record[tags[0]]
     if not isinstance(good, bool):
         raise ValueError(f'"{tags[0]}" must be true or false, not {json.dumps(good)[:40]}')

@@ -70,6 +70,7 @@ def test_pairs(key: str) -> None:
 BAD = [
     ("[1]", "a record must be a JSON object"),
     ('{"text": "a"}', r'unknown layout \(its keys: "text"\)'),
+    ('{"instruction": "a", "chosen": "b", "rejected": "c"}', "--preference dpo"),
     ('{"messages": "a"}', '"messages" must be a list'),
     ('{"messages": ["a"]}', '"messages" must be a list of objects'),
     ('{"messages": []}', "there is no answer"),

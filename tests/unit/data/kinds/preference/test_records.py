@@ -123,7 +123,7 @@ def test_a_pair_is_two_judged_answers() -> None:
 BAD = [
     ("[1]", "a record must be a JSON object"),
     ('{"text": "a"}', r'unknown layout \(its keys: "text"\); a record has "chosen"'),
-    ('{"instruction": "a", "output": "b"}', "unknown layout"),
+    ('{"instruction": "a", "output": "b"}', "unknown layout.*without --preference"),
     ('{"prompt": "a", "chosen": "b"}', 'no key "rejected"'),
     ('{"prompt": 1, "chosen": "b", "rejected": "c"}', '"prompt" must be a string'),
     ('{"prompt": "a", "chosen": 1, "rejected": "c"}', '"chosen" must be a list of messages'),
