@@ -91,8 +91,8 @@ CASES = {
     ),
     "t5-zero2-dp2-bf16": (2, [*T5, "--zero-stage", "2", "--bf16"]),
 }
-SAMPLE = {"zero0", "zero1-dp2-fp16", "zero2-dp2-bf16", "zero3-dp2", "zero1-pp2-dp2-fp16"}
-SAMPLE |= {"fp8-delayed", "bert-zero1-tp2-sp", "t5-zero0-pp2"}
+SAMPLE = {"zero0", "zero1-dp2-fp16", "zero2-dp2-bf16", "zero3-dp2"}
+SAMPLE |= {"bert-zero1-tp2-sp", "t5-zero0-pp2"}
 """Cases of every test run; `make proof` runs all, each with several stops."""
 RANDOM = random.Random(20)
 
@@ -245,7 +245,7 @@ ZERO = {
 """Options of the JSON with which DeepSpeed keeps weights or optimizer state elsewhere."""
 
 
-@pytest.mark.parametrize("options", sampled(ZERO, lambda name: name in ("sub-groups", "hpz")))
+@pytest.mark.parametrize("options", sampled(ZERO, lambda name: name == "sub-groups"))
 def test_zero_options(pool, tmp_path, options):
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": ZERO[options]}))
     flags = [*FLAGS, "--deepspeed_config", str(tmp_path / "ds.json")]
