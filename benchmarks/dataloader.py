@@ -171,7 +171,7 @@ def steps(prefix: Path, options: argparse.Namespace) -> dict[str, dict[str, list
         trainer = build_trainer(run, mesh)
         streams = {}
         for name, line in sources.items():
-            data, collate = run_data(parse_run(None, line.split()))
+            data, collate = run_data(parse_run(None, line.split()))[:2]
             assert data.train is not None
             streams[name] = Stream(
                 MicroBatches(

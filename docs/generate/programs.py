@@ -20,13 +20,14 @@ ROOT = Path(__file__).parents[2]
 
 PROGRAMS: tuple[tuple[str, ...], ...] = (
     ("pretrain_gpt.py",),
+    ("finetune.py",),
     ("finetune_llama.py",),
     *((f"tools/{path.name}",) for path in sorted((ROOT / "tools").glob("[a-bd-z]*.py"))),
     ("tools/check_parity.py",),
     ("tools/convert_megatron_gpt2_checkpoint.py",),
     *(
         ("tools/convert_checkpoint.py", command)
-        for command in ("to-hf", "from-hf", "to-megatron", "to-universal")
+        for command in ("to-hf", "from-hf", "to-peft", "to-megatron", "to-universal")
     ),
     ("tools/checkpoint/util.py",),
     ("tasks/main.py",),

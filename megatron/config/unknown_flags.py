@@ -161,10 +161,6 @@ REFUSED = {
     "--start-eval-at-iter": "the first evaluation is after --eval-interval iterations",
     "--test-mode": "use --mock-data for a run without data",
     # Checkpoints.
-    "--no-load-lr-state": "--finetune starts the schedules, and the iterations, from the beginning",
-    "--reset-iteration": (
-        "--finetune loads the weights, without the optimizer state, and starts at iteration 0"
-    ),
     "--ckpt-format --use-dist-ckpt --dist-ckpt-format": "use --checkpoint-format",
     "--ckpt-convert-*": "tools/convert_checkpoint.py converts checkpoints",
     "--ckpt-step": "use --load-tag NAME, such as global_step100",

@@ -184,7 +184,7 @@ class _Adapters:
         weights = [each.weight for each in maps]
         form, split = self._form, layer.tp.split and not self._by_inputs
         if form.sequence != split:  # generation does without slices of the sequence
-            form = form._replace(sequence=split)
+            form = LowRank(*form[:-1], sequence=split)
         return low_rank_linear(x_BSI, dropped_BSI, form, *weights, *biases, *downs, *ups)
 
     def _dropped(self, layer: ParallelLinear, x_BSI: Tensor) -> Tensor:
@@ -213,7 +213,7 @@ class _Adapters:
         outputs = [y * factor for y, factor in zip(outputs, factors, strict=True)]
         if dropped_BSI is not None:
             # W x + (f - 1) W d + f s B A d, with d the dropped input.
-            rest = [each._replace(bias=None) for each in maps]
+            rest = [LinearMap(each.weight, None, *each[2:]) for each in maps]
             if self._by_inputs:
                 own = F.linear(x_BSI - dropped_BSI, maps[0].weight)
                 others: Sequence[Tensor] = (tp.leave(own),)

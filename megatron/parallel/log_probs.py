@@ -60,7 +60,7 @@ class _LinearLogProbs(torch.autograd.Function):
         dtype, tp = autocast_dtype(x), head.tp
         if head.chunk_bytes is None and x.device.type == "cpu":
             head = dataclasses.replace(head, chunk_bytes=KEPT_MIB * 2**20)
-        counted = targets._replace(mask_BS=targets.mask_BS > 0)
+        counted = Targets(targets.labels_BS, targets.mask_BS > 0, *targets[2:])
         with torch.autocast(x.device.type, enabled=False):
             sliced = x.to(dtype)
             whole = start_gather_sequence(sliced, tp.group)() if tp.split else sliced

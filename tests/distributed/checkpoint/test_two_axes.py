@@ -62,6 +62,7 @@ def engine_of(sizes: dict[str, int], save: str) -> Any:
     vars(engine).update(
         stage=0, mesh=mesh, names=names, optimizer=built, config=config, device=CPU, data_rank=0,
         engine=SimpleNamespace(optimizer=built), stored_states=None, float8=NO_FLOAT8,
+        trained=names, quantised=[],
     )  # fmt: skip
     return engine
 

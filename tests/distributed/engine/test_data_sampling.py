@@ -31,7 +31,7 @@ def train_drawn(argv):
     read = run_module.run_data
 
     def watched_data(run):
-        datasets, collate = read(run)
+        datasets, collate = read(run)[:2]
 
         def noted(samples):
             seen.append([sample.tolist() for sample in samples])

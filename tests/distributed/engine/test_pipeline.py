@@ -29,7 +29,7 @@ def engine_and_batches(argv):
             mesh,
             training_device(),
         )
-        datasets, collate = run_data(run)
+        datasets, collate = run_data(run)[:2]
         data = mesh.data
         yield (
             engine,

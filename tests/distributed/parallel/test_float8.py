@@ -153,7 +153,7 @@ LAYOUTS = {
 }
 
 
-SAMPLE = ("tp2-sp-dp2", "pp2-dp2")
+SAMPLE = ("tp2-sp-dp2",)
 
 
 @pytest.mark.parametrize(

@@ -237,7 +237,8 @@ def test_kept_8_bit_weights_enter_the_graph(recipe):
             state.refresh()
             found.append(outcome(stack, seed=seed))
             state.end_step()
-        assert_near(*found, 1e-2 if recipe == "delayed" else 4e-6)
+        # A product of 16 bits rounds by the CPU, and with it the scale of a whole tensor.
+        assert_near(*found, {"delayed": 1e-2, "tensorwise": 3e-5}.get(recipe, 4e-6))
     assert graphs() == (2 if recipe == "delayed" else 1, Counter())
 
 

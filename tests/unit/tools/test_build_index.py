@@ -52,13 +52,13 @@ def test_a_run_then_builds_nothing(
     ahead, alone = (["--data-cache-path", str(tmp_path / name)] for name in ("ahead", "alone"))
     build_index.main(["--workers", workers, *flags, *ahead])
     out = capsys.readouterr().out.splitlines()
-    expected, _ = run_data(parse_run(None, [*flags, *alone]))
+    expected = run_data(parse_run(None, [*flags, *alone])).datasets
     assert entries(tmp_path / "ahead") == entries(tmp_path / "alone")
     # Files of token ids, parts of three files and blends; of one file, its three parts.
     assert len(entries(tmp_path / "ahead")) == (3 + 9 + 3 if blend else 1 + 3)
 
     monkeypatch.setattr(index_cache._Entry, "publish", lambda *_: pytest.fail("built again"))
-    found, _ = run_data(parse_run(None, [*flags, *ahead]))
+    found = run_data(parse_run(None, [*flags, *ahead])).datasets
     parts = [found.train, found.valid["valid"], found.test["test"]]
     others = [expected.train, expected.valid["valid"], expected.test["test"]]
     for name, line, ours, other in zip(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
+from samples import sampled
 from tool_modules import load_program
 
 from megatron.config import TokenizerConfig
@@ -103,7 +104,10 @@ def test_wordpiece_against_transformers(main, corpus, tmp_path, capsys, kind):
     assert saved.encode(text, add_special_tokens=False) == ours.tokenize(text)
 
 
-@pytest.mark.parametrize("flags", [["unigram"], ["bpe"], ["bpe", "--byte-fallback"]])
+@pytest.mark.parametrize(
+    "flags",
+    sampled([["unigram"], ["bpe"], ["bpe", "--byte-fallback"]], lambda flags: flags == ["bpe"]),
+)
 def test_sentencepiece_against_transformers(main, corpus, tmp_path, capsys, flags):
     from transformers import AutoTokenizer
 
