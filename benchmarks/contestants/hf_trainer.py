@@ -49,10 +49,10 @@ class InOrder(Trainer):
         return result
 
 
-def run(contestant: Contestant, setting: Setting, after_step: AfterStep) -> None:
-    """Trains by ``Trainer.train``."""
+def shared_arguments(setting: Setting) -> dict[str, Any]:
+    """Arguments of every trainer of this kind: what is trained how, and nothing is written."""
     cuda = torch.cuda.is_available()
-    arguments = TrainingArguments(
+    return dict(
         output_dir=setting.folder or tempfile.gettempdir(),  # nothing is written
         bf16=setting.dtype == "bf16",
         use_cpu=not cuda,
@@ -69,12 +69,17 @@ def run(contestant: Contestant, setting: Setting, after_step: AfterStep) -> None
         optim="adamw_torch_fused",
         dataloader_num_workers=0,
         dataloader_pin_memory=cuda,
-        remove_unused_columns=False,
         save_strategy="no",
         logging_strategy="no",
         report_to="none",
         disable_tqdm=True,
     )
+
+
+def run(contestant: Contestant, setting: Setting, after_step: AfterStep) -> None:
+    """Trains by ``Trainer.train``."""
+    cuda = torch.cuda.is_available()
+    arguments = TrainingArguments(**shared_arguments(setting), remove_unused_columns=False)
     device = torch.device("cuda" if cuda else "cpu")
     model = hf.load_model(setting, torch.float32, device)
     trainer = InOrder(model=model, args=arguments, train_dataset=Repeated(setting))

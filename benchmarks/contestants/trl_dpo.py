@@ -12,8 +12,9 @@ from transformers import AutoTokenizer, TrainerCallback
 from trl import DPOConfig, DPOTrainer
 
 from contestants import hf
+from contestants.hf_trainer import shared_arguments
 from contestants.registry import AfterStep, Contestant
-from contestants.setting import BETAS, CLIP, EPS, LEARNING_RATE, WEIGHT_DECAY, Setting
+from contestants.setting import Setting
 
 
 def run(contestant: Contestant, setting: Setting, after_step: AfterStep) -> None:
@@ -21,29 +22,10 @@ def run(contestant: Contestant, setting: Setting, after_step: AfterStep) -> None
     first step, or, as is its default, in every step."""
     cuda = torch.cuda.is_available()
     arguments = DPOConfig(
-        output_dir=setting.folder,  # nothing is written
-        bf16=setting.dtype == "bf16",
-        use_cpu=not cuda,
-        per_device_train_batch_size=setting.micro_batch,
-        gradient_accumulation_steps=setting.micro_batches,
+        **shared_arguments(setting),
         gradient_checkpointing=False,
         precompute_ref_log_probs=not contestant.reference,
         max_length=setting.seq_length + 1,
-        max_steps=10**9 // (setting.micro_batch * setting.micro_batches),
-        learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant",
-        weight_decay=WEIGHT_DECAY,
-        adam_beta1=BETAS[0],
-        adam_beta2=BETAS[1],
-        adam_epsilon=EPS,
-        max_grad_norm=CLIP,
-        optim="adamw_torch_fused",
-        dataloader_num_workers=0,
-        dataloader_pin_memory=cuda,
-        save_strategy="no",
-        logging_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
     )
     device = torch.device("cuda" if cuda else "cpu")
 
