@@ -55,6 +55,9 @@ SERVE = ["fastapi>=0.115", "llguidance>=1.0,<2", "prometheus_client>=0.20", "uvi
 # The scorer of examples_deepspeed/detxoify_lm that runs here.
 DETOXIFY = ["alt-profanity-check>=1.8"]
 
+# Retro: its files are HDF5; without faiss the search for neighbours is exact.
+RETRO = ["faiss-cpu>=1.9", "h5py>=3.10"]
+
 # References of the adapters and preferences: what `--lora` writes is read by the first.
 TUNE = ["peft>=0.17", "trl>=1.16,<2"]
 
@@ -68,6 +71,7 @@ EXTRAS = {
     "http": ["aiohttp>=3.9"],
     "numba": ["numba"],
     "parquet": ["pyarrow"],
+    "retro": RETRO,
     "s3": ["s3fs"],
     "serve": SERVE,
     "tune": TUNE,

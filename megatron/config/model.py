@@ -29,6 +29,7 @@ from megatron.config.flags import (
     shared,
 )
 from megatron.config.positions import PositionsConfig, PositionsFlags, resolve_positions
+from megatron.config.retrieval import RetrievalConfig, RetrievalFlags, resolve_retrieval
 
 HEADS = ("lm", "classification", "multiple_choice", "span", "reward")
 """What the last layer of a model can be."""
@@ -148,7 +149,14 @@ class _Sizes:
 # The bases in the reverse order of their flags in --help.
 @dataclass(frozen=True, kw_only=True)
 class ModelFlags(
-    EmbeddingConfig, NormConfig, PositionsFlags, MLPFlags, AttentionFlags, _Network, _Sizes
+    RetrievalFlags,
+    EmbeddingConfig,
+    NormConfig,
+    PositionsFlags,
+    MLPFlags,
+    AttentionFlags,
+    _Network,
+    _Sizes,
 ):
     """Model: the shape of the network."""
 
@@ -178,6 +186,7 @@ class ModelConfig(_Network):
     norm: NormConfig
     positions: PositionsConfig
     embedding: EmbeddingConfig
+    retrieval: RetrievalConfig = RetrievalConfig(retro_cross_attention_layers=())
     vocabulary: Vocabulary = Vocabulary()
     decoder_num_layers: int | None = None
     decoder_seq_length: int | None = None
@@ -224,6 +233,7 @@ class ModelConfig(_Network):
     def flags(self) -> ModelFlags:
         """The flags that give it."""
         values = self.attention.flags() | self.mlp.flags() | self.positions.flags()
+        values |= self.retrieval.flags()
         for cls, part in (
             (_Network, self), (NormConfig, self.norm), (EmbeddingConfig, self.embedding),
         ):  # fmt: skip
@@ -253,6 +263,9 @@ class ModelConfig(_Network):
             for name in ("bert_binary_head", "untie_embeddings_and_output_weights"):
                 del values[name]
             values["num_tokentypes"] = self.token_types
+        if not self.retrieval.retro_add_retriever:
+            for name in names_of("weights", RetrievalFlags):
+                values.pop(name)
         return values | {"activation": self.mlp.activation}
 
 
@@ -329,6 +342,7 @@ def resolve_model(flags: ModelFlags, resolver: ConfigResolver) -> ModelConfig:
         norm=NormConfig(**shared(flags, NormConfig)),
         positions=positions,
         embedding=EmbeddingConfig(**shared(flags, EmbeddingConfig)),
+        retrieval=resolve_retrieval(flags, layers, length, resolver),
         vocabulary=Vocabulary(flags.unpadded_vocab_size or 0, flags.padded_vocab_size or 0),
         decoder_num_layers=decoder_layers,
         decoder_seq_length=flags.decoder_seq_length,

@@ -23,7 +23,6 @@ REFUSED = {
     "--ict-* --biencoder-* --bert-load --titles-data-path --query-in-block-prob "
     "--use-one-sent-docs --evidence-data-path --retriever-* --block-data-path --embedding-path "
     "--indexer-*": "there are no models for retrieval (ICT, REALM, ORQA)",
-    "--retro-*": "there is no Retro model",
     "--logits-load-* --logits-save-*": (
         "--kd with --load-teacher trains a student; --kd-cache keeps the teacher's logits on disk"
     ),

@@ -1,0 +1,30 @@
+"""Retrieved neighbours of a GPT's samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron.config.flags import POSITIVE, option
+from megatron.config.kinds import KindConfig
+
+
+@dataclass(frozen=True)
+class RetroDataConfig(KindConfig):
+    """Retro: the neighbours of the samples."""
+
+    retro_project_dir: str | None = option(None, aliases=("--retro-workdir",))
+    """Folder of tools/retro/preprocess_data.py: database and neighbours. Its config.json says the
+    run's data, tokenizer, sequence length, seed, batch size, number of samples and evaluations."""
+    retro_cyclic_train_iters: int | None = option(None, bounds=POSITIVE)
+    """Iterations that the neighbours of the training samples are for, where the run goes over them
+    several times, with --dataloader-type cyclic."""
+    retro_verify_neighbor_count: bool = option(True, off="--retro-no-verify-neighbor-count")
+    """Train although the number of samples is not the one that has neighbours; samples without
+    neighbours read none."""
+    retro_return_doc_ids: bool = option(False)
+    """Batches say the documents that their samples are from."""
+
+    idle: ClassVar[str] = (
+        "only a model with --retro-add-retriever (pretrain_retro.py) reads neighbours"
+    )

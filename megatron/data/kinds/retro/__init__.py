@@ -1,0 +1,1 @@
+"""A GPT's samples with the neighbours of their chunks."""
