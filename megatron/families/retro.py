@@ -32,8 +32,9 @@ def travels(
         return samples, length // tp.slices, model.hidden_size
 
     found = {"hidden": shape(*state.hidden.shape)}
-    if encoder_travels(model, index):
-        found["encoder"] = shape(*state.batch.neighbors_BLKR.flatten(1).shape)
+    samples, retrieved = state.batch.neighbors_BLKR.flatten(1).shape
+    if retrieved and encoder_travels(model, index):
+        found["encoder"] = shape(samples, retrieved)
     return found
 
 

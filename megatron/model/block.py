@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.config import ConfigError, ModelConfig
 from megatron.model.attention import Attention, Folding

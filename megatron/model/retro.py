@@ -152,9 +152,10 @@ class RetroBlock(Block):
 
     def attend_across(self, normed: Tensor, state: LayerState) -> tuple[Tensor, LayerState]:
         """See :meth:`Block.attend_across`; nothing is added to tokens before the last one of the
-        first chunk, whose projection would have a bias."""
+        first chunk, whose projection would have a bias, nor to any without neighbours."""
+        if state.encoder is None:
+            return torch.zeros_like(normed), state
         if self.encoder is not None:
-            assert state.encoder is not None
             state = state.changed(encoder=self.encoder(state.encoder, normed))
         seen, state = super().attend_across(normed, state)
         places_S = torch.arange(seen.shape[1] * self.tp.slices, device=seen.device)
@@ -165,15 +166,18 @@ class RetroBlock(Block):
 
 def _embed_neighbors(table: nn.Module, state: LayerState) -> LayerState:
     tokens_BT = state.batch.neighbors_BLKR.flatten(1)
+    if not tokens_BT.shape[1]:
+        return state
     return state.changed(encoder=table(LayerState(tokens_BT)).hidden)
 
 
 def _place_neighbors(length: int, embedding: nn.Module, state: LayerState) -> LayerState:
-    neighbors_BLKR, embedded = state.batch.neighbors_BLKR, state.encoder
-    assert embedded is not None
-    places_R = torch.arange(length, device=embedded.device)
+    if state.encoder is None:
+        return state
+    neighbors_BLKR = state.batch.neighbors_BLKR
+    places_R = torch.arange(length, device=neighbors_BLKR.device)
     places_T = places_R.repeat(neighbors_BLKR.shape[1] * neighbors_BLKR.shape[2])
-    placed = embedding(LayerState(embedded, position_ids=places_T))
+    placed = embedding(LayerState(state.encoder, position_ids=places_T))
     return state.changed(encoder=placed.hidden)
 
 
