@@ -7,9 +7,10 @@ from functools import partial
 from megatron.config import ModelConfig, ParallelConfig, RunConfig, Setting, Settings
 from megatron.data.kinds.retro.batch import RetroBatch
 from megatron.families import gpt
+from megatron.families.family import RETRIEVAL_FLAGS
 from megatron.families.gpt import GPT, GPTData
 from megatron.model.layer_list import LayerState
-from megatron.model.retro import encoder_travels, retro_layers
+from megatron.model.retro import ADDED_PARTS, encoder_travels, retro_layers
 from megatron.model.spec import ModelSpec
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.tokenizer import Tokenizer
@@ -40,6 +41,8 @@ def travels(
 
 class Retro(GPT):
     name = "retro"
+    starts_from = frozenset({"gpt"})
+    unused_flags = GPT.unused_flags - RETRIEVAL_FLAGS
     generates = False
     heads = frozenset({"lm"})
 
@@ -49,7 +52,8 @@ class Retro(GPT):
 
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
         layers = partial(retro_layers, model, parallel)
-        return ModelSpec(layers, partial(begin, model), partial(travels, model))
+        crossing = partial(travels, model)
+        return ModelSpec(layers, partial(begin, model), crossing, added_parts=ADDED_PARTS)
 
     def data(self, config: RunConfig, tokenizer: Tokenizer) -> GPTData:
         return GPTData(config, tokenizer)
