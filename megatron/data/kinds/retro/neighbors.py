@@ -88,7 +88,7 @@ class NeighborTable:
                 f"{path}: {DATASET} is {array.dtype} {list(array.shape)}, not int64 "
                 f"{[rows, kept]}; delete the file and run the stage {STAGE} again"
             )
-        if isinstance(array, np.memmap):
+        if not array.flags.owndata:
             self._mapped[number] = array
             return array
         while len(self._read) >= _FILES_READ:
