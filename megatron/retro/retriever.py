@@ -32,9 +32,7 @@ class Retriever:
         searched: how many chunks are searched for, before any are left out.
     """
 
-    def __init__(
-        self, project: RetroProject, embedder: Embedder, searched: int = SEARCHED
-    ) -> None:
+    def __init__(self, project: RetroProject, embedder: Embedder, searched: int = SEARCHED) -> None:
         self.project, self.embedder, self.searched = project, embedder, searched
         self.database = project.database()
 
@@ -51,7 +49,7 @@ class Retriever:
     ) -> npt.NDArray[np.int64]:
         """Numbers of the ``k`` chunks nearest to each chunk of tokens, int64 [N, k], nearest first,
         -1 where there are fewer; without those of the documents that ``exclude`` has for each."""
-        texts = chunk_texts(self.project.tokenizer, tokens_NM, self.project.eod)
+        texts = chunk_texts(self.project.tokenizer, tokens_NM)
         numbers_NQ, _ = self.index.search(self.embedder.embed(texts), max(self.searched, k))
         dropped_NQ = numbers_NQ < 0
         if exclude is not None:
