@@ -1,1 +1,1 @@
-"""Retro: from a corpus to a database, an index and the neighbours of every sample."""
+"""Retrieval: from a corpus to the neighbours of a Retro's samples, and what else looks them up."""

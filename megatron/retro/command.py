@@ -17,11 +17,12 @@ from contextlib import nullcontext
 from pkgutil import resolve_name
 
 from megatron.config import ConfigError, ParallelConfig
-from megatron.config.flags import nearest
+from megatron.config.flags import ConfigResolver, build, nearest
 from megatron.engine.environment import distributed
 from megatron.retro.config import TASK_SPELLINGS, PreprocessConfig
-from megatron.retro.configure import configured_project
+from megatron.retro.configure import configured
 from megatron.training.launch import start_processes
+from megatron.training.report import show_log
 from megatron.training.run import RunToolParser, ending_process, errors_for_users
 
 STAGES = {
@@ -30,8 +31,7 @@ STAGES = {
     "index-add": "megatron.retro.index.adding:add_to_index",
     "query-neighbors": "megatron.retro.query:query_neighbors",
 }
-"""The stages in their order: functions of a project and the configuration, imported when they
-run."""
+"""The stages in their order: functions of :class:`Preprocessing`, imported when they run."""
 GROUPS = {"build": tuple(STAGES), "index-build": ("index-train", "index-add")}
 
 
@@ -44,13 +44,15 @@ def main() -> None:
 def run_preprocessing(description: str | None, argv: Sequence[str] | None = None) -> None:
     """Runs the tasks of a command line. Raises ValueError or OSError if a flag or file cannot be
     used; the message names it."""
-    config, settings = RunToolParser(PreprocessConfig, description).parse(argv)
-    stages = stages_of(config.retro_tasks)
+    show_log()
+    settings = RunToolParser(PreprocessConfig, description).settings(argv)
+    ConfigResolver((PreprocessConfig,), settings)
+    stages = stages_of(build(PreprocessConfig, settings).retro_tasks)
     processes = start_processes(settings, argv)
     with distributed(ParallelConfig()) if processes > 1 else nullcontext():
-        project, config = configured_project(config, settings)
+        work = configured(settings)
         for stage in stages:
-            resolve_name(STAGES[stage])(project, config)
+            resolve_name(STAGES[stage])(work)
 
 
 def stages_of(tasks: str) -> list[str]:

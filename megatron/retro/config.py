@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.config.flags import NOT_NEGATIVE, POSITIVE, SHARE, option
+from megatron.retro.embedding.config import EmbedderFlags
 
 TASK_SPELLINGS = {
     "query-pretraining-neighbors": "query-neighbors",
@@ -13,8 +14,8 @@ TASK_SPELLINGS = {
 """Other names of tasks: of 2023, and a slip in its documentation."""
 
 
-@dataclass(frozen=True)
-class PreprocessConfig:
+@dataclass(frozen=True, kw_only=True)
+class PreprocessConfig(EmbedderFlags):
     """Retro: project, tasks, data of the GPT, embedder, index, neighbours."""
 
     retro_project_dir: str | None = option(None, aliases=("--retro-workdir",))
@@ -25,12 +26,24 @@ class PreprocessConfig:
     retro_task_validate: float | None = option(None, bounds=SHARE)
     """Compute this share of the finished blocks of the tasks again and compare them bit for bit,
     instead of computing missing ones."""
-    retro_block_size: int = option(100_000, bounds=POSITIVE)
+    retro_block_size: int = option(100_000, bounds=POSITIVE, role="results")
     """Chunks, or samples, of a file of embeddings, codes or neighbours."""
-    retro_doc_block_size: int = option(100_000, bounds=POSITIVE)
+    retro_doc_block_size: int = option(100_000, bounds=POSITIVE, role="results")
     """Documents of a file of chunks."""
 
-    retro_gpt_chunk_length: int = option(64, bounds=POSITIVE, aliases=("--retro-chunk-length",))
+    retro_index_ntrain: int | None = option(
+        None,
+        derived="all chunks of small corpora, else 1024 for each unit of the root of their number",
+        aliases=("--retro-nchunks-sampled",),
+        bounds=POSITIVE,
+        role="results",
+    )
+    """Chunks that the index is trained on: the first of each dataset, in proportion to its
+    weight."""
+
+    retro_gpt_chunk_length: int = option(
+        64, bounds=POSITIVE, aliases=("--retro-chunk-length",), role="results"
+    )
     """Tokens of a chunk."""
     retro_gpt_seq_length: int | None = option(None, derived="seq-length", bounds=POSITIVE)
     """Tokens of a sample of the GPT."""

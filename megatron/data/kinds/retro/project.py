@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from megatron.data.kinds.retro.chunks import ChunkDatabase
 from megatron.data.kinds.retro.hdf5 import read_array
 from megatron.data.kinds.retro.neighbors import NeighborTable
 from megatron.data.pipeline import open_indexed
-from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.util.files import write_whole
+from megatron.util.processes import is_main_process
 
 CONFIG_FILE = "config.json"
 OLD_CONFIG_FILE = "args.json"
@@ -38,6 +41,18 @@ class RetroProject:
             self.config_file = self.folder / OLD_CONFIG_FILE
         self.settings = read_settings(self.config_file)
         """The values of ``config.json``, by name."""
+
+    @staticmethod
+    def exists(folder: Path) -> bool:
+        """Whether a folder has a project's configuration."""
+        return any((folder / name).is_file() for name in (CONFIG_FILE, OLD_CONFIG_FILE))
+
+    def record(self, values: Mapping[str, Any]) -> None:
+        """Adds values to the configuration; of several processes the main one writes it."""
+        self.settings |= values
+        if is_main_process():
+            content = json.dumps(self.settings, indent=2)
+            write_whole(self.folder / CONFIG_FILE, content.encode())
 
     @property
     def chunk_length(self) -> int:
@@ -101,15 +116,20 @@ class RetroProject:
             path = self.query_folder / Path(folder).name
         return NeighborTable(path, self.seq_length // self.chunk_length)
 
-    @cached_property
+    @property
     def eod(self) -> int:
         """The end-of-document token of the GPT's tokenizer."""
+        return self.tokenizer.eod
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The GPT's tokenizer."""
         values = {
             field.name: self.data_settings()[field.name].value
             for field in dataclasses.fields(TokenizerConfig)
             if field.name in self.data_settings()
         }
-        return build_tokenizer(TokenizerConfig(**values)).eod
+        return build_tokenizer(TokenizerConfig(**values))
 
     def data_settings(self) -> Settings:
         """What a run takes from the project over its flags, by field name: data, tokenizer, sizes
