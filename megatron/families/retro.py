@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
-from megatron.config import ConfigError, RunConfig, Setting, Settings
+from megatron.config import (
+    ConfigError,
+    ModelConfig,
+    ParallelConfig,
+    RunConfig,
+    Setting,
+    Settings,
+)
 from megatron.config.kinds.fill_in_the_middle import FimConfig
 from megatron.config.kinds.retro import RetroDataConfig
 from megatron.data.build import Datasets
@@ -17,8 +24,37 @@ from megatron.data.kinds.retro.run_settings import cyclic_settings, project_coun
 from megatron.data.kinds.retro.samples import MockRetroSamples, RetroSamples, neighbor_texts
 from megatron.data.pipeline import DataPipeline
 from megatron.data.samples import RepeatedSamples, SampleDataset, SampleRecipe, SampleView
+from megatron.families import gpt
+from megatron.families.family import RETRIEVAL_FLAGS
 from megatron.families.gpt import GPT, GPTData
+from megatron.model.layer_list import LayerState
+from megatron.model.retro import ADDED_PARTS, encoder_travels, retro_layers
+from megatron.model.spec import ModelSpec
+from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.tokenizer import Tokenizer
+
+
+def begin(model: ModelConfig, batch: RetroBatch) -> LayerState:
+    """The initial state of a micro batch: that of its text; the neighbours come in the middle."""
+    return gpt.begin(model, batch.text).changed(batch=batch)
+
+
+def travels(
+    model: ModelConfig, state: LayerState, tp: TensorParallel, index: int
+) -> dict[str, tuple[int, ...]]:
+    """What crosses a stage boundary: hidden states [B, S / slices, H]; between the block that reads
+    the neighbours and the last one that attends to them the encoder's output, too,
+    [B, L x K x R / slices, H]."""
+
+    def shape(samples: int, length: int) -> tuple[int, ...]:
+        assert length % tp.slices == 0
+        return samples, length // tp.slices, model.hidden_size
+
+    found = {"hidden": shape(*state.hidden.shape)}
+    samples, retrieved = state.batch.neighbors_BLKR.flatten(1).shape
+    if retrieved and encoder_travels(model, index):
+        found["encoder"] = shape(samples, retrieved)
+    return found
 
 
 class RetroData(DataPipeline):
@@ -146,21 +182,32 @@ class RetroData(DataPipeline):
 
 class Retro(GPT):
     name = "retro"
+    starts_from = frozenset({"gpt"})
+    unused_flags = GPT.unused_flags - RETRIEVAL_FLAGS
+    generates = False
+    heads = frozenset({"lm"})
 
     def complete_settings(self, settings: Settings) -> Settings:
-        """Those of the project of a run take the place of its flags. Without a retriever the model
-        is a GPT, on the same samples."""
+        """Those of the project of a run take the place of its flags. A program that trains Retros
+        trains a GPT without a retriever, on the same samples."""
         settings = super().complete_settings(settings)
         given = settings.get("retro_project_dir")
         if given is not None:
             settings = with_project(settings, RetroProject(given.value))
         settings = cyclic_settings(settings)
-        retriever = settings.get("retro_add_retriever")
+        named, retriever = settings.get("family"), settings.get("retro_add_retriever")
         if retriever is not None and retriever.value:
             return settings
+        if named is None or named.origin != "this program":
+            return settings | {"retro_add_retriever": Setting(True, f"family {self.name}")}
         ours = {field.name for field in dataclasses.fields(RetroDataConfig)}
         kept = {name: value for name, value in settings.items() if name not in ours}
         return kept | {"family": Setting("gpt", "derived: without --retro-add-retriever")}
+
+    def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
+        layers = partial(retro_layers, model, parallel)
+        crossing = partial(travels, model)
+        return ModelSpec(layers, partial(begin, model), crossing, added_parts=ADDED_PARTS)
 
     def data(self, config: RunConfig, tokenizer: Tokenizer) -> DataPipeline:
         return RetroData(config, tokenizer)
