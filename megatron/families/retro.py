@@ -24,6 +24,7 @@ from megatron.data.kinds.retro.run_settings import cyclic_settings, project_coun
 from megatron.data.kinds.retro.samples import MockRetroSamples, RetroSamples, neighbor_texts
 from megatron.data.pipeline import DataPipeline
 from megatron.data.samples import RepeatedSamples, SampleDataset, SampleRecipe, SampleView
+from megatron.data.sources import PARTS
 from megatron.families import gpt
 from megatron.families.family import RETRIEVAL_FLAGS
 from megatron.families.gpt import GPT, GPTData
@@ -32,6 +33,9 @@ from megatron.model.retro import ADDED_PARTS, encoder_travels, retro_layers
 from megatron.model.spec import ModelSpec
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.tokenizer import Tokenizer
+
+Samples = dict[str, SampleDataset[RetroSample]]
+"""By the name of their set."""
 
 
 def begin(model: ModelConfig, batch: RetroBatch) -> LayerState:
@@ -123,25 +127,25 @@ class RetroData(DataPipeline):
         if self.config.data.mock_data:
             return super()._unordered(sample_counts)
         # The order of samples depends on their number: those of the project, whatever a run reads.
-        counts = project_counts(self.project)
-        read = (c if n else 0 for c, n in zip(counts, sample_counts, strict=True))
-        found = super()._unordered(tuple(read))  # type: ignore[arg-type]
-        train, valid, test = sample_counts
+        known = project_counts(self.project)
+        found = super()._unordered(known)
+        needed = dict(zip(PARTS, zip(known, sample_counts, strict=True), strict=True))
+
+        def held_out(part: str, sets: Mapping[str, SampleDataset[Any]]) -> Samples:
+            return {name: self._with_neighbors(part, text, *needed[part])
+                    for name, text in sets.items() if needed[part][1]}  # fmt: skip
+
         return Datasets(
-            None if found.train is None else self._with_neighbors("train", found.train, train),
-            self._held_out("valid", found.valid, valid),
-            self._held_out("test", found.test, test),
+            held_out("train", {} if found.train is None else {"train": found.train}).get("train"),
+            held_out("valid", found.valid),
+            held_out("test", found.test),
         )
 
-    def _held_out(
-        self, part: str, found: Mapping[str, SampleDataset[Any]], wanted: int
-    ) -> dict[str, SampleDataset[RetroSample]]:
-        return {name: self._with_neighbors(part, text, wanted) for name, text in found.items()}
-
     def _with_neighbors(
-        self, part: str, text: SampleDataset[Any], wanted: int
+        self, part: str, text: SampleDataset[Any], known: int, wanted: int
     ) -> SampleDataset[RetroSample]:
-        """The samples of a part with their neighbours, ``wanted`` of them at least."""
+        """The samples of a part with their neighbours, ``wanted`` of them at least; the project has
+        searched for those of the first ``known``, or of all as upstream."""
         table, retrieval = self.project.neighbors(part), self.config.model.retrieval
         where = f"--retro-project-dir {self.project.folder}"
         if table.kept < retrieval.retro_num_neighbors:
@@ -151,33 +155,34 @@ class RetroData(DataPipeline):
                 "--retro-query-num-neighbors-save"
             )
         verified = self._flags.retro_verify_neighbor_count
-        if verified and len(table) != len(text):
+        if verified and len(table) not in (known, len(text)):
             raise ConfigError(
-                f"{where} has the neighbours of {len(table)} samples for {part}, and its data have "
-                f"{len(text)}: run query-neighbors again with --retro-gpt-train-samples, "
-                "--retro-gpt-eval-interval, --retro-gpt-eval-iters and "
-                "--retro-gpt-global-batch-size as they are in its config.json, or train with "
-                "--retro-no-verify-neighbor-count"
+                f"{where} has the neighbours of {len(table)} samples for {part}, and a run with "
+                f"its config.json reads {known}: run query-neighbors again with the same "
+                "--retro-gpt-train-samples, --retro-gpt-eval-interval, --retro-gpt-eval-iters and "
+                "--retro-gpt-global-batch-size, or train with --retro-no-verify-neighbor-count"
             )
-        if wanted > len(text) and verified and not self._repeats:
+        count = len(table) if verified else len(text)
+        if wanted > count and verified and not self._repeats:
             raise ConfigError(
-                f"the run reads {wanted} samples for {part}, of which {where} has {len(text)}: "
-                "leave out --rampup-batch-size and --skip-samples, run query-neighbors with a "
-                "larger --retro-gpt-train-samples, or go over them several times with "
-                "--dataloader-type cyclic"
+                f"the run reads {wanted} samples for {part}, of which {where} has {count}: leave "
+                "out --rampup-batch-size, run query-neighbors with a larger "
+                "--retro-gpt-train-samples, or read them several times with --dataloader-type "
+                "cyclic"
             )
         numbers = None
         if self._flags.retro_return_doc_ids:
             numbers = {prefix: number for number, prefix in enumerate(self._database.sources)}
         samples = RetroSamples(
             text,
+            count,
             table,
             self._database,
             retrieval.retro_num_neighbors,
             retrieval.retro_num_retrieved_chunks,
             numbers,
         )
-        return RepeatedSamples(samples, wanted) if wanted > len(text) else samples
+        return RepeatedSamples(samples, wanted) if wanted > count else samples
 
 
 class Retro(GPT):
