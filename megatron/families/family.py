@@ -59,7 +59,7 @@ class BlockLengths(NamedTuple):
     inside: tuple[BlockLengths, ...] = ()
 
     @property
-    def all(self) -> tuple[BlockLengths, ...]:
+    def whole(self) -> tuple[BlockLengths, ...]:
         """This block and those inside of it."""
         return self, *self.inside
 

@@ -207,7 +207,7 @@ def activation_bytes(
     lengths = lengths or family_of(model.family).block_lengths(model)[0]
     sizes, hidden = _Sizes.of(model, layout, micro_batch, lengths), model.hidden_size
     whole = float8 = kernel = 0.0
-    for each in lengths.all:
+    for each in lengths.whole:
         parts = _Sizes.of(model, layout, micro_batch, each)
         own_kernel = _kernels(model, layout, micro_batch, each, parts)
         own_whole, own_float8 = _block_bytes(model, layout, parts, own_kernel)

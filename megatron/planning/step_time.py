@@ -140,7 +140,7 @@ def tensor_bytes_per_block(
     """
     lengths = lengths or family_of(model.family).block_lengths(model)[0]
     again, gathers = layout.recompute in ("uniform", "block"), 0
-    for each in lengths.all:
+    for each in lengths.whole:
         layers = 3 if each.other else 2  # attention, cross-attention, MLP: each a column and a row
         gathers += each.own * layers * (4 + 2 * again + layout.sequence)
         gathers += each.other * ((3 + again) if layout.sequence else 2)
@@ -237,7 +237,7 @@ def rank_flops(model: ModelConfig, layout: Layout, micro_batch: int, share: Rank
     width, hidden = local_widths(model, layout.tensor), model.hidden_size
     mlp = 2 * hidden * (3 if model.mlp.gated else 2) * width.ffn
     total = 0.0
-    for lengths in chain.from_iterable(block.all for block in chain(*share.stages)):
+    for lengths in chain.from_iterable(block.whole for block in chain(*share.stages)):
         own, other = lengths.own, lengths.other
         projections = own * 2 * hidden * (2 * width.query + 2 * width.kv)
         scores = own * 4 * width.query * lengths.keys
