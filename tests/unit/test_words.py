@@ -61,7 +61,10 @@ def test_old_phrases_are_gone():
         text = (ROOT / name).read_text(encoding="utf-8")
         if ROOT / name == GUIDE:
             text = ROW.sub("", text)
+        words = text.lower()
         for phrase, pattern in phrases.items():
+            if not all(word in words for word in phrase.lower().split()):
+                continue  # many times as fast as the pattern
             for match in pattern.finditer(text):
                 line = text.count("\n", 0, match.start()) + 1
                 found.append(f"{name}:{line}: {phrase}")

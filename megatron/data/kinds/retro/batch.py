@@ -15,8 +15,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron.data.gpt_batch import GPTBatch
-
 
 class RetroSample(NamedTuple):
     text: Any
@@ -25,18 +23,21 @@ class RetroSample(NamedTuple):
 
 
 class RetroBatch(NamedTuple):
-    text: GPTBatch
+    text: Any
+    """What a GPT's collator makes."""
     neighbors_BLKR: Tensor
     """Tokens of the neighbours of every chunk, int64; where there are fewer, or a document ends
     early, the end-of-document token."""
 
     @property
     def tokens_BS(self) -> Tensor:
-        return self.text.tokens_BS
+        tokens_BS: Tensor = self.text.tokens_BS
+        return tokens_BS
 
     @property
     def loss_mask_BS(self) -> Tensor:
-        return self.text.loss_mask_BS
+        loss_mask_BS: Tensor = self.text.loss_mask_BS
+        return loss_mask_BS
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> RetroBatch:
         return RetroBatch(
@@ -49,7 +50,7 @@ class RetroBatch(NamedTuple):
 class RetroCollator:
     """Batches samples with their neighbours; ``collate`` batches their text."""
 
-    collate: Callable[[Sequence[Any]], GPTBatch]
+    collate: Callable[[Sequence[Any]], Any]
 
     def __call__(self, samples: Sequence[RetroSample]) -> RetroBatch:
         neighbors_BLKR = np.stack([sample.neighbors_LKR for sample in samples])
