@@ -36,22 +36,22 @@ class NeighborStore(Protocol):
         of the chunks that end, whose earlier tokens may have come before: [1, C x m, H]."""
         ...
 
-    def by_chunk(self, x_1TH: Tensor) -> Sequence[Tensor]:
+    def by_chunk(self, x_1TH: Tensor | None) -> Sequence[Tensor]:
         """Of all chunks that end, [1, C x n, H], to those of each, [1, n, H]: what is computed one
-        by one does not depend on the others."""
+        by one does not depend on the others. None if there are none."""
         ...
 
     def attend(
         self,
+        encoder_1TH: Tensor | None,
         layer: int,
         q_1SND: Tensor,
-        encoder_1TH: Tensor,
         keys_and_values: Callable[[Tensor], tuple[Tensor, Tensor]],
         scores: AttentionScoring,
     ) -> Tensor:
         """[1, S, N, D] of a block's attention to the neighbours of the last chunk that has ended,
         with the token itself, and zeros before there is one. The encoder's output is that for the
-        chunks that end, [1, C x E, H], of which the function gives keys and values
+        chunks that end, [1, C x E, H], and None without any; the function gives its keys and values
         [1, ..., K, D]."""
         ...
 

@@ -113,16 +113,18 @@ class NeighborCache:
         flat.index_copy_(0, self._written_T, x_1TH[0, : len(self._written_T)])
         return states_XPH[list(self.ended)].flatten(0, 1).unsqueeze(0)
 
-    def by_chunk(self, x_1TH: Tensor) -> Sequence[Tensor]:
+    def by_chunk(self, x_1TH: Tensor | None) -> Sequence[Tensor]:
         """See `NeighborStore.by_chunk`."""
-        count = len(self.ended)
-        return x_1TH.chunk(count, 1) if count else ()
+        if not self.ended:
+            return ()
+        assert x_1TH is not None
+        return x_1TH.chunk(len(self.ended), 1)
 
     def attend(
         self,
+        encoder_1TH: Tensor | None,
         layer: int,
         q_1SND: Tensor,
-        encoder_1TH: Tensor,
         keys_and_values: Callable[[Tensor], tuple[Tensor, Tensor]],
         scores: AttentionScoring,
     ) -> Tensor:
