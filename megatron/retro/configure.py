@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 from megatron.config import ConfigError, DataConfig, Settings, TokenizerConfig
 from megatron.config.flags import Setting, build, names_of
-from megatron.data.kinds.retro.project import CONFIG_FILE, GPT, RetroProject
+from megatron.data.kinds.retro.project import CONFIG_FILE, GPT, RetroProject, write_json
 from megatron.retro.blocks import barrier
 from megatron.retro.config import PreprocessConfig
 from megatron.retro.gpt_run import gpt_run, gpt_settings
 from megatron.retro.preprocessing import Preprocessing
 from megatron.training.plan import TrainingPlan
 from megatron.training.run import Run
-from megatron.util.files import write_whole
 from megatron.util.processes import is_main_process
 
 
@@ -36,7 +34,7 @@ def configured(settings: Settings) -> Preprocessing:
         content = _content(config, gpt_run(gpt_settings(config, others)))
         if is_main_process():
             folder.mkdir(parents=True, exist_ok=True)
-            write_whole(folder / CONFIG_FILE, json.dumps(content, indent=2).encode())
+            write_json(folder / CONFIG_FILE, content)
         barrier()
     project = RetroProject(folder)
     config = build(PreprocessConfig, _completed(settings, project))

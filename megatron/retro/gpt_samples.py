@@ -20,6 +20,7 @@ from megatron.families import family_of
 from megatron.training.plan import TrainingPlan
 from megatron.training.run import Run
 
+
 @dataclass(frozen=True)
 class GPTSamples:
     """The samples of a part.

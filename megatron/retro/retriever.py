@@ -32,9 +32,7 @@ class Retriever:
         searched: how many chunks are searched for, before any are left out.
     """
 
-    def __init__(
-        self, project: RetroProject, embedder: Embedder, searched: int = SEARCHED
-    ) -> None:
+    def __init__(self, project: RetroProject, embedder: Embedder, searched: int = SEARCHED) -> None:
         self.project, self.embedder, self.searched = project, embedder, searched
         self.database = project.database()
 

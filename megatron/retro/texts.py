@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -9,7 +11,7 @@ from megatron.tokenizer import Tokenizer
 
 
 def chunk_texts(
-    tokenizer: Tokenizer, tokens_NM: npt.NDArray[np.integer], eod: int | None
+    tokenizer: Tokenizer, tokens_NM: Iterable[npt.NDArray[np.integer]], eod: int | None
 ) -> list[str]:
     """The text of chunks, int [N, M] or a list of N arrays; without end-of-document tokens ``eod``,
     which also pad chunks."""
