@@ -11,16 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from megatron.config import ConfigError, Settings
+from megatron.config import ConfigError
 from megatron.data.index_cache import digest_of
 from megatron.data.kinds.retro.neighbors import DATASET
-from megatron.data.kinds.retro.project import GPT, RetroProject
+from megatron.data.kinds.retro.project import GPT
+from megatron.data.sources import PARTS
 from megatron.retro.blocks import Block, blocks_of, run_blocks
-from megatron.retro.config import PreprocessConfig
-from megatron.retro.configure import project_run, record
-from megatron.retro.embedding import build_embedder
 from megatron.retro.gpt_samples import SampleChunks, gpt_samples
 from megatron.retro.index import index_file
+from megatron.retro.preprocessing import Preprocessing
 from megatron.retro.retriever import Retriever
 from megatron.util.digests import digest
 
@@ -29,25 +28,25 @@ _CHUNKS_AT_ONCE = 4096
 """Embedded and searched for together; memory does not depend on the size of blocks."""
 
 
-def query_neighbors(project: RetroProject, config: PreprocessConfig, settings: Settings) -> None:
+def query_neighbors(work: Preprocessing) -> None:
     """Writes the neighbours of the samples of training, validation and test, and names their
-    folders in the project's configuration. ``settings`` are the flags of training that the embedder
-    needs. Raises ValueError or OSError if an earlier stage is missing, or a file cannot be read or
-    written."""
+    folders in the project's configuration. Raises ValueError or OSError if an earlier stage is
+    missing, or a file cannot be read or written."""
+    project, config = work.project, work.config
     searched, kept = config.retro_query_num_neighbors_query, config.retro_query_num_neighbors_save
     if kept > searched:
         raise ConfigError(
             f"--retro-query-num-neighbors-save {kept} is more than "
             f"--retro-query-num-neighbors-query {searched}: search for at least as many as are kept"
         )
-    retriever = Retriever(project, build_embedder(config, settings), searched)
+    retriever = Retriever(project, work.embedder, searched)
     numbers = {prefix: number for number, prefix in enumerate(retriever.database.sources)}
-    folders: dict[str, str | None] = dict.fromkeys(("train", "valid", "test"))
-    for part, samples in gpt_samples(project_run(project)).items():
-        per_sample = project.seq_length // project.chunk_length
+    per_sample = project.seq_length // project.chunk_length
+    folders: dict[str, str | None] = dict.fromkeys(PARTS)
+    for part, samples in gpt_samples(work.run).items():
         chunks = SampleChunks(samples, per_sample, project.chunk_length, numbers)
-        description = _description(project, config, retriever, part, len(chunks))
-        folder = project.query_folder / f"{part}_{digest(json.dumps(description, sort_keys=True))}"
+        name = digest(json.dumps(_description(work, retriever, part, len(chunks)), sort_keys=True))
+        folder = project.query_folder / f"{part}_{name}"
         folders[part] = str(folder.relative_to(project.folder))
         run_blocks(
             blocks_of(folder, len(chunks), config.retro_block_size),
@@ -56,7 +55,7 @@ def query_neighbors(project: RetroProject, config: PreprocessConfig, settings: S
             validate=config.retro_task_validate,
         )
     if config.retro_task_validate is None:
-        record(project, {NEIGHBOR_DIRS: folders})
+        project.record({NEIGHBOR_DIRS: folders})
 
 
 def neighbors_of(
@@ -75,17 +74,17 @@ def neighbors_of(
 
 
 def _description(
-    project: RetroProject, config: PreprocessConfig, retriever: Retriever, part: str, count: int
+    work: Preprocessing, retriever: Retriever, part: str, count: int
 ) -> dict[str, Any]:
     """Everything that the neighbours of a part depend on, for the name of their folder."""
-    data = {key: value for key, value in project.settings.items() if key.startswith(GPT)}
-    index = np.memmap(index_file(project, config), np.uint8, "r")
+    config, settings = work.config, work.project.settings
+    index = np.memmap(index_file(work.project), np.uint8, "r")
     return {
         "part": part,
         "chunks": count,
-        "data": data,
+        "data": {key: value for key, value in settings.items() if key.startswith(GPT)},
         "database": digest_of(retriever.database.table),
-        "embedder": dict(retriever.embedder.identity),
+        "embedder": dict(work.embedder.identity),
         "index": digest_of(index),
         "search": [config.retro_query_nprobe, config.retro_query_ef_search],
         "searched": config.retro_query_num_neighbors_query,

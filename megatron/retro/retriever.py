@@ -49,7 +49,7 @@ class Retriever:
     ) -> npt.NDArray[np.int64]:
         """Numbers of the ``k`` chunks nearest to each chunk of tokens, int64 [N, k], nearest first,
         -1 where there are fewer; without those of the documents that ``exclude`` has for each."""
-        texts = chunk_texts(self.project.tokenizer, tokens_NM, self.project.eod)
+        texts = chunk_texts(self.project.tokenizer, tokens_NM)
         numbers_NQ, _ = self.index.search(self.embedder.embed(texts), max(self.searched, k))
         dropped_NQ = numbers_NQ < 0
         if exclude is not None:

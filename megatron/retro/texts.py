@@ -1,4 +1,4 @@
-"""The text of chunks, for an embedder."""
+"""The text of chunks, as embedders read it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import numpy.typing as npt
 from megatron.tokenizer import Tokenizer
 
 
-def chunk_texts(
-    tokenizer: Tokenizer, tokens_NM: Iterable[npt.NDArray[np.integer]], eod: int | None
-) -> list[str]:
-    """The text of chunks, int [N, M] or a list of N arrays; without end-of-document tokens ``eod``,
-    which also pad chunks."""
-    rows = (row.tolist() for row in tokens_NM)
-    return [tokenizer.detokenize([token for token in row if token != eod]) for row in rows]
+def chunk_texts(tokenizer: Tokenizer, tokens: Iterable[npt.NDArray[np.integer]]) -> list[str]:
+    """The text of chunks of tokens, [...] each, without end-of-document tokens, which also pad
+    chunks."""
+    eod = tokenizer.eod
+    return [tokenizer.detokenize(row[row != eod].tolist()) for row in tokens]

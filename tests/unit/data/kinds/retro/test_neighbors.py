@@ -1,12 +1,10 @@
-"""Neighbours in upstream's files, which a script writes from their description."""
+"""Neighbours in upstream's files."""
 
-import math
 import pickle
-from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
+from upstream_retro import write_blocks
 
 from megatron.data.kinds.retro.neighbors import NeighborTable
 
@@ -15,17 +13,6 @@ h5py = pytest.importorskip("h5py")
 KEPT = 20
 CHUNKS = 4
 SAMPLES = 7
-
-
-def write_upstream(folder: Path, rows: np.ndarray, block: int, **options: object) -> None:
-    """``query/PART_HASH`` as upstream's tools write it: a file for every block of chunks, named by
-    its range with ceil(log10 n) + 1 digits."""
-    folder.mkdir(parents=True)
-    digits = math.ceil(math.log10(len(rows))) + 1
-    for start, stop in pairwise([*range(0, len(rows), block), len(rows)]):
-        name = f"{start:0{digits}d}-{stop:0{digits}d}.hdf5"
-        with h5py.File(folder / name, "w") as file:
-            file.create_dataset("neighbors", data=rows[start:stop], **options)
 
 
 @pytest.fixture
@@ -39,7 +26,7 @@ def rows() -> np.ndarray:
 @pytest.mark.parametrize("options", [{}, {"chunks": (1, KEPT), "compression": "gzip"}], ids=str)
 def test_rows_are_those_of_the_files(tmp_path, rows, block, options):
     """Blocks end within samples, at their ends, and beyond the last one."""
-    write_upstream(tmp_path / "train_0a1b", rows, block, **options)
+    write_blocks(tmp_path / "train_0a1b", rows, block, **options)
     table = NeighborTable(tmp_path / "train_0a1b", CHUNKS)
     assert len(table) == SAMPLES and table.kept == KEPT
     for sample in np.random.default_rng(1).permutation(SAMPLES).tolist():
@@ -50,14 +37,14 @@ def test_rows_are_those_of_the_files(tmp_path, rows, block, options):
 
 
 def test_a_sample_that_does_not_exist(tmp_path, rows):
-    write_upstream(tmp_path / "query", rows, 10)
+    write_blocks(tmp_path / "query", rows, 10)
     for sample in (-1, SAMPLES):
         with pytest.raises(IndexError):
             NeighborTable(tmp_path / "query", CHUNKS).rows(sample)
 
 
 def test_a_copy_for_another_process_reads_the_files_itself(tmp_path, rows):
-    write_upstream(tmp_path / "query", rows, 10)
+    write_blocks(tmp_path / "query", rows, 10)
     table = NeighborTable(tmp_path / "query", CHUNKS)
     for sample in range(SAMPLES):
         table.rows(sample)
@@ -67,7 +54,7 @@ def test_a_copy_for_another_process_reads_the_files_itself(tmp_path, rows):
 
 
 def test_files_that_are_being_written_are_not_read(tmp_path, rows):
-    write_upstream(tmp_path / "query", rows, 10)
+    write_blocks(tmp_path / "query", rows, 10)
     (tmp_path / "query" / "028-038.hdf5.partial-00").write_bytes(b"")
     assert len(NeighborTable(tmp_path / "query", CHUNKS)) == SAMPLES
 
@@ -81,7 +68,7 @@ def test_files_that_are_being_written_are_not_read(tmp_path, rows):
     ],
 )
 def test_missing_files_are_named(tmp_path, rows, name, expected):
-    write_upstream(tmp_path / "query", rows, 10)
+    write_blocks(tmp_path / "query", rows, 10)
     (tmp_path / "query" / name).unlink()
     chunks = 3 if name == "020-028.hdf5" else CHUNKS
     with pytest.raises(ValueError, match=expected):
@@ -89,8 +76,8 @@ def test_missing_files_are_named(tmp_path, rows, name, expected):
 
 
 def test_rows_in_several_files_are_refused(tmp_path, rows):
-    write_upstream(tmp_path / "query", rows, 10)
-    write_upstream(tmp_path / "more", rows, 7)
+    write_blocks(tmp_path / "query", rows, 10)
+    write_blocks(tmp_path / "more", rows, 7)
     for file in (tmp_path / "more").iterdir():
         file.rename(tmp_path / "query" / file.name)
     with pytest.raises(ValueError, match=r"000-007\.hdf5 and 000-010\.hdf5 are in several files"):
@@ -110,7 +97,7 @@ def test_a_stage_that_did_not_run_is_named(tmp_path, folder):
     ids=["dtype", "rows", "kept"],
 )
 def test_a_file_of_another_layout_is_named(tmp_path, rows, content):
-    write_upstream(tmp_path / "query", rows, 10)
+    write_blocks(tmp_path / "query", rows, 10)
     with h5py.File(tmp_path / "query" / "010-020.hdf5", "w") as file:
         file.create_dataset("neighbors", data=content)
     table = NeighborTable(tmp_path / "query", CHUNKS)
