@@ -108,7 +108,7 @@ def chunks_of(work: Preprocessing, portion: Portion, block: Block) -> dict[str, 
     valid: list[npt.NDArray[np.uint32]] = []
 
     def measure() -> None:
-        texts = chunk_texts(work.tokenizer, tokens, eod)
+        texts = chunk_texts(work.tokenizer, tokens)
         lengths = work.embedder.lengths(texts)
         valid.append(np.column_stack([np.array(rows, np.int64), lengths]).astype(np.uint32))
         rows.clear()
