@@ -8,7 +8,6 @@ each dataset, ``valid.hdf5`` with those of the documents that follow the trainin
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +22,8 @@ from megatron.data.build import Portion
 from megatron.data.kinds.retro.hdf5 import array_shapes, read_array, writing
 from megatron.data.kinds.retro.project import dataset_identity, write_json
 from megatron.families import family_of
-from megatron.retro.blocks import Block, barrier, blocks_of, run_blocks
+from megatron.retro.blocks import FileBlock, barrier, blocks_of, run_blocks
+from megatron.retro.index.strings import training_chunks
 from megatron.retro.preprocessing import Preprocessing
 from megatron.retro.texts import chunk_texts
 from megatron.util.processes import is_main_process
@@ -34,11 +34,6 @@ VALID, INVALID, OFFSETS = "chunks_valid", "chunks_invalid", "doc_offsets"
 length; those without any text for it; and for each document its number and the chunks up to its
 end, uint64 [d, 2]."""
 _TEXTS_AT_ONCE = 4096
-_TRAINED_PER_ROOT = 1024
-"""Chunks that an index is trained on by default, for each unit of the root of the corpus: as many
-clusters as 4 roots, and 256 chunks each."""
-_ALL_BELOW = 1_000_000
-"""Chunks of a corpus that are all used for that."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +45,7 @@ class Dataset:
     portion: Portion
     documents: range
     """The training documents, and what follows them in the file."""
-    blocks: list[Block]
+    blocks: list[FileBlock]
 
     @property
     def trained(self) -> int:
@@ -64,7 +59,7 @@ def build_database(work: Preprocessing) -> None:
     datasets = datasets_of(work)
     dataset_of = {block.path: dataset for dataset in datasets for block in dataset.blocks}
 
-    def make(block: Block) -> Mapping[str, np.ndarray]:
+    def make(block: FileBlock) -> Mapping[str, np.ndarray]:
         return chunks_of(work, dataset_of[block.path].portion, block)
 
     blocks = [block for dataset in datasets for block in dataset.blocks]
@@ -91,14 +86,14 @@ def datasets_of(work: Preprocessing) -> list[Dataset]:
         size = work.config.retro_doc_block_size
         folder = work.project.database_folder / "individual" / name
         blocks = [
-            Block(documents.start + b.start, documents.start + b.stop, b.path)
+            FileBlock(documents.start + b.start, documents.start + b.stop, b.path)
             for b in blocks_of(folder, len(documents), size)
         ]
         found.append(Dataset(number, name, portion, documents, blocks))
     return found
 
 
-def chunks_of(work: Preprocessing, portion: Portion, block: Block) -> dict[str, np.ndarray]:
+def chunks_of(work: Preprocessing, portion: Portion, block: FileBlock) -> dict[str, np.ndarray]:
     """The chunks of a block of documents: pieces of the chunk length from the beginning of each,
     without an end-of-document token at its end."""
     length, eod = work.project.chunk_length, work.tokenizer.eod
@@ -146,7 +141,7 @@ def _merge(work: Preprocessing, datasets: list[Dataset]) -> None:
         )
     if total >= 2**32 or any(d.documents.stop >= 2**32 for d in datasets):
         raise ConfigError(f"{total} chunks are more than the format's 2**32")
-    wanted = work.config.retro_index_ntrain or trained_by_default(total)
+    wanted = training_chunks(work.config, total, work.embedder.width)
     for dataset, info in zip(datasets, infos, strict=True):
         share = int(wanted * dataset.portion.weight)
         info["n_chunks_sampled"] = min(max(share, 1), info["n_chunks_train"])
@@ -166,11 +161,6 @@ def _merge(work: Preprocessing, datasets: list[Dataset]) -> None:
         f"db-build: {total:,} chunks of {sum(info['n_docs_train'] for info in infos):,} documents "
         f"({left_out:,} without text are left out)"
     )
-
-
-def trained_by_default(chunks: int) -> int:
-    """Chunks that the index of a corpus is trained on, unless a flag says how many."""
-    return min(chunks, max(_ALL_BELOW, _TRAINED_PER_ROOT * math.isqrt(chunks)))
 
 
 def _counts(dataset: Dataset) -> dict[str, Any]:
@@ -195,10 +185,10 @@ def _counts(dataset: Dataset) -> dict[str, Any]:
     }
 
 
-Rows = Callable[[Dataset, Block], tuple[np.ndarray, np.ndarray]]
+Rows = Callable[[Dataset, FileBlock], tuple[np.ndarray, np.ndarray]]
 
 
-def _rows(trained: bool, dataset: Dataset, block: Block) -> tuple[np.ndarray, np.ndarray]:
+def _rows(trained: bool, dataset: Dataset, block: FileBlock) -> tuple[np.ndarray, np.ndarray]:
     """The chunks of a block's documents that are for training, or are not, and the offsets of these
     documents."""
     chunks, offsets = read_array(block.path, VALID), read_array(block.path, OFFSETS)
