@@ -73,10 +73,32 @@ class BlockLengths(NamedTuple):
     Attributes:
         own: of the hidden states that it computes.
         other: of the sequence that its cross-attention reads; 0 without cross-attention.
+        seen: how many of its own a token attends to, where parts of them attend by themselves; 0
+            for all.
+        other_seen: the same of the other sequence.
+        inside: blocks that run inside of this one.
     """
 
     own: int
     other: int = 0
+    seen: int = 0
+    other_seen: int = 0
+    inside: tuple[BlockLengths, ...] = ()
+
+    @property
+    def whole(self) -> tuple[BlockLengths, ...]:
+        """This block and those inside of it."""
+        return self, *self.inside
+
+    @property
+    def keys(self) -> int:
+        """Tokens of its own sequence that a token attends to."""
+        return self.seen or self.own
+
+    @property
+    def other_keys(self) -> int:
+        """Tokens of the other sequence that a token attends to."""
+        return self.other_seen or self.other
 
 
 RETRIEVAL_FLAGS = frozenset(field.name for field in dataclasses.fields(RetrievalFlags))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,10 +17,17 @@ from megatron.data.kinds.retro.pipeline import RetroData
 from megatron.data.kinds.retro.run_settings import retro_settings
 from megatron.data.scored_text import ScoredText
 from megatron.families import gpt
-from megatron.families.family import RETRIEVAL_FLAGS, GenerationSpec, NeighborSpec
+from megatron.families.family import RETRIEVAL_FLAGS, BlockLengths, GenerationSpec, NeighborSpec
 from megatron.families.gpt import GPT, GPTData
+from megatron.model.flops import TransformerShape, block_flops
 from megatron.model.layer_list import LayerCache, LayerState
-from megatron.model.retro import ADDED_PARTS, encoder_travels, retro_layers
+from megatron.model.retro import (
+    ADDED_PARTS,
+    RetrievalLengths,
+    blocks_flops,
+    encoder_travels,
+    retro_layers,
+)
 from megatron.model.spec import ModelSpec
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.tokenizer import Tokenizer
@@ -80,6 +88,26 @@ class Retro(GPT):
         layers = partial(retro_layers, model, parallel)
         crossing = partial(travels, model)
         return ModelSpec(layers, partial(begin, model), crossing, added_parts=ADDED_PARTS)
+
+    def shape(self, model: ModelConfig, run: RunConfig | None = None) -> TransformerShape:
+        plain = block_flops(model, model.seq_length, model.seq_length)
+        linear, scores = (
+            sum(found) - model.num_layers * of_plain
+            for found, of_plain in zip(zip(*blocks_flops(model), strict=True), plain, strict=True)
+        )
+        return dataclasses.replace(super().shape(model, run), within=(linear, scores))
+
+    def block_lengths(self, model: ModelConfig) -> tuple[BlockLengths, ...]:
+        sample, retrieved, neighbor, of_chunk, chunk = RetrievalLengths.of(model)
+        retrieval = model.retrieval
+        attending = retrieval.retro_cross_attention_layers
+        encoder = [BlockLengths(retrieved, seen=neighbor)] * retrieval.retro_encoder_layers
+        encoder[0] = BlockLengths(retrieved, sample, neighbor, chunk)
+        found = [BlockLengths(sample)] * model.num_layers
+        for number in attending:
+            inside = tuple(encoder) if number == attending[0] else ()
+            found[number - 1] = BlockLengths(sample, retrieved, 0, of_chunk, inside)
+        return tuple(found)
 
     def generation(self, config: RunConfig, tokenizer: Tokenizer | None) -> GenerationSpec:
         model, retrieval = config.model, config.model.retrieval
