@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -23,10 +26,26 @@ from megatron.parallel.shard import Init
 from megatron.parallel.tensor_parallel import TensorParallel
 
 
+class Folding(Protocol):
+    """Cuts sequences into parts that attend by themselves: between projections and kernel, so that
+    tensor and sequence parallelism know nothing of it."""
+
+    def fold(self, q_BSND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of parts: as many samples as there are parts. The positions in
+        a part are 0, 1, 2, ..., and it has no masks."""
+        ...
+
+    def unfold(self, y_PSND: Tensor, samples: int, length: int) -> Tensor:
+        """The output of the parts as that of so many samples with so many queries,
+        [B, S, N, D]."""
+        ...
+
+
 class Attention(nn.Module):
     """Projects to queries, keys and values by one GEMM, attends, projects back. Cross-attention
     computes keys and values from the encoder's output, and has no positions. ``recompute`` computes
-    the kernel again in the backward pass instead of keeping its inner activations."""
+    the kernel again in the backward pass instead of keeping its inner activations. With a
+    ``folding`` parts of the sequences attend by themselves; a cache has its own way to do so."""
 
     def __init__(
         self,
@@ -35,9 +54,11 @@ class Attention(nn.Module):
         tp: TensorParallel,
         recompute: bool,
         kind: AttentionKind = "causal",
+        folding: Folding | None = None,
     ) -> None:
         super().__init__()
         attention = config.attention
+        self.folding = folding
         self.layer, self.group, self.recompute = layer, tp.group, recompute
         self.head_dim = attention.kv_channels
         self.dropout = attention.attention_dropout
@@ -75,31 +96,44 @@ class Attention(nn.Module):
         elif state.cache is None:
             projected = self.q(x_BSH), *self.kv(state.encoder)
         else:
-            return self._attend_encoded(x_BSH, state.cache)
+            return self._attend_encoded(x_BSH, state, state.cache)
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)
+        samples, length = q.shape[:2]
+        positions, masks = state.position_ids, state.masks
+        if self.folding is not None:
+            q, k, v = self.folding.fold(q, k, v)
+            positions = masks = None
         # Heads and sequence are transposed only now, so that a kernel's output has the layout that
         # the projection reads.
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotation is not None:
             lengths = None if state.cache is None else state.cache.lengths_BS
-            angles = self.rotation.angles(q.shape[1], state.position_ids, lengths, q.device)
+            angles = self.rotation.angles(q.shape[1], positions, lengths, q.device)
             q, k = apply_rope(q, *angles), apply_rope(k, *angles)
         if state.cache is not None:
             y_BSND = state.cache.attend(self.layer, q, k, v, self.scores, state.bias)
             return self.proj(y_BSND.flatten(2))
         q_BNSD, k_BKSD, v_BKSD = (x.transpose(1, 2) for x in (q, k, v))
-        masks = state.masks or AttentionMasks()
-        inputs = q_BNSD, k_BKSD, v_BKSD, masks, state.bias if self.biased else None
+        inputs = (
+            q_BNSD,
+            k_BKSD,
+            v_BKSD,
+            masks or AttentionMasks(),
+            state.bias if self.biased else None,
+        )
         if self.recompute and q.requires_grad:
             # Recomputed compiled code must not find masks that the first pass made.
             attend = self._attend_unmade if torch.compiler.is_compiling() else self._attend
             y_BNSD = checkpoint(attend, *inputs, use_reentrant=False)
         else:
             y_BNSD = self._attend(*inputs)
-        return self.proj(y_BNSD.transpose(1, 2).flatten(2))
+        y_BSND = y_BNSD.transpose(1, 2)
+        if self.folding is not None:
+            y_BSND = self.folding.unfold(y_BSND, samples, length)
+        return self.proj(y_BSND.flatten(2))
 
-    def _attend_encoded(self, x_BSH: Tensor, cache: LayerCache) -> Tensor:
+    def _attend_encoded(self, x_BSH: Tensor, state: LayerState, cache: LayerCache) -> Tensor:
         def keys_and_values(encoder_BTH: Tensor) -> tuple[Tensor, Tensor]:
             k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self.kv(encoder_BTH))
             return (k if self.k_norm is None else self.k_norm(k)), v
@@ -107,7 +141,10 @@ class Attention(nn.Module):
         q = self.q(x_BSH).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None:
             q = self.q_norm(q)
-        y_BSND = cache.attend_encoded(self.layer, q, keys_and_values, self.scores)
+        attend = cache.attend_encoded
+        if cache.neighbors is not None:
+            attend = partial(cache.neighbors.attend, state.encoder)
+        y_BSND = attend(self.layer, q, keys_and_values, self.scores)
         return self.proj(y_BSND.flatten(2))
 
     def _attend_unmade(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.config import ConfigError, ModelConfig
-from megatron.model.attention import Attention
+from megatron.model.attention import Attention, Folding
 from megatron.model.attention_masks import AttentionKind
 from megatron.model.layer_list import LayerState
 from megatron.model.mlp import MLP
@@ -19,7 +19,8 @@ class Block(nn.Module):
     ``parallel_residual``, both computed from the same stream; with ``cross``, attention to the
     output of an encoder between the two, for which a parallel residual is a ConfigError. With
     ``apply_residual_connection_post_layernorm`` each is added to its norm's output, which makes a
-    stack of blocks between two norms a post-norm transformer. The other arguments are those of
+    stack of blocks between two norms a post-norm transformer. ``foldings`` are those of the
+    attention to its own sequence and to the encoder's; the other arguments are those of
     :class:`Attention`.
 
     With ``hands_on`` the sum with the output of the MLP is left to the next block (``pending`` of
@@ -35,6 +36,7 @@ class Block(nn.Module):
         recompute_attention: bool,
         kind: AttentionKind = "causal",
         cross: bool = False,
+        foldings: tuple[Folding | None, Folding | None] = (None, None),
     ) -> None:
         super().__init__()
         post = nn.Identity if not config.norm.post_norm else lambda: build_norm(config, tp)
@@ -43,7 +45,7 @@ class Block(nn.Module):
         self.parallel = config.parallel_residual
         self.adds_to_normed = config.norm.apply_residual_connection_post_layernorm
         self.attention_norm = build_norm(config, tp)
-        self.attention = Attention(config, layer, tp, recompute_attention, kind)
+        self.attention = Attention(config, layer, tp, recompute_attention, kind, foldings[0])
         self.attention_post_norm = post()
         self.cross_attention = None
         if cross:
@@ -53,7 +55,9 @@ class Block(nn.Module):
                     "decoder's attention to its encoder is between the two: leave the flag out"
                 )
             self.cross_attention_norm = build_norm(config, tp)
-            self.cross_attention = Attention(config, layer, tp, recompute_attention, "cross")
+            self.cross_attention = Attention(
+                config, layer, tp, recompute_attention, "cross", foldings[1]
+            )
             self.cross_attention_post_norm = post()
         self.mlp_norm = None if config.shared_parallel_norm else build_norm(config, tp)
         self.mlp = MLP(config, tp)
@@ -67,7 +71,7 @@ class Block(nn.Module):
         y = (normed if self.adds_to_normed else x) + attended
         if self.cross_attention is not None:
             normed = self.cross_attention_norm(y)
-            seen = self.dropout(self.cross_attention_post_norm(self.cross_attention(normed, state)))
+            seen, state = self.attend_across(normed, state)
             y = (normed if self.adds_to_normed else y) + seen
         if self.mlp_norm is not None:
             normed = self.mlp_norm(x if self.parallel else y)
@@ -77,3 +81,10 @@ class Block(nn.Module):
         if self.hands_on:
             return state.changed(hidden=y, pending=last)
         return state.with_hidden(y + last)
+
+    def attend_across(self, normed: Tensor, state: LayerState) -> tuple[Tensor, LayerState]:
+        """What the attention of normed hidden states to the encoder's output adds to them, and the
+        state after it."""
+        assert self.cross_attention is not None
+        seen = self.cross_attention_post_norm(self.cross_attention(normed, state))
+        return self.dropout(seen), state

@@ -1,0 +1,79 @@
+"""The chunks of a retrieval database, and their tokens.
+
+Shape suffixes: N chunks, R tokens of a chunk with its continuation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.data.samples import Documents
+
+DATASET, DOCUMENT, START, STOP, BERT_LENGTH = range(5)
+"""The columns of a table of chunks."""
+
+
+class ChunkDatabase:
+    """Chunks of the documents of several datasets; item i of ``table``, uint32 [N, 5], says of
+    chunk i its dataset, its document there, its first token, the one after its last, and its length
+    in the tokens of the embedder.
+
+    Args:
+        sources: the documents of each dataset, by its number.
+        chunk_length: tokens of a chunk, fewer at the end of a document.
+        eod: the token that short ones are padded with.
+    """
+
+    def __init__(
+        self,
+        table: npt.NDArray[np.uint32],
+        sources: Sequence[Documents],
+        chunk_length: int,
+        eod: int,
+    ) -> None:
+        self.table = table
+        self.chunk_length, self.eod = chunk_length, eod
+        self._sources = sources
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @property
+    def sources(self) -> list[str]:
+        """The prefix of each dataset."""
+        return [source.prefix for source in self._sources]
+
+    def tokens(self, chunks: npt.ArrayLike, retrieved: int = 1) -> npt.NDArray[np.int64]:
+        """The tokens of chunks, int64 [...], each with those that follow it in its document,
+        ``retrieved`` chunks in all: int64 [..., retrieved * chunk_length]. After the end of its
+        document, and for chunk -1, the end-of-document token."""
+        chunks = np.asarray(chunks, np.int64)
+        length = retrieved * self.chunk_length
+        tokens_NR = np.full((chunks.size, length), self.eod, np.int64)
+        rows = self.table[np.maximum(chunks.ravel(), 0)].tolist() if len(self) else []
+        for tokens_R, chunk, row in zip(tokens_NR, chunks.ravel().tolist(), rows, strict=False):
+            self._check(chunk)
+            if chunk >= 0:
+                source = self._sources[row[DATASET]]
+                available = int(source.sequence_lengths[row[DOCUMENT]]) - row[START]
+                count = min(length, available)
+                tokens_R[:count] = source.get(row[DOCUMENT], row[START], count)
+        return tokens_NR.reshape(*chunks.shape, length)
+
+    def documents(self, chunks: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """(dataset, document) of chunks, int64 [...]: int64 [..., 2], both -1 for chunk -1."""
+        chunks = np.asarray(chunks, np.int64)
+        found = np.full((*chunks.shape, 2), -1, np.int64)
+        known = chunks >= 0
+        found[known] = self.table[chunks[known], :START]
+        return found
+
+    def _check(self, chunk: int) -> None:
+        if chunk >= len(self):
+            raise ValueError(
+                f"chunk {chunk} of a database of {len(self)}: the neighbours are those of another "
+                "database; run query-neighbors again"
+            )

@@ -1,0 +1,184 @@
+"""The folder of a retrieval project: its configuration, its files, its database and neighbours."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megatron.config import ConfigError, DataConfig, Setting, Settings, TokenizerConfig
+from megatron.data.kinds.retro.chunks import ChunkDatabase
+from megatron.data.kinds.retro.hdf5 import read_array
+from megatron.data.kinds.retro.neighbors import NeighborTable
+from megatron.data.pipeline import open_indexed
+from megatron.tokenizer import build_tokenizer
+from megatron.util.files import write_whole
+from megatron.util.processes import is_main_process
+
+CONFIG_FILE = "config.json"
+OLD_CONFIG_FILE = "args.json"
+"""Its name in 2023."""
+GPT = "retro_gpt_"
+"""What the names of the settings of the GPT's data begin with."""
+_OWN = frozenset({"retro_gpt_chunk_length"})
+"""Settings whose name training has, too."""
+_OF_TRAINING = ("seq_length", "seed", "global_batch_size", "train_samples", "eval_interval",
+                "eval_iters")  # fmt: skip
+_FILES = ("vocab_file", "merge_file", "tokenizer_model")
+
+
+class RetroProject:
+    """A project folder of ``tools/retro/preprocess_data.py``. ConfigError if it has no
+    configuration, or one that cannot be read."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.config_file = self.folder / CONFIG_FILE
+        if not self.config_file.is_file():
+            self.config_file = self.folder / OLD_CONFIG_FILE
+        self.settings = read_settings(self.config_file)
+        """The values of ``config.json``, by name."""
+
+    @staticmethod
+    def exists(folder: Path) -> bool:
+        """Whether a folder has a project's configuration."""
+        return any((folder / name).is_file() for name in (CONFIG_FILE, OLD_CONFIG_FILE))
+
+    def record(self, values: Mapping[str, Any]) -> None:
+        """Adds values to the configuration; of several processes the main one writes it."""
+        self.settings |= values
+        if is_main_process():
+            content = json.dumps(self.settings, indent=2)
+            write_whole(self.folder / CONFIG_FILE, content.encode())
+
+    @property
+    def chunk_length(self) -> int:
+        """Tokens of a chunk."""
+        return int(self._value("retro_gpt_chunk_length"))
+
+    @property
+    def seq_length(self) -> int:
+        """Tokens of a sample that the model reads."""
+        return int(self._value("retro_gpt_seq_length"))
+
+    @property
+    def database_folder(self) -> Path:
+        return self.folder / "db"
+
+    @property
+    def index_folder(self) -> Path:
+        return self.folder / "index"
+
+    @property
+    def query_folder(self) -> Path:
+        return self.folder / "query"
+
+    @property
+    def database_file(self) -> Path:
+        """The chunks that neighbours are numbers of."""
+        return self.database_folder / "merged" / "train.hdf5"
+
+    @property
+    def datasets_file(self) -> Path:
+        """The datasets of the database, in their order."""
+        return self.database_folder / "indexed_dataset_infos.json"
+
+    def database(self, eod: int | None = None) -> ChunkDatabase:
+        """The chunks of the training documents, padded with the end-of-document token ``eod``, by
+        default that of the project's tokenizer. ConfigError if db-build has not run."""
+        if not self.database_file.is_file():
+            raise ConfigError(
+                f"--retro-project-dir {self.folder} has no database ({self.database_file}); run "
+                "tools/retro/preprocess_data.py --retro-tasks db-build"
+            )
+        sources = [
+            open_indexed(self.data_path(info["prefix"]))
+            for info in json.loads(self.datasets_file.read_text(encoding="utf-8"))
+        ]
+        table = read_array(self.database_file, "chunks")
+        found = self.eod if eod is None else eod
+        return ChunkDatabase(table, sources, self.chunk_length, found)
+
+    def neighbors(self, part: str) -> NeighborTable:
+        """The neighbours of the samples of a part: ``train``, ``valid`` or ``test``. ConfigError if
+        they have not been searched for."""
+        folder = (self.settings.get("retro_neighbor_dirs") or {}).get(part)
+        if folder is None:
+            raise ConfigError(
+                f"--retro-project-dir {self.folder} has no neighbours for {part}; run "
+                "tools/retro/preprocess_data.py --retro-tasks query-neighbors"
+            )
+        path = self.folder / folder
+        if not path.is_dir():  # of upstream: relative to the folder of the queries
+            path = self.query_folder / Path(folder).name
+        return NeighborTable(path, self.seq_length // self.chunk_length)
+
+    @cached_property
+    def eod(self) -> int:
+        """The end-of-document token of the GPT's tokenizer."""
+        values = {
+            field.name: self.data_settings()[field.name].value
+            for field in dataclasses.fields(TokenizerConfig)
+            if field.name in self.data_settings()
+        }
+        return build_tokenizer(TokenizerConfig(**values)).eod
+
+    def data_settings(self) -> Settings:
+        """What a run takes from the project over its flags, by field name: data, tokenizer, sizes
+        of samples and batches, and the numbers of samples."""
+        names = {field.name for cls in (DataConfig, TokenizerConfig) for field in
+                 dataclasses.fields(cls)} | set(_OF_TRAINING)  # fmt: skip
+        found = {}
+        for key, value in self.settings.items():
+            name = key if key in _OWN else key.removeprefix(GPT)
+            if not key.startswith(GPT) or value is None or not (name in names or key in _OWN):
+                continue
+            if name in _FILES:
+                value = self._inside(value)
+            elif name == "data_path":
+                value = tuple(self.data_path(str(word)) for word in value)
+            elif isinstance(value, list):
+                value = tuple(value)
+            found[name] = Setting(value, f"{self.config_file}: {key}")
+        return found
+
+    def data_path(self, prefix: str) -> str:
+        """A word of --data-path, whose prefixes may be relative to the project's folder of data."""
+        beside = self.folder / "data" / prefix
+        inside = "://" not in prefix and Path(f"{beside}.idx".replace(".idx.idx", ".idx")).is_file()
+        return str(beside) if inside else prefix
+
+    def _inside(self, path: str) -> str:
+        """A path that may be relative to the project."""
+        beside = self.folder / path
+        return str(beside) if beside.exists() else path
+
+    def _value(self, name: str) -> Any:
+        if self.settings.get(name) is None:
+            raise ConfigError(
+                f"{self.config_file} has no {name}: it is not of tools/retro/preprocess_data.py"
+            )
+        return self.settings[name]
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The values of a project's ``config.json``. ConfigError if it does not exist or is no JSON
+    object."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"--retro-project-dir {path.parent}: {path.parent / CONFIG_FILE} does not exist; "
+            "tools/retro/preprocess_data.py writes it"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--retro-project-dir {path.parent}: {path} cannot be read: {error}; restore the file, "
+            "or make the project again"
+        ) from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"--retro-project-dir {path.parent}: {path} is no JSON object")
+    return content

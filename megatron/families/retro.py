@@ -1,0 +1,105 @@
+"""Retro: a GPT that reads the text of retrieved neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.config import ModelConfig, ParallelConfig, RunConfig, Setting, Settings
+from megatron.data.gpt_batch import GPTBatch
+from megatron.data.kinds.retro.batch import RetroBatch
+from megatron.data.scored_text import ScoredText
+from megatron.families import gpt
+from megatron.families.family import GenerationSpec, NeighborSpec
+from megatron.families.gpt import GPT, GPTData
+from megatron.model.layer_list import LayerCache, LayerState
+from megatron.model.retro import encoder_travels, retro_layers
+from megatron.model.spec import ModelSpec
+from megatron.parallel.tensor_parallel import TensorParallel
+from megatron.tokenizer import Tokenizer
+
+
+def begin(model: ModelConfig, batch: RetroBatch) -> LayerState:
+    """The initial state of a micro batch: that of its text; the neighbours come in the middle."""
+    return gpt.begin(model, batch.text).changed(batch=batch)
+
+
+def travels(
+    model: ModelConfig, state: LayerState, tp: TensorParallel, index: int
+) -> dict[str, tuple[int, ...]]:
+    """What crosses a stage boundary: hidden states [B, S / slices, H]; between the block that reads
+    the neighbours and the last one that attends to them the encoder's output, too,
+    [B, L x K x R / slices, H]."""
+
+    def shape(samples: int, length: int) -> tuple[int, ...]:
+        assert length % tp.slices == 0
+        return samples, length // tp.slices, model.hidden_size
+
+    found = {"hidden": shape(*state.hidden.shape)}
+    samples, retrieved = state.batch.neighbors_BLKR.flatten(1).shape
+    if retrieved and encoder_travels(model, index):
+        found["encoder"] = shape(samples, retrieved)
+    return found
+
+
+class Retrieved(NamedTuple):
+    """What the layers of a generation take of a batch, [1, C, K, R]."""
+
+    neighbors_BLKR: Tensor
+
+
+def _continue(tokens_1S: Tensor, positions_1S: Tensor, cache: LayerCache) -> LayerState:
+    none = tokens_1S.new_empty(1, 0, 0, 0)
+    batch = Retrieved(none if cache.neighbors is None else cache.neighbors.neighbors_BLKR)
+    return LayerState(tokens_1S, position_ids=positions_1S, cache=cache, batch=batch)
+
+
+def without_neighbors(text: GPTBatch) -> RetroBatch:
+    """A batch whose model does not attend to retrieved text: the paper's Retro[Off]."""
+    samples = text.tokens_BS.shape[0]
+    return RetroBatch(text, torch.empty(samples, 0, 0, 0, dtype=torch.int64))
+
+
+class Retro(GPT):
+    name = "retro"
+    heads = frozenset({"lm"})
+
+    def complete_settings(self, settings: Settings) -> Settings:
+        found = {"retro_add_retriever": Setting(True, f"family {self.name}")}
+        return super().complete_settings(settings) | found
+
+    def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
+        layers = partial(retro_layers, model, parallel)
+        return ModelSpec(layers, partial(begin, model), partial(travels, model))
+
+    def generation(self, config: RunConfig, tokenizer: Tokenizer | None) -> GenerationSpec:
+        model, retrieval = config.model, config.model.retrieval
+        neighbors = NeighborSpec(
+            retrieval.retro_gpt_chunk_length,
+            retrieval.retro_num_neighbors,
+            retrieval.retrieved_length,
+            tuple(number - 1 for number in retrieval.retro_cross_attention_layers),
+            partial(encoder_travels, model),
+        )
+        longest = model.positions.max_position_embeddings
+        return GenerationSpec(_continue, longest, neighbors=neighbors)
+
+    def scored_batch(
+        self,
+        config: RunConfig,
+        tokenizer: Tokenizer,
+        texts: Sequence[ScoredText],
+        pad_to: int | None = None,
+    ) -> Any:
+        """See :meth:`Family.scored_batch`; texts that are scored have no neighbours."""
+        return without_neighbors(super().scored_batch(config, tokenizer, texts, pad_to))
+
+    def data(self, config: RunConfig, tokenizer: Tokenizer) -> GPTData:
+        return GPTData(config, tokenizer)
+
+
+FAMILY = Retro()

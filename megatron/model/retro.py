@@ -1,0 +1,236 @@
+"""Retro as a list of layers: a GPT some of whose blocks attend to the text of neighbours that were
+retrieved for each chunk of a sample (Borgeaud et al. 2022, arXiv:2112.04426, section 2; Wang et al.
+2023, arXiv:2304.06762).
+
+The chunks of a sample have m tokens each, the first of them without what follows the last whole
+one. The neighbours of chunk i are what the tokens from the last one of chunk i up to the one before
+the last of chunk i + 1 attend to: those that are predicted when chunk i is known (chunked
+cross-attention, section 2.4 of the paper).
+
+Shapes: B batch, S sequence, L whole chunks of a sample, M tokens of a chunk, K neighbours of a
+chunk, R tokens of a neighbour with its continuation; N heads and D head width as in attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config import ModelConfig, ParallelConfig
+from megatron.model.block import Block
+from megatron.model.gpt import gpt_layers
+from megatron.model.layer_list import LayerSpec, LayerState, NeighborStore
+from megatron.parallel.tensor_parallel import TensorParallel
+
+
+@dataclass(frozen=True)
+class NeighborsApart:
+    """The encoder's attention to its own sequence: every neighbour, of ``length`` tokens, by
+    itself."""
+
+    length: int
+
+    def fold(self, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (_parts(x, self.length) for x in (q_BSND, k_BSKD, v_BSKD))
+        return q, k, v
+
+    def unfold(self, y_PRND: Tensor, samples: int, length: int) -> Tensor:
+        return _joined(y_PRND, samples)
+
+
+@dataclass(frozen=True)
+class NeighborsToChunks:
+    """The encoder's attention to the decoder: the neighbours of a chunk, together ``retrieved``
+    tokens, to the chunk's own ``chunk`` tokens."""
+
+    retrieved: int
+    chunk: int
+
+    def fold(self, q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q = _parts(q_BTND, self.retrieved)
+        k, v = (_parts(_whole_chunks(x, self.chunk), self.chunk) for x in (k_BSKD, v_BSKD))
+        return q, k, v
+
+    def unfold(self, y_PTND: Tensor, samples: int, length: int) -> Tensor:
+        return _joined(y_PTND, samples)
+
+
+@dataclass(frozen=True)
+class ChunksToNeighbors:
+    """Chunked cross-attention: the ``chunk`` tokens from a chunk's last one on to the chunk's
+    neighbours, together ``retrieved`` tokens. The first ``chunk`` - 1 tokens of a sample attend to
+    nothing, and have zeros."""
+
+    retrieved: int
+    chunk: int
+
+    def fold(self, q_BSND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        length = q_BSND.shape[1]
+        attending = q_BSND[:, self.chunk - 1 :]
+        missing = length // self.chunk * self.chunk - attending.shape[1]
+        q = _parts(F.pad(attending, (0, 0, 0, 0, 0, missing)), self.chunk)
+        k, v = (_parts(x, self.retrieved) for x in (k_BTKD, v_BTKD))
+        return q, k, v
+
+    def unfold(self, y_PMND: Tensor, samples: int, length: int) -> Tensor:
+        y_BSND = _joined(y_PMND, samples)
+        return F.pad(y_BSND, (0, 0, 0, 0, self.chunk - 1, 0))[:, :length]
+
+
+def _parts(x_BSND: Tensor, length: int) -> Tensor:
+    return x_BSND.unflatten(1, (-1, length)).flatten(0, 1)
+
+
+def _joined(x_PSND: Tensor, samples: int) -> Tensor:
+    return x_PSND.unflatten(0, (samples, -1)).flatten(1, 2)
+
+
+def _whole_chunks(x_BSND: Tensor, chunk: int) -> Tensor:
+    return x_BSND[:, : x_BSND.shape[1] // chunk * chunk]
+
+
+class RetrievalEncoder(nn.Module):
+    """Reads the neighbours of all chunks, each by itself; its first block attends to the states of
+    their chunk, too. It has no final norm, as Megatron's."""
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel, recompute_attention: bool) -> None:
+        super().__init__()
+        retrieval = config.retrieval
+        attention = replace(
+            config.attention,
+            attention_dropout=retrieval.retro_encoder_attention_dropout,
+            sliding_window=None,
+        )
+        config = replace(
+            config, attention=attention, hidden_dropout=retrieval.retro_encoder_hidden_dropout
+        )
+        length, chunk = retrieval.retrieved_length, retrieval.retro_gpt_chunk_length
+        foldings = (
+            NeighborsApart(length),
+            NeighborsToChunks(retrieval.retro_num_neighbors * length, chunk),
+        )
+        self.layers = nn.ModuleList(
+            Block(config, n, tp, recompute_attention, "full", cross=n == 0, foldings=foldings)
+            for n in range(retrieval.retro_encoder_layers)
+        )
+
+    def forward(self, neighbors_BTH: Tensor, decoder_BSH: Tensor) -> Tensor:
+        """Embedded neighbours of all chunks, one after another, T = L x K x R tokens, to
+        [B, T, H]."""
+        state = LayerState(neighbors_BTH, encoder=decoder_BSH)
+        for layer in self.layers:
+            state = layer(state)
+        return state.hidden
+
+
+class RetroBlock(Block):
+    """A block that attends to neighbours between its attention and its MLP. The first one of a
+    model, which ``reads`` them, has the encoder: the state's ``encoder`` is the embedded neighbours
+    before it, and the encoder's output after it."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        tp: TensorParallel,
+        recompute_attention: bool,
+        reads: bool,
+    ) -> None:
+        retrieval = config.retrieval
+        chunk = retrieval.retro_gpt_chunk_length
+        retrieved = retrieval.retro_num_neighbors * retrieval.retrieved_length
+        across = ChunksToNeighbors(retrieved, chunk)
+        super().__init__(
+            config, layer, tp, recompute_attention, cross=True, foldings=(None, across)
+        )
+        self.tp, self.chunk, self.gate = tp, chunk, retrieval.retro_attention_gate
+        self.encoder = RetrievalEncoder(config, tp, recompute_attention) if reads else None
+
+    def attend_across(self, normed: Tensor, state: LayerState) -> tuple[Tensor, LayerState]:
+        """See :meth:`Block.attend_across`; nothing is added to tokens before the last one of the
+        first chunk, whose projection would have a bias, nor to any without neighbours."""
+        if state.cache is not None:
+            return self._attend_stored(normed, state, state.cache.neighbors)
+        if state.encoder is None:
+            return torch.zeros_like(normed), state
+        if self.encoder is not None:
+            state = state.changed(encoder=self.encoder(state.encoder, normed))
+        seen, state = super().attend_across(normed, state)
+        places_S = torch.arange(seen.shape[1] * self.tp.slices, device=seen.device)
+        before_S = self.tp.own(places_S, 0) < self.chunk - 1
+        return self._gated(seen, before_S), state
+
+    def _attend_stored(
+        self, normed: Tensor, state: LayerState, store: NeighborStore | None
+    ) -> tuple[Tensor, LayerState]:
+        """The same for the tokens of a generation, some of which may end a chunk."""
+        if store is None:
+            return torch.zeros_like(normed), state
+        if self.encoder is not None:
+            chunks = store.by_chunk(store.chunk_states(normed))
+            read = [
+                self.encoder(neighbors, chunk)
+                for neighbors, chunk in zip(store.by_chunk(state.encoder), chunks, strict=True)
+            ]
+            state = state.changed(encoder=torch.cat(read, 1) if read else None)
+        seen, state = super().attend_across(normed, state)
+        assert state.position_ids is not None
+        return self._gated(seen, state.position_ids[0] < self.chunk - 1), state
+
+    def _gated(self, seen_BSH: Tensor, before_S: Tensor) -> Tensor:
+        seen_BSH = seen_BSH.masked_fill(before_S[:, None], 0.0)
+        return seen_BSH if self.gate == 1.0 else self.gate * seen_BSH
+
+
+def _embed_neighbors(table: nn.Module, state: LayerState) -> LayerState:
+    tokens_BT = state.batch.neighbors_BLKR.flatten(1)
+    if not tokens_BT.shape[1]:
+        return state
+    return state.changed(encoder=table(LayerState(tokens_BT)).hidden)
+
+
+def _place_neighbors(length: int, embedding: nn.Module, state: LayerState) -> LayerState:
+    if state.encoder is None:
+        return state
+    neighbors_BLKR = state.batch.neighbors_BLKR
+    places_R = torch.arange(length, device=neighbors_BLKR.device)
+    places_T = places_R.repeat(neighbors_BLKR.shape[1] * neighbors_BLKR.shape[2])
+    placed = embedding(LayerState(state.encoder, position_ids=places_T))
+    return state.changed(encoder=placed.hidden)
+
+
+def retro_layers(
+    model: ModelConfig, parallel: ParallelConfig, tp: TensorParallel | None = None
+) -> list[LayerSpec]:
+    """The layers of a Retro: those of a GPT, with blocks that attend to neighbours among them;
+    token embedding and positions of the neighbours, which are the GPT's, come before the first of
+    these. ``tp`` is None for a single process."""
+    tp = tp or TensorParallel()
+    retrieval = model.retrieval
+    attending = [number - 1 for number in retrieval.retro_cross_attention_layers]
+    selective = parallel.recompute_granularity == "selective"
+    learned = model.positions.position_embedding_type == "learned_absolute"
+    words, positions, *rest = gpt_layers(model, parallel, tp)
+    words = replace(words, tied_key="embed")
+    if learned or model.norm.embed_layernorm:
+        positions = replace(positions, tied_key="positions")
+    for layer in attending:
+        build = partial(RetroBlock, model, layer, tp, selective, layer == attending[0])
+        rest[layer] = replace(rest[layer], build=build)
+    place = partial(_place_neighbors, retrieval.retrieved_length)
+    neighbors = [
+        replace(words, forward=_embed_neighbors, with_next_block=True),
+        replace(positions, forward=place, with_next_block=True),
+    ]
+    return [words, positions, *rest[: attending[0]], *neighbors, *rest[attending[0] :]]
+
+
+def encoder_travels(model: ModelConfig, index: int) -> bool:
+    """Whether layers from this index of the list on read what the encoder has computed before."""
+    attending = model.retrieval.retro_cross_attention_layers
+    before = 3  # token embeddings and positions, of the text and of its neighbours, less one
+    return before + attending[0] < index <= before + attending[-1]

@@ -1,0 +1,159 @@
+"""Work in blocks: a file for each, which appears whole, over all processes of a run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron.data.kinds.retro.hdf5 import array_shapes, read_array, write_arrays
+from megatron.util.processes import is_main_process
+from megatron.util.progress import progress_bar, say
+
+_SECONDS_BETWEEN_LINES = 30.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Block:
+    """The items ``start`` to ``stop`` - 1 of a stage, and the file of what it makes of them."""
+
+    start: int
+    stop: int
+    path: Path
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+def blocks_of(folder: Path, count: int, size: int) -> list[Block]:
+    """The blocks of ``count`` items, ``size`` each, as files START-END.hdf5 whose numbers have as
+    many digits as upstream writes: ceil(log10(count)) + 1."""
+    digits = len(str(max(count, 1) - 1)) + 1 if count > 1 else 1
+    return [
+        Block(start, stop, folder / f"{start:0{digits}d}-{stop:0{digits}d}.hdf5")
+        for start in range(0, count, size)
+        for stop in (min(start + size, count),)
+    ]
+
+
+def barrier() -> None:
+    """Waits for all processes of the run."""
+    if world_size() > 1:
+        import torch.distributed as dist
+
+        dist.barrier()
+
+
+def rank() -> int:
+    """The number of this process."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """The number of processes of the run."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def run_blocks(
+    blocks: Sequence[Block],
+    make: Callable[[Block], Mapping[str, np.ndarray]],
+    what: str,
+    unit: str = " chunks",
+    validate: float | None = None,
+) -> None:
+    """Writes the files of the blocks that have none: each process makes its share, and returns when
+    all have. With ``validate`` it makes that share of the files again instead, and compares.
+
+    Args:
+        make: the arrays of a block's file, by name.
+        what: the stage, for progress and messages.
+        unit: what a block has, for progress.
+
+    Raises:
+        ValueError: a file is not what ``make`` makes, or cannot be read.
+        OSError: a file cannot be written.
+    """
+    for folder in {block.path.parent for block in blocks}:
+        folder.mkdir(parents=True, exist_ok=True)
+    if validate is not None:
+        _validate(blocks, make, what, unit, validate)
+        return
+    barrier()  # nobody writes while all look
+    missing = [block for block in blocks if not _finished(block)]
+    barrier()
+    finished = len(blocks) - len(missing)
+    if finished and is_main_process():
+        say(f"{what}: {finished} of {len(blocks)} blocks exist")
+    for block in _progress(missing[rank() :: world_size()], what, unit):
+        write_arrays(block.path, make(block))
+    barrier()
+
+
+def _finished(block: Block) -> bool:
+    """Whether a block's file exists; a damaged one is deleted."""
+    if not block.path.exists():
+        return False
+    try:
+        array_shapes(block.path)
+    except ValueError as error:
+        logger.warning("%s; it is made again", error)
+        block.path.unlink(missing_ok=True)
+        return False
+    return True
+
+
+def _validate(
+    blocks: Sequence[Block],
+    make: Callable[[Block], Mapping[str, np.ndarray]],
+    what: str,
+    unit: str,
+    share: float,
+) -> None:
+    existing = [block for block in blocks if block.path.exists()]
+    count = round(share * len(existing)) or min(1, len(existing))
+    chosen = [existing[i * len(existing) // count] for i in range(count)]
+    for block in _progress(chosen[rank() :: world_size()], f"{what}: validating", unit):
+        check_equal(block.path, make(block))
+    barrier()
+    if is_main_process():
+        say(f"{what}: {count} of {len(existing)} blocks made again, all equal")
+
+
+def check_equal(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Compares the arrays of a file with others, bit for bit. ValueError, which names file and
+    array, if they differ."""
+    shapes = array_shapes(path)
+    for name, array in arrays.items():
+        same = name in shapes and read_array(path, name).dtype == array.dtype
+        if not same or read_array(path, name).tobytes() != np.ascontiguousarray(array).tobytes():
+            raise ValueError(
+                f"{path}: {name} is not what this run computes; the file is damaged, or made from "
+                "other data or by another version; delete it and run the task again"
+            )
+    if set(shapes) != set(arrays):
+        raise ValueError(f"{path} has {', '.join(shapes)}, not {', '.join(arrays)}; delete it")
+
+
+def _progress(blocks: Sequence[Block], what: str, unit: str) -> Iterator[Block]:
+    """The blocks, with rate and time left: a bar on a terminal, else a line now and then."""
+    total, done = sum(map(len, blocks)), 0
+    begin = said = time.monotonic()
+    with progress_bar(what, total=total, unit=unit) as bar:
+        for block in blocks:
+            yield block
+            done += len(block)
+            bar.update(len(block))
+            now = time.monotonic()
+            if now - said < _SECONDS_BETWEEN_LINES or sys.stderr.isatty() or not is_main_process():
+                continue
+            said, rate = now, done / (now - begin)
+            left = (total - done) / rate
+            say(f"{what}: {done:,} of {total:,}{unit}, {rate:,.0f}/s, {left / 60:.1f} min left")

@@ -1,0 +1,106 @@
+"""The configuration of a project: written by its first stage, compared by the others."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron.config import ConfigError, DataConfig, Settings, TokenizerConfig
+from megatron.config.flags import Setting, build, names_of
+from megatron.data.kinds.retro.project import CONFIG_FILE, GPT, RetroProject
+from megatron.retro.blocks import barrier
+from megatron.retro.config import PreprocessConfig
+from megatron.retro.gpt_run import gpt_run, gpt_settings
+from megatron.retro.preprocessing import Preprocessing
+from megatron.training.plan import TrainingPlan
+from megatron.training.run import Run
+from megatron.util.files import write_whole
+from megatron.util.processes import is_main_process
+
+
+def configured(settings: Settings) -> Preprocessing:
+    """A project with the flags of its tool, of settings by field name. The first stage writes its
+    ``config.json``; those that follow take from it what the flags leave out. ConfigError if the
+    flags contradict it."""
+    if "retro_project_dir" not in settings:
+        raise ConfigError("missing --retro-project-dir: the folder of the project")
+    folder = Path(settings["retro_project_dir"].value)
+    own = {field.name for field in dataclasses.fields(PreprocessConfig)}
+    others = {name: setting for name, setting in settings.items() if name not in own}
+    exists = RetroProject.exists(folder)
+    barrier()  # nobody writes while all look
+    if not exists:
+        config = build(PreprocessConfig, settings)
+        content = _content(config, gpt_run(gpt_settings(config, others)))
+        if is_main_process():
+            folder.mkdir(parents=True, exist_ok=True)
+            write_whole(folder / CONFIG_FILE, json.dumps(content, indent=2).encode())
+        barrier()
+    project = RetroProject(folder)
+    config = build(PreprocessConfig, _completed(settings, project))
+    if exists:
+        _compare(config, others, project)
+    return Preprocessing(project, config, others)
+
+
+def _completed(settings: Settings, project: RetroProject) -> Settings:
+    """The settings, with the project's for those that files depend on and no flag sets.
+    ConfigError if a flag sets another value."""
+    found = dict(settings)
+    for name in names_of("results", PreprocessConfig):
+        if name not in project.settings:
+            continue
+        value = project.settings[name]
+        value = tuple(value) if isinstance(value, list) else value
+        given = found.setdefault(name, Setting(value, f"{project.config_file}: {name}"))
+        if given.value != value:
+            raise _contradiction(given, name, value, project)
+    return found
+
+
+def _compare(config: PreprocessConfig, others: Settings, project: RetroProject) -> None:
+    """ConfigError if a flag sets another value of the GPT's data than the project has."""
+    known = project.data_settings()
+    for name, given in gpt_settings(config, others).items():
+        if name in known and given.value != known[name].value:
+            raise _contradiction(given, GPT + name, known[name].value, project)
+
+
+def _contradiction(given: Setting, name: str, value: Any, project: RetroProject) -> ConfigError:
+    return ConfigError(
+        f"{given.origin.removeprefix('flag ')} {given.value}: {name} of {project.config_file} is "
+        f"{value}, which the project's files were made with; leave the flag out, or make another "
+        "--retro-project-dir"
+    )
+
+
+def _content(config: PreprocessConfig, run: Run) -> dict[str, Any]:
+    """What ``config.json`` has at first."""
+    training = run.config.training
+    counts = TrainingPlan(run.config).sample_counts
+    return {
+        **{name: getattr(config, name) for name in names_of("results", PreprocessConfig)},
+        "retro_gpt_seq_length": run.config.model.seq_length,
+        "retro_gpt_seed": training.seed,
+        "retro_gpt_global_batch_size": training.global_batch_size,
+        "retro_gpt_eval_interval": training.eval_interval,
+        "retro_gpt_eval_iters": training.eval_iters,
+        "retro_gpt_train_samples": counts[0],
+        "retro_gpt_valid_samples": counts[1],
+        "retro_gpt_test_samples": counts[2],
+        **_given(run.config.data),
+        **_given(run.config.tokenizer),
+        "retro_gpt_split": run.config.data.split,
+        "retro_neighbor_dirs": {},
+    }
+
+
+def _given(part: DataConfig | TokenizerConfig) -> dict[str, Any]:
+    """The values that are not the default, under the project's names."""
+    return {
+        GPT + field.name: getattr(part, field.name)
+        for field in dataclasses.fields(part)
+        if getattr(part, field.name) != field.default
+    }

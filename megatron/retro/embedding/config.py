@@ -1,0 +1,39 @@
+"""The flags of what turns chunks of text into vectors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.flags import POSITIVE, option
+
+EMBEDDERS = ("megatron", "huggingface", "hashing")
+"""See :func:`megatron.retro.embedding.build_embedder`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbedderFlags:
+    """Embedder: what turns chunks of text into vectors, whose distances make neighbours."""
+
+    bert_embedder_type: str | None = option(
+        None,
+        choices=EMBEDDERS,
+        derived="megatron where --bert-load or --load names a model, else hashing",
+    )
+    """megatron: a BERT of this project, Megatron's or DeepSpeed's format; huggingface: the folder
+    of an encoder of transformers or of sentence-transformers; hashing: words and pairs of words
+    hashed into a vector, without a model."""
+    bert_load: str | None = option(None, derived="--load")
+    """Checkpoint, or folder, of the model that embeds chunks."""
+    retro_bert_vocab_file: str | None = option(None, derived="--vocab-file, or the model's own")
+    """vocab.txt of the BERT that embeds chunks."""
+    retro_bert_tokenizer_type: str | None = option(
+        None, derived="--tokenizer-type, or the model's own"
+    )
+    """BertWordPieceLowerCase or BertWordPieceCase, of the BERT that embeds chunks."""
+    retro_bert_batch_size: int = option(128, bounds=POSITIVE)
+    """Chunks that are embedded together; the longest of a block share a batch."""
+    retro_bert_max_chunk_length: int = option(256, bounds=POSITIVE)
+    """Tokens that are read of a chunk at most, special ones included; the model's positions, where
+    they are fewer."""
+    retro_hashing_width: int = option(256, bounds=POSITIVE)
+    """Width of the vectors of --bert-embedder-type hashing."""

@@ -1,0 +1,54 @@
+"""The run of a GPT whose samples get neighbours: data, tokenizer, numbers of samples."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron.config import ConfigError, DataConfig, Setting, Settings, TokenizerConfig
+from megatron.config.kinds import kind_classes
+from megatron.retro.config import PreprocessConfig
+from megatron.training.run import Run, run_of
+
+_ORIGIN = "tools/retro/preprocess_data.py"
+_SMALLEST = {
+    **{"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "micro_batch_size": 1},
+    **{"lr": 1.0, "torch_compile": "off"},
+}
+"""A model whose weights nobody makes: only its data are read."""
+_LENGTHS = frozenset(
+    {"seq_length", "seed", "train_samples", "train_iters", "global_batch_size", "eval_interval",
+     "eval_iters", "rampup_batch_size"}
+)  # fmt: skip
+GPT = "retro_gpt_"
+
+
+def gpt_settings(config: PreprocessConfig, settings: Settings) -> Settings:
+    """The settings of the GPT's data: those of ``--retro-gpt-...``, and for the others those of the
+    flags of training. Tokenizer flags of training are another tokenizer's where one of the GPT's is
+    given."""
+    tokenizer = {field.name for field in dataclasses.fields(TokenizerConfig)}
+    own: Settings = {}
+    for field in dataclasses.fields(config):
+        value, name = getattr(config, field.name), field.name.removeprefix(GPT)
+        if field.name.startswith(GPT) and value not in (None, ()) and name != "chunk_length":
+            own[name] = Setting(value, f"flag --{field.name.replace('_', '-')}")
+    data = [DataConfig, *kind_classes().values()]
+    shared = {field.name for cls in data for field in dataclasses.fields(cls)} | _LENGTHS
+    if not own.keys() & tokenizer:
+        shared |= tokenizer
+    base = {name: settings[name] for name in shared & settings.keys()}
+    if "train_samples" in own:
+        base.pop("train_iters", None)
+    return base | own
+
+
+def gpt_run(settings: Settings) -> Run:
+    """The run whose samples get neighbours, of settings by the field names of training. ConfigError
+    if one that is needed is missing or contradicts others."""
+    if "seq_length" not in settings:
+        raise ConfigError("missing --retro-gpt-seq-length: the tokens of a sample")
+    if not settings.keys() & {"train_samples", "train_iters"}:
+        raise ConfigError("missing --retro-gpt-train-samples: the samples that get neighbours")
+    fixed = {name: Setting(value, _ORIGIN) for name, value in _SMALLEST.items()}
+    fixed["max_position_embeddings"] = settings["seq_length"]
+    return run_of(settings | fixed, 1)

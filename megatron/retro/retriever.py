@@ -1,0 +1,82 @@
+"""The search for the chunks of a database that are nearest to others.
+
+Shape suffixes: N queries, M tokens of a query, D elements of a vector, Q chunks searched for, K
+neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.data.kinds.retro.project import RetroProject
+from megatron.retro.embedding import Embedder
+from megatron.retro.index import VectorIndex
+from megatron.retro.texts import chunk_texts
+
+SEARCHED = 200
+"""Neighbours that are searched for, from which those of other documents are taken."""
+Documents = Collection[tuple[int, int]]
+"""(dataset, document) of some documents."""
+
+
+class Retriever:
+    """Finds the nearest chunks of a project's database.
+
+    Args:
+        project: with a database and an index.
+        embedder: the one that the index was made with.
+        searched: how many chunks are searched for, before any are left out.
+    """
+
+    def __init__(self, project: RetroProject, embedder: Embedder, searched: int = SEARCHED) -> None:
+        self.project, self.embedder, self.searched = project, embedder, searched
+        self.database = project.database()
+
+    @cached_property
+    def index(self) -> VectorIndex:
+        """Opened by the first search."""
+        return open_index(self.project, self.embedder)
+
+    def neighbors(
+        self,
+        tokens_NM: npt.NDArray[np.int64],
+        k: int,
+        exclude: Sequence[Documents] | None = None,
+    ) -> npt.NDArray[np.int64]:
+        """Numbers of the ``k`` chunks nearest to each chunk of tokens, int64 [N, k], nearest first,
+        -1 where there are fewer; without those of the documents that ``exclude`` has for each."""
+        texts = chunk_texts(self.project.tokenizer, tokens_NM)
+        numbers_NQ, _ = self.index.search(self.embedder.embed(texts), max(self.searched, k))
+        dropped_NQ = numbers_NQ < 0
+        if exclude is not None:
+            dropped_NQ |= self._of_documents(numbers_NQ, exclude)
+        return first_kept(numbers_NQ, dropped_NQ, k)
+
+    def _of_documents(
+        self, numbers_NQ: npt.NDArray[np.int64], documents: Sequence[Documents]
+    ) -> npt.NDArray[np.bool_]:
+        """Whether each chunk is of one of the documents of its row."""
+        keys_NQ = _keys(self.database.documents(numbers_NQ))
+        found = np.zeros(numbers_NQ.shape, bool)
+        for row, (keys_Q, own) in enumerate(zip(keys_NQ, documents, strict=True)):
+            if own:
+                found[row] = np.isin(keys_Q, _keys(np.array(list(own), np.int64)))
+        return found
+
+
+def first_kept(
+    numbers_NQ: npt.NDArray[np.int64], dropped_NQ: npt.NDArray[np.bool_], k: int
+) -> npt.NDArray[np.int64]:
+    """The first ``k`` <= Q of each row that are not dropped, followed by -1."""
+    order_NK = np.argsort(dropped_NQ, axis=1, kind="stable")[:, :k]
+    kept = ~np.take_along_axis(dropped_NQ, order_NK, axis=1)
+    return np.where(kept, np.take_along_axis(numbers_NQ, order_NK, axis=1), -1)
+
+
+def _keys(documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """One number for each (dataset, document); both have 32 bits in a database."""
+    return documents[..., 0] << 32 | documents[..., 1]
