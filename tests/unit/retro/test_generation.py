@@ -12,7 +12,7 @@ from megatron.families import family_of
 from megatron.families.retro import Retrieved
 from megatron.inference.execution.runner import PagedRunner
 from megatron.inference.execution.stages import StagedLayers
-from megatron.inference.request import BeamSearch, GenerationRequest, Sampling, StopRules
+from megatron.inference.request import Beams, GenerationRequest, Sampling, StopRules
 from megatron.inference.scheduling.engine import GenerationEngine
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.layer_list import LayerState
