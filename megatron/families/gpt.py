@@ -250,7 +250,7 @@ class GPT(Family):
         slices = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
         return GPTBatch.scoring(texts, fitted(pad_to, needed, longest, slices), longest)
 
-    def data(self, config: RunConfig, tokenizer: Tokenizer) -> GPTData:
+    def data(self, config: RunConfig, tokenizer: Tokenizer) -> DataPipeline:
         if config.model.head == "reward" and config.kind(PreferenceConfig).preference != "reward":
             raise ConfigError(
                 "the model has the head of a reward model, which predicts no tokens: give "

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.data.kinds.retro.chunks import ChunkDatabase
-from megatron.data.kinds.retro.samples import passages
-from megatron.data.samples import Passage
+from megatron.data.kinds.retro.samples import neighbor_texts
+from megatron.data.samples import NeighborText
 from megatron.families import NeighborSpec
 from megatron.inference.execution.neighbor_memory import ending
 from megatron.inference.step import Runner, SequencePart, StepInput, StepOutput
@@ -112,10 +112,10 @@ def _flat(tokens_KR: npt.NDArray[np.int64]) -> tuple[int, ...]:
 
 def passages_read(
     neighbors: ChunkNeighbors, tokens: Sequence[int], detokenize: Callable[[list[int]], str]
-) -> list[Passage]:
+) -> list[NeighborText]:
     """The neighbours that a model has read while it wrote a text, prompt included; the last token
     ends no chunk, since nothing has been computed after it."""
     spec = neighbors.spec
     numbers_NK = neighbors.of_text(tokens[:-1])
     retrieved = spec.neighbor_length // spec.chunk_length
-    return passages(neighbors.database, numbers_NK, retrieved, detokenize)
+    return neighbor_texts(neighbors.database, numbers_NK, retrieved, detokenize)

@@ -52,7 +52,9 @@ class ChunkScores:
     bytes_N: npt.NDArray[np.int64]
 
     def part(self, chosen_N: npt.NDArray[np.bool_]) -> ChunkScores:
-        return ChunkScores(self.log_prob_N[chosen_N], self.tokens_N[chosen_N], self.bytes_N[chosen_N])
+        return ChunkScores(
+            self.log_prob_N[chosen_N], self.tokens_N[chosen_N], self.bytes_N[chosen_N]
+        )
 
     @property
     def loss(self) -> float:

@@ -1,8 +1,8 @@
 """The perplexity of a Retro with and without its neighbours, chunk by chunk, on any layout.
 
-Shape suffixes: B micro batch, S sequence, L chunks of a sample, M tokens of a chunk, K neighbours, Q
-neighbours that files have, N chunks of all samples; P the L chunks of a sample and its last token,
-which begins another one.
+Shape suffixes: B micro batch, S sequence, L chunks of a sample, M tokens of a chunk, K neighbours,
+Q neighbours that files have, N chunks of all samples, I samples; P the L chunks of a sample and its
+last token, which begins another one.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ def _of_chunks(state: LayerState, batch: Any, length: int) -> dict[str, Tensor]:
 
 
 def chunk_log_probs(length: int) -> Measure:
-    """The log-probability of the tokens of every chunk of a sample, [B, P]. The tokens that read the
-    neighbours of a chunk, from its last one on, predict those of the chunk after it."""
+    """The log-probability of the tokens of every chunk of a sample, [B, P]. The tokens that read
+    the neighbours of a chunk, from its last one on, predict those of the chunk after it."""
     take = partial(_of_chunks, length=length)
     return Measure(("log_prob",), take, ends="scores", per_sample=True)
 
@@ -160,9 +160,7 @@ def measure_chunks(
         if model.family == "retro":
             of_batch = partial(_without, collate)
     measure = chunk_log_probs(text.chunk_length)
-    found = measure_samples(
-        engine, samples, of_batch, measure, micro_batch_size, progress=progress
-    )
+    found = measure_samples(engine, samples, of_batch, measure, micro_batch_size, progress=progress)
     return found["log_prob"]
 
 

@@ -14,6 +14,7 @@ from megatron.families import family_of
 from megatron.retro.blocks import Block
 from megatron.retro.gpt_samples import SampleChunks, gpt_samples
 from megatron.retro.index.exact import ExactIndex
+from megatron.retro.preprocessing import project_run
 from megatron.retro.query import neighbors_of
 from megatron.retro.retriever import Retriever
 from megatron.training.plan import TrainingPlan
@@ -52,7 +53,7 @@ def made(request, tmp_path_factory):
     folder: Path = tmp_path_factory.mktemp("retro")
     corpora = [corpus("a", 2 * request.param, 1), corpus("b", request.param, 2)]
     flags = gpt_flags(write_corpora(folder, corpora), SEQ_LENGTH, train_samples=20)
-    table = write_project(folder / "project", corpora, flags, CHUNK)
+    table = write_project(folder / "project", corpora, flags["data_path"][1::2], flags, CHUNK)
     retriever = Retriever(RetroProject(folder / "project"), WordVectors(), SEARCHED)
     vectors = WordVectors().embed([text_of(tokens_of(corpora, row)) for row in table])
     retriever.index = ExactIndex(WordVectors.width)

@@ -14,7 +14,7 @@ from megatron.data.kinds.retro.chunks import ChunkDatabase
 from megatron.data.kinds.retro.hdf5 import read_array
 from megatron.data.kinds.retro.neighbors import NeighborTable
 from megatron.data.pipeline import open_indexed
-from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.util.files import write_whole
 from megatron.util.processes import is_main_process
 
@@ -116,15 +116,20 @@ class RetroProject:
             path = self.query_folder / Path(folder).name
         return NeighborTable(path, self.seq_length // self.chunk_length)
 
-    @cached_property
+    @property
     def eod(self) -> int:
         """The end-of-document token of the GPT's tokenizer."""
+        return self.tokenizer.eod
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The GPT's tokenizer."""
         values = {
             field.name: self.data_settings()[field.name].value
             for field in dataclasses.fields(TokenizerConfig)
             if field.name in self.data_settings()
         }
-        return build_tokenizer(TokenizerConfig(**values)).eod
+        return build_tokenizer(TokenizerConfig(**values))
 
     def data_settings(self) -> Settings:
         """What a run takes from the project over its flags, by field name: data, tokenizer, sizes
