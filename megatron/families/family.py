@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -11,6 +12,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from megatron.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, Settings
+from megatron.config.retrieval import RetrievalFlags
 from megatron.data.pipeline import DataPipeline
 from megatron.data.scored_text import ScoredText
 from megatron.model.flops import TransformerShape
@@ -77,6 +79,9 @@ class BlockLengths(NamedTuple):
     other: int = 0
 
 
+RETRIEVAL_FLAGS = frozenset(field.name for field in dataclasses.fields(RetrievalFlags))
+"""Fields of flags that only models with a retriever depend on."""
+
 STREAM_FLAGS = frozenset(
     {"reset_position_ids", "reset_attention_mask", "eod_mask_loss", "fim_data"}
 )
@@ -95,6 +100,9 @@ class Family(ABC):
     context_reader: ClassVar[Literal["decoder", "encoder"] | None] = None
     """What reads the context of a text whose continuation its models predict; None if they do not
     predict text."""
+    starts_from: ClassVar[frozenset[str]] = frozenset()
+    """Other families from whose weights its models can start: they have all of these, by the same
+    names, and ``added_parts`` of the `ModelSpec`."""
     unused_flags: ClassVar[frozenset[str]] = frozenset()
     """Fields of flags that its models and samples do not depend on, though those of other families
     do; a run refuses them."""

@@ -10,7 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, Setting, Settings
+from megatron.config import (
+    ConfigError,
+    ModelConfig,
+    ParallelConfig,
+    RunConfig,
+    Setting,
+    Settings,
+)
 from megatron.config.kinds.fill_in_the_middle import FimConfig
 from megatron.config.kinds.retro import RetroDataConfig
 from megatron.data.build import Datasets
@@ -23,10 +30,10 @@ from megatron.data.pipeline import DataPipeline
 from megatron.data.samples import RepeatedSamples, SampleDataset, SampleRecipe, SampleView
 from megatron.data.scored_text import ScoredText
 from megatron.families import gpt
-from megatron.families.family import GenerationSpec, NeighborSpec
+from megatron.families.family import RETRIEVAL_FLAGS, GenerationSpec, NeighborSpec
 from megatron.families.gpt import GPT, GPTData
 from megatron.model.layer_list import LayerCache, LayerState
-from megatron.model.retro import encoder_travels, retro_layers
+from megatron.model.retro import ADDED_PARTS, encoder_travels, retro_layers
 from megatron.model.spec import ModelSpec
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.tokenizer import Tokenizer
@@ -198,26 +205,31 @@ class RetroData(DataPipeline):
 
 class Retro(GPT):
     name = "retro"
+    starts_from = frozenset({"gpt"})
+    unused_flags = GPT.unused_flags - RETRIEVAL_FLAGS
     heads = frozenset({"lm"})
 
     def complete_settings(self, settings: Settings) -> Settings:
-        """Those of the project of a run take the place of its flags. Without a retriever the model
-        is a GPT, on the same samples."""
+        """Those of the project of a run take the place of its flags. A program that trains Retros
+        trains a GPT without a retriever, on the same samples."""
         settings = super().complete_settings(settings)
         given = settings.get("retro_project_dir")
         if given is not None:
             settings = with_project(settings, RetroProject(given.value))
         settings = cyclic_settings(settings)
-        retriever = settings.get("retro_add_retriever")
+        named, retriever = settings.get("family"), settings.get("retro_add_retriever")
         if retriever is not None and retriever.value:
             return settings
+        if named is None or named.origin != "this program":
+            return settings | {"retro_add_retriever": Setting(True, f"family {self.name}")}
         ours = {field.name for field in dataclasses.fields(RetroDataConfig)}
         kept = {name: value for name, value in settings.items() if name not in ours}
         return kept | {"family": Setting("gpt", "derived: without --retro-add-retriever")}
 
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
         layers = partial(retro_layers, model, parallel)
-        return ModelSpec(layers, partial(begin, model), partial(travels, model))
+        crossing = partial(travels, model)
+        return ModelSpec(layers, partial(begin, model), crossing, added_parts=ADDED_PARTS)
 
     def generation(self, config: RunConfig, tokenizer: Tokenizer | None) -> GenerationSpec:
         model, retrieval = config.model, config.model.retrieval

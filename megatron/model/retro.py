@@ -26,6 +26,11 @@ from megatron.model.gpt import gpt_layers
 from megatron.model.layer_list import LayerSpec, LayerState, NeighborStore
 from megatron.parallel.tensor_parallel import TensorParallel
 
+ADDED_PARTS = frozenset(
+    {"cross_attention", "cross_attention_norm", "cross_attention_post_norm", "encoder"}
+)
+"""Words in the names of the parameters that a GPT does not have."""
+
 
 @dataclass(frozen=True)
 class NeighborsApart:
