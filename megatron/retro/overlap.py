@@ -74,13 +74,13 @@ class ChunkScores:
 
 
 @dataclass(frozen=True)
-class FilteredScores:
-    """The chunks of which at most a share is in their neighbours, for each share.
+class ScoresByOverlap:
+    """Numbers of the chunks that have a certain share in their neighbours, for several shares.
 
     Attributes:
-        shares: ascending, the last is 1.
+        shares: the largest of each, ascending.
         chunks: how many there are.
-        bits_per_byte: of each model on them; NaN where there are none.
+        bits_per_byte: of each model on them, by its name; NaN where there are none.
         perplexity: the same.
     """
 
@@ -92,17 +92,35 @@ class FilteredScores:
 
 def filtered(
     overlap_N: npt.NDArray[np.float64], scores: Mapping[str, ChunkScores], shares: Sequence[float]
-) -> FilteredScores:
+) -> ScoresByOverlap:
     """The measure of the paper: for each share a the chunks with r(C) <= a, where r(C) is the
     longest common run over the length of a chunk.
 
     Args:
-        overlap_N: r(C) of each chunk.
+        overlap_N: r(C) of each chunk; NaN for what is none, which is left out.
         scores: of several models, or of one with several kinds of neighbours, by name.
     """
-    chosen = [overlap_N <= share for share in shares]
+    return _by_overlap([overlap_N <= share for share in shares], scores, shares)
+
+
+def between(
+    overlap_N: npt.NDArray[np.float64], scores: Mapping[str, ChunkScores], shares: Sequence[float]
+) -> ScoresByOverlap:
+    """The same for the chunks with shares up to each, and above the one before it."""
+    above = (-math.inf, *shares[:-1])
+    chosen = [
+        (overlap_N > least) & (overlap_N <= most) for least, most in zip(above, shares, strict=True)
+    ]
+    return _by_overlap(chosen, scores, shares)
+
+
+def _by_overlap(
+    chosen: Sequence[npt.NDArray[np.bool_]],
+    scores: Mapping[str, ChunkScores],
+    shares: Sequence[float],
+) -> ScoresByOverlap:
     parts = {name: [each.part(few) for few in chosen] for name, each in scores.items()}
-    return FilteredScores(
+    return ScoresByOverlap(
         shares,
         [int(few.sum()) for few in chosen],
         {name: [part.bits_per_byte for part in each] for name, each in parts.items()},

@@ -1,6 +1,5 @@
 """Generation whose neighbours come as the text grows, against the model without pages."""
 
-
 import numpy as np
 import pytest
 import torch
