@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Block:
+class FileBlock:
     """The items ``start`` to ``stop`` - 1 of a stage, and the file of what it makes of them."""
 
     start: int
@@ -33,12 +33,12 @@ class Block:
         return self.stop - self.start
 
 
-def blocks_of(folder: Path, count: int, size: int) -> list[Block]:
+def blocks_of(folder: Path, count: int, size: int) -> list[FileBlock]:
     """The blocks of ``count`` items, ``size`` each, as files START-END.hdf5 whose numbers have as
     many digits as upstream writes: ceil(log10(count)) + 1."""
     digits = len(str(max(count, 1) - 1)) + 1 if count > 1 else 1
     return [
-        Block(start, stop, folder / f"{start:0{digits}d}-{stop:0{digits}d}.hdf5")
+        FileBlock(start, stop, folder / f"{start:0{digits}d}-{stop:0{digits}d}.hdf5")
         for start in range(0, count, size)
         for stop in (min(start + size, count),)
     ]
@@ -63,8 +63,8 @@ def world_size() -> int:
 
 
 def run_blocks(
-    blocks: Sequence[Block],
-    make: Callable[[Block], Mapping[str, np.ndarray]],
+    blocks: Sequence[FileBlock],
+    make: Callable[[FileBlock], Mapping[str, np.ndarray]],
     what: str,
     unit: str = " chunks",
     validate: float | None = None,
@@ -97,7 +97,7 @@ def run_blocks(
     barrier()
 
 
-def _finished(block: Block) -> bool:
+def _finished(block: FileBlock) -> bool:
     """Whether a block's file exists; a damaged one is deleted."""
     if not block.path.exists():
         return False
@@ -111,8 +111,8 @@ def _finished(block: Block) -> bool:
 
 
 def _validate(
-    blocks: Sequence[Block],
-    make: Callable[[Block], Mapping[str, np.ndarray]],
+    blocks: Sequence[FileBlock],
+    make: Callable[[FileBlock], Mapping[str, np.ndarray]],
     what: str,
     unit: str,
     share: float,
@@ -142,7 +142,7 @@ def check_equal(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
         raise ValueError(f"{path} has {', '.join(shapes)}, not {', '.join(arrays)}; delete it")
 
 
-def _progress(blocks: Sequence[Block], what: str, unit: str) -> Iterator[Block]:
+def _progress(blocks: Sequence[FileBlock], what: str, unit: str) -> Iterator[FileBlock]:
     """The blocks, with rate and time left: a bar on a terminal, else a line now and then."""
     total, done = sum(map(len, blocks)), 0
     begin = said = time.monotonic()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from megatron.config import ConfigError, DataConfig, Setting, Settings, TokenizerConfig
 from megatron.config.kinds import kind_classes
-from megatron.retro.config import PreprocessConfig
+from megatron.retro.config import RetroPreprocessConfig
 from megatron.training.run import Run, run_of
 
 _ORIGIN = "tools/retro/preprocess_data.py"
@@ -22,7 +23,7 @@ _LENGTHS = frozenset(
 GPT = "retro_gpt_"
 
 
-def gpt_settings(config: PreprocessConfig, settings: Settings) -> Settings:
+def gpt_settings(config: RetroPreprocessConfig, settings: Settings) -> Settings:
     """The settings of the GPT's data: those of ``--retro-gpt-...``, and for the others those of the
     flags of training. Tokenizer flags of training are another tokenizer's where one of the GPT's is
     given."""
@@ -32,7 +33,7 @@ def gpt_settings(config: PreprocessConfig, settings: Settings) -> Settings:
         value, name = getattr(config, field.name), field.name.removeprefix(GPT)
         if field.name.startswith(GPT) and value not in (None, ()) and name != "chunk_length":
             own[name] = Setting(value, f"flag --{field.name.replace('_', '-')}")
-    data = [DataConfig, *kind_classes().values()]
+    data: list[Any] = [DataConfig, *kind_classes().values()]
     shared = {field.name for cls in data for field in dataclasses.fields(cls)} | _LENGTHS
     if not own.keys() & tokenizer:
         shared |= tokenizer

@@ -11,7 +11,7 @@ from upstream_retro import EOD, Corpus, corpus, gpt_flags, write_corpora, write_
 from megatron.config import Setting
 from megatron.data.kinds.retro.project import RetroProject
 from megatron.families import family_of
-from megatron.retro.blocks import Block
+from megatron.retro.blocks import FileBlock
 from megatron.retro.gpt_samples import SampleChunks, gpt_samples
 from megatron.retro.index.exact import ExactIndex
 from megatron.retro.preprocessing import project_run
@@ -105,7 +105,7 @@ def test_neighbors_equal_brute_force(made, part, samples):
     """In the order of the training run; a block begins and ends within a sample."""
     chunks, reference = parts_of(made)[part], samples_of_training(made[1])[part]
     assert len(chunks) == samples * SEQ_LENGTH // CHUNK
-    block = Block(3, len(chunks) - 2, Path("unused"))
+    block = FileBlock(3, len(chunks) - 2, Path("unused"))
     found = neighbors_of(chunks, made[-1], KEPT, block)["neighbors"]
     assert found.dtype == np.int64 and found.shape == (len(block), KEPT)
     expected = [

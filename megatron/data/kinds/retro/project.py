@@ -9,12 +9,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron.config import ConfigError, DataConfig, Setting, Settings, TokenizerConfig
 from megatron.data.kinds.retro.chunks import ChunkDatabase
 from megatron.data.kinds.retro.hdf5 import read_array
 from megatron.data.kinds.retro.neighbors import NeighborTable
 from megatron.data.pipeline import open_indexed
+from megatron.data.samples import Documents
 from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.util.digests import digest_of_parts
 from megatron.util.files import write_whole
 from megatron.util.processes import is_main_process
 
@@ -23,6 +27,8 @@ OLD_CONFIG_FILE = "args.json"
 """Its name in 2023."""
 GPT = "retro_gpt_"
 """What the names of the settings of the GPT's data begin with."""
+_COMPARED = 64
+"""Documents of a dataset whose tokens are compared."""
 _OWN = frozenset({"retro_gpt_chunk_length"})
 """Settings whose name training has, too."""
 _OF_TRAINING = ("seq_length", "seed", "global_batch_size", "train_samples", "eval_interval",
@@ -51,8 +57,7 @@ class RetroProject:
         """Adds values to the configuration; of several processes the main one writes it."""
         self.settings |= values
         if is_main_process():
-            content = json.dumps(self.settings, indent=2)
-            write_whole(self.folder / CONFIG_FILE, content.encode())
+            write_json(self.folder / CONFIG_FILE, self.settings)
 
     @property
     def chunk_length(self) -> int:
@@ -94,10 +99,10 @@ class RetroProject:
                 f"--retro-project-dir {self.folder} has no database ({self.database_file}); run "
                 "tools/retro/preprocess_data.py --retro-tasks db-build"
             )
-        sources = [
-            open_indexed(self.data_path(info["prefix"]))
-            for info in json.loads(self.datasets_file.read_text(encoding="utf-8"))
-        ]
+        sources = []
+        for info in json.loads(self.datasets_file.read_text(encoding="utf-8")):
+            sources.append(open_indexed(self.data_path(info["prefix"])))
+            self._compare(sources[-1], info)
         table = read_array(self.database_file, "chunks")
         found = self.eod if eod is None else eod
         return ChunkDatabase(table, sources, self.chunk_length, found)
@@ -156,6 +161,16 @@ class RetroProject:
         inside = "://" not in prefix and Path(f"{beside}.idx".replace(".idx.idx", ".idx")).is_file()
         return str(beside) if inside else prefix
 
+    def _compare(self, documents: Documents, info: Mapping[str, Any]) -> None:
+        """ConfigError if a dataset is not the one that the database was made of."""
+        for name, value in dataset_identity(documents).items():
+            if info.get(name, value) != value:
+                raise ConfigError(
+                    f"{documents.prefix} has changed since {self.database_folder} was made of it: "
+                    "its chunks are other text now; restore the files, or make another "
+                    "--retro-project-dir"
+                )
+
     def _inside(self, path: str) -> str:
         """A path that may be relative to the project."""
         beside = self.folder / path
@@ -167,6 +182,20 @@ class RetroProject:
                 f"{self.config_file} has no {name}: it is not of tools/retro/preprocess_data.py"
             )
         return self.settings[name]
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes or replaces a file atomically."""
+    write_whole(path, json.dumps(content, indent=2).encode() + b"\n")
+
+
+def dataset_identity(documents: Documents) -> dict[str, str]:
+    """Digests that differ between versions of a dataset: of all lengths, and of the tokens of some
+    documents."""
+    count = len(documents)
+    some = [i * count // _COMPARED for i in range(_COMPARED)] if count else []
+    tokens = (documents.get(i).astype(np.int64).data for i in dict.fromkeys(some))
+    return {"lengths_digest": documents.lengths_digest, "tokens_digest": digest_of_parts(tokens)}
 
 
 def read_settings(path: Path) -> dict[str, Any]:
