@@ -6,20 +6,21 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.config import ConfigError, ModelConfig, Settings
+from megatron.config import ConfigError, ModelConfig
 from megatron.config.flags import POSITIVE, option
 from megatron.data.kinds.retro.project import RetroProject
 from megatron.data.sources import PARTS
 from megatron.engine.train_engine import ModelEngine
 from megatron.families import family_of
 from megatron.retro.gpt_samples import gpt_samples
+from megatron.retro.model_check import check_model
 from megatron.retro.overlap import ChunkScores, ScoresByOverlap, between, filtered
 from megatron.retro.perplexity import (
     NEIGHBORS,
@@ -82,7 +83,8 @@ def run_evaluation(description: str | None, argv: Sequence[str] | None = None) -
         model = found.engine.config.model
         wanted = wanted_neighbors(options.neighbors, model)
         run = project_run(project)
-        check_model(model, project, run)
+        check_model(model, project, run.tokenizer)
+        _check_length(model, project)
         text = evaluated_text(project, run, options.part, options.samples)
         results, scores = _measured(found.engine, run, text, wanted)
         if not is_main_process():
@@ -122,25 +124,13 @@ def wanted_neighbors(given: str | None, model: ModelConfig) -> list[Neighbors]:
     return found
 
 
-def check_model(model: ModelConfig, project: RetroProject, run: Run) -> None:
-    """Raises ConfigError if a model cannot read the samples of a project."""
-    where = project.config_file
-    if run.tokenizer.vocab_size != model.vocabulary.size:
+def _check_length(model: ModelConfig, project: RetroProject) -> None:
+    longest = model.positions.longest
+    if longest is not None and project.seq_length > longest:
         raise ConfigError(
-            f"the model has a vocabulary of {model.vocabulary.size} tokens, and that of {where} has "
-            f"{run.tokenizer.vocab_size}: name the project of its training (--retro-project-dir)"
-        )
-    if model.positions.longest is not None and project.seq_length > model.positions.longest:
-        raise ConfigError(
-            f"samples of {where} have {project.seq_length} tokens, and the model has "
-            f"{model.positions.longest} positions: make the project again with a shorter "
+            f"samples of {project.config_file} have {project.seq_length} tokens, and the model has "
+            f"{longest} positions: make the project again with a shorter "
             "--retro-gpt-seq-length, or name another checkpoint"
-        )
-    length = model.retrieval.retro_gpt_chunk_length
-    if model.retrieval.retro_add_retriever and length != project.chunk_length:
-        raise ConfigError(
-            f"the model reads the neighbours of chunks of {length} tokens, and those of {where} have "
-            f"{project.chunk_length} (retro_gpt_chunk_length): name the project of its training"
         )
 
 

@@ -14,7 +14,7 @@ from megatron.inference.request import Beams, GenerationRequest, Sampling, StopR
 from megatron.inference.scheduling.engine import GenerationEngine
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.layer_list import LayerState
-from megatron.retro.generation import ChunkNeighbors, RetrievingRunner, passages_read
+from megatron.retro.generation import ChunkNeighbors, RetrievingRunner, neighbors_read
 
 RETRO = {
     "family": "retro",
