@@ -21,11 +21,12 @@ from megatron.data.samples import NeighborText, Piece, SampleDataset, checked_in
 
 @dataclass(frozen=True)
 class RetroSamples:
-    """The samples of another dataset, each with the nearest neighbours of its chunks. Samples after
-    the last of the table have none.
+    """The first samples of another dataset, each with the nearest neighbours of its chunks. Samples
+    after the last of the table have none.
 
     Args:
-        text: the samples.
+        text: the dataset.
+        count: how many of its samples.
         table: the neighbours of their chunks.
         database: the text of the neighbours.
         neighbors: how many of each chunk are read (K).
@@ -34,6 +35,7 @@ class RetroSamples:
     """
 
     text: SampleDataset[Any]
+    count: int
     table: NeighborTable
     database: ChunkDatabase
     neighbors: int
@@ -41,7 +43,7 @@ class RetroSamples:
     numbers: Mapping[str, int] | None = None
 
     def __len__(self) -> int:
-        return len(self.text)
+        return self.count
 
     def __getitem__(self, index: int, /) -> RetroSample:
         index = checked_index(index, len(self))
