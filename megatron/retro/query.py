@@ -39,7 +39,7 @@ def query_neighbors(work: Preprocessing) -> None:
             f"--retro-query-num-neighbors-query {searched}: search for at least as many as are kept"
         )
     retriever = Retriever(project, work.embedder, searched, config)
-    numbers = {prefix: number for number, prefix in enumerate(retriever.database.sources)}
+    numbers = retriever.database.numbers
     per_sample = project.seq_length // project.chunk_length
     folders: dict[str, str | None] = dict.fromkeys(PARTS)
     for part, samples in gpt_samples(work.run).items():
@@ -79,7 +79,7 @@ def _description(
     config, settings = work.config, work.project.settings
     from megatron.retro.index import index_file
 
-    index = np.memmap(index_file(work.project, config), np.uint8, "r")
+    index = np.memmap(index_file(work.project), np.uint8, "r")
     return {
         "part": part,
         "chunks": count,
