@@ -45,6 +45,19 @@ class Chosen(NamedTuple):
     units: range
 
 
+class Portion(NamedTuple):
+    """The documents of a file that belong to a part of the data."""
+
+    source: DataSource
+    path: str
+    documents: Documents
+    """All of the file."""
+    units: range
+    """Numbers of those that belong to the part."""
+    weight: float
+    """Of the file in its blend; they sum to 1."""
+
+
 @dataclass(frozen=True)
 class DatasetBuilder:
     """Builds datasets, without a GPU or a process group. `readers` makes the reader of each kind of
@@ -113,6 +126,38 @@ class DatasetBuilder:
         part of a small corpus, which should still train. Errors: see :meth:`datasets`."""
         if not num_samples:
             return None
+        groups = self._chosen(blend, part)
+        chosen = list(chain.from_iterable(groups))
+        if not chosen:
+            return None
+        name = part if name in (None, part) else f"{part}-{name}"
+        if blend.is_plain:
+            return self._single(chosen[0], num_samples, name)
+        weights = normalised_weights(self._weights(blend.flag, groups), blend.flag)
+        samples = [
+            self._single(each, part_samples(num_samples, weight), name)
+            for each, weight in zip(chosen, weights, strict=True)
+        ]
+        cache = IndexCache.beside(chosen[0].path, self.cache_path)
+        return BlendedDataset.build(samples, weights, num_samples, cache, name)
+
+    def portions(self, blend: Blend, part: str) -> list[Portion]:
+        """What the samples of a part of one blend are made of, file by file. Errors: see
+        :meth:`datasets`."""
+        groups = self._chosen(blend, part)
+        chosen = list(chain.from_iterable(groups))
+        weights = [1.0] * len(chosen)
+        if not blend.is_plain:
+            weights = normalised_weights(self._weights(blend.flag, groups), blend.flag)
+        return [
+            Portion(
+                each.source, each.path, self._documents(each.source, each.path), each.units, weight
+            )
+            for each, weight in zip(chosen, weights, strict=True)
+        ]
+
+    def _chosen(self, blend: Blend, part: str) -> list[list[Chosen]]:
+        """The files of each source that have documents for the part."""
         groups = []
         for source in blend.sources:
             files = []
@@ -127,19 +172,7 @@ class DatasetBuilder:
                 logger.warning(problem)
             if files:
                 groups.append(files)
-        chosen = list(chain.from_iterable(groups))
-        if not chosen:
-            return None
-        name = part if name in (None, part) else f"{part}-{name}"
-        if blend.is_plain:
-            return self._single(chosen[0], num_samples, name)
-        weights = normalised_weights(self._weights(blend.flag, groups), blend.flag)
-        samples = [
-            self._single(each, part_samples(num_samples, weight), name)
-            for each, weight in zip(chosen, weights, strict=True)
-        ]
-        cache = IndexCache.beside(chosen[0].path, self.cache_path)
-        return BlendedDataset.build(samples, weights, num_samples, cache, name)
+        return groups
 
     def _single(self, chosen: Chosen, num_samples: int, name: str) -> SampleDataset[Any]:
         source, path, units = chosen

@@ -22,7 +22,7 @@ import numpy as np
 from megatron.config import ConfigError, RunConfig
 from megatron.config.flags import flag_of
 from megatron.config.kinds import DOCUMENTS, file_kinds, kind_classes
-from megatron.data.build import DatasetBuilder, Datasets, SourceReader
+from megatron.data.build import DatasetBuilder, Datasets, Portion, SourceReader
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed import IndexedDataset
 from megatron.data.indexed.dataset_checks import TokenExtremes
@@ -271,6 +271,12 @@ class DataPipeline(ABC):
     def prebuild(self, sample_counts: tuple[int, int, int], workers: int) -> None:
         """Build the index cache of a run in advance; see :meth:`DatasetBuilder.prebuild`."""
         self._builder().prebuild(self.parts, sample_counts, workers)
+
+    def training_portions(self) -> list[Portion]:
+        """The documents that the training samples are made of, file by file, in the order of the
+        flags. Raises ValueError or OSError for files that cannot be used."""
+        train = self.parts.train
+        return [] if train is None else self._builder().portions(train, PARTS[0])
 
     def _unordered(self, sample_counts: tuple[int, int, int]) -> Datasets:
         if not self.config.data.mock_data:

@@ -131,13 +131,16 @@ def _load_random_state(path: Path) -> None:
 
 def together(engine: ModelEngine, step: Callable[[], T]) -> T:
     """Runs ``step`` on this rank and raises on all ranks if it failed on one, so that none waits
-    for a rank that has failed. Raises CheckpointError if it failed; the rank where it failed says
-    why."""
+    for a rank that has failed. A model of one process, such as one beside a run of several, asks no
+    other. Raises CheckpointError if it failed; the rank where it failed says why."""
     try:
         result, error = step(), None
     except Exception as caught:
         result, error = None, caught
-    if any_rank(error is not None, engine.device):
+    failed = error is not None
+    if engine.mesh.world.size > 1:
+        failed = any_rank(failed, engine.device)
+    if failed:
         if isinstance(error, CheckpointError | OSError) or error is None:
             raise error or CheckpointError(
                 f"--load {engine.config.checkpoint.load}: see the error of another rank"

@@ -12,7 +12,7 @@ from functools import cache
 from importlib import import_module
 
 from megatron.config import ConfigError, ModelConfig, ParallelConfig
-from megatron.families.family import BlockLengths, Family, GenerationSpec
+from megatron.families.family import BlockLengths, Family, GenerationSpec, NeighborSpec
 from megatron.model.layer_list import LayerStack
 from megatron.model.spec import ModelSpec
 from megatron.parallel.tensor_parallel import TensorParallel
@@ -21,6 +21,7 @@ __all__ = [
     "BlockLengths",
     "Family",
     "GenerationSpec",
+    "NeighborSpec",
     "build_model",
     "family_names",
     "family_of",

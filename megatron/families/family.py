@@ -21,6 +21,31 @@ from megatron.model.spec import ModelSpec
 from megatron.tokenizer import Tokenizer
 
 
+class NeighborSpec(NamedTuple):
+    """What models that retrieve read for each chunk of a text.
+
+    Attributes:
+        chunk_length: tokens of a chunk.
+        neighbors: that are read for it.
+        neighbor_length: tokens of a neighbour with its continuation.
+        layers: numbers of the blocks that read them, from 0, ascending; their encoder is at the
+            first.
+        crosses: whether a stage that begins at an index of the layer list reads what their encoder
+            computed before.
+    """
+
+    chunk_length: int
+    neighbors: int
+    neighbor_length: int
+    layers: tuple[int, ...]
+    crosses: Callable[[int], bool]
+
+    @property
+    def tokens(self) -> int:
+        """Of all neighbours of a chunk."""
+        return self.neighbors * self.neighbor_length
+
+
 class GenerationSpec(NamedTuple):
     """How the models of a family continue text.
 
@@ -31,6 +56,7 @@ class GenerationSpec(NamedTuple):
             without an encoder, where the prompt begins the sequence.
         max_prompt: tokens that the encoder reads at most; None without an encoder.
         start_token: what the decoder begins with; None without an encoder.
+        neighbors: that are retrieved for each chunk as the text grows; None without retrieval.
     """
 
     begin: Callable[[Tensor, Tensor, LayerCache], LayerState]
@@ -38,6 +64,7 @@ class GenerationSpec(NamedTuple):
     encoder_layers: int = 0
     max_prompt: int | None = None
     start_token: int | None = None
+    neighbors: NeighborSpec | None = None
 
 
 class BlockLengths(NamedTuple):

@@ -35,7 +35,7 @@ def training_runner(
     config = engine.config
     generation = family_of(config.model.family).generation(config, tokenizer)
     most = min(generation.max_positions, positions)
-    generation = generation._replace(max_positions=most)
+    generation = generation._replace(max_positions=most, neighbors=None)
     pages = sequences * -(-most // PAGE_SIZE)
     engine.prepare_evaluation()
     engine.float8.refresh()

@@ -2,7 +2,8 @@
 
 pages = floor(bytes of a rank / bytes of its page), the fewest of all ranks, at most those of
 ``MOST_SEQUENCES`` sequences of the model's longest length; a page of P positions takes
-2 x blocks of the rank x key and value heads of the rank x P x width of a head x bytes of a number.
+2 x blocks of the rank x key and value heads of the rank x P x width of a head x bytes of a number;
+of a model that retrieves also what `execution.neighbor_memory.NeighborShape` says.
 """
 
 from __future__ import annotations

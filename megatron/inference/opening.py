@@ -14,12 +14,14 @@ from megatron.config import ConfigError, Setting, Settings
 from megatron.engine.train_engine import ModelEngine
 from megatron.families import family_of
 from megatron.inference.execution.adapters import ServedAdapters, named_folders, served_adapters
-from megatron.inference.execution.runner import PagedRunner, page_shape
+from megatron.inference.execution.runner import PagedRunner, page_shape, page_size_of
 from megatron.inference.execution.stages import StagedLayers
 from megatron.inference.memory import CacheConfig
 from megatron.tokenizer import Tokenizer
 from megatron.training.evaluation import opened_checkpoint
 from megatron.training.run import Run
+from megatron.util.processes import is_main_process
+from megatron.util.progress import say
 
 _OWN = Setting(False, "this program")
 
@@ -37,12 +39,16 @@ class OpenedRunner:
 
 @contextmanager
 def opened_runner(
-    settings: Settings, processes: int, cache: CacheConfig, adapters: Sequence[str] = ()
+    settings: Settings,
+    processes: int,
+    cache: CacheConfig,
+    adapters: Sequence[str] = (),
+    retrieves: bool = False,
 ) -> Iterator[OpenedRunner | None]:
     """The checkpoint of ``--load`` in the layout of the flags, until the block ends: on the main
     rank. The others get None, and compute what the main rank asks for before they get it, until its
-    block ends. ``adapters`` are those of ``--adapter``. Raises ConfigError, CheckpointError or
-    OSError if it cannot be used."""
+    block ends. ``adapters`` are those of ``--adapter``, ``retrieves`` is :func:`runner_of`'s.
+    Raises ConfigError, CheckpointError or OSError if it cannot be used."""
     settings = for_generation(settings)
     load = settings["load"].value if "load" in settings else "."
     with _naming_rights(load), opened_checkpoint(settings, processes, "generation") as found:
@@ -54,7 +60,8 @@ def opened_runner(
                 " x --pipeline-model-parallel-size, and another server for each replica"
             )
         served = served_adapters(found.engine, named_folders(adapters), found.folder)
-        runner = runner_of(found.engine, tokenizer, cache, f"--load {found.folder}", served)
+        where = f"--load {found.folder}"
+        runner = runner_of(found.engine, tokenizer, cache, where, served, retrieves)
         if not runner.main:
             runner.follow()
             yield None
@@ -87,11 +94,13 @@ def runner_of(
     cache: CacheConfig,
     where: str = "--load",
     adapters: ServedAdapters | None = None,
+    retrieves: bool = False,
 ) -> PagedRunner:
     """The runner of an engine's model, whose settings were :func:`for_generation`; a rank's part of
     it; all ranks must call it. Each data-parallel replica has a main rank of its own. ``where``
-    names the checkpoint. Raises ConfigError if models of its family do not generate, or there is
-    too little memory for keys and values."""
+    names the checkpoint; with ``retrieves`` every part of a step brings the neighbours of its
+    chunks. Raises ConfigError if models of its family do not generate, or do not retrieve, or there
+    is too little memory for keys and values."""
     config, mesh = engine.config, engine.mesh
     assert not config.parallel.sequence_parallel, "see for_generation"
     family = family_of(config.model.family)
@@ -101,7 +110,16 @@ def runner_of(
             "name a checkpoint of another family"
         )
     stages, generation = StagedLayers.of(engine), family.generation(config, tokenizer)
-    shape = page_shape(stages, config.model)
+    if retrieves and generation.neighbors is None:
+        raise ConfigError(
+            f"{where}: a model of the family {family.name} reads no retrieved text: leave out "
+            "--retro, or name a checkpoint of pretrain_retro.py with --retro-add-retriever"
+        )
+    if generation.neighbors is not None and not retrieves:
+        if is_main_process():
+            say(f"{where}: without --retro the model's attention to retrieved text is left out")
+        generation = generation._replace(neighbors=None)
+    shape = page_shape(stages, config.model, page_size_of(generation), generation.neighbors)
     pages = cache.pages(shape, generation.max_positions, engine.device, mesh.world)
     return PagedRunner(stages, config.model, generation, pages, adapters=adapters)
 

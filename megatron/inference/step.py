@@ -29,6 +29,8 @@ class SequencePart:
         encoded: of a model with an encoder, the number of the encoded prompt that is read.
         long: whether the sequence is, or is part of, one of more than `Runner.long_after` tokens.
         adapter: the name of one of `Runner.adapters`; None for the model without.
+        neighbors: of a model that retrieves, the tokens of the neighbours of each chunk whose last
+            token is among these, one after the other.
     """
 
     tokens: tuple[int, ...]
@@ -41,6 +43,7 @@ class SequencePart:
     encoded: int | None = None
     long: bool = False
     adapter: str | None = None
+    neighbors: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)

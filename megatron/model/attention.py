@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -44,7 +45,7 @@ class Attention(nn.Module):
     """Projects to queries, keys and values by one GEMM, attends, projects back. Cross-attention
     computes keys and values from the encoder's output, and has no positions. ``recompute`` computes
     the kernel again in the backward pass instead of keeping its inner activations. With a
-    ``folding`` parts of the sequences attend by themselves; not with a cache."""
+    ``folding`` parts of the sequences attend by themselves; a cache has its own way to do so."""
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class Attention(nn.Module):
         elif state.cache is None:
             projected = self.q(x_BSH), *self.kv(state.encoder)
         else:
-            return self._attend_encoded(x_BSH, state.cache)
+            return self._attend_encoded(x_BSH, state, state.cache)
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)
         samples, length = q.shape[:2]
         positions, masks = state.position_ids, state.masks
@@ -132,7 +133,7 @@ class Attention(nn.Module):
             y_BSND = self.folding.unfold(y_BSND, samples, length)
         return self.proj(y_BSND.flatten(2))
 
-    def _attend_encoded(self, x_BSH: Tensor, cache: LayerCache) -> Tensor:
+    def _attend_encoded(self, x_BSH: Tensor, state: LayerState, cache: LayerCache) -> Tensor:
         def keys_and_values(encoder_BTH: Tensor) -> tuple[Tensor, Tensor]:
             k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self.kv(encoder_BTH))
             return (k if self.k_norm is None else self.k_norm(k)), v
@@ -140,7 +141,10 @@ class Attention(nn.Module):
         q = self.q(x_BSH).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None:
             q = self.q_norm(q)
-        y_BSND = cache.attend_encoded(self.layer, q, keys_and_values, self.scores)
+        attend = cache.attend_encoded
+        if cache.neighbors is not None:
+            attend = partial(cache.neighbors.attend, state.encoder)
+        y_BSND = attend(self.layer, q, keys_and_values, self.scores)
         return self.proj(y_BSND.flatten(2))
 
     def _attend_unmade(

@@ -21,6 +21,41 @@ from megatron.parallel.shard import init_of, shard_of
 from megatron.parallel.tensor_parallel import TensorParallel, autocast_dtype
 
 
+class NeighborStore(Protocol):
+    """Retrieved neighbours of sequences, for generation, where C chunks of m tokens end among the
+    current tokens, and E tokens are those of all neighbours of a chunk together.
+
+    Attributes:
+        neighbors_BLKR: tokens of the neighbours of these chunks, [1, C, K, R].
+    """
+
+    neighbors_BLKR: Tensor
+
+    def chunk_states(self, x_1SH: Tensor) -> Tensor:
+        """Stores the states of the current tokens that the neighbours' encoder reads; returns those
+        of the chunks that end, whose earlier tokens may have come before: [1, C x m, H]."""
+        ...
+
+    def by_chunk(self, x_1TH: Tensor | None) -> Sequence[Tensor]:
+        """Of all chunks that end, [1, C x n, H], to those of each, [1, n, H]: what is computed one
+        by one does not depend on the others. None if there are none."""
+        ...
+
+    def attend(
+        self,
+        encoder_1TH: Tensor | None,
+        layer: int,
+        q_1SND: Tensor,
+        keys_and_values: Callable[[Tensor], tuple[Tensor, Tensor]],
+        scores: AttentionScoring,
+    ) -> Tensor:
+        """[1, S, N, D] of a block's attention to the neighbours of the last chunk that has ended,
+        with the token itself, and zeros before there is one. The encoder's output is that for the
+        chunks that end, [1, C x E, H], and None without any; the function gives its keys and values
+        [1, ..., K, D]."""
+        ...
+
+
 class LayerCache(Protocol):
     """Keys and values of sequences, for generation: it stores those of the current tokens, which
     may be of several sequences, and attends with their queries to all up to each one's own.
@@ -28,10 +63,12 @@ class LayerCache(Protocol):
     Attributes:
         lengths_BS: tokens of the sequence that each current token is in, int64.
         positions: the most that a sequence has.
+        neighbors: those of a model that retrieves; None without retrieval.
     """
 
     lengths_BS: Tensor
     positions: int
+    neighbors: NeighborStore | None
 
     def attend(
         self,

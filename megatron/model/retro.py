@@ -25,7 +25,7 @@ from megatron.config import ModelConfig, ParallelConfig
 from megatron.model.block import Block
 from megatron.model.flops import block_flops
 from megatron.model.gpt import gpt_layers
-from megatron.model.layer_list import LayerSpec, LayerState
+from megatron.model.layer_list import LayerSpec, LayerState, NeighborStore
 from megatron.parallel.tensor_parallel import TensorParallel
 
 ADDED_PARTS = frozenset(
@@ -160,6 +160,8 @@ class RetroBlock(Block):
     def attend_across(self, normed: Tensor, state: LayerState) -> tuple[Tensor, LayerState]:
         """See :meth:`Block.attend_across`; nothing is added to tokens before the last one of the
         first chunk, whose projection would have a bias, nor to any without neighbours."""
+        if state.cache is not None:
+            return self._attend_stored(normed, state, state.cache.neighbors)
         if state.encoder is None:
             return torch.zeros_like(normed), state
         if self.encoder is not None:
@@ -167,8 +169,28 @@ class RetroBlock(Block):
         seen, state = super().attend_across(normed, state)
         places_S = torch.arange(seen.shape[1] * self.tp.slices, device=seen.device)
         before_S = self.tp.own(places_S, 0) < self.chunk - 1
-        seen = seen.masked_fill(before_S[:, None], 0.0)
-        return (seen if self.gate == 1.0 else self.gate * seen), state
+        return self._gated(seen, before_S), state
+
+    def _attend_stored(
+        self, normed: Tensor, state: LayerState, store: NeighborStore | None
+    ) -> tuple[Tensor, LayerState]:
+        """The same for the tokens of a generation, some of which may end a chunk."""
+        if store is None:
+            return torch.zeros_like(normed), state
+        if self.encoder is not None:
+            chunks = store.by_chunk(store.chunk_states(normed))
+            read = [
+                self.encoder(neighbors, chunk)
+                for neighbors, chunk in zip(store.by_chunk(state.encoder), chunks, strict=True)
+            ]
+            state = state.changed(encoder=torch.cat(read, 1) if read else None)
+        seen, state = super().attend_across(normed, state)
+        assert state.position_ids is not None
+        return self._gated(seen, state.position_ids[0] < self.chunk - 1), state
+
+    def _gated(self, seen_BSH: Tensor, before_S: Tensor) -> Tensor:
+        seen_BSH = seen_BSH.masked_fill(before_S[:, None], 0.0)
+        return seen_BSH if self.gate == 1.0 else self.gate * seen_BSH
 
 
 def _embed_neighbors(table: nn.Module, state: LayerState) -> LayerState:

@@ -19,7 +19,7 @@ from pkgutil import resolve_name
 from megatron.config import ConfigError, ParallelConfig
 from megatron.config.flags import ConfigResolver, build, nearest
 from megatron.engine.environment import distributed
-from megatron.retro.config import TASK_SPELLINGS, PreprocessConfig
+from megatron.retro.config import TASK_SPELLINGS, RetroPreprocessConfig
 from megatron.retro.configure import configured
 from megatron.training.launch import start_processes
 from megatron.training.report import show_log
@@ -45,9 +45,9 @@ def run_preprocessing(description: str | None, argv: Sequence[str] | None = None
     """Runs the tasks of a command line. Raises ValueError or OSError if a flag or file cannot be
     used; the message names it."""
     show_log()
-    settings = RunToolParser(PreprocessConfig, description).settings(argv)
-    ConfigResolver((PreprocessConfig,), settings)
-    stages = stages_of(build(PreprocessConfig, settings).retro_tasks)
+    settings = RunToolParser(RetroPreprocessConfig, description).settings(argv)
+    ConfigResolver((RetroPreprocessConfig,), settings)
+    stages = stages_of(build(RetroPreprocessConfig, settings).retro_tasks)
     processes = start_processes(settings, argv)
     with distributed(ParallelConfig()) if processes > 1 else nullcontext():
         work = configured(settings)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megatron.config.flags import NOT_NEGATIVE, POSITIVE, SHARE, option
 from megatron.retro.embedding.config import EmbedderFlags
+from megatron.retro.index.config import IndexFlags
 
 TASK_SPELLINGS = {
     "query-pretraining-neighbors": "query-neighbors",
@@ -15,7 +16,7 @@ TASK_SPELLINGS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreprocessConfig(EmbedderFlags):
+class RetroPreprocessConfig(EmbedderFlags, IndexFlags):
     """Retro: project, tasks, data of the GPT, embedder, index, neighbours."""
 
     retro_project_dir: str | None = option(None, aliases=("--retro-workdir",))
@@ -30,16 +31,6 @@ class PreprocessConfig(EmbedderFlags):
     """Chunks, or samples, of a file of embeddings, codes or neighbours."""
     retro_doc_block_size: int = option(100_000, bounds=POSITIVE, role="results")
     """Documents of a file of chunks."""
-
-    retro_index_ntrain: int | None = option(
-        None,
-        derived="all chunks of small corpora, else 1024 for each unit of the root of their number",
-        aliases=("--retro-nchunks-sampled",),
-        bounds=POSITIVE,
-        role="results",
-    )
-    """Chunks that the index is trained on: the first of each dataset, in proportion to its
-    weight."""
 
     retro_gpt_chunk_length: int = option(
         64, bounds=POSITIVE, aliases=("--retro-chunk-length",), role="results"
@@ -72,3 +63,9 @@ class PreprocessConfig(EmbedderFlags):
     """Its vocabulary file."""
     retro_gpt_merge_file: str | None = option(None, derived="merge-file")
     """Its merges file."""
+
+    retro_query_num_neighbors_query: int = option(200, bounds=POSITIVE)
+    """Chunks that are searched for, from which those of the sample's own documents are taken
+    out."""
+    retro_query_num_neighbors_save: int = option(20, bounds=POSITIVE)
+    """Of the others, how many are kept."""

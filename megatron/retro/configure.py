@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 from megatron.config import ConfigError, DataConfig, Settings, TokenizerConfig
 from megatron.config.flags import Setting, build, names_of
-from megatron.data.kinds.retro.project import CONFIG_FILE, GPT, RetroProject
+from megatron.data.kinds.retro.project import CONFIG_FILE, GPT, RetroProject, write_json
 from megatron.retro.blocks import barrier
-from megatron.retro.config import PreprocessConfig
+from megatron.retro.config import RetroPreprocessConfig
 from megatron.retro.gpt_run import gpt_run, gpt_settings
 from megatron.retro.preprocessing import Preprocessing
 from megatron.training.plan import TrainingPlan
 from megatron.training.run import Run
-from megatron.util.files import write_whole
 from megatron.util.processes import is_main_process
 
 
@@ -27,20 +25,29 @@ def configured(settings: Settings) -> Preprocessing:
     if "retro_project_dir" not in settings:
         raise ConfigError("missing --retro-project-dir: the folder of the project")
     folder = Path(settings["retro_project_dir"].value)
-    own = {field.name for field in dataclasses.fields(PreprocessConfig)}
+    own = {field.name for field in dataclasses.fields(RetroPreprocessConfig)}
     others = {name: setting for name, setting in settings.items() if name not in own}
     exists = RetroProject.exists(folder)
     barrier()  # nobody writes while all look
     if not exists:
-        config = build(PreprocessConfig, settings)
+        config = build(RetroPreprocessConfig, settings)
         content = _content(config, gpt_run(gpt_settings(config, others)))
         if is_main_process():
             folder.mkdir(parents=True, exist_ok=True)
-            write_whole(folder / CONFIG_FILE, json.dumps(content, indent=2).encode())
+            write_json(folder / CONFIG_FILE, content)
         barrier()
-    project = RetroProject(folder)
-    config = build(PreprocessConfig, _completed(settings, project))
-    if exists:
+        return existing(settings, compared=False)
+    return existing(settings)
+
+
+def existing(settings: Settings, compared: bool = True) -> Preprocessing:
+    """:func:`configured` for a project that has its ``config.json``, on any process. Without
+    ``compared`` the data that flags name are not looked at."""
+    project = RetroProject(settings["retro_project_dir"].value)
+    config = build(RetroPreprocessConfig, _completed(settings, project))
+    own = {field.name for field in dataclasses.fields(RetroPreprocessConfig)}
+    others = {name: setting for name, setting in settings.items() if name not in own}
+    if compared:
         _compare(config, others, project)
     return Preprocessing(project, config, others)
 
@@ -49,7 +56,7 @@ def _completed(settings: Settings, project: RetroProject) -> Settings:
     """The settings, with the project's for those that files depend on and no flag sets.
     ConfigError if a flag sets another value."""
     found = dict(settings)
-    for name in names_of("results", PreprocessConfig):
+    for name in names_of("results", RetroPreprocessConfig):
         if name not in project.settings:
             continue
         value = project.settings[name]
@@ -60,7 +67,7 @@ def _completed(settings: Settings, project: RetroProject) -> Settings:
     return found
 
 
-def _compare(config: PreprocessConfig, others: Settings, project: RetroProject) -> None:
+def _compare(config: RetroPreprocessConfig, others: Settings, project: RetroProject) -> None:
     """ConfigError if a flag sets another value of the GPT's data than the project has."""
     known = project.data_settings()
     for name, given in gpt_settings(config, others).items():
@@ -76,12 +83,12 @@ def _contradiction(given: Setting, name: str, value: Any, project: RetroProject)
     )
 
 
-def _content(config: PreprocessConfig, run: Run) -> dict[str, Any]:
+def _content(config: RetroPreprocessConfig, run: Run) -> dict[str, Any]:
     """What ``config.json`` has at first."""
     training = run.config.training
     counts = TrainingPlan(run.config).sample_counts
     return {
-        **{name: getattr(config, name) for name in names_of("results", PreprocessConfig)},
+        **{name: getattr(config, name) for name in names_of("results", RetroPreprocessConfig)},
         "retro_gpt_seq_length": run.config.model.seq_length,
         "retro_gpt_seed": training.seed,
         "retro_gpt_global_batch_size": training.global_batch_size,

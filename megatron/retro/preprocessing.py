@@ -8,7 +8,7 @@ from functools import cached_property
 from megatron.config import ConfigError, Settings
 from megatron.data.kinds.retro.chunks import ChunkDatabase
 from megatron.data.kinds.retro.project import RetroProject
-from megatron.retro.config import PreprocessConfig
+from megatron.retro.config import RetroPreprocessConfig
 from megatron.retro.embedding import Embedder, build_embedder
 from megatron.retro.gpt_run import gpt_run
 from megatron.tokenizer import Tokenizer
@@ -24,7 +24,7 @@ class Preprocessing:
     beside them."""
 
     project: RetroProject
-    config: PreprocessConfig
+    config: RetroPreprocessConfig
     settings: Settings
 
     @cached_property

@@ -16,7 +16,7 @@ from megatron.data.index_cache import digest_of
 from megatron.data.kinds.retro.neighbors import DATASET
 from megatron.data.kinds.retro.project import GPT
 from megatron.data.sources import PARTS
-from megatron.retro.blocks import Block, blocks_of, run_blocks
+from megatron.retro.blocks import FileBlock, blocks_of, run_blocks
 from megatron.retro.gpt_samples import SampleChunks, gpt_samples
 from megatron.retro.preprocessing import Preprocessing
 from megatron.retro.retriever import Retriever
@@ -38,8 +38,8 @@ def query_neighbors(work: Preprocessing) -> None:
             f"--retro-query-num-neighbors-save {kept} is more than "
             f"--retro-query-num-neighbors-query {searched}: search for at least as many as are kept"
         )
-    retriever = Retriever(project, work.embedder, searched)
-    numbers = {prefix: number for number, prefix in enumerate(retriever.database.sources)}
+    retriever = Retriever(project, work.embedder, searched, config)
+    numbers = retriever.database.numbers
     per_sample = project.seq_length // project.chunk_length
     folders: dict[str, str | None] = dict.fromkeys(PARTS)
     for part, samples in gpt_samples(work.run).items():
@@ -58,7 +58,7 @@ def query_neighbors(work: Preprocessing) -> None:
 
 
 def neighbors_of(
-    chunks: SampleChunks, retriever: Retriever, kept: int, block: Block
+    chunks: SampleChunks, retriever: Retriever, kept: int, block: FileBlock
 ) -> dict[str, np.ndarray]:
     """The array of a block's file: the neighbours of its chunks, int64 [N, kept], without those of
     the documents of their sample."""
@@ -78,6 +78,7 @@ def _description(
     """Everything that the neighbours of a part depend on, for the name of their folder."""
     config, settings = work.config, work.project.settings
     from megatron.retro.index import index_file
+
     index = np.memmap(index_file(work.project), np.uint8, "r")
     return {
         "part": part,

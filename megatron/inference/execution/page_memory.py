@@ -15,19 +15,21 @@ from torch import Tensor
 @dataclass(frozen=True)
 class PageShape:
     """What a page holds on one rank: keys and values of ``positions`` positions in ``blocks``
-    blocks with ``heads`` key and value heads of ``width`` channels each."""
+    blocks with ``heads`` key and value heads of ``width`` channels each; and ``others``, bytes of
+    what else belongs to a page."""
 
     blocks: int
     heads: int
     positions: int
     width: int
     dtype: torch.dtype
+    others: int = 0
 
     @property
     def bytes(self) -> int:
-        """2 x blocks x heads x positions x width x bytes of a number."""
+        """2 x blocks x heads x positions x width x bytes of a number, and others."""
         numbers = 2 * self.blocks * self.heads * self.positions * self.width
-        return numbers * self.dtype.itemsize
+        return numbers * self.dtype.itemsize + self.others
 
 
 class PageMemory:

@@ -30,6 +30,7 @@ from torch import Tensor
 from megatron.inference.execution.page_memory import PageMemory
 from megatron.inference.step import SequencePart
 from megatron.model.attention_masks import AttentionScoring, slopes_on
+from megatron.model.layer_list import NeighborStore
 
 _VECTORS = 64
 """Columns that kernels of sums take at a time."""
@@ -102,6 +103,7 @@ class PagedCache:
         rows: tokens with the padding.
         positions: the most of a sequence.
         encoded: the encoded prompts that the parts name.
+        neighbors: of the parts' chunks; None where the model reads none.
     """
 
     def __init__(
@@ -111,7 +113,9 @@ class PagedCache:
         rows: int,
         positions: int,
         encoded: Mapping[int, EncodedPrompt],
+        neighbors: NeighborStore | None = None,
     ) -> None:
+        self.neighbors = neighbors
         self._memory, self.positions, self._encoded = memory, positions, encoded
         self._device = memory.pool.device
         self._parts = parts
@@ -186,7 +190,9 @@ class PagedCache:
             # A query is a GEMM of its own, as where it comes alone.
             for at in range(row, end):
                 q_KGD = q_BSND[0, at].unflatten(0, (keys_KLD.shape[0], -1))
-                weights_KGL = _scaled(torch.bmm(q_KGD, keys_KLD.transpose(1, 2)), q_KGD, scores)
+                weights_KGL = scaled_scores(
+                    torch.bmm(q_KGD, keys_KLD.transpose(1, 2)), q_KGD, scores
+                )
                 weights_KGL = weights_KGL.softmax(-1).to(values_KLD.dtype)
                 y_BSND[0, at] = torch.bmm(weights_KGL, values_KLD).flatten(0, 1)
             row = end
@@ -257,7 +263,7 @@ def _read(
     K = keys.shape[1]
     q_UKGD = q_BKGD.index_select(0, reading.owners_U)
     scores_UKGP = _products(q_UKGD, keys.transpose(2, 3), reading)
-    scores_UKGP = _scaled(scores_UKGP, q_BKGD, scores)
+    scores_UKGP = scaled_scores(scores_UKGP, q_BKGD, scores)
     if bias_NT is not None:
         biases_NUP = bias_NT[:, reading.distances_UP]
         scores_UKGP = scores_UKGP + biases_NUP.transpose(0, 1).unflatten(1, (K, -1))
@@ -304,7 +310,7 @@ def _products(left_UKGA: Tensor, right_XKAB: Tensor, reading: _Reading) -> Tenso
     return found.unflatten(0, (pages, K))
 
 
-def _scaled(products: Tensor, q: Tensor, scores: AttentionScoring) -> Tensor:
+def scaled_scores(products: Tensor, q: Tensor, scores: AttentionScoring) -> Tensor:
     """Scores in float32 or better, before what is added to them."""
     scale = 1 / math.sqrt(q.shape[-1]) if scores.scale is None else scores.scale
     found = products.to(torch.promote_types(products.dtype, torch.float32)) * scale
@@ -340,7 +346,7 @@ def _prompt(
         start = _first_page(tile, P, window)
         seen = slice((start - first) * P, (tile + 1 - first) * P)
         scores_KQL = torch.bmm(tiles_XKQD[number], keys_KLD[:, seen].transpose(1, 2))
-        scores_KQL = _scaled(scores_KQL, q_SKGD, scores)
+        scores_KQL = scaled_scores(scores_KQL, q_SKGD, scores)
         scores_KGPL = scores_KQL.unflatten(1, (group, P))
         earlier = (tile - start) * P
         if bias_NT is not None:

@@ -22,14 +22,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.config import ModelConfig
-from megatron.families import GenerationSpec
+from megatron.families import GenerationSpec, NeighborSpec
 from megatron.inference.execution.adapters import ServedAdapters
+from megatron.inference.execution.neighbor_memory import (
+    NeighborCache,
+    NeighborMemory,
+    NeighborShape,
+    ending,
+)
 from megatron.inference.execution.outputs import Head, Numbers, WantedRows
 from megatron.inference.execution.packed_weights import PackedWeights, is_packed
 from megatron.inference.execution.page_memory import PageMemory, PageShape
 from megatron.inference.execution.paged_attention import EncodedPrompt, PagedCache
 from megatron.inference.execution.row_rule import RowRule
-from megatron.inference.execution.stages import StagedLayers
+from megatron.inference.execution.stages import EncoderOutput, StagedLayers
 from megatron.inference.step import SequencePart, StepInput, StepOutput
 from megatron.model.attention import Attention
 from megatron.model.layer_list import LayerState
@@ -44,7 +50,7 @@ class PagedRunner:
     Args:
         stages: the layers, in evaluation mode.
         pages: how many there are.
-        page_size: positions of a page.
+        page_size: positions of a page; None for :func:`page_size_of` the generation.
         in_training: the weights change between passes, and so no copy of them is kept.
         steps: of :func:`step_group`, where one of an earlier runner is used again.
         adapters: what parts may have besides the weights.
@@ -59,7 +65,7 @@ class PagedRunner:
         model: ModelConfig,
         generation: GenerationSpec,
         pages: int,
-        page_size: int = PAGE_SIZE,
+        page_size: int | None = None,
         in_training: bool = False,
         steps: dist.ProcessGroup | None = None,
         adapters: ServedAdapters | None = None,
@@ -67,6 +73,7 @@ class PagedRunner:
         assert model.vocabulary.size is not None
         self._stages, self._generation = stages, generation
         self.vocab_size = model.vocabulary.size
+        page_size = page_size or page_size_of(generation)
         self.pages, self.page_size = pages, page_size
         self.max_positions = generation.max_positions
         self.max_prompt, self.start_token = generation.max_prompt, generation.start_token
@@ -78,6 +85,11 @@ class PagedRunner:
         layers = cached_layers(stages)
         shape = page_shape(stages, model, page_size)
         self.memory = PageMemory(layers, shape, pages, self._device)
+        self.neighbors: NeighborMemory | None = None
+        if generation.neighbors is not None:
+            assert page_size == generation.neighbors.chunk_length
+            neighbors = neighbor_shape(stages, model, generation.neighbors)
+            self.neighbors = NeighborMemory(neighbors, pages, self._device)
         self._encoded: dict[int, EncodedPrompt] = {}
         self._group = self._mesh.model
         self.main = self._group.rank == 0
@@ -125,6 +137,8 @@ class PagedRunner:
 
     def _result(self, step: StepInput) -> StepOutput | None:
         self.memory.copy(step.copies)
+        if self.neighbors is not None:
+            self.neighbors.copy(step.copies)
         for number, tokens in step.encode:
             self._encoded[number] = EncodedPrompt(self._encode(tokens))
         for number in step.forget:
@@ -137,7 +151,7 @@ class PagedRunner:
         )
         wanted, numbers = WantedRows.of(step.parts), None
         with self._packed:
-            passes = [self._hidden(parts) for parts in cut(step.parts, self._rows.most)]
+            passes = [self._hidden(parts) for parts in cut(step.parts, self._rows.most, P)]
             if self._head is not None:
                 hidden = torch.cat([each for each in passes if each is not None], dim=1)
                 numbers = self._head.numbers(LayerState(hidden), wanted)
@@ -148,14 +162,18 @@ class PagedRunner:
         """What the head reads, [1, T, H], on the last stage."""
         tokens = [token for part in parts for token in part.tokens]
         rows = self._rows.padded(len(tokens))
-        cache = PagedCache(self.memory, parts, rows, self.max_positions, self._encoded)
+        near, encoded = None, None
+        if self.neighbors is not None:
+            near, spec = NeighborCache(self.neighbors, parts), self.neighbors.shape.spec
+            encoded = EncoderOutput(len(near.ended) * spec.tokens, spec.crosses)
+        cache = PagedCache(self.memory, parts, rows, self.max_positions, self._encoded, near)
         padded = tokens + [0] * (rows - len(tokens))
         if self._adapters is not None:
             self._adapters.begin(parts, rows)
         tokens_1T = torch.tensor([padded], device=self._device)
         begin = self._generation.begin(tokens_1T, cache.position_ids_BS, cache)
         first, head = self._generation.encoder_layers, self._stages.layers - 1
-        state = self._stages.run(begin, rows, first, head)
+        state = self._stages.run(begin, rows, first, head, encoded)
         return None if state is None else state.total[:, : len(tokens)]
 
     def _encode(self, tokens: Sequence[int]) -> Tensor:
@@ -181,7 +199,9 @@ class PagedRunner:
         return numbers if self.main else None
 
 
-def cut(parts: Sequence[SequencePart], most: int | None) -> list[list[SequencePart]]:
+def cut(
+    parts: Sequence[SequencePart], most: int | None, page_size: int
+) -> list[list[SequencePart]]:
     """Parts in passes of at most so many tokens, in order; a prompt may be in several."""
     if most is None:
         return [list(parts)]
@@ -195,7 +215,13 @@ def cut(parts: Sequence[SequencePart], most: int | None) -> list[list[SequencePa
                 room = most
             end = min(count, first + room)
             tokens, start = part.tokens[first:end], part.start + first
-            passes[-1].append(replace(part, tokens=tokens, start=start))
+            piece = replace(part, tokens=tokens, start=start)
+            if part.neighbors:
+                places = (
+                    chunk - ending(part, page_size).start for chunk in ending(piece, page_size)
+                )
+                piece = replace(piece, neighbors=tuple(part.neighbors[n] for n in places))
+            passes[-1].append(piece)
             room -= end - first
             first = end
     return passes
@@ -253,9 +279,40 @@ def cached_layers(stages: StagedLayers) -> list[int]:
     ]
 
 
-def page_shape(stages: StagedLayers, model: ModelConfig, page_size: int = PAGE_SIZE) -> PageShape:
+def page_size_of(generation: GenerationSpec) -> int:
+    """Positions of a page: of a model that retrieves, a chunk."""
+    return PAGE_SIZE if generation.neighbors is None else generation.neighbors.chunk_length
+
+
+def page_shape(
+    stages: StagedLayers,
+    model: ModelConfig,
+    page_size: int = PAGE_SIZE,
+    neighbors: NeighborSpec | None = None,
+) -> PageShape:
     """Of a page on this rank."""
-    attention = model.attention
-    heads = max(1, attention.num_query_groups // stages.mesh.tensor.size)
+    attention, heads = model.attention, _kv_heads(stages, model)
     blocks = len(cached_layers(stages))
-    return PageShape(blocks, heads, page_size, attention.kv_channels, stages.dtype)
+    others = 0 if neighbors is None else neighbor_shape(stages, model, neighbors).bytes
+    return PageShape(blocks, heads, page_size, attention.kv_channels, stages.dtype, others)
+
+
+def neighbor_shape(
+    stages: StagedLayers, model: ModelConfig, neighbors: NeighborSpec
+) -> NeighborShape:
+    """What a page holds of neighbours on this rank."""
+    own = set(cached_layers(stages))
+    blocks = tuple(layer for layer in neighbors.layers if layer in own)
+    return NeighborShape(
+        blocks,
+        neighbors.layers[0] in own,
+        _kv_heads(stages, model),
+        model.attention.kv_channels,
+        stages.hidden,
+        neighbors,
+        stages.dtype,
+    )
+
+
+def _kv_heads(stages: StagedLayers, model: ModelConfig) -> int:
+    return max(1, model.attention.num_query_groups // stages.mesh.tensor.size)

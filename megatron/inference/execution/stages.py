@@ -6,8 +6,9 @@ Shapes: S tokens, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,14 @@ from megatron.engine.pipeline_module import StageModule
 from megatron.engine.train_engine import ModelEngine
 from megatron.model.layer_list import LayerSequence, LayerStack, LayerState
 from megatron.parallel.mesh import Group, Mesh
+
+
+class EncoderOutput(NamedTuple):
+    """What layers of a pass compute for layers of later stages: so many tokens, for stages that
+    begin at certain layers."""
+
+    tokens: int
+    crosses: Callable[[int], bool]
 
 
 @dataclass(frozen=True)
@@ -81,19 +90,32 @@ class StagedLayers:
         """The blocks of this process."""
         return [block for stage in sorted(self.own) for block in self.own[stage].blocks]
 
-    def run(self, state: LayerState, tokens: int, first: int, end: int) -> LayerState | None:
+    def run(
+        self,
+        state: LayerState,
+        tokens: int,
+        first: int,
+        end: int,
+        encoded: EncoderOutput | None = None,
+    ) -> LayerState | None:
         """The state after the layers ``first`` to ``end`` - 1, on the rank with the last of them;
-        None on the others. Only hidden states [1, ``tokens``, H] travel."""
+        None on the others. Hidden states [1, ``tokens``, H] travel, and an encoder's output."""
         pipeline, found, holder = self._pipeline, state, None
         for stage, owner in enumerate(self.owners):
             begin, stop = max(first, self.bounds[stage]), min(end, self.bounds[stage + 1])
             if begin >= stop:
                 continue
             if holder not in (None, owner):
+                length = 0 if encoded is None or not encoded.crosses(begin) else encoded.tokens
                 if holder == pipeline.rank:
                     self._send(found.hidden, owner)
+                    if length:
+                        assert found.encoder is not None
+                        self._send(found.encoder, owner)
                 elif owner == pipeline.rank:
                     found = state.changed(hidden=self._received(tokens, holder))
+                    if length:
+                        found = found.changed(encoder=self._received(length, holder))
             if owner == pipeline.rank:
                 found = self.own[stage].part(begin, stop)(found)
             holder = owner

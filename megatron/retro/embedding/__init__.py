@@ -13,7 +13,7 @@ from megatron.config import Settings
 from megatron.retro.embedding.config import EmbedderFlags
 
 END_OF_TEXT = "<|endoftext|>"
-"""What GPT-2's tokenizer writes for the end of a document, which no embedder reads."""
+"""What GPT-2's tokenizer writes for the end of a document."""
 
 _BUILDERS = {
     "megatron": "megatron_bert:build_megatron_embedder",
@@ -56,3 +56,8 @@ def embedder_type(config: EmbedderFlags, settings: Settings) -> str:
     if config.bert_embedder_type is not None:
         return config.bert_embedder_type
     return "megatron" if config.bert_load or "load" in settings else "hashing"
+
+
+def readable(text: str) -> str:
+    """A text without the ends of documents, which no embedder reads."""
+    return text.replace(END_OF_TEXT, "")

@@ -17,23 +17,26 @@ class EmbedderFlags:
     bert_embedder_type: str | None = option(
         None,
         choices=EMBEDDERS,
+        role="results",
         derived="megatron where --bert-load or --load names a model, else hashing",
     )
     """megatron: a BERT of this project, Megatron's or DeepSpeed's format; huggingface: the folder
     of an encoder of transformers or of sentence-transformers; hashing: words and pairs of words
     hashed into a vector, without a model."""
-    bert_load: str | None = option(None, derived="--load")
+    bert_load: str | None = option(None, derived="--load", role="results")
     """Checkpoint, or folder, of the model that embeds chunks."""
-    retro_bert_vocab_file: str | None = option(None, derived="--vocab-file, or the model's own")
+    retro_bert_vocab_file: str | None = option(
+        None, derived="--vocab-file, or the model's own", role="results"
+    )
     """vocab.txt of the BERT that embeds chunks."""
     retro_bert_tokenizer_type: str | None = option(
-        None, derived="--tokenizer-type, or the model's own"
+        None, derived="--tokenizer-type, or the model's own", role="results"
     )
     """BertWordPieceLowerCase or BertWordPieceCase, of the BERT that embeds chunks."""
     retro_bert_batch_size: int = option(128, bounds=POSITIVE)
     """Chunks that are embedded together; the longest of a block share a batch."""
-    retro_bert_max_chunk_length: int = option(256, bounds=POSITIVE)
+    retro_bert_max_chunk_length: int = option(256, bounds=POSITIVE, role="results")
     """Tokens that are read of a chunk at most, special ones included; the model's positions, where
     they are fewer."""
-    retro_hashing_width: int = option(256, bounds=POSITIVE)
+    retro_hashing_width: int = option(256, bounds=POSITIVE, role="results")
     """Width of the vectors of --bert-embedder-type hashing."""

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.config import Settings
-from megatron.retro.embedding import END_OF_TEXT
+from megatron.retro.embedding import readable
 from megatron.retro.embedding.config import EmbedderFlags
 from megatron.util.digests import hash64
 
@@ -81,7 +81,7 @@ def build_hashing_embedder(config: EmbedderFlags, settings: Settings) -> Hashing
 
 
 def _words(text: str) -> list[str]:
-    return _WORDS.findall(text.replace(END_OF_TEXT, " ").lower())
+    return _WORDS.findall(readable(text).lower())
 
 
 def _mixed(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

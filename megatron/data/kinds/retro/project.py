@@ -9,12 +9,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron.config import ConfigError, DataConfig, Setting, Settings, TokenizerConfig
+from megatron.data.indexed.dataset import idx_path
 from megatron.data.kinds.retro.chunks import ChunkDatabase
 from megatron.data.kinds.retro.hdf5 import read_array
 from megatron.data.kinds.retro.neighbors import NeighborTable
 from megatron.data.pipeline import open_indexed
+from megatron.data.samples import Documents
 from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.util.digests import digest_of_parts
 from megatron.util.files import write_whole
 from megatron.util.processes import is_main_process
 
@@ -23,6 +28,8 @@ OLD_CONFIG_FILE = "args.json"
 """Its name in 2023."""
 GPT = "retro_gpt_"
 """What the names of the settings of the GPT's data begin with."""
+_COMPARED = 64
+"""Documents of a dataset whose tokens are compared."""
 _OWN = frozenset({"retro_gpt_chunk_length"})
 """Settings whose name training has, too."""
 _OF_TRAINING = ("seq_length", "seed", "global_batch_size", "train_samples", "eval_interval",
@@ -51,8 +58,7 @@ class RetroProject:
         """Adds values to the configuration; of several processes the main one writes it."""
         self.settings |= values
         if is_main_process():
-            content = json.dumps(self.settings, indent=2)
-            write_whole(self.folder / CONFIG_FILE, content.encode())
+            write_json(self.folder / CONFIG_FILE, self.settings)
 
     @property
     def chunk_length(self) -> int:
@@ -67,6 +73,11 @@ class RetroProject:
     @property
     def database_folder(self) -> Path:
         return self.folder / "db"
+
+    @property
+    def data_folder(self) -> Path:
+        """Data that belong to the project."""
+        return self.folder / "data"
 
     @property
     def index_folder(self) -> Path:
@@ -94,13 +105,15 @@ class RetroProject:
                 f"--retro-project-dir {self.folder} has no database ({self.database_file}); run "
                 "tools/retro/preprocess_data.py --retro-tasks db-build"
             )
-        sources = [
-            open_indexed(self.data_path(info["prefix"]))
-            for info in json.loads(self.datasets_file.read_text(encoding="utf-8"))
-        ]
+        datasets, sources = [], []
+        for info in json.loads(self.datasets_file.read_text(encoding="utf-8")):
+            prefix = self.data_path(info["prefix"])
+            datasets.append(open_indexed(prefix))
+            sources.append(info.get("source", prefix))
+            self._compare(datasets[-1], info)
         table = read_array(self.database_file, "chunks")
         found = self.eod if eod is None else eod
-        return ChunkDatabase(table, sources, self.chunk_length, found)
+        return ChunkDatabase(table, datasets, self.chunk_length, found, sources)
 
     def neighbors(self, part: str) -> NeighborTable:
         """The neighbours of the samples of a part: ``train``, ``valid`` or ``test``. ConfigError if
@@ -152,9 +165,23 @@ class RetroProject:
 
     def data_path(self, prefix: str) -> str:
         """A word of --data-path, whose prefixes may be relative to the project's folder of data."""
-        beside = self.folder / "data" / prefix
-        inside = "://" not in prefix and Path(f"{beside}.idx".replace(".idx.idx", ".idx")).is_file()
-        return str(beside) if inside else prefix
+        beside = str(self.data_folder / prefix)
+        return beside if idx_path(beside).is_file() else prefix
+
+    def data_word(self, prefix: str) -> str:
+        """What :meth:`data_path` gives the prefix for."""
+        inside = Path(prefix).is_relative_to(self.data_folder)
+        return str(Path(prefix).relative_to(self.data_folder)) if inside else prefix
+
+    def _compare(self, documents: Documents, info: Mapping[str, Any]) -> None:
+        """ConfigError if a dataset is not the one that the database was made of."""
+        for name, value in dataset_identity(documents).items():
+            if info.get(name, value) != value:
+                raise ConfigError(
+                    f"{documents.prefix} has changed since {self.database_folder} was made of it: "
+                    "its chunks are other text now; restore the files, or make another "
+                    "--retro-project-dir"
+                )
 
     def _inside(self, path: str) -> str:
         """A path that may be relative to the project."""
@@ -167,6 +194,20 @@ class RetroProject:
                 f"{self.config_file} has no {name}: it is not of tools/retro/preprocess_data.py"
             )
         return self.settings[name]
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes or replaces a file atomically."""
+    write_whole(path, json.dumps(content, indent=2).encode() + b"\n")
+
+
+def dataset_identity(documents: Documents) -> dict[str, str]:
+    """Digests that differ between versions of a dataset: of all lengths, and of the tokens of some
+    documents."""
+    count = len(documents)
+    some = [i * count // _COMPARED for i in range(_COMPARED)] if count else []
+    tokens = (documents.get(i).astype(np.int64).data for i in dict.fromkeys(some))
+    return {"lengths_digest": documents.lengths_digest, "tokens_digest": digest_of_parts(tokens)}
 
 
 def read_settings(path: Path) -> dict[str, Any]:

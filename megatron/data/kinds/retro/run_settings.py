@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any
 
 from megatron.config import ConfigError, Setting, Settings
 from megatron.config.data import SOURCE_FIELDS
+from megatron.config.kinds.retro import RetroDataConfig
 from megatron.data.kinds.retro.project import RetroProject
 
 logger = logging.getLogger(__name__)
 
 _OTHER_LENGTHS = ("train_iters", "train_tokens")
+
+
+def retro_settings(settings: Settings) -> Settings:
+    """The settings of a Retro's run: those of its project take the place of its flags. A program
+    that trains Retros trains a GPT without ``--retro-add-retriever``, on the same samples. Raises
+    ConfigError if flags contradict the project, or it has no configuration."""
+    folder = settings.get("retro_project_dir")
+    if folder is not None:
+        settings = with_project(settings, RetroProject(folder.value))
+    settings = cyclic_settings(settings)
+    retriever, family = settings.get("retro_add_retriever"), settings.get("family")
+    if retriever is not None and retriever.value:
+        return settings
+    if family is None or family.origin != "this program":
+        return settings | {"retro_add_retriever": Setting(True, "family retro")}
+    ours = {field.name for field in dataclasses.fields(RetroDataConfig)}
+    kept = {name: value for name, value in settings.items() if name not in ours}
+    return kept | {"family": Setting("gpt", "derived: without --retro-add-retriever")}
 
 
 def with_project(settings: Settings, project: RetroProject) -> Settings:
