@@ -53,14 +53,14 @@ def corpus(name: str, documents: int, seed: int, longest: int = 900) -> Corpus:
 
 def chunk_table(corpora: Sequence[Corpus], length: int) -> np.ndarray:
     """(dataset, document, start, end, BERT length) of the chunks of all training documents, uint32
-    [n, 5]; chunks without text are left out."""
+    [n, 5]; EOD is of no chunk, and chunks without text are left out."""
     rows = [
         (dataset, document, start, end, len(text.split()))
         for dataset, each in enumerate(corpora)
         for document, tokens in enumerate(each.documents[: each.for_training])
-        for start in range(0, len(tokens), length)
-        for end in (min(start + length, len(tokens)),)
-        for text in (bytes(tokens[start:end][tokens[start:end] < 256].tolist()).decode(),)
+        for start in range(0, len(tokens) - 1, length)
+        for end in (min(start + length, len(tokens) - 1),)
+        for text in (bytes(tokens[start:end].tolist()).decode(),)
         if text.split()
     ]
     return np.array(rows, np.uint32)

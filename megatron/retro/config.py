@@ -63,3 +63,9 @@ class RetroPreprocessConfig(EmbedderFlags, IndexFlags):
     """Its vocabulary file."""
     retro_gpt_merge_file: str | None = option(None, derived="merge-file")
     """Its merges file."""
+
+    retro_query_num_neighbors_query: int = option(200, bounds=POSITIVE)
+    """Chunks that are searched for, from which those of the sample's own documents are taken
+    out."""
+    retro_query_num_neighbors_save: int = option(20, bounds=POSITIVE)
+    """Of the others, how many are kept."""

@@ -26,10 +26,12 @@ class GPTSamples:
     """The samples of a part.
 
     Attributes:
+        part: ``train``, ``valid`` or ``test``.
         samples: the dataset that training reads; it may have more samples.
         count: how many of them training reads.
     """
 
+    part: str
     samples: SampleDataset[Any]
     count: int
 
@@ -50,7 +52,7 @@ def gpt_samples(run: Run) -> dict[str, GPTSamples]:
             )
         samples[part] = next(iter(named.values()), None)
     return {
-        part: GPTSamples(dataset, counts[part])
+        part: GPTSamples(part, dataset, counts[part])
         for part, dataset in samples.items()
         if dataset is not None and counts[part]
     }
@@ -79,7 +81,8 @@ class SampleChunks:
         self, start: int, stop: int
     ) -> tuple[npt.NDArray[np.int64], Sequence[frozenset[tuple[int, int]]]]:
         """The tokens of the chunks ``start`` up to ``stop``, int64 [N, M], and for each (dataset,
-        document) of all documents of its sample that are of datasets of the database."""
+        document) of all documents of its sample that are of datasets of the database. Raises
+        ValueError for a training sample that is of no dataset of the database."""
         tokens_NM = np.empty((stop - start, self.chunk_length), np.int64)
         documents: list[frozenset[tuple[int, int]]] = []
         while start < stop:
@@ -94,8 +97,13 @@ class SampleChunks:
         return tokens_NM, documents
 
     def _documents(self, sample: int) -> frozenset[tuple[int, int]]:
-        return frozenset(
-            (self.numbers[piece.source], piece.sequence)
-            for piece in self.part.samples.origin(sample)
-            if piece.source in self.numbers
-        )
+        pieces = self.part.samples.origin(sample)
+        known = [piece for piece in pieces if piece.source in self.numbers]
+        if self.part.part == "train" and len(known) < len(pieces):
+            strange = next(piece.source for piece in pieces if piece.source not in self.numbers)
+            raise ValueError(
+                f"training sample {sample} is of {strange}, and the database of "
+                f"{', '.join(self.numbers)}: its own text would be among its neighbours; run the "
+                "stages from db-build on again, with another --retro-project-dir"
+            )
+        return frozenset((self.numbers[piece.source], piece.sequence) for piece in known)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from megatron.data.kinds.retro.project import RetroProject
 from megatron.retro.embedding import Embedder
 from megatron.retro.index import VectorIndex
+from megatron.retro.index.config import IndexFlags
 from megatron.retro.texts import chunk_texts
 
 SEARCHED = 200
@@ -30,16 +31,26 @@ class Retriever:
         project: with a database and an index.
         embedder: the one that the index was made with.
         searched: how many chunks are searched for, before any are left out.
+        flags: how thoroughly the index is searched.
     """
 
-    def __init__(self, project: RetroProject, embedder: Embedder, searched: int = SEARCHED) -> None:
+    def __init__(
+        self,
+        project: RetroProject,
+        embedder: Embedder,
+        searched: int = SEARCHED,
+        flags: IndexFlags | None = None,
+    ) -> None:
         self.project, self.embedder, self.searched = project, embedder, searched
         self.database = project.database()
+        self._flags = flags or IndexFlags()
 
     @cached_property
     def index(self) -> VectorIndex:
         """Opened by the first search."""
-        return open_index(self.project, self.embedder)
+        from megatron.retro.index import open_index
+
+        return open_index(self.project, self.embedder, self._flags)
 
     def neighbors(
         self,

@@ -2,19 +2,15 @@
 that it said it had saved, and ends with the weights of a run that was never killed."""
 
 import contextlib
-import json
 import os
 import random
 import re
-import signal
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
+from warm_runs import WarmRuns, alive, kill, wait
 
 ROOT = Path(__file__).parents[2]
 STEPS = 24
@@ -28,77 +24,13 @@ MODES = {
     "sync": ["--save-interval", "2"],
     "async": ["--save-interval", "1", "--async-save"],
 }
-PATIENCE = 180.0
-"""Seconds within which anything that is waited for must happen."""
-
-
-class WarmRuns:
-    """See warm_runs.py."""
-
-    def __init__(self):
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-            environment.pop(name, None)
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("warm_runs.py"))],
-            cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert self.process.stdout.readline() == "ready\n"
-
-    def start(self, argv, size, output):
-        """Starts the processes of one run; their ids."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        environment = {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        found = []
-        for rank in range(size):
-            job = {
-                "argv": list(map(str, argv)),
-                "environment": {
-                    name: str(value)
-                    for name, value in (environment | {"RANK": rank, "LOCAL_RANK": rank}).items()
-                },
-                "output": str(output) if rank == 0 else f"{output}.{rank}",
-            }
-            self.process.stdin.write(json.dumps(job) + "\n")
-            self.process.stdin.flush()
-            found.append(int(self.process.stdout.readline()))
-        return found
 
 
 @pytest.fixture(scope="module")
 def warm():
-    runs = WarmRuns()
+    runs = WarmRuns("pretrain_gpt", "deepspeed")
     yield runs
-    runs.process.stdin.close()
-    runs.process.wait()
-
-
-def alive(processes):
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process, 0)
-            return True
-    return False
-
-
-def kill(processes):
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process, signal.SIGKILL)
-    wait(processes, lambda: not alive(processes))
-
-
-def wait(processes, condition, pause=0.0005):
-    """Until something is so, or the run has ended; whether it is so."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        if not alive(processes):
-            return condition()
-        assert time.monotonic() < deadline, "nothing happens"
-        time.sleep(pause)
-    return True
+    runs.stop()
 
 
 def incomplete(save):

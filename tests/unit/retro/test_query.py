@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -113,3 +114,25 @@ def test_neighbors_equal_brute_force(made, part, samples):
         for number in range(block.start, block.stop)
     ]
     np.testing.assert_array_equal(found, expected)
+
+
+def test_training_text_of_no_dataset_of_the_database_is_refused(made):
+    chunks = parts_of(made)
+    assert chunks["valid"].read(0, 8)[1] != [frozenset()] * 8
+    others = {"elsewhere": 0}
+    with pytest.raises(ValueError, match="and the database of elsewhere"):
+        replace(chunks["train"], numbers=others).read(0, 4)
+    assert replace(chunks["valid"], numbers=others).read(0, 8)[1] == [frozenset()] * 8
+
+
+def test_fewer_neighbors_than_are_kept(made):
+    """Minus one where nothing is left of what was searched for."""
+    *_, retriever = made
+    chunks = parts_of(made)["train"]
+    tokens, own = chunks.read(0, 3)
+    everything = frozenset(map(tuple, made[2][:, :2].tolist()))
+    few = Retriever(retriever.project, WordVectors(), searched=KEPT)
+    few.index = retriever.index
+    found = few.neighbors(tokens, KEPT, exclude=[everything, frozenset(), everything])
+    assert (found[[0, 2]] == -1).all() and (found[1] >= 0).all()
+    np.testing.assert_array_equal(few.neighbors(tokens, 5), few.neighbors(tokens, KEPT)[:, :5])
