@@ -1,7 +1,5 @@
 """Generation whose neighbours come as the text grows, against the model without pages."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -12,11 +10,9 @@ from megatron.families import family_of
 from megatron.families.retro import Retrieved
 from megatron.inference.execution.runner import PagedRunner
 from megatron.inference.execution.stages import StagedLayers
-from megatron.inference.request import BeamSearch, GenerationRequest, Sampling, StopRules
-from megatron.inference.scheduling.engine import GenerationEngine
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.layer_list import LayerState
-from megatron.retro.generation import ChunkNeighbors, RetrievingRunner, passages_read
+from megatron.retro.generation import ChunkNeighbors, RetrievingRunner
 
 RETRO = {
     "family": "retro",
