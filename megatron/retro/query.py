@@ -79,7 +79,7 @@ def _description(
     config, settings = work.config, work.project.settings
     from megatron.retro.index import index_file
 
-    index = np.memmap(index_file(work.project, config), np.uint8, "r")
+    index = np.memmap(index_file(work.project), np.uint8, "r")
     return {
         "part": part,
         "chunks": count,
