@@ -299,10 +299,12 @@ def test_a_damaged_file_is_named(project, tmp_path):
 
 FULL_DISK = """
 import resource, signal, sys
-from megatron.retro.command import main
+from megatron.retro.command import run_preprocessing
+from megatron.training.run import errors_for_users
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
-main()
+with errors_for_users():
+    run_preprocessing(None)
 """
 
 
