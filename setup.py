@@ -91,6 +91,7 @@ COMMANDS = [
     "megatron-pretrain-gpt = pretrain_gpt:main",
     "megatron-pretrain-bert = pretrain_bert:main",
     "megatron-pretrain-t5 = pretrain_t5:main",
+    "megatron-pretrain-retro = pretrain_retro:main",
     "megatron-finetune = finetune:main",
     "megatron-run-task = megatron.tasks.command:main",
     "megatron-train-tokenizer = megatron.tools.train_tokenizer:main",
@@ -134,7 +135,7 @@ setup(
     package_data={"megatron.inference.server": ["page/*"]},
     package_dir={"megatron.tools": "tools", **{name: f"compat/{name}" for name in COMPAT}},
     py_modules=[
-        *("pretrain_gpt", "pretrain_gpt2", "pretrain_bert", "pretrain_t5"),
+        *("pretrain_gpt", "pretrain_gpt2", "pretrain_bert", "pretrain_t5", "pretrain_retro"),
         *("finetune", "finetune_llama"),
     ],
     install_requires=REQUIRES,

@@ -9,9 +9,10 @@ text, and which tokens count in the loss:
 
 On a terminal, text that counts in the loss is green and other text grey. Elsewhere, text that does
 not count is in [[double brackets]]. In BERT's samples, "a -> b" means that the model reads a and
-must predict b. Of preferences both answers are shown, after the prompt as the model reads it. The
-batch depends only on the flags and on the number
-of processes: give those that the run has had since its first step.
+must predict b. Of preferences both answers are shown, after the prompt as the model reads it. A
+Retro's samples (--model-family retro) are followed by the neighbours of their chunks. The batch
+depends only on the flags and on the number of processes: give those that the run has had since its
+first step.
 """
 
 import json
@@ -94,11 +95,16 @@ class SeenSample:
 
 
 def _values(view: SampleView) -> dict[str, Any]:
-    return {
+    values = {
         "tokens": view.tokens_S.tolist(),
         "loss_mask": view.loss_mask_S.tolist(),
         "text": view.text,
     }
+    if view.neighbors:
+        values["neighbors"] = [
+            neighbor._asdict() | {"piece": neighbor.piece._asdict()} for neighbor in view.neighbors
+        ]
+    return values
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -184,14 +190,21 @@ def described(sample: SeenSample, unit: str, max_characters: int, colored: bool)
     several = len(sample.views) > 1
     yield f"  sample {sample.number}" + ("" if several else f", {_counts(sample.views[0])}")
     for number, piece in enumerate(sample.pieces):
-        place = f"{unit} {piece.sequence}, tokens {piece.start} to {piece.stop - 1}"
         row = f" ({sample.views[number].name})" if several else ""
-        yield f"    {piece.source}: {place}{row}"
+        yield f"    {_place(piece, unit)}{row}"
     for view in sample.views:
         if several:
             name = f"{BOLD}{view.name}{PLAIN}" if colored else view.name
             yield f"    {name}, {_counts(view)}"
         yield from (f"    | {line}" for line in _text(view, max_characters, colored).splitlines())
+        for neighbor in view.neighbors:
+            text = _shortened(neighbor.text, max_characters or len(neighbor.text))
+            yield f"    {neighbor.name}: {_place(neighbor.piece, unit)}"
+            yield from (f"      | {line}" for line in text.splitlines())
+
+
+def _place(piece: Piece, unit: str) -> str:
+    return f"{piece.source}: {unit} {piece.sequence}, tokens {piece.start} to {piece.stop - 1}"
 
 
 def _counts(view: SampleView) -> str:

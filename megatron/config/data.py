@@ -6,6 +6,16 @@ from dataclasses import dataclass
 
 from megatron.config.flags import NOT_NEGATIVE, ConfigResolver, option
 
+SOURCE_FIELDS = (
+    *("data_path", "data_args_path", "per_split_data_args_path"),
+    *(
+        f"{part}_{name}"
+        for name in ("data", "data_path", "weighted_split_paths", "weighted_split_paths_path")
+        for part in ("train", "valid", "test")
+    ),
+)
+"""The fields of :class:`DataConfig` that name data."""
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -76,18 +86,7 @@ class DataConfig:
 
     def check(self, resolver: ConfigResolver) -> None:
         """Refuses data files together with --mock-data, and names without sets."""
-        parts = ("train", "valid", "test")
-        named = [
-            resolver.flag(name)
-            for name in (
-                *("data_path", "data_args_path", "per_split_data_args_path"),
-                *(f"{part}_data" for part in parts),
-                *(f"{part}_data_path" for part in parts),
-                *(f"{part}_weighted_split_paths" for part in parts),
-                *(f"{part}_weighted_split_paths_path" for part in parts),
-            )
-            if getattr(self, name)
-        ]
+        named = [resolver.flag(name) for name in SOURCE_FIELDS if getattr(self, name)]
         resolver.check(
             self.multiple_validation_sets or not self.validation_set_names,
             f"{resolver.show('validation_set_names')} names the sets of "

@@ -77,7 +77,6 @@ _UNUSED = {
     "--no-rope-fusion": _COMPILE,
     "--use-mcore-models": "there is one implementation of each model",
     "--transformer-impl local|transformer_engine": "there is one implementation",
-    "--dataloader-type single|": "samples are read in one pass, in Megatron's order",
     "--mmap-warmup": "data files are read as they are needed",
     "--manual-gc": "Python collects garbage by itself",
     # Megatron-LM and Megatron-DeepSpeed of 2023.

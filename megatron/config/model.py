@@ -342,7 +342,7 @@ def resolve_model(flags: ModelFlags, resolver: ConfigResolver) -> ModelConfig:
         norm=NormConfig(**shared(flags, NormConfig)),
         positions=positions,
         embedding=EmbeddingConfig(**shared(flags, EmbeddingConfig)),
-        retrieval=resolve_retrieval(flags, layers, length, resolver),
+        retrieval=resolve_retrieval(flags, layers, length, positions.longest, resolver),
         vocabulary=Vocabulary(flags.unpadded_vocab_size or 0, flags.padded_vocab_size or 0),
         decoder_num_layers=decoder_layers,
         decoder_seq_length=flags.decoder_seq_length,

@@ -65,9 +65,14 @@ class RetrievalConfig(_Retrieval):
 
 
 def resolve_retrieval(
-    flags: RetrievalFlags, layers: int, seq_length: int, resolver: ConfigResolver
+    flags: RetrievalFlags,
+    layers: int,
+    seq_length: int,
+    longest: int | None,
+    resolver: ConfigResolver,
 ) -> RetrievalConfig:
-    """Completes and checks the retrieval of a decoder with so many layers and tokens."""
+    """Completes and checks the retrieval of a decoder with so many layers and tokens; ``longest``
+    is the most positions that a sequence can have, None for any number."""
     values = shared(flags, _Retrieval)
     if not flags.retro_add_retriever:
         return RetrievalConfig(**values, retro_cross_attention_layers=())
@@ -86,6 +91,14 @@ def resolve_retrieval(
     resolver.check(
         seq_length % flags.retro_gpt_chunk_length == 0,
         f"{resolver.show('retro_gpt_chunk_length')} must divide {resolver.show('seq_length')}",
+    )
+    retrieved = flags.retro_num_retrieved_chunks * flags.retro_gpt_chunk_length
+    resolver.check(
+        longest is None or retrieved <= longest,
+        f"{resolver.show('retro_num_retrieved_chunks')} of "
+        f"{resolver.show('retro_gpt_chunk_length')} tokens are more than "
+        f"--max-position-embeddings {longest}: neighbours have the positions of the text; give "
+        f"--max-position-embeddings {retrieved} or more",
     )
     return RetrievalConfig(**values, retro_cross_attention_layers=chosen)
 

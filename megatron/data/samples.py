@@ -63,6 +63,17 @@ class Segment(NamedTuple):
     counted: bool
 
 
+class NeighborText(NamedTuple):
+    """Retrieved text that a model reads beside a sample, for people."""
+
+    name: str
+    """Whose neighbour it is."""
+    piece: Piece
+    """Where the neighbour is from, without its continuation."""
+    text: str
+    """With its continuation."""
+
+
 class SampleView(NamedTuple):
     """One sample, or a row of one that has several, as the model reads it, for people."""
 
@@ -74,6 +85,7 @@ class SampleView(NamedTuple):
     """The same in parts, where the text is that of the tokens."""
     name: str = ""
     """What the row is in its sample."""
+    neighbors: Sequence[NeighborText] = ()
 
 
 class SampleDataset(Protocol[Sample_co]):

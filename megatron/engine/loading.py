@@ -46,8 +46,9 @@ def load_checkpoint(
 ) -> Source:
     """Loads a checkpoint written at any layout; every rank must call it. With ``weights_only``, as
     always where nothing is trained, optimizer, loss scaler and random state stay as they are. Then
-    the model of the checkpoint may have another head: this one's stays as it is, and a note of the
-    source says so. Raises CheckpointError if the checkpoint is damaged or of another architecture.
+    the model of the checkpoint may have another head, or be one that this one adds parts to: this
+    one's stay as they are, and a note of the source says so. Raises CheckpointError if the
+    checkpoint is damaged or of another architecture.
     """
     options, world = engine.config.checkpoint, engine.mesh.world
     together(engine, lambda: found.verify(world.rank, world.size))
@@ -74,7 +75,11 @@ def load_checkpoint(
             f"{found.folder} has a different architecture: {'; '.join(differing)} "
             "(--use-checkpoint-args uses the checkpoint's values for flags that are not given)"
         )
-    fresh = together(engine, lambda: _fresh_head(engine, source)) if other_head else ()
+    fresh: tuple[str, ...] = ()
+    if other_head:
+        fresh = together(engine, lambda: _fresh_head(engine, source))
+    elif saved.family != wanted.family:
+        fresh = together(engine, lambda: _added_parts(engine, source))
     if isinstance(engine, TrainEngine) and engine.config.adapters.lora:
         source = resolve_name(ADAPTED)(engine, source, fresh, continues=not weights_only)
     elif source.additions is not None and not weights_only:
@@ -177,12 +182,7 @@ def _fresh_head(engine: ModelEngine, source: Source) -> tuple[str, ...]:
     have, in this shape; a note says so. Raises CheckpointError if others are missing, or the model
     has no place for others."""
     model, parts, stored = engine.config.model, engine.spec.head_parts, set(source.names())
-    with torch.device("meta"):
-        whole = LayerStack(engine.spec.layers(TensorParallel()), engine.config.parallel)
-    shapes = {n: shard_of(param).canonical_shape for n, param in whole.canonical_parameters()}
-    if engine.config.adapters.lora:
-        # They belong to this run; whoever loads the base sees to them.
-        shapes = {name: shape for name, shape in shapes.items() if not is_adapter(name)}
+    shapes = _whole_shapes(engine)
     fits = {name for name in stored & shapes.keys() if source.shape(name) == shapes[name]}
     fresh = tuple(name for name in shapes if name not in fits)
     left_out = sorted(stored - fits)
@@ -198,6 +198,39 @@ def _fresh_head(engine: ModelEngine, source: Source) -> tuple[str, ...]:
         f"initialised {', '.join(fresh) or 'nothing'}; left out {', '.join(left_out) or 'nothing'}",
     )
     return fresh
+
+
+def _added_parts(engine: ModelEngine, source: Source) -> tuple[str, ...]:
+    """The parameters that this run's family adds to a checkpoint of the one it starts from; a note
+    says so. Raises CheckpointError if they differ in anything else."""
+    shapes, stored = _whole_shapes(engine), set(source.names())
+    fresh = tuple(name for name in shapes if name not in stored)
+    wrong = [name for name in fresh if engine.spec.added_parts.isdisjoint(name.split("."))]
+    wrong += sorted(stored - shapes.keys())
+    model = engine.config.model
+    if wrong:
+        raise CheckpointError(
+            f"{source.folder} contains a model of the family {source.model.family}, which differs "
+            f"from this run's {model.family} in more than what that adds: {', '.join(wrong[:5])}"
+        )
+    layers = dict.fromkeys(".".join(name.split(".")[:2]) for name in fresh)
+    source.notes = (
+        *source.notes,
+        f"{source.folder} contains a model of the family {source.model.family}: initialised what "
+        f"{model.family} adds in {', '.join(layers)}",
+    )
+    return fresh
+
+
+def _whole_shapes(engine: ModelEngine) -> dict[str, tuple[int, ...]]:
+    """The canonical shapes of the model's parameters, those of adapters left out: they belong to
+    this run, and whoever loads the base sees to them."""
+    with torch.device("meta"):
+        whole = LayerStack(engine.spec.layers(TensorParallel()), engine.config.parallel)
+    shapes = {n: shard_of(param).canonical_shape for n, param in whole.canonical_parameters()}
+    if engine.config.adapters.lora:
+        shapes = {name: shape for name, shape in shapes.items() if not is_adapter(name)}
+    return shapes
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from megatron.data.kinds.masked_data.mock import mock_data
 from megatron.data.labelled_text import LabelledBatch
 from megatron.data.pipeline import DataPipeline
 from megatron.data.samples import SampleDataset, SampleView
-from megatron.families.family import STREAM_FLAGS, Family
+from megatron.families.family import RETRIEVAL_FLAGS, STREAM_FLAGS, Family
 from megatron.model.attention_flex import block_masks
 from megatron.model.attention_masks import AttentionMasks, narrows
 from megatron.model.bert import SOP_LOSS, bert_layers
@@ -133,11 +133,15 @@ class BERT(Family):
     name = "bert"
     head_states = 3
     heads = frozenset(HEADS) - {"reward"}
-    unused_flags = STREAM_FLAGS | {
-        "mean_noise_span_length",
-        "max_noise_span_length",
-        "decoder_start_token",
-    }
+    unused_flags = (
+        STREAM_FLAGS
+        | RETRIEVAL_FLAGS
+        | {
+            "mean_noise_span_length",
+            "max_noise_span_length",
+            "decoder_start_token",
+        }
+    )
 
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
         pretrains = model.head == "lm"

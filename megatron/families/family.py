@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -11,6 +12,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from megatron.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, Settings
+from megatron.config.retrieval import RetrievalFlags
 from megatron.data.pipeline import DataPipeline
 from megatron.data.scored_text import ScoredText
 from megatron.model.flops import TransformerShape
@@ -71,11 +73,36 @@ class BlockLengths(NamedTuple):
     Attributes:
         own: of the hidden states that it computes.
         other: of the sequence that its cross-attention reads; 0 without cross-attention.
+        seen: how many of its own a token attends to, where parts of them attend by themselves; 0
+            for all.
+        other_seen: the same of the other sequence.
+        inside: blocks that run inside of this one.
     """
 
     own: int
     other: int = 0
+    seen: int = 0
+    other_seen: int = 0
+    inside: tuple[BlockLengths, ...] = ()
 
+    @property
+    def whole(self) -> tuple[BlockLengths, ...]:
+        """This block and those inside of it."""
+        return self, *self.inside
+
+    @property
+    def keys(self) -> int:
+        """Tokens of its own sequence that a token attends to."""
+        return self.seen or self.own
+
+    @property
+    def other_keys(self) -> int:
+        """Tokens of the other sequence that a token attends to."""
+        return self.other_seen or self.other
+
+
+RETRIEVAL_FLAGS = frozenset(field.name for field in dataclasses.fields(RetrievalFlags))
+"""Fields of flags that only models with a retriever depend on."""
 
 STREAM_FLAGS = frozenset(
     {"reset_position_ids", "reset_attention_mask", "eod_mask_loss", "fim_data"}
@@ -95,6 +122,9 @@ class Family(ABC):
     context_reader: ClassVar[Literal["decoder", "encoder"] | None] = None
     """What reads the context of a text whose continuation its models predict; None if they do not
     predict text."""
+    starts_from: ClassVar[frozenset[str]] = frozenset()
+    """Other families from whose weights its models can start: they have all of these, by the same
+    names, and ``added_parts`` of the `ModelSpec`."""
     unused_flags: ClassVar[frozenset[str]] = frozenset()
     """Fields of flags that its models and samples do not depend on, though those of other families
     do; a run refuses them."""

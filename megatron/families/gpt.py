@@ -31,7 +31,7 @@ from megatron.data.packing import padding_token
 from megatron.data.pipeline import DataPipeline, SampleTokens
 from megatron.data.samples import PackedSample, SampleRecipe, SampleView
 from megatron.data.scored_text import ScoredText, check_lengths, fitted, too_long
-from megatron.families.family import Family, GenerationSpec
+from megatron.families.family import RETRIEVAL_FLAGS, Family, GenerationSpec
 from megatron.model.attention_flex import block_masks
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.flops import TransformerShape
@@ -192,7 +192,7 @@ class GPT(Family):
     tokenizer_type = "GPT2BPETokenizer"
     context_reader = "decoder"
     heads = frozenset({"lm", "reward"})
-    unused_flags = frozenset({"bert_binary_head", "num_tokentypes", "lm_head_activation"})
+    unused_flags = RETRIEVAL_FLAGS | {"bert_binary_head", "num_tokentypes", "lm_head_activation"}
 
     def complete_settings(self, settings: Settings) -> Settings:
         preference = settings.get("preference")
@@ -250,7 +250,7 @@ class GPT(Family):
         slices = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
         return GPTBatch.scoring(texts, fitted(pad_to, needed, longest, slices), longest)
 
-    def data(self, config: RunConfig, tokenizer: Tokenizer) -> GPTData:
+    def data(self, config: RunConfig, tokenizer: Tokenizer) -> DataPipeline:
         if config.model.head == "reward" and config.kind(PreferenceConfig).preference != "reward":
             raise ConfigError(
                 "the model has the head of a reward model, which predicts no tokens: give "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -9,15 +10,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.config import ModelConfig, ParallelConfig, RunConfig, Setting, Settings
+from megatron.config import ModelConfig, ParallelConfig, RunConfig, Settings
 from megatron.data.gpt_batch import GPTBatch
 from megatron.data.kinds.retro.batch import RetroBatch
+from megatron.data.kinds.retro.pipeline import RetroData
+from megatron.data.kinds.retro.run_settings import retro_settings
 from megatron.data.scored_text import ScoredText
 from megatron.families import gpt
-from megatron.families.family import GenerationSpec, NeighborSpec
+from megatron.families.family import RETRIEVAL_FLAGS, BlockLengths, GenerationSpec, NeighborSpec
 from megatron.families.gpt import GPT, GPTData
+from megatron.model.flops import TransformerShape, block_flops
 from megatron.model.layer_list import LayerCache, LayerState
-from megatron.model.retro import encoder_travels, retro_layers
+from megatron.model.retro import (
+    ADDED_PARTS,
+    RetrievalLengths,
+    blocks_flops,
+    encoder_travels,
+    retro_layers,
+)
 from megatron.model.spec import ModelSpec
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.tokenizer import Tokenizer
@@ -66,15 +76,38 @@ def without_neighbors(text: GPTBatch) -> RetroBatch:
 
 class Retro(GPT):
     name = "retro"
+    starts_from = frozenset({"gpt"})
+    unused_flags = GPT.unused_flags - RETRIEVAL_FLAGS
     heads = frozenset({"lm"})
 
     def complete_settings(self, settings: Settings) -> Settings:
-        found = {"retro_add_retriever": Setting(True, f"family {self.name}")}
-        return super().complete_settings(settings) | found
+        """Those of the project of a run take the place of its flags; see `retro_settings`."""
+        return retro_settings(super().complete_settings(settings))
 
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
         layers = partial(retro_layers, model, parallel)
-        return ModelSpec(layers, partial(begin, model), partial(travels, model))
+        crossing = partial(travels, model)
+        return ModelSpec(layers, partial(begin, model), crossing, added_parts=ADDED_PARTS)
+
+    def shape(self, model: ModelConfig, run: RunConfig | None = None) -> TransformerShape:
+        plain = block_flops(model, model.seq_length, model.seq_length)
+        linear, scores = (
+            sum(found) - model.num_layers * of_plain
+            for found, of_plain in zip(zip(*blocks_flops(model), strict=True), plain, strict=True)
+        )
+        return dataclasses.replace(super().shape(model, run), within=(linear, scores))
+
+    def block_lengths(self, model: ModelConfig) -> tuple[BlockLengths, ...]:
+        sample, retrieved, neighbor, of_chunk, chunk = RetrievalLengths.of(model)
+        retrieval = model.retrieval
+        attending = retrieval.retro_cross_attention_layers
+        encoder = [BlockLengths(retrieved, seen=neighbor)] * retrieval.retro_encoder_layers
+        encoder[0] = BlockLengths(retrieved, sample, neighbor, chunk)
+        found = [BlockLengths(sample)] * model.num_layers
+        for number in attending:
+            inside = tuple(encoder) if number == attending[0] else ()
+            found[number - 1] = BlockLengths(sample, retrieved, 0, of_chunk, inside)
+        return tuple(found)
 
     def generation(self, config: RunConfig, tokenizer: Tokenizer | None) -> GenerationSpec:
         model, retrieval = config.model, config.model.retrieval
@@ -98,8 +131,8 @@ class Retro(GPT):
         """See :meth:`Family.scored_batch`; texts that are scored have no neighbours."""
         return without_neighbors(super().scored_batch(config, tokenizer, texts, pad_to))
 
-    def data(self, config: RunConfig, tokenizer: Tokenizer) -> GPTData:
-        return GPTData(config, tokenizer)
+    def data(self, config: RunConfig, tokenizer: Tokenizer) -> RetroData:
+        return RetroData(GPTData(config, tokenizer))
 
 
 FAMILY = Retro()

@@ -20,7 +20,13 @@ from megatron.data.kinds.masked_data.t5 import T5Recipe, decoder_length, start_t
 from megatron.data.pipeline import DataPipeline
 from megatron.data.samples import SampleDataset, SampleView
 from megatron.data.scored_text import ScoredText, check_lengths, fitted, too_long
-from megatron.families.family import STREAM_FLAGS, BlockLengths, Family, GenerationSpec
+from megatron.families.family import (
+    RETRIEVAL_FLAGS,
+    STREAM_FLAGS,
+    BlockLengths,
+    Family,
+    GenerationSpec,
+)
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.flops import TransformerShape
 from megatron.model.layer_list import LayerCache, LayerState
@@ -108,7 +114,7 @@ class T5(Family):
     name = "t5"
     generates = True
     context_reader = "encoder"
-    unused_flags = STREAM_FLAGS | {
+    unused_flags = STREAM_FLAGS | RETRIEVAL_FLAGS | {
         "bert_binary_head", "num_tokentypes", "lm_head_activation", "bert_pair_task",
         "whole_word_masking", "max_preds_per_seq", "eval_max_preds_per_seq", "max_ngrams",
         "favor_longer_ngram", "bert_packing",

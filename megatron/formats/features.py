@@ -20,7 +20,7 @@ FEATURES = (
     "final_logit_softcapping", "qk_layernorm", "apply_layernorm_1p", "embed_layernorm",
     "scale_embeddings", "scale_head_input", "post_norm",
     "apply_residual_connection_post_layernorm", "parallel_residual", "shared_parallel_norm",
-    "num_tokentypes", "lm_head_activation", "head",
+    "num_tokentypes", "lm_head_activation", "head", "retro_add_retriever",
 )  # fmt: skip
 """The features, as fields of :class:`ModelFlags`."""
 

@@ -38,6 +38,9 @@ class TransformerShape:
     other: float = 0.0
     """Forward FLOPs of a sample in layers beside blocks and vocabulary."""
     decoder: TransformerShape | None = None
+    within: tuple[float, float] = (0.0, 0.0)
+    """Forward FLOPs of a sample that the blocks have beyond a transformer's: in linear layers, and
+    in scores and the mix of values."""
     additions: float | None = None
     """Forward FLOPs of a token in the low-rank additions to this stack, beside which no weight has
     a gradient; None where all weights are trained."""
@@ -154,11 +157,12 @@ class TransformerShape:
         kv_size = self.num_query_groups * self.kv_channels
         projections = 2 * self.hidden_size * (2 * query_size + 2 * kv_size)
         mlp = 2 * (3 if self.gated else 2) * self.hidden_size * self.ffn_hidden_size
-        return float(self.num_layers * (projections + mlp))
+        return self.num_layers * (projections + mlp) + self.within[0] / self.seq_length
 
     def _attention(self, causal: bool) -> float:
         """Forward FLOPs of one token in the scores of all blocks, and the mix of values."""
-        return 2 * (2 * self.num_attention_heads * self.kv_channels * self._keys(causal))
+        own = 2 * (2 * self.num_attention_heads * self.kv_channels * self._keys(causal))
+        return own + self.within[1] / self.seq_length
 
     def _keys(self, causal: bool) -> float:
         """Keys that a query attends to, averaged over the sequence and summed over the blocks."""
@@ -174,3 +178,19 @@ class TransformerShape:
     def flops_per_step(self, samples: int, *, causal: bool) -> float:
         """Model FLOPs of an optimizer step on ``samples`` sequences, over all devices."""
         return samples * self.seq_length * self.flops_per_token(causal=causal)
+
+
+def block_flops(
+    model: ModelConfig, own: int, keys: int, other: int = 0, other_keys: int = 0
+) -> tuple[float, float]:
+    """Forward FLOPs of a sample in one block: in linear layers, and in scores and the mix of
+    values. Each of its ``own`` tokens attends to ``keys`` of them, and to ``other_keys`` of the
+    ``other`` tokens that cross-attention reads."""
+    attention, hidden = model.attention, model.hidden_size
+    query = attention.num_attention_heads * attention.kv_channels
+    kv = attention.num_query_groups * attention.kv_channels
+    mlp = (3 if model.mlp.gated else 2) * model.mlp.ffn_hidden_size
+    linear = 2 * hidden * own * (2 * query + 2 * kv + mlp)
+    if other:
+        linear += 2 * hidden * (own * 2 * query + other * 2 * kv)
+    return float(linear), 4.0 * query * own * (keys + other_keys)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +23,15 @@ from torch import Tensor, nn
 
 from megatron.config import ModelConfig, ParallelConfig
 from megatron.model.block import Block
+from megatron.model.flops import block_flops
 from megatron.model.gpt import gpt_layers
 from megatron.model.layer_list import LayerSpec, LayerState, NeighborStore
 from megatron.parallel.tensor_parallel import TensorParallel
+
+ADDED_PARTS = frozenset(
+    {"cross_attention", "cross_attention_norm", "cross_attention_post_norm", "encoder"}
+)
+"""Words in the names of the parameters that a GPT does not have."""
 
 
 @dataclass(frozen=True)
@@ -215,9 +222,12 @@ def retro_layers(
     selective = parallel.recompute_granularity == "selective"
     learned = model.positions.position_embedding_type == "learned_absolute"
     words, positions, *rest = gpt_layers(model, parallel, tp)
+    costs = [int(linear + scores) for linear, scores in blocks_flops(model)]
     words = replace(words, tied_key="embed")
     if learned or model.norm.embed_layernorm:
         positions = replace(positions, tied_key="positions")
+    for layer, cost in enumerate(costs):
+        rest[layer] = replace(rest[layer], cost=cost)
     for layer in attending:
         build = partial(RetroBlock, model, layer, tp, selective, layer == attending[0])
         rest[layer] = replace(rest[layer], build=build)
@@ -234,3 +244,38 @@ def encoder_travels(model: ModelConfig, index: int) -> bool:
     attending = model.retrieval.retro_cross_attention_layers
     before = 3  # token embeddings and positions, of the text and of its neighbours, less one
     return before + attending[0] < index <= before + attending[-1]
+
+
+class RetrievalLengths(NamedTuple):
+    """Tokens of a sample, of all its neighbours together, of one neighbour, of those of a chunk
+    together, and of a chunk."""
+
+    sample: int
+    all_neighbors: int
+    neighbor: int
+    chunk_neighbors: int
+    chunk: int
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> RetrievalLengths:
+        retrieval, length = model.retrieval, model.seq_length
+        of_chunk = retrieval.retro_num_neighbors * retrieval.retrieved_length
+        chunk = retrieval.retro_gpt_chunk_length
+        return cls(length, length // chunk * of_chunk, retrieval.retrieved_length, of_chunk, chunk)
+
+
+def blocks_flops(model: ModelConfig) -> list[tuple[float, float]]:
+    """Forward FLOPs of a sample in each block, as :func:`block_flops` counts them, those of the
+    encoder with the block that has it."""
+    sample, retrieved, neighbor, of_chunk, chunk = RetrievalLengths.of(model)
+    attending = model.retrieval.retro_cross_attention_layers
+    plain = block_flops(model, sample, sample)
+    across = block_flops(model, sample, sample, retrieved, of_chunk)
+    first, *later = (
+        block_flops(model, retrieved, neighbor, *((sample, chunk) if n == 0 else ()))
+        for n in range(model.retrieval.retro_encoder_layers)
+    )
+    reading = [across, first, *later]
+    found = [across if n + 1 in attending else plain for n in range(model.num_layers)]
+    found[attending[0] - 1] = sum(x for x, _ in reading), sum(x for _, x in reading)
+    return found

@@ -123,6 +123,8 @@ class ModelSpec:
         losses: weight of each loss in the number that is minimised, in the order of logging; 0 for
             numbers that are only reported.
         attention: the kind of most blocks, for what a run says about its kernels.
+        added_parts: words in the canonical names of the parameters that such models have beyond
+            those of `Family.starts_from`.
         evaluated: what evaluations measure, if it is not the losses.
         head_parts: how the canonical names of parameters begin that belong to a head of such
             models, this one's or another: where only weights are loaded, the heads may differ.
@@ -135,6 +137,7 @@ class ModelSpec:
     losses: Mapping[str, float] = field(default_factory=lambda: {LM_LOSS: 1.0})
     attention: AttentionKind = "causal"
     head_parts: tuple[str, ...] = ()
+    added_parts: frozenset[str] = frozenset()
     evaluated: Measure | None = None
     no_perplexity: frozenset[str] = frozenset()
 

@@ -206,8 +206,12 @@ def activation_bytes(
     """Of a block with these ``lengths``, by default those of the model's first."""
     lengths = lengths or family_of(model.family).block_lengths(model)[0]
     sizes, hidden = _Sizes.of(model, layout, micro_batch, lengths), model.hidden_size
-    kernel = _kernels(model, layout, micro_batch, lengths, sizes)
-    whole, float8 = _block_bytes(model, layout, sizes, kernel)
+    whole = float8 = kernel = 0.0
+    for each in lengths.whole:
+        parts = _Sizes.of(model, layout, micro_batch, each)
+        own_kernel = _kernels(model, layout, micro_batch, each, parts)
+        own_whole, own_float8 = _block_bytes(model, layout, parts, own_kernel)
+        whole, float8, kernel = whole + own_whole, float8 + own_float8, kernel + own_kernel
     vocab = local_widths(model, layout.tensor).vocab
     outputs = micro_batch * min(lengths.own, head_shape(model)[0])
     logits = outputs * sizes.element * vocab
@@ -277,10 +281,10 @@ def _kernels(
     model: ModelConfig, layout: Layout, micro_batch: int, lengths: BlockLengths, sizes: _Sizes
 ) -> float:
     """What the attention kernels of a block keep."""
-    others = [lengths.other] if lengths.other else []
+    others = [lengths.other_keys] if lengths.other else []
     return sum(
         _attention_kernel(model, layout.tensor, sizes.element, micro_batch, lengths.own, keys)
-        for keys in (lengths.own, *others)
+        for keys in (lengths.keys, *others)
     )
 
 

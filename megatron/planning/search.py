@@ -201,7 +201,8 @@ def variants(work: Workload, base: Layout) -> Iterator[Layout]:
     stages = (0, 1, 2, 3) if base.data > 1 else (0, 1)
     for zero in stages:
         for sequence in (False, True):
-            if sequence and any(n % base.tensor for n in chain(*work.lengths)):
+            lengths = {n for block in work.lengths for n in (block.own, block.other)}
+            if sequence and any(n % base.tensor for n in lengths):
                 continue
             for recompute in (None, "selective", "uniform"):
                 layout = dataclasses.replace(

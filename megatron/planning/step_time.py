@@ -139,10 +139,11 @@ def tensor_bytes_per_block(
     all-reduce of its gradient, or with sequence parallelism two all-gathers and a reduce-scatter.
     """
     lengths = lengths or family_of(model.family).block_lengths(model)[0]
-    again = layout.recompute in ("uniform", "block")
-    layers = 3 if lengths.other else 2  # attention, cross-attention, MLP: each a column and a row
-    gathers = lengths.own * layers * (4 + 2 * again + layout.sequence)
-    gathers += lengths.other * ((3 + again) if layout.sequence else 2)
+    again, gathers = layout.recompute in ("uniform", "block"), 0
+    for each in lengths.whole:
+        layers = 3 if each.other else 2  # attention, cross-attention, MLP: each a column and a row
+        gathers += each.own * layers * (4 + 2 * again + layout.sequence)
+        gathers += each.other * ((3 + again) if layout.sequence else 2)
     # At stage 0 16 bits run as autocast, whose matrix products are in 16 bits too.
     size = 0.5 if layout.precision != "fp32" and layout.zero == 0 else 1.0
     return ring(layout.tensor) * size * gathers * hidden_bytes(model, layout, micro_batch)
@@ -168,7 +169,8 @@ def pipeline_bytes(
     if layout.pipeline == 1:
         return 0.0
     split = layout.tensor if layout.sequence else 1
-    tokens = micro_batch * max(map(sum, family_of(model.family).block_lengths(model)))
+    blocks = family_of(model.family).block_lengths(model)
+    tokens = micro_batch * max(lengths.own + lengths.other for lengths in blocks)
     return 2 * micro_batches * layout.chunks * hidden_bytes(model, layout, tokens) / split
 
 
@@ -235,12 +237,13 @@ def rank_flops(model: ModelConfig, layout: Layout, micro_batch: int, share: Rank
     width, hidden = local_widths(model, layout.tensor), model.hidden_size
     mlp = 2 * hidden * (3 if model.mlp.gated else 2) * width.ffn
     total = 0.0
-    for own, other in chain(*share.stages):
+    for lengths in chain.from_iterable(block.whole for block in chain(*share.stages)):
+        own, other = lengths.own, lengths.other
         projections = own * 2 * hidden * (2 * width.query + 2 * width.kv)
-        scores = own * 4 * width.query * own
+        scores = own * 4 * width.query * lengths.keys
         if other:
             projections += 2 * hidden * (own * 2 * width.query + other * 2 * width.kv)
-            scores += own * 4 * width.query * other
+            scores += own * 4 * width.query * lengths.other_keys
         matrices = projections + own * mlp
         again = {None: 0, "selective": scores}.get(layout.recompute, matrices + scores)
         total += 3 * (matrices + scores) + again

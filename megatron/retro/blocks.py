@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,13 +34,13 @@ class FileBlock:
         return self.stop - self.start
 
 
-def blocks_of(folder: Path, count: int, size: int) -> list[FileBlock]:
-    """The blocks of ``count`` items, ``size`` each, as files START-END.hdf5 whose numbers have as
-    many digits as upstream writes: ceil(log10(count)) + 1."""
-    digits = len(str(max(count, 1) - 1)) + 1 if count > 1 else 1
+def blocks_of(folder: Path, count: int, size: int, first: int = 0) -> list[FileBlock]:
+    """The blocks of the items ``first`` to ``count`` - 1, ``size`` each, as files START-END.hdf5
+    whose numbers have as many digits as upstream writes: ceil(log10(count)) + 1."""
+    digits = (len(str(count - 1)) if count > 1 else 0) + 1
     return [
         FileBlock(start, stop, folder / f"{start:0{digits}d}-{stop:0{digits}d}.hdf5")
-        for start in range(0, count, size)
+        for start in range(first, count, size)
         for stop in (min(start + size, count),)
     ]
 
@@ -93,8 +94,22 @@ def run_blocks(
     if finished and is_main_process():
         say(f"{what}: {finished} of {len(blocks)} blocks exist")
     for block in _progress(missing[rank() :: world_size()], what, unit):
-        write_arrays(block.path, make(block))
+        arrays = make(block)
+        with naming_full_disks(block.path, what):
+            write_arrays(block.path, arrays)
     barrier()
+
+
+@contextmanager
+def naming_full_disks(path: Path, what: str) -> Iterator[None]:
+    """Says of a file of a stage that cannot be written what to do; raises OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"{path} cannot be written: {error}; free space on the disk, and run {what} again: it "
+            "goes on after the files that it has finished"
+        ) from error
 
 
 def _finished(block: FileBlock) -> bool:
@@ -130,16 +145,21 @@ def _validate(
 def check_equal(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Compares the arrays of a file with others, bit for bit. ValueError, which names file and
     array, if they differ."""
-    shapes = array_shapes(path)
-    for name, array in arrays.items():
-        same = name in shapes and read_array(path, name).dtype == array.dtype
-        if not same or read_array(path, name).tobytes() != np.ascontiguousarray(array).tobytes():
-            raise ValueError(
-                f"{path}: {name} is not what this run computes; the file is damaged, or made from "
-                "other data or by another version; delete it and run the task again"
-            )
-    if set(shapes) != set(arrays):
-        raise ValueError(f"{path} has {', '.join(shapes)}, not {', '.join(arrays)}; delete it")
+    for name in array_shapes(path).keys() | arrays.keys():
+        if name not in arrays:
+            raise differing(path, name)
+        found, array = read_array(path, name), np.ascontiguousarray(arrays[name])
+        same = found.dtype == array.dtype and found.shape == array.shape
+        if not same or found.tobytes() != array.tobytes():
+            raise differing(path, name)
+
+
+def differing(path: Path, name: str) -> ValueError:
+    """The error of an array that is not what a stage computes."""
+    return ValueError(
+        f"{path}: {name} is not what this run computes: the file is damaged, or was made of other "
+        "data or by another version; delete it, and run the task without --retro-task-validate"
+    )
 
 
 def _progress(blocks: Sequence[FileBlock], what: str, unit: str) -> Iterator[FileBlock]:

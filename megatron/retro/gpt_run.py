@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 from megatron.config import ConfigError, DataConfig, Setting, Settings, TokenizerConfig
 from megatron.config.kinds import kind_classes
+from megatron.data.indexed.dataset import idx_path
+from megatron.data.kinds.retro.project import GPT
 from megatron.retro.config import RetroPreprocessConfig
 from megatron.training.run import Run, run_of
 
@@ -20,7 +23,7 @@ _LENGTHS = frozenset(
     {"seq_length", "seed", "train_samples", "train_iters", "global_batch_size", "eval_interval",
      "eval_iters", "rampup_batch_size"}
 )  # fmt: skip
-GPT = "retro_gpt_"
+_PATHS = frozenset({"data_path", "train_data_path", "valid_data_path", "test_data_path"})
 
 
 def gpt_settings(config: RetroPreprocessConfig, settings: Settings) -> Settings:
@@ -40,7 +43,18 @@ def gpt_settings(config: RetroPreprocessConfig, settings: Settings) -> Settings:
     base = {name: settings[name] for name in shared & settings.keys()}
     if "train_samples" in own:
         base.pop("train_iters", None)
-    return base | own
+    found = base | own
+    for name in found.keys() & _PATHS:
+        setting = found[name]
+        words = tuple(_absolute(str(word)) for word in setting.value)
+        found[name] = Setting(words, setting.origin)
+    return found
+
+
+def _absolute(word: str) -> str:
+    """A word of ``--data-path``; that of local files as it is understood in every folder."""
+    path, at, bounds = word.partition("@")
+    return f"{os.path.abspath(path)}{at}{bounds}" if idx_path(path).is_file() else word
 
 
 def gpt_run(settings: Settings) -> Run:

@@ -24,7 +24,7 @@ from megatron.data.sampler import check_skipped
 from megatron.engine.loading import load_checkpoint
 from megatron.engine.saving import check_writable
 from megatron.engine.train_engine import TrainEngine
-from megatron.families import family_names
+from megatron.families import family_names, family_of
 from megatron.training.plan import TrainingPlan
 
 _SCHEDULE = names_of("schedule", OptimizerFlags)
@@ -113,9 +113,12 @@ def find_origin(options: CheckpointConfig) -> ResumeSource | None:
 def _check_family(origin: ResumeSource, family: str) -> None:
     folder = origin.found.folder
     found = origin.found.family
-    if found == family:
+    begins = found in family_of(family).starts_from
+    if found == family or (begins and not origin.continues):
         return
-    if found in family_names():
+    if begins:
+        advice = f"--finetune --no-load-optim starts a {family} from its weights"
+    elif found in family_names():
         advice = f"pretrain_{found}.py trains it"
     else:
         advice = f"the known families are {', '.join(family_names())}"

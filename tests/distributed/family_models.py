@@ -12,11 +12,19 @@ COMMON = (
     "--peak-tflops 1 --log-interval 1000"
 ).split()
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0".split()
+ENCODER_DROPOUT = "--retro-encoder-hidden-dropout {0} --retro-encoder-attention-dropout {0}"
+"""Of a Retro, at a rate."""
 FAMILIES = {
     "bert": ["--model-family", "bert", "--num-layers", "8", *COMMON],
     "t5": [
         *("--model-family", "t5", "--num-layers", "4", "--decoder-num-layers", "4"),
         *("--decoder-seq-length", "8"),
+        *COMMON,
+    ],
+    "retro": [
+        *("--model-family", "retro", "--num-layers", "8", "--retro-gpt-chunk-length", "4"),
+        *("--retro-cross-attention-layers", "3", "5", "6"),
+        *ENCODER_DROPOUT.format(0).split(),
         *COMMON,
     ],
     **{
@@ -68,6 +76,20 @@ MODELS: dict[str, dict[str, list[str]]] = {
         "recompute-block": [*BLOCK, *RELATIVE],
         "recompute-selective": [*SELECTIVE, *RELATIVE, *UNTIED],
     },
+    "retro": {
+        "learned": [],
+        "untied": [*UNTIED, "--retro-attention-gate", "0.5"],
+        "modern": [*MODERN, "--num-query-groups", "2"],
+        "post-norm": [*POST_NORM, "--retro-cross-attention-layers", "1", "8"],
+        "one-neighbor": [
+            *("--retro-num-neighbors", "1", "--retro-num-retrieved-chunks", "1"),
+            *("--retro-encoder-layers", "1", "--retro-cross-attention-layers", "4"),
+        ],
+        "partition": ["--pipeline-partition", "parameters"],
+        "recompute-full": [*FULL, *MODERN],
+        "recompute-block": BLOCK,
+        "recompute-selective": [*SELECTIVE, *UNTIED],
+    },
     "classification": {
         "pre-norm": [],
         "post-norm": POST_NORM,
@@ -82,7 +104,11 @@ MODELS: dict[str, dict[str, list[str]]] = {
 
 
 def blocks(family: str, count: int) -> list[str]:
-    """The flags of so many blocks, of T5 half of them in the decoder."""
+    """The flags of so many blocks, of T5 half of them in the decoder, of Retro the last of which
+    reads neighbours, and the one before."""
+    if family == "retro":
+        attending = [str(number) for number in range(max(1, count - 1), count + 1)]
+        return ["--num-layers", str(count), "--retro-cross-attention-layers", *attending]
     if family != "t5":
         return ["--num-layers", str(count)]
     return ["--num-layers", str(count - count // 2), "--decoder-num-layers", str(count // 2)]

@@ -45,6 +45,7 @@ SMALLER = {
     "pretrain_gpt.py": RUN,
     "pretrain_bert.py": RUN,
     "pretrain_t5.py": RUN_OF_T5,
+    "pretrain_retro.py": RUN,
     "finetune.py": "--seq-length 192 --max-position-embeddings 192 --train-iters 2 "
     "--micro-batch-size 1 --global-batch-size 2 --eval-interval 2 --samples 1 --sample-tokens 4 "
     "--log-interval 1 --num-workers 0 --peak-tflops 1",
@@ -70,6 +71,7 @@ LINKS = (
     "pretrain_gpt.py",
     "pretrain_bert.py",
     "pretrain_t5.py",
+    "pretrain_retro.py",
     "finetune.py",
     "finetune_llama.py",
 )

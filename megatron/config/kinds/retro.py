@@ -16,9 +16,12 @@ class RetroDataConfig(KindConfig):
     retro_project_dir: str | None = option(None, aliases=("--retro-workdir",))
     """Folder of tools/retro/preprocess_data.py: database and neighbours. Its config.json says the
     run's data, tokenizer, sequence length, seed, batch size, number of samples and evaluations."""
+    dataloader_type: str = option("single", choices=("single", "cyclic"))
+    """single: samples are read in one pass, in Megatron's order. cyclic: those that have neighbours
+    are read again, in the same order, for --retro-cyclic-train-iters."""
     retro_cyclic_train_iters: int | None = option(None, bounds=POSITIVE)
-    """Iterations that the neighbours of the training samples are for, where the run goes over them
-    several times, with --dataloader-type cyclic."""
+    """Iterations to train with --dataloader-type cyclic, in place of the project's number of
+    samples."""
     retro_verify_neighbor_count: bool = option(True, off="--retro-no-verify-neighbor-count")
     """Train although the number of samples is not the one that has neighbours; samples without
     neighbours read none."""

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from pathlib import Path
+
 import torch
 
+from megatron.config import ConfigError
+from megatron.data.kinds.retro.project import RetroProject
+from megatron.retro.embedding import Embedder
 from megatron.retro.index.approximate import FaissIndex
 from megatron.retro.index.config import IndexFlags
 from megatron.retro.index.exact import ExactIndex
+from megatron.retro.index.files import existing_files
 from megatron.retro.index.strings import index_parts
 from megatron.retro.index.vector_index import VectorIndex
+
+__all__ = ["VectorIndex", "build_index", "index_file", "open_index"]
 
 
 def build_index(flags: IndexFlags, count: int, width: int) -> VectorIndex:
@@ -18,3 +28,31 @@ def build_index(flags: IndexFlags, count: int, width: int) -> VectorIndex:
     if parts.is_exact:
         return ExactIndex(width, "cuda" if torch.cuda.is_available() else "cpu")
     return FaissIndex(parts, parts.probes(flags), flags.retro_query_ef_search)
+
+
+def index_file(project: RetroProject, flags: IndexFlags) -> Path:
+    """The finished index of a project that the flags describe, as far as they do. ConfigError if
+    there is none, or several."""
+    return existing_files(project.index_folder, flags, "index-add").added
+
+
+def open_index(
+    project: RetroProject, embedder: Embedder, flags: IndexFlags | None = None
+) -> VectorIndex:
+    """The finished index of a project that the flags describe, with their thoroughness of search.
+    Raises ConfigError if there is none, or several, or it is of another embedder, and ValueError if
+    a file is damaged."""
+    flags = flags or IndexFlags()
+    files = existing_files(project.index_folder, flags, "index-add")
+    description = files.read_description()
+    identity = json.loads(json.dumps(dict(embedder.identity)))
+    if description is not None and description["embedder"] != identity:
+        raise ConfigError(
+            f"{files.added} is of the embedder {description['embedder']}, this is {identity}; name "
+            "that one (--bert-embedder-type, --bert-load), or run index-train and index-add in "
+            "another --retro-project-dir"
+        )
+    parts_flags = dataclasses.replace(flags, retro_index_str=files.text)
+    index = build_index(parts_flags, 0, embedder.width)
+    index.load(files.added)
+    return index

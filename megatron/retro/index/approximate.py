@@ -58,24 +58,22 @@ class FaissIndex:
                 count,
                 LEAST_CHUNKS_PER_CLUSTER * least,
             )
-        for learner in self._learners():
+        inner, rotation = self._inner, self._rotation
+        learners = [part.cp for part in (inner, getattr(inner, "pq", inner)) if hasattr(part, "cp")]
+        if rotation is not None:
+            codes = self._faiss.ProductQuantizer(rotation.d_out, rotation.M, self._parts.code_bits)
+            rotation.pq = codes
+            learners.append(codes.cp)
+        for learner in learners:
             learner.min_points_per_centroid = 1  # faiss would warn once for each of its steps
-        self._learn_on_gpus()
+        if self._parts.clusters is None and self._parts.code_parts is not None:
+            inner.do_polysemous_training = False  # an order of the codes that no search here uses
+        if self._parts.clusters is not None and getattr(self._faiss, "get_num_gpus", int)():
+            flat = self._faiss.IndexFlatL2(inner.d)
+            inner.clustering_index = self._faiss.index_cpu_to_all_gpus(flat)
         self._index.train(_rows(vectors_ND))
-
-    def _learners(self) -> list[Any]:
-        """What finds clusters: of vectors, and of their parts."""
-        inner, learners = self._inner, []
-        if inner is not self._index:
-            transform = self._faiss.downcast_VectorTransform(self._index.chain.at(0))
-            transform.pq = self._faiss.ProductQuantizer(transform.d_out, transform.M, 8)
-            transform.pq.cp.min_points_per_centroid = 1
-            learners.append(transform.pq.cp)
-        if hasattr(inner, "cp"):
-            learners.append(inner.cp)
-        if hasattr(inner, "pq"):
-            learners.append(inner.pq.cp)
-        return learners
+        if rotation is not None:
+            rotation.pq = None
 
     @property
     def _inner(self) -> Any:
@@ -84,28 +82,51 @@ class FaissIndex:
             return self._index
         return self._faiss.downcast_index(self._index.index)
 
-    def _learn_on_gpus(self) -> None:
-        gpus = getattr(self._faiss, "get_num_gpus", int)()
-        if gpus and self._parts.clusters is not None:
-            inner = self._inner
-            flat = self._faiss.IndexFlatL2(inner.d)
-            inner.clustering_index = self._faiss.index_cpu_to_all_gpus(flat)
+    @property
+    def _rotation(self) -> Any:
+        if self._parts.rotated is None:
+            return None
+        return self._faiss.downcast_VectorTransform(self._index.chain.at(0))
 
     def add(self, vectors_ND: Vectors) -> None:
         """As :meth:`VectorIndex.add`."""
         self._index.add(_rows(vectors_ND))
 
     def encode(self, vectors_ND: Vectors) -> npt.NDArray[np.uint8]:
-        """The codes [N, E] by which vectors are added with :meth:`add_codes`."""
+        """As :meth:`VectorIndex.encode`."""
         rows = _rows(vectors_ND)
-        if self._parts.rotated is not None:
-            rows = self._faiss.downcast_VectorTransform(self._index.chain.at(0)).apply(rows)
+        if self._rotation is not None:
+            rows = self._rotation.apply(rows)
         return np.asarray(self._inner.sa_encode(rows))
 
     def add_codes(self, codes_NE: npt.NDArray[np.uint8]) -> None:
-        """Adds vectors by their codes; the index is as if the vectors were added."""
+        """As :meth:`VectorIndex.add_codes`."""
         self._inner.add_sa_codes(np.ascontiguousarray(codes_NE))
         self._index.ntotal = self._inner.ntotal
+
+    def holds(self, first: int, codes_NE: npt.NDArray[np.uint8]) -> bool:
+        """As :meth:`VectorIndex.holds`."""
+        inner, numbers_N = self._inner, np.arange(first, first + len(codes_NE))
+        if self._parts.clusters is None:
+            stored = self._faiss.vector_to_array(inner.codes).reshape(-1, inner.code_size)
+            return np.array_equal(stored[first : first + len(codes_NE)], codes_NE)
+        cluster_bytes = inner.coarse_code_size()
+        digits = 256 ** np.arange(cluster_bytes, dtype=np.int64)
+        clusters_N = codes_NE[:, :cluster_bytes].astype(np.int64) @ digits
+        for cluster in np.unique(clusters_N).tolist():
+            here = clusters_N == cluster
+            size = inner.invlists.list_size(cluster)
+            if not size:
+                return False
+            stored = self._faiss.rev_swig_ptr(inner.invlists.get_ids(cluster), size)
+            places = np.minimum(np.searchsorted(stored, numbers_N[here]), size - 1)
+            codes = self._faiss.rev_swig_ptr(
+                inner.invlists.get_codes(cluster), size * inner.code_size
+            ).reshape(size, -1)
+            known = np.array_equal(stored[places], numbers_N[here])
+            if not known or not np.array_equal(codes[places], codes_NE[here, cluster_bytes:]):
+                return False
+        return True
 
     def search(
         self, queries_QD: Vectors, k: int

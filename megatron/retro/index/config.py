@@ -15,7 +15,7 @@ _FRACTION_LOADED = Bounds(lambda value: 0 < value <= 1, "must be in (0, 1]")
 class IndexFlags:
     """Index: how the nearest of the database's vectors are found."""
 
-    retro_index_type: str = option("faiss-par-add", choices=INDEX_TYPES)
+    retro_index_type: str | None = option(None, derived=INDEX_TYPES[0], choices=INDEX_TYPES)
     """What the processes write for index-add: the codes of the index (faiss-par-add), or vectors
     that one process encodes (faiss-base). The indices are equal."""
     retro_index_str: str | None = option(
@@ -26,14 +26,18 @@ class IndexFlags:
     OPQ32_256,IVF4194304_HNSW32,PQ32 and the like."""
     retro_index_ntrain: int | None = option(
         None,
-        derived="64 chunks for each cluster",
+        derived="64 chunks for each cluster, and at least 65,536",
         bounds=POSITIVE,
         aliases=("--retro-nchunks-sampled",),
     )
     """Chunks from which the index learns its clusters and codes."""
-    retro_index_train_load_fraction: float = option(1.0, bounds=_FRACTION_LOADED)
+    retro_index_train_load_fraction: float | None = option(
+        None, derived="1.0", bounds=_FRACTION_LOADED
+    )
     """Share of these that it learns from."""
-    retro_index_add_load_fraction: float = option(1.0, bounds=_FRACTION_LOADED)
+    retro_index_add_load_fraction: float | None = option(
+        None, derived="1.0", bounds=_FRACTION_LOADED
+    )
     """Share of the database's chunks that are added, the first ones."""
     retro_index_delete_training_embeddings: bool = option(
         True,

@@ -5,8 +5,8 @@ products says which vectors may be among the nearest, and these are compared aga
 the result depends neither on the library of the products, nor on the number of threads or the size
 of blocks: the nearest by distance, and of equal distances the one added first.
 
-Shape suffixes: N vectors of the index, Q queries, D elements of a vector, K neighbours, C
-candidates of all queries.
+Shape suffixes: N vectors of the index, Q queries, D elements of a vector, E bytes of a
+vector's code, K neighbours, C candidates of all queries.
 """
 
 from __future__ import annotations
@@ -61,6 +61,21 @@ class ExactIndex:
             )
         if len(vectors_ND):
             self._parts.append(vectors_ND)
+
+    def encode(self, vectors_ND: Vectors) -> npt.NDArray[np.uint8]:
+        """As :meth:`VectorIndex.encode`: the bytes of the vectors."""
+        return np.ascontiguousarray(vectors_ND, "<f4").view(np.uint8)
+
+    def add_codes(self, codes_NE: npt.NDArray[np.uint8]) -> None:
+        """As :meth:`VectorIndex.add_codes`."""
+        self.add(codes_NE.view("<f4"))
+
+    def holds(self, first: int, codes_NE: npt.NDArray[np.uint8]) -> bool:
+        """As :meth:`VectorIndex.holds`."""
+        numbers = torch.arange(first, first + len(codes_NE))
+        if len(codes_NE) and first + len(codes_NE) > len(self):
+            return False
+        return np.array_equal(self.encode(self._take(numbers).cpu().numpy()), codes_NE)
 
     def search(
         self, queries_QD: Vectors, k: int

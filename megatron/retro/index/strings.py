@@ -23,6 +23,8 @@ an index say, and Wang et al. 2023 (arXiv:2304.06762) for more."""
 _CODED_CHUNKS = 10**7
 _CODE_BYTES, _ROTATED = 32, 256
 _TRAINING_CHUNKS_PER_CLUSTER = 64
+_LEAST_TRAINING_CHUNKS = 2**16
+"""Enough for another index of the same database than the one that db-build was told."""
 LEAST_CHUNKS_PER_CLUSTER = 39
 """Below which faiss warns that clusters are learned from too few vectors."""
 
@@ -111,5 +113,5 @@ def training_chunks(flags: IndexFlags, count: int, width: int) -> int:
     """Chunks to learn from, of ``count`` in the database."""
     if flags.retro_index_ntrain is not None:
         return min(count, flags.retro_index_ntrain)
-    entries = max(1, index_parts(flags, count, width).learned_entries)
-    return min(count, _TRAINING_CHUNKS_PER_CLUSTER * entries)
+    entries = index_parts(flags, count, width).learned_entries
+    return min(count, max(_TRAINING_CHUNKS_PER_CLUSTER * entries, _LEAST_TRAINING_CHUNKS))

@@ -1,6 +1,7 @@
 """What an index of vectors does: the nearest chunks of the database to a vector.
 
-Shape suffixes: N vectors of the index, Q queries, D elements of a vector, K neighbours.
+Shape suffixes: N vectors of the index, Q queries, D elements of a vector, E bytes of
+a vector's code, K neighbours.
 """
 
 from __future__ import annotations
@@ -27,6 +28,15 @@ class VectorIndex(Protocol):
 
     def add(self, vectors_ND: Vectors) -> None:
         """Adds vectors behind those that it has."""
+
+    def encode(self, vectors_ND: Vectors) -> npt.NDArray[np.uint8]:
+        """The codes [N, E] of vectors, by which :meth:`add_codes` adds them."""
+
+    def add_codes(self, codes_NE: npt.NDArray[np.uint8]) -> None:
+        """Adds vectors by their codes; the index is as if the vectors were added."""
+
+    def holds(self, first: int, codes_NE: npt.NDArray[np.uint8]) -> bool:
+        """Whether the vectors from number ``first`` on have these codes."""
 
     def search(
         self, queries_QD: Vectors, k: int

@@ -11,7 +11,15 @@ from functools import cache
 import labelled_texts
 import pytest
 import training_jobs
-from family_models import FAMILIES, MODELS, NO_DROPOUT, blocks, flags, split_ranks
+from family_models import (
+    ENCODER_DROPOUT,
+    FAMILIES,
+    MODELS,
+    NO_DROPOUT,
+    blocks,
+    flags,
+    split_ranks,
+)
 from training_jobs import LAYOUTS, train_plainly
 
 from megatron.config.layouts import parse_layout
@@ -54,6 +62,7 @@ SAMPLE = {
         "tp2-sp/relative-untied pp2-split1/learned pp4-split1/relative "
         "tp2-sp-pp2-interleaved/recompute-full pp2-dualpipev/uneven"
     ).split(),
+    "retro": "tp2-sp-pp2/recompute-full pp4/learned pp2-dualpipev/untied tp2/modern".split(),
 }
 """What the normal run has; `make proof` has the rest."""
 
@@ -142,18 +151,25 @@ DROPOUT = {
 TRAINED = {
     "bert": ("pre-norm", "post-norm"),
     "t5": ("learned", "relative"),
+    "retro": ("learned",),
     "classification": ("post-norm",),
     "regression": ("lm-only",),
     "multiple_choice": ("pre-norm",),
     "span": ("pre-norm",),
 }
-TRAINED_SAMPLE = {"t5-pp2-zero1-relative", "multiple_choice-tp2-sp-zero1-pre-norm"}
+TRAINED_SAMPLE = {
+    "t5-pp2-zero1-relative",
+    "retro-tp2-sp-zero1-learned",
+    "multiple_choice-tp2-sp-zero1-pre-norm",
+}
 STEPS = 8
 
 
 @cache
 def plain(family: str, model: str, stages: int, dropout: str):
     argv = [*FAMILIES[family], *MODELS[family][model], *DROPOUT[dropout]]
+    if (family, dropout) == ("retro", "all"):
+        argv += ENCODER_DROPOUT.format(0.1).split()
     argv += blocks(family, stages)
     argv += ["--global-batch-size", "8", "--train-iters", str(STEPS), "--lr-warmup-iters", "3"]
     argv += ["--lr-decay-style", "cosine"]

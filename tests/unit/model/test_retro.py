@@ -361,3 +361,6 @@ def test_what_travels_between_stages(partition):
 def test_flags_that_do_not_fit_are_refused():
     with pytest.raises(ConfigError, match="--parallel-residual"):
         build_model(config(parallel_residual=True))
+    with pytest.raises(ConfigError, match="give --max-position-embeddings 16 or more"):
+        config(retro_num_retrieved_chunks=4)
+    assert config(retro_num_retrieved_chunks=4, position_embedding_type="alibi")

@@ -14,6 +14,7 @@ from megatron.config.kinds.curriculum import (
     data_sampling,
     sequence_lengths,
 )
+from megatron.config.retrieval import RetrievalConfig
 from megatron.data.index_cache import IndexCache
 from megatron.data.kinds.curriculum.order import draw_samples, stages
 from megatron.data.pipeline import BatchSizes, DataKind, DataPipeline, SequenceLengths
@@ -55,7 +56,9 @@ class Curriculum(DataKind):
             return None
         seq_length = config.model.seq_length
         growth = [(step - 1, length) for step, length in stages(schedule)]
-        _check_lengths([n for _, n in growth], seq_length, config.parallel, schedule.name)
+        lengths = [length for _, length in growth]
+        _check_lengths(lengths, seq_length, config.parallel, schedule.name)
+        _check_chunks(lengths, config.model.retrieval, schedule.name)
         return SequenceLengths(seq_length, growth, samples)
 
 
@@ -92,6 +95,18 @@ def _check_lengths(
                 f"{schedule_name} has sequences of {length} tokens, which --sequence-parallel "
                 f"splits over --tensor-model-parallel-size {ranks}: make difficulty_step and all "
                 f"difficulties multiples of {ranks}"
+            )
+
+
+def _check_chunks(lengths: Sequence[int], retrieval: RetrievalConfig, schedule_name: str) -> None:
+    """Refuses sequence lengths that are no whole chunks of a model that retrieves."""
+    chunk_length = retrieval.retro_gpt_chunk_length
+    for length in lengths:
+        if retrieval.retro_add_retriever and length % chunk_length:
+            raise ConfigError(
+                f"{schedule_name} has sequences of {length} tokens, which are no whole chunks of "
+                f"--retro-gpt-chunk-length {chunk_length}: make difficulty_step and all "
+                f"difficulties multiples of {chunk_length}"
             )
 
 

@@ -22,29 +22,31 @@ class ChunkDatabase:
     in the tokens of the embedder.
 
     Args:
-        sources: the documents of each dataset, by its number.
+        datasets: the documents of each dataset, by its number.
         chunk_length: tokens of a chunk, fewer at the end of a document.
         eod: the token that short ones are padded with.
+        sources: what flags called each dataset, where that is not the prefix of its documents.
     """
 
     def __init__(
         self,
         table: npt.NDArray[np.uint32],
-        sources: Sequence[Documents],
+        datasets: Sequence[Documents],
         chunk_length: int,
         eod: int,
+        sources: Sequence[str] = (),
     ) -> None:
         self.table = table
         self.chunk_length, self.eod = chunk_length, eod
-        self._sources = sources
+        self._datasets = datasets
+        self.sources = list(sources) or [each.prefix for each in datasets]
+        """The prefix or file of each dataset, as flags named it."""
+        self.numbers = {name: number for number, name in enumerate(self.sources)}
+        """The dataset of each source; of several, as two ranges of a file are, the last."""
+        self._number = np.array([self.numbers[name] for name in self.sources], np.int64)
 
     def __len__(self) -> int:
         return len(self.table)
-
-    @property
-    def sources(self) -> list[str]:
-        """The prefix of each dataset."""
-        return [source.prefix for source in self._sources]
 
     def tokens(self, chunks: npt.ArrayLike, retrieved: int = 1) -> npt.NDArray[np.int64]:
         """The tokens of chunks, int64 [...], each with those that follow it in its document,
@@ -57,18 +59,20 @@ class ChunkDatabase:
         for tokens_R, chunk, row in zip(tokens_NR, chunks.ravel().tolist(), rows, strict=False):
             self._check(chunk)
             if chunk >= 0:
-                source = self._sources[row[DATASET]]
-                available = int(source.sequence_lengths[row[DOCUMENT]]) - row[START]
+                documents = self._datasets[row[DATASET]]
+                available = int(documents.sequence_lengths[row[DOCUMENT]]) - row[START]
                 count = min(length, available)
-                tokens_R[:count] = source.get(row[DOCUMENT], row[START], count)
+                tokens_R[:count] = documents.get(row[DOCUMENT], row[START], count)
         return tokens_NR.reshape(*chunks.shape, length)
 
     def documents(self, chunks: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """(dataset, document) of chunks, int64 [...]: int64 [..., 2], both -1 for chunk -1."""
+        """(dataset, document) of chunks, int64 [...]: int64 [..., 2], both -1 for chunk -1. The
+        dataset is that of ``numbers``."""
         chunks = np.asarray(chunks, np.int64)
         found = np.full((*chunks.shape, 2), -1, np.int64)
         known = chunks >= 0
         found[known] = self.table[chunks[known], :START]
+        found[known, 0] = self._number[found[known, 0]]
         return found
 
     def _check(self, chunk: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from megatron.config import ConfigError, DataConfig, Setting, Settings, TokenizerConfig
+from megatron.data.indexed.dataset import idx_path
 from megatron.data.kinds.retro.chunks import ChunkDatabase
 from megatron.data.kinds.retro.hdf5 import read_array
 from megatron.data.kinds.retro.neighbors import NeighborTable
@@ -74,6 +75,11 @@ class RetroProject:
         return self.folder / "db"
 
     @property
+    def data_folder(self) -> Path:
+        """Data that belong to the project."""
+        return self.folder / "data"
+
+    @property
     def index_folder(self) -> Path:
         return self.folder / "index"
 
@@ -99,13 +105,15 @@ class RetroProject:
                 f"--retro-project-dir {self.folder} has no database ({self.database_file}); run "
                 "tools/retro/preprocess_data.py --retro-tasks db-build"
             )
-        sources = []
+        datasets, sources = [], []
         for info in json.loads(self.datasets_file.read_text(encoding="utf-8")):
-            sources.append(open_indexed(self.data_path(info["prefix"])))
-            self._compare(sources[-1], info)
+            prefix = self.data_path(info["prefix"])
+            datasets.append(open_indexed(prefix))
+            sources.append(info.get("source", prefix))
+            self._compare(datasets[-1], info)
         table = read_array(self.database_file, "chunks")
         found = self.eod if eod is None else eod
-        return ChunkDatabase(table, sources, self.chunk_length, found)
+        return ChunkDatabase(table, datasets, self.chunk_length, found, sources)
 
     def neighbors(self, part: str) -> NeighborTable:
         """The neighbours of the samples of a part: ``train``, ``valid`` or ``test``. ConfigError if
@@ -157,9 +165,13 @@ class RetroProject:
 
     def data_path(self, prefix: str) -> str:
         """A word of --data-path, whose prefixes may be relative to the project's folder of data."""
-        beside = self.folder / "data" / prefix
-        inside = "://" not in prefix and Path(f"{beside}.idx".replace(".idx.idx", ".idx")).is_file()
-        return str(beside) if inside else prefix
+        beside = str(self.data_folder / prefix)
+        return beside if idx_path(beside).is_file() else prefix
+
+    def data_word(self, prefix: str) -> str:
+        """What :meth:`data_path` gives the prefix for."""
+        inside = Path(prefix).is_relative_to(self.data_folder)
+        return str(Path(prefix).relative_to(self.data_folder)) if inside else prefix
 
     def _compare(self, documents: Documents, info: Mapping[str, Any]) -> None:
         """ConfigError if a dataset is not the one that the database was made of."""

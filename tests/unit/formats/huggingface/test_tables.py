@@ -10,6 +10,7 @@ from transformers import AutoConfig
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, ModelFlags
+from megatron.families.family import RETRIEVAL_FLAGS
 from megatron.formats.features import FEATURES, spelled, without
 from megatron.formats.huggingface import ARCHITECTURES, architecture_named, architecture_of
 from megatron.formats.huggingface.config_reader import HFConfigReader
@@ -136,7 +137,7 @@ TRAINING = {
     "make_vocab_size_divisible_by", "attention_backend", "hf_architecture", "decoder_seq_length",
 }  # fmt: skip
 """What makes no difference to logits."""
-OTHER_FAMILIES = {"encoder_decoder"}
+OTHER_FAMILIES = {"encoder_decoder"} | RETRIEVAL_FLAGS - {"retro_add_retriever"}
 """What these models do not have."""
 OTHER_SPELLINGS = {
     "group_query_attention", "use_rotary_position_embeddings", "use_rope_scaling",
@@ -158,6 +159,7 @@ UNUSUAL = {
     "decoder_num_layers": 3, "scale_head_input": True,
     "relative_attention_num_buckets": 16, "relative_attention_max_distance": 64,
     "bert_binary_head": False, "num_tokentypes": 3, "lm_head_activation": "relu",
+    "retro_add_retriever": True,
     "head": "span", "num_labels": 3, "label_names": ("yes", "no"),
 }  # fmt: skip
 """Another value of each field that changes the network."""

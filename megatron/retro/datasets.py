@@ -1,0 +1,85 @@
+"""The datasets of a project: the files of its training data, and their blocks of documents."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.data.build import Portion
+from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron.data.indexed.dataset import best_dtype, idx_path
+from megatron.data.samples import Documents
+from megatron.data.sources import INDEXED
+from megatron.families import family_of
+from megatron.retro.blocks import FileBlock, barrier, blocks_of, naming_full_disks
+from megatron.retro.preprocessing import Preprocessing
+from megatron.util.processes import is_main_process
+from megatron.util.progress import progress_bar
+
+STAGE = "db-build"
+CHUNKS, EMPTY, OFFSETS = "chunks_valid", "chunks_invalid", "doc_offsets"
+"""Arrays of a block: its chunks, uint32 [n, 4] of document, start, end and the embedder's length;
+those without text for the embedder; and of each document its number and the chunks up to its end,
+uint64 [d, 2]."""
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A file of the training data."""
+
+    number: int
+    name: str
+    prefix: str
+    """Of the indexed files: those that a flag named, or the project's copy of other ones."""
+    source: str
+    """What the flag named."""
+    documents: Documents
+    weight: float
+    """In the blend of the training data."""
+    trained: range
+    """Numbers of the training documents."""
+    blocks: list[FileBlock]
+    """Of these, and of those that follow them."""
+
+
+def datasets_of(work: Preprocessing) -> list[Dataset]:
+    """The datasets of a project, in the order of its data. Data that are not indexed files are
+    copied into the project, tokenized."""
+    run, project = work.run, work.project
+    found: list[Dataset] = []
+    for number, portion in enumerate(
+        family_of("gpt").data(run.config, run.tokenizer).training_portions()
+    ):
+        name = Path(portion.path).name
+        same = sum(Path(each.source).name == name for each in found)
+        name = f"{name}-{same + 1}" if same else name
+        documents, prefix = portion.documents, portion.path
+        if portion.source.kind != INDEXED:
+            prefix = str(project.data_folder / name)
+            documents = _copied(portion, prefix, run.tokenizer.vocab_size)
+        stop = max(portion.units.stop, round(portion.source.share[1] * len(documents)))
+        folder = project.database_folder / "individual" / name
+        size = work.config.retro_doc_block_size
+        blocks = blocks_of(folder, stop, size, portion.units.start)
+        found.append(
+            Dataset(
+                *(number, name, prefix, portion.documents.prefix),
+                *(documents, portion.weight, portion.units, blocks),
+            )
+        )
+    return found
+
+
+def _copied(portion: Portion, prefix: str, vocab_size: int) -> IndexedDataset:
+    """An indexed copy of other data, sequence by sequence."""
+    if is_main_process() and not idx_path(prefix).exists():
+        documents = portion.documents
+        numbers = progress_bar(f"tokenizing {portion.path}", range(len(documents)), unit=" texts")
+        with (
+            naming_full_disks(idx_path(prefix), STAGE),
+            IndexedDatasetWriter(prefix, best_dtype(vocab_size)) as writer,
+        ):
+            for number in numbers:
+                writer.add_document([documents.get(number)])
+    barrier()
+    return IndexedDataset(prefix)

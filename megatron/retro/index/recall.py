@@ -1,0 +1,86 @@
+"""How many of the nearest chunks an index finds.
+
+Some chunks of the database are searched for in the index, and exactly: while a block of vectors is
+in memory for the index, each of these chunks is compared with all of them. So the exact neighbours
+cost no second reading of the database, and come from as many processes as embed it. A chunk is not
+its own neighbour.
+
+Shape suffixes: Q chunks that are searched for, N vectors of a block, D elements of a vector, K
+neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.data.kinds.retro.hdf5 import read_array
+from megatron.retro.index.exact import ExactIndex
+from megatron.retro.index.vector_index import VectorIndex, Vectors
+from megatron.retro.preprocessing import Preprocessing
+from megatron.retro.vectors import chunk_vectors
+
+RECALL_AT = (2, 20)
+"""What a model reads, and what the stage of neighbours keeps."""
+_NEAREST, _DISTANCES = "nearest", "nearest_distances"
+
+
+class RecallSample:
+    """Chunks, spread over the database, whose neighbours are found exactly."""
+
+    def __init__(self, work: Preprocessing, chunks: int, count: int) -> None:
+        """
+        Args:
+            work: the project.
+            chunks: how many chunks of the database the index has.
+            count: how many of them are searched for.
+        """
+        self._work = work
+        count = min(count, chunks)
+        self.chunks_Q = np.arange(count, dtype=np.int64) * chunks // max(count, 1)
+
+    @cached_property
+    def _vectors_QD(self) -> Vectors:
+        return chunk_vectors(self._work, self.chunks_Q)
+
+    def nearest(self, first: int, vectors_ND: Vectors) -> dict[str, np.ndarray]:
+        """The exact neighbours among a block of vectors, the first of which is chunk ``first``, for
+        the block's file."""
+        index = ExactIndex(vectors_ND.shape[1])
+        index.add(vectors_ND)
+        numbers_QK, distances_QK = index.search(self._vectors_QD, max(RECALL_AT) + 1)
+        numbers_QK[numbers_QK >= 0] += first
+        return {_NEAREST: numbers_QK, _DISTANCES: distances_QK}
+
+    def recall(self, index: VectorIndex, blocks: Sequence[Path]) -> dict[int, float]:
+        """The share of the k nearest chunks that are among the k first of the index, for each k of
+        :data:`RECALL_AT`."""
+        numbers = np.concatenate([read_array(path, _NEAREST) for path in blocks], axis=1)
+        distances = np.concatenate([read_array(path, _DISTANCES) for path in blocks], axis=1)
+        distances[numbers < 0] = np.inf
+        order = np.lexsort((numbers, distances))
+        exact_QK = self._others(np.take_along_axis(numbers, order, axis=1))
+        found_QK = self._others(index.search(self._vectors_QD, max(RECALL_AT) + 1)[0])
+        return recall_at(exact_QK, found_QK)
+
+    def _others(self, numbers_QN: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The first K of each row without the chunk itself."""
+        own = numbers_QN == self.chunks_Q[:, None]
+        order = np.argsort(own, axis=1, kind="stable")[:, : max(RECALL_AT)]
+        return np.take_along_axis(numbers_QN, order, axis=1)
+
+
+def recall_at(exact_QK: npt.NDArray[np.int64], found_QK: npt.NDArray[np.int64]) -> dict[int, float]:
+    """The share of the first k of each row that are among the first k of the other one, for each k
+    of :data:`RECALL_AT`; -1 is no neighbour."""
+    shares = {}
+    for k in RECALL_AT:
+        exact_QK1, found_Q1K = exact_QK[:, :k, None], found_QK[:, None, :k]
+        known = exact_QK1[..., 0] >= 0
+        hits = (exact_QK1 == found_Q1K).any(-1) & known
+        shares[k] = float(hits.sum() / max(known.sum(), 1))
+    return shares

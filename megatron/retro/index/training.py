@@ -1,0 +1,101 @@
+"""Stage index-train: the clusters and codes of the index, learned from some of the chunks.
+
+Upstream's files: ``train_emb/blocks/START-END.hdf5`` with the vectors of a block of chunks,
+``train_emb/train_FRACTION.bin`` with all, and the empty index.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.data.kinds.retro.chunks import DATASET
+from megatron.data.kinds.retro.hdf5 import read_array
+from megatron.retro.blocks import FileBlock, barrier, blocks_of, run_blocks
+from megatron.retro.index import build_index
+from megatron.retro.index.files import IndexFiles, new_files, remove_partial
+from megatron.retro.index.strings import IndexParts, index_parts
+from megatron.retro.preprocessing import Preprocessing
+from megatron.retro.vectors import chunk_vectors
+from megatron.util.files import replacing, sync
+from megatron.util.processes import is_main_process
+from megatron.util.progress import say
+
+DATA = "data"
+"""Name of the vectors, or codes, in the file of a block."""
+
+
+def train_index(work: Preprocessing) -> None:
+    """Writes the empty index, or validates the vectors that it learned from. Raises ValueError or
+    OSError if the database is missing or too small for the index, or a file cannot be written."""
+    parts = index_parts(work.config, len(work.database), work.embedder.width)
+    files = new_files(work.project.index_folder, work.config, parts.text)
+    chunks_N = _training_chunks(work, files.train_fraction)
+
+    def make(block: FileBlock) -> dict[str, np.ndarray]:
+        return {DATA: chunk_vectors(work, chunks_N[block.start : block.stop])}
+
+    validate = work.config.retro_task_validate
+    blocks = blocks_of(files.training / "blocks", len(chunks_N), work.config.retro_block_size)
+    finished = files.empty.is_file()
+    barrier()  # nobody writes while all look
+    if validate is not None or (parts.learned_entries and not finished):
+        run_blocks(blocks, make, "index-train", validate=validate)
+    if validate is None and is_main_process():
+        if not finished:
+            _learn(work, parts, files, blocks)
+        if work.config.retro_index_delete_training_embeddings:
+            shutil.rmtree(files.training, ignore_errors=True)
+    barrier()
+
+
+def _training_chunks(work: Preprocessing, fraction: float) -> npt.NDArray[np.int64]:
+    """The chunks to learn from, by their number in the database: of each dataset the first ones.
+    ValueError if they are of another database."""
+    database = work.database
+    path = work.project.database_folder / "merged" / "sampled.hdf5"
+    sampled = read_array(path, "chunks")
+    datasets = np.arange(len(database.sources) + 1)
+    bounds = np.searchsorted(sampled[:, DATASET], datasets)
+    starts = np.searchsorted(database.table[:, DATASET], datasets)
+    runs = [
+        np.arange(start, start + count)
+        for start, count in zip(starts[:-1], np.diff(bounds), strict=True)
+    ]
+    chunks_N = np.concatenate(runs)
+    last = chunks_N[-1:]
+    if len(last) and not np.array_equal(database.table[last], sampled[-1:]):
+        raise ValueError(f"{path} is not of {work.project.database_file}; run db-build again")
+    return chunks_N[: int(fraction * len(chunks_N))]
+
+
+def _learn(
+    work: Preprocessing, parts: IndexParts, files: IndexFiles, blocks: Sequence[FileBlock]
+) -> None:
+    """Writes the empty index."""
+    files.own.mkdir(parents=True, exist_ok=True)
+    remove_partial(files.own)
+    index = build_index(work.config, len(work.database), parts.width)
+    if parts.learned_entries:
+        _merge(files.training_vectors, blocks, parts.width)
+        vectors_ND = np.memmap(files.training_vectors, np.float32, "r").reshape(-1, parts.width)
+        say(f"index-train: {parts.text} learns from {len(vectors_ND):,} chunks")
+        index.train(vectors_ND)
+    index.save(files.empty)
+    say(f"index-train: {files.empty}")
+
+
+def _merge(path: Path, blocks: Sequence[FileBlock], width: int) -> None:
+    """Writes the vectors of all blocks into one file, unless it exists."""
+    size = 4 * width * sum(len(block) for block in blocks)
+    if path.is_file() and os.path.getsize(path) == size:
+        return
+    with replacing(path) as part, part.open("xb") as file:
+        for block in blocks:
+            file.write(np.ascontiguousarray(read_array(block.path, DATA), np.float32).data)
+        sync(file)
