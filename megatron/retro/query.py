@@ -39,7 +39,7 @@ def query_neighbors(work: Preprocessing) -> None:
             f"--retro-query-num-neighbors-query {searched}: search for at least as many as are kept"
         )
     retriever = Retriever(project, work.embedder, searched, config)
-    numbers = {prefix: number for number, prefix in enumerate(retriever.database.sources)}
+    numbers = retriever.database.numbers
     per_sample = project.seq_length // project.chunk_length
     folders: dict[str, str | None] = dict.fromkeys(PARTS)
     for part, samples in gpt_samples(work.run).items():
