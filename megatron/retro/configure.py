@@ -36,9 +36,18 @@ def configured(settings: Settings) -> Preprocessing:
             folder.mkdir(parents=True, exist_ok=True)
             write_json(folder / CONFIG_FILE, content)
         barrier()
-    project = RetroProject(folder)
+        return existing(settings, compared=False)
+    return existing(settings)
+
+
+def existing(settings: Settings, compared: bool = True) -> Preprocessing:
+    """:func:`configured` for a project that has its ``config.json``, on any process. Without
+    ``compared`` the data that flags name are not looked at."""
+    project = RetroProject(settings["retro_project_dir"].value)
     config = build(RetroPreprocessConfig, _completed(settings, project))
-    if exists:
+    own = {field.name for field in dataclasses.fields(RetroPreprocessConfig)}
+    others = {name: setting for name, setting in settings.items() if name not in own}
+    if compared:
         _compare(config, others, project)
     return Preprocessing(project, config, others)
 

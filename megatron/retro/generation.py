@@ -9,16 +9,22 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron.config import Setting
 from megatron.data.kinds.retro.chunks import ChunkDatabase
-from megatron.data.kinds.retro.samples import passages
-from megatron.data.samples import Passage
-from megatron.families import NeighborSpec
+from megatron.data.kinds.retro.samples import neighbor_texts
+from megatron.data.samples import NeighborText
+from megatron.families import NeighborSpec, family_of
 from megatron.inference.execution.neighbor_memory import ending
+from megatron.inference.opening import OpenedRunner
 from megatron.inference.step import Runner, SequencePart, StepInput, StepOutput
+from megatron.retro.configure import existing
+from megatron.retro.model_check import check_model
+from megatron.retro.retriever import Retriever
 
 REMEMBERED = 1 << 16
 """Chunks whose neighbours are not searched for again."""
@@ -110,12 +116,29 @@ def _flat(tokens_KR: npt.NDArray[np.int64]) -> tuple[int, ...]:
     return tuple(tokens_KR.ravel().tolist())
 
 
-def passages_read(
-    neighbors: ChunkNeighbors, tokens: Sequence[int], detokenize: Callable[[list[int]], str]
-) -> list[Passage]:
+def neighbors_read(
+    neighbors: ChunkNeighbors, detokenize: Callable[[list[int]], str], tokens: Sequence[int]
+) -> list[NeighborText]:
     """The neighbours that a model has read while it wrote a text, prompt included; the last token
     ends no chunk, since nothing has been computed after it."""
     spec = neighbors.spec
     numbers_NK = neighbors.of_text(tokens[:-1])
     retrieved = spec.neighbor_length // spec.chunk_length
-    return passages(neighbors.database, numbers_NK, retrieved, detokenize)
+    return neighbor_texts(neighbors.database, numbers_NK, retrieved, detokenize)
+
+
+def with_retrieval(
+    opened: OpenedRunner, folder: str
+) -> tuple[RetrievingRunner, Callable[[Sequence[int]], list[NeighborText]]]:
+    """A runner that fetches neighbours from the database of a project, for the main rank, and what
+    says which of them a model has read beside the tokens of a text. Raises ValueError or OSError if
+    the project is not the model's, or lacks a stage."""
+    work = existing({"retro_project_dir": Setting(folder, "flag --retro-project-dir")})
+    config = opened.run.config
+    check_model(config.model, work.project, work.tokenizer)
+    spec = family_of(config.model.family).generation(config, opened.tokenizer).neighbors
+    assert spec is not None, "see runner_of"
+    retriever = Retriever(work.project, work.embedder, flags=work.config)
+    neighbors = ChunkNeighbors(retriever.neighbors, retriever.database, spec)
+    sources = partial(neighbors_read, neighbors, opened.tokenizer.detokenize)
+    return RetrievingRunner(opened.runner, neighbors), sources

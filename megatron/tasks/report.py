@@ -95,7 +95,7 @@ def table(results: Sequence[TaskResult]) -> str:
             task, examples, speed = facts
             rows.append((task, name.replace("_", " "), f"{value:.6g}", examples, speed))
             facts = "", "", ""
-    return _aligned(rows, texts=2)
+    return aligned(rows, texts=2)
 
 
 def table_of_checkpoints(evaluations: Sequence[ModelResults]) -> str:
@@ -107,10 +107,10 @@ def table_of_checkpoints(evaluations: Sequence[ModelResults]) -> str:
         found = {(r.name, name): value for r in results for name, value in r.metrics.items()}
         values = (f"{found[key]:.6g}" if key in found else "" for key in columns)
         rows.append((str(model.iteration), *values))
-    return _aligned(rows)
+    return aligned(rows)
 
 
-def _aligned(rows: Sequence[Sequence[str]], texts: int = 0) -> str:
+def aligned(rows: Sequence[Sequence[str]], texts: int = 0) -> str:
     """Columns of equal width; the first ``texts`` begin, the others end, in line."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [

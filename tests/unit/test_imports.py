@@ -38,6 +38,7 @@ REGISTRIES = {
     "megatron/checkpoint/source.py": frozenset({"formats"}),
     "megatron/model/adapters.py": frozenset({"formats"}),
     "megatron/training/run.py": frozenset({"tasks"}),
+    "megatron/inference/generation/command.py": frozenset({"retro"}),
 }
 """Files that name modules of packages above them, which are imported when they are needed."""
 

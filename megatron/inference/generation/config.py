@@ -58,6 +58,11 @@ class GenerateConfig(ServedConfig):
     repetition_penalty: float = option(1.0, aliases=("--repetition_penalty",), bounds=POSITIVE)
     """Divisor of the positive logits, and factor of the negative ones, of tokens that are in the
     prompt or the text."""
+    retro: bool = option(False)
+    """Fetch the neighbours of a Retro's text as it grows, and say what was read; without it the
+    model attends to none."""
+    retro_project_dir: str | None = option(None, aliases=("--retro-workdir",))
+    """Folder of tools/retro/preprocess_data.py whose database --retro searches."""
     greedy: bool = option(False)
     """Always choose the most probable token."""
     seed: int = option(1234)
@@ -95,6 +100,10 @@ class GenerateConfig(ServedConfig):
             raise ConfigError(
                 f"--adapter {' '.join(self.adapter)}: all texts have one adapter here; give one, "
                 "or start tools/run_text_generation_server.py, where each request chooses"
+            )
+        if self.retro and self.retro_project_dir is None:
+            raise ConfigError(
+                "--retro needs --retro-project-dir, the folder whose database is searched"
             )
         drawn = self._given("temperature", "top_k", "top_p", "min_p")
         if self.greedy and drawn:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 
 from megatron.inference.decoding.text_stream import TextStream, continuation_text
@@ -26,6 +26,7 @@ class Continuation:
         text: of the tokens.
         written: of the tokens and of what ended them.
         before: of the prompt's tokens; empty if an encoder reads them.
+        read: the tokens of the prompt, of the text and of what ended it.
     """
 
     tokens: Tokens
@@ -33,6 +34,7 @@ class Continuation:
     text: str
     written: str
     before: str
+    read: Tokens
 
 
 class TextGenerator:
@@ -82,20 +84,22 @@ class TextGenerator:
         stopping = StopRules(self.max_new_tokens, self.stops)
         return GenerationRequest(prompt, stopping, sampling, adapter=self.adapter)
 
-    def stream(self, prompt: Tokens, *place: int) -> Iterator[str]:
-        """The text that is added to a prompt, in pieces as its tokens come."""
+    def stream(self, prompt: Tokens, *place: int) -> Generator[str, None, Tokens]:
+        """The text that is added to a prompt, in pieces as its tokens come; returns all tokens."""
         number = self.engine.submit(self.request(prompt, *place))
         text = TextStream(self.tokenizer, self._before(prompt))
-        finish = None
+        finish, added = None, list[int]()
         while finish is None:
             for update in self.engine.step():
                 assert update.number == number
                 if update.error is not None:
                     raise update.error
                 finish = update.finish
+                added += update.tokens
                 tokens = update.tokens[:-1] if finish == "stop" else update.tokens
                 yield "".join(map(text.add, tokens))
         yield text.close()
+        return tuple(added)
 
     def continuations(self, prompts: Iterable[Tokens], *place: int) -> Iterator[Continuation]:
         """What is added to each, in their order."""
@@ -119,6 +123,7 @@ class TextGenerator:
             continuation_text(self.tokenizer, before, tokens),
             continuation_text(self.tokenizer, before, completion.tokens),
             self.tokenizer.detokenize(before),
+            (*before, *completion.tokens),
         )
 
     def _before(self, prompt: Tokens) -> Tokens:

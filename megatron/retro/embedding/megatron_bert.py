@@ -29,19 +29,14 @@ from megatron.families.bert import begin_labelled
 from megatron.parallel.mesh import Mesh
 from megatron.retro.embedding import readable
 from megatron.retro.embedding.config import EmbedderFlags
-from megatron.retro.embedding.token_batches import (
-    TokenBatch,
-    embedded,
-    mean_inside,
-    token_batches,
-)
+from megatron.retro.embedding.identity import weights_digest
+from megatron.retro.embedding.token_batches import BatchedEncoder, TokenBatch, mean_inside
 from megatron.tokenizer import Tokenizer
 from megatron.training.evaluation import (
     checkpoint_settings,
     evaluated_run,
     evaluation_settings,
 )
-from megatron.training.measuring import MULTIPLE
 from megatron.util.digests import digest_of_parts
 
 _USED = {
@@ -53,8 +48,6 @@ _USED = {
     *("family", "load", "load_tag", "use_checkpoint_args"),
 }
 """The flags of training that describe a model, its tokenizer and its checkpoint."""
-_SPECIAL = 2
-"""[CLS] and [SEP], around each text."""
 
 
 class MegatronEmbedder:
@@ -64,19 +57,26 @@ class MegatronEmbedder:
         self, engine: Evaluator, tokenizer: Tokenizer, batch_size: int, max_length: int
     ) -> None:
         """``max_length`` are the tokens that are read of a text, special ones included."""
-        self._engine, self._tokenizer, self._batch_size = engine, tokenizer, batch_size
-        positions = engine.config.model.positions
+        self._model, self._tokenizer = engine.config.model, tokenizer
+        positions = self._model.positions
         if positions.position_embedding_type == "learned_absolute":
-            assert positions.max_position_embeddings is not None
             max_length = min(max_length, positions.max_position_embeddings)
-        self._max_length = max_length
         norm = [layer.name for layer in engine.layers].index("final_norm")
-        self._encoder = engine.sequences[0].part(0, norm + 1)
-        self._multiple = 1 if engine.device.type == "cpu" else MULTIPLE
-        self.width = engine.config.model.hidden_size
+        self._layers = engine.sequences[0].part(0, norm + 1)
+        self.width = self._model.hidden_size
+        self._encoder = BatchedEncoder(
+            self._means,
+            self.width,
+            before=[tokenizer.cls],
+            after=[tokenizer.sep],
+            most=max_length,
+            size=batch_size,
+            pad=tokenizer.pad,
+            device=engine.device,
+        )
         self.identity: Mapping[str, Any] = {
             "type": "megatron",
-            "weights": _digest(engine),
+            "weights": weights_digest((name, weight) for weight, name in engine.names.items()),
             "tokenizer": _tokenizer_digest(tokenizer),
             "max_length": max_length,
         }
@@ -87,28 +87,21 @@ class MegatronEmbedder:
 
     def embed(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
         """See :class:`~megatron.retro.embedding.Embedder`."""
-        tokenizer, most = self._tokenizer, self._max_length - _SPECIAL
-        rows = [
-            np.concatenate([[tokenizer.cls], row[:most], [tokenizer.sep]])
-            for row in self._tokens(texts)
-        ]
-        batches = token_batches(rows, self._batch_size, tokenizer.pad, self._multiple)
-        return embedded(batches, self._means, len(texts), self.width, self._engine.device)
-
-    def _means(self, batch: TokenBatch) -> Tensor:
-        tokens_BS, kept_BS = batch.tokens_BS, batch.kept().long()
-        inputs = LabelledBatch(
-            tokens_BS,
-            types_BS=torch.zeros_like(tokens_BS),
-            padding_mask_BS=kept_BS,
-            labels_B=torch.zeros_like(batch.lengths_B),
-            padded=batch.padded,
-        )
-        state = self._encoder(begin_labelled(self._engine.config.model, inputs))
-        return mean_inside(state.total, batch.lengths_B)
+        return self._encoder.embed(self._tokens(texts))
 
     def _tokens(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
         return self._tokenizer.tokenize_sentences([readable(text) for text in texts])
+
+    def _means(self, batch: TokenBatch) -> Tensor:
+        inputs = LabelledBatch(
+            batch.tokens_BS,
+            types_BS=torch.zeros_like(batch.tokens_BS),
+            padding_mask_BS=batch.kept_BS,
+            labels_B=torch.zeros_like(batch.lengths_B),
+            padded=batch.padded,
+        )
+        state = self._layers(begin_labelled(self._model, inputs))
+        return mean_inside(state.total, batch.lengths_B)
 
 
 def build_megatron_embedder(config: EmbedderFlags, settings: Settings) -> MegatronEmbedder:
@@ -163,22 +156,9 @@ def _bert_settings(config: EmbedderFlags, settings: Settings) -> Settings:
     return found | {"torch_compile": Setting("off", "this program")}
 
 
-def _digest(engine: Evaluator) -> str:
-    """Of the weights that vectors depend on, by name, in the dtype that they are used in."""
-    parts: list[bytes | memoryview | str] = []
-    for param, name in sorted(engine.names.items(), key=lambda item: item[1]):
-        parts += [f"{name} {param.dtype} {tuple(param.shape)}", _memory(param)]
-    return digest_of_parts(parts)
-
-
 def _tokenizer_digest(tokenizer: Tokenizer) -> str:
     """Of the vocabulary, and of a text that shows what becomes of case, accents and spaces."""
     special = tokenizer.cls, tokenizer.sep, tokenizer.pad
     shown = tokenizer.tokenize_sentences(["An Example: Café  naïve 力加 don't\n1,234 x_y"])[0]
     vocabulary = b"\0".join(tokenizer.token_bytes)
     return digest_of_parts([vocabulary, f"{special} {shown.tolist()}"])
-
-
-def _memory(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    return flat.view(torch.uint8).numpy().data

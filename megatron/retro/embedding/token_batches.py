@@ -1,11 +1,12 @@
-"""From texts to the micro batches of an encoder: tokenized, cut, and sorted by length.
+"""From tokens to the micro batches of an encoder, sorted by length, and from its states to vectors.
 
-Shape suffixes: B micro batch, S tokens, H hidden.
+Shape suffixes: B micro batch, S tokens, H hidden, V vector.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -13,9 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-BATCH_TOKENS = 4096
-"""Most tokens of a micro batch on a CPU, whose caches hold no more: beyond it a token costs more
-time, not less."""
+from megatron.training.measuring import MULTIPLE
 
 
 class TokenBatch(NamedTuple):
@@ -36,62 +35,78 @@ class TokenBatch(NamedTuple):
         """Whether there is padding."""
         return int(self.lengths_B.min()) < self.tokens_BS.shape[1]
 
-    def to(self, device: torch.device) -> TokenBatch:
-        return self._replace(
-            tokens_BS=self.tokens_BS.to(device, non_blocking=True),
-            lengths_B=self.lengths_B.to(device, non_blocking=True),
-        )
-
-    def kept(self) -> Tensor:
-        """bool [B, S]: True for tokens, False for padding."""
+    @property
+    def kept_BS(self) -> Tensor:
+        """1 for tokens, 0 for padding; int64."""
         places_S = torch.arange(self.tokens_BS.shape[1], device=self.tokens_BS.device)
-        return places_S < self.lengths_B[:, None]
+        return (places_S < self.lengths_B[:, None]).long()
+
+    def to(self, device: torch.device) -> TokenBatch:
+        tokens_BS = self.tokens_BS.to(device, non_blocking=True)
+        return TokenBatch(self.texts, tokens_BS, self.lengths_B.to(device, non_blocking=True))
 
 
-def token_batches(
-    rows: Sequence[Sequence[int] | npt.NDArray[np.int32]], size: int, pad: int, multiple: int = 1
-) -> Iterator[TokenBatch]:
-    """The micro batches of tokenized texts, the longest first: for those memory might not suffice.
+@dataclass(frozen=True)
+class BatchedEncoder:
+    """How an encoder reads texts.
 
-    Args:
-        rows: ids of each text, special tokens included.
+    Attributes:
+        vectors: of a batch, [B, V], on ``device``.
+        width: V.
+        before: special tokens in front of each text.
+        after: those behind it.
+        most: tokens that it reads of a text, special ones included.
         size: most texts of a batch.
-        multiple: of which padded lengths are.
+        pad: the token of padding.
     """
-    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
-    order = np.argsort(-lengths, kind="stable")
-    start = 0
-    while start < len(order):
-        width = -(-int(lengths[order[start]]) // multiple) * multiple
-        texts = order[start : start + size]
-        tokens = np.full((len(texts), width), pad, np.int64)
-        for row, text in enumerate(texts):
-            tokens[row, : lengths[text]] = rows[text]
-        yield TokenBatch(texts, torch.from_numpy(tokens), torch.from_numpy(lengths[texts]))
-        start += len(texts)
+
+    vectors: Callable[[TokenBatch], Tensor]
+    width: int
+    before: Sequence[int]
+    after: Sequence[int]
+    most: int
+    size: int
+    pad: int
+    device: torch.device
+
+    def embed(
+        self, rows: Sequence[Sequence[int] | npt.NDArray[np.int32]]
+    ) -> npt.NDArray[np.float32]:
+        """The vector of each text, of which the tokens are given, [n, V]; zeros without tokens."""
+        found = np.zeros((len(rows), self.width), np.float32)
+        with torch.inference_mode():
+            for batch in self._batches(rows):
+                vectors_BV = self.vectors(batch.to(self.device))
+                found[batch.texts] = vectors_BV.float().cpu().numpy()
+        return found
+
+    def _batches(
+        self, rows: Sequence[Sequence[int] | npt.NDArray[np.int32]]
+    ) -> Iterator[TokenBatch]:
+        """The longest texts come first: those for which memory might not suffice."""
+        first, special = len(self.before), len(self.before) + len(self.after)
+        inner = np.minimum(np.fromiter(map(len, rows), np.int64, len(rows)), self.most - special)
+        order = np.argsort(-inner, kind="stable")
+        order = order[: np.count_nonzero(inner)]
+        multiple = 1 if self.device.type == "cpu" else MULTIPLE
+        for start in range(0, len(order), self.size):
+            texts = order[start : start + self.size]
+            width = -(-(int(inner[texts[0]]) + special) // multiple) * multiple
+            tokens = np.full((len(texts), width), self.pad, np.int64)
+            tokens[:, :first] = self.before
+            for row, text in enumerate(texts):
+                end = first + inner[text]
+                tokens[row, first:end] = rows[text][: inner[text]]
+                tokens[row, end : end + len(self.after)] = self.after
+            lengths_B = torch.from_numpy(inner[texts] + special)
+            yield TokenBatch(texts, torch.from_numpy(tokens), lengths_B)
 
 
-def embedded(
-    batches: Iterator[TokenBatch],
-    states: Callable[[TokenBatch], Tensor],
-    count: int,
-    width: int,
-    device: torch.device,
-) -> npt.NDArray[np.float32]:
-    """The vectors [B, H] that a function gives of each batch, in the order of the texts,
-    [count, width]; zeros for a text in no batch."""
-    found = np.zeros((count, width), np.float32)
-    with torch.inference_mode():
-        for batch in batches:
-            found[batch.texts] = states(batch.to(device)).float().cpu().numpy()
-    return found
-
-
-def mean_inside(states_BSH: Tensor, lengths_B: Tensor) -> Tensor:
-    """Means over the tokens between the special ones, positions 1 to length - 2, in float32 or
-    more, [B, H]; zeros where there are none. Megatron's Retro makes its vectors so."""
+def mean_inside(states_BSH: Tensor, lengths_B: Tensor, before: int = 1, after: int = 1) -> Tensor:
+    """Means over the tokens between the special ones, in float32 or more, [B, H]: with one before
+    and one after them those at positions 1 to length - 2, as in Megatron's Retro."""
     dtype = torch.promote_types(states_BSH.dtype, torch.float32)
     places_S = torch.arange(states_BSH.shape[1], device=states_BSH.device)
-    inside_BS = (places_S > 0) & (places_S < lengths_B[:, None] - 1)
-    weights_BS = inside_BS.to(dtype) / (lengths_B[:, None] - 2).clamp(min=1)
+    inside_BS = (places_S >= before) & (places_S < lengths_B[:, None] - after)
+    weights_BS = inside_BS.to(dtype) / (lengths_B[:, None] - before - after)
     return torch.einsum("bs,bsh->bh", weights_BS, states_BSH.to(dtype))

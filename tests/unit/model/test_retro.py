@@ -107,8 +107,9 @@ class Reference:
         turned = torch.complex(x_D[:half], x_D[half:]) * turn
         return torch.cat([turned.real, turned.imag])
 
-    def attend(self, q_H: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """One token's queries [N x D] to keys and values [T, groups x D]."""
+    def attend(self, q_H: Tensor, keys: Tensor, values: Tensor, place: int | None = None) -> Tensor:
+        """One token's queries [N x D] to keys and values [T, groups x D]; ``place`` is the token's
+        among those of the keys, None where they are another sequence's."""
         groups = self.model.attention.num_query_groups
         found = []
         for head in range(HEADS):
@@ -116,6 +117,9 @@ class Reference:
             group = head // (HEADS // groups)
             kv = slice(group * CHANNELS, (group + 1) * CHANNELS)
             scores_T = keys[:, kv] @ q_H[own] / CHANNELS**0.5
+            if place is not None and self.model.positions.position_embedding_type == "alibi":
+                distances_T = (torch.arange(len(keys)) - place).abs()
+                scores_T = scores_T - 2.0 ** (-8 * (head + 1) / HEADS) * distances_T
             found.append(scores_T.softmax(0) @ values[:, kv])
         return torch.cat(found)
 
@@ -129,8 +133,11 @@ class Reference:
             ])
             for x in (q, k)
         )  # fmt: skip
-        ends = [at + 1 if causal else len(x_SH) for at in range(len(x_SH))]
-        rows = [self.attend(q[at], k[:end], v[:end]) for at, end in enumerate(ends)]
+        window, rows = self.model.attention.sliding_window if causal else None, []
+        for at in range(len(x_SH)):
+            end = at + 1 if causal else len(x_SH)
+            start = max(0, end - window) if window else 0
+            rows.append(self.attend(q[at], k[start:end], v[start:end], at - start))
         return self.linear(torch.stack(rows), f"{name}.proj")
 
     def cross_attention(self, x_SH: Tensor, other_TH: Tensor, name: str) -> Tensor:
@@ -150,7 +157,10 @@ class Reference:
     def embedded(self, tokens_S: Tensor) -> Tensor:
         found = self.params["embedding.word_embeddings.weight"][tokens_S]
         table = self.params.get("embedding.position_embeddings.weight")
-        return found if table is None else found + table[: len(tokens_S)]
+        if table is not None:
+            found = found + table[: len(tokens_S)]
+        normed = "embedding.norm.weight" in self.params
+        return self.norm(found, "embedding.norm") if normed else found
 
     def encoder(self, neighbor_R: Tensor, chunk_MH: Tensor, name: str) -> Tensor:
         """ENCODER of algorithm 1, for one neighbour and the states of its chunk."""
@@ -206,6 +216,7 @@ MODELS = {
         "swiglu": True, "add_bias_linear": False, "untie_embeddings_and_output_weights": True,
         "retro_attention_gate": 0.3, "retro_cross_attention_layers": (1, 3, 4),
     },
+    "alibi": {"position_embedding_type": "alibi", "sliding_window": 5, "embed_layernorm": True},
     "one": {
         "retro_num_neighbors": 1, "retro_num_retrieved_chunks": 3, "retro_encoder_layers": 1,
         "retro_cross_attention_layers": (3,),
@@ -214,7 +225,9 @@ MODELS = {
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
-@pytest.mark.parametrize("name, length", [("learned", 12), ("modern", 12), ("one", 11)])
+@pytest.mark.parametrize(
+    "name, length", [("learned", 12), ("modern", 12), ("alibi", 12), ("one", 11)]
+)
 def test_against_the_reference(name, length, backend):
     """Loss, logits and all gradients; 11 tokens are two chunks and a part of one."""
     model = config(**MODELS[name], attention_backend=backend)

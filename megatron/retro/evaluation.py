@@ -1,0 +1,254 @@
+"""``tools/retro/evaluate.py``: what retrieval gives a model, and on which chunks."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.config import ConfigError, ModelConfig
+from megatron.config.flags import POSITIVE, option
+from megatron.data.kinds.retro.project import RetroProject
+from megatron.data.sources import PARTS
+from megatron.engine.train_engine import ModelEngine
+from megatron.families import family_of
+from megatron.retro.gpt_samples import gpt_samples
+from megatron.retro.model_check import check_model
+from megatron.retro.overlap import ChunkScores, ScoresByOverlap, between, filtered
+from megatron.retro.perplexity import (
+    NEIGHBORS,
+    EvaluatedText,
+    Neighbors,
+    measure_chunks,
+    overlaps,
+    scores_of,
+)
+from megatron.retro.preprocessing import project_run
+from megatron.tasks.report import EvaluatedModel, ModelResults, TaskResult, aligned, finish
+from megatron.training.evaluation import opened_checkpoint
+from megatron.training.launch import start_processes
+from megatron.training.outputs import check_output
+from megatron.training.run import Run, RunToolParser
+from megatron.training.run_curves import Panel, RunCurve, draw_panels
+from megatron.util.processes import is_main_process
+from megatron.util.progress import progress_bar, say
+
+SHARES = tuple(n / 8 for n in range(9))
+"""Shares of chunks that are in their neighbours."""
+
+
+@dataclass(frozen=True)
+class RetrievalEvaluationConfig:
+    """Evaluation of retrieval."""
+
+    retro_project_dir: str | None = option(None, aliases=("--retro-workdir",))
+    """Folder of the project with the samples and their neighbours."""
+    part: str = option("valid", choices=PARTS)
+    """Samples that are read: those of training, validation or test."""
+    samples: int | None = option(None, derived="all that have neighbours", bounds=POSITIVE)
+    """How many of them, from the first on."""
+    neighbors: str | None = option(None, derived="own,none,shuffled; of a GPT none")
+    """What is read beside each chunk, with commas between several: its own neighbours; none,
+    without attending to any; or shuffled ones, those of another chunk."""
+    leakage_neighbors: int = option(10, bounds=POSITIVE)
+    """Nearest neighbours of a chunk that it is compared with, to see what of it they have."""
+    compare: tuple[str, ...] = option(())
+    """NAME=FILE ...: results of other models on the same samples (--output), for table and
+    figure."""
+    output: str | None = option(None)
+    """JSON file for the results."""
+    figure: str | None = option(None)
+    """PNG file for curves over the share of chunks that is in their neighbours."""
+
+
+def run_evaluation(description: str | None, argv: Sequence[str] | None = None) -> None:
+    """Evaluates what a command line asks for, on all ranks of its layout. Raises ValueError or
+    OSError if a flag, a file or a checkpoint cannot be used; the message names it."""
+    options, settings = RunToolParser(RetrievalEvaluationConfig, description).parse(argv)
+    if options.retro_project_dir is None:
+        raise ConfigError("missing --retro-project-dir: the folder of the samples' neighbours")
+    for flag, path in (("--output", options.output), ("--figure", options.figure)):
+        check_output(flag, path)
+    others = _others(options.compare)
+    processes = start_processes(settings, argv)
+    project = RetroProject(options.retro_project_dir)
+    with opened_checkpoint(settings, processes, "an evaluation of retrieval") as found:
+        model = found.engine.config.model
+        wanted = wanted_neighbors(options.neighbors, model)
+        run = project_run(project)
+        check_model(model, project, run.tokenizer)
+        _check_length(model, project)
+        text = evaluated_text(project, run, options.part, options.samples)
+        results, scores = _measured(found.engine, run, text, wanted)
+        if not is_main_process():
+            return
+        retrieved = model.retrieval.retro_num_retrieved_chunks
+        overlap_N = overlaps(text, options.leakage_neighbors, retrieved).ravel()
+        at_most = filtered(overlap_N, scores, SHARES)
+        within = between(overlap_N, scores, SHARES)
+        results = [_with_overlap(result, at_most, within) for result in results]
+        evaluated = EvaluatedModel.of(found.engine.config, found.folder, found.iteration)
+        finish([ModelResults(evaluated, results)], options.output, None)
+        curves = {**others, **{result.name: result.details for result in results}}
+        say(f"\nbits per byte of chunks of which at most a share is in their neighbours\n"
+            f"{overlap_table(curves, 'filtered')}")  # fmt: skip
+        say(f"\nperplexity of chunks by the share that is in their neighbours\n"
+            f"{overlap_table(curves, 'by_overlap')}")  # fmt: skip
+        if options.figure is not None:
+            draw(curves, Path(options.figure))
+            say(f"curves: {options.figure}")
+
+
+def wanted_neighbors(given: str | None, model: ModelConfig) -> list[Neighbors]:
+    """The kinds of neighbours of the flag. Raises ConfigError if one is unknown, or the model reads
+    none."""
+    reads = model.retrieval.retro_add_retriever
+    if given is None:
+        return list(NEIGHBORS) if reads else ["none"]
+    words = [word.strip() for word in given.split(",")]
+    found = [kind for word in words for kind in NEIGHBORS if kind == word]
+    if len(found) < len(words):
+        raise ConfigError(f"--neighbors {given}: expected some of {', '.join(NEIGHBORS)}")
+    if not reads and found != ["none"]:
+        raise ConfigError(
+            f"--neighbors {given}: the model is a {model.family}, which reads no neighbours; give "
+            "none, or the checkpoint of a Retro"
+        )
+    return found
+
+
+def _check_length(model: ModelConfig, project: RetroProject) -> None:
+    longest = model.positions.longest
+    if longest is not None and project.seq_length > longest:
+        raise ConfigError(
+            f"samples of {project.config_file} have {project.seq_length} tokens, and the model has "
+            f"{longest} positions: make the project again with a shorter "
+            "--retro-gpt-seq-length, or name another checkpoint"
+        )
+
+
+def evaluated_text(
+    project: RetroProject, run: Run, part: str, most: int | None = None
+) -> EvaluatedText:
+    """The samples of a part and their neighbours, ``most`` of them at most. Raises ValueError or
+    OSError if there are none."""
+    table, samples = project.neighbors(part), gpt_samples(run).get(part)
+    if samples is None:
+        raise ConfigError(f"{project.config_file} has no samples for --part {part}")
+    count = min(samples.count, len(table))
+    count = count if most is None else min(count, most)
+    numbers_ILQ = np.stack([table.rows(sample) for sample in range(count)])
+    return EvaluatedText(samples.samples, numbers_ILQ, project.database(run.tokenizer.eod))
+
+
+def _measured(
+    engine: ModelEngine, run: Run, text: EvaluatedText, wanted: Sequence[Neighbors]
+) -> tuple[list[TaskResult], dict[str, ChunkScores]]:
+    tokenizer, training = run.tokenizer, engine.config.training
+    collate = family_of("gpt").data(run.config, tokenizer).collator()
+    bytes_V = token_lengths(tokenizer.token_bytes, tokenizer.special_tokens)
+    results, scores = [], {}
+    for kind in wanted:
+        name = f"neighbours {kind}" if engine.config.model.family == "retro" else "no retrieval"
+        started = time.perf_counter()
+        with progress_bar(name, total=len(text), unit=" samples") as bar:
+            done = 0
+
+            def progress(count: int, bar: Any = bar) -> None:
+                nonlocal done
+                bar.update(count - done)
+                done = count
+
+            log_prob_IP = measure_chunks(
+                engine, collate, text, kind, training.micro_batch_size, training.seed, progress
+            )
+        scores[name] = found = scores_of(text, log_prob_IP, bytes_V)
+        metrics = {
+            "loss": found.loss,
+            "perplexity": found.perplexity,
+            "bits_per_byte": found.bits_per_byte,
+        }
+        tokens, seconds = int(found.tokens_N.sum()), time.perf_counter() - started
+        results.append(TaskResult(name, metrics, len(text), tokens, seconds))
+    return results, scores
+
+
+def token_lengths(token_bytes: Sequence[bytes], special: frozenset[int]) -> npt.NDArray[np.int64]:
+    """Bytes of text of every token of a vocabulary, [V]; special ones have none."""
+    return np.array(
+        [0 if token in special else len(each) for token, each in enumerate(token_bytes)], np.int64
+    )
+
+
+def _with_overlap(
+    result: TaskResult, at_most: ScoresByOverlap, within: ScoresByOverlap
+) -> TaskResult:
+    details = {
+        "filtered": _of(result.name, at_most, at_most.bits_per_byte),
+        "by_overlap": _of(result.name, within, within.perplexity),
+    }
+    return TaskResult(**{**vars(result), "details": details})
+
+
+def _of(name: str, found: ScoresByOverlap, values: Mapping[str, Sequence[float]]) -> Any:
+    """JSON of one model's numbers; null where there are no chunks."""
+    finite = [value if math.isfinite(value) else None for value in values[name]]
+    return {"shares": list(found.shares), "chunks": list(found.chunks), "values": finite}
+
+
+def overlap_table(models: Mapping[str, Mapping[str, Any]], what: str) -> str:
+    """A line for each share, a column for each model."""
+    first = next(iter(models.values()))[what]
+    rows = [("share", "chunks", *models)]
+    for place, (share, chunks) in enumerate(zip(first["shares"], first["chunks"], strict=True)):
+        values = (each[what]["values"][place] for each in models.values())
+        shown = ("" if value is None else f"{value:.5g}" for value in values)
+        rows.append((f"{share:.3f}", f"{chunks:,}", *shown))
+    return aligned(rows)
+
+
+def draw(models: Mapping[str, Mapping[str, Any]], output_png: Path) -> None:
+    """Draws the numbers of all models over the share of chunks that is in their neighbours."""
+
+    def curves(what: str) -> list[RunCurve]:
+        found = []
+        for name, each in models.items():
+            pairs = zip(each[what]["shares"], each[what]["values"], strict=True)
+            points = [(share, value) for share, value in pairs if value is not None]
+            if points:
+                shares, values = zip(*points, strict=True)
+                found.append(RunCurve(name, list(shares), list(values)))
+        return found
+
+    panels = [
+        Panel("bits per byte, at most this share", curves("filtered")),
+        Panel("perplexity, about this share", curves("by_overlap")),
+    ]
+    draw_panels(panels, output_png, "share of a chunk that is in its neighbours")
+
+
+def _others(flags: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+    """What ``--compare`` names: numbers by the name of a model and of what it has read."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for flag in flags:
+        name, equals, path = flag.partition("=")
+        if not equals:
+            raise ConfigError(f"--compare {flag}: expected NAME=FILE")
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            tasks = content["evaluations"][0]["tasks"]
+            for task, numbers in tasks.items():
+                several = f"{name}, {task}" if len(tasks) > 1 else name
+                found[several] = {what: numbers[what] for what in ("filtered", "by_overlap")}
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            raise ConfigError(
+                f"--compare {flag}: {path} is not a file of tools/retro/evaluate.py --output"
+            ) from None
+    return found
