@@ -106,7 +106,7 @@ CASES = {
     ),
     "retro-zero1-pp2-dp2-bf16": (4, [*RETRO, "--bf16", "--pipeline-model-parallel-size", "2"]),
     "retro-zero2-dp2-bf16": (2, [*RETRO, "--zero-stage", "2", "--bf16"]),
-    "retro-zero3-dp2": (2, [*RETRO, "--zero-stage", "3"]),
+    "retro-zero3-dp2-fp16": (2, [*RETRO, *FP16, "--zero-stage", "3"]),
 }
 SAMPLE = {"zero0", "zero1-dp2-fp16", "zero2-dp2-bf16", "zero3-dp2"}
 SAMPLE |= {"bert-zero1-tp2-sp", "t5-zero0-pp2", "retro-zero1-pp2-interleaved"}
