@@ -140,7 +140,7 @@ def query(argv: Sequence[str], blocks: int) -> int:
 
     work = configured(settings_of(argv))
     retriever = Retriever(work.project, work.embedder)
-    retriever.index = AnyChunks(len(retriever.database))
+    vars(retriever)["index"] = AnyChunks(len(retriever.database))  # in place of the file
     numbers = {prefix: number for number, prefix in enumerate(retriever.database.sources)}
     chunks = SampleChunks(gpt_samples(work.run)["train"], SEQ_LENGTH // CHUNK, CHUNK, numbers)
     found = blocks_of(work.project.query_folder / "train", len(chunks), 100_000)
