@@ -26,11 +26,9 @@ if [[ -n ${PRETRAINED_GPT:-} && ! -e $folder/latest ]]; then
 else
     FLAGS+=(--load "$folder")
 fi
-# shellcheck disable=SC2086
 start pretrain_retro.py "${FLAGS[@]}" --retro-project-dir "$RETRO_PROJECT_DIR" \
-    ${MODEL[gpt2-125m]} --seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 4 \
-    --global-batch-size 256 --train-samples 200000 --lr 6.0e-4 --min-lr 6.0e-5 \
-    --lr-decay-style cosine --lr-decay-samples 195312 --lr-warmup-samples 3000 \
-    --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0 --bf16 \
-    --save "$folder" --save-interval 1000 --log-interval 10 --eval-interval 2000 \
-    --eval-iters 100 --tensorboard-dir "$folder/tensorboard" "$@"
+    --num-layers 12 --hidden-size 768 --num-attention-heads 12 --max-position-embeddings 2048 \
+    --micro-batch-size 4 --lr 6.0e-4 --min-lr 6.0e-5 --lr-decay-style cosine \
+    --lr-warmup-fraction .015 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 \
+    --clip-grad 1.0 --bf16 --save "$folder" --save-interval 1000 --log-interval 10 \
+    --tensorboard-dir "$folder/tensorboard" "$@"
