@@ -38,7 +38,7 @@ FLAGS = {
         *"--num-layers 3 --decoder-num-layers 3".split(),
         *RUN,
     ],
-    "retro": [*FAMILIES["retro"], *blocks("retro", 4), *RUN],
+    "retro": [*FAMILIES["retro"], *MODELS["retro"]["modern"], *blocks("retro", 4), *RUN],
 }
 LAYOUTS = {
     "dp1-zero0": (1, ""),
