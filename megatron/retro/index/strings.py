@@ -26,7 +26,7 @@ _TRAINING_CHUNKS_PER_CLUSTER = 64
 _LEAST_TRAINING_CHUNKS = 2**16
 """Enough for another index of the same database than the one that db-build was told."""
 LEAST_CHUNKS_PER_CLUSTER = 39
-"""Below which faiss warns that clusters are learned from too few vectors."""
+"""Below which faiss calls the vectors that clusters are learned from too few."""
 
 
 class IndexParts(NamedTuple):
@@ -59,6 +59,15 @@ class IndexParts(NamedTuple):
         vectors."""
         codes = 0 if self.code_parts is None else 2**self.code_bits
         return max(self.clusters or 0, codes)
+
+    def check_training(self, count: int) -> None:
+        """ValueError if so many training vectors are too few."""
+        if count < self.learned_entries:
+            raise ValueError(
+                f"--retro-index-str {self.text} learns from at least {self.learned_entries:,} "
+                f"chunks and gets {count:,}; raise --retro-index-ntrain and run db-build again, or "
+                "choose fewer clusters, or Flat"
+            )
 
     def probes(self, flags: IndexFlags) -> int:
         """Clusters that a query is compared with."""
