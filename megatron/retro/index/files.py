@@ -103,12 +103,6 @@ def begin_blocks(folder: Path, made_of: dict[str, Any]) -> None:
         write_json(path, made_of)
 
 
-def remove_partial(folder: Path) -> None:
-    """Deletes what a killed run left of the indices of a folder."""
-    for path in folder.glob("*.faissindex.partial-*"):
-        path.unlink(missing_ok=True)
-
-
 def new_files(folder: Path, flags: IndexFlags, text: str) -> IndexFiles:
     """Where the files of an index belong that the flags describe."""
     return IndexFiles(
@@ -122,7 +116,7 @@ def new_files(folder: Path, flags: IndexFlags, text: str) -> IndexFiles:
 
 def existing_files(folder: Path, flags: IndexFlags, stage: str) -> IndexFiles:
     """The index of a finished stage, ``index-train`` or ``index-add``, that the flags describe.
-    ConfigError if there is none, or several."""
+    ConfigError if no index, or more than one, is so."""
     found = [files for files in _indices(folder, flags, stage) if _fits(files, flags, stage)]
     if not found:
         given = f" --retro-index-str {flags.retro_index_str}" if flags.retro_index_str else ""

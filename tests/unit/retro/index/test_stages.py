@@ -133,7 +133,7 @@ def test_shares_are_the_first_chunks(project):
 
 @pytest.mark.parametrize("text", ["Flat", CLUSTERS])
 @pytest.mark.parametrize("at", [1, 3])
-def test_what_was_stopped_goes_on(project, text, at, monkeypatch):
+def test_what_was_stopped_continues(project, text, at, monkeypatch):
     """Stopped in a block; the files are those of a run that was not."""
     pytest.importorskip("faiss")
     flags = ("--retro-index-str", text)
