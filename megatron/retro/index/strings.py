@@ -17,6 +17,8 @@ _NOTATION = re.compile(
 _FORMS = "Flat, IVF4096,Flat, IVF65536_HNSW32,Flat or OPQ32_256,IVF65536_HNSW32,PQ32"
 _MOST_BITS = 16
 _EXACT_CHUNKS = 100_000
+MOST_WITHOUT_GRAPH = 1_000_000
+"""Vectors whose clusters are compared one by one."""
 _CLUSTERS = ((10**7, 2**16), (10**8, 2**18), (10**9, 2**20), (math.inf, 2**22))
 """Clusters of an index with a graph, up to a number of vectors, as faiss's guidelines for choosing
 an index say, and Wang et al. 2023 (arXiv:2304.06762) for more."""
@@ -108,14 +110,20 @@ def fitting_index(count: int, width: int) -> str:
     much memory."""
     if count <= _EXACT_CHUNKS:
         return "Flat"
-    if count <= 10**6:
+    if count <= MOST_WITHOUT_GRAPH:
         return f"IVF{2 ** round(math.log2(4 * math.sqrt(count)))},Flat"
+    whole, coded = large_indices(count, width)
+    return whole if count <= _CODED_CHUNKS else coded
+
+
+def large_indices(count: int, width: int) -> tuple[str, str]:
+    """Indices with a graph of clusters for ``count`` vectors of this width: with whole vectors, and
+    with codes."""
     clusters = next(clusters for most, clusters in _CLUSTERS if count <= most)
-    if count <= _CODED_CHUNKS:
-        return f"IVF{clusters}_HNSW32,Flat"
     code = math.gcd(_CODE_BYTES, width)
     rotated = min(_ROTATED, width) // code * code
-    return f"OPQ{code}_{rotated},IVF{clusters}_HNSW32,PQ{code}"
+    graph = f"IVF{clusters}_HNSW32"
+    return f"{graph},Flat", f"OPQ{code}_{rotated},{graph},PQ{code}"
 
 
 def training_chunks(flags: IndexFlags, count: int, width: int) -> int:
