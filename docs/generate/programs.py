@@ -30,6 +30,11 @@ PROGRAMS: tuple[tuple[str, ...], ...] = (
         for command in ("to-hf", "from-hf", "to-peft", "to-megatron", "to-universal")
     ),
     ("tools/checkpoint/util.py",),
+    *(
+        (f"tools/retro/{path.name}",)
+        for path in sorted((ROOT / "tools" / "retro").glob("*.py"))
+        if path.name != "main.py"  # another name of preprocess_data.py
+    ),
     ("tasks/main.py",),
     ("scripts/run_gpt2_eval.py",),
     *(

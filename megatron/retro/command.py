@@ -1,29 +1,19 @@
-r"""Makes the database, the index and the neighbours of a Retro.
-
-    python tools/retro/preprocess_data.py --retro-project-dir retro --retro-tasks build \
-        --data-path data/my-corpus_text_document --split 98,2,0 \
-        --tokenizer-type GPT2BPETokenizer --vocab-file gpt2-vocab.json \
-        --merge-file gpt2-merges.txt --seq-length 512 --train-samples 100000 \
-        --global-batch-size 256 --eval-interval 1000 --eval-iters 10 --bert-embedder-type hashing
-
-torchrun and deepspeed start several processes, on one node or several that share the folder. What
-was killed goes on where it was when it is started again. Needs the extra "retro".
-"""
+"""The command line of ``tools/retro/preprocess_data.py``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pkgutil import resolve_name
 
-from megatron.config import ConfigError, ParallelConfig
+from megatron.config import ConfigError, ParallelConfig, Setting, Settings
 from megatron.config.flags import ConfigResolver, build, nearest
 from megatron.engine.environment import distributed
 from megatron.retro.config import TASK_SPELLINGS, RetroPreprocessConfig
 from megatron.retro.configure import configured
 from megatron.training.launch import start_processes
 from megatron.training.report import show_log
-from megatron.training.run import RunToolParser, ending_process, errors_for_users
+from megatron.training.run import RunToolParser
 
 STAGES = {
     "db-build": "megatron.retro.database:build_database",
@@ -32,13 +22,8 @@ STAGES = {
     "query-neighbors": "megatron.retro.query:query_neighbors",
 }
 """The stages in their order: functions of :class:`Preprocessing`, imported when they run."""
+_WAITING_MINUTES = 14.0 * 24 * 60
 GROUPS = {"build": tuple(STAGES), "index-build": ("index-train", "index-add")}
-
-
-def main() -> None:
-    """Parses the command line and runs the tasks."""
-    with ending_process(), errors_for_users():
-        run_preprocessing(__doc__)
 
 
 def run_preprocessing(description: str | None, argv: Sequence[str] | None = None) -> None:
@@ -49,10 +34,24 @@ def run_preprocessing(description: str | None, argv: Sequence[str] | None = None
     ConfigResolver((RetroPreprocessConfig,), settings)
     stages = stages_of(build(RetroPreprocessConfig, settings).retro_tasks)
     processes = start_processes(settings, argv)
-    with distributed(ParallelConfig()) if processes > 1 else nullcontext():
+    with _connected(settings) if processes > 1 else nullcontext():
         work = configured(settings)
         for stage in stages:
             resolve_name(STAGES[stage])(work)
+
+
+def _connected(settings: Settings) -> AbstractContextManager[object]:
+    """The processes of a run, which wait for the slowest one, for days if no flag says else. They
+    exchange nothing but that they have finished, so that gloo does on GPUs, too."""
+    minutes = settings.get("distributed_timeout_minutes", Setting(_WAITING_MINUTES, "default"))
+    local_rank = settings.get("local_rank", Setting(None, "default"))
+    return distributed(
+        ParallelConfig(
+            distributed_backend="gloo",
+            distributed_timeout_minutes=minutes.value,
+            local_rank=local_rank.value,
+        )
+    )
 
 
 def stages_of(tasks: str) -> list[str]:

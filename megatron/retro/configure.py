@@ -15,6 +15,7 @@ from megatron.retro.gpt_run import gpt_run, gpt_settings
 from megatron.retro.preprocessing import Preprocessing
 from megatron.training.plan import TrainingPlan
 from megatron.training.run import Run
+from megatron.util.files import remove_partial
 from megatron.util.processes import is_main_process
 
 
@@ -29,6 +30,8 @@ def configured(settings: Settings) -> Preprocessing:
     others = {name: setting for name, setting in settings.items() if name not in own}
     exists = RetroProject.exists(folder)
     barrier()  # nobody writes while all look
+    if is_main_process():
+        remove_partial(folder)
     if not exists:
         config = build(RetroPreprocessConfig, settings)
         content = _content(config, gpt_run(gpt_settings(config, others)))

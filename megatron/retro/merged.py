@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron.config import ConfigError
-from megatron.data.kinds.retro.hdf5 import array_shapes, read_array, writing
+from megatron.data.kinds.retro.hdf5 import Layout, array_shapes, read_array, writing
 from megatron.data.kinds.retro.project import RetroProject, dataset_identity, write_json
 from megatron.retro.blocks import FileBlock, differing, naming_full_disks
 from megatron.retro.datasets import CHUNKS, EMPTY, OFFSETS, STAGE, Dataset
@@ -62,10 +62,8 @@ def merge(work: Preprocessing, datasets: list[Dataset], compare: bool) -> None:
         )
     if max(total, *(dataset.trained.stop for dataset in datasets)) >= MOST:
         raise ConfigError(f"{total} chunks: chunks and documents must be fewer than 2**32")
-    wanted = training_chunks(work.config, total, work.embedder.width)
-    for dataset, info in zip(datasets, infos, strict=True):
-        share = int(wanted * dataset.weight)
-        info["n_chunks_sampled"] = min(max(share, 1), info["n_chunks_train"])
+    for info, count in zip(infos, _sampled(work, datasets, total), strict=True):
+        info["n_chunks_sampled"] = min(count, info["n_chunks_train"])
     folder = work.project.database_folder / "merged"
     folder.mkdir(parents=True, exist_ok=True)
     for part in PARTS:
@@ -82,6 +80,15 @@ def merge(work: Preprocessing, datasets: list[Dataset], compare: bool) -> None:
     documents = sum(info["n_docs_train"] for info in infos)
     empty = sum(info["n_chunks_invalid"] for info in infos)
     say(f"{STAGE}: {total:,} chunks of {documents:,} documents; {empty:,} without text left out")
+
+
+def _sampled(work: Preprocessing, datasets: list[Dataset], total: int) -> list[int]:
+    """Chunks of each dataset that an index learns from: by its weight, as the flag says, or as
+    before."""
+    if work.config.retro_index_ntrain is None and work.project.datasets_file.exists():
+        return [info["n_chunks_sampled"] for info in work.project.dataset_infos()]
+    wanted = training_chunks(work.config, total, work.embedder.width)
+    return [max(1, int(wanted * dataset.weight)) for dataset in datasets]
 
 
 def _counted(dataset: Dataset, project: RetroProject) -> Info:
@@ -142,18 +149,17 @@ def _write(path: Path, datasets: list[Dataset], infos: list[Info], part: Part) -
     """Writes a merged file."""
     total = sum(info[part.chunks] for info in infos)
     documents = sum(info["n_docs_train"] for info in infos)
-    with writing(path) as file:
-        chunks = file.create_dataset("chunks", (total, 5), np.uint32, track_times=False)
-        if part.offsets:
-            ends = file.create_dataset(OFFSETS, (documents, 3), np.uint64, track_times=False)
-        row = document = 0
+    layout: Layout = {
+        "chunks": (np.dtype("u4"), (total, 5)),
+        "n_written": (np.dtype("u8"), (1,)),
+        **({OFFSETS: (np.dtype("u8"), (documents, 3))} if part.offsets else {}),
+    }
+    with writing(path, layout) as files:
         for rows, offsets in _merged(datasets, infos, part):
-            chunks[row : row + len(rows)] = rows
-            row += len(rows)
+            files["chunks"].append(rows)
             if part.offsets:
-                ends[document : document + len(offsets)] = offsets
-                document += len(offsets)
-        file.create_dataset("n_written", data=np.array([row], np.uint64), track_times=False)
+                files[OFFSETS].append(offsets)
+        files["n_written"].append(np.array([total]))
 
 
 def _compare(path: Path, datasets: list[Dataset], infos: list[Info], part: Part) -> None:

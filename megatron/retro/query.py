@@ -18,6 +18,7 @@ from megatron.data.kinds.retro.project import GPT
 from megatron.data.sources import PARTS
 from megatron.retro.blocks import FileBlock, blocks_of, run_blocks
 from megatron.retro.gpt_samples import SampleChunks, gpt_samples
+from megatron.retro.index import index_file
 from megatron.retro.preprocessing import Preprocessing
 from megatron.retro.retriever import Retriever
 from megatron.util.digests import digest
@@ -77,9 +78,7 @@ def _description(
 ) -> dict[str, Any]:
     """Everything that the neighbours of a part depend on, for the name of their folder."""
     config, settings = work.config, work.project.settings
-    from megatron.retro.index import index_file
-
-    index = np.memmap(index_file(work.project), np.uint8, "r")
+    index = np.memmap(index_file(work.project, config), np.uint8, "r")
     return {
         "part": part,
         "chunks": count,

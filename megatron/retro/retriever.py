@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from megatron.data.kinds.retro.project import RetroProject
 from megatron.retro.embedding import Embedder
-from megatron.retro.index import VectorIndex
+from megatron.retro.index import VectorIndex, open_index
 from megatron.retro.index.config import IndexFlags
 from megatron.retro.texts import chunk_texts
 
@@ -48,8 +48,6 @@ class Retriever:
     @cached_property
     def index(self) -> VectorIndex:
         """Opened by the first search."""
-        from megatron.retro.index import open_index
-
         return open_index(self.project, self.embedder, self._flags)
 
     def neighbors(

@@ -22,6 +22,13 @@ def replacing(path: Path, suffix: str = "") -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
+def remove_partial(folder: Path) -> None:
+    """Deletes the temporary files of :func:`replacing` that killed processes left in a folder or
+    those in it, where no other process writes now."""
+    for path in folder.rglob("*.partial-*"):
+        path.unlink(missing_ok=True)
+
+
 def write_whole(path: Path, content: bytes | memoryview) -> None:
     """Writes or replaces a file atomically, on the disk. Raises OSError if it cannot be written;
     the old file stays."""

@@ -19,7 +19,7 @@ from megatron.data.kinds.retro.hdf5 import read_array
 from megatron.retro.blocks import FileBlock, barrier, blocks_of, rank, run_blocks, world_size
 from megatron.retro.index import build_index
 from megatron.retro.index.config import INDEX_TYPES
-from megatron.retro.index.files import IndexFiles, existing_files, remove_partial
+from megatron.retro.index.files import IndexFiles, existing_files
 from megatron.retro.index.recall import RecallSample
 from megatron.retro.index.strings import index_parts
 from megatron.retro.index.training import DATA
@@ -90,7 +90,6 @@ class _Adding:
     def _finish(self) -> None:
         """Adds the blocks to the index, and measures how much it finds."""
         files, index = self._files, self._empty
-        remove_partial(files.own)
         for block in self._blocks:
             data = read_array(block.path, DATA)
             if files.type == INDEX_TYPES[0]:

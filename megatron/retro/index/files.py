@@ -92,12 +92,6 @@ class IndexFiles:
         write_json(self.description, {**values, "bytes": self.added.stat().st_size})
 
 
-def remove_partial(folder: Path) -> None:
-    """Deletes what a killed run left of the indices of a folder."""
-    for path in folder.glob("*.faissindex.partial-*"):
-        path.unlink(missing_ok=True)
-
-
 def new_files(folder: Path, flags: IndexFlags, text: str) -> IndexFiles:
     """Where the files of an index belong that the flags describe."""
     return IndexFiles(

@@ -18,7 +18,7 @@ from megatron.data.kinds.retro.chunks import DATASET
 from megatron.data.kinds.retro.hdf5 import read_array
 from megatron.retro.blocks import FileBlock, barrier, blocks_of, run_blocks
 from megatron.retro.index import build_index
-from megatron.retro.index.files import IndexFiles, new_files, remove_partial
+from megatron.retro.index.files import IndexFiles, new_files
 from megatron.retro.index.strings import IndexParts, index_parts
 from megatron.retro.preprocessing import Preprocessing
 from megatron.retro.vectors import chunk_vectors
@@ -79,7 +79,6 @@ def _learn(
 ) -> None:
     """Writes the empty index."""
     files.own.mkdir(parents=True, exist_ok=True)
-    remove_partial(files.own)
     index = build_index(work.config, len(work.database), parts.width)
     if parts.learned_entries:
         _merge(files.training_vectors, blocks, parts.width)

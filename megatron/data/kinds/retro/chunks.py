@@ -51,13 +51,17 @@ class ChunkDatabase:
     def tokens(self, chunks: npt.ArrayLike, retrieved: int = 1) -> npt.NDArray[np.int64]:
         """The tokens of chunks, int64 [...], each with those that follow it in its document,
         ``retrieved`` chunks in all: int64 [..., retrieved * chunk_length]. After the end of its
-        document, and for chunk -1, the end-of-document token."""
+        document, and for chunk -1, the end-of-document token. ValueError if there is no such chunk."""
         chunks = np.asarray(chunks, np.int64)
         length = retrieved * self.chunk_length
         tokens_NR = np.full((chunks.size, length), self.eod, np.int64)
-        rows = self.table[np.maximum(chunks.ravel(), 0)].tolist() if len(self) else []
-        for tokens_R, chunk, row in zip(tokens_NR, chunks.ravel().tolist(), rows, strict=False):
-            self._check(chunk)
+        if chunks.size and int(chunks.max()) >= len(self):
+            raise ValueError(
+                f"chunk {chunks.max()} of a database of {len(self)}: the neighbours are those of "
+                "another database; run query-neighbors again"
+            )
+        rows = self.table[np.maximum(chunks.ravel(), 0)].tolist()
+        for tokens_R, chunk, row in zip(tokens_NR, chunks.ravel().tolist(), rows, strict=True):
             if chunk >= 0:
                 documents = self._datasets[row[DATASET]]
                 available = int(documents.sequence_lengths[row[DOCUMENT]]) - row[START]
@@ -74,10 +78,3 @@ class ChunkDatabase:
         found[known] = self.table[chunks[known], :START]
         found[known, 0] = self._number[found[known, 0]]
         return found
-
-    def _check(self, chunk: int) -> None:
-        if chunk >= len(self):
-            raise ValueError(
-                f"chunk {chunk} of a database of {len(self)}: the neighbours are those of another "
-                "database; run query-neighbors again"
-            )

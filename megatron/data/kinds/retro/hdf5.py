@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from megatron.util.files import replacing, sync_path
+from megatron.util.files import replacing, sync
+
+Layout = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
+"""Type and shape of each dataset of a file."""
+_STRUCTURE = 1 << 16
+"""Bytes that are more than a file has besides its arrays."""
 
 
 def _h5py() -> Any:
@@ -51,19 +57,65 @@ def array_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Writes a file with a dataset for each array, on the disk; an existing file is replaced.
     OSError if it cannot be written."""
-    with writing(path) as file:
+    layout = {name: (array.dtype, array.shape) for name, array in arrays.items()}
+    with writing(path, layout) as files:
         for name, array in arrays.items():
-            file.create_dataset(name, data=array, track_times=False)
+            files[name].append(array)
+
+
+class ArrayWriter:
+    """Fills a dataset of a file that is being written, from its first row on."""
+
+    def __init__(self, file: BinaryIO, dtype: np.dtype, offset: int) -> None:
+        self._file, self._dtype, self._position = file, dtype, offset
+
+    def append(self, rows: np.ndarray) -> None:
+        """Writes rows after those before them. OSError if the disk is full."""
+        if rows.size:
+            content = np.ascontiguousarray(rows, self._dtype).data.cast("B")
+            self._file.seek(self._position)
+            self._file.write(content)
+            self._position += content.nbytes
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[Any]:
-    """An ``h5py.File`` that appears as ``path`` when the block ends without an error. Its bytes
-    depend on what is written only."""
+def writing(path: Path, layout: Layout) -> Iterator[dict[str, ArrayWriter]]:
+    """Datasets of known sizes to fill, in a file that appears as ``path`` when the block ends
+    without an error. Its bytes depend on what is written only. OSError if it cannot be written.
+
+    The library crashes where it cannot write, so that it makes the structure of the file only, in a
+    file with space for it; the arrays, which are contiguous, are written here.
+    """
+    size = sum(dtype.itemsize * math.prod(shape) for dtype, shape in layout.values())
     with replacing(path) as part:
-        with _h5py().File(part, "x") as file:
-            yield file
-        sync_path(part)
+        with part.open("xb") as file:
+            file.write(bytes(_STRUCTURE))
+            sync(file)
+            file.truncate(_STRUCTURE + size)
+        offsets = _structure(part, layout)
+        with part.open("r+b") as file:
+            yield {
+                name: ArrayWriter(file, layout[name][0], offset) for name, offset in offsets.items()
+            }
+            sync(file)
+
+
+def _structure(path: Path, layout: Layout) -> dict[str, int]:
+    """Makes a file of empty datasets; returns the place of each in the file."""
+    h5py = _h5py()
+    offsets = {}
+    with h5py.File(path, "w") as file:
+        for name, (dtype, shape) in layout.items():
+            how = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            how.set_layout(h5py.h5d.CONTIGUOUS)
+            how.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+            how.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+            how.set_obj_track_times(False)
+            kind = h5py.h5t.py_create(dtype, logical=True)
+            space = h5py.h5s.create_simple(shape)
+            made = h5py.h5d.create(file.id, name.encode(), kind, space, how)
+            offsets[name] = made.get_offset() or 0  # none of an empty dataset
+    return offsets
 
 
 @contextmanager

@@ -106,7 +106,7 @@ class RetroProject:
                 "tools/retro/preprocess_data.py --retro-tasks db-build"
             )
         datasets, sources = [], []
-        for info in json.loads(self.datasets_file.read_text(encoding="utf-8")):
+        for info in self.dataset_infos():
             prefix = self.data_path(info["prefix"])
             datasets.append(open_indexed(prefix))
             sources.append(info.get("source", prefix))
@@ -114,6 +114,17 @@ class RetroProject:
         table = read_array(self.database_file, "chunks")
         found = self.eod if eod is None else eod
         return ChunkDatabase(table, datasets, self.chunk_length, found, sources)
+
+    def dataset_infos(self) -> list[dict[str, Any]]:
+        """The datasets of the database. ValueError if their list cannot be read."""
+        try:
+            found = json.loads(self.datasets_file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{self.datasets_file} cannot be read: {error}; run "
+                "tools/retro/preprocess_data.py --retro-tasks db-build, which finishes the database"
+            ) from None
+        return found  # type: ignore[no-any-return]
 
     def neighbors(self, part: str) -> NeighborTable:
         """The neighbours of the samples of a part: ``train``, ``valid`` or ``test``. ConfigError if

@@ -1,0 +1,9 @@
+#!/usr/bin/env python
+# PYTHON_ARGCOMPLETE_OK
+"""tools/retro/preprocess_data.py under its name before September 2023."""
+
+import runpy
+from pathlib import Path
+
+if __name__ == "__main__":
+    runpy.run_path(str(Path(__file__).with_name("preprocess_data.py")), run_name="__main__")
