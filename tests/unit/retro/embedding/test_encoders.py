@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from small_tokenizers import TEXTS as WORDS
+from small_encoders import POSITIONS, TEXTS, WIDTH, states_alone, write_encoder
 
 from megatron.checkpoint.source import open_checkpoint
 from megatron.config import ConfigError, Setting
@@ -16,59 +16,26 @@ from megatron.formats.conversion.commands import import_hf
 from megatron.formats.legacy_megatron.writer import write_megatron
 from megatron.retro.embedding import build_embedder
 from megatron.retro.embedding.config import EmbedderFlags
-from megatron.tokenizer.train import train_wordpiece
-
-TEXTS = [
-    "The quick brown fox.",
-    "",
-    "It isn't so: they've said 'no'! Why? 12.5 + 3 = 15.5",
-    "<|endoftext|>",
-    "lazy dogs<|endoftext|>",
-    "The quick brown fox jumps over the lazy dog, and then it sleeps. " * 6,
-    "naïve Straße русский 中文字 日本語",
-    "fox",
-]
-POSITIONS = 40
 
 
-def write_encoder(folder, kind="Bert"):
-    """A model with weights so large that no token's state is like another's, and a tokenizer."""
-    tokenizer = train_wordpiece(lambda: WORDS, 200, 1, lower_case=True)
-    tokenizer.save_pretrained(folder)
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=tokenizer.vocab_size, hidden_size=24, intermediate_size=48,
-        num_hidden_layers=2, num_attention_heads=3, max_position_embeddings=POSITIONS,
-    )  # fmt: skip
-    torch.manual_seed(1)
-    model = getattr(transformers, f"{kind}ForMaskedLM")(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.2)
-    model.save_pretrained(folder)
+def changed(encoder, folder, drop=None, add=None):
+    """A copy without one of its weights, or with other values of one."""
+    shutil.copytree(encoder, folder)
+    weights = load_file(folder / "model.safetensors")
+    if add is not None:
+        weights[add] += 1e-3
+    weights.pop(drop, None)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
-
-
-def states_alone(folder, text, most=POSITIONS):
-    """The last hidden states of a text [1, S, H], float64, by transformers."""
-    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float64).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    ids = tokenizer(text, truncation=True, max_length=most, return_tensors="pt")["input_ids"]
-    with torch.no_grad():
-        return model(ids).last_hidden_state
 
 
 def expected(folder, texts=TEXTS, most=POSITIONS):
     """Means over positions 1 to n - 2, [n, H]."""
     rows = []
     for text in texts:
-        states_SH = states_alone(folder, text.replace("<|endoftext|>", ""), most)[0]
-        rows.append(states_SH[1:-1].mean(0) if len(states_SH) > 2 else torch.zeros(24))
+        states_SH = states_alone(folder, text.replace("<|endoftext|>", ""), most)
+        rows.append(states_SH[1:-1].mean(0) if len(states_SH) > 2 else torch.zeros(WIDTH))
     return np.stack([np.asarray(row) for row in rows])
-
-
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory):
-    return write_encoder(tmp_path_factory.mktemp("encoder") / "hf")
 
 
 @pytest.fixture(scope="module")
@@ -96,34 +63,36 @@ def test_vectors_are_means_of_the_last_states(name, formats, encoder):
     embedder = build_embedder(EmbedderFlags(**formats[name], retro_bert_batch_size=3))
     wanted = expected(encoder)
     assert np.abs(wanted).max() > 0.5
-    np.testing.assert_allclose(embedder.embed(TEXTS), wanted, rtol=0, atol=1e-6)
-    assert embedder.width == 24 and embedder.embed([]).shape == (0, 24)
+    np.testing.assert_allclose(embedder.embed(TEXTS), wanted, rtol=1e-6, atol=1e-6)
+    assert embedder.width == WIDTH and embedder.embed([]).shape == (0, WIDTH)
     lengths = embedder.lengths(TEXTS)
     assert lengths[[1, 3]].tolist() == [0, 0] and lengths[5] > POSITIONS
     assert lengths[4] == embedder.lengths(["lazy dogs"])[0] > 0
 
 
+@pytest.mark.proof
 def test_pre_norm_models(tmp_path):
     """NVIDIA's, whose last norm is the model's."""
     folder = write_encoder(tmp_path, "MegatronBert")
     for kind in ("megatron", "huggingface"):
         embedder = build_embedder(EmbedderFlags(bert_load=str(folder), bert_embedder_type=kind))
-        np.testing.assert_allclose(embedder.embed(TEXTS), expected(folder), rtol=0, atol=2e-6)
+        np.testing.assert_allclose(embedder.embed(TEXTS), expected(folder), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["transformers", "read as ours"])
 def test_texts_are_cut(name, formats, encoder):
     flags = EmbedderFlags(**formats[name], retro_bert_max_chunk_length=9)
     found = build_embedder(flags).embed(TEXTS)
-    np.testing.assert_allclose(found, expected(encoder, most=9), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(found, expected(encoder, most=9), rtol=1e-6, atol=1e-6)
 
 
 def test_load_names_the_model_too(encoder):
     settings = {"load": Setting(str(encoder), "flag --load")}
     vectors = build_embedder(EmbedderFlags(), settings).embed(TEXTS)
-    np.testing.assert_allclose(vectors, expected(encoder), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(vectors, expected(encoder), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("kind", ["megatron", "huggingface"])
 def test_half_precision(kind, encoder):
     settings = {"bf16": Setting(True, "flag --bf16")}
@@ -141,16 +110,14 @@ def test_identity_is_that_of_the_numbers(formats, encoder, tmp_path):
     same = [build_embedder(EmbedderFlags(**formats[n])) for n in ("read as ours", "ours", "legacy")]
     assert same[0].identity == same[1].identity == same[2].identity
     found = [json.dumps(same[0].identity, sort_keys=True)]
-    theirs = EmbedderFlags(**formats["transformers"])
+    bare = changed(encoder, tmp_path / "bare", drop="bert.pooler.dense.weight")
+    theirs = EmbedderFlags(bert_load=str(bare), bert_embedder_type="huggingface")
     assert build_embedder(theirs).identity == build_embedder(theirs).identity
-    other = shutil.copytree(encoder, tmp_path / "other")
-    weights = load_file(other / "model.safetensors")
-    weights["bert.encoder.layer.1.output.dense.bias"][3] += 1e-3
-    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    other = changed(encoder, tmp_path / "other", add="bert.encoder.layer.1.output.dense.bias")
     cased = shutil.copytree(encoder, tmp_path / "cased")
-    settings = json.loads((cased / "tokenizer.json").read_text())
-    settings["normalizer"]["lowercase"] = False
-    (cased / "tokenizer.json").write_text(json.dumps(settings))
+    settings = json.loads((cased / "tokenizer_config.json").read_text())
+    (cased / "tokenizer_config.json").write_text(json.dumps(settings | {"do_lower_case": False}))
+    (cased / "tokenizer.json").unlink()
     for kind in ("megatron", "huggingface"):
         for folder, length in ((other, 256), (cased, 256), (encoder, 9)):
             flags = EmbedderFlags(
@@ -178,10 +145,8 @@ def test_refusals(encoder, tmp_path):
     transformers.GPT2LMHeadModel(gpt).save_pretrained(tmp_path / "gpt")
     assert "family gpt" in refused(bert_load=str(tmp_path / "gpt"))
     # Weights that transformers would draw at random.
-    lacking = shutil.copytree(encoder, tmp_path / "lacking")
-    weights = load_file(lacking / "model.safetensors")
-    del weights["bert.encoder.layer.1.output.dense.bias"]
-    save_file(weights, lacking / "model.safetensors", metadata={"format": "pt"})
+    bias = "bert.encoder.layer.1.output.dense.bias"
+    lacking = changed(encoder, tmp_path / "lacking", drop=bias)
     message = refused(bert_embedder_type="huggingface", bert_load=str(lacking))
     assert "encoder.layer.1.output.dense.bias" in message
     (lacking / "tokenizer.json").unlink()
