@@ -232,12 +232,12 @@ def _behind(program: re.Pattern[str], text: str) -> list[str] | None:
 
 
 TRAINING = re.compile(
-    r"(^|/)(pretrain_(gpt2?|bert|t5)|finetune_llama)\.py$|^oneflow_gpt\.training$"
+    r"(^|/)(pretrain_(gpt2?|bert|t5|retro)|finetune_llama)\.py$|^oneflow_gpt\.training$"
 )
 """The programs that train, as a word of a command."""
 SIZED = re.compile(
     rf"{TRAINING.pattern}|(^|/)tasks/main\.py$|"
     r"(^|/)(run_text_generation_server|generate_samples_gpt|finetune_gpt)\.py$|"
-    r"(^|/)hf2megads_weight_converter\.py$"
+    r"(^|/)hf2megads_weight_converter\.py$|(^|/)retro/preprocess_data\.py$"
 )
 """Those whose flags a script gets small sizes for."""

@@ -244,7 +244,10 @@ def training_script(text: str) -> bool:
 
 def sized_script(text: str) -> bool:
     """Whether a command is one of the scripts that train or run a task, whose sizes are flags."""
-    scripts = r"/(evaluate_|finetune_|lambada_|run_text_generation_|selfgenerate-|generate-1)"
+    scripts = (
+        r"/(evaluate_|finetune_|lambada_|run_text_generation_|selfgenerate-|generate-1"
+        r"|preprocess_data)"
+    )
     return training_script(text) or re.search(scripts, text) is not None
 
 
