@@ -111,7 +111,7 @@ def naming_full_disks(path: Path, what: str) -> Iterator[None]:
     except OSError as error:
         raise OSError(
             f"{path} cannot be written: {error}; free space on the disk, and run {what} again: it "
-            "goes on after the files that it has finished"
+            "continues after the files that it has finished"
         ) from error
 
 
