@@ -70,6 +70,7 @@ def neighbors_of(
         found_NK[start - block.start : stop - block.start] = retriever.neighbors(
             tokens_NM, kept, exclude=documents
         )
+        block.advance(stop - start)
     return {DATASET: found_NK}
 
 
