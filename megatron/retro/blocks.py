@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +22,6 @@ _SECONDS_BETWEEN_LINES = 15.0
 logger = logging.getLogger(__name__)
 
 
-def _tell_nobody(count: int) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class FileBlock:
     """The items ``start`` to ``stop`` - 1 of a stage, and the file of what it makes of them."""
@@ -34,9 +29,9 @@ class FileBlock:
     start: int
     stop: int
     path: Path
-    advance: Callable[[int], None] = field(default=_tell_nobody, compare=False, repr=False)
-    """Tells the progress of the stage that so many more items are made; a stage whose blocks take
-    long calls it within a block."""
+    advance: Callable[[int], None] = field(default=lambda count: None, compare=False, repr=False)
+    """Told how many items have just been done, for progress within a block; those that it was not
+    told of count at the block's end."""
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -101,7 +96,7 @@ def run_blocks(
     finished = len(blocks) - len(missing)
     if finished and is_main_process():
         say(f"{what}: {finished} of {len(blocks)} blocks exist")
-    for block in _with_progress(missing[rank() :: world_size()], what, unit):
+    for block in _progress(missing[rank() :: world_size()], what, unit):
         arrays = make(block)
         with naming_full_disks(block.path, what):
             write_arrays(block.path, arrays)
@@ -143,7 +138,7 @@ def _validate(
     existing = [block for block in blocks if block.path.exists()]
     count = round(share * len(existing)) or min(1, len(existing))
     chosen = [existing[i * len(existing) // count] for i in range(count)]
-    for block in _with_progress(chosen[rank() :: world_size()], f"{what}: validating", unit):
+    for block in _progress(chosen[rank() :: world_size()], f"{what}: validating", unit):
         check_equal(block.path, make(block))
     barrier()
     if is_main_process():
@@ -171,41 +166,36 @@ def differing(path: Path, name: str) -> ValueError:
     )
 
 
-def _with_progress(blocks: Sequence[FileBlock], what: str, unit: str) -> Iterator[FileBlock]:
-    """The blocks, which tell their progress, with rate and time left: a bar on a terminal, else a
-    line now and then."""
+def _progress(blocks: Sequence[FileBlock], what: str, unit: str) -> Iterator[FileBlock]:
+    """The blocks, with rate and time left: a bar on a terminal, else a line now and then."""
     total = sum(map(len, blocks))
     with progress_bar(what, total=total, unit=unit) as bar:
-        lines = _ProgressLines(what, unit, total)
-        finished = 0
-
-        def advance(count: int) -> None:
-            bar.update(count)
-            lines.advance(count)
-
+        progress = _Progress(what, total, unit, bar.update)
         for block in blocks:
-            yield dataclasses.replace(block, advance=advance)
-            finished += len(block)
-            advance(finished - lines.done)  # what the block has not told
+            after = progress.done + len(block)
+            yield replace(block, advance=progress.advance)
+            progress.advance(after - progress.done)
 
 
-class _ProgressLines:
-    """Lines with rate and time left, in the main process if standard error is no terminal."""
+class _Progress:
+    """Counts the items that are done, and tells the bar and the log."""
 
-    def __init__(self, what: str, unit: str, total: int) -> None:
-        self._what, self._unit, self._total = what, unit, total
-        self.done = 0
+    def __init__(self, what: str, total: int, unit: str, bar: Callable[[int], object]) -> None:
+        self._what, self._total, self._unit, self._bar = what, total, unit, bar
         self._begin = self._said = time.monotonic()
-        self._shown = is_main_process() and not sys.stderr.isatty()
+        self.done = 0
 
     def advance(self, count: int) -> None:
+        """So many more are done."""
         self.done += count
+        self._bar(count)
         now = time.monotonic()
-        if not self._shown or now - self._said < _SECONDS_BETWEEN_LINES or not self.done:
+        if now - self._said < _SECONDS_BETWEEN_LINES or sys.stderr.isatty():
             return
         self._said, rate = now, self.done / (now - self._begin)
-        left = (self._total - self.done) / rate / 60
-        say(
-            f"{self._what}: {self.done:,} of {self._total:,}{self._unit}, {rate:,.0f}/s, "
-            f"{left:.1f} min left"
-        )
+        left = (self._total - self.done) / rate
+        if is_main_process():
+            say(
+                f"{self._what}: {self.done:,} of {self._total:,}{self._unit}, {rate:,.0f}/s, "
+                f"{left / 60:.1f} min left"
+            )

@@ -54,7 +54,6 @@ def chunks_of(work: Preprocessing, documents: Documents, block: FileBlock) -> di
         rows.clear()
         tokens.clear()
 
-    told = block.start
     for number in range(block.start, block.stop):
         document = documents.get(number)
         stop = len(document) - int(len(document) > 0 and document[-1] == eod)
@@ -63,8 +62,7 @@ def chunks_of(work: Preprocessing, documents: Documents, block: FileBlock) -> di
             tokens.append(document[start : start + length])
             if len(rows) == _CHUNKS_AT_ONCE:
                 measure()
-                block.advance(number - told)
-                told = number
+        block.advance(1)
     if rows:
         measure()
     return arrays_of(np.concatenate(measured), range(block.start, block.stop))
