@@ -36,7 +36,7 @@ TITLES = {
 VOCABULARY = 1024
 WEIGHTS = {"pages": 0.5, "sources": 0.2, "web": 0.3}
 """Shares of the training samples."""
-BATCH, LENGTH, CHUNK, STEPS, EVALUATED = 4, 256, 32, 3000, 60
+BATCH, LENGTH, CHUNK, STEPS, EVALUATED = 4, 256, 32, 1500, 40
 """Samples of a step, tokens of a sample and of a chunk; steps of training; batches that are
 evaluated."""
 TOKENIZER = """--tokenizer-type GPT2BPETokenizer

@@ -67,8 +67,6 @@ class Case:
         typed: what a user types into it.
         serves: it is a server, which SIGTERM ends once it prints this pattern.
         beside: the case of a server that runs meanwhile.
-        to_come: the part of the project that it waits for.
-        because: how it fails until then.
         sample: whether ``make test`` runs it.
     """
 
@@ -92,8 +90,6 @@ class Case:
     typed: str = ""
     serves: str | None = None
     beside: str | None = None
-    to_come: str | None = None
-    because: str | None = None
     sample: bool = False
 
     @property

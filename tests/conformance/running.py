@@ -112,7 +112,7 @@ class Runner:
             done = self._shell(f"set -e; {case.prepare}", folder, case.environment)
             if done.status:
                 raise Failed(f"{case.prepare}\nstatus {done.status}\n{done.output}")
-        if case.is_script and not case.to_come and sized_script(text):
+        if case.is_script and sized_script(text):
             printed = self.printed(case, folder)
             text = f"{text} {small_flags(printed, sizes, case.id)}"
         # Tests run beside each other; a launcher's documented port may be another's.

@@ -92,7 +92,8 @@ class _Adding:
 
     def _made(self, block: FileBlock) -> dict[str, np.ndarray]:
         """The file of a block."""
-        vectors_ND = chunk_vectors(self._work, np.arange(block.start, block.stop))
+        chunks_N = np.arange(block.start, block.stop)
+        vectors_ND = chunk_vectors(self._work, chunks_N, block.advance)
         found: dict[str, np.ndarray] = {DATA: vectors_ND}
         if self._files.type == INDEX_TYPES[0]:
             found[DATA] = self._empty.encode(vectors_ND)

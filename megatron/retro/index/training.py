@@ -42,7 +42,7 @@ def train_index(work: Preprocessing) -> None:
     chunks_N = _training_chunks(work, files.train_fraction)
 
     def make(block: FileBlock) -> dict[str, np.ndarray]:
-        return {DATA: chunk_vectors(work, chunks_N[block.start : block.stop])}
+        return {DATA: chunk_vectors(work, chunks_N[block.start : block.stop], block.advance)}
 
     validate = work.config.retro_task_validate
     blocks = blocks_of(files.training / "blocks", len(chunks_N), work.config.retro_block_size)
