@@ -67,8 +67,6 @@ class Case:
         typed: what a user types into it.
         serves: it is a server, which SIGTERM ends once it prints this pattern.
         beside: the case of a server that runs meanwhile.
-        to_come: the part of the project that it waits for.
-        because: how it fails until then.
         sample: whether ``make test`` runs it.
     """
 
@@ -92,8 +90,6 @@ class Case:
     typed: str = ""
     serves: str | None = None
     beside: str | None = None
-    to_come: str | None = None
-    because: str | None = None
     sample: bool = False
 
     @property
@@ -232,12 +228,12 @@ def _behind(program: re.Pattern[str], text: str) -> list[str] | None:
 
 
 TRAINING = re.compile(
-    r"(^|/)(pretrain_(gpt2?|bert|t5)|finetune_llama)\.py$|^oneflow_gpt\.training$"
+    r"(^|/)(pretrain_(gpt2?|bert|t5|retro)|finetune_llama)\.py$|^oneflow_gpt\.training$"
 )
 """The programs that train, as a word of a command."""
 SIZED = re.compile(
     rf"{TRAINING.pattern}|(^|/)tasks/main\.py$|"
     r"(^|/)(run_text_generation_server|generate_samples_gpt|finetune_gpt)\.py$|"
-    r"(^|/)hf2megads_weight_converter\.py$"
+    r"(^|/)hf2megads_weight_converter\.py$|(^|/)retro/preprocess_data\.py$"
 )
 """Those whose flags a script gets small sizes for."""

@@ -112,7 +112,7 @@ class Runner:
             done = self._shell(f"set -e; {case.prepare}", folder, case.environment)
             if done.status:
                 raise Failed(f"{case.prepare}\nstatus {done.status}\n{done.output}")
-        if case.is_script and not case.to_come and sized_script(text):
+        if case.is_script and sized_script(text):
             printed = self.printed(case, folder)
             text = f"{text} {small_flags(printed, sizes, case.id)}"
         # Tests run beside each other; a launcher's documented port may be another's.
@@ -244,7 +244,10 @@ def training_script(text: str) -> bool:
 
 def sized_script(text: str) -> bool:
     """Whether a command is one of the scripts that train or run a task, whose sizes are flags."""
-    scripts = r"/(evaluate_|finetune_|lambada_|run_text_generation_|selfgenerate-|generate-1)"
+    scripts = (
+        r"/(evaluate_|finetune_|lambada_|run_text_generation_|selfgenerate-|generate-1"
+        r"|preprocess_data)"
+    )
     return training_script(text) or re.search(scripts, text) is not None
 
 

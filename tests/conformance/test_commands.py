@@ -1,7 +1,7 @@
 """The documented commands run: a sample by ``make test``, all of them by ``make proof``.
 
-``make test`` runs the cases with ``sample: true`` in warm processes, every case that waits for a
-part of the project, and resolves every training command at its full size.
+``make test`` runs the cases with ``sample: true`` in warm processes, and resolves every training
+command at its full size.
 """
 
 import re
@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 from documented import all_cases, cases, training_flags
-from running import Failed, Runner, check, numbers, training_script
+from running import Runner, check, numbers, training_script
 
 from megatron.config import FLAG_CLASSES, FlagParser, resolve
 from megatron.engine import deepspeed_json
@@ -18,7 +18,6 @@ from megatron.engine.deepspeed_json import read_json
 from megatron.families import family_of
 
 ALL = list(all_cases())
-READY = [case for case in ALL if not case.to_come]
 *MISTAKES, PORT_IN_USE = cases("mistakes")
 
 
@@ -42,26 +41,26 @@ def expect(case, runner):
 
 
 @pytest.mark.realdata
-@pytest.mark.parametrize("case", named(case for case in READY if case.sample))
+@pytest.mark.parametrize("case", named(case for case in ALL if case.sample))
 def test_sample(case, quick_runner):
     expect(case, quick_runner)
 
 
 @pytest.mark.proof
 @pytest.mark.realdata
-@pytest.mark.parametrize("case", named(READY))
+@pytest.mark.parametrize("case", named(ALL))
 def test_command(case, runner):
     expect(case, runner)
 
 
 def trains(case):
     """Whether a case is a training command, or a script that prints one, with the model's sizes."""
-    if "--use-checkpoint-args" in case.run:
+    if "--use-checkpoint-args" in case.run or "tools/retro/" in case.run:  # a project's sizes
         return False
     return training_script(case.run) if case.is_script else training_flags(case.run) is not None
 
 
-@pytest.mark.parametrize("case", named(case for case in READY if trains(case) and not case.status))
+@pytest.mark.parametrize("case", named(case for case in ALL if trains(case) and not case.status))
 def test_full_size(case, tmp_path):
     """The documented sizes and number of processes resolve to a configuration."""
     text = case.run
@@ -76,24 +75,6 @@ def test_full_size(case, tmp_path):
     processes = case.processes or 1
     resolved = resolve(deepspeed_json.merge(settings, content, path, processes), processes)
     assert resolved.config.parallel.world_size == processes
-
-
-class ToCome(Exception):
-    """A command fails as it should until its part of the project exists."""
-
-
-@pytest.mark.realdata
-@pytest.mark.xfail(raises=ToCome, strict=True, reason="waits for a part of the project")
-@pytest.mark.parametrize("case", named(case for case in ALL if case.to_come))
-def test_to_come(case, runner):
-    """Fails if the command begins to pass, or fails for another reason."""
-    done = runner.run(case)
-    try:
-        check(case, done)
-    except Failed as error:
-        if done.status and re.search(case.because, done.output):
-            raise ToCome(case.to_come) from None
-        raise Failed(f"{case.id}: fails, but not by {case.because!r}: {error}") from None
 
 
 @pytest.mark.realdata

@@ -25,7 +25,6 @@ from megatron.engine.environment import training_device
 from megatron.engine.evaluator import Evaluator, build_evaluator
 from megatron.engine.loading import load_checkpoint
 from megatron.families import spec_of
-from megatron.families.bert import begin_labelled
 from megatron.parallel.mesh import Mesh
 from megatron.retro.embedding import readable
 from megatron.retro.embedding.config import EmbedderFlags
@@ -48,6 +47,12 @@ _USED = {
     *("family", "load", "load_tag", "use_checkpoint_args"),
 }
 """The flags of training that describe a model, its tokenizer and its checkpoint."""
+_OWN = {
+    # Batches have many shapes.
+    "torch_compile": Setting("off", "this program"),
+    # A model for labelled text takes texts without what its training predicts; the head is not run.
+    "head": Setting("span", "this program"),
+}
 
 
 class MegatronEmbedder:
@@ -57,13 +62,14 @@ class MegatronEmbedder:
         self, engine: Evaluator, tokenizer: Tokenizer, batch_size: int, max_length: int
     ) -> None:
         """``max_length`` are the tokens that are read of a text, special ones included."""
-        self._model, self._tokenizer = engine.config.model, tokenizer
-        positions = self._model.positions
+        self._begin, self._tokenizer = engine.spec.begin, tokenizer
+        model, heads = engine.config.model, engine.spec.head_parts
+        positions = model.positions
         if positions.position_embedding_type == "learned_absolute":
             max_length = min(max_length, positions.max_position_embeddings)
         norm = [layer.name for layer in engine.layers].index("final_norm")
         self._layers = engine.sequences[0].part(0, norm + 1)
-        self.width = self._model.hidden_size
+        self.width = model.hidden_size
         self._encoder = BatchedEncoder(
             self._means,
             self.width,
@@ -74,9 +80,10 @@ class MegatronEmbedder:
             pad=tokenizer.pad,
             device=engine.device,
         )
+        read = [(name, w) for w, name in engine.names.items() if not name.startswith(heads)]
         self.identity: Mapping[str, Any] = {
             "type": "megatron",
-            "weights": weights_digest((name, weight) for weight, name in engine.names.items()),
+            "weights": weights_digest(read),
             "tokenizer": _tokenizer_digest(tokenizer),
             "max_length": max_length,
         }
@@ -100,7 +107,7 @@ class MegatronEmbedder:
             labels_B=torch.zeros_like(batch.lengths_B),
             padded=batch.padded,
         )
-        state = self._layers(begin_labelled(self._model, inputs))
+        state = self._layers(self._begin(inputs))
         return mean_inside(state.total, batch.lengths_B)
 
 
@@ -153,7 +160,7 @@ def _bert_settings(config: EmbedderFlags, settings: Settings) -> Settings:
             "--bert-embedder-type megatron needs --bert-load, the checkpoint of a BERT; "
             "--bert-embedder-type hashing needs no model"
         )
-    return found | {"torch_compile": Setting("off", "this program")}
+    return found | _OWN
 
 
 def _tokenizer_digest(tokenizer: Tokenizer) -> str:

@@ -16,6 +16,9 @@ from torch import Tensor
 
 from megatron.training.measuring import MULTIPLE
 
+CPU_TOKENS = 2048
+"""Most tokens of a batch on a CPU: with more of them the states of a layer leave its caches."""
+
 
 class TokenBatch(NamedTuple):
     """Texts of similar lengths.
@@ -88,10 +91,13 @@ class BatchedEncoder:
         inner = np.minimum(np.fromiter(map(len, rows), np.int64, len(rows)), self.most - special)
         order = np.argsort(-inner, kind="stable")
         order = order[: np.count_nonzero(inner)]
-        multiple = 1 if self.device.type == "cpu" else MULTIPLE
-        for start in range(0, len(order), self.size):
-            texts = order[start : start + self.size]
-            width = -(-(int(inner[texts[0]]) + special) // multiple) * multiple
+        cpu, start = self.device.type == "cpu", 0
+        multiple = 1 if cpu else MULTIPLE
+        while start < len(order):
+            width = -(-(int(inner[order[start]]) + special) // multiple) * multiple
+            size = min(self.size, max(1, CPU_TOKENS // width)) if cpu else self.size
+            texts = order[start : start + size]
+            start += size
             tokens = np.full((len(texts), width), self.pad, np.int64)
             tokens[:, :first] = self.before
             for row, text in enumerate(texts):

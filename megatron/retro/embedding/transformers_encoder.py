@@ -22,6 +22,9 @@ from megatron.retro.embedding.sentence_modules import LIST, SentenceModules, rea
 from megatron.retro.embedding.token_batches import BatchedEncoder, TokenBatch, mean_inside
 from megatron.util.digests import digest
 
+_POOLER = "pooler."
+"""Parameters that the last hidden states do not depend on; many files lack them."""
+
 
 class TransformersEmbedder:
     """A text's vector is the mean of the last hidden states of its tokens, without the special ones
@@ -53,10 +56,11 @@ class TransformersEmbedder:
             pad=tokenizer.pad_token_id or 0,
             device=device,
         )
-        weights = dict(model.state_dict()) | ({} if modules is None else modules.weights)
+        read = {n: w for n, w in model.named_parameters() if not n.startswith(_POOLER)}
+        read |= {} if modules is None else modules.weights
         self.identity: Mapping[str, Any] = {
             "type": "huggingface",
-            "weights": weights_digest(weights.items()),
+            "weights": weights_digest(read.items()),
             "modules": None if modules is None else modules.description,
             "tokenizer": digest(tokenizer.backend_tokenizer.to_str()),
             "max_length": max_length,
@@ -169,7 +173,7 @@ def _encoder(folder: Path, dtype: torch.dtype, flag: str) -> Any:
     finally:
         logging.set_verbosity(before)
     whole = model.config.is_encoder_decoder
-    unused = ("pooler.", "decoder.") if whole else ("pooler.",)
+    unused = (_POOLER, "decoder.") if whole else (_POOLER,)
     missing = [name for name in sorted(report["missing_keys"]) if not name.startswith(unused)]
     if missing:
         raise ConfigError(

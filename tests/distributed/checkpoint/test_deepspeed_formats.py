@@ -353,7 +353,13 @@ def test_stock_deepspeed_resumes_from_engine_folders(pool, tmp_path):
     assert results[0][0] == pytest.approx(losses, rel=2e-6)
 
 
-@pytest.mark.parametrize(("family", "model"), [("bert", "post-norm"), ("t5", "relative")])
+@pytest.mark.parametrize(
+    ("family", "model"),
+    [
+        ("bert", "post-norm"), ("t5", "relative"),
+        pytest.param("retro", "learned", marks=pytest.mark.proof),
+    ],
+)  # fmt: skip
 def test_other_families(pool, tmp_path, family, model):
     """A pipeline's folder, and the universal checkpoint of it, continue on one process."""
     flags = [*FAMILIES[family], *MODELS[family][model], *blocks(family, 2), *NO_DROPOUT]

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from family_models import FAMILIES, MODELS, NO_DROPOUT
+from family_models import FAMILIES, MODELS, NO_DROPOUT, blocks
 from training_jobs import TINY
 
 from megatron.engine.environment import distributed
@@ -38,6 +38,7 @@ FLAGS = {
         *"--num-layers 3 --decoder-num-layers 3".split(),
         *RUN,
     ],
+    "retro": [*FAMILIES["retro"], *MODELS["retro"]["modern"], *blocks("retro", 4), *RUN],
 }
 LAYOUTS = {
     "dp1-zero0": (1, ""),
@@ -74,17 +75,19 @@ SEVEN = (
     "dp1-zero0 dp2-zero3 tp4-sp-zero1 pp4-zero1 tp2-sp-pp2-zero1 pp2-interleaved-zero1 "
     "pp2-dualpipev-zero1"
 ).split()
-NAMES = {"gpt": list(LAYOUTS), "bert": SEVEN, "t5": [*SEVEN, SPLIT]}
+NAMES = {"gpt": list(LAYOUTS), "bert": SEVEN, "t5": [*SEVEN, SPLIT], "retro": SEVEN}
 LAYOUTS[SPLIT] = 4, f"{LAYOUTS['pp4-zero1'][1]} --pipeline-model-parallel-split-rank 1"
 SAMPLE = {
     ("bert", "tp2-sp-pp2-zero1", "dp2-zero3"),
     ("t5", "pp2-interleaved-zero1", "dp1-zero0"),
+    ("retro", "tp2-sp-pp2-zero1", "dp2-zero3"),
 }
 """Of the other families than GPT."""
 TITLES = {
     "gpt": "GPT",
     "bert": "BERT, post-norm, with both heads",
     "t5": "T5 with relative positions",
+    "retro": "Retro",
 }
 RTOL = {"float32": 1e-6, "bf16": 1e-3}
 """Of losses; bfloat16 keeps eight bits of float32's 24."""

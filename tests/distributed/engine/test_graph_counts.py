@@ -1,7 +1,7 @@
 """With --torch-compile blocks of one shape share one graph, at every ZeRO stage."""
 
 import pytest
-from family_models import FAMILIES, MODELS, NO_DROPOUT
+from family_models import FAMILIES, MODELS, NO_DROPOUT, blocks
 from graph_counts import graphs, graphs_alone
 from training_jobs import TINY, train
 
@@ -56,6 +56,7 @@ def test_one_graph_for_each_shape_of_block(pool, stage, kind, form):
     [
         ("bert", "pre-norm", 1), ("bert", "post-norm", 1), ("bert", "recompute-full", 1),
         ("t5", "learned", 2), ("t5", "relative", 2), ("t5", "recompute-selective", 2),
+        ("retro", "learned", 3), ("retro", "modern", 3), ("retro", "recompute-full", 3),
     ],
 )  # fmt: skip
 def test_one_graph_for_each_stack(pool, stage, family, model, expected):
@@ -65,4 +66,6 @@ def test_one_graph_for_each_stack(pool, stage, family, model, expected):
     argv += ["--zero-stage", str(stage), "--bf16"]
     if family == "t5":
         argv += ["--decoder-num-layers", "3"]
+    if family == "retro":  # a block that reads nothing, one with the encoder, and one without
+        argv += blocks(family, 3)
     assert pool.run(RANKS[stage], count, argv) == [(expected, {})] * RANKS[stage]

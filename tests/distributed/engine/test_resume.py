@@ -7,7 +7,7 @@ import random
 
 import numpy as np
 import pytest
-from family_models import FAMILIES, MODELS
+from family_models import ENCODER_DROPOUT, FAMILIES, MODELS, blocks
 from samples import sampled
 from training_jobs import TINY, train
 
@@ -22,6 +22,8 @@ DELAYED = [
 BERT = [*FAMILIES["bert"], *"--num-layers 2 --eval-iters 1 --zero-stage 1".split()]
 T5 = [*FAMILIES["t5"], *MODELS["t5"]["relative"], *"--num-layers 2 --decoder-num-layers 2".split()]
 T5 += ["--eval-iters", "1", "--zero-stage", "1"]
+RETRO = [*FAMILIES["retro"], *blocks("retro", 4), *ENCODER_DROPOUT.format(0.1).split()]
+RETRO += ["--eval-iters", "1", "--zero-stage", "1"]
 CASES = {
     "zero0": (1, ["--zero-stage", "0"]),
     "zero0-dp2": (2, ["--zero-stage", "0"]),
@@ -90,9 +92,24 @@ CASES = {
         ],
     ),
     "t5-zero2-dp2-bf16": (2, [*T5, "--zero-stage", "2", "--bf16"]),
+    "retro-zero1-tp2-sp": (
+        2,
+        [*RETRO, *"--tensor-model-parallel-size 2 --sequence-parallel".split()],
+    ),
+    "retro-zero1-pp2-interleaved": (
+        2,
+        [
+            *RETRO,
+            *("--pipeline-model-parallel-size", "2"),
+            *("--num-layers-per-virtual-pipeline-stage", "1"),
+        ],
+    ),
+    "retro-zero1-pp2-dp2-bf16": (4, [*RETRO, "--bf16", "--pipeline-model-parallel-size", "2"]),
+    "retro-zero2-dp2-bf16": (2, [*RETRO, "--zero-stage", "2", "--bf16"]),
+    "retro-zero3-dp2-fp16": (2, [*RETRO, *FP16, "--zero-stage", "3"]),
 }
 SAMPLE = {"zero0", "zero1-dp2-fp16", "zero2-dp2-bf16", "zero3-dp2"}
-SAMPLE |= {"bert-zero1-tp2-sp", "t5-zero0-pp2"}
+SAMPLE |= {"bert-zero1-tp2-sp", "t5-zero0-pp2", "retro-zero1-pp2-interleaved"}
 """Cases of every test run; `make proof` runs all, each with several stops."""
 RANDOM = random.Random(20)
 

@@ -72,7 +72,10 @@ def test_what_is_shown_is_what_the_model_gets(pool, data, capsys, processes, lay
         assert {p["source"] for p in sample["pieces"]} <= set(data)
 
 
-@pytest.mark.parametrize(("family", "field"), [("bert", "tokens_BS"), ("t5", "decoder_tokens_BD")])
+@pytest.mark.parametrize(
+    ("family", "field"),
+    [("bert", "tokens_BS"), ("t5", "decoder_tokens_BD"), ("retro", "tokens_BS")],
+)
 def test_other_families(pool, capsys, family, field):
     flags = [*FAMILIES[family], *f"--global-batch-size 8 --train-iters {STEPS}".split()]
     flags += [*blocks(family, 2), *NO_DROPOUT]

@@ -1,4 +1,4 @@
-"""BERT and T5 on a device that is not the CPU (tests/unit/one_device.py), as
+"""BERT, T5 and Retro on a device that is not the CPU (tests/unit/one_device.py), as
 test_on_fake_gpu.py has it for GPT."""
 
 import contextlib
@@ -22,12 +22,14 @@ KINDS = {
     "bert": [],
     "bert post-norm": ["--apply-residual-connection-post-layernorm", "--hidden-dropout", "0.1"],
     "bert without a second head": ["--bert-no-binary-head", "--swiglu", "--num-query-groups", "2"],
+    "retro": ["--retro-gpt-chunk-length", "8"],
     "t5": ["--decoder-seq-length", "16"],
     "t5 relative": [
         *("--decoder-seq-length", "16", "--position-embedding-type", "relative"),
         *("--normalization", "RMSNorm", "--disable-bias-linear", "--query-pre-attn-scalar", "1"),
     ],
 }
+PADDED = [kind for kind in KINDS if kind not in ("t5 relative", "retro")]
 RECOMPUTED = {
     "none": [],
     "full": ["--recompute-granularity", "full"],
@@ -89,7 +91,7 @@ def test_a_step_stays_on_its_device(monkeypatch, kind, recompute):
         assert (param.grad.device, param.grad.dtype) == (GPU, param.dtype), name
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "t5 relative"])
+@pytest.mark.parametrize("kind", PADDED)
 def test_padding_is_a_mask_of_keys_alone(monkeypatch, kind):
     """No kernel gets a mask of queries x keys: padding is a row for each sample."""
     shapes, real = [], F.scaled_dot_product_attention

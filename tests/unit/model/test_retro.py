@@ -157,10 +157,11 @@ class Reference:
     def embedded(self, tokens_S: Tensor) -> Tensor:
         found = self.params["embedding.word_embeddings.weight"][tokens_S]
         table = self.params.get("embedding.position_embeddings.weight")
+        if self.model.embedding.scale_embeddings:
+            found = found * WIDTH**0.5
         if table is not None:
             found = found + table[: len(tokens_S)]
-        normed = "embedding.norm.weight" in self.params
-        return self.norm(found, "embedding.norm") if normed else found
+        return found
 
     def encoder(self, neighbor_R: Tensor, chunk_MH: Tensor, name: str) -> Tensor:
         """ENCODER of algorithm 1, for one neighbour and the states of its chunk."""
@@ -216,7 +217,7 @@ MODELS = {
         "swiglu": True, "add_bias_linear": False, "untie_embeddings_and_output_weights": True,
         "retro_attention_gate": 0.3, "retro_cross_attention_layers": (1, 3, 4),
     },
-    "alibi": {"position_embedding_type": "alibi", "sliding_window": 5, "embed_layernorm": True},
+    "alibi": {"position_embedding_type": "alibi", "sliding_window": 5, "scale_embeddings": True},
     "one": {
         "retro_num_neighbors": 1, "retro_num_retrieved_chunks": 3, "retro_encoder_layers": 1,
         "retro_cross_attention_layers": (3,),
