@@ -157,3 +157,33 @@ def write_project(
     settings |= {"retro_gpt_chunk_length": length, "retro_block_size": 100_000}
     (folder / "config.json").write_text(json.dumps(settings))
     return table
+
+
+@dataclass(frozen=True)
+class WrittenProject:
+    """A small project with random neighbours, in upstream's layout."""
+
+    folder: Path
+    corpora: Sequence[Corpus]
+    table: np.ndarray
+    rows: Mapping[str, np.ndarray]
+    """Neighbours by part, [samples, L, kept]."""
+
+
+def small_project(folder: Path) -> WrittenProject:
+    """Samples of 4 chunks of 16 tokens with 3 neighbours each: 24 for training (6 steps), 16 for
+    validation (two evaluations of 2 batches) and 8 for test."""
+    chunks, kept, chunk_length = 4, 3, 16
+    corpora = [corpus("pages", 60, 1), corpus("books", 40, 2)]
+    prefixes = write_corpora(folder, corpora)
+    flags = gpt_flags(prefixes, chunks * chunk_length, 24)
+    project = folder / "project"
+    table = write_project(project, corpora, prefixes, flags, chunk_length)
+    rng, rows = np.random.default_rng(3), {}
+    for part, count in {"train": 24, "valid": 16, "test": 8}.items():
+        rows[part] = rng.integers(-1, len(table), (count, chunks, kept))
+        write_blocks(project / "query" / f"{part}_0a1b", rows[part].reshape(-1, kept), 7)
+    settings = json.loads((project / "config.json").read_text())
+    settings["retro_neighbor_dirs"] = {part: f"query/{part}_0a1b" for part in rows}
+    (project / "config.json").write_text(json.dumps(settings))
+    return WrittenProject(project, corpora, table, rows)

@@ -13,6 +13,10 @@ Step time: FLOPs / (utilisation x peak) + exposed bytes / bandwidth + the pipeli
 (p - 1) / (v m) of the work (Narayanan et al. 2021, arXiv:2104.04473). The assumptions are printed,
 and each is a flag. docs/guides/planning.md has the formulas.
 
+With --retro-chunks it prints the sizes of indices of a Retro database instead:
+
+    python tools/plan.py --retro-chunks 1000000000 --retro-vector-width 1024
+
 Exit status: 0 if a layout fits; 1 if none fits; 2 if the command line is wrong.
 """
 
@@ -35,13 +39,15 @@ from megatron.config import (
 )
 from megatron.config.adapters import AdapterConfig
 from megatron.config.engine import FastPathsConfig
-from megatron.config.flags import build, option
+from megatron.config.flags import POSITIVE, ConfigResolver, build, option
 from megatron.families import family_of
 from megatron.planning.parameters import adapter_parameters, model_parameters
 from megatron.planning.published import published_tables
 from megatron.planning.search import Plan, Workload, estimate, fewest_gpus, fitting, search
 from megatron.planning.step_time import Hardware
 from megatron.profiling.tables import aligned
+from megatron.retro.index.config import IndexFlags
+from megatron.retro.index.sizes import size_table
 
 GIB, GB = 2**30, 10**9
 
@@ -63,6 +69,12 @@ class PlanConfig:
     like_table: bool = option(False)
     """Print published numbers of models from 1.7B to 1T parameters beside the estimates, and the
     bytes per parameter, and exit. The layouts are the published ones; only machine flags apply."""
+    retro_chunks: int | None = option(None, bounds=POSITIVE)
+    """Print the sizes of indices of a Retro database of so many chunks, and exit."""
+    retro_vector_width: int = option(1024, bounds=POSITIVE)
+    """Elements of the vector of a chunk."""
+    retro_index_str: str | None = option(None, derived="by the number of chunks")
+    """Index in faiss's notation, as tools/retro/preprocess_data.py takes it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,6 +88,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             hardware = dataclasses.replace(hardware, gpus=hardware.gpus or 8)
             hardware.check()
             print(published_tables(hardware))
+            return 0
+        if config.retro_chunks is not None:
+            ConfigResolver((PlanConfig,), settings)  # bounds
+            index = IndexFlags(retro_index_str=config.retro_index_str)
+            print(size_table(index, config.retro_chunks, config.retro_vector_width))
             return 0
         hardware.check()
         work = workload_of(config, settings)

@@ -20,7 +20,7 @@ REFUSED = {
     "--num-classes --img-h --img-w --num-channels --patch-dim --classes-fraction "
     "--data-per-class-fraction --no-data-sharding --head-lr-mult --vision-* --swin-* --dino-* "
     "--mask-type --mask-factor --iter-per-epoch": "there are no vision models",
-    "--ict-* --biencoder-* --bert-load --titles-data-path --query-in-block-prob "
+    "--ict-* --biencoder-* --titles-data-path --query-in-block-prob "
     "--use-one-sent-docs --evidence-data-path --retriever-* --block-data-path --embedding-path "
     "--indexer-*": "there are no models for retrieval (ICT, REALM, ORQA)",
     "--logits-load-* --logits-save-*": (
@@ -222,7 +222,6 @@ REFUSED = {
         "tools/run_text_generation_server.py serves a model and tools/generate.py writes texts, "
         "with flags of their own"
     ),
-    "--output-bert-embeddings --bert-embedder-type": "no program writes a BERT's embeddings",
     "--rl-* --no-rl-* --grpo-* --langrl-* --perform-rl-step --refit-method": (
         "there is no reinforcement learning; --sft trains on instructions"
     ),
@@ -252,6 +251,9 @@ OWN_FLAGS = {
     "tools/check_parity.py": "--layouts",
     "tools/plan.py": "--gpus --gpus-per-node --gpu-memory --inter-node-bandwidth",
     "tools/show_batch.py": "--world-size",
+    "tools/retro/preprocess_data.py": """--retro-tasks --retro-task-validate --bert-embedder-type
+        --bert-load --output-bert-embeddings --retro-bert-vocab-file --retro-bert-tokenizer-type
+        --retro-index-str --retro-index-type --retro-index-ntrain""",
     "tasks/main.py": "--task --overlapping-eval --strict-lambada --all-iterations",
     "scripts/run_gpt2_eval.py": "--model-path --cloze-eval --webtext-eval --load-openai",
 }

@@ -13,6 +13,7 @@ chunk, R tokens of a neighbour with its continuation; N heads and D head width a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -23,9 +24,10 @@ from torch import Tensor, nn
 
 from megatron.config import ModelConfig, ParallelConfig
 from megatron.model.block import Block
+from megatron.model.embedding import InputEmbedding, vocabulary_layers
 from megatron.model.flops import block_flops
-from megatron.model.gpt import gpt_layers
 from megatron.model.layer_list import LayerSpec, LayerState, NeighborStore
+from megatron.model.norm import FinalNorm
 from megatron.parallel.tensor_parallel import TensorParallel
 
 ADDED_PARTS = frozenset(
@@ -213,30 +215,31 @@ def _place_neighbors(length: int, embedding: nn.Module, state: LayerState) -> La
 def retro_layers(
     model: ModelConfig, parallel: ParallelConfig, tp: TensorParallel | None = None
 ) -> list[LayerSpec]:
-    """The layers of a Retro: those of a GPT, with blocks that attend to neighbours among them;
-    token embedding and positions of the neighbours, which are the GPT's, come before the first of
-    these. ``tp`` is None for a single process."""
+    """The layers of a Retro: those of a GPT, by the same names, with blocks that attend to
+    neighbours among them; before the first of these token embedding and positions of the
+    neighbours, which are the text's. ``tp`` is None for a single process."""
     tp = tp or TensorParallel()
     retrieval = model.retrieval
     attending = [number - 1 for number in retrieval.retro_cross_attention_layers]
     selective = parallel.recompute_granularity == "selective"
     learned = model.positions.position_embedding_type == "learned_absolute"
-    words, positions, *rest = gpt_layers(model, parallel, tp)
-    costs = [int(linear + scores) for linear, scores in blocks_flops(model)]
+    words, head = vocabulary_layers(model, parallel, tp)
     words = replace(words, tied_key="embed")
-    if learned or model.norm.embed_layernorm:
-        positions = replace(positions, tied_key="positions")
-    for layer, cost in enumerate(costs):
-        rest[layer] = replace(rest[layer], cost=cost)
-    for layer in attending:
-        build = partial(RetroBlock, model, layer, tp, selective, layer == attending[0])
-        rest[layer] = replace(rest[layer], build=build)
+    shared = "positions" if learned or model.norm.embed_layernorm else None
+    positions = LayerSpec("embedding", partial(InputEmbedding, model, tp), shared)
     place = partial(_place_neighbors, retrieval.retrieved_length)
-    neighbors = [
-        replace(words, forward=_embed_neighbors, with_next_block=True),
-        replace(positions, forward=place, with_next_block=True),
-    ]
-    return [words, positions, *rest[: attending[0]], *neighbors, *rest[attending[0] :]]
+    layers = [words, positions]
+    for n, flops in enumerate(blocks_flops(model)):
+        block: Callable[[], nn.Module] = partial(Block, model, n, tp, selective)
+        if n in attending:
+            block = partial(RetroBlock, model, n, tp, selective, reads=n == attending[0])
+        if n == attending[0]:
+            layers += [
+                replace(words, forward=_embed_neighbors, with_next_block=True),
+                replace(positions, forward=place, with_next_block=True),
+            ]
+        layers.append(LayerSpec(f"layers.{n}", block, block=True, cost=int(sum(flops))))
+    return [*layers, LayerSpec("final_norm", partial(FinalNorm, model, tp)), head]
 
 
 def encoder_travels(model: ModelConfig, index: int) -> bool:

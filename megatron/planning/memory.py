@@ -222,9 +222,10 @@ def activation_bytes(
     ids = 8 * (sizes.tokens + (lengths.own if learned else 0))
     full = layout.recompute in ("uniform", "block")
     between = sizes.outside * sizes.residual * hidden
-    kept = between if full else whole - kernel * (layout.recompute == "selective")
-    # The other sequence comes from a norm and is read by all blocks.
+    # The other sequence is read by all blocks; the one with blocks inside makes it of as much.
     read = sizes.others / sizes.slices * sizes.residual * hidden
+    entering = between + read * bool(lengths.inside)
+    kept = entering if full else whole - kernel * (layout.recompute == "selective")
     norm = sizes.norm(hidden)
     return Activations(
         block=kept,

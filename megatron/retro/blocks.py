@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,9 @@ class FileBlock:
     start: int
     stop: int
     path: Path
+    advance: Callable[[int], None] = field(default=lambda count: None, compare=False, repr=False)
+    """Told how many items have just been done, for progress within a block; those that it was not
+    told of count at the block's end."""
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -108,7 +111,7 @@ def naming_full_disks(path: Path, what: str) -> Iterator[None]:
     except OSError as error:
         raise OSError(
             f"{path} cannot be written: {error}; free space on the disk, and run {what} again: it "
-            "goes on after the files that it has finished"
+            "continues after the files that it has finished"
         ) from error
 
 
@@ -164,16 +167,34 @@ def differing(path: Path, name: str) -> ValueError:
 
 def _progress(blocks: Sequence[FileBlock], what: str, unit: str) -> Iterator[FileBlock]:
     """The blocks, with rate and time left: a bar on a terminal, else a line now and then."""
-    total, done = sum(map(len, blocks)), 0
-    begin = said = time.monotonic()
+    total = sum(map(len, blocks))
     with progress_bar(what, total=total, unit=unit) as bar:
+        progress = _Progress(what, total, unit, bar.update)
         for block in blocks:
-            yield block
-            done += len(block)
-            bar.update(len(block))
-            now = time.monotonic()
-            if now - said < _SECONDS_BETWEEN_LINES or sys.stderr.isatty() or not is_main_process():
-                continue
-            said, rate = now, done / (now - begin)
-            left = (total - done) / rate
-            say(f"{what}: {done:,} of {total:,}{unit}, {rate:,.0f}/s, {left / 60:.1f} min left")
+            after = progress.done + len(block)
+            yield replace(block, advance=progress.advance)
+            progress.advance(after - progress.done)
+
+
+class _Progress:
+    """Counts the items that are done, and tells the bar and the log."""
+
+    def __init__(self, what: str, total: int, unit: str, bar: Callable[[int], object]) -> None:
+        self._what, self._total, self._unit, self._bar = what, total, unit, bar
+        self._begin = self._said = time.monotonic()
+        self.done = 0
+
+    def advance(self, count: int) -> None:
+        """So many more are done."""
+        self.done += count
+        self._bar(count)
+        now = time.monotonic()
+        if now - self._said < _SECONDS_BETWEEN_LINES or sys.stderr.isatty():
+            return
+        self._said, rate = now, self.done / (now - self._begin)
+        left = (self._total - self.done) / rate
+        if is_main_process():
+            say(
+                f"{self._what}: {self.done:,} of {self._total:,}{self._unit}, {rate:,.0f}/s, "
+                f"{left / 60:.1f} min left"
+            )

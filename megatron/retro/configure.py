@@ -6,9 +6,16 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from megatron.config import ConfigError, DataConfig, Settings, TokenizerConfig
+from megatron.config import ConfigError, Settings
 from megatron.config.flags import Setting, build, names_of
-from megatron.data.kinds.retro.project import CONFIG_FILE, GPT, RetroProject, write_json
+from megatron.data.kinds.retro.project import (
+    CONFIG_FILE,
+    GPT,
+    TOKENIZER_FIELDS,
+    RetroProject,
+    sample_fields,
+    write_json,
+)
 from megatron.retro.blocks import barrier
 from megatron.retro.config import RetroPreprocessConfig
 from megatron.retro.gpt_run import gpt_run, gpt_settings
@@ -97,20 +104,23 @@ def _content(config: RetroPreprocessConfig, run: Run) -> dict[str, Any]:
         "retro_gpt_global_batch_size": training.global_batch_size,
         "retro_gpt_eval_interval": training.eval_interval,
         "retro_gpt_eval_iters": training.eval_iters,
-        "retro_gpt_train_samples": counts[0],
+        "retro_gpt_train_samples": training.train_samples,
         "retro_gpt_valid_samples": counts[1],
         "retro_gpt_test_samples": counts[2],
-        **_given(run.config.data),
+        **_given(run.config.data, *run.config.kinds),
         **_given(run.config.tokenizer),
         "retro_gpt_split": run.config.data.split,
         "retro_neighbor_dirs": {},
     }
 
 
-def _given(part: DataConfig | TokenizerConfig) -> dict[str, Any]:
-    """The values that are not the default, under the project's names."""
+def _given(*parts: Any) -> dict[str, Any]:
+    """The values of configurations that samples depend on and are not the default, under the
+    project's names."""
+    known = sample_fields() | TOKENIZER_FIELDS
     return {
         GPT + field.name: getattr(part, field.name)
+        for part in parts
         for field in dataclasses.fields(part)
-        if getattr(part, field.name) != field.default
+        if field.name in known and getattr(part, field.name) != field.default
     }

@@ -62,6 +62,7 @@ def chunks_of(work: Preprocessing, documents: Documents, block: FileBlock) -> di
             tokens.append(document[start : start + length])
             if len(rows) == _CHUNKS_AT_ONCE:
                 measure()
+        block.advance(1)
     if rows:
         measure()
     return arrays_of(np.concatenate(measured), range(block.start, block.stop))

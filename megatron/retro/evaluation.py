@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from megatron.data.kinds.retro.project import RetroProject
 from megatron.data.sources import PARTS
 from megatron.engine.train_engine import ModelEngine
 from megatron.families import family_of
+from megatron.retro.gpt_run import project_run
 from megatron.retro.gpt_samples import gpt_samples
 from megatron.retro.model_check import check_model
 from megatron.retro.overlap import ChunkScores, ScoresByOverlap, between, filtered
@@ -30,7 +31,6 @@ from megatron.retro.perplexity import (
     overlaps,
     scores_of,
 )
-from megatron.retro.preprocessing import project_run
 from megatron.tasks.report import EvaluatedModel, ModelResults, TaskResult, aligned, finish
 from megatron.training.evaluation import opened_checkpoint
 from megatron.training.launch import start_processes
@@ -93,9 +93,14 @@ def run_evaluation(description: str | None, argv: Sequence[str] | None = None) -
         overlap_N = overlaps(text, options.leakage_neighbors, retrieved).ravel()
         at_most = filtered(overlap_N, scores, SHARES)
         within = between(overlap_N, scores, SHARES)
-        results = [_with_overlap(result, at_most, within) for result in results]
+        results = [
+            _with_details(result, at_most, within, scores_by_dataset(text, scores[result.name]))
+            for result in results
+        ]
         evaluated = EvaluatedModel.of(found.engine.config, found.folder, found.iteration)
         finish([ModelResults(evaluated, results)], options.output, None)
+        if len(next(iter(results)).details["datasets"]) > 1:
+            say(f"\nperplexity by dataset\n{dataset_table(results)}")
         curves = {**others, **{result.name: result.details for result in results}}
         say(f"\nbits per byte of chunks of which at most a share is in their neighbours\n"
             f"{overlap_table(curves, 'filtered')}")  # fmt: skip
@@ -187,14 +192,41 @@ def token_lengths(token_bytes: Sequence[bytes], special: frozenset[int]) -> npt.
     )
 
 
-def _with_overlap(
-    result: TaskResult, at_most: ScoresByOverlap, within: ScoresByOverlap
+def scores_by_dataset(text: EvaluatedText, scores: ChunkScores) -> dict[str, ChunkScores]:
+    """The scores of the samples from each dataset of a blend."""
+    datasets_N = np.repeat(text.datasets_I, len(scores.tokens_N) // len(text))
+    return {str(name): scores.part(datasets_N == name) for name in np.unique(datasets_N)}
+
+
+def dataset_table(results: Sequence[TaskResult]) -> str:
+    """A line for each dataset, a column for each model."""
+    names = results[0].details["datasets"]
+    rows = [("dataset", "tokens", *(result.name for result in results))]
+    for name, numbers in names.items():
+        shown = (f"{each.details['datasets'][name]['perplexity']:.5g}" for each in results)
+        rows.append((name, f"{numbers['tokens']:,}", *shown))
+    return aligned(rows, texts=1)
+
+
+def _with_details(
+    result: TaskResult,
+    at_most: ScoresByOverlap,
+    within: ScoresByOverlap,
+    datasets: Mapping[str, ChunkScores],
 ) -> TaskResult:
     details = {
+        "datasets": {
+            name: {
+                "loss": each.loss,
+                "perplexity": each.perplexity,
+                "tokens": int(each.tokens_N.sum()),
+            }
+            for name, each in datasets.items()
+        },
         "filtered": _of(result.name, at_most, at_most.bits_per_byte),
         "by_overlap": _of(result.name, within, within.perplexity),
     }
-    return TaskResult(**{**vars(result), "details": details})
+    return replace(result, details=details)
 
 
 def _of(name: str, found: ScoresByOverlap, values: Mapping[str, Sequence[float]]) -> Any:
@@ -246,7 +278,7 @@ def _others(flags: Sequence[str]) -> dict[str, Mapping[str, Any]]:
             tasks = content["evaluations"][0]["tasks"]
             for task, numbers in tasks.items():
                 several = f"{name}, {task}" if len(tasks) > 1 else name
-                found[several] = {what: numbers[what] for what in ("filtered", "by_overlap")}
+                found[several] = {what: dict(numbers[what]) for what in ("filtered", "by_overlap")}
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             raise ConfigError(
                 f"--compare {flag}: {path} is not a file of tools/retro/evaluate.py --output"

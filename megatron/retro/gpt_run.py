@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Any
 
-from megatron.config import ConfigError, DataConfig, Setting, Settings, TokenizerConfig
-from megatron.config.kinds import kind_classes
+from megatron.config import ConfigError, Setting, Settings
 from megatron.data.indexed.dataset import idx_path
-from megatron.data.kinds.retro.project import GPT
+from megatron.data.kinds.retro.project import (
+    FILES,
+    GPT,
+    PATHS,
+    TOKENIZER_FIELDS,
+    RetroProject,
+    sample_fields,
+)
 from megatron.retro.config import RetroPreprocessConfig
 from megatron.training.run import Run, run_of
 
@@ -19,35 +24,38 @@ _SMALLEST = {
     **{"lr": 1.0, "torch_compile": "off"},
 }
 """A model whose weights nobody makes: only its data are read."""
-_LENGTHS = frozenset(
-    {"seq_length", "seed", "train_samples", "train_iters", "global_batch_size", "eval_interval",
-     "eval_iters", "rampup_batch_size"}
-)  # fmt: skip
-_PATHS = frozenset({"data_path", "train_data_path", "valid_data_path", "test_data_path"})
+_NEEDED = {
+    "seq_length": "tokens of a sample",
+    "global_batch_size": "samples of a step of training",
+    "train_samples": "training samples, which get neighbours",
+}
+_CACHES = ("data_cache_path", "object_storage_cache_path")
+"""Flags that no sample depends on."""
 
 
 def gpt_settings(config: RetroPreprocessConfig, settings: Settings) -> Settings:
     """The settings of the GPT's data: those of ``--retro-gpt-...``, and for the others those of the
     flags of training. Tokenizer flags of training are another tokenizer's where one of the GPT's is
-    given."""
-    tokenizer = {field.name for field in dataclasses.fields(TokenizerConfig)}
+    given. ConfigError if one that is needed is missing."""
     own: Settings = {}
     for field in dataclasses.fields(config):
         value, name = getattr(config, field.name), field.name.removeprefix(GPT)
         if field.name.startswith(GPT) and value not in (None, ()) and name != "chunk_length":
             own[name] = Setting(value, f"flag --{field.name.replace('_', '-')}")
-    data: list[Any] = [DataConfig, *kind_classes().values()]
-    shared = {field.name for cls in data for field in dataclasses.fields(cls)} | _LENGTHS
-    if not own.keys() & tokenizer:
-        shared |= tokenizer
-    base = {name: settings[name] for name in shared & settings.keys()}
-    if "train_samples" in own:
-        base.pop("train_iters", None)
-    found = base | own
-    for name in found.keys() & _PATHS:
-        setting = found[name]
-        words = tuple(_absolute(str(word)) for word in setting.value)
-        found[name] = Setting(words, setting.origin)
+    shared = sample_fields() | ({"train_iters"} if "train_samples" not in own else set())
+    if not own.keys() & TOKENIZER_FIELDS:
+        shared |= TOKENIZER_FIELDS
+    found = {name: settings[name] for name in shared & settings.keys()} | own
+    for name in found.keys() & PATHS:
+        words = tuple(_absolute(str(word)) for word in found[name].value)
+        found[name] = Setting(words, found[name].origin)
+    for name in found.keys() & FILES:
+        path = str(found[name].value)
+        known = os.path.abspath(path) if os.path.exists(path) else path
+        found[name] = Setting(known, found[name].origin)
+    iters, batch = found.pop("train_iters", None), found.get("global_batch_size")
+    if iters is not None and batch is not None:
+        found.setdefault("train_samples", Setting(iters.value * batch.value, iters.origin))
     return found
 
 
@@ -60,10 +68,18 @@ def _absolute(word: str) -> str:
 def gpt_run(settings: Settings) -> Run:
     """The run whose samples get neighbours, of settings by the field names of training. ConfigError
     if one that is needed is missing or contradicts others."""
-    if "seq_length" not in settings:
-        raise ConfigError("missing --retro-gpt-seq-length: the tokens of a sample")
-    if not settings.keys() & {"train_samples", "train_iters"}:
-        raise ConfigError("missing --retro-gpt-train-samples: the samples that get neighbours")
+    for name, what in _NEEDED.items():
+        if name not in settings:
+            flag = "--" + (GPT + name).replace("_", "-")
+            raise ConfigError(f"missing {flag}: the {what}")
     fixed = {name: Setting(value, _ORIGIN) for name, value in _SMALLEST.items()}
     fixed["max_position_embeddings"] = settings["seq_length"]
     return run_of(settings | fixed, 1)
+
+
+def project_run(project: RetroProject, settings: Settings | None = None) -> Run:
+    """The run whose samples get neighbours, from a project's configuration; of the flags of
+    training in ``settings`` the folders of caches."""
+    caches = {name: settings[name] for name in _CACHES if settings and name in settings}
+    found = project.data_settings()
+    return gpt_run({name: found[name] for name in found if not name.startswith("retro_")} | caches)

@@ -27,7 +27,7 @@ MOST = 2**32
 """Numbers that the format's 32 bits tell apart."""
 
 
-class Part(NamedTuple):
+class MergedPart(NamedTuple):
     """What a merged file has of a dataset's blocks."""
 
     file: str
@@ -40,9 +40,9 @@ class Part(NamedTuple):
 
 
 PARTS = (
-    Part("train", "n_chunks_train", True, True),
-    Part("sampled", "n_chunks_sampled", True, False),
-    Part("valid", "n_chunks_valid", False, False),
+    MergedPart("train", "n_chunks_train", True, True),
+    MergedPart("sampled", "n_chunks_sampled", True, False),
+    MergedPart("valid", "n_chunks_valid", False, False),
 )
 
 Info = dict[str, Any]
@@ -124,7 +124,7 @@ def _rows(dataset: Dataset, block: FileBlock, trained: bool) -> tuple[np.ndarray
 
 
 def _merged(
-    datasets: list[Dataset], infos: list[Info], part: Part
+    datasets: list[Dataset], infos: list[Info], part: MergedPart
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The rows of a merged file, block by block: chunks, uint32 [n, 5], and offsets, uint64
     [d, 3]."""
@@ -145,7 +145,7 @@ def _numbered(dataset: int, rows: np.ndarray) -> np.ndarray:
     return np.column_stack([np.full(len(rows), dataset, rows.dtype), rows])
 
 
-def _write(path: Path, datasets: list[Dataset], infos: list[Info], part: Part) -> None:
+def _write(path: Path, datasets: list[Dataset], infos: list[Info], part: MergedPart) -> None:
     """Writes a merged file."""
     total = sum(info[part.chunks] for info in infos)
     documents = sum(info["n_docs_train"] for info in infos)
@@ -162,7 +162,7 @@ def _write(path: Path, datasets: list[Dataset], infos: list[Info], part: Part) -
         files["n_written"].append(np.array([total]))
 
 
-def _compare(path: Path, datasets: list[Dataset], infos: list[Info], part: Part) -> None:
+def _compare(path: Path, datasets: list[Dataset], infos: list[Info], part: MergedPart) -> None:
     """ValueError if a merged file is not what the blocks make."""
     chunks = read_array(path, "chunks")
     ends = read_array(path, OFFSETS) if part.offsets else None

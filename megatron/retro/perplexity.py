@@ -47,7 +47,7 @@ class EvaluatedText:
             -1 where there are fewer.
     """
 
-    samples: SampleDataset[Any] | Sequence[npt.NDArray[np.int64]]
+    samples: SampleDataset[Any]
     numbers_ILQ: npt.NDArray[np.int64]
     database: ChunkDatabase
 
@@ -72,6 +72,12 @@ class EvaluatedText:
     def tokens(self, sample: int) -> npt.NDArray[np.int64]:
         """Of a sample, [S + 1]."""
         return np.asarray(self.samples[sample], np.int64)
+
+    @property
+    def datasets_I(self) -> npt.NDArray[np.str_]:
+        """The dataset that each sample is from, as a flag named it."""
+        origins = (self.samples.origin(sample) for sample in range(len(self)))
+        return np.array([next(iter(pieces)).source for pieces in origins])
 
     def counts(self, count: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]) -> Any:
         """Sums over the predicted tokens of every sample of what a function gives for each token,

@@ -10,7 +10,7 @@ from megatron.data.kinds.retro.chunks import ChunkDatabase
 from megatron.data.kinds.retro.project import RetroProject
 from megatron.retro.config import RetroPreprocessConfig
 from megatron.retro.embedding import Embedder, build_embedder
-from megatron.retro.gpt_run import gpt_run
+from megatron.retro.gpt_run import project_run
 from megatron.tokenizer import Tokenizer
 from megatron.training.run import Run
 
@@ -30,7 +30,7 @@ class Preprocessing:
     @cached_property
     def run(self) -> Run:
         """The run of a GPT whose samples get neighbours."""
-        return project_run(self.project)
+        return project_run(self.project, self.settings)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -59,9 +59,3 @@ class Preprocessing:
                 "(--bert-embedder-type, --bert-load), or make another --retro-project-dir"
             )
         return found
-
-
-def project_run(project: RetroProject) -> Run:
-    """The run of a GPT whose samples get neighbours, from the project's configuration."""
-    found = project.data_settings()
-    return gpt_run({name: value for name, value in found.items() if not name.startswith("retro_")})

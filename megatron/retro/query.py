@@ -22,6 +22,8 @@ from megatron.retro.index import index_file
 from megatron.retro.preprocessing import Preprocessing
 from megatron.retro.retriever import Retriever
 from megatron.util.digests import digest
+from megatron.util.processes import is_main_process
+from megatron.util.progress import say
 
 NEIGHBOR_DIRS = "retro_neighbor_dirs"
 _CHUNKS_AT_ONCE = 4096
@@ -51,9 +53,11 @@ def query_neighbors(work: Preprocessing) -> None:
         run_blocks(
             blocks_of(folder, len(chunks), config.retro_block_size),
             partial(neighbors_of, chunks, retriever, kept),
-            f"neighbours of {part}",
+            f"query-neighbors: {part}",
             validate=config.retro_task_validate,
         )
+        if is_main_process() and config.retro_task_validate is None:
+            say(f"query-neighbors: {part}, {samples.count:,} samples: {folder}")
     if config.retro_task_validate is None:
         project.record({NEIGHBOR_DIRS: folders})
 
@@ -70,6 +74,7 @@ def neighbors_of(
         found_NK[start - block.start : stop - block.start] = retriever.neighbors(
             tokens_NM, kept, exclude=documents
         )
+        block.advance(stop - start)
     return {DATASET: found_NK}
 
 

@@ -25,7 +25,7 @@ FLAGS = (
 @pytest.fixture(scope="module")
 def warm():
     stages = ("database", "index.training", "index.adding", "query", "embedding.hashing")
-    runs = WarmRuns("megatron.retro.command", *(f"megatron.retro.{stage}" for stage in stages))
+    runs = WarmRuns("tools.retro.preprocess_data", *(f"megatron.retro.{stage}" for stage in stages))
     yield runs
     runs.stop()
 
@@ -46,8 +46,8 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(warm, data, tmp_path_factory):
-    """For each index the folders of a project after each stage and before the first, none of which
-    was killed, and the seconds that the stage took."""
+    """For each index the folders of a project before the first stage and after each, none of which
+    was killed."""
     made = {}
 
     def of(index):
@@ -59,16 +59,14 @@ def whole(warm, data, tmp_path_factory):
 
 
 def _whole(warm, data, index, folder):
-    folders, seconds = [folder / "before"], []
+    folders = [folder / "before"]
     folders[0].mkdir()
     for stage in STAGES:
         project = folder / stage
         shutil.copytree(folders[-1], project)
-        start = time.monotonic()
         run_to_the_end(warm, [*data, *flags_of(project, stage, index)], 1)
-        seconds.append(time.monotonic() - start)
         folders.append(project)
-    return folders, seconds
+    return folders
 
 
 def flags_of(project, stage, index):
@@ -96,6 +94,12 @@ def content(project):
     }
 
 
+def wait_for_files(processes, project, count):
+    """Until the run has begun so many files more, or has ended."""
+    wanted = len(list(project.rglob("*.*"))) + count
+    wait(processes, lambda: len(list(project.rglob("*.*"))) >= wanted, pause=0.002)
+
+
 @pytest.mark.parametrize(
     ("stage", "index", "size", "moments"),
     sampled(
@@ -109,17 +113,18 @@ def test_a_killed_stage_ends_with_the_same_files(
 ):
     if index != "exact":
         pytest.importorskip("faiss")
-    folders, seconds = whole(index)
+    folders = whole(index)
     number = 0 if stage == "build" else STAGES.index(stage)
-    duration = sum(seconds) if stage == "build" else seconds[number]
     expected = content(folders[-1 if stage == "build" else number + 1])
+    new = len(expected) - len(content(folders[number]))
     chance, interrupted = random.Random(f"{stage} {index} {size}"), 0
     for moment in range(moments):
         project = tmp_path / f"{moment}"
         shutil.copytree(folders[number], project)
         argv = [*data, *flags_of(project, stage, index)]
         processes = warm.start(argv, size, tmp_path / "killed.txt")
-        time.sleep(chance.uniform(0, duration))
+        wait_for_files(processes, project, chance.randrange(new))
+        time.sleep(chance.uniform(0, 0.05))
         interrupted += alive(processes)
         kill(processes)
         run_to_the_end(warm, argv, size)
@@ -133,7 +138,7 @@ def test_a_killed_stage_ends_with_the_same_files(
 
 def test_two_processes_write_the_files_of_one(warm, data, whole, tmp_path):
     """Each stage with its own start, as on nodes that share the folder; and blocks are divided."""
-    folders, _ = whole("exact")
+    folders = whole("exact")
     shutil.copytree(folders[0], tmp_path / "project")
     run_to_the_end(warm, [*data, *flags_of(tmp_path / "project", "build", "exact")], 2)
     assert content(tmp_path / "project") == content(folders[-1])
@@ -142,7 +147,7 @@ def test_two_processes_write_the_files_of_one(warm, data, whole, tmp_path):
 def test_validation_computes_the_blocks_again(warm, data, whole, tmp_path):
     """And finds a neighbour that is not the one that it computes."""
     h5py = pytest.importorskip("h5py")
-    shutil.copytree(whole("exact")[0][-1], tmp_path / "project")
+    shutil.copytree(whole("exact")[-1], tmp_path / "project")
     flags = flags_of(tmp_path / "project", "query-neighbors", "exact")
     argv = [*data, *flags, "--retro-task-validate", "1.0"]
     assert "all equal" in run_to_the_end(warm, argv, 1)

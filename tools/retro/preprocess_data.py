@@ -9,7 +9,7 @@ r"""Makes the database, the index and the neighbours of a Retro.
         --global-batch-size 256 --eval-interval 1000 --eval-iters 10 --bert-embedder-type hashing
 
 torchrun and deepspeed start several processes, on one node or several that share the folder. What
-was killed goes on where it was when it is started again. Needs the extra "retro".
+was killed continues where it was when it is started again. Needs the extra "retro".
 """
 
 from megatron.retro.command import run_preprocessing

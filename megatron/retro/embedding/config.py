@@ -38,5 +38,6 @@ class EmbedderFlags:
     retro_bert_max_chunk_length: int = option(256, bounds=POSITIVE, role="results")
     """Tokens that are read of a chunk at most, special ones included; the model's positions, where
     they are fewer."""
+    output_bert_embeddings: bool = option(False, note="an embedder computes nothing but embeddings")
     retro_hashing_width: int = option(256, bounds=POSITIVE, role="results")
     """Width of the vectors of --bert-embedder-type hashing."""

@@ -32,7 +32,7 @@ def build_index(flags: IndexFlags, count: int, width: int) -> VectorIndex:
 
 def index_file(project: RetroProject, flags: IndexFlags) -> Path:
     """The finished index of a project that the flags describe, as far as they do. ConfigError if
-    there is none, or several."""
+    no index, or more than one, is so."""
     return existing_files(project.index_folder, flags, "index-add").added
 
 
@@ -40,8 +40,8 @@ def open_index(
     project: RetroProject, embedder: Embedder, flags: IndexFlags | None = None
 ) -> VectorIndex:
     """The finished index of a project that the flags describe, with their thoroughness of search.
-    Raises ConfigError if there is none, or several, or it is of another embedder, and ValueError if
-    a file is damaged."""
+    Raises ConfigError if no index, or more than one, is so, or it is of another embedder, and
+    ValueError if a file is damaged."""
     flags = flags or IndexFlags()
     files = existing_files(project.index_folder, flags, "index-add")
     description = files.read_description()

@@ -19,13 +19,14 @@ from megatron.data.kinds.retro.hdf5 import read_array
 from megatron.retro.blocks import FileBlock, barrier, blocks_of, rank, run_blocks, world_size
 from megatron.retro.index import build_index
 from megatron.retro.index.config import INDEX_TYPES
-from megatron.retro.index.files import IndexFiles, existing_files
+from megatron.retro.index.files import IndexFiles, begin_blocks, existing_files
 from megatron.retro.index.recall import RecallSample
 from megatron.retro.index.strings import index_parts
 from megatron.retro.index.training import DATA
 from megatron.retro.index.vector_index import VectorIndex
 from megatron.retro.preprocessing import Preprocessing
 from megatron.retro.vectors import chunk_vectors
+from megatron.util.digests import sha256_of_file
 from megatron.util.processes import is_main_process
 from megatron.util.progress import say
 
@@ -58,6 +59,7 @@ class _Adding:
             self._validate(self._config.retro_task_validate, described)
             return
         if described is None:
+            self._begin()
             run_blocks(self._blocks, self._made, "index-add")
         if is_main_process():
             if described is None:
@@ -66,6 +68,17 @@ class _Adding:
                 self._compare(described)
             if self._config.retro_index_delete_added_codes:
                 shutil.rmtree(self._files.codes, ignore_errors=True)
+        barrier()
+
+    def _begin(self) -> None:
+        """Sees that blocks of an earlier run fit."""
+        if is_main_process():
+            made_of = {
+                "empty": sha256_of_file(self._files.empty),
+                "chunks": self._count,
+                "recall_queries": len(self._sample.chunks_Q),
+            }
+            begin_blocks(self._files.codes, made_of)
         barrier()
 
     @cached_property
@@ -79,7 +92,8 @@ class _Adding:
 
     def _made(self, block: FileBlock) -> dict[str, np.ndarray]:
         """The file of a block."""
-        vectors_ND = chunk_vectors(self._work, np.arange(block.start, block.stop))
+        chunks_N = np.arange(block.start, block.stop)
+        vectors_ND = chunk_vectors(self._work, chunks_N, block.advance)
         found: dict[str, np.ndarray] = {DATA: vectors_ND}
         if self._files.type == INDEX_TYPES[0]:
             found[DATA] = self._empty.encode(vectors_ND)

@@ -6,7 +6,6 @@ a vector's code.
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.config import ConfigError
-from megatron.retro.index.strings import LEAST_CHUNKS_PER_CLUSTER, IndexParts
+from megatron.retro.index.strings import IndexParts
 from megatron.retro.index.vector_index import Vectors
 from megatron.util.files import replacing, sync_path
-
-logger = logging.getLogger(__name__)
 
 
 class FaissIndex:
@@ -43,21 +40,7 @@ class FaissIndex:
 
     def train(self, vectors_ND: Vectors) -> None:
         """As :meth:`VectorIndex.train`; on GPUs where faiss has them."""
-        least = self._parts.learned_entries
-        text, count = self._parts.text, len(vectors_ND)
-        if count < least:
-            raise ValueError(
-                f"--retro-index-str {text} learns from at least {least} chunks and gets {count}; "
-                "raise --retro-index-ntrain, or choose fewer clusters, or Flat"
-            )
-        if count < LEAST_CHUNKS_PER_CLUSTER * least:
-            logger.warning(
-                "--retro-index-str %s learns from %d chunks; %d or more make better clusters "
-                "(--retro-index-ntrain)",
-                text,
-                count,
-                LEAST_CHUNKS_PER_CLUSTER * least,
-            )
+        self._parts.check_training(len(vectors_ND))
         inner, rotation = self._inner, self._rotation
         learners = [part.cp for part in (inner, getattr(inner, "pq", inner)) if hasattr(part, "cp")]
         if rotation is not None:

@@ -72,10 +72,8 @@ class ExactIndex:
 
     def holds(self, first: int, codes_NE: npt.NDArray[np.uint8]) -> bool:
         """As :meth:`VectorIndex.holds`."""
-        numbers = torch.arange(first, first + len(codes_NE))
-        if len(codes_NE) and first + len(codes_NE) > len(self):
-            return False
-        return np.array_equal(self.encode(self._take(numbers).cpu().numpy()), codes_NE)
+        numbers = np.arange(first, min(first + len(codes_NE), len(self)))
+        return np.array_equal(self.encode(self.vectors(numbers)), codes_NE)
 
     def search(
         self, queries_QD: Vectors, k: int
@@ -93,7 +91,7 @@ class ExactIndex:
         candidates = _Candidates(self._tensor(queries_QD), k)
         for start, vectors_ND in self._blocks():
             candidates.compare(start, self._tensor(vectors_ND))
-        return candidates.nearest(self._take)
+        return candidates.nearest(lambda numbers_C: self._tensor(self.vectors(numbers_C)))
 
     def _tensor(self, array: Vectors) -> Tensor:
         # A copy: mapped files are read-only, and those of faiss not aligned.
@@ -107,16 +105,15 @@ class ExactIndex:
                 yield first + start, part[start : start + _VECTORS]
             first += len(part)
 
-    def _take(self, numbers_C: Tensor) -> Tensor:
-        """Vectors by number."""
-        wanted = numbers_C.cpu().numpy()
-        found = np.empty((len(wanted), self.width), np.float32)
+    def vectors(self, numbers_C: npt.NDArray[np.int64]) -> Vectors:
+        """Vectors [C, D] by number."""
+        found_CD = np.empty((len(numbers_C), self.width), np.float32)
         first = 0
         for part in self._parts:
-            here = (wanted >= first) & (wanted < first + len(part))
-            found[here] = part[wanted[here] - first]
+            here = (numbers_C >= first) & (numbers_C < first + len(part))
+            found_CD[here] = part[numbers_C[here] - first]
             first += len(part)
-        return self._tensor(found)
+        return found_CD
 
     def save(self, path: Path) -> None:
         """As :meth:`VectorIndex.save`; faiss reads the file."""
@@ -208,20 +205,21 @@ class _Candidates:
         self._scores_C, self._errors_C = self._scores_C[kept], self._errors_C[kept]
 
     def nearest(
-        self, take: Callable[[Tensor], Tensor]
+        self, take: Callable[[npt.NDArray[np.int64]], Tensor]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """Numbers and squared distances of the k nearest of each query; ``take`` gives vectors by
         number."""
         count, width = self._queries_QD.shape
         runs = range(0, len(self._queries_C), max(1, _EXACT_ELEMENTS // width))
+        numbers_C = self._numbers_C.cpu().numpy()
         distances = [torch.empty(0, dtype=torch.float64)]
         for start in runs:
             run = slice(start, start + runs.step)
-            vectors_CD = take(self._numbers_C[run]).double()
+            vectors_CD = take(numbers_C[run]).double()
             queries_CD = self._queries_QD[self._queries_C[run]].double()
             distances.append((vectors_CD - queries_CD).square().sum(dim=1).cpu())
         distances_C = torch.cat(distances).numpy()
-        numbers_C, rows_C = self._numbers_C.cpu().numpy(), self._queries_C.cpu().numpy()
+        rows_C = self._queries_C.cpu().numpy()
         order_C = np.lexsort((numbers_C, distances_C, rows_C))
         rows_C = rows_C[order_C]
         places_C = _places(torch.from_numpy(rows_C), count).numpy()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,16 @@ class IndexFiles:
         write_json(self.description, {**values, "bytes": self.added.stat().st_size})
 
 
+def begin_blocks(folder: Path, made_of: dict[str, Any]) -> None:
+    """Makes a folder of blocks that depend on some values; the blocks of other values, which an
+    earlier run left there, are deleted. To be called by one process."""
+    path, made_of = folder / "made_of.json", json.loads(json.dumps(made_of))
+    if not path.is_file() or json.loads(path.read_text(encoding="utf-8")) != made_of:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        write_json(path, made_of)
+
+
 def new_files(folder: Path, flags: IndexFlags, text: str) -> IndexFiles:
     """Where the files of an index belong that the flags describe."""
     return IndexFiles(
@@ -105,13 +116,13 @@ def new_files(folder: Path, flags: IndexFlags, text: str) -> IndexFiles:
 
 def existing_files(folder: Path, flags: IndexFlags, stage: str) -> IndexFiles:
     """The index of a finished stage, ``index-train`` or ``index-add``, that the flags describe.
-    ConfigError if there is none, or several."""
+    ConfigError if no index, or more than one, is so."""
     found = [files for files in _indices(folder, flags, stage) if _fits(files, flags, stage)]
-    given = f"--retro-index-str {flags.retro_index_str}" if flags.retro_index_str else ""
     if not found:
+        given = f" --retro-index-str {flags.retro_index_str}" if flags.retro_index_str else ""
         raise ConfigError(
-            f"{folder} has no index of the stage {stage} {given and 'for ' + given}: run "
-            f"tools/retro/preprocess_data.py --retro-tasks {stage} {given}".rstrip()
+            f"{folder} has no index of the stage {stage}{given and ' for'}{given}: run "
+            f"tools/retro/preprocess_data.py --retro-tasks {stage}{given}"
         )
     if len(found) > 1:
         names = ", ".join(str((f.empty if stage == "index-train" else f.added).relative_to(folder))

@@ -63,15 +63,17 @@ class RecallSample:
         distances = np.concatenate([read_array(path, _DISTANCES) for path in blocks], axis=1)
         distances[numbers < 0] = np.inf
         order = np.lexsort((numbers, distances))
-        exact_QK = self._others(np.take_along_axis(numbers, order, axis=1))
-        found_QK = self._others(index.search(self._vectors_QD, max(RECALL_AT) + 1)[0])
-        return recall_at(exact_QK, found_QK)
+        exact_QK = without_own(self.chunks_Q, np.take_along_axis(numbers, order, axis=1))
+        found, _ = index.search(self._vectors_QD, max(RECALL_AT) + 1)
+        return recall_at(exact_QK, without_own(self.chunks_Q, found))
 
-    def _others(self, numbers_QN: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The first K of each row without the chunk itself."""
-        own = numbers_QN == self.chunks_Q[:, None]
-        order = np.argsort(own, axis=1, kind="stable")[:, : max(RECALL_AT)]
-        return np.take_along_axis(numbers_QN, order, axis=1)
+
+def without_own(
+    chunks_Q: npt.NDArray[np.int64], numbers_QN: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """The first K = max(RECALL_AT) of each row without the chunk that is searched for."""
+    order = np.argsort(numbers_QN == chunks_Q[:, None], axis=1, kind="stable")
+    return np.take_along_axis(numbers_QN, order[:, : max(RECALL_AT)], axis=1)
 
 
 def recall_at(exact_QK: npt.NDArray[np.int64], found_QK: npt.NDArray[np.int64]) -> dict[int, float]:

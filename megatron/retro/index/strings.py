@@ -17,6 +17,8 @@ _NOTATION = re.compile(
 _FORMS = "Flat, IVF4096,Flat, IVF65536_HNSW32,Flat or OPQ32_256,IVF65536_HNSW32,PQ32"
 _MOST_BITS = 16
 _EXACT_CHUNKS = 100_000
+MOST_WITHOUT_GRAPH = 1_000_000
+"""Vectors whose clusters are compared one by one."""
 _CLUSTERS = ((10**7, 2**16), (10**8, 2**18), (10**9, 2**20), (math.inf, 2**22))
 """Clusters of an index with a graph, up to a number of vectors, as faiss's guidelines for choosing
 an index say, and Wang et al. 2023 (arXiv:2304.06762) for more."""
@@ -26,7 +28,7 @@ _TRAINING_CHUNKS_PER_CLUSTER = 64
 _LEAST_TRAINING_CHUNKS = 2**16
 """Enough for another index of the same database than the one that db-build was told."""
 LEAST_CHUNKS_PER_CLUSTER = 39
-"""Below which faiss warns that clusters are learned from too few vectors."""
+"""Below which faiss calls the vectors that clusters are learned from too few."""
 
 
 class IndexParts(NamedTuple):
@@ -59,6 +61,15 @@ class IndexParts(NamedTuple):
         vectors."""
         codes = 0 if self.code_parts is None else 2**self.code_bits
         return max(self.clusters or 0, codes)
+
+    def check_training(self, count: int) -> None:
+        """ValueError if so many training vectors are too few."""
+        if count < self.learned_entries:
+            raise ValueError(
+                f"--retro-index-str {self.text} learns from at least {self.learned_entries:,} "
+                f"chunks and gets {count:,}; raise --retro-index-ntrain and run db-build again, or "
+                "choose fewer clusters, or Flat"
+            )
 
     def probes(self, flags: IndexFlags) -> int:
         """Clusters that a query is compared with."""
@@ -99,14 +110,20 @@ def fitting_index(count: int, width: int) -> str:
     much memory."""
     if count <= _EXACT_CHUNKS:
         return "Flat"
-    if count <= 10**6:
+    if count <= MOST_WITHOUT_GRAPH:
         return f"IVF{2 ** round(math.log2(4 * math.sqrt(count)))},Flat"
+    whole, coded = large_indices(count, width)
+    return whole if count <= _CODED_CHUNKS else coded
+
+
+def large_indices(count: int, width: int) -> tuple[str, str]:
+    """Indices with a graph of clusters for ``count`` vectors of this width: with whole vectors, and
+    with codes."""
     clusters = next(clusters for most, clusters in _CLUSTERS if count <= most)
-    if count <= _CODED_CHUNKS:
-        return f"IVF{clusters}_HNSW32,Flat"
     code = math.gcd(_CODE_BYTES, width)
     rotated = min(_ROTATED, width) // code * code
-    return f"OPQ{code}_{rotated},IVF{clusters}_HNSW32,PQ{code}"
+    graph = f"IVF{clusters}_HNSW32"
+    return f"{graph},Flat", f"OPQ{code}_{rotated},{graph},PQ{code}"
 
 
 def training_chunks(flags: IndexFlags, count: int, width: int) -> int:

@@ -6,6 +6,7 @@ Upstream's files: ``train_emb/blocks/START-END.hdf5`` with the vectors of a bloc
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Sequence
@@ -18,13 +19,16 @@ from megatron.data.kinds.retro.chunks import DATASET
 from megatron.data.kinds.retro.hdf5 import read_array
 from megatron.retro.blocks import FileBlock, barrier, blocks_of, run_blocks
 from megatron.retro.index import build_index
-from megatron.retro.index.files import IndexFiles, new_files
-from megatron.retro.index.strings import IndexParts, index_parts
+from megatron.retro.index.files import IndexFiles, begin_blocks, new_files
+from megatron.retro.index.strings import LEAST_CHUNKS_PER_CLUSTER, IndexParts, index_parts
 from megatron.retro.preprocessing import Preprocessing
 from megatron.retro.vectors import chunk_vectors
+from megatron.util.digests import digest
 from megatron.util.files import replacing, sync
 from megatron.util.processes import is_main_process
 from megatron.util.progress import say
+
+logger = logging.getLogger(__name__)
 
 DATA = "data"
 """Name of the vectors, or codes, in the file of a block."""
@@ -38,15 +42,19 @@ def train_index(work: Preprocessing) -> None:
     chunks_N = _training_chunks(work, files.train_fraction)
 
     def make(block: FileBlock) -> dict[str, np.ndarray]:
-        return {DATA: chunk_vectors(work, chunks_N[block.start : block.stop])}
+        return {DATA: chunk_vectors(work, chunks_N[block.start : block.stop], block.advance)}
 
     validate = work.config.retro_task_validate
     blocks = blocks_of(files.training / "blocks", len(chunks_N), work.config.retro_block_size)
     finished = files.empty.is_file()
     barrier()  # nobody writes while all look
-    if validate is not None or (parts.learned_entries and not finished):
+    if validate is not None:
         run_blocks(blocks, make, "index-train", validate=validate)
-    if validate is None and is_main_process():
+        return
+    if parts.learned_entries and not finished:
+        _begin(work, parts, files, chunks_N)
+        run_blocks(blocks, make, "index-train")
+    if is_main_process():
         if not finished:
             _learn(work, parts, files, blocks)
         if work.config.retro_index_delete_training_embeddings:
@@ -72,6 +80,27 @@ def _training_chunks(work: Preprocessing, fraction: float) -> npt.NDArray[np.int
     if len(last) and not np.array_equal(database.table[last], sampled[-1:]):
         raise ValueError(f"{path} is not of {work.project.database_file}; run db-build again")
     return chunks_N[: int(fraction * len(chunks_N))]
+
+
+def _begin(
+    work: Preprocessing, parts: IndexParts, files: IndexFiles, chunks_N: npt.NDArray[np.int64]
+) -> None:
+    """Checks that there is enough to learn from, and that blocks of an earlier run fit."""
+    count = len(chunks_N)
+    parts.check_training(count)
+    if is_main_process():
+        wanted = LEAST_CHUNKS_PER_CLUSTER * parts.learned_entries
+        if count < wanted:
+            logger.warning(
+                "--retro-index-str %s learns from %d chunks; %d or more make better clusters "
+                "(--retro-index-ntrain, db-build)",
+                parts.text,
+                count,
+                wanted,
+            )
+        made_of = {"chunks": digest(chunks_N.data), "embedder": dict(work.embedder.identity)}
+        begin_blocks(files.training, made_of)
+    barrier()
 
 
 def _learn(

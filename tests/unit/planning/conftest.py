@@ -40,6 +40,11 @@ BERT = {"family": "bert", "bert_binary_head": True}
 T5 = {
     "family": "t5", "encoder_decoder": True, "decoder_num_layers": 2, "decoder_seq_length": 48,
 }  # fmt: skip
+RETRO = {
+    "family": "retro", "retro_add_retriever": True, "retro_gpt_chunk_length": 16,
+    "retro_cross_attention_layers": (2, 4), "retro_num_neighbors": 3,
+    "retro_encoder_hidden_dropout": 0.0, "retro_encoder_attention_dropout": 0.0,
+}  # fmt: skip
 RELATIVE = {
     "position_embedding_type": "relative", "normalization": "RMSNorm", "add_bias_linear": False,
 }  # fmt: skip
@@ -47,6 +52,7 @@ KINDS = {
     "bert": BERT,
     "bert post-norm": BERT | {"apply_residual_connection_post_layernorm": True},
     "bert lm only": {"family": "bert", "bert_binary_head": False, "relu": True},
+    "retro": RETRO,
     "t5": T5,
     "t5 relative": T5 | RELATIVE | {"relu": True},
     "t5 untied": T5

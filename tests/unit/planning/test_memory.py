@@ -13,6 +13,7 @@ from samples import sampled
 
 from megatron.config import ModelConfig, ModelFlags, ParallelConfig
 from megatron.config.layouts import Layout, StateDtypes
+from megatron.data.gpt_batch import GPTBatch
 from megatron.data.kinds.masked_data.masked_batch import (
     BertBatch,
     BertSample,
@@ -21,6 +22,7 @@ from megatron.data.kinds.masked_data.masked_batch import (
     collate_bert,
     collate_t5,
 )
+from megatron.data.kinds.retro.batch import RetroBatch
 from megatron.families import build_model, family_of, spec_of
 from megatron.model import cpu_kernels
 from megatron.model.norm import build_norm
@@ -87,7 +89,9 @@ def model_bytes(
             kept.weights |= {storage.data_ptr() for storage in storages}
 
     def add_input(module, args):
-        kept.add(args[0].hidden)
+        for entering in (args[0].hidden, args[0].encoder):
+            if entering is not None:
+                kept.add(entering)
 
     if recompute == "uniform":
         # What a recomputed function is called with is held by the function, which no hook sees.
@@ -105,9 +109,11 @@ def model_bytes(
     return kept.bytes
 
 
-def padded_batch(model: ModelConfig) -> BertBatch | T5Batch:
-    """A micro batch of BERT or T5 whose last tokens are padding, and of which as many are
-    predicted as planned."""
+def padded_batch(model: ModelConfig) -> BertBatch | T5Batch | RetroBatch:
+    """A micro batch of Retro; or of BERT or T5, whose last tokens are padding, and of which as many
+    are predicted as planned."""
+    if model.family == "retro":
+        return retro_batch(model)
     length, used = model.seq_length, model.seq_length - 8
     ids_S = np.random.default_rng(1).integers(61, size=length)
     is_token_S = (np.arange(length) < used).astype(np.int64)
@@ -122,6 +128,18 @@ def padded_batch(model: ModelConfig) -> BertBatch | T5Batch:
     ids_D, ones_D = ids_S[:decoded], np.ones(decoded, np.int64)
     sample = T5Sample(ids_S, ids_D, ids_D, ones_D.astype(np.float32), is_token_S, ones_D)
     return collate_t5([sample] * BATCH)
+
+
+def retro_batch(model: ModelConfig) -> RetroBatch:
+    """A micro batch with neighbours."""
+    length, retrieval = model.seq_length, model.retrieval
+    chunks = length // retrieval.retro_gpt_chunk_length
+    ids_BS = torch.randint(61, (BATCH, length))
+    neighbors_BLKR = torch.randint(
+        61, (BATCH, chunks, retrieval.retro_num_neighbors, retrieval.retrieved_length)
+    )
+    text = GPTBatch(ids_BS, ids_BS, torch.ones(BATCH, length), None, None)
+    return RetroBatch(text, neighbors_BLKR)
 
 
 def extra_bytes(norm, model: ModelConfig, precision: str, *shape: int) -> int:
@@ -188,7 +206,7 @@ def test_activations_against_torch(monkeypatch, small, kind, precision, recomput
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
-@pytest.mark.parametrize("kind", ["bert", "bert post-norm", "t5"])
+@pytest.mark.parametrize("kind", ["bert", "bert post-norm", "t5", "retro"])
 def test_activations_of_other_families_against_torch(monkeypatch, small, kind, recompute):
     """Within 2 percent in float32: every block by its own sequences. Not with relative positions,
     whose kernel on a CPU keeps all probabilities."""
@@ -201,6 +219,9 @@ def test_activations_of_other_families_against_torch(monkeypatch, small, kind, r
     if kind.startswith("bert"):
         # The pooler's first tokens are views, which keep the final norm's output; not planned.
         expected += kept[-1].hidden
+    if kind == "t5" and recompute == "uniform":
+        # The input of the encoder's final norm; not planned.
+        expected += kept[0].hidden
     assert model_bytes(model, "fp32", recompute) == pytest.approx(expected, rel=2e-2)
 
 

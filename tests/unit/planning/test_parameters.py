@@ -49,7 +49,7 @@ def test_against_built_layers(small, kind, tensor):
     assert share.blocks == (4,) and share.first and share.last
 
 
-OTHERS = ("bert", "bert post-norm", "bert lm only", "t5", "t5 relative", "t5 untied")
+OTHERS = ("bert", "bert post-norm", "bert lm only", "t5", "t5 relative", "t5 untied", "retro")
 
 
 @pytest.mark.parametrize("pipeline", [1, 2, 4])

@@ -9,7 +9,7 @@ from megatron.families import family_of
 from megatron.planning.parameters import rank_shares
 from megatron.planning.step_time import Hardware, bubble_ratio, rank_flops, step_time
 
-KINDS = ("gpt2", "llama", "wide heads", "bert", "t5", "t5 untied")
+KINDS = ("gpt2", "llama", "wide heads", "bert", "t5", "t5 untied", "retro")
 
 
 @pytest.mark.parametrize("tensor, pipeline", [(1, 1), (2, 1), (1, 2), (2, 4)])

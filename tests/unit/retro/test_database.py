@@ -4,6 +4,7 @@ layout, and what happens to a project that is stopped, damaged or changed."""
 import json
 import math
 import os
+import resource
 import subprocess
 import sys
 
@@ -201,7 +202,7 @@ def test_two_ranges_of_a_file_are_one_source(prefixes, tmp_path):
     assert names == ["first", "first-2"]
 
 
-def test_a_stopped_stage_goes_on(project, prefixes, tmp_path):
+def test_a_stopped_stage_continues(project, prefixes, tmp_path):
     """Blocks that are missing or cut short are made, the others are not; the files are the same."""
     whole = files_of(project.folder)
     again = build(tmp_path / "again", *flags(prefixes))
@@ -244,6 +245,7 @@ def _others(path, name):
         (("--retro-gpt-chunk-length", "32"), r"--retro-gpt-chunk-length 32: .* is 16"),
         (("--retro-chunk-length", "32"), r"--retro-chunk-length 32: retro_gpt_chunk_length .* 16"),
         (("--retro-gpt-seq-length", "128"), r"--retro-gpt-seq-length 128: .* is 64"),
+        (("--train-iters", "9", "--global-batch-size", "4"), r"--train-iters 36: .* is 40"),
         (("--seed", "5"), r"--seed 5: retro_gpt_seed of .*config.json is 1234"),
         (("--tokenizer-type", "NullTokenizer"), r"--tokenizer-type NullTokenizer: .* ByteLevel"),
         (("--data-path", "elsewhere"), r"--data-path .*elsewhere.* retro_gpt_data_path .* is"),
@@ -276,8 +278,11 @@ def test_what_is_missing_is_named(tmp_path, prefixes):
         RetroProject(tmp_path)
     with pytest.raises(ValueError, match="missing --retro-gpt-seq-length"):
         build(tmp_path, "--data-path", *prefixes)
+    with pytest.raises(ValueError, match="missing --retro-gpt-global-batch-size"):
+        build(tmp_path, "--data-path", *prefixes, "--seq-length", "64")
+    sizes = ("--retro-gpt-seq-length", "64", "--global-batch-size", "4")
     with pytest.raises(ValueError, match="missing --retro-gpt-train-samples"):
-        build(tmp_path, "--data-path", *prefixes, "--retro-gpt-seq-length", "64")
+        build(tmp_path, "--data-path", *prefixes, *sizes)
     with pytest.raises(ValueError, match=r"--retro-tasks db-bild: .*the nearest is db-build"):
         build(tmp_path, *flags(prefixes), task="db-bild")
     project = RetroProject(build(tmp_path, *flags(prefixes)).folder)
@@ -297,30 +302,21 @@ def test_a_damaged_file_is_named(project, tmp_path):
         read_array(project.database_file, "data")
 
 
-FULL_DISK = """
-import resource, signal, sys
-from megatron.retro.command import run_preprocessing
-from megatron.training.run import errors_for_users
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
-with errors_for_users():
-    run_preprocessing(None)
-"""
-
-
 def test_a_full_disk_is_named(prefixes, tmp_path, project):
-    words = ["--retro-project-dir", str(tmp_path / "p"), "--retro-tasks", "db-build"]
-    done = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, *words, *flags(prefixes)],
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 2, done.stderr
-    assert "cannot be written" in done.stderr
-    assert "free space on the disk, and run db-build again" in done.stderr
-    left = files_of(tmp_path / "p")
+    """What is there stays, and the next run continues with it."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (70_000, limits[1]))
+    try:
+        told = r"hdf5 cannot be written: .* free space on the disk, and run db-build again"
+        with pytest.raises(OSError, match=told):
+            build(tmp_path, *flags(prefixes))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    left = files_of(tmp_path)
+    assert {"config.json", "db/individual/first/000-010.hdf5"} <= left.keys()
     assert not [name for name in left if "partial" in name]
-    build(tmp_path / "p", *flags(prefixes))
-    assert files_of(tmp_path / "p") == files_of(project.folder)
+    build(tmp_path, *flags(prefixes))
+    assert files_of(tmp_path) == files_of(project.folder)
 
 
 def processes(folder, words, count):

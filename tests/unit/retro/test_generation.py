@@ -132,15 +132,17 @@ def test_beams_have_the_probabilities_of_the_whole_model(gpt_config, random_gpt)
     """Their pages are copied while chunks are not finished."""
     config = gpt_config(**RETRO)
     model = random_gpt(config).double()
-    prompt = [5, 7, 9, 2, 4, 4]
-    (found,) = engine_of(config, model).complete([request(prompt, 11, beams=Beams(3))])
-    assert len({beam.tokens for beam in found.beams}) == 3
-    for beam in found.beams:
-        log_probs = forward(config, model, prompt + list(beam.tokens[:-1])).log_softmax(-1)
-        after = log_probs[len(prompt) - 1 :]
-        expected = after.gather(1, torch.tensor(beam.tokens)[:, None])[:, 0]
-        ours = torch.tensor([score.logprob for score in beam.scores]).double()
-        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
+    prompt, forked = [5, 7, 9, 2, 4, 4], 0
+    for count in (3, 8, 9):
+        (found,) = engine_of(config, model).complete([request(prompt, count, beams=Beams(5))])
+        forked += len({beam.tokens[:2] for beam in found.beams}) > 1
+        for beam in found.beams:
+            log_probs = forward(config, model, prompt + list(beam.tokens[:-1])).log_softmax(-1)
+            after = log_probs[len(prompt) - 1 :]
+            expected = after.gather(1, torch.tensor(beam.tokens)[:, None])[:, 0]
+            ours = torch.tensor([score.logprob for score in beam.scores]).double()
+            torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
+    assert forked  # in the chunk that the prompt has begun
 
 
 def test_without_retrieval_nothing_is_attended_to(gpt_config, random_gpt):

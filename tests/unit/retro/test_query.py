@@ -13,9 +13,9 @@ from megatron.config import Setting
 from megatron.data.kinds.retro.project import RetroProject
 from megatron.families import family_of
 from megatron.retro.blocks import FileBlock
+from megatron.retro.gpt_run import project_run
 from megatron.retro.gpt_samples import SampleChunks, gpt_samples
 from megatron.retro.index.exact import ExactIndex
-from megatron.retro.preprocessing import project_run
 from megatron.retro.query import neighbors_of
 from megatron.retro.retriever import Retriever
 from megatron.training.plan import TrainingPlan

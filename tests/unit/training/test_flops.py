@@ -187,6 +187,7 @@ SMALL = (
     "--global-batch-size 3 --train-iters 1 --lr 1e-3 --tokenizer-type NullTokenizer --vocab-size "
     "127 --mock-data --attention-backend eager --hidden-dropout 0 --attention-dropout 0"
 ).split()
+RETRO = ["--retro-encoder-hidden-dropout", "0", "--retro-encoder-attention-dropout", "0"]
 FAMILIES = {
     "bert": [],
     "bert without a second head": [
@@ -196,6 +197,10 @@ FAMILIES = {
     "bert with grouped keys": [
         *("--bert-no-binary-head", "--swiglu", "--num-query-groups", "2"),
         *("--position-embedding-type", "rope"),
+    ],
+    "retro": [
+        *("--num-layers", "4", "--retro-cross-attention-layers", "2", "3"),
+        *("--retro-gpt-chunk-length", "8", "--retro-num-neighbors", "3", *RETRO),
     ],
     "t5": ["--decoder-seq-length", "16", "--decoder-num-layers", "3"],
     "t5 with relative positions": [
@@ -288,7 +293,7 @@ def test_adapters_against_torch_flop_counter(name, targets):
     assert shape.flops_per_token(causal=True) < shape.flops_per_token(causal=False)
 
 
-@pytest.mark.parametrize("name", ["bert", "t5"])
+@pytest.mark.parametrize("name", ["bert", "t5", "retro"])
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_what_families_recompute_against_torch_flop_counter(name, recompute):
     flags = ["--recompute-granularity", recompute]

@@ -34,8 +34,9 @@ class RetroBatch(NamedTuple):
     """Tokens of the neighbours of every chunk, int64; where there are fewer, or a document ends
     early, the end-of-document token."""
     documents_BD2: Tensor | None = None
-    """The documents that each sample is from, int64: the number of the dataset in the database, and
-    that of the document there; -1 after the last one. None unless --retro-return-doc-ids."""
+    """The documents that each sample is from, int64: the number of the dataset in the database, -1
+    where it is not in it, and that of the document there; both -1 after the last one. None unless
+    --retro-return-doc-ids."""
 
     @property
     def tokens_BS(self) -> Tensor:

@@ -51,7 +51,8 @@ class ChunkDatabase:
     def tokens(self, chunks: npt.ArrayLike, retrieved: int = 1) -> npt.NDArray[np.int64]:
         """The tokens of chunks, int64 [...], each with those that follow it in its document,
         ``retrieved`` chunks in all: int64 [..., retrieved * chunk_length]. After the end of its
-        document, and for chunk -1, the end-of-document token. ValueError if there is no such chunk."""
+        document, and for chunk -1, the end-of-document token. ValueError if there is no such
+        chunk."""
         chunks = np.asarray(chunks, np.int64)
         length = retrieved * self.chunk_length
         tokens_NR = np.full((chunks.size, length), self.eod, np.int64)

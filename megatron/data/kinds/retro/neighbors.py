@@ -103,7 +103,7 @@ class NeighborTable:
 
 def _files_of(folder: Path) -> tuple[list[int], Sequence[Path]]:
     """The first rows of a folder's files, followed by the number of rows, and the files. Raises
-    ValueError if there are none, or rows are missing or in several files."""
+    ValueError if there are no files, or rows are missing or in several of them."""
     try:
         names = [path.name for path in folder.iterdir()]
     except (FileNotFoundError, NotADirectoryError):

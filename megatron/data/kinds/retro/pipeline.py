@@ -134,9 +134,6 @@ class RetroData(DataPipeline):
                 "--retro-gpt-train-samples, or read them several times with --dataloader-type "
                 "cyclic"
             )
-        numbers = None
-        if self._flags.retro_return_doc_ids:
-            numbers = {prefix: number for number, prefix in enumerate(self._database.sources)}
         samples = RetroSamples(
             text,
             count,
@@ -144,6 +141,6 @@ class RetroData(DataPipeline):
             self._database,
             retrieval.retro_num_neighbors,
             retrieval.retro_num_retrieved_chunks,
-            numbers,
+            self._flags.retro_return_doc_ids,
         )
         return RepeatedSamples(samples, wanted) if wanted > count else samples

@@ -11,7 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from megatron.config import ConfigError, DataConfig, Setting, Settings, TokenizerConfig
+from megatron.config import ConfigError, Setting, Settings, TokenizerConfig
+from megatron.config.data import SOURCE_FIELDS
+from megatron.config.flags import build
+from megatron.config.kinds import kind_classes
+from megatron.config.kinds.retro import RetroDataConfig
 from megatron.data.indexed.dataset import idx_path
 from megatron.data.kinds.retro.chunks import ChunkDatabase
 from megatron.data.kinds.retro.hdf5 import read_array
@@ -32,9 +36,18 @@ _COMPARED = 64
 """Documents of a dataset whose tokens are compared."""
 _OWN = frozenset({"retro_gpt_chunk_length"})
 """Settings whose name training has, too."""
-_OF_TRAINING = ("seq_length", "seed", "global_batch_size", "train_samples", "eval_interval",
-                "eval_iters")  # fmt: skip
-_FILES = ("vocab_file", "merge_file", "tokenizer_model")
+PATHS = frozenset({"data_path", "train_data_path", "valid_data_path", "test_data_path"})
+TOKENIZER_FIELDS = frozenset(field.name for field in dataclasses.fields(TokenizerConfig))
+_SAMPLE_FIELDS = frozenset(
+    (
+        *SOURCE_FIELDS,
+        *("corpora_file", "split", "skip_samples"),
+        *("multiple_validation_sets", "validation_set_names"),
+        *("seq_length", "seed", "global_batch_size", "train_samples"),
+        *("eval_interval", "eval_iters"),
+    )
+)
+FILES = ("vocab_file", "merge_file", "tokenizer_model")
 
 
 class RetroProject:
@@ -148,26 +161,19 @@ class RetroProject:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The GPT's tokenizer."""
-        values = {
-            field.name: self.data_settings()[field.name].value
-            for field in dataclasses.fields(TokenizerConfig)
-            if field.name in self.data_settings()
-        }
-        return build_tokenizer(TokenizerConfig(**values))
+        return build_tokenizer(build(TokenizerConfig, self.data_settings()))
 
     def data_settings(self) -> Settings:
         """What a run takes from the project over its flags, by field name: data, tokenizer, sizes
         of samples and batches, and the numbers of samples."""
-        names = {field.name for cls in (DataConfig, TokenizerConfig) for field in
-                 dataclasses.fields(cls)} | set(_OF_TRAINING)  # fmt: skip
-        found = {}
+        found, known = {}, sample_fields() | TOKENIZER_FIELDS
         for key, value in self.settings.items():
             name = key if key in _OWN else key.removeprefix(GPT)
-            if not key.startswith(GPT) or value is None or not (name in names or key in _OWN):
+            if not key.startswith(GPT) or value is None or not (name in known or key in _OWN):
                 continue
-            if name in _FILES:
+            if name in FILES:
                 value = self._inside(value)
-            elif name == "data_path":
+            elif name in PATHS:
                 value = tuple(self.data_path(str(word)) for word in value)
             elif isinstance(value, list):
                 value = tuple(value)
@@ -205,6 +211,12 @@ class RetroProject:
                 f"{self.config_file} has no {name}: it is not of tools/retro/preprocess_data.py"
             )
         return self.settings[name]
+
+
+def sample_fields() -> frozenset[str]:
+    """The fields that say which samples a GPT reads, and how many, besides its tokenizer's."""
+    kinds: list[Any] = [cls for cls in kind_classes().values() if cls is not RetroDataConfig]
+    return _SAMPLE_FIELDS.union(field.name for cls in kinds for field in dataclasses.fields(cls))
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -6,7 +6,7 @@ neighbour with its continuation, D documents of a sample, 2 the dataset and docu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ class RetroSamples:
         database: the text of the neighbours.
         neighbors: how many of each chunk are read (K).
         retrieved: chunks of text that are read of each: itself and what follows it.
-        numbers: of the sources of the database, for samples that say what documents they are from.
+        identified: whether samples say what documents they are from.
     """
 
     text: SampleDataset[Any]
@@ -40,7 +40,7 @@ class RetroSamples:
     database: ChunkDatabase
     neighbors: int
     retrieved: int
-    numbers: Mapping[str, int] | None = None
+    identified: bool = False
 
     def __len__(self) -> int:
         return self.count
@@ -52,7 +52,7 @@ class RetroSamples:
             self.text[index],
             self.database.tokens(chunks_LK, self.retrieved),
             chunks_LK,
-            None if self.numbers is None else self._documents(index, self.numbers),
+            self._documents(index) if self.identified else None,
         )
 
     def origin(self, index: int, /) -> Sequence[Piece]:
@@ -65,10 +65,11 @@ class RetroSamples:
             return np.full((self.table.chunks_per_sample, self.neighbors), -1, np.int64)
         return self.table.rows(index)[:, : self.neighbors]
 
-    def _documents(self, index: int, numbers: Mapping[str, int]) -> npt.NDArray[np.int64]:
+    def _documents(self, index: int) -> npt.NDArray[np.int64]:
+        number = self.database.numbers.get
         pieces = self.text.origin(index)
-        found = dict.fromkeys((numbers[piece.source], piece.sequence) for piece in pieces)
-        return np.array(list(found), np.int64).reshape(-1, 2)
+        found = dict.fromkeys((number(piece.source, -1), piece.sequence) for piece in pieces)
+        return np.array(list(found), np.int64)
 
 
 def neighbor_texts(

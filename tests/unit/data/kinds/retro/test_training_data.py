@@ -3,12 +3,11 @@
 import json
 import pickle
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from upstream_retro import EOD, corpus, gpt_flags, write_blocks, write_corpora, write_project
+from upstream_retro import EOD, WrittenProject, small_project
 
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, Setting
 from megatron.data.loader import MicroBatches
@@ -18,7 +17,7 @@ from tools.show_batch import main as show_batch
 
 h5py = pytest.importorskip("h5py")
 
-SEQ, CHUNK, KEPT = 64, 16, 3
+SEQ, CHUNK = 64, 16
 CHUNKS = SEQ // CHUNK
 TRAIN, BATCH = 24, 4
 COUNTS = {"train": 24, "valid": 16, "test": 8}
@@ -29,29 +28,9 @@ MODEL = (
 ).split()
 
 
-class Project(NamedTuple):
-    folder: Path
-    corpora: list
-    table: np.ndarray
-    rows: dict[str, np.ndarray]
-    """Neighbours by part, [samples, L, kept]."""
-
-
 @pytest.fixture
-def project(tmp_path: Path) -> Project:
-    corpora = [corpus("pages", 60, 1), corpus("books", 40, 2)]
-    prefixes = write_corpora(tmp_path, corpora)
-    flags = gpt_flags(prefixes, SEQ, TRAIN, BATCH)
-    folder = tmp_path / "project"
-    table = write_project(folder, corpora, prefixes, flags, CHUNK)
-    rng, rows = np.random.default_rng(3), {}
-    for part, count in COUNTS.items():
-        rows[part] = rng.integers(-1, len(table), (count, CHUNKS, KEPT))
-        write_blocks(folder / "query" / f"{part}_0a1b", rows[part].reshape(-1, KEPT), 7)
-    settings = json.loads((folder / "config.json").read_text())
-    settings["retro_neighbor_dirs"] = {part: f"query/{part}_0a1b" for part in COUNTS}
-    (folder / "config.json").write_text(json.dumps(settings))
-    return Project(folder, corpora, table, rows)
+def project(tmp_path: Path) -> WrittenProject:
+    return small_project(tmp_path)
 
 
 def run(*flags: str, family: str = "retro") -> Run:
@@ -59,11 +38,11 @@ def run(*flags: str, family: str = "retro") -> Run:
     return run_of(settings | {"family": Setting(family, "this program")}, 1)
 
 
-def retro(project: Project, *flags: str) -> Run:
+def retro(project: WrittenProject, *flags: str) -> Run:
     return run("--retro-add-retriever", "--retro-project-dir", str(project.folder), *flags)
 
 
-def expected_tokens(project: Project, chunk: int) -> list[int]:
+def expected_tokens(project: WrittenProject, chunk: int) -> list[int]:
     """A neighbour with its continuation, from the documents and the table alone."""
     if chunk < 0:
         return [EOD] * 2 * CHUNK
@@ -72,7 +51,9 @@ def expected_tokens(project: Project, chunk: int) -> list[int]:
     return text + [EOD] * (2 * CHUNK - len(text))
 
 
-def test_samples_are_those_of_a_gpt_with_the_neighbours_of_the_files(project: Project) -> None:
+def test_samples_are_a_gpts_with_the_neighbours_of_the_files(
+    project: WrittenProject,
+) -> None:
     found = run_data(retro(project)).datasets
     gpt = run(*gpt_argv(project), family="gpt")
     text = run_data(gpt).datasets
@@ -90,7 +71,7 @@ def test_samples_are_those_of_a_gpt_with_the_neighbours_of_the_files(project: Pr
             assert samples.origin(number) == plain.origin(number)
 
 
-def gpt_argv(project: Project) -> list[str]:
+def gpt_argv(project: WrittenProject) -> list[str]:
     """What a GPT's run on the same data is given."""
     settings = json.loads((project.folder / "config.json").read_text())
     values = {name.removeprefix("retro_gpt_"): value for name, value in settings.items()
@@ -102,7 +83,7 @@ def gpt_argv(project: Project) -> list[str]:
     return argv
 
 
-def test_batches_and_the_documents_that_they_are_from(project: Project) -> None:
+def test_batches_and_the_documents_that_they_are_from(project: WrittenProject) -> None:
     data = run_data(retro(project, "--retro-return-doc-ids"))
     train = data.datasets.train
     batches = data.batches(pickle.loads(pickle.dumps(train)), micro_batch_size=2, num_workers=1)
@@ -121,7 +102,7 @@ def test_batches_and_the_documents_that_they_are_from(project: Project) -> None:
                                   micro_batch_size=1))).documents_BD2 is None  # fmt: skip
 
 
-def test_a_shortened_batch_has_the_neighbours_of_its_chunks(project: Project) -> None:
+def test_a_shortened_batch_has_the_neighbours_of_its_chunks(project: WrittenProject) -> None:
     data = run_data(retro(project, "--reset-attention-mask"))
     batch = data.collate([data.datasets.train[number] for number in range(2)])
     short = batch.shortened(2 * CHUNK)
@@ -130,7 +111,7 @@ def test_a_shortened_batch_has_the_neighbours_of_its_chunks(project: Project) ->
     assert short.text.document_ids_BS.shape == (2, 2 * CHUNK)
 
 
-def test_the_project_says_the_data_over_the_flags(project: Project, caplog) -> None:
+def test_the_project_says_the_data_over_the_flags(project: WrittenProject, caplog) -> None:
     caplog.set_level("INFO", "megatron")
     found = retro(project, "--seq-length", "32", "--train-iters", "3", "--seed", "1234")
     config, origins = found.config, found.resolved.origins
@@ -145,7 +126,7 @@ def test_the_project_says_the_data_over_the_flags(project: Project, caplog) -> N
     assert TrainingPlan(config).sample_counts == tuple(COUNTS.values())
 
 
-def test_a_gpt_for_comparison_reads_the_same_samples(project: Project) -> None:
+def test_a_gpt_for_comparison_reads_the_same_samples(project: WrittenProject) -> None:
     found = run("--retro-project-dir", str(project.folder))
     assert found.config.model.family == "gpt"
     train, text = run_data(found).datasets.train, run_data(retro(project)).datasets.train
@@ -153,7 +134,7 @@ def test_a_gpt_for_comparison_reads_the_same_samples(project: Project) -> None:
         np.testing.assert_array_equal(train[number], text[number].text)
 
 
-def test_cyclic_runs_read_the_samples_again(project: Project, caplog) -> None:
+def test_cyclic_runs_read_the_samples_again(project: WrittenProject, caplog) -> None:
     caplog.set_level("INFO", "megatron")
     cyclic = ["--dataloader-type", "cyclic", "--retro-cyclic-train-iters", "15"]
     found = retro(project, *cyclic)
@@ -169,7 +150,7 @@ def test_cyclic_runs_read_the_samples_again(project: Project, caplog) -> None:
     assert "--retro-cyclic-train-iters 15 is not used" in caplog.text
 
 
-def test_another_number_of_samples(project: Project) -> None:
+def test_another_number_of_samples(project: WrittenProject) -> None:
     settings = json.loads((project.folder / "config.json").read_text())
     settings["retro_gpt_train_samples"] = 28
     (project.folder / "config.json").write_text(json.dumps(settings))
@@ -190,12 +171,14 @@ def test_another_number_of_samples(project: Project) -> None:
         (["--rampup-batch-size", "2", "2", "24"], "samples for valid.*--rampup-batch-size"),
     ],
 )
-def test_what_contradicts_the_project(project: Project, flags: list[str], message: str) -> None:
+def test_what_contradicts_the_project(
+    project: WrittenProject, flags: list[str], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         run_data(retro(project, *flags))
 
 
-def test_a_missing_stage_is_named(project: Project) -> None:
+def test_a_missing_stage_is_named(project: WrittenProject) -> None:
     argv = gpt_argv(project)
     settings = json.loads((project.folder / "config.json").read_text())
     del settings["retro_neighbor_dirs"]
@@ -214,7 +197,7 @@ def test_a_missing_stage_is_named(project: Project) -> None:
         run_data(run("--retro-add-retriever", *argv, "--retro-chunk-length", "16"))
 
 
-def test_a_curriculum_has_whole_chunks(project: Project) -> None:
+def test_a_curriculum_has_whole_chunks(project: WrittenProject) -> None:
     def lengths(step: int) -> TrainingPlan:
         curriculum = {
             "enabled": True, "curriculum_type": "seqlen", "min_difficulty": step,
@@ -230,7 +213,7 @@ def test_a_curriculum_has_whole_chunks(project: Project) -> None:
         lengths(8)
 
 
-def test_show_batch_prints_the_neighbours(project: Project, capsys) -> None:
+def test_show_batch_prints_the_neighbours(project: WrittenProject, capsys) -> None:
     flags = [*MODEL, "--model-family", "retro", "--retro-project-dir", str(project.folder)]
     show_batch([*flags, "--max-characters", "0"])
     text = capsys.readouterr().out
