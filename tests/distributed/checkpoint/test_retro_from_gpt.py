@@ -85,7 +85,7 @@ def saved(pool, tmp_path_factory):
         ),
     ],
 )
-@pytest.mark.parametrize("form", ["own", "hf"])
+@pytest.mark.parametrize("form", ["own", pytest.param("hf", marks=pytest.mark.proof)])
 def test_shared_weights_are_the_gpts(pool, saved, tmp_path, layout, form):
     """And the others those of a run from scratch."""
     parsed, folder = parse_layout(layout), saved
