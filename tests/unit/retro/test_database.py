@@ -3,6 +3,7 @@ layout, and what happens to a project that is stopped, damaged or changed."""
 
 import json
 import os
+import pickle
 import resource
 import subprocess
 import sys
@@ -100,6 +101,16 @@ def test_documents_of_chunks(project, prefixes):
         database.documents([[0, -1], [len(database) - 1, 1]]),
         [[database.table[0, :2], [-1, -1]], [database.table[-1, :2], database.table[1, :2]]],
     )
+
+
+def test_workers_of_a_loader_get_no_copy(project):
+    database = project.database()
+    sent = pickle.dumps(database)
+    assert len(sent) < 2000 < database.table.nbytes
+    received = pickle.loads(sent)
+    every = np.arange(len(database))
+    np.testing.assert_array_equal(received.tokens(every, 2), database.tokens(every, 2))
+    assert isinstance(received.table.base, np.memmap)
 
 
 def test_files_are_upstreams(project, corpora):
