@@ -174,7 +174,8 @@ class RetroProject:
             if name in FILES:
                 value = self._inside(value)
             elif name in PATHS:
-                value = tuple(self.data_path(str(word)) for word in value)
+                words = value.split() if isinstance(value, str) else value
+                value = tuple(self.data_path(str(word)) for word in words)
             elif isinstance(value, list):
                 value = tuple(value)
             found[name] = Setting(value, f"{self.config_file}: {key}")
