@@ -199,6 +199,24 @@ def test_raw_text_is_copied_into_the_project(corpora, prefixes, tmp_path):
     np.testing.assert_array_equal(moved, indexed.database().tokens(chunks))
 
 
+def test_named_corpora(prefixes, project, tmp_path, monkeypatch):
+    """As --data-path, also from another folder."""
+    content: dict[str, dict] = {"all": {"corpora": ["x", "y"]}}
+    content["x"] = {"files": prefixes[0], "weight": 2}
+    content["y"] = {"files": prefixes[1], "weight": 1}
+    (tmp_path / "mine.json").write_text(json.dumps(content))
+    words = flags(prefixes)
+    words[: words.index("--split")] = ["--train-data", "all", "--corpora-file", "mine.json"]
+    monkeypatch.chdir(tmp_path)
+    named = build(tmp_path / "project", *words)
+    monkeypatch.chdir("/")
+    build(named.folder, "--retro-task-validate", "1")
+    for file in ("train", "sampled"):
+        path = f"merged/{file}.hdf5"
+        same = (named.database_folder / path).read_bytes()
+        assert same == (project.database_folder / path).read_bytes()
+
+
 def test_two_ranges_of_a_file_are_one_source(prefixes, tmp_path):
     halves = [f"{prefixes[0]}@0:0.5", f"{prefixes[0]}@0.5:1"]
     project = build(tmp_path / "project", *flags(halves))
