@@ -18,7 +18,7 @@ from megatron.data.kinds.retro.project import RetroProject
 pytest.importorskip("h5py")
 
 CHUNK, SEQ_LENGTH = 32, 128
-DIRS = {"train": "query/train_5d41", "valid": "query/valid_402a", "test": "query/test_bc4b"}
+DIRS = {"train": "train_5d41", "valid": "valid_402a", "test": "test_bc4b"}
 
 
 @pytest.fixture(params=["config.json", "args.json"])
@@ -31,7 +31,7 @@ def made(tmp_path, request):
     rng, rows = np.random.default_rng(3), {}
     for part, samples in (("train", 20), ("valid", 16), ("test", 8)):
         rows[part] = rng.integers(-1, len(table), (samples * SEQ_LENGTH // CHUNK, 20))
-        write_blocks(folder / DIRS[part], rows[part], block=30)
+        write_blocks(folder / "query" / DIRS[part], rows[part], block=30)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").unlink()
     (folder / request.param).write_text(json.dumps(config | {"retro_neighbor_dirs": DIRS}))
