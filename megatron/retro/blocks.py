@@ -139,7 +139,7 @@ def _validate(
     if not existing:
         if is_main_process():
             folders = ", ".join(sorted({str(block.path.parent) for block in blocks}))
-            logger.warning("%s: nothing is compared: no block in %s", what, folders or "the project")
+            logger.warning("%s: nothing is compared: no block in %s", what, folders)
         return
     count = round(share * len(existing)) or min(1, len(existing))
     chosen = [existing[i * len(existing) // count] for i in range(count)]
