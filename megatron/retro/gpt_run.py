@@ -65,6 +65,17 @@ def gpt_settings(config: RetroPreprocessConfig, settings: Settings) -> Settings:
     return found
 
 
+def settings_beside_gpt(config: RetroPreprocessConfig, settings: Settings) -> Settings:
+    """The settings of training that say nothing of the GPT's data, and so may be another
+    model's."""
+    used = gpt_settings(config, settings)
+    return {
+        name: setting
+        for name, setting in settings.items()
+        if name not in used or used[name].origin != setting.origin
+    }
+
+
 def _absolute(word: str) -> str:
     """A word of ``--data-path``; that of local files as it is understood in every folder."""
     path, at, bounds = word.partition("@")
