@@ -42,6 +42,9 @@ from megatron.util.progress import progress_bar, say
 
 SHARES = tuple(n / 8 for n in range(9))
 """Shares of chunks that are in their neighbours."""
+RETRIEVED = 2
+"""Chunks of text of a neighbour that are compared, whatever a model reads: with its continuation,
+as in the paper."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +89,11 @@ def run_evaluation(description: str | None, argv: Sequence[str] | None = None) -
         check_model(model, project, run.tokenizer)
         _check_length(model, project)
         text = evaluated_text(project, run, options.part, options.samples)
+        overlap_N = overlaps(text, options.leakage_neighbors, RETRIEVED).ravel()
+        _check_same_chunks(others, filtered(overlap_N, {}, SHARES))
         results, scores = _measured(found.engine, run, text, wanted)
         if not is_main_process():
             return
-        retrieved = model.retrieval.retro_num_retrieved_chunks
-        overlap_N = overlaps(text, options.leakage_neighbors, retrieved).ravel()
         at_most = filtered(overlap_N, scores, SHARES)
         within = between(overlap_N, scores, SHARES)
         results = [
@@ -264,6 +267,15 @@ def draw(models: Mapping[str, Mapping[str, Any]], output_png: Path) -> None:
         Panel("perplexity, about this share", curves("by_overlap")),
     ]
     draw_panels(panels, output_png, "share of a chunk that is in its neighbours")
+
+
+def _check_same_chunks(others: Mapping[str, Mapping[str, Any]], own: ScoresByOverlap) -> None:
+    for name, each in others.items():
+        if each["filtered"]["chunks"] != list(own.chunks):
+            raise ConfigError(
+                f"--compare {name}: its chunks are not those of this evaluation; evaluate both with "
+                "the same --retro-project-dir, --part, --samples and --leakage-neighbors"
+            )
 
 
 def _others(flags: Sequence[str]) -> dict[str, Mapping[str, Any]]:

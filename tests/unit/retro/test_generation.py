@@ -126,6 +126,9 @@ def test_prompts_share_their_neighbours(gpt_config, random_gpt):
     alone = engine_of(config, model).complete([request(prompt[:10], 3)])
     assert longer.scores == alone[0].scores
     assert len(searched) == len(set(searched))
+    # A prompt that ends with a chunk: its last page is copied for the other.
+    one, other = engine_of(config, model).complete([request(prompt[: 2 * CHUNK], 6)] * 2)
+    assert one.scores == other.scores
 
 
 def test_beams_have_the_probabilities_of_the_whole_model(gpt_config, random_gpt):
