@@ -10,7 +10,9 @@ import torch
 from upstream_retro import EOD, WrittenProject, small_project
 
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, Setting
+from megatron.data.kinds.curriculum.analysis import fingerprint, sample_tokens
 from megatron.data.loader import MicroBatches
+from megatron.data.samples import MadeSamples
 from megatron.training.plan import TrainingPlan
 from megatron.training.run import Run, run_data, run_of
 from tools.show_batch import main as show_batch
@@ -214,6 +216,15 @@ def test_a_curriculum_has_whole_chunks(project: WrittenProject) -> None:
     assert lengths(CHUNK).lengths.at(0) == CHUNK
     with pytest.raises(ConfigError, match="8 tokens.*--retro-gpt-chunk-length 16"):
         lengths(8)
+
+
+def test_difficulties_are_those_of_the_text(project: WrittenProject) -> None:
+    """Which a GPT's analysis of the same samples says, too."""
+    train = run_data(retro(project)).datasets.train
+    text = run_data(run("--retro-project-dir", str(project.folder))).datasets.train
+    np.testing.assert_array_equal(sample_tokens(train[5]), sample_tokens(text[5]))
+    first = MadeSamples(range(TRAIN), text.__getitem__)
+    assert fingerprint(train) == fingerprint(first)
 
 
 def test_show_batch_prints_the_neighbours(project: WrittenProject, capsys) -> None:
