@@ -25,6 +25,7 @@ T5 = (
     "--position-embedding-type relative --normalization RMSNorm --norm-epsilon 1e-6 --relu "
     "--disable-bias-linear --query-pre-attn-scalar 1 --scale-head-input"
 )
+RETRO = "--retro-add-retriever --retro-encoder-hidden-dropout 0 --retro-encoder-attention-dropout 0"
 
 
 def flags_of(setting: Setting, stage: int, extra: tuple[str, ...] = ()) -> list[str]:
@@ -72,6 +73,8 @@ def _architecture(setting: Setting) -> str:
         return ""
     if setting.architecture == "bert":
         return BERT
+    if setting.architecture == "retro":
+        return RETRO
     if setting.architecture == "t5":
         return f"{T5} --decoder-seq-length {setting.decoder_length}"
     untied = "" if setting.tied else UNTIED

@@ -11,12 +11,14 @@ from typing import Any
 from contestants.measure import Result
 from contestants.registry import FLOOR, is_ours, is_peer
 from contestants.setting import Setting
+from megatron.config import ModelFlags
+from megatron.families import family_of
 from megatron.model.flops import TransformerShape
 
 
 def shape_of(setting: Setting) -> TransformerShape:
     """The model as its FLOPs are counted."""
-    decoder, causal = setting.decoder_length, setting.family == "gpt"
+    decoder, causal = setting.decoder_length, setting.family in ("gpt", "retro")
     predictions, hidden = setting.predictions, setting.hidden_size
     shape = TransformerShape(
         num_layers=setting.layers,
@@ -32,10 +34,26 @@ def shape_of(setting: Setting) -> TransformerShape:
         predictions=predictions,
         other=2.0 * hidden**2 * predictions if predictions else 0.0,
     )
+    if setting.family == "retro":
+        return dataclasses.replace(shape, within=_of_retrieval(setting))
     if not decoder:
         return shape
     own = dataclasses.replace(shape, seq_length=decoder, sees_later=False)
     return dataclasses.replace(shape, decoder=own)
+
+
+def _of_retrieval(setting: Setting) -> tuple[float, float]:
+    """Forward FLOPs of a sample that a Retro has beyond a GPT."""
+    flags = ModelFlags(
+        family="retro",
+        retro_add_retriever=True,
+        num_layers=setting.layers,
+        hidden_size=setting.hidden_size,
+        ffn_hidden_size=setting.ffn_hidden_size,
+        num_attention_heads=setting.heads,
+        seq_length=setting.seq_length,
+    )
+    return family_of("retro").shape(flags.resolve()).within
 
 
 def step_seconds(result: Result, setting: Setting, clock: str | None = None) -> list[float]:

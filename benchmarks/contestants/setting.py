@@ -35,8 +35,9 @@ class Setting:
     """gpt2 (learned positions, LayerNorm, GELU, biases, tied head), llama (rotary positions,
     RMSNorm, SwiGLU, no biases, a head of its own), qwen2 (as llama, with biases on queries, keys
     and values; for this trainer and the matrix products only), bert (post-norm, pairs of segments)
-    or t5 (1.0: relative positions, RMSNorm, ReLU, no biases, tied head; as many blocks in the
-    decoder as in the encoder)."""
+    t5 (1.0: relative positions, RMSNorm, ReLU, no biases, tied head; as many blocks in the
+    decoder as in the encoder) or retro (gpt2 with neighbours of every chunk of 64 tokens, random
+    ones; for this trainer only)."""
     dtype: str
     """bf16 or fp32."""
     threads: int
@@ -67,7 +68,7 @@ class Setting:
     @property
     def family(self) -> str:
         """The model's family, as this trainer names it."""
-        return self.architecture if self.architecture in ("bert", "t5") else "gpt"
+        return self.architecture if self.architecture in ("bert", "t5", "retro") else "gpt"
 
     @property
     def predictions(self) -> int | None:

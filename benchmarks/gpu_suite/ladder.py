@@ -213,6 +213,7 @@ def full() -> Iterator[Cell]:
         yield Cell(FAMILIES, shape, "bf16", BASE, trace=True)
         for variant, contestant in PEER_NAMES.items():
             yield Cell(FAMILIES, shape, variant, contestant)
+    yield Cell(FAMILIES, "Retro-350M", "bf16", BASE, trace=True)
     yield Cell(GENERATION, variant="124M", fixed=150)
 
 
@@ -237,6 +238,7 @@ def tiny() -> Iterator[Cell]:
         yield Cell(FAMILIES, shape, "matrix products alone", "matmuls")
         yield Cell(FAMILIES, shape, "plain PyTorch", "plain")
         yield Cell(FAMILIES, shape, "transformers + DeepSpeed", "hf-deepspeed")
+    yield Cell(FAMILIES, "tiny-retro", "bf16", base)
     yield Cell(GENERATION, variant="tiny", fixed=20)
 
 

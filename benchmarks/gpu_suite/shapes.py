@@ -1,5 +1,5 @@
 """The shapes that are measured: this project's own, those of LLMQ's published benchmarks, and
-Megatron's BERT and T5.
+Megatron's BERT and T5, and a Retro.
 
 LLMQ (https://github.com/IST-DASLab/llmq, benchmarks/H100x1.md) trains Qwen2.5 at sequence 1024 with
 524,288 tokens in a step. Only rows of these shapes may be set beside its figures. The shapes from
@@ -146,6 +146,10 @@ SHAPES = {
             name="T5-770M", layers=24, hidden=1024, heads=16, kv_heads=16, ffn=4096,
             micro_tokens=8192, step_tokens=65_536, steps=Steps(4, 3, 5), **_T5,
         ),
+        Shape(
+            name="Retro-350M", layers=24, hidden=1024, heads=16, kv_heads=16, ffn=4096,
+            micro_tokens=16_384, steps=Steps(5, 3, 10), **_GPT2 | {"architecture": "retro"},
+        ),
         # For a trial on a CPU.
         Shape(
             name="tiny", architecture="llama", layers=2, hidden=64, heads=2, kv_heads=1, ffn=128,
@@ -160,6 +164,11 @@ SHAPES = {
             name="tiny-t5", architecture="t5", layers=1, hidden=64, heads=2, kv_heads=2,
             ffn=128, vocabulary=512, seq_length=32, decoder_length=16, micro_tokens=128,
             step_tokens=256, steps=Steps(1, 2, 1),
+        ),
+        Shape(
+            name="tiny-retro", architecture="retro", layers=2, hidden=64, heads=2, kv_heads=2,
+            ffn=128, vocabulary=512, seq_length=128, micro_tokens=256, step_tokens=512,
+            steps=Steps(1, 2, 1),
         ),
         Shape(
             name="tiny-qwen", architecture="qwen2", layers=1, hidden=64, heads=2, kv_heads=1,

@@ -17,7 +17,7 @@ from megatron.data.kinds.retro.hdf5 import array_shapes, read_array, write_array
 from megatron.util.processes import is_main_process
 from megatron.util.progress import progress_bar, say
 
-_SECONDS_BETWEEN_LINES = 30.0
+_SECONDS_BETWEEN_LINES = 15.0
 
 logger = logging.getLogger(__name__)
 
@@ -148,9 +148,10 @@ def _validate(
 def check_equal(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Compares the arrays of a file with others, bit for bit. ValueError, which names file and
     array, if they differ."""
-    for name in array_shapes(path).keys() | arrays.keys():
-        if name not in arrays:
-            raise differing(path, name)
+    names = array_shapes(path).keys()
+    for name in sorted(names ^ arrays.keys()):
+        raise differing(path, name)
+    for name in sorted(names):
         found, array = read_array(path, name), np.ascontiguousarray(arrays[name])
         same = found.dtype == array.dtype and found.shape == array.shape
         if not same or found.tobytes() != array.tobytes():

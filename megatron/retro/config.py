@@ -69,3 +69,7 @@ class RetroPreprocessConfig(EmbedderFlags, IndexFlags):
     out."""
     retro_query_num_neighbors_save: int = option(20, bounds=POSITIVE)
     """Of the others, how many are kept."""
+
+    retro_index_nfeats: int | None = option(None, note="the embedder says how wide vectors are")
+    output_bert_embeddings: bool = option(False, note="a BERT that embeds chunks always does this")
+    no_data_sharding: bool = option(False, note="processes share the work block by block")

@@ -1,7 +1,7 @@
 """The search for the chunks of a database that are nearest to others.
 
-Shape suffixes: N queries, M tokens of a query, D elements of a vector, Q chunks searched for, K
-neighbours.
+Shape suffixes: N queries, M tokens of a query, Q chunks searched for, K neighbours, D documents of
+a query's sample.
 """
 
 from __future__ import annotations
@@ -69,12 +69,16 @@ class Retriever:
         self, numbers_NQ: npt.NDArray[np.int64], documents: Sequence[Documents]
     ) -> npt.NDArray[np.bool_]:
         """Whether each chunk is of one of the documents of its row."""
-        keys_NQ = _keys(self.database.documents(numbers_NQ))
-        found = np.zeros(numbers_NQ.shape, bool)
-        for row, (keys_Q, own) in enumerate(zip(keys_NQ, documents, strict=True)):
-            if own:
-                found[row] = np.isin(keys_Q, _keys(np.array(list(own), np.int64)))
-        return found
+        most = max(map(len, documents), default=0)
+        own_ND = np.full((len(documents), most), -1, np.int64)
+        for own_D, row in zip(own_ND, documents, strict=True):
+            own_D[: len(row)] = [dataset << 32 | document for dataset, document in row]
+        pairs_NQ2 = self.database.documents(numbers_NQ)
+        keys_NQ = pairs_NQ2[..., 0] << 32 | pairs_NQ2[..., 1]  # both have 32 bits in a database
+        found_NQ = np.zeros(numbers_NQ.shape, bool)
+        for own_N in own_ND.T:
+            found_NQ |= keys_NQ == own_N[:, None]
+        return found_NQ
 
 
 def first_kept(
@@ -84,8 +88,3 @@ def first_kept(
     order_NK = np.argsort(dropped_NQ, axis=1, kind="stable")[:, :k]
     kept = ~np.take_along_axis(dropped_NQ, order_NK, axis=1)
     return np.where(kept, np.take_along_axis(numbers_NQ, order_NK, axis=1), -1)
-
-
-def _keys(documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """One number for each (dataset, document); both have 32 bits in a database."""
-    return documents[..., 0] << 32 | documents[..., 1]

@@ -38,6 +38,9 @@ RUN_OF_T5 = RUN.replace(
 )
 """The same for a T5, which has two lengths."""
 
+RUN_OF_RETRO = RUN.replace(" --lr-warmup-iters 1", "")
+"""The same for a Retro, whose length is that of its project, in samples."""
+
 MODEL = "--num-layers --hidden-size --num-attention-heads --seq-length".split()
 """Of these flags, those that a checkpoint says with --use-checkpoint-args."""
 
@@ -45,7 +48,7 @@ SMALLER = {
     "pretrain_gpt.py": RUN,
     "pretrain_bert.py": RUN,
     "pretrain_t5.py": RUN_OF_T5,
-    "pretrain_retro.py": RUN,
+    "pretrain_retro.py": RUN_OF_RETRO,
     "finetune.py": "--seq-length 192 --max-position-embeddings 192 --train-iters 2 "
     "--micro-batch-size 1 --global-batch-size 2 --eval-interval 2 --samples 1 --sample-tokens 4 "
     "--log-interval 1 --num-workers 0 --peak-tflops 1",
@@ -55,6 +58,8 @@ SMALLER = {
     "tools/show_batch.py": RUN,
     "tools/analyze_data.py": RUN,
     "tools/preprocess_data.py": "--workers 1",
+    "tools/retro/preprocess_data.py": "--seq-length 32 --retro-gpt-chunk-length 8 "
+    "--train-samples 16 --global-batch-size 4 --eval-interval 4 --eval-iters 1",
     "tools/train_tokenizer.py": "--vocab-size 300",
     "tools/generate.py": "--max-new-tokens 8",
     "tasks/main.py": "--num-workers 0 --peak-tflops 1 --log-interval 1",

@@ -30,6 +30,7 @@ _SERVE = ("serve", ("fastapi", "llguidance", "prometheus_client", "uvicorn"))
 EXTRAS = {
     "docs/guides/generation.md": _SERVE,
     "docs/guides/adapters.md": _SERVE,
+    "docs/guides/retro.md": ("retro", ("h5py",)),
     "examples_deepspeed/detxoify_lm/README.md": ("detoxify", ("profanity_check",)),
 }
 """Pages whose commands need an extra, and its packages; the page installs it."""
@@ -73,6 +74,7 @@ LONGEST = {
     "docs/guides/finetune.md",
     "examples_deepspeed/detxoify_lm/README.md",
     "docs/guides/preferences.md",
+    "docs/guides/retro.md",
 }
 """Pages whose commands take the longest; `make proof` runs them."""
 

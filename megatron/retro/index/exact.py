@@ -29,8 +29,8 @@ trained, metric, elements of all vectors."""
 _NAME, _UNUSED, _L2 = b"IxF2", 1 << 20, 1
 _QUERIES, _VECTORS = 1024, 16384
 """Compared at a time: 64 MiB of products."""
-_EXACT_ELEMENTS = 2**22
-"""Of candidates that are compared in float64 at a time."""
+_EXACT_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
+"""Of candidates that are compared in float64 at a time: on processors, as fit into a cache."""
 
 
 class ExactIndex:
@@ -94,7 +94,7 @@ class ExactIndex:
         return candidates.nearest(lambda numbers_C: self._tensor(self.vectors(numbers_C)))
 
     def _tensor(self, array: Vectors) -> Tensor:
-        # A copy: mapped files are read-only, and those of faiss not aligned.
+        # A copy: mapped files are read-only, and rows of faiss's are not aligned.
         return torch.from_numpy(np.array(array, np.float32, order="C")).to(self._device)
 
     def _blocks(self) -> Iterator[tuple[int, Vectors]]:
@@ -209,15 +209,15 @@ class _Candidates:
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """Numbers and squared distances of the k nearest of each query; ``take`` gives vectors by
         number."""
-        count, width = self._queries_QD.shape
-        runs = range(0, len(self._queries_C), max(1, _EXACT_ELEMENTS // width))
+        (count, width), device = self._queries_QD.shape, self._queries_QD.device
+        runs = range(0, len(self._queries_C), max(1, _EXACT_ELEMENTS[device.type] // width))
         numbers_C = self._numbers_C.cpu().numpy()
         distances = [torch.empty(0, dtype=torch.float64)]
         for start in runs:
             run = slice(start, start + runs.step)
-            vectors_CD = take(numbers_C[run]).double()
-            queries_CD = self._queries_QD[self._queries_C[run]].double()
-            distances.append((vectors_CD - queries_CD).square().sum(dim=1).cpu())
+            differences_CD = take(numbers_C[run]).double()
+            differences_CD -= self._queries_QD[self._queries_C[run]]
+            distances.append(differences_CD.square_().sum(dim=1).cpu())
         distances_C = torch.cat(distances).numpy()
         rows_C = self._queries_C.cpu().numpy()
         order_C = np.lexsort((numbers_C, distances_C, rows_C))

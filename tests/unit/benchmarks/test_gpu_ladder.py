@@ -6,6 +6,7 @@ import pytest
 from contestants.ours import flags_of
 from contestants.process import environment
 from contestants.registry import contestant, is_ours
+from contestants.report import shape_of
 from gpu_suite.ladder import (
     ABLATIONS,
     BASE,
@@ -22,6 +23,7 @@ from gpu_suite.ladder import (
 from gpu_suite.shapes import SHAPES, products, step_flops
 from gpu_suite.training import CannotFit, Room, halved, predicted
 
+from megatron.families import family_of
 from megatron.training.run import parse_run
 
 WORK = cells("full")
@@ -70,13 +72,14 @@ def test_flops_of_llmqs_shapes_are_counted_as_llmq_counts(name, tokens_per_secon
 
 
 def test_parameters_of_the_shapes():
-    """They are what they are called, within 7 %; LLMQ's as in Qwen2.5's model cards."""
+    """They are what they are called, within 7 %; LLMQ's as in Qwen2.5's model cards, a Retro as
+    the GPT in it."""
     published = {"Qwen2.5-1.5B": 1.54e9, "Qwen2.5-3B": 3.09e9, "Qwen2.5-7B": 7.62e9}
     for name in dict.fromkeys(cell.shape for cell in TRAINED):
         setting = SHAPES[name].setting()
         linear = products(setting)
         head = math.prod(linear.pop("head"))
-        tied = setting.architecture in ("gpt2", "bert", "t5") or setting.tied
+        tied = setting.architecture in ("gpt2", "bert", "t5", "retro") or setting.tied
         block = sum(map(math.prod, linear.values()))
         if setting.decoder_length:  # a decoder's block has another attention
             block += block + linear["qkv"][0] * linear["qkv"][1] + math.prod(linear["proj"])
@@ -98,6 +101,16 @@ def test_flags_are_the_shapes():
     tiny = parse_run(None, flags_of(SHAPES["tiny-qwen"].setting(), 1)).config.model
     biases = [name for name, _ in build_model(tiny).canonical_parameters() if "bias" in name]
     assert biases == ["layers.0.attention.qkv.bias"]
+
+
+def test_a_retro_is_counted_as_it_is_built():
+    setting = SHAPES["Retro-350M"].setting()
+    model = parse_run(None, flags_of(setting, 1), "retro").config.model
+    model = model.with_vocabulary(setting.vocab_size)
+    ours, theirs = family_of("retro").shape(model), shape_of(setting)
+    for causal in (False, True):
+        assert ours.flops_per_step(1, causal=causal) == theirs.flops_per_step(1, causal=causal)
+    assert step_flops(setting) > 1.4 * step_flops(SHAPES["350M"].setting())
 
 
 def test_the_trainer_knows_the_flags():

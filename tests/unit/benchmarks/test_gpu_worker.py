@@ -214,7 +214,9 @@ def test_a_trial_that_is_killed_resumed_and_merged(tmp_path, capsys):
     assert gpu.main(["--merge", str(bundle)]) == 0
     table = capsys.readouterr().out
     assert read_bundle(bundle)["main-tiny-bf16"] == done["main-tiny-bf16"]
-    rows = {line.split(" | ")[2]: line for line in table.splitlines() if line.startswith("| tiny")}
+    rows = {
+        line.split(" | ")[2]: line for line in table.splitlines() if line.startswith("| tiny |")
+    }
     for variant in ("bf16", "fp8", "all of it", "attention eager", "plain PyTorch"):
         assert "| 6.24" in rows[variant], rows  # a loss of log(512), so that it was measured
     assert "unknown flag" in rows["a flag of another version"]
@@ -224,6 +226,8 @@ def test_a_trial_that_is_killed_resumed_and_merged(tmp_path, capsys):
         assert len(of_shape) == 4, table
         loss = "6.9" if shape == "bert" else "6.2"  # and log(2) of the second head
         assert sum(f"| {loss}" in line for line in of_shape) == 3, of_shape
+    (of_retro,) = (line for line in table.splitlines() if line.startswith("| tiny-retro "))
+    assert "| 6.2" in of_retro
     assert "2 steps of rank 0" in table and "pretrain_gpt.py --num-layers 2" in table
 
 

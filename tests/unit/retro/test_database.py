@@ -2,7 +2,6 @@
 layout, and what happens to a project that is stopped, damaged or changed."""
 
 import json
-import math
 import os
 import resource
 import subprocess
@@ -13,7 +12,7 @@ import pytest
 import upstream_retro as upstream
 
 from megatron.data.indexed import IndexedDatasetWriter
-from megatron.data.kinds.retro.hdf5 import read_array, write_arrays
+from megatron.data.kinds.retro.hdf5 import array_shapes, read_array, write_arrays
 from megatron.data.kinds.retro.project import RetroProject
 from megatron.retro.command import run_preprocessing
 
@@ -226,17 +225,11 @@ def test_validation_finds_a_changed_bit(prefixes, tmp_path, file, capsys):
     assert "all equal" in capsys.readouterr().out
     path = project.database_folder / f"{file}.hdf5"
     name = "chunks_valid" if "individual" in file else "chunks"
-    arrays = {n: read_array(path, n).copy() for n in (name, *_others(path, name))}
+    arrays = {n: read_array(path, n).copy() for n in array_shapes(path)}
     arrays[name][-1, -1] ^= 1
     write_arrays(path, arrays)
     with pytest.raises(ValueError, match=rf"{path.name}: {name} is not what this run computes"):
         build(tmp_path, "--retro-task-validate", "1")
-
-
-def _others(path, name):
-    from megatron.data.kinds.retro.hdf5 import array_shapes
-
-    return array_shapes(path).keys() - {name}
 
 
 @pytest.mark.parametrize(
@@ -334,20 +327,3 @@ def test_two_processes_write_the_same_files(project, prefixes, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert files_of(tmp_path) == files_of(project.folder)
-
-
-def test_names_of_blocks():
-    """As many digits as upstream: ceil(log10 n) + 1."""
-    from pathlib import Path
-
-    from megatron.retro.blocks import blocks_of
-
-    for count in (1, 2, 9, 10, 11, 99, 100, 101, 100_000):
-        blocks = blocks_of(Path("x"), count, 7)
-        digits = math.ceil(math.log10(count)) + 1
-        assert [b.start for b in blocks] == list(range(0, count, 7))
-        assert blocks[-1].stop == count
-        for block in blocks:
-            start, stop = block.path.stem.split("-")
-            assert (int(start), int(stop)) == (block.start, block.stop)
-            assert len(start) == max(digits, len(str(block.start)))

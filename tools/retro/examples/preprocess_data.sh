@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes database, index and neighbours of a Retro project, or the stages in RETRO_TASKS. The same
-# command goes on where it was stopped. The settings are those of get_preprocess_cmd.sh:
+# command continues where it was stopped. The settings are those of get_preprocess_cmd.sh:
 #
 #     DATA_PATH=data/corpus_text_document VOCAB_FILE=gpt2-vocab.json MERGE_FILE=gpt2-merges.txt \
 #         tools/retro/examples/preprocess_data.sh [FLAG ...]
