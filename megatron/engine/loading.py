@@ -216,8 +216,8 @@ def _added_parts(engine: ModelEngine, source: Source) -> tuple[str, ...]:
     layers = dict.fromkeys(".".join(name.split(".")[:2]) for name in fresh)
     source.notes = (
         *source.notes,
-        f"{source.folder} contains a model of the family {source.model.family}: initialised what "
-        f"{model.family} adds in {', '.join(layers)}",
+        f"a model of the family {source.model.family}: initialised what {model.family} adds in "
+        f"{', '.join(layers)}",
     )
     return fresh
 

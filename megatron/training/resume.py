@@ -264,8 +264,10 @@ def with_checkpoint(settings: Settings) -> Settings:
                 "--num-layers"
             )
         return settings
-    if arguments and "family" in settings:
-        _check_family(origin, settings["family"].value)
+    family = settings["family"].value if "family" in settings else None
+    if arguments and family and origin.found.family not in family_of(family).starts_from:
+        # Else the values taken over can decide which of the two is trained; `locate` checks it.
+        _check_family(origin, family)
     source = origin.found.open(verify=False)
     if arguments:
         settings = _arguments(source) | settings

@@ -117,6 +117,18 @@ def test_with_a_closed_gate_it_is_the_gpt(pool, saved):
     np.testing.assert_allclose(ajar[0], gpt[0], rtol=1e-3)
 
 
+def test_without_a_retriever_the_program_continues_a_gpt(saved):
+    """With the values of its checkpoint, in which there is none."""
+    argv = [*GPT, "--load", str(saved), "--use-checkpoint-args"]
+    run = parse_run(None, argv, "retro")
+    assert run.config.model.family == "gpt"
+    origin = resume.locate(run.config)
+    assert origin is not None and origin.continues
+    retro = [*argv, "--retro-add-retriever", "--retro-gpt-chunk-length", "4"]
+    with pytest.raises(CheckpointError, match="--finetune --no-load-optim starts a retro from"):
+        resume.locate(parse_run(None, retro, "retro").config)
+
+
 def test_what_is_refused(saved):
     load = ["--load", str(saved)]
     with pytest.raises(CheckpointError, match="--finetune --no-load-optim starts a retro from its"):
