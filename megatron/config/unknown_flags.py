@@ -222,6 +222,12 @@ REFUSED = {
         "tools/run_text_generation_server.py serves a model and tools/generate.py writes texts, "
         "with flags of their own"
     ),
+    "--bert-embedder-type --bert-load --output-bert-embeddings": (
+        "tools/retro/preprocess_data.py embeds the chunks of a database with a BERT"
+    ),
+    "--retro-fix-sub-epoch --retro-split-constraint": (
+        "the samples of --retro-project-dir are those of a GPT with its --retro-gpt-split"
+    ),
     "--rl-* --no-rl-* --grpo-* --langrl-* --perform-rl-step --refit-method": (
         "there is no reinforcement learning; --sft trains on instructions"
     ),
@@ -251,9 +257,9 @@ OWN_FLAGS = {
     "tools/check_parity.py": "--layouts",
     "tools/plan.py": "--gpus --gpus-per-node --gpu-memory --inter-node-bandwidth",
     "tools/show_batch.py": "--world-size",
-    "tools/retro/preprocess_data.py": """--retro-tasks --retro-task-validate --bert-embedder-type
-        --bert-load --output-bert-embeddings --retro-bert-vocab-file --retro-bert-tokenizer-type
-        --retro-index-str --retro-index-type --retro-index-ntrain""",
+    "tools/retro/preprocess_data.py": """--retro-tasks --retro-task-validate --retro-index-str
+        --retro-index-type --retro-index-ntrain --retro-bert-vocab-file
+        --retro-bert-tokenizer-type""",
     "tasks/main.py": "--task --overlapping-eval --strict-lambada --all-iterations",
     "scripts/run_gpt2_eval.py": "--model-path --cloze-eval --webtext-eval --load-openai",
 }
