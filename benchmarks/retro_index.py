@@ -28,7 +28,7 @@ from megatron.retro.index import build_index  # noqa: E402
 from megatron.retro.index.config import IndexFlags  # noqa: E402
 from megatron.retro.index.exact import ExactIndex  # noqa: E402
 from megatron.retro.index.files import existing_files  # noqa: E402
-from megatron.retro.index.recall import RECALL_AT, recall_at, without_own  # noqa: E402
+from megatron.retro.index.recall import RECALL_AT, SEARCHED, nearest_others, recall_at, without_own  # noqa: E402
 from megatron.retro.index.strings import index_parts  # noqa: E402
 
 HEADER = ["index", "clusters searched", "recall at 2", "at 20", "bytes a chunk", "learn s",
@@ -39,7 +39,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--retro-project-dir", type=Path, required=True)
     arguments.add_argument("--index", nargs="+", metavar="STRING", default=[
-        "IVF512,Flat", "IVF1024_HNSW32,Flat", "OPQ32_128,IVF1024_HNSW32,PQ32"])  # fmt: skip
+        "IVF512,Flat", "IVF1024_HNSW32,Flat", "OPQ32_64,IVF1024_HNSW32,PQ32x6"])  # fmt: skip
     arguments.add_argument("--probes", type=int, nargs="+", default=[8, 32, 128])
     arguments.add_argument("--queries", type=int, default=1000)
     given = arguments.parse_args()
@@ -52,10 +52,9 @@ def main() -> None:
     count = len(exact)
     chunks_Q = np.arange(min(given.queries, count)) * count // min(given.queries, count)
     queries_QD, vectors_ND = exact.vectors(chunks_Q), exact.vectors(np.arange(count))
-    searched = max(RECALL_AT) + 1
 
     start = time.process_time()
-    nearest_QK = without_own(chunks_Q, exact.search(queries_QD, searched)[0])
+    nearest = nearest_others(chunks_Q, *exact.search(queries_QD, SEARCHED))
     rows = [HEADER, row("Flat", "", (1.0, 1.0), files.added.stat().st_size / count, 0.0, 0.0,
                         (time.process_time() - start) / len(chunks_Q))]  # fmt: skip
     for text in given.index:
@@ -72,9 +71,9 @@ def main() -> None:
                 index = build_index(more, count, exact.width)
                 index.load(file)
                 start = time.process_time()
-                found_QK = without_own(chunks_Q, index.search(queries_QD, searched)[0])
+                found_QK, _ = index.search(queries_QD, max(RECALL_AT) + 1)
                 spent = (time.process_time() - start) / len(chunks_Q)
-                recall = recall_at(nearest_QK, found_QK)
+                recall = recall_at(*nearest, without_own(chunks_Q, found_QK))
                 clusters = f"{parts.probes(more)} of {parts.clusters}"
                 size = file.stat().st_size / count
                 rows.append(row(text, clusters, tuple(recall.values()), size, learned,

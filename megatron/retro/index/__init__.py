@@ -6,10 +6,9 @@ import dataclasses
 import json
 from pathlib import Path
 
-import torch
-
 from megatron.config import ConfigError
 from megatron.data.kinds.retro.project import RetroProject
+from megatron.engine.environment import training_device
 from megatron.retro.embedding import Embedder
 from megatron.retro.index.approximate import FaissIndex
 from megatron.retro.index.config import IndexFlags
@@ -26,7 +25,7 @@ def build_index(flags: IndexFlags, count: int, width: int) -> VectorIndex:
     known, does not fit the width, or needs faiss where that is not installed."""
     parts = index_parts(flags, count, width)
     if parts.is_exact:
-        return ExactIndex(width, "cuda" if torch.cuda.is_available() else "cpu")
+        return ExactIndex(width, training_device())
     return FaissIndex(parts, parts.probes(flags), flags.retro_query_ef_search)
 
 

@@ -28,7 +28,7 @@ from megatron.retro.preprocessing import Preprocessing
 from megatron.retro.vectors import chunk_vectors
 from megatron.util.digests import sha256_of_file
 from megatron.util.processes import is_main_process
-from megatron.util.progress import say
+from megatron.util.progress import progress_bar, say
 
 
 def add_to_index(work: Preprocessing) -> None:
@@ -104,7 +104,7 @@ class _Adding:
     def _finish(self) -> None:
         """Adds the blocks to the index, and measures how much it finds."""
         files, index = self._files, self._empty
-        for block in self._blocks:
+        for block in progress_bar("index-add: adding", self._blocks, unit=" blocks"):
             data = read_array(block.path, DATA)
             if files.type == INDEX_TYPES[0]:
                 index.add_codes(data)

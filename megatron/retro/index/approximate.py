@@ -17,6 +17,9 @@ from megatron.retro.index.strings import IndexParts
 from megatron.retro.index.vector_index import Vectors
 from megatron.util.files import replacing, sync_path
 
+_QUIET_COMPARISONS = 10**9
+"""Of vectors and clusters in a step of learning. Of more, faiss prints steps and their times."""
+
 
 class FaissIndex:
     """An index of faiss. With one thread (OMP_NUM_THREADS=1) equal vectors give equal files."""
@@ -47,7 +50,9 @@ class FaissIndex:
             codes = self._faiss.ProductQuantizer(rotation.d_out, rotation.M, self._parts.code_bits)
             rotation.pq = codes
             learners.append(codes.cp)
+        slow = len(vectors_ND) * self._parts.learned_entries > _QUIET_COMPARISONS
         for learner in learners:
+            learner.verbose = slow
             learner.min_points_per_centroid = 1  # faiss would warn once for each of its steps
         if self._parts.clusters is None and self._parts.code_parts is not None:
             inner.do_polysemous_training = False  # an order of the codes that no search here uses

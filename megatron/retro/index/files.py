@@ -99,7 +99,7 @@ def begin_blocks(folder: Path, made_of: dict[str, Any]) -> None:
     path, made_of = folder / "made_of.json", json.loads(json.dumps(made_of))
     if not path.is_file() or json.loads(path.read_text(encoding="utf-8")) != made_of:
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         write_json(path, made_of)
 
 

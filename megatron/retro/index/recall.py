@@ -26,6 +26,8 @@ from megatron.retro.vectors import chunk_vectors
 
 RECALL_AT = (2, 20)
 """What a model reads, and what the stage of neighbours keeps."""
+SEARCHED = 4 * max(RECALL_AT)
+"""Exact neighbours that are kept, so that those at equal distances are known, too."""
 _NEAREST, _DISTANCES = "nearest", "nearest_distances"
 
 
@@ -52,7 +54,7 @@ class RecallSample:
         the block's file."""
         index = ExactIndex(vectors_ND.shape[1])
         index.add(vectors_ND)
-        numbers_QK, distances_QK = index.search(self._vectors_QD, max(RECALL_AT) + 1)
+        numbers_QK, distances_QK = index.search(self._vectors_QD, SEARCHED)
         numbers_QK[numbers_QK >= 0] += first
         return {_NEAREST: numbers_QK, _DISTANCES: distances_QK}
 
@@ -61,11 +63,22 @@ class RecallSample:
         :data:`RECALL_AT`."""
         numbers = np.concatenate([read_array(path, _NEAREST) for path in blocks], axis=1)
         distances = np.concatenate([read_array(path, _DISTANCES) for path in blocks], axis=1)
-        distances[numbers < 0] = np.inf
-        order = np.lexsort((numbers, distances))
-        exact_QK = without_own(self.chunks_Q, np.take_along_axis(numbers, order, axis=1))
-        found, _ = index.search(self._vectors_QD, max(RECALL_AT) + 1)
-        return recall_at(exact_QK, without_own(self.chunks_Q, found))
+        exact_QN, distances_QN = nearest_others(self.chunks_Q, numbers, distances)
+        found_QK, _ = index.search(self._vectors_QD, max(RECALL_AT) + 1)
+        return recall_at(exact_QN, distances_QN, without_own(self.chunks_Q, found_QK))
+
+
+def nearest_others(
+    chunks_Q: npt.NDArray[np.int64],
+    numbers_QN: npt.NDArray[np.int64],
+    distances_QN: npt.NDArray[np.float32],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """The nearest of each row, in their order, without the chunk that is searched for: -1 at the
+    end of its row instead."""
+    numbers_QN = np.where(numbers_QN == chunks_Q[:, None], -1, numbers_QN)
+    distances_QN = np.where(numbers_QN < 0, np.float32(np.inf), distances_QN)
+    order = np.lexsort((numbers_QN, distances_QN))[:, :SEARCHED]
+    return np.take_along_axis(numbers_QN, order, 1), np.take_along_axis(distances_QN, order, 1)
 
 
 def without_own(
@@ -76,13 +89,18 @@ def without_own(
     return np.take_along_axis(numbers_QN, order[:, : max(RECALL_AT)], axis=1)
 
 
-def recall_at(exact_QK: npt.NDArray[np.int64], found_QK: npt.NDArray[np.int64]) -> dict[int, float]:
-    """The share of the first k of each row that are among the first k of the other one, for each k
-    of :data:`RECALL_AT`; -1 is no neighbour."""
+def recall_at(
+    exact_QN: npt.NDArray[np.int64],
+    distances_QN: npt.NDArray[np.float32],
+    found_QK: npt.NDArray[np.int64],
+) -> dict[int, float]:
+    """The share of the k nearest that are among the first k found, for each k of
+    :data:`RECALL_AT`. One at the same distance as the k-th is as good; -1 is no neighbour."""
     shares = {}
     for k in RECALL_AT:
-        exact_QK1, found_Q1K = exact_QK[:, :k, None], found_QK[:, None, :k]
-        known = exact_QK1[..., 0] >= 0
-        hits = (exact_QK1 == found_Q1K).any(-1) & known
-        shares[k] = float(hits.sum() / max(known.sum(), 1))
+        last_Q1 = distances_QN[:, min(k, exact_QN.shape[1]) - 1, None]
+        near_QN = (exact_QN >= 0) & (distances_QN <= last_Q1)
+        hits_QKN = (found_QK[:, :k, None] == exact_QN[:, None]) & near_QN[:, None]
+        wanted = np.minimum((exact_QN >= 0).sum(1), k).sum()
+        shares[k] = float(hits_QKN.sum() / max(wanted, 1))
     return shares

@@ -26,7 +26,7 @@ from megatron.retro.vectors import chunk_vectors
 from megatron.util.digests import digest
 from megatron.util.files import replacing, sync
 from megatron.util.processes import is_main_process
-from megatron.util.progress import say
+from megatron.util.progress import progress_bar, say
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +124,6 @@ def _merge(path: Path, blocks: Sequence[FileBlock], width: int) -> None:
     if path.is_file() and os.path.getsize(path) == size:
         return
     with replacing(path) as part, part.open("xb") as file:
-        for block in blocks:
+        for block in progress_bar("index-train: merging", blocks, unit=" blocks"):
             file.write(np.ascontiguousarray(read_array(block.path, DATA), np.float32).data)
         sync(file)

@@ -58,7 +58,12 @@ def test_codes_add_what_vectors_add(text, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text, least", [("IVF16,Flat", 1), ("IVF16_HNSW8,Flat", 1), ("OPQ4,IVF16,PQ8x5", 0.4)]
+    "text, least",
+    [
+        ("IVF16,Flat", 1),
+        ("IVF16_HNSW8,Flat", 1),
+        pytest.param("OPQ4,IVF16,PQ8x5", 0.4, marks=pytest.mark.proof),
+    ],
 )
 def test_what_is_found_in_all_clusters(text, least):
     """Without codes the exact neighbours, with them most."""

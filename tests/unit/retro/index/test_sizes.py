@@ -18,9 +18,9 @@ WIDTH, COUNT = 32, 3000
         "Flat",
         "IVF256,Flat",
         "IVF512_HNSW32,Flat",
-        "IVF500_HNSW4,Flat",
+        pytest.param("IVF500_HNSW4,Flat", marks=pytest.mark.proof),
         "IVF64,PQ8x4",
-        "OPQ4_16,IVF128_HNSW16,PQ8x3",
+        pytest.param("OPQ4_16,IVF128_HNSW16,PQ8x3", marks=pytest.mark.proof),
     ],
 )
 def test_files_are_as_large_as_estimated(text, tmp_path):
