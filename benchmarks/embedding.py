@@ -100,6 +100,10 @@ def read_chunks(path: Path, count: int) -> list[str]:
     raise ConfigError(f"--input {path} has {len(chunks)} chunks, fewer than --chunks {count}")
 
 
+def _shown(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.2f}"
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     (config,) = parse_configs((EmbeddingSpeedConfig,), argv, description=__doc__)
     if config.encoder is None or config.input is None:
@@ -121,7 +125,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, each in seconds.items():
         rates = sorted(len(chunks) / s for s in each)
         median = statistics.median(rates)
-        print(f"| {name} | {median:,.0f} | {rates[0]:,.0f} to {rates[-1]:,.0f} |", flush=True)
+        low, middle, high = (_shown(rate) for rate in (rates[0], median, rates[-1]))
+        print(f"| {name} | {middle} | {low} to {high} |", flush=True)
     for name in [name for name in found if name.startswith(PEER)]:
         own = vectors[name.replace(PEER, "huggingface")]
         difference = float(np.abs(own - vectors[name]).max())

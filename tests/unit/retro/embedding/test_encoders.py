@@ -12,6 +12,7 @@ from small_encoders import POSITIONS, TEXTS, WIDTH, states_alone, write_encoder
 
 from megatron.checkpoint.source import open_checkpoint
 from megatron.config import ConfigError, Setting
+from megatron.engine import loading
 from megatron.formats.conversion.commands import import_hf
 from megatron.formats.legacy_megatron.writer import write_megatron
 from megatron.retro.embedding import build_embedder
@@ -77,6 +78,13 @@ def test_pre_norm_models(tmp_path):
     for kind in ("megatron", "huggingface"):
         embedder = build_embedder(EmbedderFlags(bert_load=str(folder), bert_embedder_type=kind))
         np.testing.assert_allclose(embedder.embed(TEXTS), expected(folder), rtol=1e-6, atol=1e-6)
+
+
+def test_a_process_embeds_alone(encoder, monkeypatch):
+    """Beside a run of several processes the others need not load the model, too."""
+    monkeypatch.setattr(loading, "any_rank", lambda *args: pytest.fail("it asks other ranks"))
+    embedder = build_embedder(EmbedderFlags(bert_load=str(encoder)))
+    assert np.isfinite(embedder.embed(TEXTS)).all()
 
 
 @pytest.mark.parametrize("name", ["transformers", "read as ours"])
