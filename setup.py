@@ -97,6 +97,7 @@ COMMANDS = [
     "megatron-train-tokenizer = megatron.tools.train_tokenizer:main",
     "megatron-preprocess-data = megatron.tools.preprocess_data:main",
     "megatron-preprocess-retro = megatron.tools.retro.preprocess_data:main",
+    "megatron-evaluate-retro = megatron.tools.retro.evaluate:main",
     "megatron-merge-datasets = megatron.tools.merge_datasets:main",
     "megatron-inspect-index = megatron.tools.inspect_index:main",
     "megatron-verify-data = megatron.tools.verify_data:main",

@@ -3,6 +3,7 @@
 
     python benchmarks/dataloader.py
     python benchmarks/dataloader.py --layers 4 --hidden-size 256 --rounds 9 --json out.json
+    python benchmarks/dataloader.py --retro --json retro.json
 
 Steps: one trainer takes the same steps on --mock-data and on a real .bin/.idx by turns, in blocks
 of steps in another order every round, with the loader's processes running. Shown are wall seconds,
@@ -14,6 +15,9 @@ than their noise, which is shown too.
 Loader: samples per second that the dataset gives in one process, and that a loader gives with
 several, at the sequence length given; the file (made up, one lognormal length per document) is in
 the page cache.
+
+With --retro the model is a Retro, and the samples have neighbours: the real ones of a database of
+the whole file, drawn at random, which no cache helps to read.
 """
 
 import argparse
@@ -39,11 +43,15 @@ from megatron.data.gpt_batch import GPTCollator
 from megatron.data.gpt_dataset import GPTRecipe, MockGPTDataset
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron.data.kinds.retro.hdf5 import write_arrays
 from megatron.data.loader import MicroBatches
+from megatron.data.samples import SampleDataset
 from megatron.engine.environment import distributed
 from megatron.training.run import build_trainer, parse_run, run_data
 
 VOCABULARY = 8_191
+CHUNK = 64
+"""Tokens of a chunk that has neighbours."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -57,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "options": vars(options),
             "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python "
             f"{platform.python_version()}, torch {torch.__version__}",
-            "loader": loader_alone(prefix, options),
+            "loader": loader_alone(*whole_samples(prefix, options), options),
             "steps": steps(prefix, options),
         }
     print(report(found))
@@ -74,6 +82,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--seq-length", type=int, default=512)
     result.add_argument("--micro-batch-size", type=int, default=4)
     result.add_argument("--num-workers", type=int, default=2)
+    result.add_argument("--retro", action="store_true", help="samples with neighbours")
     result.add_argument("--threads", type=int, default=1, help="of the training process")
     result.add_argument("--block", type=int, default=5, help="steps of a block")
     result.add_argument("--rounds", type=int, default=7)
@@ -98,21 +107,72 @@ def make_corpus(prefix: Path, tokens: int, mean: float) -> None:
             tokens -= len(ids)
 
 
-def loader_alone(prefix: Path, options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Samples per second, wall and CPU, by number of workers."""
+def make_project(
+    folder: Path, prefix: Path, seq_length: int, samples: int, batch_size: int
+) -> Path:
+    """A Retro project of the whole corpus; its neighbours are random chunks of the database."""
+    documents, rng = IndexedDataset(prefix), np.random.default_rng(3)
+    counts = -(-documents.sequence_lengths.astype(np.int64) // CHUNK)
+    document = np.repeat(np.arange(len(counts)), counts)
+    first = np.cumsum(counts) - counts
+    start = (np.arange(len(document)) - first[document]) * CHUNK
+    stop = np.minimum(start + CHUNK, documents.sequence_lengths[document])
+    table = np.column_stack([np.zeros_like(document), document, start, stop, stop - start])
+    rows = samples * seq_length // CHUNK
+    database, query = folder / "db" / "merged", folder / "query" / "train_random"
+    for made in (database, query):
+        made.mkdir(parents=True)
+    write_arrays(database / "train.hdf5", {"chunks": table.astype(np.uint32)})
+    (folder / "db" / "indexed_dataset_infos.json").write_text(json.dumps([{"prefix": str(prefix)}]))
+    neighbors = rng.integers(0, len(table), (rows, 20))
+    write_arrays(query / f"{0:09d}-{rows:09d}.hdf5", {"neighbors": neighbors})
+    settings = {
+        "data_path": [str(prefix)],
+        "split": "1,0,0",
+        "tokenizer_type": "NullTokenizer",
+        "vocab_size": VOCABULARY,
+        "seq_length": seq_length,
+        "seed": 1234,
+        "train_samples": samples,
+        "global_batch_size": batch_size,
+        "eval_interval": samples,
+        "eval_iters": 0,
+        "chunk_length": CHUNK,
+    }
+    config = {f"retro_gpt_{name}": value for name, value in settings.items()}
+    config["retro_neighbor_dirs"] = {"train": str(query.relative_to(folder))}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def whole_samples(prefix: Path, options: argparse.Namespace) -> tuple[Any, Any]:
+    """The dataset that the loader reads by itself, and its collator."""
     s = options.loader_seq_length
+    if options.retro:
+        project = make_project(prefix.parent / "alone", prefix, s, options.samples, 4)
+        flags = (
+            "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --micro-batch-size 4 --lr 1 "
+        )
+        flags += f"--lr 1 --max-position-embeddings {s} --data-cache-path {prefix.parent} "
+        flags += f"--model-family retro --retro-project-dir {project}"
+        data = run_data(parse_run(None, flags.split()))
+        return data.datasets.train, data.collate
     documents = IndexedDataset(prefix)
-    recipe = GPTRecipe(s, 1234)
-    dataset = recipe.build(
-        documents, range(len(documents)), options.samples, "train", IndexCache(prefix.parent)
-    )
+    recipe, cache = GPTRecipe(s, 1234), IndexCache(prefix.parent)
+    dataset = recipe.build(documents, range(len(documents)), options.samples, "train", cache)
+    return dataset, GPTCollator(None, False, False, False)
+
+
+def loader_alone(
+    dataset: SampleDataset[Any], collate: Any, options: argparse.Namespace
+) -> dict[str, dict[str, float]]:
+    """Samples per second, wall and CPU, by number of workers."""
     found = {}
     began = time.perf_counter(), time.process_time()
     for index in range(options.samples):
         dataset[index]
     wall, cpu = time.perf_counter() - began[0], time.process_time() - began[1]
     found["dataset"] = {"wall": options.samples / wall, "cpu": options.samples / cpu}
-    collate = GPTCollator(None, False, False, False)
     for workers in map(int, options.loader_workers.split(",")):
         batches = MicroBatches(dataset, collate, micro_batch_size=4, num_workers=workers)
         next(batches)
@@ -151,18 +211,30 @@ class Stream:
 
 def steps(prefix: Path, options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     """Wall seconds, CPU seconds of the training process and seconds of waiting, by block."""
+    iterations = 2 * (options.rounds + 1) * options.block + 1
     flags = (
         f"--num-layers {options.layers} --hidden-size {options.hidden_size} "
-        f"--num-attention-heads 4 --seq-length {options.seq_length} --zero-stage 1 "
-        f"--micro-batch-size {options.micro_batch_size} "
-        f"--global-batch-size {options.micro_batch_size} --lr 1e-4 --tokenizer-type NullTokenizer "
-        f"--vocab-size {VOCABULARY} --num-workers {options.num_workers} --eval-iters 0 "
-        f"--train-iters {2 * (options.rounds + 1) * options.block + 1} --peak-tflops 1 "
+        f"--num-attention-heads 4 --zero-stage 1 --micro-batch-size {options.micro_batch_size} "
+        f"--lr 1e-4 --num-workers {options.num_workers} --peak-tflops 1 "
+    )
+    sizes = (
+        f"--seq-length {options.seq_length} --global-batch-size {options.micro_batch_size} "
+        f"--tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --train-iters {iterations} "
+        "--eval-iters 0 "
     )
     sources = {
-        "mock": f"{flags} --mock-data",
-        "real": f"{flags} --data-path {prefix} --split 1,0,0 --data-cache-path {prefix.parent}",
+        "mock": f"{flags} {sizes} --mock-data",
+        "real": f"{flags} {sizes} --data-path {prefix} --split 1,0,0",
     }
+    if options.retro:
+        samples = iterations * options.micro_batch_size
+        project = make_project(
+            prefix.parent / "steps", prefix, options.seq_length, samples, options.micro_batch_size
+        )
+        flags += f"--model-family retro --max-position-embeddings {options.seq_length}"
+        sources["mock"] = f"{flags} {sizes} --mock-data"
+        sources["real"] = f"{flags} --retro-project-dir {project}"
+    sources["real"] += f" --data-cache-path {prefix.parent}"
     run = parse_run(None, sources["real"].split())
     found: dict[str, dict[str, list[float]]] = {
         name: {"wall": [], "cpu": [], "waited": []} for name in sources

@@ -6,7 +6,8 @@
 It makes up corpora of random words in bytes, in documents of 640 tokens, and runs two stages of
 each, each in a process of its own:
 
-- db-build as a user starts it: chunks, lengths in the embedder's tokens, merged files;
+- db-build as a user starts it, in blocks of 10,000 documents: chunks, lengths in the embedder's
+  tokens, merged files;
 - query-neighbors with an index that answers at once: the samples, their texts, the documents of
   what was found, files. It runs ``--blocks`` blocks of 100,000 chunks, evenly spaced over all. The
   search itself is not in it: its time and memory are those of the index.
@@ -34,6 +35,8 @@ import numpy as np
 import numpy.typing as npt
 
 CHUNK, SEQ_LENGTH, DOCUMENT = 64, 512, 640
+DOCUMENTS_OF_A_BLOCK = 10_000
+"""So that a million chunks are ten blocks."""
 EOD = 258
 """Of ByteLevelTokenizer."""
 BILLION = 10**9
@@ -50,9 +53,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows.append(measure_corpus(folder, chunks, options.blocks))
         finally:
             shutil.rmtree(folder)
+        if options.json:
+            Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
     print(report(rows))
-    if options.json:
-        Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -74,7 +77,7 @@ def measure_corpus(folder: Path, chunks: int, blocks: int) -> dict[str, Any]:
         f"--retro-project-dir {project} --retro-tasks db-build --data-path {folder / 'corpus'} "
         f"--split 100,0,0 --seq-length {SEQ_LENGTH} --train-samples {samples} --eval-iters 0 "
         "--global-batch-size 1 --tokenizer-type ByteLevelTokenizer --bert-embedder-type hashing "
-        f"--retro-gpt-chunk-length {CHUNK}"
+        f"--retro-gpt-chunk-length {CHUNK} --retro-doc-block-size {DOCUMENTS_OF_A_BLOCK}"
     ).split()
     return {
         "chunks": chunks,

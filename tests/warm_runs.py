@@ -81,6 +81,8 @@ def kill(processes: Sequence[int]) -> None:
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # just forked, not yet a group
+            os.kill(process, signal.SIGKILL)
     wait(processes, lambda: not alive(processes))
 
 

@@ -40,7 +40,7 @@ from megatron.config import (
 from megatron.config.adapters import AdapterConfig
 from megatron.config.engine import FastPathsConfig
 from megatron.config.flags import POSITIVE, ConfigResolver, build, option
-from megatron.families import family_of
+from megatron.families import family_of, refuse_unused
 from megatron.planning.parameters import adapter_parameters, model_parameters
 from megatron.planning.published import published_tables
 from megatron.planning.search import Plan, Workload, estimate, fewest_gpus, fitting, search
@@ -133,7 +133,9 @@ def workload_of(config: PlanConfig, settings: Settings) -> Workload:
     known = {name: s for name, s in settings.items() if name not in PlanConfig.__annotations__}
     known |= {name: Setting(value, "planner") for name, value in stand_ins.items()}
     family = known["family"].value if "family" in known else ModelConfig.family
-    run = resolve(family_of(family).complete_settings(known), world_size=1).config
+    planned = family_of(family)
+    refuse_unused(known, planned)
+    run = resolve(planned.complete_settings(known), world_size=1).config
     precision = "fp16" if run.precision.fp16 else "bf16" if run.precision.bf16 else "fp32"
     assert config.vocab_size and config.global_batch_size
     return Workload(

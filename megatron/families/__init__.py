@@ -11,7 +11,7 @@ import pkgutil
 from functools import cache
 from importlib import import_module
 
-from megatron.config import ConfigError, ModelConfig, ParallelConfig
+from megatron.config import ConfigError, ModelConfig, ParallelConfig, Settings
 from megatron.families.family import BlockLengths, Family, GenerationSpec, NeighborSpec
 from megatron.model.layer_list import LayerStack
 from megatron.model.spec import ModelSpec
@@ -25,6 +25,7 @@ __all__ = [
     "build_model",
     "family_names",
     "family_of",
+    "refuse_unused",
     "spec_of",
 ]
 
@@ -43,6 +44,19 @@ def family_of(name: str) -> Family:
             f"the model family {name!r} is unknown; the families are {', '.join(family_names())}"
         )
     return import_module(f"{__name__}.{name}").FAMILY
+
+
+def refuse_unused(settings: Settings, family: Family) -> None:
+    """Raises ConfigError for a flag of other families' models or samples."""
+    for name, setting in settings.items():
+        if name in family.unused_flags and setting.origin.startswith("flag "):
+            flag = setting.origin.removeprefix("flag ")
+            using = [known for known in family_names() if name not in family_of(known).unused_flags]
+            raise ConfigError(
+                f"{flag} would change nothing: no model of the family {family.name} depends on it; "
+                f"leave it out (the family {' or '.join(using)} has it: "
+                f"{' or '.join(f'pretrain_{known}.py' for known in using)})"
+            )
 
 
 def spec_of(model: ModelConfig, parallel: ParallelConfig | None = None) -> ModelSpec:

@@ -125,6 +125,8 @@ class Family(ABC):
     starts_from: ClassVar[frozenset[str]] = frozenset()
     """Other families from whose weights its models can start: they have all of these, by the same
     names, and ``added_parts`` of the `ModelSpec`."""
+    scoring_note: ClassVar[str | None] = None
+    """What users should know of the scores that its models give to texts of tasks."""
     unused_flags: ClassVar[frozenset[str]] = frozenset()
     """Fields of flags that its models and samples do not depend on, though those of other families
     do; a run refuses them."""

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from megatron.config import ModelConfig, ParallelConfig, RunConfig, Settings
-from megatron.data.gpt_batch import GPTBatch
 from megatron.data.kinds.retro.batch import RetroBatch
 from megatron.data.kinds.retro.pipeline import RetroData
 from megatron.data.kinds.retro.run_settings import retro_settings
@@ -68,17 +66,15 @@ def _continue(tokens_1S: Tensor, positions_1S: Tensor, cache: LayerCache) -> Lay
     return LayerState(tokens_1S, position_ids=positions_1S, cache=cache, batch=batch)
 
 
-def without_neighbors(text: GPTBatch) -> RetroBatch:
-    """A batch whose model does not attend to retrieved text: the paper's Retro[Off]."""
-    samples = text.tokens_BS.shape[0]
-    return RetroBatch(text, torch.empty(samples, 0, 0, 0, dtype=torch.int64))
-
-
 class Retro(GPT):
     name = "retro"
     starts_from = frozenset({"gpt"})
     unused_flags = GPT.unused_flags - RETRIEVAL_FLAGS
     heads = frozenset({"lm"})
+    scoring_note = (
+        "a Retro reads these texts without neighbours, its attention to them left out; "
+        "tools/retro/evaluate.py measures it with those of its project"
+    )
 
     def complete_settings(self, settings: Settings) -> Settings:
         """Those of the project of a run take the place of its flags; see `retro_settings`."""
@@ -129,7 +125,7 @@ class Retro(GPT):
         pad_to: int | None = None,
     ) -> Any:
         """See :meth:`Family.scored_batch`; texts that are scored have no neighbours."""
-        return without_neighbors(super().scored_batch(config, tokenizer, texts, pad_to))
+        return RetroBatch.alone(super().scored_batch(config, tokenizer, texts, pad_to))
 
     def data(self, config: RunConfig, tokenizer: Tokenizer) -> RetroData:
         return RetroData(GPTData(config, tokenizer))

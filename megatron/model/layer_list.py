@@ -38,7 +38,7 @@ class NeighborStore(Protocol):
 
     def by_chunk(self, x_1TH: Tensor | None) -> Sequence[Tensor]:
         """Of all chunks that end, [1, C x n, H], to those of each, [1, n, H]: what is computed one
-        by one does not depend on the others. None if there are none."""
+        by one does not depend on the others. Nothing of None, where no chunk ends."""
         ...
 
     def attend(

@@ -136,6 +136,11 @@ def _validate(
     share: float,
 ) -> None:
     existing = [block for block in blocks if block.path.exists()]
+    if not existing:
+        if is_main_process():
+            folders = ", ".join(sorted({str(block.path.parent) for block in blocks}))
+            logger.warning("%s: nothing is compared: no block in %s", what, folders)
+        return
     count = round(share * len(existing)) or min(1, len(existing))
     chosen = [existing[i * len(existing) // count] for i in range(count)]
     for block in _progress(chosen[rank() :: world_size()], f"{what}: validating", unit):

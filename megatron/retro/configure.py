@@ -18,7 +18,9 @@ from megatron.data.kinds.retro.project import (
 )
 from megatron.retro.blocks import barrier
 from megatron.retro.config import RetroPreprocessConfig
-from megatron.retro.gpt_run import gpt_run, gpt_settings
+from megatron.retro.embedding import completed_flags
+from megatron.retro.embedding.config import MODEL_FILES
+from megatron.retro.gpt_run import gpt_run, gpt_settings, settings_beside_gpt
 from megatron.retro.preprocessing import Preprocessing
 from megatron.training.plan import TrainingPlan
 from megatron.training.run import Run
@@ -41,6 +43,7 @@ def configured(settings: Settings) -> Preprocessing:
         remove_partial(folder)
     if not exists:
         config = build(RetroPreprocessConfig, settings)
+        config = completed_flags(config, settings_beside_gpt(config, others))
         content = _content(config, gpt_run(gpt_settings(config, others)))
         if is_main_process():
             folder.mkdir(parents=True, exist_ok=True)
@@ -72,7 +75,7 @@ def _completed(settings: Settings, project: RetroProject) -> Settings:
         value = project.settings[name]
         value = tuple(value) if isinstance(value, list) else value
         given = found.setdefault(name, Setting(value, f"{project.config_file}: {name}"))
-        if given.value != value:
+        if given.value != value and name not in MODEL_FILES:
             raise _contradiction(given, name, value, project)
     return found
 

@@ -146,7 +146,7 @@ def evaluated_text(
     project: RetroProject, run: Run, part: str, most: int | None = None
 ) -> EvaluatedText:
     """The samples of a part and their neighbours, ``most`` of them at most. Raises ValueError or
-    OSError if there are none."""
+    OSError if files are missing or cannot be read."""
     table, samples = project.neighbors(part), gpt_samples(run).get(part)
     if samples is None:
         raise ConfigError(f"{project.config_file} has no samples for --part {part}")
@@ -273,8 +273,8 @@ def _check_same_chunks(others: Mapping[str, Mapping[str, Any]], own: ScoresByOve
     for name, each in others.items():
         if each["filtered"]["chunks"] != list(own.chunks):
             raise ConfigError(
-                f"--compare {name}: its chunks are not those of this evaluation; evaluate both with "
-                "the same --retro-project-dir, --part, --samples and --leakage-neighbors"
+                f"--compare {name}: its chunks are not those of this evaluation; evaluate both "
+                "with the same --retro-project-dir, --part, --samples and --leakage-neighbors"
             )
 
 

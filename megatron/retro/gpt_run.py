@@ -6,6 +6,7 @@ import dataclasses
 import os
 
 from megatron.config import ConfigError, Setting, Settings
+from megatron.config.data import SOURCE_FIELDS
 from megatron.data.indexed.dataset import idx_path
 from megatron.data.kinds.retro.project import (
     FILES,
@@ -15,6 +16,7 @@ from megatron.data.kinds.retro.project import (
     RetroProject,
     sample_fields,
 )
+from megatron.data.sources import PARTS
 from megatron.retro.config import RetroPreprocessConfig
 from megatron.training.run import Run, run_of
 
@@ -29,6 +31,10 @@ _NEEDED = {
     "global_batch_size": "samples of a step of training",
     "train_samples": "training samples, which get neighbours",
 }
+_LISTS = frozenset(
+    name for name in (*SOURCE_FIELDS, "corpora_file") if name.endswith(("_args_path", "_file"))
+) | {f"{part}_weighted_split_paths_path" for part in PARTS}
+"""Settings that name a file with the names of data."""
 _CACHES = ("data_cache_path", "object_storage_cache_path")
 """Flags that no sample depends on."""
 
@@ -49,7 +55,7 @@ def gpt_settings(config: RetroPreprocessConfig, settings: Settings) -> Settings:
     for name in found.keys() & PATHS:
         words = tuple(_absolute(str(word)) for word in found[name].value)
         found[name] = Setting(words, found[name].origin)
-    for name in found.keys() & FILES:
+    for name in found.keys() & {*FILES, *_LISTS}:
         path = str(found[name].value)
         known = os.path.abspath(path) if os.path.exists(path) else path
         found[name] = Setting(known, found[name].origin)
@@ -57,6 +63,17 @@ def gpt_settings(config: RetroPreprocessConfig, settings: Settings) -> Settings:
     if iters is not None and batch is not None:
         found.setdefault("train_samples", Setting(iters.value * batch.value, iters.origin))
     return found
+
+
+def settings_beside_gpt(config: RetroPreprocessConfig, settings: Settings) -> Settings:
+    """The settings of training that say nothing of the GPT's data, and so may be another
+    model's."""
+    used = gpt_settings(config, settings)
+    return {
+        name: setting
+        for name, setting in settings.items()
+        if name not in used or used[name].origin != setting.origin
+    }
 
 
 def _absolute(word: str) -> str:

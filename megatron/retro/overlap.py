@@ -80,7 +80,7 @@ class ScoresByOverlap:
     Attributes:
         shares: the largest of each, ascending.
         chunks: how many there are.
-        bits_per_byte: of each model on them, by its name; NaN where there are none.
+        bits_per_byte: of each model on them, by its name; NaN without any.
         perplexity: the same.
     """
 

@@ -17,12 +17,10 @@ import numpy.typing as npt
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.data.gpt_batch import GPTBatch
 from megatron.data.kinds.retro.batch import RetroBatch, RetroCollator, RetroSample
 from megatron.data.kinds.retro.chunks import ChunkDatabase
 from megatron.data.samples import SampleDataset
 from megatron.engine.train_engine import ModelEngine
-from megatron.families.retro import without_neighbors
 from megatron.model.layer_list import LayerState
 from megatron.model.spec import Measure
 from megatron.retro.overlap import ChunkScores, longest_common
@@ -137,7 +135,7 @@ def chunk_log_probs(length: int) -> Measure:
 
 def measure_chunks(
     engine: ModelEngine,
-    collate: Callable[[Sequence[Any]], GPTBatch],
+    collate: Callable[[Sequence[Any]], Any],
     text: EvaluatedText,
     neighbors: Neighbors,
     micro_batch_size: int,
@@ -158,7 +156,7 @@ def measure_chunks(
     dataset = _ReadSamples(
         text, retrieval.retro_num_neighbors, retrieval.retro_num_retrieved_chunks
     )
-    of_batch: Callable[[Sequence[Any]], GPTBatch | RetroBatch] = RetroCollator(collate)
+    of_batch: Callable[[Sequence[Any]], Any] = RetroCollator(collate)
     samples: Any = dataset
     if neighbors == "none":
         samples = _TextAlone(text)
@@ -170,8 +168,8 @@ def measure_chunks(
     return found["log_prob"]
 
 
-def _without(collate: Callable[[Sequence[Any]], GPTBatch], samples: Sequence[Any]) -> RetroBatch:
-    return without_neighbors(collate(samples))
+def _without(collate: Callable[[Sequence[Any]], Any], samples: Sequence[Any]) -> RetroBatch:
+    return RetroBatch.alone(collate(samples))
 
 
 def scores_of(

@@ -10,7 +10,7 @@ from megatron.data.kinds.retro.chunks import ChunkDatabase
 from megatron.data.kinds.retro.project import RetroProject
 from megatron.retro.config import RetroPreprocessConfig
 from megatron.retro.embedding import Embedder, build_embedder
-from megatron.retro.gpt_run import project_run
+from megatron.retro.gpt_run import project_run, settings_beside_gpt
 from megatron.tokenizer import Tokenizer
 from megatron.training.run import Run
 
@@ -46,7 +46,7 @@ class Preprocessing:
     def embedder(self) -> Embedder:
         """The embedder of the flags. ConfigError if it is not the one that the project began
         with."""
-        found = build_embedder(self.config, self.settings)
+        found = build_embedder(self.config, settings_beside_gpt(self.config, self.settings))
         identity = dict(found.identity)
         before = self.project.settings.get(EMBEDDER)
         if before is None:

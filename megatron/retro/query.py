@@ -49,7 +49,7 @@ def query_neighbors(work: Preprocessing) -> None:
         chunks = SampleChunks(samples, per_sample, project.chunk_length, numbers)
         name = digest(json.dumps(_description(work, retriever, part, len(chunks)), sort_keys=True))
         folder = project.query_folder / f"{part}_{name}"
-        folders[part] = str(folder.relative_to(project.folder))
+        folders[part] = folder.name  # relative to the folder of queries, as upstream reads it
         run_blocks(
             blocks_of(folder, len(chunks), config.retro_block_size),
             partial(neighbors_of, chunks, retriever, kept),

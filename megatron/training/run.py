@@ -40,7 +40,7 @@ from megatron.engine.deepspeed_json import Json, read_json
 from megatron.engine.environment import distributed, training_device
 from megatron.engine.saving import hold_folder
 from megatron.engine.train_engine import TrainEngine
-from megatron.families import Family, family_of
+from megatron.families import Family, family_of, refuse_unused
 from megatron.objectives import trained_spec
 from megatron.parallel.mesh import Mesh
 from megatron.tokenizer import Tokenizer, build_tokenizer, implied_type, vocabulary_rows
@@ -134,7 +134,7 @@ def run_of(settings: Settings, processes: int, samples: str | None = None) -> Ru
     settings = resume.with_origin(resume.with_checkpoint(with_corpora(settings)))
     trained = settings["family"].value if "family" in settings else ModelConfig.family
     family = family_of(samples or trained)
-    _refuse_unused(settings, family)
+    refuse_unused(settings, family)
     settings = _with_tokenizer_type(family.complete_settings(settings), family)
     resolved = resolve(settings, processes)
     named = resolved.config.tokenizer
@@ -150,17 +150,6 @@ def run_of(settings: Settings, processes: int, samples: str | None = None) -> Ru
     resolved = dataclasses.replace(resolved, notes=(*resolved.notes, *notes))
     launched = "LOCAL_RANK" in os.environ
     return Run(resolved.config, completed, tokenizer, resolved, launched)
-
-
-def _refuse_unused(settings: Settings, family: Family) -> None:
-    """Raises ConfigError for a flag of other families' models or samples."""
-    for name, setting in settings.items():
-        if name in family.unused_flags and setting.origin.startswith("flag "):
-            flag = setting.origin.removeprefix("flag ")
-            raise ConfigError(
-                f"{flag} would change nothing: no model of the family {family.name} depends on it; "
-                "leave it out"
-            )
 
 
 def _with_tokenizer_type(settings: Settings, family: Family) -> Settings:

@@ -56,8 +56,8 @@ def write_megatron(
     file cannot be written; nothing is left behind.
     """
     model = source.model.with_vocabulary(source.model.vocabulary.size, max(tensor_size, 1))
-    check_sizes(model, tensor_size, pipeline_size)
     arguments = arguments_of_model(model)
+    check_sizes(model, tensor_size, pipeline_size)
     surplus = sorted(set(source.names()) - whole_shards(model).keys())
     if surplus:
         raise ValueError(f"{source.folder} has {surplus[0]}, which this export does not write")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import pkgutil
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.config import Settings
-from megatron.retro.embedding.config import EmbedderFlags
+from megatron.config import ConfigError, Settings
+from megatron.retro.embedding.config import MODEL_FILES, EmbedderFlags
+
+F = TypeVar("F", bound=EmbedderFlags)
 
 END_OF_TEXT = "<|endoftext|>"
 """What GPT-2's tokenizer writes for the end of a document."""
@@ -47,8 +51,36 @@ def build_embedder(config: EmbedderFlags, settings: Settings | None = None) -> E
     sizes, tokenizer and precision of the BERT. Raises ConfigError, CheckpointError or OSError,
     naming flag and file, if it cannot be used."""
     settings = settings or {}
-    name = f"megatron.retro.embedding.{_BUILDERS[embedder_type(config, settings)]}"
+    kind = embedder_type(config, settings)
+    if kind == "hashing" and config.bert_load:
+        raise ConfigError(
+            f"--bert-load {config.bert_load}: --bert-embedder-type hashing reads no model; leave "
+            "the flag out, or give another type"
+        )
+    name = f"megatron.retro.embedding.{_BUILDERS[kind]}"
     return pkgutil.resolve_name(name)(config, settings)  # type: ignore[no-any-return]
+
+
+def completed_flags(config: F, settings: Settings) -> F:
+    """The flags with what they leave to those of training, and paths that are understood in every
+    folder: they make the same embedder without ``settings``."""
+    kind = embedder_type(config, settings)
+    values: dict[str, Any] = {"bert_embedder_type": kind}
+    if kind != "hashing":
+        values["bert_load"] = config.bert_load or _given(settings, "load")
+    if kind == "megatron":
+        for name in ("vocab_file", "tokenizer_type"):
+            own = f"retro_bert_{name}"
+            values[own] = getattr(config, own) or _given(settings, name)
+    for name in MODEL_FILES:
+        path = values.get(name)
+        if path is not None and os.path.exists(path):
+            values[name] = os.path.abspath(path)
+    return dataclasses.replace(config, **values)
+
+
+def _given(settings: Settings, name: str) -> Any:
+    return settings[name].value if name in settings else None
 
 
 def embedder_type(config: EmbedderFlags, settings: Settings) -> str:

@@ -9,6 +9,10 @@ from megatron.config.flags import POSITIVE, option
 EMBEDDERS = ("megatron", "huggingface", "hashing")
 """See :func:`megatron.retro.embedding.build_embedder`."""
 
+MODEL_FILES = ("bert_load", "retro_bert_vocab_file")
+"""Fields that name files, which may have moved: an embedder's identity says whether they are still
+the same."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EmbedderFlags:

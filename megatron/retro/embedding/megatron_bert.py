@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from megatron.config import (
     Settings,
     TokenizerConfig,
 )
+from megatron.config.flags import names_of
 from megatron.data.labelled_text import LabelledBatch
 from megatron.engine.environment import training_device
 from megatron.engine.evaluator import Evaluator, build_evaluator
@@ -36,7 +38,7 @@ from megatron.training.evaluation import (
     evaluated_run,
     evaluation_settings,
 )
-from megatron.util.digests import digest_of_parts
+from megatron.util.digests import digest, digest_of_parts
 
 _USED = {
     *(
@@ -47,6 +49,7 @@ _USED = {
     *("family", "load", "load_tag", "use_checkpoint_args"),
 }
 """The flags of training that describe a model, its tokenizer and its checkpoint."""
+_OF_HEADS = {"head", "num_labels", "label_names", "bert_binary_head", "lm_head_activation"}
 _OWN = {
     # Batches have many shapes.
     "torch_compile": Setting("off", "this program"),
@@ -83,6 +86,7 @@ class MegatronEmbedder:
         read = [(name, w) for w, name in engine.names.items() if not name.startswith(heads)]
         self.identity: Mapping[str, Any] = {
             "type": "megatron",
+            "model": digest(json.dumps(_computed(model.flags()), sort_keys=True)),
             "weights": weights_digest(read),
             "tokenizer": _tokenizer_digest(tokenizer),
             "max_length": max_length,
@@ -161,6 +165,12 @@ def _bert_settings(config: EmbedderFlags, settings: Settings) -> Settings:
             "--bert-embedder-type hashing needs no model"
         )
     return found | _OWN
+
+
+def _computed(flags: ModelFlags) -> dict[str, Any]:
+    """The flags that say what is computed with the weights, without those of a head."""
+    names = {*names_of("weights", ModelFlags), *names_of("results", ModelFlags)} - _OF_HEADS
+    return {name: getattr(flags, name) for name in names}
 
 
 def _tokenizer_digest(tokenizer: Tokenizer) -> str:

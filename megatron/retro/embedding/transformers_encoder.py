@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -60,6 +61,7 @@ class TransformersEmbedder:
         read |= {} if modules is None else modules.weights
         self.identity: Mapping[str, Any] = {
             "type": "huggingface",
+            "model": digest(json.dumps(_computed(model.config), sort_keys=True)),
             "weights": weights_digest(read.items()),
             "modules": None if modules is None else modules.description,
             "tokenizer": digest(tokenizer.backend_tokenizer.to_str()),
@@ -180,6 +182,13 @@ def _encoder(folder: Path, dtype: torch.dtype, flag: str) -> Any:
             f"{flag}: the files lack {len(missing)} of the encoder's weights, such as {missing[0]}"
         )
     return (model.get_encoder() if whole else model).eval().requires_grad_(False)
+
+
+def _computed(config: Any) -> dict[str, Any]:
+    """The settings of a model without what says where it is from."""
+    found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    unused = ("_name_or_path", "transformers_version", "architectures")
+    return {name: value for name, value in found.items() if name not in unused}
 
 
 def _positions(model: Any) -> int:

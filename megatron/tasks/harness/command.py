@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.config import ConfigError, Settings
+from megatron.families import family_of
 from megatron.inference.opening import for_generation, runner_of
 from megatron.tasks.harness.config import HarnessConfig
 from megatron.tasks.report import EvaluatedModel, versions
@@ -79,6 +80,9 @@ def opened_model(
     if generates:
         settings = for_generation(settings)
     with opened_checkpoint(settings, processes, "an evaluation") as found:
+        note = family_of(found.engine.config.model.family).scoring_note
+        if note is not None and is_main_process():
+            say(note)
         model = _model(found.engine, found.run, config, found.folder)
         if generates:
             model.writer = _writer(found.engine, found.run, config)

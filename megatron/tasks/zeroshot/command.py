@@ -112,7 +112,7 @@ class ZeroShot(TaskCommand):
             )
 
     def _notes(self, config: TaskConfig, settings: Settings, unused: list[str]) -> list[str]:
-        """Lines about flags that change nothing."""
+        """Lines about flags that change nothing, and about the family."""
         given = {
             "--train-data": config.train_data,
             "--epochs": config.epochs is not None,
@@ -121,10 +121,15 @@ class ZeroShot(TaskCommand):
             "--overlapping-eval": config.overlapping_eval and self.task == "lambada",
             "--eval-iters": "eval_iters" in settings and self.task != "json",
         }
+        note = family_of(settings["family"].value).scoring_note if "family" in settings else None
+        lines = [] if note is None else [f"--task {self.name}: {note}"]
         flags = sorted({flag for flag, value in given.items() if value} | set(unused))
         if not flags:
-            return []
-        return [f"--task {self.name} uses all of --valid-data and does not use {', '.join(flags)}"]
+            return lines
+        return [
+            *lines,
+            f"--task {self.name} uses all of --valid-data and does not use {', '.join(flags)}",
+        ]
 
     def _prepared(self, config: TaskConfig, settings: Settings, run: Run) -> ZeroShotTask:
         length = run.config.model.seq_length

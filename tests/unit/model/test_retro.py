@@ -14,11 +14,13 @@ import torch.nn.functional as F
 from configs import model_config
 from torch import Tensor
 
-from megatron.config import ConfigError, ModelConfig, ParallelConfig
+from megatron.config import ConfigError, ModelConfig, ParallelConfig, Setting
 from megatron.data.gpt_batch import GPTBatch
 from megatron.data.kinds.retro.batch import RetroBatch
 from megatron.engine.pipeline_module import layer_bounds
-from megatron.families import build_model, spec_of
+from megatron.families import build_model, family_of, refuse_unused, spec_of
+from megatron.formats.huggingface.registry import architecture_of
+from megatron.formats.legacy_megatron.arguments import arguments_of_model
 from megatron.model.layer_list import LayerStack, canonical_parameters, layer_sequence
 from megatron.parallel.shard import shard_of
 from megatron.parallel.tensor_parallel import TensorParallel
@@ -370,6 +372,22 @@ def test_what_travels_between_stages(partition):
     assert loss == expected
     found = {name: p.grad for name, p in canonical_parameters(stack, layers)}
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+
+
+def test_other_families_refuse_its_flags():
+    given = {"retro_add_retriever": Setting(True, "flag --retro-add-retriever")}
+    for name in ("gpt", "bert", "t5"):
+        with pytest.raises(ConfigError, match="the family retro has it: pretrain_retro.py"):
+            refuse_unused(given, family_of(name))
+    refuse_unused(given, family_of("retro"))
+
+
+def test_formats_of_other_programs_refuse_it():
+    """By the flag, wherever they would lose the retriever."""
+    with pytest.raises(ValueError, match="GPT-2 needs a model of the family gpt"):
+        architecture_of(config())
+    with pytest.raises(ValueError, match="old layout requires .*, no --retro-add-retriever"):
+        arguments_of_model(config())
 
 
 def test_flags_that_do_not_fit_are_refused():

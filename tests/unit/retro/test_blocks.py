@@ -77,6 +77,13 @@ def test_validation_makes_a_share_again(tmp_path, share, count, capsys):
     assert f"stage: {count} of 10 blocks made again, all equal" in capsys.readouterr().out
 
 
+def test_nothing_to_validate_is_no_success(tmp_path, capsys, caplog):
+    """As after an index was trained, or with flags of other files."""
+    run_blocks(blocks_of(tmp_path, 100, 10), numbers, "stage", validate=1.0)
+    assert "equal" not in capsys.readouterr().out
+    assert f"stage: nothing is compared: no block in {tmp_path}" in caplog.text
+
+
 @pytest.mark.parametrize(
     "arrays",
     [

@@ -3,6 +3,7 @@ layout, and what happens to a project that is stopped, damaged or changed."""
 
 import json
 import os
+import pickle
 import resource
 import subprocess
 import sys
@@ -102,6 +103,16 @@ def test_documents_of_chunks(project, prefixes):
     )
 
 
+def test_workers_of_a_loader_get_no_copy(project):
+    database = project.database()
+    sent = pickle.dumps(database)
+    assert len(sent) < 2000 < database.table.nbytes
+    received = pickle.loads(sent)
+    every = np.arange(len(database))
+    np.testing.assert_array_equal(received.tokens(every, 2), database.tokens(every, 2))
+    assert isinstance(received.table.base, np.memmap)
+
+
 def test_files_are_upstreams(project, corpora):
     """Names, shapes, types, and offsets, as REFERENCE's readers expect them."""
     folder = project.database_folder
@@ -186,6 +197,24 @@ def test_raw_text_is_copied_into_the_project(corpora, prefixes, tmp_path):
     os.rename(tmp_path / "raw", tmp_path / "moved")
     moved = RetroProject(tmp_path / "moved").database().tokens(chunks)
     np.testing.assert_array_equal(moved, indexed.database().tokens(chunks))
+
+
+def test_named_corpora(prefixes, project, tmp_path, monkeypatch):
+    """As --data-path, also from another folder."""
+    content: dict[str, dict] = {"all": {"corpora": ["x", "y"]}}
+    content["x"] = {"files": prefixes[0], "weight": 2}
+    content["y"] = {"files": prefixes[1], "weight": 1}
+    (tmp_path / "mine.json").write_text(json.dumps(content))
+    words = flags(prefixes)
+    words[: words.index("--split")] = ["--train-data", "all", "--corpora-file", "mine.json"]
+    monkeypatch.chdir(tmp_path)
+    named = build(tmp_path / "project", *words)
+    monkeypatch.chdir("/")
+    build(named.folder, "--retro-task-validate", "1")
+    for file in ("train", "sampled"):
+        path = f"merged/{file}.hdf5"
+        same = (named.database_folder / path).read_bytes()
+        assert same == (project.database_folder / path).read_bytes()
 
 
 def test_two_ranges_of_a_file_are_one_source(prefixes, tmp_path):

@@ -57,7 +57,11 @@ def forward(config, model, tokens, search=nearest):
     return model(begin).hidden[0, :, :61]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# The other tests have the learned positions.
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param("learned", marks=pytest.mark.proof), *(k for k in KINDS if k != "learned")],
+)
 def test_against_the_model_without_pages(kind, gpt_config, random_gpt):
     """In float64; in any pieces, and the same bits alone."""
     config = gpt_config(**RETRO | KINDS[kind])

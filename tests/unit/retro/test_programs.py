@@ -12,6 +12,7 @@ from megatron.config import ConfigError, TokenizerConfig
 from megatron.inference.generation.command import run_generation
 from megatron.retro.command import run_preprocessing
 from megatron.retro.evaluation import run_evaluation
+from megatron.tasks.command import run_task
 from megatron.tokenizer import build_tokenizer
 
 pytest.importorskip("h5py")
@@ -185,3 +186,14 @@ def test_projects_of_other_models(checkpoints, evaluated, corpora, tmp_path):
     (tmp_path / "p" / "config.json").write_text(json.dumps(config | changed))
     with pytest.raises(ConfigError, match="vocabulary of 259 tokens, and the tokenizer of"):
         evaluated("retro", project=other)
+
+
+def test_tasks_score_a_retro_without_neighbours(checkpoints, tmp_path, capfd):
+    """The perplexity of a text by tasks/main.py, and what it says of it."""
+    text = tmp_path / "wiki.txt"
+    text.write_text("some words of a text " * 12)
+    argv = ["--task", "WIKITEXT103", "--valid-data", str(text), *BYTES]
+    run_task(None, ["--load", checkpoints["retro"], *argv])
+    told = capfd.readouterr().out
+    assert "--task WIKITEXT103: a Retro reads these texts without neighbours" in told
+    assert "validation results on WIKITEXT103" in told

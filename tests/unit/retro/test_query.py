@@ -50,7 +50,7 @@ def text_of(tokens: np.ndarray) -> str:
 
 @pytest.fixture(scope="module", params=[40, pytest.param(400, marks=pytest.mark.proof)])
 def made(request, tmp_path_factory):
-    """A project of two corpora, with the index of all its chunks: about 1,000 or 10,000."""
+    """A project of two corpora, with the index of all its chunks: 1,232 or 13,743."""
     folder: Path = tmp_path_factory.mktemp("retro")
     corpora = [corpus("a", 2 * request.param, 1), corpus("b", request.param, 2)]
     flags = gpt_flags(write_corpora(folder, corpora), SEQ_LENGTH, train_samples=20)

@@ -62,17 +62,15 @@ def test_files_of_all_parts(project):
     retriever = Retriever(work.project, work.embedder, flags=work.config)
     numbers = {prefix: n for n, prefix in enumerate(retriever.database.sources)}
     names = RetroProject(project).settings["retro_neighbor_dirs"]
-    assert sorted(p.name for p in (project / "query").iterdir()) == sorted(
-        name.removeprefix("query/") for name in names.values()
-    )
+    assert sorted(p.name for p in (project / "query").iterdir()) == sorted(names.values())
     for part, samples in gpt_samples(work.run).items():
         assert (samples.count, part) in {(20, "train"), (16, "valid"), (8, "test")}
         chunks = SampleChunks(samples, PER_SAMPLE, CHUNK, numbers)
         whole = FileBlock(0, len(chunks), project)
         expected = neighbors_of(chunks, retriever, 20, whole)["neighbors"]
         table = RetroProject(project).neighbors(part)
-        assert len(table) == samples.count and names[part].startswith(f"query/{part}_")
-        assert len(list((project / names[part]).iterdir())) == -(-len(chunks) // BLOCK)
+        assert len(table) == samples.count and names[part].startswith(f"{part}_")
+        assert len(list((project / "query" / names[part]).iterdir())) == -(-len(chunks) // BLOCK)
         np.testing.assert_array_equal(table.chunk_rows(0, len(chunks)), expected)
 
 
@@ -83,7 +81,7 @@ def test_another_search_has_files_of_its_own(project):
     run(project, "query-neighbors", "--retro-query-num-neighbors-save", "5")
     after = RetroProject(project).settings["retro_neighbor_dirs"]
     assert not set(before.values()) & set(after.values())
-    first, second = (RetroProject(project).folder / names["train"] for names in (before, after))
+    first, second = (project / "query" / names["train"] for names in (before, after))
     assert first.is_dir() and second.is_dir()
     table = RetroProject(project).neighbors("train")
     assert table.kept == 5

@@ -118,6 +118,7 @@ def token_rarity(counts_V: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
 def sample_tokens(sample: Any) -> npt.NDArray[np.int64]:
     """The tokens of a sample without padding: the inputs, and of a GPT the label of the last one.
     Raises ValueError if the type of the samples has no metrics."""
+    sample = _text(sample)
     if hasattr(sample, "inputs"):
         return sample.inputs
     if isinstance(sample, PackedSample):
@@ -140,9 +141,15 @@ def fingerprint(dataset: SampleDataset[Any]) -> str:
     """Identifies a dataset by its number of samples and by some of them, evenly spaced."""
     count = len(dataset)
     probes = min(count, _PROBES)
-    samples = (dataset[probe * (count - 1) // max(probes - 1, 1)] for probe in range(probes))
+    numbers = (probe * (count - 1) // max(probes - 1, 1) for probe in range(probes))
+    samples = (_text(dataset[number]) for number in numbers)
     parts = (part for s in samples for part in (s if isinstance(s, tuple) else (s,)))
     return digest_of_parts(chain((str(count),), (np.asarray(p).tobytes() for p in parts)))
+
+
+def _text(sample: Any) -> Any:
+    """Of a sample with neighbours its text, which the difficulty is of."""
+    return getattr(sample, "text", sample)
 
 
 def _count_tokens(dataset: SampleDataset[Any], vocab_size: int, numbers: range) -> np.ndarray:

@@ -38,6 +38,11 @@ class RetroBatch(NamedTuple):
     where it is not in it, and that of the document there; both -1 after the last one. None unless
     --retro-return-doc-ids."""
 
+    @classmethod
+    def alone(cls, text: Any) -> RetroBatch:
+        """Text without neighbours, whose model attends to none: the paper's Retro[Off]."""
+        return cls(text, torch.empty(text.tokens_BS.shape[0], 0, 0, 0, dtype=torch.int64))
+
     @property
     def tokens_BS(self) -> Tensor:
         tokens_BS: Tensor = self.text.tokens_BS

@@ -6,10 +6,12 @@ Shape suffixes: N chunks, R tokens of a chunk with its continuation.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron.data.kinds.retro.hdf5 import MappedArray
 from megatron.data.samples import Documents
 
 DATASET, DOCUMENT, START, STOP, BERT_LENGTH = range(5)
@@ -44,6 +46,15 @@ class ChunkDatabase:
         self.numbers = {name: number for number, name in enumerate(self.sources)}
         """The dataset of each source; of several, as two ranges of a file are, the last."""
         self._number = np.array([self.numbers[name] for name in self.sources], np.int64)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the content of a table in a file, for workers of a loader."""
+        return self.__dict__ | {"table": MappedArray.of(self.table) or self.table}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        table = state["table"]
+        opened = table.open() if isinstance(table, MappedArray) else table
+        self.__dict__.update(state, table=opened)
 
     def __len__(self) -> int:
         return len(self.table)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -45,7 +45,27 @@ def read_array(path: Path, name: str) -> np.ndarray:
             found = np.asarray(dataset[()])
             found.flags.writeable = False
             return found
-        return np.memmap(path, dataset.dtype, "r", offset, dataset.shape).view(np.ndarray)
+        return MappedArray(str(path), dataset.dtype, offset, dataset.shape).open()
+
+
+class MappedArray(NamedTuple):
+    """Where a memory-mapped array is: what is sent to another process instead of its content."""
+
+    path: str
+    dtype: np.dtype
+    offset: int
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, array: np.ndarray) -> MappedArray | None:
+        """The place of an array of :func:`read_array`; None if it is not mapped."""
+        base = array.base
+        if not isinstance(base, np.memmap):
+            return None
+        return cls(str(base.filename), base.dtype, base.offset, base.shape)
+
+    def open(self) -> np.ndarray:
+        return np.memmap(self.path, self.dtype, "r", self.offset, self.shape).view(np.ndarray)
 
 
 def array_shapes(path: Path) -> dict[str, tuple[int, ...]]:

@@ -141,17 +141,25 @@ class RetroProject:
 
     def neighbors(self, part: str) -> NeighborTable:
         """The neighbours of the samples of a part: ``train``, ``valid`` or ``test``. ConfigError if
-        they have not been searched for."""
-        folder = (self.settings.get("retro_neighbor_dirs") or {}).get(part)
-        if folder is None:
+        they have not been searched for, or were so several times and nothing says which to take."""
+        named = (self.settings.get("retro_neighbor_dirs") or {}).get(part)
+        folders = []
+        if named is not None:
+            folders = [self.query_folder / Path(named).name]
+        elif self.config_file.name == OLD_CONFIG_FILE:  # which does not name them
+            folders = sorted(self.query_folder.glob(f"{part}_*"))
+        if not folders:
             raise ConfigError(
                 f"--retro-project-dir {self.folder} has no neighbours for {part}; run "
                 "tools/retro/preprocess_data.py --retro-tasks query-neighbors"
             )
-        path = self.folder / folder
-        if not path.is_dir():  # of upstream: relative to the folder of the queries
-            path = self.query_folder / Path(folder).name
-        return NeighborTable(path, self.seq_length // self.chunk_length)
+        if len(folders) > 1:
+            raise ConfigError(
+                f"--retro-project-dir {self.folder} has several searches for neighbours of {part}, "
+                f"{', '.join(folder.name for folder in folders)}: name one in {self.config_file}: "
+                f'"retro_neighbor_dirs": {{"{part}": "{folders[0].name}"}}'
+            )
+        return NeighborTable(folders[0], self.seq_length // self.chunk_length)
 
     @property
     def eod(self) -> int:
@@ -174,7 +182,8 @@ class RetroProject:
             if name in FILES:
                 value = self._inside(value)
             elif name in PATHS:
-                value = tuple(self.data_path(str(word)) for word in value)
+                words = value.split() if isinstance(value, str) else value
+                value = tuple(self.data_path(str(word)) for word in words)
             elif isinstance(value, list):
                 value = tuple(value)
             found[name] = Setting(value, f"{self.config_file}: {key}")

@@ -122,6 +122,7 @@ def choices():
 OTHERS = {"position_embedding_type": "rope", "add_bias_linear": False, "parallel_residual": True}
 """What some choices need."""
 DECODER = {"family": "t5", "encoder_decoder": True}
+SHORT_CHUNKS = {"retro_gpt_chunk_length": 4}
 
 
 @pytest.mark.parametrize(("field", "value"), list(choices()))
@@ -129,7 +130,7 @@ def test_every_choice_is_written_or_refused(field, value):
     resolved, given = 0, {field: value}
     if value == "classification":
         given["num_labels"] = 3
-    for changes in ({}, OTHERS, DECODER):
+    for changes in ({}, OTHERS, DECODER, SHORT_CHUNKS):
         try:
             model = complete(ModelFlags(**(BASE | changes | given)), WHERE)
         except ValueError:

@@ -10,7 +10,9 @@ import torch
 from upstream_retro import EOD, WrittenProject, small_project
 
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, Setting
+from megatron.data.kinds.curriculum.analysis import fingerprint, sample_tokens
 from megatron.data.loader import MicroBatches
+from megatron.data.samples import MadeSamples
 from megatron.training.plan import TrainingPlan
 from megatron.training.run import Run, run_data, run_of
 from tools.show_batch import main as show_batch
@@ -135,19 +137,22 @@ def test_a_gpt_for_comparison_reads_the_same_samples(project: WrittenProject) ->
 
 
 def test_cyclic_runs_read_the_samples_again(project: WrittenProject, caplog) -> None:
+    """So many that the order of a GPT that reads as many samples differs from the first on."""
     caplog.set_level("INFO", "megatron")
-    cyclic = ["--dataloader-type", "cyclic", "--retro-cyclic-train-iters", "15"]
+    cyclic = ["--dataloader-type", "cyclic", "--retro-cyclic-train-iters", "300"]
     found = retro(project, *cyclic)
-    assert TrainingPlan(found.config).train_iters == 15
+    assert TrainingPlan(found.config).train_iters == 300
     datasets = run_data(found).datasets
-    assert len(datasets.train) == 60 and len(datasets.valid["valid"]) == 32
-    for number in (0, TRAIN - 1):
-        first, second = datasets.train[number], datasets.train[number + TRAIN]
+    assert len(datasets.train) == 1200 and len(datasets.valid["valid"]) == 488
+    plain = run_data(retro(project)).datasets.train
+    for number in range(TRAIN):
+        first, second = plain[number], datasets.train[number + TRAIN]
+        np.testing.assert_array_equal(first.text, datasets.train[number].text)
         np.testing.assert_array_equal(first.text, second.text)
         np.testing.assert_array_equal(first.neighbors_LKR, second.neighbors_LKR)
-    once = retro(project, "--retro-cyclic-train-iters", "15")
+    once = retro(project, "--retro-cyclic-train-iters", "300")
     assert TrainingPlan(once.config).train_iters == 6
-    assert "--retro-cyclic-train-iters 15 is not used" in caplog.text
+    assert "--retro-cyclic-train-iters 300 is not used" in caplog.text
 
 
 def test_another_number_of_samples(project: WrittenProject) -> None:
@@ -211,6 +216,15 @@ def test_a_curriculum_has_whole_chunks(project: WrittenProject) -> None:
     assert lengths(CHUNK).lengths.at(0) == CHUNK
     with pytest.raises(ConfigError, match="8 tokens.*--retro-gpt-chunk-length 16"):
         lengths(8)
+
+
+def test_difficulties_are_those_of_the_text(project: WrittenProject) -> None:
+    """Which a GPT's analysis of the same samples says, too."""
+    train = run_data(retro(project)).datasets.train
+    text = run_data(run("--retro-project-dir", str(project.folder))).datasets.train
+    np.testing.assert_array_equal(sample_tokens(train[5]), sample_tokens(text[5]))
+    first = MadeSamples(range(TRAIN), text.__getitem__)
+    assert fingerprint(train) == fingerprint(first)
 
 
 def test_show_batch_prints_the_neighbours(project: WrittenProject, capsys) -> None:

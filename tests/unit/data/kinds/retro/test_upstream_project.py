@@ -18,7 +18,7 @@ from megatron.data.kinds.retro.project import RetroProject
 pytest.importorskip("h5py")
 
 CHUNK, SEQ_LENGTH = 32, 128
-DIRS = {"train": "query/train_5d41", "valid": "query/valid_402a", "test": "query/test_bc4b"}
+DIRS = {"train": "train_5d41", "valid": "valid_402a", "test": "test_bc4b"}
 
 
 @pytest.fixture(params=["config.json", "args.json"])
@@ -31,10 +31,13 @@ def made(tmp_path, request):
     rng, rows = np.random.default_rng(3), {}
     for part, samples in (("train", 20), ("valid", 16), ("test", 8)):
         rows[part] = rng.integers(-1, len(table), (samples * SEQ_LENGTH // CHUNK, 20))
-        write_blocks(folder / DIRS[part], rows[part], block=30)
+        write_blocks(folder / "query" / DIRS[part], rows[part], block=30)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").unlink()
-    (folder / request.param).write_text(json.dumps(config | {"retro_neighbor_dirs": DIRS}))
+    if request.param == "config.json":  # args.json of 2023 does not name them
+        config["retro_neighbor_dirs"] = DIRS
+        write_blocks(folder / "query" / "train_1111", rows["train"][::-1], block=30)
+    (folder / request.param).write_text(json.dumps(config))
     return corpora, table, rows, folder
 
 
@@ -73,3 +76,14 @@ def test_what_a_run_takes_from_the_configuration(made):
     found = {name: setting.value for name, setting in settings.items()}
     assert found["seq_length"] == SEQ_LENGTH and found["train_samples"] == 20
     assert (found["seed"], found["global_batch_size"], found["split"]) == (1234, 4, "80,15,5")
+
+
+def test_several_searches_of_which_none_is_named(made):
+    _, _, rows, folder = made
+    write_blocks(folder / "query" / "valid_2222", rows["valid"], block=30)
+    if (folder / "config.json").is_file():
+        found = RetroProject(folder).neighbors("valid").rows(0)
+        np.testing.assert_array_equal(found, rows["valid"][:4])
+    else:
+        with pytest.raises(ValueError, match=r"valid_2222, valid_402a: name one in .*args.json"):
+            RetroProject(folder).neighbors("valid")
