@@ -55,7 +55,7 @@ class IndexFlags:
     comparison."""
     retro_query_nprobe: int | None = option(
         None,
-        derived="a 64th of the clusters, and at least 32",
+        derived="a 64th of the clusters, and at least 128",
         bounds=POSITIVE,
         aliases=("--retro-nprobe",),
     )
