@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from megatron.config import ConfigError
 from megatron.data.index_cache import digest_of
 from megatron.data.kinds.retro.neighbors import DATASET
-from megatron.data.kinds.retro.project import GPT
+from megatron.data.kinds.retro.project import GPT, RetroProject
 from megatron.data.sources import PARTS
 from megatron.retro.blocks import FileBlock, blocks_of, run_blocks
 from megatron.retro.gpt_samples import SampleChunks, gpt_samples
@@ -50,6 +51,8 @@ def query_neighbors(work: Preprocessing) -> None:
         name = digest(json.dumps(_description(work, retriever, part, len(chunks)), sort_keys=True))
         folder = project.query_folder / f"{part}_{name}"
         folders[part] = folder.name  # relative to the folder of queries, as upstream reads it
+        if config.retro_task_validate is not None:
+            _check_search(project, part, folder)
         run_blocks(
             blocks_of(folder, len(chunks), config.retro_block_size),
             partial(neighbors_of, chunks, retriever, kept),
@@ -60,6 +63,18 @@ def query_neighbors(work: Preprocessing) -> None:
             say(f"query-neighbors: {part}, {samples.count:,} samples: {folder}")
     if config.retro_task_validate is None:
         project.record({NEIGHBOR_DIRS: folders})
+
+
+def _check_search(project: RetroProject, part: str, folder: Path) -> None:
+    """ConfigError if the neighbours of a part are not those of the search that ``folder`` is of."""
+    recorded = (project.settings.get(NEIGHBOR_DIRS) or {}).get(part)
+    if recorded is not None and not folder.is_dir():
+        raise ConfigError(
+            f"--retro-task-validate: {project.query_folder / Path(recorded).name} is of another search than "
+            "this run's; give the flags that it was made with (--retro-query-..., "
+            "--retro-block-size), or, if these are the same, the database or the index has "
+            "changed: run the stages again without --retro-task-validate"
+        )
 
 
 def neighbors_of(

@@ -2,6 +2,7 @@
 
 import math
 import re
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,16 @@ def test_missing_and_damaged_blocks_are_made(tmp_path, capsys):
     assert "stage: 3 of 5 blocks exist" in capsys.readouterr().out
     for block in blocks:
         np.testing.assert_array_equal(read_array(block.path, "data"), numbers(block)["data"])
+
+
+def test_the_arrays_of_one_block_are_in_memory(tmp_path):
+    size, blocks = 1 << 21, blocks_of(tmp_path, 4, 1)
+    tracemalloc.start()
+    try:
+        run_blocks(blocks, lambda block: {"data": np.zeros(size, np.uint8)}, "stage")
+        assert size < tracemalloc.get_traced_memory()[1] < 1.5 * size
+    finally:
+        tracemalloc.stop()
 
 
 def test_processes_share_what_is_missing(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import upstream_retro as upstream
 
+from megatron.data.kinds.retro.hdf5 import write_arrays
 from megatron.data.kinds.retro.project import RetroProject
 from megatron.retro.command import STAGES, stages_of
 from megatron.retro.gpt_run import project_run
@@ -67,6 +68,19 @@ def test_values_are_recorded(moved):
     again = RetroProject(moved[1])
     assert again.settings["retro_neighbor_dirs"] == {"train": "query/train_x"}
     assert again.chunk_length == LENGTH
+
+
+def test_neighbors_of_2023_stay_known_when_values_are_recorded(moved):
+    """Its configuration names no folders, nor does the file that a stage writes then."""
+    folder = moved[1]
+    settings = json.loads((folder / "config.json").read_text())
+    assert "retro_neighbor_dirs" not in settings
+    (folder / "config.json").unlink()
+    (folder / "args.json").write_text(json.dumps(settings))
+    write_arrays(folder / "query/train_x/00-16.hdf5", {"neighbors": np.zeros((16, 2), np.int64)})
+    assert len(RetroProject(folder).neighbors("train")) == 4
+    RetroProject(folder).record({"retro_embedder": {"type": "hashing"}})
+    assert len(RetroProject(folder).neighbors("train")) == 4
 
 
 @pytest.mark.parametrize(

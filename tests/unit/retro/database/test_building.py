@@ -7,6 +7,7 @@ import pickle
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from megatron.retro.command import run_preprocessing
 pytest.importorskip("h5py")
 
 LENGTH = 16
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
+ROOT = Path(__file__).parents[4]
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +117,7 @@ def test_workers_of_a_loader_get_no_copy(project):
 def test_files_are_upstreams(project, corpora):
     """Names, shapes, types, and offsets, as REFERENCE's readers expect them."""
     folder = project.database_folder
-    parts = sorted(p.name for p in (folder / "individual" / "first").iterdir())
+    parts = sorted(p.name for p in (folder / "individual" / "first").glob("*.hdf5"))
     assert parts == ["000-010.hdf5", "010-020.hdf5", "020-030.hdf5", "030-040.hdf5"]
     chunks = read_array(project.database_file, "chunks")
     offsets = read_array(project.database_file, "doc_offsets")
@@ -194,6 +195,11 @@ def test_raw_text_is_copied_into_the_project(corpora, prefixes, tmp_path):
     assert raw.database().sources == [str(file)]
     (info,) = json.loads(raw.datasets_file.read_text())
     assert info["prefix"] == "texts.jsonl"  # of a project that may be moved
+    content = file.read_text()
+    file.write_text(content.replace("a", "b"))
+    with pytest.raises(ValueError, match=r"texts.jsonl has changed since .* was copied from it"):
+        build(tmp_path / "raw", *flags([str(file)]))
+    file.write_text(content)
     os.rename(tmp_path / "raw", tmp_path / "moved")
     moved = RetroProject(tmp_path / "moved").database().tokens(chunks)
     np.testing.assert_array_equal(moved, indexed.database().tokens(chunks))
@@ -215,6 +221,22 @@ def test_named_corpora(prefixes, project, tmp_path, monkeypatch):
         path = f"merged/{file}.hdf5"
         same = (named.database_folder / path).read_bytes()
         assert same == (project.database_folder / path).read_bytes()
+
+
+def test_files_of_the_same_name(corpora, tmp_path):
+    """Each has blocks of its own."""
+    paths = []
+    for folder, number, name in (("x", 0, "c"), ("y", 1, "c"), ("z", 0, "c-2")):
+        (tmp_path / folder).mkdir()
+        renamed = upstream.Corpus(name, corpora[number].documents)
+        paths += upstream.write_corpora(tmp_path / folder, [renamed])
+    project = build(tmp_path / "project", *flags(paths, blend=("1", "1", "1")))
+    assert {p.name for p in (project.database_folder / "individual").iterdir()} == {
+        *("c", "c-2", "c-2-2")
+    }
+    table = project.database().table
+    first, last = (table[table[:, 0] == number, 1:] for number in (0, 2))
+    np.testing.assert_array_equal(first, last)
 
 
 def test_two_ranges_of_a_file_are_one_source(prefixes, tmp_path):
@@ -289,8 +311,23 @@ def test_a_changed_corpus_is_named(prefixes, corpora, tmp_path):
     )
     for changed in (longer, other):
         upstream.write_corpora(tmp_path, [changed])
-        with pytest.raises(ValueError, match=r"second has changed since .*db was made .*restore"):
+        told = r"second has changed since .*db was made .*restore"
+        with pytest.raises(ValueError, match=told):
             project.database()
+        with pytest.raises(ValueError, match=told):
+            build(project.folder, *flags(paths))
+
+
+def test_a_corpus_that_changed_before_the_end_is_read_again(prefixes, corpora, tmp_path):
+    """No block of the earlier one is in the database."""
+    upstream.write_corpora(tmp_path, corpora)
+    paths = [str(tmp_path / each.name) for each in corpora]
+    project = build(tmp_path / "stopped", *flags(paths))
+    project.datasets_file.unlink()
+    upstream.write_corpora(tmp_path, [upstream.corpus("second", 20, 3)])
+    build(project.folder, *flags(paths))
+    anew = build(tmp_path / "anew", *flags(paths))
+    assert files_of(project.folder) == files_of(anew.folder)
 
 
 def test_what_is_missing_is_named(tmp_path, prefixes):
