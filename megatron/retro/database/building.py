@@ -1,7 +1,7 @@
 """The stage db-build: the chunks of the training documents, in upstream's files in ``db/``.
 
 ``individual/NAME/START-END.hdf5`` has the chunks of a block of documents of a dataset. The files of
-``merged/`` have those of all datasets (:mod:`megatron.retro.merged`).
+``merged/`` have those of all datasets (:mod:`megatron.retro.database.merged`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import numpy.typing as npt
 
 from megatron.data.samples import Documents
 from megatron.retro.blocks import FileBlock, barrier, run_blocks
-from megatron.retro.datasets import CHUNKS, EMPTY, OFFSETS, STAGE, datasets_of
-from megatron.retro.merged import merge
+from megatron.retro.database.datasets import CHUNKS, EMPTY, OFFSETS, STAGE, datasets_of
+from megatron.retro.database.merged import merge
+from megatron.retro.embedding.texts import chunk_texts
 from megatron.retro.preprocessing import Preprocessing
-from megatron.retro.texts import chunk_texts
 from megatron.util.processes import is_main_process
 
 _CHUNKS_AT_ONCE = 4096
