@@ -138,8 +138,8 @@ def query(argv: Sequence[str], blocks: int) -> int:
     from megatron.retro.blocks import blocks_of, run_blocks
     from megatron.retro.configure import configured
     from megatron.retro.gpt_samples import SampleChunks, gpt_samples
-    from megatron.retro.query import neighbors_of
-    from megatron.retro.retriever import Retriever
+    from megatron.retro.query.neighbors import neighbors_of
+    from megatron.retro.query.retriever import Retriever
 
     work = configured(settings_of(argv))
     retriever = Retriever(work.project, work.embedder)
@@ -172,7 +172,7 @@ def measured(work: Callable[[], int], folder: Path) -> dict[str, float]:
 
 def _work(work: Callable[[], int], sender: Any) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
-    import megatron.retro.query  # noqa: F401
+    import megatron.retro.query.neighbors  # noqa: F401
 
     sender.send(own_memory(os.getpid()))
     begin = time.process_time()

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from megatron.data.kinds.retro.hdf5 import array_shapes, read_array, write_arrays
+from megatron.data.kinds.retro.project import json_bytes
+from megatron.util.files import write_whole
 from megatron.util.processes import is_main_process
 from megatron.util.progress import progress_bar, say
 
@@ -46,6 +50,16 @@ def blocks_of(folder: Path, count: int, size: int, first: int = 0) -> list[FileB
         for start in range(first, count, size)
         for stop in (min(start + size, count),)
     ]
+
+
+def begin_blocks(folder: Path, made_of: dict[str, Any]) -> None:
+    """Makes a folder of blocks that depend on some values; the blocks of other values, which an
+    earlier run left there, are deleted. To be called by one process."""
+    path, content = folder / "made_of.json", json_bytes(made_of)
+    if not path.is_file() or path.read_bytes() != content:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(path, content)
 
 
 def barrier() -> None:
@@ -100,6 +114,7 @@ def run_blocks(
         arrays = make(block)
         with naming_full_disks(block.path, what):
             write_arrays(block.path, arrays)
+        del arrays  # those of one block are in memory
     barrier()
 
 

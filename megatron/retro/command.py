@@ -16,10 +16,10 @@ from megatron.training.report import show_log
 from megatron.training.run import RunToolParser
 
 STAGES = {
-    "db-build": "megatron.retro.database:build_database",
+    "db-build": "megatron.retro.database.building:build_database",
     "index-train": "megatron.retro.index.training:train_index",
     "index-add": "megatron.retro.index.adding:add_to_index",
-    "query-neighbors": "megatron.retro.query:query_neighbors",
+    "query-neighbors": "megatron.retro.query.neighbors:query_neighbors",
 }
 """The stages in their order: functions of :class:`Preprocessing`, imported when they run."""
 _WAITING_MINUTES = 14.0 * 24 * 60

@@ -24,14 +24,14 @@ from megatron.inference.opening import OpenedRunner
 from megatron.inference.step import Runner, SequencePart, StepInput, StepOutput
 from megatron.retro.configure import existing
 from megatron.retro.model_check import check_model
-from megatron.retro.retriever import Retriever
+from megatron.retro.query.retriever import Retriever
 
 REMEMBERED = 1 << 16
 """Chunks whose neighbours are not searched for again."""
 
 Search = Callable[[npt.NDArray[np.int64], int], npt.NDArray[np.int64]]
 """From chunks [N, M] and a number K to the K nearest of a database, [N, K], with -1 where there are
-fewer: :meth:`megatron.retro.retriever.Retriever.neighbors`."""
+fewer: :meth:`megatron.retro.query.retriever.Retriever.neighbors`."""
 
 
 class ChunkNeighbors:

@@ -16,16 +16,24 @@ from typing import Any
 import numpy as np
 
 from megatron.data.kinds.retro.hdf5 import read_array
-from megatron.retro.blocks import FileBlock, barrier, blocks_of, rank, run_blocks, world_size
+from megatron.retro.blocks import (
+    FileBlock,
+    barrier,
+    begin_blocks,
+    blocks_of,
+    rank,
+    run_blocks,
+    world_size,
+)
+from megatron.retro.embedding.vectors import chunk_vectors
 from megatron.retro.index import build_index
 from megatron.retro.index.config import INDEX_TYPES
-from megatron.retro.index.files import IndexFiles, begin_blocks, existing_files
+from megatron.retro.index.files import IndexFiles, existing_files
 from megatron.retro.index.recall import RecallSample
 from megatron.retro.index.strings import index_parts
 from megatron.retro.index.training import DATA
 from megatron.retro.index.vector_index import VectorIndex
 from megatron.retro.preprocessing import Preprocessing
-from megatron.retro.vectors import chunk_vectors
 from megatron.util.digests import sha256_of_file
 from megatron.util.processes import is_main_process
 from megatron.util.progress import progress_bar, say

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,16 +90,6 @@ class IndexFiles:
     def write_description(self, values: dict[str, Any]) -> None:
         """Says what is known of the finished index."""
         write_json(self.description, {**values, "bytes": self.added.stat().st_size})
-
-
-def begin_blocks(folder: Path, made_of: dict[str, Any]) -> None:
-    """Makes a folder of blocks that depend on some values; the blocks of other values, which an
-    earlier run left there, are deleted. To be called by one process."""
-    path, made_of = folder / "made_of.json", json.loads(json.dumps(made_of))
-    if not path.is_file() or json.loads(path.read_text(encoding="utf-8")) != made_of:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(path, made_of)
 
 
 def new_files(folder: Path, flags: IndexFlags, text: str) -> IndexFiles:

@@ -19,10 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.data.kinds.retro.hdf5 import read_array
+from megatron.retro.embedding.vectors import chunk_vectors
 from megatron.retro.index.exact import ExactIndex
 from megatron.retro.index.vector_index import VectorIndex, Vectors
 from megatron.retro.preprocessing import Preprocessing
-from megatron.retro.vectors import chunk_vectors
 
 RECALL_AT = (2, 20)
 """What a model reads, and what the stage of neighbours keeps."""

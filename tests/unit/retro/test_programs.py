@@ -11,7 +11,7 @@ from megatron.checkpoint.files import CheckpointError
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.inference.generation.command import run_generation
 from megatron.retro.command import run_preprocessing
-from megatron.retro.evaluation import run_evaluation
+from megatron.retro.evaluation.command import run_evaluation
 from megatron.tasks.command import run_task
 from megatron.tokenizer import build_tokenizer
 

@@ -123,7 +123,7 @@ class RetroProject:
             prefix = self.data_path(info["prefix"])
             datasets.append(open_indexed(prefix))
             sources.append(info.get("source", prefix))
-            self._compare(datasets[-1], info)
+            self.check_unchanged(datasets[-1], info)
         table = read_array(self.database_file, "chunks")
         found = self.eod if eod is None else eod
         return ChunkDatabase(table, datasets, self.chunk_length, found, sources)
@@ -146,7 +146,7 @@ class RetroProject:
         folders = []
         if named is not None:
             folders = [self.query_folder / Path(named).name]
-        elif self.config_file.name == OLD_CONFIG_FILE:  # which does not name them
+        elif "retro_neighbor_dirs" not in self.settings:  # a project of 2023, which names none
             folders = sorted(self.query_folder.glob(f"{part}_*"))
         if not folders:
             raise ConfigError(
@@ -199,8 +199,9 @@ class RetroProject:
         inside = Path(prefix).is_relative_to(self.data_folder)
         return str(Path(prefix).relative_to(self.data_folder)) if inside else prefix
 
-    def _compare(self, documents: Documents, info: Mapping[str, Any]) -> None:
-        """ConfigError if a dataset is not the one that the database was made of."""
+    def check_unchanged(self, documents: Documents, info: Mapping[str, Any]) -> None:
+        """ConfigError if a dataset is not the one that the database was made of, of which ``info``
+        is the entry in the list of datasets."""
         for name, value in dataset_identity(documents).items():
             if info.get(name, value) != value:
                 raise ConfigError(
@@ -230,7 +231,12 @@ def sample_fields() -> frozenset[str]:
 
 def write_json(path: Path, content: Any) -> None:
     """Writes or replaces a file atomically."""
-    write_whole(path, json.dumps(content, indent=2).encode() + b"\n")
+    write_whole(path, json_bytes(content))
+
+
+def json_bytes(content: Any) -> bytes:
+    """What :func:`write_json` writes."""
+    return json.dumps(content, indent=2).encode() + b"\n"
 
 
 def dataset_identity(documents: Documents) -> dict[str, str]:

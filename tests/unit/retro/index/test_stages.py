@@ -14,9 +14,9 @@ from megatron.data.kinds.retro.hdf5 import read_array
 from megatron.data.kinds.retro.project import RetroProject
 from megatron.retro.command import run_preprocessing
 from megatron.retro.embedding.hashing import HashingEmbedder
+from megatron.retro.embedding.texts import chunk_texts
 from megatron.retro.index import adding, index_file, open_index, training
 from megatron.retro.index.config import IndexFlags
-from megatron.retro.texts import chunk_texts
 from megatron.tokenizer import build_tokenizer
 
 pytest.importorskip("h5py")

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.retro.retriever import first_kept
+from megatron.retro.query.retriever import first_kept
 
 
 @st.composite

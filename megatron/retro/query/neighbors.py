@@ -20,7 +20,7 @@ from megatron.retro.blocks import FileBlock, blocks_of, run_blocks
 from megatron.retro.gpt_samples import SampleChunks, gpt_samples
 from megatron.retro.index import index_file
 from megatron.retro.preprocessing import Preprocessing
-from megatron.retro.retriever import Retriever
+from megatron.retro.query.retriever import Retriever
 from megatron.util.digests import digest
 from megatron.util.processes import is_main_process
 from megatron.util.progress import say

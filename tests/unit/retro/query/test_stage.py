@@ -14,8 +14,8 @@ from megatron.retro.blocks import FileBlock
 from megatron.retro.command import run_preprocessing
 from megatron.retro.configure import existing
 from megatron.retro.gpt_samples import SampleChunks, gpt_samples
-from megatron.retro.query import neighbors_of
-from megatron.retro.retriever import Retriever
+from megatron.retro.query.neighbors import neighbors_of
+from megatron.retro.query.retriever import Retriever
 
 pytest.importorskip("h5py")
 

@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from megatron.data.kinds.retro.project import RetroProject
 from megatron.retro.embedding import Embedder
+from megatron.retro.embedding.texts import chunk_texts
 from megatron.retro.index import VectorIndex, open_index
 from megatron.retro.index.config import IndexFlags
-from megatron.retro.texts import chunk_texts
 
 SEARCHED = 200
 """Neighbours that are searched for, from which those of other documents are taken."""

@@ -16,8 +16,8 @@ from megatron.retro.blocks import FileBlock
 from megatron.retro.gpt_run import project_run
 from megatron.retro.gpt_samples import SampleChunks, gpt_samples
 from megatron.retro.index.exact import ExactIndex
-from megatron.retro.query import neighbors_of
-from megatron.retro.retriever import Retriever
+from megatron.retro.query.neighbors import neighbors_of
+from megatron.retro.query.retriever import Retriever
 from megatron.training.plan import TrainingPlan
 from megatron.training.run import run_of
 

@@ -19,11 +19,8 @@ from megatron.data.kinds.retro.project import RetroProject
 from megatron.data.sources import PARTS
 from megatron.engine.train_engine import ModelEngine
 from megatron.families import family_of
-from megatron.retro.gpt_run import project_run
-from megatron.retro.gpt_samples import gpt_samples
-from megatron.retro.model_check import check_model
-from megatron.retro.overlap import ChunkScores, ScoresByOverlap, between, filtered
-from megatron.retro.perplexity import (
+from megatron.retro.evaluation.overlap import ChunkScores, ScoresByOverlap, between, filtered
+from megatron.retro.evaluation.perplexity import (
     NEIGHBORS,
     EvaluatedText,
     Neighbors,
@@ -31,6 +28,9 @@ from megatron.retro.perplexity import (
     overlaps,
     scores_of,
 )
+from megatron.retro.gpt_run import project_run
+from megatron.retro.gpt_samples import gpt_samples
+from megatron.retro.model_check import check_model
 from megatron.tasks.report import EvaluatedModel, ModelResults, TaskResult, aligned, finish
 from megatron.training.evaluation import opened_checkpoint
 from megatron.training.launch import start_processes

@@ -23,7 +23,7 @@ from megatron.data.samples import SampleDataset
 from megatron.engine.train_engine import ModelEngine
 from megatron.model.layer_list import LayerState
 from megatron.model.spec import Measure
-from megatron.retro.overlap import ChunkScores, longest_common
+from megatron.retro.evaluation.overlap import ChunkScores, longest_common
 from megatron.training.measuring import measure_samples
 
 Neighbors = Literal["own", "none", "shuffled"]

@@ -15,9 +15,9 @@ from megatron.families.retro import Retrieved
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.layer_list import LayerState
 from megatron.parallel.mesh import Mesh
-from megatron.retro.evaluation import scores_by_dataset, token_lengths
-from megatron.retro.overlap import between, filtered, longest_common
-from megatron.retro.perplexity import EvaluatedText, measure_chunks, overlaps, scores_of
+from megatron.retro.evaluation.command import scores_by_dataset, token_lengths
+from megatron.retro.evaluation.overlap import between, filtered, longest_common
+from megatron.retro.evaluation.perplexity import EvaluatedText, measure_chunks, overlaps, scores_of
 
 S, L, SAMPLES = 3 * CHUNK, 3, 7
 RETRO = {

@@ -18,7 +18,7 @@ from megatron.config import ConfigError
 from megatron.data.kinds.retro.hdf5 import Layout, array_shapes, read_array, writing
 from megatron.data.kinds.retro.project import RetroProject, dataset_identity, write_json
 from megatron.retro.blocks import FileBlock, differing, naming_full_disks
-from megatron.retro.datasets import CHUNKS, EMPTY, OFFSETS, STAGE, Dataset
+from megatron.retro.database.datasets import CHUNKS, EMPTY, OFFSETS, STAGE, Dataset
 from megatron.retro.index.strings import training_chunks
 from megatron.retro.preprocessing import Preprocessing
 from megatron.util.progress import say

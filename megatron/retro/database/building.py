@@ -1,22 +1,23 @@
 """The stage db-build: the chunks of the training documents, in upstream's files in ``db/``.
 
 ``individual/NAME/START-END.hdf5`` has the chunks of a block of documents of a dataset. The files of
-``merged/`` have those of all datasets (:mod:`megatron.retro.merged`).
+``merged/`` have those of all datasets (:mod:`megatron.retro.database.merged`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron.data.kinds.retro.project import dataset_identity
 from megatron.data.samples import Documents
-from megatron.retro.blocks import FileBlock, barrier, run_blocks
-from megatron.retro.datasets import CHUNKS, EMPTY, OFFSETS, STAGE, datasets_of
-from megatron.retro.merged import merge
+from megatron.retro.blocks import FileBlock, barrier, begin_blocks, run_blocks
+from megatron.retro.database.datasets import CHUNKS, EMPTY, OFFSETS, STAGE, Dataset, datasets_of
+from megatron.retro.database.merged import merge
+from megatron.retro.embedding.texts import chunk_texts
 from megatron.retro.preprocessing import Preprocessing
-from megatron.retro.texts import chunk_texts
 from megatron.util.processes import is_main_process
 
 _CHUNKS_AT_ONCE = 4096
@@ -27,16 +28,31 @@ def build_database(work: Preprocessing) -> None:
     """Writes the database of a project, or validates it. ValueError or OSError if the data cannot
     be used, or files differ."""
     datasets = datasets_of(work)
+    validate = work.config.retro_task_validate
+    _begin(work, datasets, validate is not None)
     dataset_of = {block.path: dataset for dataset in datasets for block in dataset.blocks}
 
     def make(block: FileBlock) -> Mapping[str, np.ndarray]:
         return chunks_of(work, dataset_of[block.path].documents, block)
 
     blocks = [block for dataset in datasets for block in dataset.blocks]
-    validate = work.config.retro_task_validate
     run_blocks(blocks, make, STAGE, " documents", validate)
     if is_main_process():
         merge(work, datasets, compare=validate is not None)
+    barrier()
+
+
+def _begin(work: Preprocessing, datasets: Sequence[Dataset], validates: bool) -> None:
+    """Sees that blocks and database of earlier runs are of these datasets. ConfigError if a
+    finished database is not."""
+    finished = work.project.datasets_file.exists()
+    if finished:
+        for dataset, info in zip(datasets, work.project.dataset_infos(), strict=False):
+            work.project.check_unchanged(dataset.documents, info)
+    barrier()  # nobody writes while all look
+    if is_main_process() and not finished and not validates:
+        for dataset in datasets:
+            begin_blocks(dataset.folder, dataset_identity(dataset.documents))
     barrier()
 
 

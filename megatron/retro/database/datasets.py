@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 
+from megatron.config import ConfigError
 from megatron.data.build import Portion
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.indexed.dataset import best_dtype, idx_path
+from megatron.data.kinds.retro.project import dataset_identity
 from megatron.data.samples import Documents
 from megatron.data.sources import INDEXED
 from megatron.families import family_of
@@ -38,6 +42,8 @@ class Dataset:
     """In the blend of the training data."""
     trained: range
     """Numbers of the training documents."""
+    folder: Path
+    """Of the blocks."""
     blocks: list[FileBlock]
     """Of these, and of those that follow them."""
 
@@ -50,9 +56,7 @@ def datasets_of(work: Preprocessing) -> list[Dataset]:
     for number, portion in enumerate(
         family_of("gpt").data(run.config, run.tokenizer).training_portions()
     ):
-        name = Path(portion.path).name
-        same = sum(Path(each.source).name == name for each in found)
-        name = f"{name}-{same + 1}" if same else name
+        name = _free_name(Path(portion.path).name, {each.name for each in found})
         documents, prefix = portion.documents, portion.path
         if portion.source.kind != INDEXED:
             prefix = str(project.data_folder / name)
@@ -63,15 +67,29 @@ def datasets_of(work: Preprocessing) -> list[Dataset]:
         blocks = blocks_of(folder, stop, size, portion.units.start)
         found.append(
             Dataset(
-                *(number, name, prefix, portion.documents.prefix),
-                *(documents, portion.weight, portion.units, blocks),
+                number,
+                name,
+                prefix,
+                source=portion.documents.prefix,
+                documents=documents,
+                weight=portion.weight,
+                trained=portion.units,
+                folder=folder,
+                blocks=blocks,
             )
         )
     return found
 
 
+def _free_name(name: str, taken: Collection[str]) -> str:
+    """A name, with a number behind it if another dataset has it."""
+    numbered = (f"{name}-{number}" for number in count(2))
+    return next(each for each in chain((name,), numbered) if each not in taken)
+
+
 def _copied(portion: Portion, prefix: str, vocab_size: int) -> IndexedDataset:
-    """An indexed copy of other data, sequence by sequence."""
+    """An indexed copy of other data, sequence by sequence. ConfigError if an earlier copy is of
+    other text."""
     if is_main_process() and not idx_path(prefix).exists():
         documents = portion.documents
         numbers = progress_bar(f"tokenizing {portion.path}", range(len(documents)), unit=" texts")
@@ -82,4 +100,10 @@ def _copied(portion: Portion, prefix: str, vocab_size: int) -> IndexedDataset:
             for number in numbers:
                 writer.add_document([documents.get(number)])
     barrier()
-    return IndexedDataset(prefix)
+    copy = IndexedDataset(prefix)
+    if dataset_identity(copy) != dataset_identity(portion.documents):
+        raise ConfigError(
+            f"{portion.path} has changed since {prefix} was copied from it: restore the file, or "
+            "make another --retro-project-dir"
+        )
+    return copy

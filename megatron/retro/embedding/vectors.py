@@ -10,8 +10,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from megatron.retro.embedding.texts import chunk_texts
 from megatron.retro.preprocessing import Preprocessing
-from megatron.retro.texts import chunk_texts
 
 _CHUNKS_AT_ONCE = 4096
 

@@ -1,0 +1,1 @@
+"""The database of a project: the chunks of its training documents."""

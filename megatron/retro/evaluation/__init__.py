@@ -1,0 +1,1 @@
+"""What retrieval gives a model: its perplexity with and without neighbours, on which chunks."""

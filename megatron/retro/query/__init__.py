@@ -1,0 +1,1 @@
+"""The neighbours of chunks: the search for them, and the stage that searches for a GPT's."""
