@@ -31,12 +31,12 @@ ROOT = Path(__file__).resolve().parents[1]
 TITLES = {
     "pages": "documentation,\nits source in the database",
     "sources": "source,\nits documentation in the database",
-    "web": "web,\nnothing in the database",
+    "web": "web,\nnothing of it in the database",
 }
 VOCABULARY = 1024
 WEIGHTS = {"pages": 0.5, "sources": 0.2, "web": 0.3}
 """Shares of the training samples."""
-BATCH, LENGTH, CHUNK, STEPS, EVALUATED = 4, 256, 32, 1500, 40
+BATCH, LENGTH, CHUNK, STEPS, EVALUATED = 4, 256, 32, 1500, 75
 """Samples of a step, tokens of a sample and of a chunk; steps of training; batches that are
 evaluated."""
 TOKENIZER = """--tokenizer-type GPT2BPETokenizer
@@ -60,9 +60,9 @@ EVALUATION = """python tools/retro/evaluate.py --load {checkpoint}
 MODELS = ("gpt", "retro")
 WAYS = {
     "GPT": ("gpt", "no retrieval"),
-    "Retro, its neighbours": ("retro", "neighbours own"),
-    "Retro, none": ("retro", "neighbours none"),
-    "Retro, those of others": ("retro", "neighbours shuffled"),
+    "Retro, its own neighbours": ("retro", "neighbours own"),
+    "Retro, no neighbours": ("retro", "neighbours none"),
+    "Retro, those of other chunks": ("retro", "neighbours shuffled"),
 }
 """What is compared: a model, and what the evaluation calls the way that it is evaluated."""
 
@@ -148,7 +148,7 @@ def table(seeds: Sequence[Mapping[str, Mapping[str, float]]]) -> str:
     """Perplexities over the seeds, and how much lower the loss is than the GPT's: of each text the
     mean, and the smallest and largest."""
     lines = [
-        f"| | {' | '.join(f'{name}: perplexity | less than the GPT, nats' for name in NAMES)} |",
+        f"| | {' | '.join(f'{name}: perplexity | below the GPT, nats' for name in NAMES)} |",
         f"|---|{'---|---|' * len(NAMES)}",
     ]
     for way in WAYS:
@@ -158,7 +158,7 @@ def table(seeds: Sequence[Mapping[str, Mapping[str, float]]]) -> str:
             gains = [seed["GPT"][name] - seed[way][name] for seed in seeds]
             cells.append(f"{math.exp(statistics.fmean(losses)):.2f}")
             several = f" ({min(gains):+.3f} to {max(gains):+.3f})" if len(gains) > 1 else ""
-            cells.append(f"{statistics.fmean(gains):+.3f}{several}")
+            cells.append("" if way == "GPT" else f"{statistics.fmean(gains):+.3f}{several}")
         lines.append(f"| {way} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -182,7 +182,7 @@ def plot(seeds: Sequence[Mapping[str, Mapping[str, float]]], path: Path) -> None
             )  # fmt: skip
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set_xticks(range(len(NAMES)), [TITLES[name] for name in NAMES])
-    axes.set_ylabel("loss less than the GPT's, nats a token")
+    axes.set_ylabel("loss below the GPT's, nats per token")
     axes.grid(axis="y", alpha=0.3)
     axes.legend(frameon=False)
     save(figure, path)
