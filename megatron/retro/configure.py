@@ -6,8 +6,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from megatron.config import ConfigError, Settings
+from megatron.config import ConfigError, DataConfig, Settings, TokenizerConfig
 from megatron.config.flags import Setting, build, names_of
+from megatron.config.kinds import kind_classes
 from megatron.data.kinds.retro.project import (
     CONFIG_FILE,
     GPT,
@@ -83,9 +84,15 @@ def _completed(settings: Settings, project: RetroProject) -> Settings:
 def _compare(config: RetroPreprocessConfig, others: Settings, project: RetroProject) -> None:
     """ConfigError if a flag sets another value of the GPT's data than the project has."""
     known = project.data_settings()
+    defaults = {
+        field.name: field.default
+        for cls in (DataConfig, TokenizerConfig, *kind_classes().values())
+        for field in dataclasses.fields(cls)
+    }
     for name, given in gpt_settings(config, others).items():
-        if name in known and given.value != known[name].value:
-            raise _contradiction(given, GPT + name, known[name].value, project)
+        value = known[name].value if name in known else defaults.get(name, given.value)
+        if given.value != value:
+            raise _contradiction(given, GPT + name, value, project)
 
 
 def _contradiction(given: Setting, name: str, value: Any, project: RetroProject) -> ConfigError:

@@ -69,11 +69,12 @@ def _check_search(project: RetroProject, part: str, folder: Path) -> None:
     """ConfigError if the neighbours of a part are not those of the search that ``folder`` is of."""
     recorded = (project.settings.get(NEIGHBOR_DIRS) or {}).get(part)
     if recorded is not None and not folder.is_dir():
+        known = project.query_folder / Path(recorded).name
         raise ConfigError(
-            f"--retro-task-validate: {project.query_folder / Path(recorded).name} is of another search than "
-            "this run's; give the flags that it was made with (--retro-query-..., "
-            "--retro-block-size), or, if these are the same, the database or the index has "
-            "changed: run the stages again without --retro-task-validate"
+            f"--retro-task-validate: {known} is of another search than this run's; give the flags "
+            "that it was made with (--retro-query-..., --retro-block-size), or, if these are the "
+            "same, the database or the index has changed: run the stages again without "
+            "--retro-task-validate"
         )
 
 

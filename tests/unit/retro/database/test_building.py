@@ -290,6 +290,7 @@ def test_validation_finds_a_changed_bit(prefixes, tmp_path, file, capsys):
         (("--retro-chunk-length", "32"), r"--retro-chunk-length 32: retro_gpt_chunk_length .* 16"),
         (("--retro-gpt-seq-length", "128"), r"--retro-gpt-seq-length 128: .* is 64"),
         (("--train-iters", "9", "--global-batch-size", "4"), r"--train-iters 36: .* is 40"),
+        (("--tokenizer-model", "x"), r"--tokenizer-model x: retro_gpt_tokenizer_model .* is None"),
         (("--seed", "5"), r"--seed 5: retro_gpt_seed of .*config.json is 1234"),
         (("--tokenizer-type", "NullTokenizer"), r"--tokenizer-type NullTokenizer: .* ByteLevel"),
         (("--data-path", "elsewhere"), r"--data-path .*elsewhere.* retro_gpt_data_path .* is"),

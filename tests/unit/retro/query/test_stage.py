@@ -92,6 +92,17 @@ def test_another_search_has_files_of_its_own(project):
     )
 
 
+def test_validation_is_of_the_search_that_the_project_names(project):
+    """Comparing nothing, because flags or database are others, would look like success."""
+    run(project, "query-neighbors")
+    run(project, "query-neighbors", "--retro-task-validate", "1")
+    with pytest.raises(ValueError, match=r"train_\w+ is of another search than this run's; give"):
+        run(
+            *(project, "query-neighbors", "--retro-task-validate", "1"),
+            *("--retro-query-num-neighbors-save", "5"),
+        )
+
+
 def test_more_kept_than_searched_for_is_refused(project):
     with pytest.raises(ValueError, match="--retro-query-num-neighbors-save 20 is more than"):
         run(project, "query-neighbors", "--retro-query-num-neighbors-query", "10")
