@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from bisect import bisect_left
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -68,18 +69,20 @@ def _training_chunks(work: Preprocessing, fraction: float) -> npt.NDArray[np.int
     database = work.database
     path = work.project.database_folder / "merged" / "sampled.hdf5"
     sampled = read_array(path, "chunks")
-    datasets = np.arange(len(database.sources) + 1)
-    bounds = np.searchsorted(sampled[:, DATASET], datasets)
-    starts = np.searchsorted(database.table[:, DATASET], datasets)
-    runs = [
-        np.arange(start, start + count)
-        for start, count in zip(starts[:-1], np.diff(bounds), strict=True)
-    ]
+    runs = []
+    for dataset in range(len(database.sources)):
+        first, stop = (_first_row(sampled, number) for number in (dataset, dataset + 1))
+        runs.append(np.arange(stop - first) + _first_row(database.table, dataset))
     chunks_N = np.concatenate(runs)
     last = chunks_N[-1:]
     if len(last) and not np.array_equal(database.table[last], sampled[-1:]):
         raise ValueError(f"{path} is not of {work.project.database_file}; run db-build again")
     return chunks_N[: int(fraction * len(chunks_N))]
+
+
+def _first_row(table: npt.NDArray[np.uint32], dataset: int) -> int:
+    """The first row of a dataset or a later one; of a table of any size few rows are read."""
+    return bisect_left(table, dataset, key=lambda row: row[DATASET])
 
 
 def _begin(

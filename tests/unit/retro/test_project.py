@@ -77,6 +77,7 @@ def test_neighbors_of_2023_stay_known_when_values_are_recorded(moved):
     assert "retro_neighbor_dirs" not in settings
     (folder / "config.json").unlink()
     (folder / "args.json").write_text(json.dumps(settings))
+    (folder / "query/train_x").mkdir(parents=True)
     write_arrays(folder / "query/train_x/00-16.hdf5", {"neighbors": np.zeros((16, 2), np.int64)})
     assert len(RetroProject(folder).neighbors("train")) == 4
     RetroProject(folder).record({"retro_embedder": {"type": "hashing"}})

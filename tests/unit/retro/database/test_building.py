@@ -327,8 +327,8 @@ def test_a_corpus_that_changed_before_the_end_is_read_again(prefixes, corpora, t
     project.datasets_file.unlink()
     upstream.write_corpora(tmp_path, [upstream.corpus("second", 20, 3)])
     build(project.folder, *flags(paths))
-    anew = build(tmp_path / "anew", *flags(paths))
-    assert files_of(project.folder) == files_of(anew.folder)
+    fresh = build(tmp_path / "fresh", *flags(paths))
+    assert files_of(project.folder) == files_of(fresh.folder)
 
 
 def test_what_is_missing_is_named(tmp_path, prefixes):
