@@ -300,9 +300,10 @@ def test_without_neighbors():
     )
 
 
-def test_the_encoder_has_its_own_dropout():
+@pytest.mark.parametrize("where", ["hidden", "attention"])
+def test_the_encoder_has_its_own_dropout(where):
     """With dropout in the encoder only, only what depends on neighbours is random."""
-    model = config(retro_encoder_hidden_dropout=0.3, retro_encoder_attention_dropout=0.3)
+    model = config(**{f"retro_encoder_{where}_dropout": 0.3})
     stack, given = random_retro(model), batch(config())
     begin = spec_of(model).begin(given).changed(targets=None)
     first, again, other = (

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 
 import pytest
 import upstream_retro as upstream
@@ -186,6 +187,15 @@ def test_projects_of_other_models(checkpoints, evaluated, corpora, tmp_path):
     (tmp_path / "p" / "config.json").write_text(json.dumps(config | changed))
     with pytest.raises(ConfigError, match="vocabulary of 259 tokens, and the tokenizer of"):
         evaluated("retro", project=other)
+
+
+def test_a_missing_index_is_told_before_text_is_generated(checkpoints, project, tmp_path):
+    """Although the prompt has no chunk."""
+    folder = shutil.copytree(project, tmp_path / "p")
+    shutil.rmtree(folder / "index")
+    retro = ["--load", checkpoints["retro"], "--retro", "--retro-project-dir", str(folder)]
+    with pytest.raises(ValueError, match="--retro-tasks index-"):
+        generate(*retro, "--prompt", "a", "--max-new-tokens", "2")
 
 
 def test_tasks_score_a_retro_without_neighbours(checkpoints, tmp_path, capfd):
