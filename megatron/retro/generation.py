@@ -139,6 +139,7 @@ def with_retrieval(
     spec = family_of(config.model.family).generation(config, opened.tokenizer).neighbors
     assert spec is not None, "see runner_of"
     retriever = Retriever(work.project, work.embedder, flags=work.config)
+    _ = retriever.index  # opened before the first text
     neighbors = ChunkNeighbors(retriever.neighbors, retriever.database, spec)
     sources = partial(neighbors_read, neighbors, opened.tokenizer.detokenize)
     return RetrievingRunner(opened.runner, neighbors), sources
