@@ -158,7 +158,7 @@ def table(seeds: Sequence[Mapping[str, Mapping[str, float]]]) -> str:
             gains = [seed["GPT"][name] - seed[way][name] for seed in seeds]
             cells.append(f"{math.exp(statistics.fmean(losses)):.2f}")
             several = f" ({min(gains):+.3f} to {max(gains):+.3f})" if len(gains) > 1 else ""
-            cells.append(f"{statistics.fmean(gains):+.3f}{several}")
+            cells.append("" if way == "GPT" else f"{statistics.fmean(gains):+.3f}{several}")
         lines.append(f"| {way} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -67,8 +67,15 @@ def datasets_of(work: Preprocessing) -> list[Dataset]:
         blocks = blocks_of(folder, stop, size, portion.units.start)
         found.append(
             Dataset(
-                *(number, name, prefix, portion.documents.prefix),
-                *(documents, portion.weight, portion.units, folder, blocks),
+                number,
+                name,
+                prefix,
+                source=portion.documents.prefix,
+                documents=documents,
+                weight=portion.weight,
+                trained=portion.units,
+                folder=folder,
+                blocks=blocks,
             )
         )
     return found
