@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -22,6 +23,8 @@ from megatron.util.processes import is_main_process
 from megatron.util.progress import progress_bar, say
 
 _SECONDS_BETWEEN_LINES = 15.0
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 logger = logging.getLogger(__name__)
 
@@ -120,13 +123,17 @@ def run_blocks(
 
 @contextmanager
 def naming_full_disks(path: Path, what: str) -> Iterator[None]:
-    """Says of a file of a stage that cannot be written what to do; raises OSError."""
+    """Says of a file of a stage, or of its project, that cannot be written what to do; an error
+    that names its file already stays. Raises OSError."""
     try:
         yield
     except OSError as error:
+        if error.errno in (None, errno.ENOENT):
+            raise
+        remedy = "free space on the disk" if error.errno in _FULL else "allow writing there"
         raise OSError(
-            f"{path} cannot be written: {error}; free space on the disk, and run {what} again: it "
-            "continues after the files that it has finished"
+            f"{error.filename or path} cannot be written: {error.strerror}; {remedy}, and run "
+            f"{what} again: it continues after the files that it has finished"
         ) from error
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pkgutil import resolve_name
 
 from megatron.config import ConfigError, ParallelConfig, Setting, Settings
 from megatron.config.flags import ConfigResolver, build, nearest
+from megatron.data.kinds.retro.hdf5 import needed_h5py
 from megatron.engine.environment import distributed
+from megatron.retro.blocks import naming_full_disks
 from megatron.retro.config import TASK_SPELLINGS, RetroPreprocessConfig
 from megatron.retro.configure import configured
 from megatron.training.launch import start_processes
@@ -33,11 +35,13 @@ def run_preprocessing(description: str | None, argv: Sequence[str] | None = None
     settings = RunToolParser(RetroPreprocessConfig, description).settings(argv)
     ConfigResolver((RetroPreprocessConfig,), settings)
     stages = stages_of(build(RetroPreprocessConfig, settings).retro_tasks)
+    needed_h5py()  # not after hours of work
     processes = start_processes(settings, argv)
-    with _connected(settings) if processes > 1 else nullcontext():
-        work = configured(settings)
+    with _connected(settings) if processes > 1 else nullcontext(), ExitStack() as held:
+        work = configured(settings, held)
         for stage in stages:
-            resolve_name(STAGES[stage])(work)
+            with naming_full_disks(work.project.folder, stage):
+                resolve_name(STAGES[stage])(work)
 
 
 def _connected(settings: Settings) -> AbstractContextManager[object]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +28,18 @@ from megatron.retro.preprocessing import Preprocessing
 from megatron.training.plan import TrainingPlan
 from megatron.training.run import Run
 from megatron.util.files import remove_partial
+from megatron.util.locks import Lock, LockTakenError
 from megatron.util.processes import is_main_process
 
+LOCK = ".lock"
+"""The file that the run has locked that writes to a project."""
 
-def configured(settings: Settings) -> Preprocessing:
+
+def configured(settings: Settings, held: ExitStack | None = None) -> Preprocessing:
     """A project with the flags of its tool, of settings by field name. The first stage writes its
-    ``config.json``; those that follow take from it what the flags leave out. ConfigError if the
-    flags contradict it."""
+    ``config.json``; those that follow take from it what the flags leave out. Until ``held`` is
+    closed, no other run may write to the project. ConfigError if one does, or the flags contradict
+    the configuration."""
     if "retro_project_dir" not in settings:
         raise ConfigError("missing --retro-project-dir: the folder of the project")
     folder = Path(settings["retro_project_dir"].value)
@@ -40,18 +47,52 @@ def configured(settings: Settings) -> Preprocessing:
     others = {name: setting for name, setting in settings.items() if name not in own}
     exists = RetroProject.exists(folder)
     barrier()  # nobody writes while all look
-    if is_main_process():
-        remove_partial(folder)
+    if exists and is_main_process():
+        _begin_writing(folder, held)
     if not exists:
         config = build(RetroPreprocessConfig, settings)
         config = completed_flags(config, settings_beside_gpt(config, others))
         content = _content(config, gpt_run(gpt_settings(config, others)))
         if is_main_process():
-            folder.mkdir(parents=True, exist_ok=True)
-            write_json(folder / CONFIG_FILE, content)
+            _make(folder)
+            _begin_writing(folder, held)
+            if not RetroProject.exists(folder):  # another run may have made it meanwhile
+                write_json(folder / CONFIG_FILE, content)
         barrier()
         return existing(settings, compared=False)
     return existing(settings)
+
+
+def _make(folder: Path) -> None:
+    """Makes the folder of a project. OSError if it cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(
+            f"--retro-project-dir {folder} cannot be made: {error.strerror}; name another folder, "
+            "or allow writing there"
+        ) from error
+
+
+def _begin_writing(folder: Path, held: ExitStack | None) -> None:
+    """Makes a project this run's own until ``held`` is closed, and deletes what killed runs left.
+    ConfigError if another run is writing to it."""
+    try:
+        lock = Lock(folder / LOCK)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EROFS):
+            return  # to validate, or to see that nothing is missing
+        raise
+    except LockTakenError:
+        raise ConfigError(
+            f"--retro-project-dir {folder}: another run is writing to it ({folder / LOCK}); wait "
+            "until it ends, or start all processes as one run, with torchrun"
+        ) from None
+    remove_partial(folder)
+    if held is None:
+        lock.release()
+    else:
+        held.enter_context(lock)
 
 
 def existing(settings: Settings, compared: bool = True) -> Preprocessing:
@@ -97,15 +138,25 @@ def _compare(config: RetroPreprocessConfig, others: Settings, project: RetroProj
 
 def _contradiction(given: Setting, name: str, value: Any, project: RetroProject) -> ConfigError:
     return ConfigError(
-        f"{given.origin.removeprefix('flag ')} {given.value}: {name} of {project.config_file} is "
-        f"{value}, which the project's files were made with; leave the flag out, or make another "
-        "--retro-project-dir"
+        f"{given.origin.removeprefix('flag ')} {_text(given.value)}: {name} of "
+        f"{project.config_file} is {_text(value)}, which the project's files were made with; leave "
+        "the flag out, or make another --retro-project-dir"
     )
+
+
+def _text(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
 def _content(config: RetroPreprocessConfig, run: Run) -> dict[str, Any]:
     """What ``config.json`` has at first."""
     training = run.config.training
+    length, chunk = run.config.model.seq_length, config.retro_gpt_chunk_length
+    if length % chunk:
+        raise ConfigError(
+            f"--seq-length {length} is no multiple of --retro-gpt-chunk-length {chunk}: a Retro "
+            "reads the neighbours of whole chunks; change one of them"
+        )
     counts = TrainingPlan(run.config).sample_counts
     return {
         **{name: getattr(config, name) for name in names_of("results", RetroPreprocessConfig)},

@@ -136,7 +136,10 @@ class FaissIndex:
             try:
                 self._faiss.write_index(self._index, str(part))
             except RuntimeError as error:
-                raise OSError(f"{path} cannot be written: {error}") from error
+                raise OSError(
+                    f"{path} cannot be written: {error}; free space on the disk, or allow writing "
+                    "there, and run the stage again"
+                ) from error
             sync_path(part)
 
     def load(self, path: Path) -> None:

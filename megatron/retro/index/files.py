@@ -119,7 +119,8 @@ def existing_files(folder: Path, flags: IndexFlags, stage: str) -> IndexFiles:
         raise ConfigError(
             f"{folder} has several indices ({names}): name one with --retro-index-type, "
             "--retro-index-str, --retro-index-train-load-fraction and "
-            "--retro-index-add-load-fraction"
+            "--retro-index-add-load-fraction, which tools/retro/preprocess_data.py has; for text "
+            "generation move the others out of that folder"
         )
     return found[0]
 

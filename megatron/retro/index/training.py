@@ -53,6 +53,7 @@ def train_index(work: Preprocessing) -> None:
         run_blocks(blocks, make, "index-train", validate=validate)
         return
     if parts.learned_entries and not finished:
+        build_index(work.config, len(work.database), parts.width)  # needs faiss: not at the end
         _begin(work, parts, files, chunks_N)
         run_blocks(blocks, make, "index-train")
     if is_main_process():

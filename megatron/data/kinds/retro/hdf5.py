@@ -18,7 +18,8 @@ _STRUCTURE = 1 << 16
 """Bytes that are more than a file has besides its arrays."""
 
 
-def _h5py() -> Any:
+def needed_h5py() -> Any:
+    """The library of these files. ValueError if it is not installed."""
     try:
         import h5py
     except ImportError as error:
@@ -122,7 +123,7 @@ def writing(path: Path, layout: Layout) -> Iterator[dict[str, ArrayWriter]]:
 
 def _structure(path: Path, layout: Layout) -> dict[str, int]:
     """Makes a file of empty datasets; returns the place of each in the file."""
-    h5py = _h5py()
+    h5py = needed_h5py()
     offsets = {}
     with h5py.File(path, "w") as file:
         for name, (dtype, shape) in layout.items():
@@ -143,7 +144,7 @@ def _opened(path: Path) -> Iterator[Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
     try:
-        file = _h5py().File(path, "r")
+        file = needed_h5py().File(path, "r")
     except OSError as error:
         raise ValueError(
             f"{path} is damaged or cut short; delete it and run the stage that wrote it again "

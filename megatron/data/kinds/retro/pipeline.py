@@ -130,7 +130,7 @@ class RetroData(DataPipeline):
         if wanted > count and verified and not self._repeats:
             raise ConfigError(
                 f"the run reads {wanted} samples for {part}, of which {where} has {count}: leave "
-                "out --rampup-batch-size, run query-neighbors with a larger "
+                "out --rampup-batch-size, make another project with a larger "
                 "--retro-gpt-train-samples, or read them several times with --dataloader-type "
                 "cyclic"
             )

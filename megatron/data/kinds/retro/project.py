@@ -69,8 +69,9 @@ class RetroProject:
 
     def record(self, values: Mapping[str, Any]) -> None:
         """Adds values to the configuration; of several processes the main one writes it."""
+        before = dict(self.settings)
         self.settings |= values
-        if is_main_process():
+        if self.settings != before and is_main_process():
             write_json(self.folder / CONFIG_FILE, self.settings)
 
     @property
