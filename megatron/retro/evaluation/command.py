@@ -94,6 +94,8 @@ def run_evaluation(description: str | None, argv: Sequence[str] | None = None) -
         check_model(model, project, run.tokenizer)
         _check_length(model, project)
         text = evaluated_text(project, run, options.part, options.samples)
+        if wanted != ["none"]:
+            check_kept(text, model, project)
         overlap_N = overlaps(text, options.leakage_neighbors, RETRIEVED).ravel()
         _check_same_chunks(others, filtered(overlap_N, {}, SHARES))
         results, scores = _measured(found.engine, run, text, wanted)
@@ -159,6 +161,17 @@ def evaluated_text(
     count = count if most is None else min(count, most)
     numbers_ILQ = np.stack([table.rows(sample) for sample in range(count)])
     return EvaluatedText(samples.samples, numbers_ILQ, project.database(run.tokenizer.eod))
+
+
+def check_kept(text: EvaluatedText, model: ModelConfig, project: RetroProject) -> None:
+    """Raises ConfigError if the files have fewer neighbours of a chunk than a model reads."""
+    kept, read = text.numbers_ILQ.shape[-1], model.retrieval.retro_num_neighbors
+    if kept < read:
+        raise ConfigError(
+            f"--retro-project-dir {project.folder} has {kept} neighbours of each chunk, and the "
+            f"model reads {read}: run query-neighbors again with a larger "
+            "--retro-query-num-neighbors-save, or give --neighbors none"
+        )
 
 
 def _measured(

@@ -1,12 +1,14 @@
 """Perplexity by chunks, and the overlap of chunks with their neighbours, against definitions."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from small_databases import CHUNK, EOD, chunk_database, nearest
 
+from megatron.config import ConfigError
 from megatron.data.gpt_batch import GPTCollator
 from megatron.data.samples import Piece
 from megatron.engine.evaluator import build_evaluator
@@ -15,7 +17,7 @@ from megatron.families.retro import Retrieved
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.layer_list import LayerState
 from megatron.parallel.mesh import Mesh
-from megatron.retro.evaluation.command import token_lengths
+from megatron.retro.evaluation.command import check_kept, token_lengths
 from megatron.retro.evaluation.overlap import between, filtered, longest_common
 from megatron.retro.evaluation.perplexity import EvaluatedText, measure_chunks, overlaps, scores_of
 from megatron.retro.evaluation.report import scores_by_dataset
@@ -195,3 +197,10 @@ def test_datasets_of_a_blend():
 
 def test_special_tokens_have_no_bytes():
     assert token_lengths([b"a", b"<eod>", b"", b"bcd"], frozenset({1})).tolist() == [1, 0, 0, 3]
+
+
+def test_fewer_neighbours_than_the_model_reads_are_refused(gpt_config):
+    model, project = gpt_config(**RETRO).model, SimpleNamespace(folder="project")
+    check_kept(text_of(kept=2), model, project)
+    with pytest.raises(ConfigError, match=r"project has 1 neighbours .* reads 2: .*-num-neighbors"):
+        check_kept(text_of(kept=1), model, project)
