@@ -19,8 +19,8 @@ from megatron.data.kinds.retro.chunks import DATASET, DOCUMENT, START, STOP, Chu
 from megatron.data.kinds.retro.project import RetroProject
 from megatron.data.kinds.retro.samples import RetroSamples, neighbor_texts
 from megatron.data.sources import PARTS
+from megatron.retro.gpt_run import project_run
 from megatron.retro.gpt_samples import GPTSamples, gpt_samples
-from megatron.retro.preprocessing import project_run
 from megatron.tokenizer import Tokenizer
 from megatron.training.run import Run
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +27,21 @@ from megatron.retro.evaluation.perplexity import (
     overlaps,
     scores_of,
 )
+from megatron.retro.evaluation.report import (
+    dataset_table,
+    draw,
+    overlap_table,
+    scores_by_dataset,
+    with_details,
+)
 from megatron.retro.gpt_run import project_run
 from megatron.retro.gpt_samples import gpt_samples
 from megatron.retro.model_check import check_model
-from megatron.tasks.report import EvaluatedModel, ModelResults, TaskResult, aligned, finish
+from megatron.tasks.report import EvaluatedModel, ModelResults, TaskResult, finish
 from megatron.training.evaluation import opened_checkpoint
 from megatron.training.launch import start_processes
 from megatron.training.outputs import check_output
 from megatron.training.run import Run, RunToolParser
-from megatron.training.run_curves import Panel, RunCurve, draw_panels
 from megatron.util.processes import is_main_process
 from megatron.util.progress import progress_bar, say
 
@@ -99,7 +104,7 @@ def run_evaluation(description: str | None, argv: Sequence[str] | None = None) -
         at_most = filtered(overlap_N, scores, SHARES)
         within = between(overlap_N, scores, SHARES)
         results = [
-            _with_details(result, at_most, within, scores_by_dataset(text, scores[result.name]))
+            with_details(result, at_most, within, scores_by_dataset(text, scores[result.name]))
             for result in results
         ]
         evaluated = EvaluatedModel.of(found.engine.config, found.folder, found.iteration)
@@ -175,9 +180,10 @@ def _measured(
     tokenizer, training = run.tokenizer, engine.config.training
     collate = family_of("gpt").data(run.config, tokenizer).collator()
     bytes_V = token_lengths(tokenizer.token_bytes, tokenizer.special_tokens)
+    reads = engine.config.model.retrieval.retro_add_retriever
     results, scores = [], {}
     for kind in wanted:
-        name = f"neighbours {kind}" if engine.config.model.family == "retro" else "no retrieval"
+        name = f"neighbours {kind}" if reads else "no retrieval"
         started = time.perf_counter()
         with progress_bar(name, total=len(text), unit=" samples") as bar:
             done = 0
@@ -206,80 +212,6 @@ def token_lengths(token_bytes: Sequence[bytes], special: frozenset[int]) -> npt.
     return np.array(
         [0 if token in special else len(each) for token, each in enumerate(token_bytes)], np.int64
     )
-
-
-def scores_by_dataset(text: EvaluatedText, scores: ChunkScores) -> dict[str, ChunkScores]:
-    """The scores of the samples from each dataset of a blend."""
-    datasets_N = np.repeat(text.datasets_I, len(scores.tokens_N) // len(text))
-    return {str(name): scores.part(datasets_N == name) for name in np.unique(datasets_N)}
-
-
-def dataset_table(results: Sequence[TaskResult]) -> str:
-    """A line for each dataset, a column for each model."""
-    names = results[0].details["datasets"]
-    rows = [("dataset", "tokens", *(result.name for result in results))]
-    for name, numbers in names.items():
-        shown = (f"{each.details['datasets'][name]['perplexity']:.5g}" for each in results)
-        rows.append((name, f"{numbers['tokens']:,}", *shown))
-    return aligned(rows, texts=1)
-
-
-def _with_details(
-    result: TaskResult,
-    at_most: ScoresByOverlap,
-    within: ScoresByOverlap,
-    datasets: Mapping[str, ChunkScores],
-) -> TaskResult:
-    details = {
-        "datasets": {
-            name: {
-                "loss": each.loss,
-                "perplexity": each.perplexity,
-                "tokens": int(each.tokens_N.sum()),
-            }
-            for name, each in datasets.items()
-        },
-        "filtered": _of(result.name, at_most, at_most.bits_per_byte),
-        "by_overlap": _of(result.name, within, within.perplexity),
-    }
-    return replace(result, details=details)
-
-
-def _of(name: str, found: ScoresByOverlap, values: Mapping[str, Sequence[float]]) -> Any:
-    """JSON of one model's numbers; null where there are no chunks."""
-    finite = [value if math.isfinite(value) else None for value in values[name]]
-    return {"shares": list(found.shares), "chunks": list(found.chunks), "values": finite}
-
-
-def overlap_table(models: Mapping[str, Mapping[str, Any]], what: str) -> str:
-    """A line for each share, a column for each model."""
-    first = next(iter(models.values()))[what]
-    rows = [("share", "chunks", *models)]
-    for place, (share, chunks) in enumerate(zip(first["shares"], first["chunks"], strict=True)):
-        values = (each[what]["values"][place] for each in models.values())
-        shown = ("" if value is None else f"{value:.5g}" for value in values)
-        rows.append((f"{share:.3f}", f"{chunks:,}", *shown))
-    return aligned(rows)
-
-
-def draw(models: Mapping[str, Mapping[str, Any]], output_png: Path) -> None:
-    """Draws the numbers of all models over the share of chunks that is in their neighbours."""
-
-    def curves(what: str) -> list[RunCurve]:
-        found = []
-        for name, each in models.items():
-            pairs = zip(each[what]["shares"], each[what]["values"], strict=True)
-            points = [(share, value) for share, value in pairs if value is not None]
-            if points:
-                shares, values = zip(*points, strict=True)
-                found.append(RunCurve(name, list(shares), list(values)))
-        return found
-
-    panels = [
-        Panel("bits per byte, at most this share", curves("filtered")),
-        Panel("perplexity, about this share", curves("by_overlap")),
-    ]
-    draw_panels(panels, output_png, "share of a chunk that is in its neighbours")
 
 
 def _check_same_chunks(others: Mapping[str, Mapping[str, Any]], own: ScoresByOverlap) -> None:

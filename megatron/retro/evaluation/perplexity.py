@@ -161,7 +161,7 @@ def measure_chunks(
     if neighbors == "none":
         samples = _TextAlone(text)
         of_batch = collate
-        if model.family == "retro":
+        if retrieval.retro_add_retriever:
             of_batch = partial(_without, collate)
     measure = chunk_log_probs(text.chunk_length)
     found = measure_samples(engine, samples, of_batch, measure, micro_batch_size, progress=progress)

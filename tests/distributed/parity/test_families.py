@@ -62,7 +62,7 @@ SAMPLE = {
         "tp2-sp/relative-untied pp2-split1/learned pp4-split1/relative "
         "tp2-sp-pp2-interleaved/recompute-full pp2-dualpipev/uneven"
     ).split(),
-    "retro": "tp2-sp-pp2/recompute-full pp4/learned pp2-dualpipev/untied".split(),
+    "retro": "tp2-sp-pp2/recompute-full pp2-dualpipev/untied".split(),
 }
 """What the normal run has; `make proof` has the rest."""
 
@@ -159,7 +159,6 @@ TRAINED = {
 }
 TRAINED_SAMPLE = {
     "t5-pp2-zero1-relative",
-    "retro-tp2-sp-zero1-learned",
     "multiple_choice-tp2-sp-zero1-pre-norm",
 }
 STEPS = 8

@@ -227,10 +227,20 @@ MODELS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "eager"])
 @pytest.mark.parametrize(
-    "name, length", [("learned", 12), ("modern", 12), ("alibi", 12), ("one", 11)]
-)
+    "name, length, backend",
+    [
+        ("learned", 12, "sdpa"), ("modern", 12, "eager"),
+        ("alibi", 12, "sdpa"), ("one", 11, "eager"),
+        *(
+            pytest.param(*other, marks=pytest.mark.proof)
+            for other in [
+                ("learned", 12, "eager"), ("modern", 12, "sdpa"),
+                ("alibi", 12, "eager"), ("one", 11, "sdpa"),
+            ]
+        ),
+    ],
+)  # fmt: skip
 def test_against_the_reference(name, length, backend):
     """Loss, logits and all gradients; 11 tokens are two chunks and a part of one."""
     model = config(**MODELS[name], attention_backend=backend)

@@ -17,9 +17,10 @@ from megatron.families.retro import Retrieved
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.layer_list import LayerState
 from megatron.parallel.mesh import Mesh
-from megatron.retro.evaluation.command import check_kept, scores_by_dataset, token_lengths
+from megatron.retro.evaluation.command import check_kept, token_lengths
 from megatron.retro.evaluation.overlap import between, filtered, longest_common
 from megatron.retro.evaluation.perplexity import EvaluatedText, measure_chunks, overlaps, scores_of
+from megatron.retro.evaluation.report import scores_by_dataset
 
 S, L, SAMPLES = 3 * CHUNK, 3, 7
 RETRO = {

@@ -186,7 +186,7 @@ def test_what_contradicts_the_project(
 def test_a_missing_stage_is_named(project: WrittenProject) -> None:
     argv = gpt_argv(project)
     settings = json.loads((project.folder / "config.json").read_text())
-    del settings["retro_neighbor_dirs"]
+    settings["retro_neighbor_dirs"] = {}
     (project.folder / "config.json").write_text(json.dumps(settings))
     with pytest.raises(ValueError, match="query-"):
         run_data(retro(project))
