@@ -7,6 +7,7 @@ import pickle
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from megatron.retro.command import run_preprocessing
 pytest.importorskip("h5py")
 
 LENGTH = 16
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
+ROOT = Path(__file__).resolve().parents[4]
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +117,7 @@ def test_workers_of_a_loader_get_no_copy(project):
 def test_files_are_upstreams(project, corpora):
     """Names, shapes, types, and offsets, as REFERENCE's readers expect them."""
     folder = project.database_folder
-    parts = sorted(p.name for p in (folder / "individual" / "first").iterdir())
+    parts = sorted(p.name for p in (folder / "individual" / "first").glob("*.hdf5"))
     assert parts == ["000-010.hdf5", "010-020.hdf5", "020-030.hdf5", "030-040.hdf5"]
     chunks = read_array(project.database_file, "chunks")
     offsets = read_array(project.database_file, "doc_offsets")
