@@ -21,7 +21,7 @@ from megatron.retro.command import run_preprocessing
 pytest.importorskip("h5py")
 
 LENGTH = 16
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).resolve().parents[4]
 
 
 @pytest.fixture(scope="module")
