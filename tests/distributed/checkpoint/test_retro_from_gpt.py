@@ -118,7 +118,7 @@ def test_with_a_closed_gate_it_is_the_gpt(pool, saved):
 
 
 def test_without_a_retriever_the_program_continues_a_gpt(saved):
-    """With the values of its checkpoint, in which there is none."""
+    """With the values of its checkpoint, which has no retriever."""
     argv = [*GPT, "--load", str(saved), "--use-checkpoint-args"]
     run = parse_run(None, argv, "retro")
     assert run.config.model.family == "gpt"
