@@ -135,7 +135,7 @@ def with_retrieval(
     the project is not the model's, or lacks a stage."""
     work = existing({"retro_project_dir": Setting(folder, "flag --retro-project-dir")})
     config = opened.run.config
-    check_model(config.model, work.project, work.tokenizer)
+    check_model(config.model, opened.tokenizer, work.project)
     spec = family_of(config.model.family).generation(config, opened.tokenizer).neighbors
     assert spec is not None, "see runner_of"
     retriever = Retriever(work.project, work.embedder, flags=work.config)

@@ -23,8 +23,8 @@ class RetroDataConfig(KindConfig):
     """Iterations to train with --dataloader-type cyclic, in place of the project's number of
     samples."""
     retro_verify_neighbor_count: bool = option(True, off="--retro-no-verify-neighbor-count")
-    """Train although the number of samples is not the one that has neighbours; samples without
-    neighbours read none."""
+    """Train although the number of samples is not the one that has neighbours; those without
+    neighbours read end-of-document tokens."""
     retro_return_doc_ids: bool = option(False)
     """Batches say the documents that their samples are from."""
 

@@ -91,7 +91,7 @@ def run_evaluation(description: str | None, argv: Sequence[str] | None = None) -
         model = found.engine.config.model
         wanted = wanted_neighbors(options.neighbors, model)
         run = project_run(project)
-        check_model(model, project, run.tokenizer)
+        check_model(model, found.run.tokenizer, project)
         _check_length(model, project)
         text = evaluated_text(project, run, options.part, options.samples)
         if wanted != ["none"]:

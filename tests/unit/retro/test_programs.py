@@ -189,6 +189,15 @@ def test_projects_of_other_models(checkpoints, evaluated, corpora, tmp_path):
         evaluated("retro", project=other)
 
 
+def test_a_tokenizer_of_the_same_size_is_another(evaluated, project, tmp_path):
+    folder = shutil.copytree(project, tmp_path / "p")
+    config = json.loads((folder / "config.json").read_text())
+    changed = {"retro_gpt_tokenizer_type": "NullTokenizer", "retro_gpt_vocab_size": 258}
+    (folder / "config.json").write_text(json.dumps(config | changed))
+    with pytest.raises(ConfigError, match="config.json splits text otherwise than the model's"):
+        evaluated("retro", project=str(folder))
+
+
 def test_a_missing_index_is_told_before_text_is_generated(checkpoints, project, tmp_path):
     """Although the prompt has no chunk."""
     folder = shutil.copytree(project, tmp_path / "p")

@@ -138,7 +138,7 @@ def test_shares_are_the_first_chunks(project):
 @pytest.mark.parametrize(
     "text, at",
     sampled(
-        itertools.product(["Flat", CLUSTERS], range(1, 8)),
+        itertools.product(["Flat", CLUSTERS], range(1, 7)),
         lambda case: case in [("Flat", 3), (CLUSTERS, 2)],
     ),
 )
