@@ -69,6 +69,7 @@ def test_prints_the_validation_loss(trained):
     assert float(last[1]) < unigram, "in nats per character, better than without any context"
 
 
+@pytest.mark.proof
 def test_data_are_nanogpts(trained):
     """Against its data/shakespeare_char/prepare.py: ids in the characters' order, cut at 90 %."""
     folder, _ = trained
@@ -81,6 +82,7 @@ def test_data_are_nanogpts(trained):
     np.testing.assert_array_equal(validation, expected[cut:])
 
 
+@pytest.mark.proof
 def test_against_plain_pytorch(trained):
     """Golden losses, written by make.py beside them: 50 steps in float32 on one thread, and the
     evaluation after them. Whatever is made faster trains as before."""

@@ -80,7 +80,6 @@ LAYOUTS[SPLIT] = 4, f"{LAYOUTS['pp4-zero1'][1]} --pipeline-model-parallel-split-
 SAMPLE = {
     ("bert", "tp2-sp-pp2-zero1", "dp2-zero3"),
     ("t5", "pp2-interleaved-zero1", "dp1-zero0"),
-    ("retro", "tp2-sp-pp2-zero1", "dp2-zero3"),
 }
 """Of the other families than GPT."""
 TITLES = {

@@ -50,7 +50,7 @@ def in_new_processes(size, argv):
         pool.close()
 
 
-@pytest.mark.parametrize("layout", ["data", "tensor"])
+@pytest.mark.parametrize("layout", [pytest.param("data", marks=pytest.mark.proof), "tensor"])
 def test_four_processes_share_what_one_would_need(layout):
     """Weights, their float32 copies and gradients: a quarter each, beside the largest parameter."""
     tensor = ["--tensor-model-parallel-size", "2"] if layout == "tensor" else []

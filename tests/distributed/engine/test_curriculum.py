@@ -35,7 +35,7 @@ LAYOUTS = {
     "pp2-dualpipev": (2, f"{PIPELINE} --pipeline-schedule dualpipev"),
     "tp2-sp-pp2": (4, f"{PIPELINE} --tensor-model-parallel-size 2 --sequence-parallel"),
 }
-PROOF = {"dp2-zero3", "pp2-interleaved"}
+PROOF = {"dp2-zero3", "pp2-interleaved", "tp2-sp"}
 """Beyond the sample of every test run."""
 
 

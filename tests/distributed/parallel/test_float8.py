@@ -153,13 +153,8 @@ LAYOUTS = {
 }
 
 
-SAMPLE = ("tp2-sp-dp2",)
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.proof) for name in LAYOUTS],
-)
+@pytest.mark.proof
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_follow_bf16(pool, layout):
     flags = [*FLAGS, *LAYOUTS[layout].split()]
     plain, found, delayed = (pool.run(4, train, [*flags, *m])[0] for m in ([], FP8, DELAYED))

@@ -136,7 +136,9 @@ def test_a_checkpoint_says_its_family(pool, tmp_path):
     families.__path__.pop()
     family_names.cache_clear()
     try:
-        with pytest.raises(CheckpointError, match="'toy'.* known families are bert, gpt, t5"):
+        with pytest.raises(
+            CheckpointError, match="'toy'.* known families are bert, gpt, retro, t5"
+        ):
             start(other + save)
     finally:
         known()

@@ -86,6 +86,7 @@ def test_against_tiktoken_hypothesis(llama3, text):
     assert ours.tokenize(text) == encode(text)
 
 
+@pytest.mark.proof
 @pytest.mark.realdata
 def test_against_tiktoken_real_ranks(realdata, tmp_path, fuzzed_strings, python_sources):
     from transformers import AutoTokenizer

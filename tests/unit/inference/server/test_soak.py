@@ -23,6 +23,7 @@ READ_SECONDS = 3
 """A slow client needs 0.4 seconds for its body on a machine with nothing else to do."""
 
 
+@pytest.mark.proof
 def test_every_answer_is_right():
     limits = ServiceLimits(request_seconds=60, read_seconds=READ_SECONDS)
     connections = ConnectionLimits(read_seconds=READ_SECONDS)
