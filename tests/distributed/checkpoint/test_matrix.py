@@ -77,10 +77,7 @@ SEVEN = (
 ).split()
 NAMES = {"gpt": list(LAYOUTS), "bert": SEVEN, "t5": [*SEVEN, SPLIT], "retro": SEVEN}
 LAYOUTS[SPLIT] = 4, f"{LAYOUTS['pp4-zero1'][1]} --pipeline-model-parallel-split-rank 1"
-SAMPLE = {
-    ("bert", "tp2-sp-pp2-zero1", "dp2-zero3"),
-    ("t5", "pp2-interleaved-zero1", "dp1-zero0"),
-}
+SAMPLE = {("t5", "pp2-interleaved-zero1", "dp1-zero0")}
 """Of the other families than GPT."""
 TITLES = {
     "gpt": "GPT",

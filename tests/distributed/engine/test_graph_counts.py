@@ -22,7 +22,7 @@ KINDS = {
 """Flags, and the graphs of four blocks."""
 RANKS = {0: 1, 1: 1, 2: 2, 3: 2}
 """Data-parallel ranks by ZeRO stage: over one rank, 2 and 3 run as 1."""
-SAMPLE = {(1, "gpt2"), (2, "llama")}
+SAMPLE = {(2, "llama")}
 """Of stage 3, test_whole_blocks.py has one more."""
 
 

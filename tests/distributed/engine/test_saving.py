@@ -31,7 +31,7 @@ LAYOUTS = {
     "zero1-tp2": (2, ["--zero-stage", "1", "--tensor-model-parallel-size", "2"]),
     "zero1-pp2": (2, ["--zero-stage", "1", "--pipeline-model-parallel-size", "2"]),
 }
-SAMPLE = {"zero0", "zero3-dp2"}
+SAMPLE = {"zero3-dp2"}
 
 
 def slowly(seconds=0.15):

@@ -130,6 +130,7 @@ def test_weights_are_cast_once_for_each_update(pool, flags, ranks, count):
     assert found == [count] * 4
 
 
+@pytest.mark.proof
 def test_zero_stages_agree_and_follow_bf16(pool):
     """At stage 3 weights are freed after the forward pass and gathered for the backward pass."""
     plain, *stages = [

@@ -77,7 +77,10 @@ def test_a_tokenizer_without_offsets():
 @pytest.mark.realdata
 @pytest.mark.parametrize(
     "name, lower_case, size",
-    [("bert-base-uncased", True, 30_522), ("bert-large-cased", False, 28_996)],
+    [
+        pytest.param("bert-base-uncased", True, 30_522, marks=pytest.mark.proof),
+        ("bert-large-cased", False, 28_996),
+    ],
 )
 def test_against_transformers_bert_real_vocabulary(
     realdata, tmp_path, fuzzed_strings, name, lower_case, size
