@@ -13,7 +13,7 @@ from megatron.data.build import Datasets
 from megatron.data.kinds.retro.batch import RetroBatch, RetroCollator, RetroSample
 from megatron.data.kinds.retro.chunks import ChunkDatabase
 from megatron.data.kinds.retro.project import RetroProject
-from megatron.data.kinds.retro.run_settings import project_counts
+from megatron.data.kinds.retro.run_settings import project_counts, without_project
 from megatron.data.kinds.retro.samples import MockRetroSamples, RetroSamples, neighbor_texts
 from megatron.data.pipeline import DataPipeline
 from megatron.data.samples import RepeatedSamples, SampleDataset, SampleRecipe, SampleView
@@ -40,10 +40,7 @@ class RetroData(DataPipeline):
                 "train without --retro-add-retriever"
             )
         if self._flags.retro_project_dir is None and not config.data.mock_data:
-            raise ConfigError(
-                "--retro-add-retriever needs --retro-project-dir, a folder of "
-                "tools/retro/preprocess_data.py (or --mock-data)"
-            )
+            raise without_project()
 
     def recipe(self) -> SampleRecipe[Any]:
         return self.text.recipe()

@@ -25,13 +25,25 @@ def retro_settings(settings: Settings) -> Settings:
         settings = with_project(settings, RetroProject(folder.value))
     settings = cyclic_settings(settings)
     retriever, family = settings.get("retro_add_retriever"), settings.get("family")
+    program = family is not None and family.origin == "this program"
     if retriever is not None and retriever.value:
+        mock = settings.get("mock_data")
+        if program and folder is None and not (mock and mock.value):
+            raise without_project()
         return settings
-    if family is None or family.origin != "this program":
+    if not program:
         return settings | {"retro_add_retriever": Setting(True, "family retro")}
     ours = {field.name for field in dataclasses.fields(RetroDataConfig)}
     kept = {name: value for name, value in settings.items() if name not in ours}
     return kept | {"family": Setting("gpt", "derived: without --retro-add-retriever")}
+
+
+def without_project() -> ConfigError:
+    """What a run is told whose samples need neighbours and that names no project."""
+    return ConfigError(
+        "--retro-add-retriever needs --retro-project-dir, a folder of "
+        "tools/retro/preprocess_data.py (or --mock-data)"
+    )
 
 
 def with_project(settings: Settings, project: RetroProject) -> Settings:

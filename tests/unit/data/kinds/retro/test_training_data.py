@@ -11,6 +11,7 @@ from upstream_retro import EOD, WrittenProject, small_project
 
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, Setting
 from megatron.data.kinds.curriculum.analysis import fingerprint, sample_tokens
+from megatron.data.kinds.retro.run_settings import retro_settings
 from megatron.data.loader import MicroBatches
 from megatron.data.samples import MadeSamples
 from megatron.training.plan import TrainingPlan
@@ -200,6 +201,13 @@ def test_a_missing_stage_is_named(project: WrittenProject) -> None:
         retro(project)
     with pytest.raises(ConfigError, match="needs --retro-project-dir"):
         run_data(run("--retro-add-retriever", *argv, "--retro-chunk-length", "16"))
+    program = {
+        "family": Setting("retro", "this program"),
+        "retro_add_retriever": Setting(True, "flag --retro-add-retriever"),
+    }
+    with pytest.raises(ConfigError, match="needs --retro-project-dir"):
+        retro_settings(program)  # before anything else that is missing
+    assert retro_settings(program | {"mock_data": Setting(True, "flag --mock-data")})
 
 
 def test_a_curriculum_has_whole_chunks(project: WrittenProject) -> None:
