@@ -25,7 +25,6 @@ from megatron.retro.blocks import (
     run_blocks,
     world_size,
 )
-from megatron.retro.embedding.vectors import chunk_vectors
 from megatron.retro.index import build_index
 from megatron.retro.index.config import INDEX_TYPES
 from megatron.retro.index.files import IndexFiles, existing_files
@@ -33,6 +32,7 @@ from megatron.retro.index.recall import RecallSample
 from megatron.retro.index.strings import index_parts
 from megatron.retro.index.training import DATA
 from megatron.retro.index.vector_index import VectorIndex
+from megatron.retro.index.vectors import chunk_vectors
 from megatron.retro.preprocessing import Preprocessing
 from megatron.util.digests import sha256_of_file
 from megatron.util.processes import is_main_process

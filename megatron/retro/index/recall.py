@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.data.kinds.retro.hdf5 import read_array
-from megatron.retro.embedding.vectors import chunk_vectors
 from megatron.retro.index.exact import ExactIndex
 from megatron.retro.index.vector_index import VectorIndex, Vectors
+from megatron.retro.index.vectors import chunk_vectors
 from megatron.retro.preprocessing import Preprocessing
 
 RECALL_AT = (2, 20)

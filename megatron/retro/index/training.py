@@ -19,10 +19,10 @@ import numpy.typing as npt
 from megatron.data.kinds.retro.chunks import DATASET
 from megatron.data.kinds.retro.hdf5 import read_array
 from megatron.retro.blocks import FileBlock, barrier, begin_blocks, blocks_of, run_blocks
-from megatron.retro.embedding.vectors import chunk_vectors
 from megatron.retro.index import build_index
 from megatron.retro.index.files import IndexFiles, new_files
 from megatron.retro.index.strings import LEAST_CHUNKS_PER_CLUSTER, IndexParts, index_parts
+from megatron.retro.index.vectors import chunk_vectors
 from megatron.retro.preprocessing import Preprocessing
 from megatron.util.digests import digest
 from megatron.util.files import replacing, sync
