@@ -196,7 +196,8 @@ def test_training_beside_bf16(recipe):
     assert last[0] == pytest.approx(last[1], rel=0.03)
 
 
-@pytest.mark.parametrize("recompute", ["selective", pytest.param("full", marks=pytest.mark.proof)])
+@pytest.mark.proof
+@pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recomputed_activations_give_the_same_training(recompute):
     flags = {"fp8_format": "hybrid"}
     assert train(build(recompute, **flags), 3) == train(build(**flags), 3)

@@ -54,6 +54,7 @@ def test_against_transformers_gpt2_real_vocabulary(
     assert_same(ours, transformers_gpt2(tmp_path), fuzzed_strings(10_000, 2) + python_sources[:20])
 
 
+@pytest.mark.proof
 def test_against_tokenizers_split_of_every_character():
     """The split of the fast way knows the same letters, digits and spaces as the definition's.
 

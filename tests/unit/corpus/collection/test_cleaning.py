@@ -109,6 +109,7 @@ def test_short_is_what_the_tokenizer_counts(gpt2, text):
     assert not short_finder(7, None)("one two, three: four.") and short_finder(8, None)("one, two")
 
 
+@pytest.mark.proof
 @pytest.mark.realdata
 def test_real_web_text_is_english(files, realdata):
     """Of 1,000 documents of OpenWebText one is not English (it is Croatian)."""

@@ -262,6 +262,7 @@ def test_refused_tasks(files):
             filter_ngrams(config, LineJobConfig())
 
 
+@pytest.mark.proof
 @pytest.mark.realdata
 def test_lambada_and_wikitext_planted_in_real_text(files, realdata):
     """Passages of both, planted in OpenWebText: they go, and nothing else does."""
