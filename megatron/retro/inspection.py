@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from megatron.config import ConfigError, FlagParser
 from megatron.config.flags import NOT_NEGATIVE, POSITIVE, ConfigResolver, build, option
+from megatron.config.retrieval import RetrievalFlags
 from megatron.data.kinds.retro.batch import RetroSample
 from megatron.data.kinds.retro.chunks import DATASET, DOCUMENT, START, STOP, ChunkDatabase
 from megatron.data.kinds.retro.project import RetroProject
@@ -24,8 +25,8 @@ from megatron.retro.gpt_samples import GPTSamples, gpt_samples
 from megatron.tokenizer import Tokenizer
 from megatron.training.run import Run
 
-RETRIEVED = 2
-"""Chunks of text that a model reads of a neighbour: itself and what follows it."""
+RETRIEVED = RetrievalFlags.retro_num_retrieved_chunks
+"""Chunks of text of a neighbour that are shown: those that a model reads by default."""
 
 
 class RetroInspector:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from configs import model_config
+from random_stacks import random_stack
 from torch import Tensor
 
 from megatron.config import ConfigError, ModelConfig, ParallelConfig, Setting
@@ -22,7 +23,6 @@ from megatron.families import build_model, family_of, refuse_unused, spec_of
 from megatron.formats.huggingface.registry import architecture_of
 from megatron.formats.legacy_megatron.arguments import arguments_of_model
 from megatron.model.layer_list import LayerStack, canonical_parameters, layer_sequence
-from megatron.parallel.shard import shard_of
 from megatron.parallel.tensor_parallel import TensorParallel
 
 VOCAB, LENGTH, CHUNK, SAMPLES, LAYERS = 40, 12, 4, 2, 4
@@ -38,16 +38,6 @@ def config(**changes) -> ModelConfig:
         "retro_encoder_hidden_dropout": 0.0, "retro_encoder_attention_dropout": 0.0,
     }  # fmt: skip
     return model_config(**shape | changes).with_vocabulary(VOCAB)
-
-
-def random_retro(model: ModelConfig, parallel: ParallelConfig | None = None) -> LayerStack:
-    draw = torch.Generator().manual_seed(3)
-    stack = build_model(model, parallel).double()
-    with torch.no_grad():
-        for name, param in stack.canonical_parameters():
-            whole = torch.randn(shard_of(param).canonical_shape, generator=draw).double()
-            param.copy_(shard_of(param).cut(0.3 * whole + ("norm.weight" in name)))
-    return stack
 
 
 @cache
@@ -244,7 +234,7 @@ MODELS = {
 def test_against_the_reference(name, length, backend):
     """Loss, logits and all gradients; 11 tokens are two chunks and a part of one."""
     model = config(**MODELS[name], attention_backend=backend)
-    stack, given = random_retro(model), batch(model, length)
+    stack, given = random_stack(model), batch(model, length)
     params = {name: p.detach().clone().requires_grad_() for name, p in stack.canonical_parameters()}
     reference = Reference(model, params)
     expected = torch.stack(
@@ -275,7 +265,7 @@ def test_what_each_token_depends_on():
     those up to itself; and on the neighbours, the continuation included, of the chunks that end
     with it or before it."""
     model = config()
-    stack, given = random_retro(model), batch(config())
+    stack, given = random_stack(model), batch(config())
     tokens_S, neighbors_LKR = given.tokens_BS[0], given.neighbors_BLKR[0]
     count = LENGTH + neighbors_LKR.numel()
     tokens = tokens_S.repeat(1 + count, 1)
@@ -299,14 +289,14 @@ def test_what_each_token_depends_on():
 def test_without_neighbors():
     """No neighbour: as if there were no attention to them; the first tokens see none anyway."""
     model = config()
-    stack, given = random_retro(model), batch(config())
+    stack, given = random_stack(model), batch(config())
     none = given._replace(neighbors_BLKR=given.neighbors_BLKR[:, :, :0])
     found, logits = logits_of(stack, model, none), logits_of(stack, model, given)
     assert torch.equal(found[:, : CHUNK - 1], logits[:, : CHUNK - 1])
     assert (found[:, CHUNK - 1] != logits[:, CHUNK - 1]).any()
     closed = config(retro_attention_gate=0.0)
     torch.testing.assert_close(
-        found, logits_of(random_retro(closed), closed, given), rtol=1e-12, atol=1e-12
+        found, logits_of(random_stack(closed), closed, given), rtol=1e-12, atol=1e-12
     )
 
 
@@ -314,7 +304,7 @@ def test_without_neighbors():
 def test_the_encoder_has_its_own_dropout(where):
     """With dropout in the encoder only, only what depends on neighbours is random."""
     model = config(**{f"retro_encoder_{where}_dropout": 0.3})
-    stack, given = random_retro(model), batch(config())
+    stack, given = random_stack(model), batch(config())
     begin = spec_of(model).begin(given).changed(targets=None)
     first, again, other = (
         stack(begin.changed(dropout_seed=seed)).hidden.detach() for seed in (1, 1, 2)
@@ -324,7 +314,7 @@ def test_the_encoder_has_its_own_dropout(where):
     assert (first[:, CHUNK - 1 :] != other[:, CHUNK - 1 :]).any(-1).all()
     stack.eval()
     assert torch.equal(
-        logits_of(stack, model, given), logits_of(random_retro(config()), config(), given)
+        logits_of(stack, model, given), logits_of(random_stack(config()), config(), given)
     )
 
 
@@ -340,7 +330,7 @@ def test_recomputation_gives_the_same_gradients(how):
     model = config()
     found = []
     for parallel in (None, ParallelConfig(**how)):
-        stack = random_retro(model, parallel)
+        stack = random_stack(model, parallel)
         loss = loss_of(stack, model, batch(model))
         loss.backward()
         found.append((loss, gradients(stack)))
@@ -352,13 +342,13 @@ def test_what_travels_between_stages(partition):
     """Stages of one process, between which travels what the family says: the encoder's output from
     its block to the last one that reads it."""
     model = config(retro_cross_attention_layers=(2, 3))
-    stack = random_retro(model)
+    stack = random_stack(model)
     expected = loss_of(stack, model, batch(model))
     expected.backward()
     wanted = gradients(stack)
     stages = len(partition.split(","))
     parallel = ParallelConfig(pipeline_model_parallel_size=stages, pipeline_partition=partition)
-    spec, stack = spec_of(model, parallel), random_retro(model)
+    spec, stack = spec_of(model, parallel), random_stack(model)
     layers = spec.layers(TensorParallel())
     bounds, modules = layer_bounds(layers, parallel), [
         stack.tied_modules[layer.tied_key] if layer.tied_key else stack.get_submodule(str(place))

@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 import torch
 from configs import model_config
+from random_stacks import random_stack
 from torch import Tensor
 from transformers import T5Config, T5ForConditionalGeneration
 from transformers.models.t5.modeling_t5 import T5Attention, T5LayerNorm
@@ -41,16 +42,6 @@ def config(**changes) -> ModelConfig:
         "decoder_seq_length": DECODED, "hidden_dropout": 0.0, "attention_dropout": 0.0,
     }  # fmt: skip
     return model_config(**shape | changes).with_vocabulary(VOCAB)
-
-
-def random_t5(model: ModelConfig, parallel: ParallelConfig | None = None) -> LayerStack:
-    draw = torch.Generator().manual_seed(3)
-    stack = build_model(model, parallel).double()
-    with torch.no_grad():
-        for name, param in stack.canonical_parameters():
-            whole = torch.randn(shard_of(param).canonical_shape, generator=draw).double()
-            param.copy_(shard_of(param).cut(0.3 * whole + ("norm.weight" in name)))
-    return stack
 
 
 @cache
@@ -139,7 +130,7 @@ def test_against_transformers(version, backend, monkeypatch):
     """Loss, logits and all gradients, with padding on both sides."""
     monkeypatch.setattr(T5LayerNorm, "forward", in_float64)
     model = config(**RELATIVE, **version, attention_backend=backend)
-    stack, other, names = random_t5(model), theirs(version), their_names(version)
+    stack, other, names = random_stack(model), theirs(version), their_names(version)
     params, their_params = dict(stack.canonical_parameters()), dict(other.named_parameters())
     assert params.keys() == names.keys()
     with torch.no_grad():
@@ -210,7 +201,7 @@ MODELS = {
 def test_padding_changes_nothing(name):
     """Other tokens there, or a rest of the sequence that is cut off."""
     model, given = config(**MODELS[name]), batch()
-    stack = random_t5(model).eval()
+    stack = random_stack(model).eval()
     short = T5Batch(*(values[2:] for values in given))
     cut = T5Batch(*(values[:, : 4 if values.shape[1] == ENCODED else 2] for values in short))
     other = short._replace(
@@ -231,8 +222,8 @@ RECOMPUTED = (
 @pytest.mark.parametrize("how", RECOMPUTED, ids=lambda how: "-".join(map(str, how.values())))
 def test_recomputation_gives_the_same_gradients(how):
     model = config(**MODELS["v1.1"])
-    loss, expected = step(random_t5(model), model)
-    again, gradients = step(random_t5(model, ParallelConfig(**how)), model)
+    loss, expected = step(random_stack(model), model)
+    again, gradients = step(random_stack(model, ParallelConfig(**how)), model)
     assert loss == again
     torch.testing.assert_close(gradients, expected, rtol=1e-12, atol=1e-14)
 
@@ -245,11 +236,11 @@ def test_each_stage_computes_a_shared_bias_once(partition, expected_runs, monkey
     monkeypatch.setattr(
         RelativeBias, "forward", lambda self, state: (runs.append(self), forward(self, state))[1]
     )
-    expected_loss, expected = step(random_t5(model), model)
+    expected_loss, expected = step(random_stack(model), model)
     assert len(runs) == 2
     stages = 4
     parallel = ParallelConfig(pipeline_model_parallel_size=stages, pipeline_partition=partition)
-    spec, stack = spec_of(model, parallel), random_t5(model)
+    spec, stack = spec_of(model, parallel), random_stack(model)
     layers = spec.layers(TensorParallel())
     bounds, modules = layer_bounds(layers, parallel), [
         stack.tied_modules[layer.tied_key] if layer.tied_key else stack.get_submodule(str(place))
