@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from megatron.data.blend import BlendedDataset, normalised_weights, part_samples
 from megatron.data.index_cache import IndexCache
-from megatron.data.samples import Documents, SampleDataset, SampleRecipe
+from megatron.data.samples import Documents, SampleDataset, SampleRecipe, dataset_identity
 from megatron.data.sources import PARTS, Blend, DataSource, Parts, split_documents
 from megatron.util.progress import progress_bar
 
@@ -58,6 +58,23 @@ class Portion(NamedTuple):
     """Of the file in its blend; they sum to 1."""
 
 
+class DataFile(NamedTuple):
+    """A file that a part of the data was made of."""
+
+    part: str
+    """Such as ``train``, or ``valid`` and the name of the set."""
+    path: str
+    weight: float | None
+    share: tuple[float, float]
+    """The range of its documents, as fractions."""
+    content: Mapping[str, int | str]
+    """Values that differ between versions of the file, wherever it is."""
+
+
+_COMPARED = 16
+"""Documents that are read again of files that have to be tokenized."""
+
+
 @dataclass(frozen=True)
 class DatasetBuilder:
     """Builds datasets, without a GPU or a process group. `readers` makes the reader of each kind of
@@ -68,6 +85,7 @@ class DatasetBuilder:
     cache_path: str | None = None
     _made: dict[str, SourceReader] = field(default_factory=dict)
     _opened: dict[tuple[str, str, str | None], Documents] = field(default_factory=dict)
+    _contents: dict[int, Mapping[str, int | str]] = field(default_factory=dict)
 
     def datasets(self, parts: Parts, sample_counts: tuple[int, int, int]) -> Datasets:
         """All samples of a run; `sample_counts` are those wanted for training, and for each set of
@@ -155,6 +173,28 @@ class DatasetBuilder:
             )
             for each, weight in zip(chosen, weights, strict=True)
         ]
+
+    def contents(self, parts: Parts) -> list[DataFile]:
+        """The files that have been opened for a run, with digests of what is in them."""
+        found = []
+        train = {} if parts.train is None else {PARTS[0]: parts.train}
+        for part, blends in zip(PARTS, (train, parts.valid, parts.test), strict=True):
+            for name, blend in blends.items():
+                for source in blend.sources:
+                    for path in source.paths:
+                        documents = self._opened.get((source.kind, path, source.text_key))
+                        if documents is not None:
+                            of = part if name == part else f"{part} {name}"
+                            own = self._content(documents)
+                            found.append(DataFile(of, path, source.weight, source.share, own))
+        return found
+
+    def _content(self, documents: Documents) -> Mapping[str, int | str]:
+        if id(documents) not in self._contents:
+            own = getattr(documents, "content", None)
+            some = partial(dataset_identity, documents, _COMPARED)
+            self._contents[id(documents)] = (own or some)()
+        return self._contents[id(documents)]
 
     def _chosen(self, blend: Blend, part: str) -> list[list[Chosen]]:
         """The files of each source that have documents for the part."""

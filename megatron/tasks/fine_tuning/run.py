@@ -16,7 +16,7 @@ from megatron.config.training import LENGTHS
 from megatron.data.build import Datasets
 from megatron.data.loader import TrainingData
 from megatron.data.samples import RepeatedSamples
-from megatron.engine.environment import distributed, training_device
+from megatron.engine.environment import training_device
 from megatron.engine.evaluator import build_evaluator
 from megatron.engine.loading import load_checkpoint
 from megatron.families import spec_of
@@ -38,7 +38,14 @@ from megatron.tasks.report import EvaluatedModel, ModelResults, finish
 from megatron.training.evaluation import evaluation_settings
 from megatron.training.outputs import check_output
 from megatron.training.plan import Epochs, TrainingPlan
-from megatron.training.run import Run, build_trainer, run_of, show_configuration
+from megatron.training.run import (
+    Run,
+    build_trainer,
+    compare_checkpoints,
+    connected,
+    run_of,
+    show_configuration,
+)
 from megatron.util.processes import is_main_process
 
 
@@ -75,7 +82,7 @@ def fine_tune(
     }
     size = config.eval_micro_batch_size or run.config.training.micro_batch_size
     sets = ValidationSets(task, held_out, size)
-    with distributed(run.config.parallel) as mesh:
+    with connected(run, config) as mesh:
         if train is None:
             return _evaluate(config, run, mesh, sets)
         return _train(config, run, mesh, sets, train)
@@ -201,6 +208,7 @@ def _evaluate(
     checkpoints = [each for each in found if each is not None]
     if not checkpoints:
         raise ConfigError("--epochs 0 evaluates a fine-tuned model: name it with --load")
+    compare_checkpoints(checkpoints)
     for each in checkpoints:
         _check_head(each, run, sets.task)
     spec = spec_of(run.config.model, run.config.parallel)
