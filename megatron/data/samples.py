@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.data.index_cache import IndexCache
-from megatron.util.digests import digest_of_parts
 
 Sample_co = TypeVar("Sample_co", covariant=True)
 
@@ -188,19 +187,6 @@ def checked_range(
             f"tokens {offset} to {stop} of sequence {index} of {name}, which has {available} tokens"
         )
     return index, stop
-
-
-_COMPARED = 64
-"""Documents whose tokens are compared."""
-
-
-def dataset_identity(documents: Documents, compared: int = _COMPARED) -> dict[str, str]:
-    """Digests that differ between versions of a dataset: of all lengths, and of the tokens of some
-    documents."""
-    count = len(documents)
-    some = [i * count // compared for i in range(compared)] if count else []
-    tokens = (documents.get(i).astype(np.int64).data for i in dict.fromkeys(some))
-    return {"lengths_digest": documents.lengths_digest, "tokens_digest": digest_of_parts(tokens)}
 
 
 class PackedSample(NamedTuple):

@@ -33,6 +33,7 @@ from megatron.config import (
 )
 from megatron.config.flags import ConfigResolver, build
 from megatron.config.kinds.preference import PreferenceConfig
+from megatron.data.indexed.dataset_checks import verify_checksums
 from megatron.data.loader import TrainingData
 from megatron.data.pipeline import training_texts
 from megatron.data.sources import with_corpora
@@ -227,6 +228,8 @@ def build_trainer(
     config, device = run.config, training_device()
     tasks = [resolve_name(EVAL_TASKS)(config, run.tokenizer)] if config.tasks.eval_tasks else []
     data = data or run_data(run)
+    if config.data.verify_data:
+        verify_checksums([file.path for file in data.files()], mesh.world.rank, mesh.world.size)
     agreement.compare(lambda: _fingerprint().data_facts(data.files()))
     request = StopRequest(
         config.training.exit_duration_in_mins, run.launched, config.training.kill_switch_file
@@ -241,8 +244,10 @@ def build_trainer(
     teaching = [resolve_name(DISTILLATION)(run)] if config.distillation.kd else []
     spec = trained_spec(config)
     engine = build_engine(config, run.content, spec, mesh, device)
-    writer = checkpoint_writer(engine, run.content, run.tokenizer.save_pretrained)
-    begin = resume.load(engine, plan, checkpoint)
+    files = data.files() if checkpoint is not None or config.checkpoint.save else []
+    saved = [file._asdict() for file in files]
+    writer = checkpoint_writer(engine, run.content, run.tokenizer.save_pretrained, saved)
+    begin = resume.load(engine, plan, checkpoint, files)
     if config.kind(PreferenceConfig).preference == "kto":
         resolve_name(COMPARISONS)(engine)
     report = Reporter(run.resolved, plan, mesh, device, begin)

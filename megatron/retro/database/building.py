@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.samples import Documents, dataset_identity
+from megatron.data.kinds.retro.project import dataset_identity
+from megatron.data.samples import Documents
 from megatron.retro.blocks import FileBlock, barrier, begin_blocks, run_blocks
 from megatron.retro.database.datasets import CHUNKS, EMPTY, OFFSETS, STAGE, Dataset, datasets_of
 from megatron.retro.database.merged import merge

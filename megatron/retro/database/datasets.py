@@ -11,7 +11,8 @@ from megatron.config import ConfigError
 from megatron.data.build import Portion
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.indexed.dataset import best_dtype, idx_path
-from megatron.data.samples import Documents, dataset_identity
+from megatron.data.kinds.retro.project import dataset_identity
+from megatron.data.samples import Documents
 from megatron.data.sources import INDEXED
 from megatron.families import family_of
 from megatron.retro.blocks import FileBlock, barrier, blocks_of, naming_full_disks

@@ -16,8 +16,7 @@ import numpy as np
 
 from megatron.config import ConfigError
 from megatron.data.kinds.retro.hdf5 import Layout, array_shapes, read_array, writing
-from megatron.data.kinds.retro.project import RetroProject, write_json
-from megatron.data.samples import dataset_identity
+from megatron.data.kinds.retro.project import RetroProject, dataset_identity, write_json
 from megatron.retro.blocks import FileBlock, differing, naming_full_disks
 from megatron.retro.database.datasets import CHUNKS, EMPTY, OFFSETS, STAGE, Dataset
 from megatron.retro.index.strings import training_chunks

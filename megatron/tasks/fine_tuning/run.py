@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from megatron.checkpoint.manifest import MANIFEST
 from megatron.checkpoint.source import FoundCheckpoint
 from megatron.config import ConfigError, Setting, Settings
 from megatron.config.training import LENGTHS
-from megatron.data.build import Datasets
+from megatron.data.build import DataFile, Datasets, content_of_files
 from megatron.data.loader import TrainingData
 from megatron.data.samples import RepeatedSamples
 from megatron.engine.environment import training_device
@@ -174,7 +175,8 @@ def _train(
     record = EpochRecords(Path(save) if save else None, is_main_process())
     predictions = Path(config.predictions) if config.predictions else None
     evaluations = EvaluateEpochs(sets, record, predictions)
-    data = _training_data(run, sets, train, TrainingPlan(run.config, epochs))
+    files = partial(_files, config)
+    data = _training_data(run, sets, train, TrainingPlan(run.config, epochs), files)
     build_trainer(run, mesh, (evaluations,), data, epochs).fit()
     found = evaluations.evaluations
     if is_main_process():
@@ -187,8 +189,21 @@ def _train(
     return found
 
 
+def _files(config: TaskConfig) -> list[DataFile]:
+    named = {"train": config.train_data, "valid": config.valid_data}
+    return [
+        DataFile(part, path, None, (0, 1), content_of_files(path))
+        for part, paths in named.items()
+        for path in paths
+    ]
+
+
 def _training_data(
-    run: Run, sets: ValidationSets, train: TrainingSamples, plan: TrainingPlan
+    run: Run,
+    sets: ValidationSets,
+    train: TrainingSamples,
+    plan: TrainingPlan,
+    files: Callable[[], Sequence[DataFile]],
 ) -> TrainingData:
     count, valid, _ = plan.sample_counts
     seed = run.config.training.seed
@@ -198,7 +213,7 @@ def _training_data(
         if samples.training is not None
     }
     datasets = Datasets(ShuffledEpochs(train.dataset, seed, count), held_out, {})
-    return TrainingData(datasets, train.collate)
+    return TrainingData(datasets, train.collate, files=files)
 
 
 def _evaluate(

@@ -9,6 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron.config import ConfigError, Setting, Settings, TokenizerConfig
 from megatron.config.data import SOURCE_FIELDS
 from megatron.config.flags import build
@@ -19,8 +21,9 @@ from megatron.data.kinds.retro.chunks import ChunkDatabase
 from megatron.data.kinds.retro.hdf5 import read_array
 from megatron.data.kinds.retro.neighbors import NeighborTable
 from megatron.data.pipeline import open_indexed
-from megatron.data.samples import Documents, dataset_identity
+from megatron.data.samples import Documents
 from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.util.digests import digest_of_parts
 from megatron.util.files import write_whole
 from megatron.util.processes import is_main_process
 
@@ -29,6 +32,8 @@ OLD_CONFIG_FILE = "args.json"
 """Its name in 2023."""
 GPT = "retro_gpt_"
 """What the names of the settings of the GPT's data begin with."""
+_COMPARED = 64
+"""Documents of a dataset whose tokens are compared."""
 _OWN = frozenset({"retro_gpt_chunk_length"})
 """Settings whose name training has, too."""
 PATHS = frozenset({"data_path", "train_data_path", "valid_data_path", "test_data_path"})
@@ -233,6 +238,15 @@ def write_json(path: Path, content: Any) -> None:
 def json_bytes(content: Any) -> bytes:
     """What :func:`write_json` writes."""
     return json.dumps(content, indent=2).encode() + b"\n"
+
+
+def dataset_identity(documents: Documents) -> dict[str, str]:
+    """Digests that differ between versions of a dataset: of all lengths, and of the tokens of some
+    documents."""
+    count = len(documents)
+    some = [i * count // _COMPARED for i in range(_COMPARED)] if count else []
+    tokens = (documents.get(i).astype(np.int64).data for i in dict.fromkeys(some))
+    return {"lengths_digest": documents.lengths_digest, "tokens_digest": digest_of_parts(tokens)}
 
 
 def read_settings(path: Path) -> dict[str, Any]:
