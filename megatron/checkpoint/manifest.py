@@ -13,8 +13,8 @@ from typing import Any
 from megatron.checkpoint.files import (
     CheckpointError,
     Facts,
+    json_of,
     json_text,
-    parse_json,
     read_bytes,
     read_json,
     write_bytes,
@@ -163,7 +163,7 @@ def manifest(folder: Path) -> dict[str, Facts]:
     damaged."""
     path = folder / MANIFEST
     raw = read_bytes(path)
-    content = parse_json(path, raw)
+    content = json_of(path, raw)
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise CheckpointError(f"{path} is not a manifest of format {_FORMAT}")
     own, files, text = str(content.get("sha256")), content.get("files"), raw.decode()
