@@ -54,8 +54,11 @@ def ruined(kind, rank):
     def train_step(self, *args):
         result = real(self, *args)
         if next(done) == BAD:
-            written = (own for own in owned_slices(self) if owned(own.param, self.mesh, MODEL))
-            own = next(written)  # not one that another rank writes
+            own = next(  # not padding of the vocabulary, nor what another rank writes
+                own
+                for own in owned_slices(self)
+                if own.slice.numel and owned(own.param, self.mesh, MODEL)
+            )
             if self.mesh.world.rank == (rank if self.stage else 0):
                 values = own.get(kind).detach().clone()
                 values[0] = float("nan")
