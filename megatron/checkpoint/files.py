@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron.util.files import sync, sync_path, write_whole
+from megatron.util.json_text import parse_json
 
 _DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
 _BLOCK_BYTES = 2**22
@@ -192,7 +193,7 @@ def write_json(path: Path, content: Any) -> None:
 
 def read_json(path: Path) -> Any:
     """Reads JSON; raises CheckpointError if the file is missing or not JSON."""
-    return parse_json(path, read_bytes(path))
+    return json_of(path, read_bytes(path))
 
 
 def read_bytes(path: Path) -> bytes:
@@ -205,9 +206,10 @@ def read_bytes(path: Path) -> bytes:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def parse_json(path: Path, content: bytes) -> Any:
-    """Parses the content of the JSON file ``path``; raises CheckpointError if it is not JSON."""
+def json_of(path: Path, content: bytes) -> Any:
+    """What the JSON file ``path`` with this content says; raises CheckpointError if it is not
+    JSON."""
     try:
-        return json.loads(content.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
+        return parse_json(content, str(path))
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None

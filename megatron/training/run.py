@@ -8,10 +8,8 @@ import dataclasses
 import os
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Generic, TypeVar
 
@@ -53,7 +51,7 @@ from megatron.training.report import Reporter, say, show_log
 from megatron.training.stopping import NonFiniteGuard, Stopping, StopRequest
 from megatron.training.trainer import Callback, Position, Trainer
 from megatron.util.locks import Lock
-from megatron.util.processes import is_main_process
+from megatron.util.processes import is_for_users, is_main_process, name_lost_pages
 
 Config = TypeVar("Config")
 
@@ -310,14 +308,12 @@ class _Closing(Callback):
 def errors_for_users() -> Iterator[None]:
     """Turns errors about the user's input into one line and exit status 2. These are errors that
     this package raised with a message for users; anything raised deeper (torch, deepspeed, an
-    assertion) keeps its traceback."""
+    assertion) keeps its traceback. A mapped file that is cut short ends the process likewise."""
+    name_lost_pages()
     try:
         yield
     except (ValueError, OSError) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        own = Path(__file__).resolve().parent.parent
-        about_input = isinstance(error, OSError) or Path(frames[-1].filename).is_relative_to(own)
-        if not about_input:
+        if not is_for_users(error):
             raise
         if not is_main_process():
             # Usually all processes find the same error; the launcher ends this one once the main
