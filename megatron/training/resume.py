@@ -126,7 +126,7 @@ def find_origin(options: CheckpointConfig) -> ResumeSource | None:
 
 def _newest_opened(options: CheckpointConfig) -> ResumeSource | None:
     """The checkpoint of ``--load``, or the newest older one that can be opened, as far as the flags
-    allow. Raises CheckpointError if there is none, naming what could be taken."""
+    allow. Raises CheckpointError if none can, naming what could be taken."""
     assert options.load is not None
     flag, continues = f"--load {options.load}", not options.finetune
     path, takes_older = Path(options.load), options.on_damaged_checkpoint == "previous"
@@ -216,7 +216,7 @@ def _check_adapters(config: RunConfig, origin: ResumeSource | None) -> None:
 def _protect_other_run(options: CheckpointConfig, origin: ResumeSource | None) -> None:
     """Refuses to save among checkpoints of a run that this one does not continue."""
     save = Path(options.save or "")
-    if origin is not None and _goes_on_in(save, origin, options):
+    if origin is not None and _saves_beside(save, origin, options):
         return
     found = locate_checkpoint(save)
     if found is not None:
@@ -226,7 +226,7 @@ def _protect_other_run(options: CheckpointConfig, origin: ResumeSource | None) -
         )
 
 
-def _goes_on_in(save: Path, origin: ResumeSource, options: CheckpointConfig) -> bool:
+def _saves_beside(save: Path, origin: ResumeSource, options: CheckpointConfig) -> bool:
     """Whether a run saves beside the checkpoint that it continues."""
     continues = origin.continues and not options.reset_iteration
     return continues and origin.found.folder.parent.samefile(save)
@@ -300,7 +300,7 @@ def _set_aside(engine: TrainEngine, origin: ResumeSource) -> list[str]:
     makes the trackers name the one that was loaded; returns a line about each. The first rank does
     it. Raises CheckpointError if that is not possible."""
     options, lines = engine.config.checkpoint, []
-    renames = bool(options.save) and _goes_on_in(Path(options.save or ""), origin, options)
+    renames = bool(options.save) and _saves_beside(Path(options.save or ""), origin, options)
     main = engine.mesh.world.rank == 0
     try:
         for folder, reason in origin.damaged.items():
