@@ -36,7 +36,7 @@ from megatron.engine.build import build_engine
 from megatron.engine.deepspeed_folder import checkpoint_writer
 from megatron.engine.deepspeed_json import Json, read_json
 from megatron.engine.environment import distributed, training_device
-from megatron.engine.saving import hold_folder
+from megatron.engine.saving import hold_folder, ruined
 from megatron.engine.train_engine import TrainEngine
 from megatron.families import Family, family_of, refuse_unused
 from megatron.objectives import trained_spec
@@ -238,8 +238,18 @@ def build_trainer(
     for teacher in teaching:
         teacher.start(engine, data, plan, begin.consumed_samples)
         report.beside = teacher.flops
-    checkpoints = CheckpointManager(writer, report, config.checkpoint.save_interval)
-    check = config.training.check_for_nan_in_loss_and_grad
+    checkpoints = CheckpointManager(
+        writer, report, config.checkpoint.save_interval, begin.folder if begin.iteration else None
+    )
+    guard = NonFiniteGuard(
+        device,
+        config.precision.fp16,
+        config.training.check_for_nan_in_loss_and_grad,
+        config.training.max_skipped_steps,
+        ruined=lambda: ruined(engine),
+        newest=lambda: checkpoints.newest_shown,
+        fresh=begin.iteration == 0,
+    )
     return Trainer(
         engine,
         data,
@@ -251,7 +261,7 @@ def build_trainer(
             *tasks,
             Stopping(request, device, mesh.world.size, config.training.exit_interval),
             report,
-            NonFiniteGuard(device, config.precision.fp16, check),
+            guard,
             checkpoints,
             *best_evaluation(config, checkpoints, mesh, begin.iteration),
             *profiling(config, engine, begin.iteration),
