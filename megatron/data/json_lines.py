@@ -20,8 +20,9 @@ MAX_DEPTH = 1024
 _SKIPPED_BYTES = 1 << 20
 _ARRAY_BYTES = 1 << 18
 _SPACE = " \t\r\n"
-_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"')
-_BRACKETS = re.compile(r"[\[\]{}]")
+_STRINGS_AND_BRACKETS = re.compile(r'"[^"]*"?|[\[\]{}]')
+"""In JSON without escapes. A string may lack its end, so that no attempt to match ever fails, which
+would take time with each of the quotes in a line."""
 
 
 @dataclass(frozen=True)
@@ -129,10 +130,15 @@ def _is_too_deep(text: str) -> bool:
     if text.count("[") + text.count("{") <= MAX_DEPTH:
         return False
     depth = 0
-    for bracket in _BRACKETS.findall(_STRING.sub("", text)):
-        depth += 1 if bracket in "[{" else -1
-        if depth > MAX_DEPTH:
-            return True
+    plain = text.replace("\\\\", "").replace('\\"', "")
+    for found in _STRINGS_AND_BRACKETS.finditer(plain):
+        first = found[0][0]
+        if first in "[{":
+            depth += 1
+            if depth > MAX_DEPTH:
+                return True
+        elif first in "]}":
+            depth -= 1
     return False
 
 
