@@ -192,8 +192,10 @@ def answers(folder: Path, rows: Sequence[dict[str, str]], most: int = 512) -> tu
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, trust_remote_code=False
+    ).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     ends = model.generation_config.eos_token_id
     ends = {ends} if isinstance(ends, int) else set(ends)
     prompts, theirs = [], []

@@ -100,7 +100,9 @@ def check(
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, trust_remote_code=False
+    ).eval()
     lines = []
     (first, samples), *others = found.items()
     for name, theirs in others:

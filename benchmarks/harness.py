@@ -187,7 +187,7 @@ def token_counts(folder: str, known: dict[str, Workload]) -> dict[str, int]:
     """Tokens of each workload's requests, context and continuation."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     return {
         title: sum(len(tokenizer.encode("".join(arguments))) for arguments in workload.requests)
         for title, workload in known.items()

@@ -49,7 +49,9 @@ def transformers_encode(kind: str, files: dict[str, Path], **settings: Any) -> E
     with tempfile.TemporaryDirectory() as folder:
         for name, path in files.items():
             shutil.copy(path, Path(folder, name))
-        tokenizer = getattr(transformers, kind).from_pretrained(folder, **settings)
+        tokenizer = getattr(transformers, kind).from_pretrained(
+            folder, trust_remote_code=False, **settings
+        )
     return lambda texts: tokenizer(list(texts), add_special_tokens=False, verbose=False)[
         "input_ids"
     ]

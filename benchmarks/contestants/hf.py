@@ -39,14 +39,14 @@ def load_model(setting: Setting, dtype: torch.dtype, device: torch.device) -> An
 
     auto = getattr(transformers, AUTO[setting.family])
     if setting.folder:
-        config = transformers.AutoConfig.from_pretrained(setting.weights)
+        config = transformers.AutoConfig.from_pretrained(setting.weights, trust_remote_code=False)
     else:
         content = drawn.huggingface_config(setting)
         config = transformers.AutoConfig.for_model(content.pop("model_type"), **content)
     config.use_cache = False
     if setting.architecture == "gpt2":
         config.activation_function = setting.hf_activation
-    how: dict[str, Any] = {"attn_implementation": "sdpa"}
+    how: dict[str, Any] = {"attn_implementation": "sdpa", "trust_remote_code": False}
     model: Any
     if setting.shared_weights and setting.folder:
         model = auto.from_pretrained(setting.weights, config=config, dtype=dtype, **how)

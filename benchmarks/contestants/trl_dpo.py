@@ -46,7 +46,7 @@ def run(contestant: Contestant, setting: Setting, after_step: AfterStep) -> None
         train_dataset=Dataset.from_list(
             [json.loads(line) for line in setting.pairs.read_text().splitlines()]
         ),
-        processing_class=AutoTokenizer.from_pretrained(setting.weights),
+        processing_class=AutoTokenizer.from_pretrained(setting.weights, trust_remote_code=False),
     )
 
     class Told(TrainerCallback):

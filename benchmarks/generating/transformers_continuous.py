@@ -25,7 +25,9 @@ class Continuous:
 
     def __init__(self, folder: str, threads: int, concurrency: int, longest: int) -> None:
         torch.set_num_threads(threads)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, trust_remote_code=False
+        ).eval()
         self.longest = longest
         self.managers: dict[int, Any] = {}
 

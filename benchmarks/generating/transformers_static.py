@@ -21,7 +21,9 @@ class Static:
     def __init__(self, folder: str, threads: int, concurrency: int, longest: int) -> None:
         torch.set_num_threads(threads)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, trust_remote_code=False
+        )
         self.model = model.to(self.device).eval()
 
     def order(self, requests: Sequence[Request]) -> list[int]:

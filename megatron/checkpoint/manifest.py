@@ -13,8 +13,8 @@ from typing import Any
 from megatron.checkpoint.files import (
     CheckpointError,
     Facts,
+    json_of,
     json_text,
-    parse_json,
     read_bytes,
     read_json,
     write_bytes,
@@ -163,7 +163,7 @@ def manifest(folder: Path) -> dict[str, Facts]:
     damaged."""
     path = folder / MANIFEST
     raw = read_bytes(path)
-    content = parse_json(path, raw)
+    content = json_of(path, raw)
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise CheckpointError(f"{path} is not a manifest of format {_FORMAT}")
     own, files, text = str(content.get("sha256")), content.get("files"), raw.decode()
@@ -192,8 +192,8 @@ def _is_entry(item: tuple[str, object]) -> bool:
 def verify(folder: Path, share: int = 0, shares: int = 1) -> None:
     """Compares a checkpoint's files and its index with the manifest: every ``shares``-th file,
     starting with ``share``, so that ranks can divide the work; share 0 also checks the index and
-    the counters. Raises CheckpointError if a file is missing or differs in size or checksum, or the
-    index's slices do not cover each parameter."""
+    the counters. Raises CheckpointError if a file is missing or differs in size or checksum, is
+    not listed, or the index's slices do not cover each parameter."""
     files = manifest(folder)
     mine = list(files.items())[share::shares]
     with progress_bar(f"verifying {folder}", total=sum(facts["bytes"] for _, facts in mine)) as bar:
@@ -202,6 +202,22 @@ def verify(folder: Path, share: int = 0, shares: int = 1) -> None:
     if share == 0:
         read_index(folder, files)
         _check_counters(folder / STATE)
+        _check_listed(folder, files)
+
+
+def _check_listed(folder: Path, files: Mapping[str, Any]) -> None:
+    """Refuses a file that the manifest does not list, and a link in place of a folder. Hidden ones
+    are of file systems and editors, and nothing reads them."""
+    known = {MANIFEST, *files}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        if any(part.startswith(".") for part in name.parts) or name.as_posix() in known:
+            continue
+        if path.is_symlink() or not path.is_dir():
+            raise CheckpointError(
+                f"{path} is not part of the checkpoint: {folder / MANIFEST} does not list it; move "
+                "it away"
+            )
 
 
 def check_file(

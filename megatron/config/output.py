@@ -59,6 +59,12 @@ class CheckpointConfig:
     """Load only the weights, and start at iteration 0."""
     reset_iteration: bool = option(False)
     """Load weights and optimizer state, and start at iteration 0 with the first sample."""
+    on_damaged_checkpoint: str = option("stop", choices=("stop", "previous"))
+    """What to do if the checkpoint that --load would continue from is damaged: stop, naming the
+    newest older one that is whole, or continue from that one and set the damaged ones aside."""
+    max_failed_saves: int = option(3, bounds=NOT_NEGATIVE)
+    """Number of saves in a row that may fail until the run ends; 0 for no limit. The last save of a
+    run must always succeed."""
     load_lr_state: bool = option(True, off="--no-load-lr-state", role="course")
     """Start the schedules of learning rate and weight decay again with --reset-iteration, as they
     always do here: they are functions of the iteration."""

@@ -76,6 +76,9 @@ class _Training:
         True, off="--no-check-for-nan-in-loss-and-grad", flag="--check-for-nan-in-loss-and-grad"
     )
     """Stop when the loss is NaN or infinite; turned off, such steps are skipped and counted."""
+    max_skipped_steps: int = option(50, bounds=NOT_NEGATIVE, role="course")
+    """Number of steps in a row that may be skipped, as their gradients are not finite, until the
+    run ends; 0 for no limit."""
     explain_config: bool = option(False, role="course")
     """Print every value of the configuration with its origin, and exit."""
 

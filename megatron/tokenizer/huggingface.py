@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ from megatron.tokenizer.base import (
     sentinel_ids,
 )
 from megatron.tokenizer.gpt2_bpe import token_bytes
+from megatron.tokenizer.tokenizer_json import WatchedNormalizer
+from megatron.tokenizer.transformers_folder import load_folder
+from megatron.util.rust import rust_errors
 
 _BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 _SPACES = frozenset("\u2581 \t\n\v\f\r\u0120\u0109\u010a\u010b\u010c\u010d")
@@ -47,24 +51,14 @@ class HFTokenizer(Tokenizer):
                 f"--tokenizer-model {directory} {found}; it must be a local folder with the files "
                 "of a Hugging Face tokenizer (tokenizer.json, tokenizer_config.json)"
             )
-        from transformers import AutoTokenizer  # seconds: only for whoever needs it
-
-        try:
-            # Code in the folder is never run, nor is anybody asked whether it may.
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(
-                directory, local_files_only=True, trust_remote_code=False
-            )
-        except Exception as error:  # transformers raises many kinds, some of them bare Exception
-            names = ", ".join(sorted(path.name for path in directory.iterdir())[:8]) or "nothing"
-            raise ValueError(
-                f"--tokenizer-model {directory} is not a tokenizer that transformers can read "
-                f"(the folder contains {names}): {error}"
-            ) from error
+        self._tokenizer: Any = load_folder(directory)
+        self._watched: WatchedNormalizer | None = None
         if self._tokenizer.is_fast:  # what transformers sets before each of its own calls
             backend = self._tokenizer.backend_tokenizer
             backend.no_truncation()
             backend.no_padding()
             backend.encode_special_tokens = self._tokenizer.split_special_tokens
+            self._watched = WatchedNormalizer.of(backend, f"--tokenizer-model {directory}")
         self.joins_bytes = self._tokenizer.is_fast and self._decoders() == {"ByteLevel"}
         vocab = self._tokenizer.get_vocab()
         roles = ("cls", "sep", "pad", "mask", "bos", "eos")
@@ -96,13 +90,14 @@ class HFTokenizer(Tokenizer):
     def tokenize_with_offsets(self, text: str) -> tuple[TokenIds, Offsets]:
         if not self._tokenizer.is_fast:
             return super().tokenize_with_offsets(text)
-        text.encode()
         backend = self._tokenizer.backend_tokenizer
-        return offsets_of(backend.encode(text, add_special_tokens=False))
+        with self._refusing([text]):
+            return offsets_of(backend.encode(text, add_special_tokens=False))
 
     def detokenize(self, ids: Sequence[int]) -> str:
         self._check_ids(ids)
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
+        with rust_errors(f"{self.source} cannot make a text of ids"):
+            return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def save_pretrained(self, directory: str | Path) -> None:
         try:
@@ -163,13 +158,24 @@ class HFTokenizer(Tokenizer):
 
     def _ids(self, texts: Sequence[str], template: bool = True) -> list[list[int]]:
         """`template` puts the special tokens around each text that the folder has for them."""
-        for text in texts:
-            text.encode()  # a lone surrogate is a ValueError that says so, not a TypeError
         if not texts:
             return []
-        if self._tokenizer.is_fast:  # without the masks, offsets and length warnings of the rest
-            encoded = self._tokenizer.backend_tokenizer.encode_batch_fast(
-                list(texts), add_special_tokens=template
-            )
-            return [encoding.ids for encoding in encoded]
-        return self._tokenizer(list(texts), add_special_tokens=template, verbose=False)["input_ids"]
+        with self._refusing(texts):
+            if self._tokenizer.is_fast:  # without masks, offsets and warnings
+                encoded = self._tokenizer.backend_tokenizer.encode_batch_fast(
+                    list(texts), add_special_tokens=template
+                )
+                return [encoding.ids for encoding in encoded]
+            return self._tokenizer(list(texts), add_special_tokens=template, verbose=False)[
+                "input_ids"
+            ]
+
+    @contextmanager
+    def _refusing(self, texts: Sequence[str]) -> Iterator[None]:
+        """Around a call of the library; ValueError if it cannot encode the texts, or must not."""
+        for text in texts:
+            text.encode()  # a lone surrogate is a ValueError that says so, not a TypeError
+            if self._watched is not None:
+                self._watched.check(text)
+        with rust_errors(f"{self.source} cannot encode a text"):
+            yield

@@ -8,10 +8,8 @@ import dataclasses
 import os
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Generic, TypeVar
 
@@ -38,7 +36,7 @@ from megatron.engine.build import build_engine
 from megatron.engine.deepspeed_folder import checkpoint_writer
 from megatron.engine.deepspeed_json import Json, read_json
 from megatron.engine.environment import distributed, training_device
-from megatron.engine.saving import hold_folder
+from megatron.engine.saving import hold_folder, ruined
 from megatron.engine.train_engine import TrainEngine
 from megatron.families import Family, family_of, refuse_unused
 from megatron.objectives import trained_spec
@@ -53,7 +51,7 @@ from megatron.training.report import Reporter, say, show_log
 from megatron.training.stopping import NonFiniteGuard, Stopping, StopRequest
 from megatron.training.trainer import Callback, Position, Trainer
 from megatron.util.locks import Lock
-from megatron.util.processes import is_main_process
+from megatron.util.processes import is_for_users, is_main_process, name_lost_pages
 
 Config = TypeVar("Config")
 
@@ -240,8 +238,18 @@ def build_trainer(
     for teacher in teaching:
         teacher.start(engine, data, plan, begin.consumed_samples)
         report.beside = teacher.flops
-    checkpoints = CheckpointManager(writer, report, config.checkpoint.save_interval)
-    check = config.training.check_for_nan_in_loss_and_grad
+    checkpoints = CheckpointManager(
+        writer, report, config.checkpoint.save_interval, begin.folder if begin.iteration else None
+    )
+    guard = NonFiniteGuard(
+        device,
+        config.precision.fp16,
+        config.training.check_for_nan_in_loss_and_grad,
+        config.training.max_skipped_steps,
+        ruined=lambda: ruined(engine),
+        newest=lambda: checkpoints.newest_shown,
+        fresh=begin.iteration == 0,
+    )
     return Trainer(
         engine,
         data,
@@ -253,7 +261,7 @@ def build_trainer(
             *tasks,
             Stopping(request, device, mesh.world.size, config.training.exit_interval),
             report,
-            NonFiniteGuard(device, config.precision.fp16, check),
+            guard,
             checkpoints,
             *best_evaluation(config, checkpoints, mesh, begin.iteration),
             *profiling(config, engine, begin.iteration),
@@ -300,14 +308,12 @@ class _Closing(Callback):
 def errors_for_users() -> Iterator[None]:
     """Turns errors about the user's input into one line and exit status 2. These are errors that
     this package raised with a message for users; anything raised deeper (torch, deepspeed, an
-    assertion) keeps its traceback."""
+    assertion) keeps its traceback. A mapped file that is cut short ends the process likewise."""
+    name_lost_pages()
     try:
         yield
     except (ValueError, OSError) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        own = Path(__file__).resolve().parent.parent
-        about_input = isinstance(error, OSError) or Path(frames[-1].filename).is_relative_to(own)
-        if not about_input:
+        if not is_for_users(error):
             raise
         if not is_main_process():
             # Usually all processes find the same error; the launcher ends this one once the main

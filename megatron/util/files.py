@@ -1,8 +1,10 @@
-"""Files that appear completely or not at all, and reach the disk."""
+"""Files that appear completely or not at all, and reach the disk; files of folders that others
+made."""
 
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,3 +52,31 @@ def sync_path(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def read_regular(path: Path) -> bytes:
+    """The content of a file. Raises OSError if it is none (a named pipe or a device would not
+    end), or cannot be read."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(f"{path} is not a regular file")
+        return file.read()
+
+
+def own_file(path: Path) -> Path:
+    """The regular file that a name in a folder of others stands for, without links. A link is
+    followed within the folder, and into the ``blobs`` of a snapshot in Hugging Face's cache. Raises
+    ValueError if it leads elsewhere: there may be a file of this user, which a copy would give
+    away."""
+    folder, found = path.parent.resolve(), path.resolve()
+    inside = [folder]
+    if folder.parent.name == "snapshots":
+        inside.append(folder.parent.parent / "blobs")
+    if not any(found.is_relative_to(each) for each in inside):
+        raise ValueError(
+            f"{path} is a link to {found}, outside of its folder, and is not copied: put the file "
+            "itself there if it belongs to the folder"
+        )
+    if not stat.S_ISREG(os.lstat(found).st_mode):
+        raise ValueError(f"{path} is not a regular file")
+    return found

@@ -121,6 +121,7 @@ def _load(folder: Path, model: ModelConfig, class_name: str, strict: bool) -> An
         folder,
         dtype=torch.float32,
         local_files_only=True,
+        trust_remote_code=False,
         output_loading_info=True,
         **({"attn_implementation": "eager"} if softcap else {}),
     )

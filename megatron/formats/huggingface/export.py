@@ -19,6 +19,7 @@ from megatron.checkpoint.source import DTYPES, Source
 from megatron.formats.huggingface.architecture import Parameter
 from megatron.formats.huggingface.registry import architecture_of, departure
 from megatron.formats.huggingface.tasks import Task
+from megatron.tokenizer.transformers_folder import load_folder
 from megatron.util.files import sync_path
 from megatron.util.progress import progress_bar
 
@@ -159,6 +160,4 @@ def _copy_tokenizer(
 def _tokenizer(folder: Path) -> Any:
     """The tokenizer that AutoTokenizer makes of a folder. With a config.json beside its files,
     transformers 5 chooses the class by model_type for some (Qwen2), whatever the files say."""
-    from transformers import AutoTokenizer  # takes seconds
-
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return load_folder(folder, "the tokenizer in")

@@ -21,6 +21,7 @@ from megatron.retro.embedding.config import EmbedderFlags
 from megatron.retro.embedding.identity import weights_digest
 from megatron.retro.embedding.sentence_modules import LIST, SentenceModules, read_modules
 from megatron.retro.embedding.token_batches import BatchedEncoder, TokenBatch, mean_inside
+from megatron.tokenizer.transformers_folder import load_folder
 from megatron.util.digests import digest
 
 _POOLER = "pooler."
@@ -145,11 +146,7 @@ def dtype_of(precision: PrecisionConfig) -> torch.dtype:
 
 
 def _tokenizer(folder: Path) -> Any:
-    from transformers import AutoTokenizer  # seconds
-
-    tokenizer = AutoTokenizer.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False
-    )
+    tokenizer = load_folder(folder, "the tokenizer in")
     if not tokenizer.is_fast:
         raise ValueError(f"{folder} has no tokenizer.json")
     return tokenizer

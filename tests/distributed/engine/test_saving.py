@@ -1,7 +1,5 @@
 """Saves: in the background as in the foreground, on a disk that fails, and how many are kept."""
 
-import contextlib
-import io
 import json
 import os
 import re
@@ -12,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from samples import sampled
-from training_jobs import TINY, train
+from training_jobs import TINY, run, train
 
 from megatron.checkpoint import writer
 from megatron.checkpoint.folder import complete_tags
@@ -38,9 +36,9 @@ def slowly(seconds=0.15):
     """Writing takes longer than steps do, so that a background save sees the next ones."""
     real = writer.write_tensors
 
-    def write(path, tensors):
+    def write(path, tensors, *finite):
         time.sleep(seconds)
-        return real(path, tensors)
+        return real(path, tensors, *finite)
 
     return mock.patch.object(writer, "write_tensors", write)
 
@@ -49,24 +47,13 @@ def full(rank, iterations=None):
     """One rank finds no room, at the given iterations or at all."""
     real = writer.write_tensors
 
-    def write(path, tensors):
+    def write(path, tensors, *finite):
         at = int(re.search(r"global_step(\d+)", str(path))[1])
         if os.environ["RANK"] == str(rank) and (iterations is None or at in iterations):
             raise OSError(28, "No space left on device")
-        return real(path, tensors)
+        return real(path, tensors, *finite)
 
     return mock.patch.object(writer, "write_tensors", write)
-
-
-def run(argv, disk=contextlib.nullcontext, *args):
-    """Trains on such a disk; gives what was printed, and the error that ended the run, if any."""
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output), disk(*args):
-        try:
-            train(argv)
-        except ValueError as error:
-            return output.getvalue(), str(error)
-    return output.getvalue(), None
 
 
 @pytest.mark.parametrize(

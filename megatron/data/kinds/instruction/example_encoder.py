@@ -18,6 +18,7 @@ from megatron.config.kinds.instruction import InstructionConfig
 from megatron.data.kinds.instruction.conversations import ANSWER, Example
 from megatron.data.text_encoder import refused, tokenizer_identity
 from megatron.tokenizer import Tokenizer
+from megatron.tokenizer.transformers_folder import load_folder
 
 ALPACA_PREAMBLE = (
     "Below is an instruction that describes a task. Write a response that appropriately completes "
@@ -267,11 +268,9 @@ class ChatTemplate:
         """Raises ValueError where the tokenizer cannot map its tokens to places in a text."""
         fast = getattr(tokenizer, "transformers_tokenizer", None)
         if fast is None:
-            from transformers import AutoTokenizer  # takes seconds: only where it is needed
-
             with tempfile.TemporaryDirectory() as folder:
                 tokenizer.save_pretrained(folder)
-                fast = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+                fast = load_folder(Path(folder))
         if not fast.is_fast:
             raise ValueError(
                 "--prompt-format chat needs a tokenizer with a tokenizer.json (a fast one of "

@@ -1,0 +1,223 @@
+"""Folders of tokenizers that somebody prepared to run code, end the process or fill the memory."""
+
+import ast
+import builtins
+import copy
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.tokenizer.huggingface import HFTokenizer
+from megatron.tokenizer.transformers_folder import load_folder
+from megatron.util.rust import rust_errors
+
+ROOT = Path(__file__).parents[3]
+PROGRAMS = ("megatron", "tools", "tasks", "benchmarks", "compat", "scripts", "openwebtext")
+HARMLESS = {
+    "version": "1.0",
+    "added_tokens": [],
+    "normalizer": None,
+    "pre_tokenizer": None,
+    "post_processor": None,
+    "decoder": None,
+    "model": {"type": "BPE", "unk_token": "u", "vocab": {"a": 0, "b": 1, "u": 2}, "merges": []},
+}
+FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+BOMB = [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 900}] * 5
+
+
+def replace(pattern, content, kind="String"):
+    return {"type": "Replace", "pattern": {kind: pattern}, "content": content}
+
+
+def split(pattern):
+    return {
+        "type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False
+    }  # fmt: skip
+
+
+def template(single, ids):
+    named = {"a": {"id": "a", "ids": ids, "tokens": ["a"] * len(ids)}}
+    return {"type": "TemplateProcessing", "single": single, "pair": [], "special_tokens": named}
+
+
+def folder_of(folder, **changes):
+    content = copy.deepcopy(HARMLESS)
+    for name, value in changes.items():
+        (content["model"] if name in ("vocab", "merges") else content)[name] = value
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+REFUSED = {
+    "an id that is a size": (
+        {"vocab": {"a": 0, "u": 2**32 - 6}},
+        "has the token id 4,294,967,290, but 2 tokens; ids must be below 1,048,576",
+    ),
+    "a negative id": ({"vocab": {"a": 0, "u": 1}, "added_tokens": [{"id": -7}]}, "-7"),
+    "an added id": ({"added_tokens": [{"id": 2**31, "content": "<x>"}]}, "2,147,483,648"),
+    "a step of 10 MB": (
+        {"normalizer": replace("a", "b" * 10**7)},
+        "its normalizer puts 10,000,000 characters into a text at once",
+    ),
+    "a long beginning": ({"normalizer": {"type": "Prepend", "prepend": "x" * 2000}}, "2,000"),
+    "a table that reads behind its end": (
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////w=="}},
+        "damaged or cut short",
+    ),
+    "a decoder that explodes": (
+        {"decoder": {"type": "Sequence", "decoders": BOMB}},
+        "its decoder may make a text more than 64 times as long",
+    ),
+    "many tokens around a text": (
+        {"post_processor": template([{"SpecialToken": {"id": "a", "type_id": 0}}] * 5000, [0])},
+        "5,000 tokens around a text",
+    ),
+    "an id behind the vocabulary": (
+        {"post_processor": template([{"SpecialToken": {"id": "a", "type_id": 0}}], [2**31 - 1])},
+        "2,147,483,647",
+    ),
+    "words without an end": (
+        {"model": {"type": "WordPiece", "vocab": {"a": 0}, "max_input_chars_per_word": 2**40}},
+        "max_input_chars_per_word",
+    ),
+    "no model": ({"model": [1]}, "is not a tokenizer.json"),
+    "a step of another kind": ({"normalizer": [[]]}, "is not a tokenizer.json"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_tokenizer_json_out_of_bounds_is_refused(case, tmp_path):
+    changes, message = REFUSED[case]
+    for change in changes.get("added_tokens", ()):
+        change.update(FLAGS, special=True, content="<x>")
+    with pytest.raises(ValueError, match="tokenizer.json") as caught:
+        HFTokenizer(folder_of(tmp_path, **changes))
+    text = str(caught.value)
+    assert message in text and text.startswith(f"--tokenizer-model {tmp_path}")
+    assert "\n" not in text and len(text) < 500
+
+
+def test_deep_json_is_refused(tmp_path):
+    folder_of(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json"):
+        before = (tmp_path / name).read_text() if (tmp_path / name).is_file() else None
+        (tmp_path / name).write_text("[" * 100_000)
+        with pytest.raises(ValueError, match=f"{name} is not valid JSON: nested more than"):
+            HFTokenizer(tmp_path)
+        (tmp_path / name).unlink()
+        if before is not None:
+            (tmp_path / name).write_text(before)
+
+
+UNUSABLE = {
+    "a pattern without an end": {"pre_tokenizer": split(r"(a+)+$|(a|aa)+c")},
+    "a normalizer that explodes": {"normalizer": {"type": "Sequence", "normalizers": BOMB}},
+    "one that matches nothing, often": {
+        "normalizer": {"type": "Sequence", "normalizers": [replace("", "b" * 1000, "Regex")] * 3}
+    },
+    "a table that leads nowhere": {
+        "normalizer": {"type": "Precompiled", "precompiled_charsmap": "BAAAAP////8AAAA="}
+    },
+    "a name that is nowhere": {
+        "post_processor": {
+            **template([{"SpecialToken": {"id": "z", "type_id": 0}}], [0]),
+            "special_tokens": {},
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+def test_what_a_library_cannot_encode_names_the_tokenizer(case, tmp_path):
+    tokenizer = HFTokenizer(folder_of(tmp_path, **UNUSABLE[case]))
+    with pytest.raises(ValueError, match=f"--tokenizer-model {tmp_path}") as caught:
+        tokenizer.tokenize("a" * 2000 + "d")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_watched_normalizer_encodes_what_it_may(tmp_path):
+    """Many small replacements may together explode, and on ordinary text do not."""
+    steps = [replace(mark, f" {mark} ") for mark in ",.;:!?"]
+    tokenizer = HFTokenizer(
+        folder_of(tmp_path, normalizer={"type": "Sequence", "normalizers": steps})
+    )
+    assert tokenizer._watched is not None
+    assert tokenizer.tokenize("a,b") == [0, 2, 2, 2, 1]
+    assert len(tokenizer.tokenize("a" * 10_000)) == 10_000
+
+
+def test_a_decoder_that_panics(tmp_path):
+    strip = {"type": "Strip", "content": "a", "start": 10**18, "stop": 10**18}
+    tokenizer = HFTokenizer(folder_of(tmp_path, decoder=strip))
+    with pytest.raises(ValueError, match="cannot make a text of ids"):
+        tokenizer.detokenize([0, 0])
+
+
+def test_other_exceptions_pass_rust_errors():
+    for kind in (KeyboardInterrupt, KeyError, SystemExit):
+        with pytest.raises(kind), rust_errors("x"):
+            raise kind
+
+
+@pytest.fixture
+def with_code(tmp_path):
+    """A folder whose tokenizer is code in it."""
+    named = {"AutoConfig": "evil.EvilConfig", "AutoTokenizer": ["evil.Evil", None]}
+    config = {"model_type": "evil", "auto_map": named, "architectures": ["Evil"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nEvil = object\n")
+    return tmp_path
+
+
+def test_code_in_a_folder_is_not_run_and_nobody_is_asked(with_code, monkeypatch):
+    monkeypatch.setattr(builtins, "input", lambda *_: pytest.fail("asked"))
+    monkeypatch.setattr(sys.stdin, "readline", lambda *_: pytest.fail("read"))
+    with pytest.raises(ValueError, match="it needs Python code of its own, which is never run"):
+        load_folder(with_code)
+    assert not (with_code / "ran").exists()
+
+
+def calls_that_may_run_code(source):
+    """Lines that load something of transformers without refusing its code."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute | ast.Name):
+            continue
+        attribute = isinstance(node.func, ast.Attribute)
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
+        owner = ast.unparse(node.func.value) if isinstance(node.func, ast.Attribute) else ""
+        loads = name == "from_pretrained" or name in ("load_dataset", "load_from_hub")
+        loads |= name == "from_config" and "auto" in owner.lower()
+        loads |= name == "pipeline" and attribute and owner == "transformers"
+        refuses = any(
+            (word.arg == "trust_remote_code" and ast.unparse(word.value) == "False")
+            or (word.arg is None and ast.unparse(word.value) == "how")
+            for word in node.keywords
+        )
+        trusts = any(w.arg == "trust_remote_code" and not refuses for w in node.keywords)
+        if (loads and not refuses) or trusts:
+            yield node.lineno
+
+
+def test_no_call_of_the_tree_runs_code_of_a_folder():
+    files = [*ROOT.glob("*.py"), *(p for name in PROGRAMS for p in (ROOT / name).rglob("*.py"))]
+    assert len(files) > 500
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in files
+        for line in calls_that_may_run_code(path.read_text("utf-8"))
+    ]
+    assert not found, "trust_remote_code=False is missing: " + ", ".join(found)
+
+
+def test_the_check_finds_calls():
+    refusing = "AutoTokenizer.from_pretrained(x, trust_remote_code=False)"
+    for line in ("AutoTokenizer.from_pretrained(x)", "f(x, trust_remote_code=True)"):
+        assert list(calls_that_may_run_code(line)) == [1]
+    assert not list(calls_that_may_run_code(refusing))
