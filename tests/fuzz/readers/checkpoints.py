@@ -25,7 +25,8 @@ CONFIG = {
     "num_key_value_heads": GROUPS, "vocab_size": V, "max_position_embeddings": 16,
     "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "torch_dtype": "float32",
     "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "bos_token_id": 1,
-    "eos_token_id": 2, "rope_scaling": None,
+    "eos_token_id": 2, "rope_scaling": None, "attention_dropout": 0.0, "head_dim": 4,
+    "pad_token_id": None, "initializer_range": 0.02, "partial_rotary_factor": 1.0,
 }  # fmt: skip
 
 
