@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -81,12 +81,17 @@ class SaveJob:
 class CheckpointWriter:
     """Writes checkpoints of one run. Every rank must create one and call the methods in the same
     order. With ``--async-save`` a thread of each rank writes copies, with a gloo group of its own.
-    ``content`` is the completed DeepSpeed JSON."""
+    ``content`` is the completed DeepSpeed JSON, ``data`` the JSON values of the data's files."""
 
     def __init__(
-        self, engine: TrainEngine, content: Json, save_tokenizer: Callable[[Path], None]
+        self,
+        engine: TrainEngine,
+        content: Json,
+        save_tokenizer: Callable[[Path], None],
+        data: Sequence[Json] = (),
     ) -> None:
         self.engine, self.content, self.save_tokenizer = engine, content, save_tokenizer
+        self.data = list(data)
         self.options = engine.config.checkpoint
         self.folder = Path(self.options.save or "")
         self.main = engine.mesh.world.rank == 0
@@ -162,6 +167,7 @@ class CheckpointWriter:
                 "optimizer_step": optimizer_step(engine),
                 "loss_scaler": loss_scaler_state(engine),
                 "world_size": engine.mesh.world.size,
+                "data": self.data,
             }
             slices = own_slices(engine, folder)
             if self._thread is not None:

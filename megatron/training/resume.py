@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,10 @@ from megatron.config import (
     Setting,
     Settings,
 )
+from megatron.config.data import SOURCE_FIELDS
 from megatron.config.flags import build, names_of
 from megatron.config.layouts import StateDtypes
+from megatron.data.build import DataFile, changed_files
 from megatron.data.sampler import check_skipped
 from megatron.engine.loading import load_checkpoint, open_whole
 from megatron.engine.saving import check_writable, ruined
@@ -44,6 +46,7 @@ _SAID_OTHERWISE = {
     "use_precision_aware_optimizer",
     *(f"{name}_dtype" for name in StateDtypes._fields),
 }
+_DATA_FLAGS = (*SOURCE_FIELDS, "corpora_file")
 _NOT_COMPARED = {"parallel", "checkpoint", "logging", "profiling", "engine"}
 _HOW_FAST = {"torch_compile", "torch_compile_mode", "activation_memory_budget"}
 
@@ -232,9 +235,14 @@ def _saves_beside(save: Path, origin: ResumeSource, options: CheckpointConfig) -
     return continues and origin.found.folder.parent.samefile(save)
 
 
-def load(engine: TrainEngine, plan: TrainingPlan, origin: ResumeSource | None) -> ResumePoint:
-    """Loads what :func:`locate` found. Raises CheckpointError if it is damaged or cannot be
-    continued with this configuration."""
+def load(
+    engine: TrainEngine,
+    plan: TrainingPlan,
+    origin: ResumeSource | None,
+    files: Sequence[DataFile] = (),
+) -> ResumePoint:
+    """Loads what :func:`locate` found, for a run on the data of ``files``. Raises CheckpointError
+    if it is damaged or cannot be continued with this configuration or these data."""
     if origin is None:
         return ResumePoint()
     source, origin = _load_whole(engine, origin)
@@ -251,9 +259,31 @@ def load(engine: TrainEngine, plan: TrainingPlan, origin: ResumeSource | None) -
     )
     if not config.training.skip_train:
         _check_position(plan, loaded)
+        other = _changed_data(source, config, files)
+        loaded = replace(loaded, changed=(*changed, *other))
         before = source.run.data.skip_samples if source.run else ()
         check_skipped(before, config.data.skip_samples, loaded.consumed_samples)
     return loaded
+
+
+def _changed_data(source: Source, config: RunConfig, files: Sequence[DataFile]) -> list[str]:
+    """What is in other files of data than when the checkpoint was saved, a line each; none where
+    the flags name other ones, or it does not say. Raises CheckpointError unless
+    ``--allow-changed-data`` is given."""
+    try:
+        saved = [DataFile(**file) for file in source.state.get("data", ())]
+        before = None if source.run is None else source.run.data
+        same = all(getattr(before, name, ()) == getattr(config.data, name) for name in _DATA_FLAGS)
+        found = changed_files(saved, files, same)
+    except (TypeError, AttributeError):
+        raise CheckpointError(f"{source.folder}: its list of data files is malformed") from None
+    if found and not config.checkpoint.allow_changed_data:
+        raise CheckpointError(
+            f"{source.folder} was saved by a run on other data: {'; '.join(found[:3])}"
+            + (f", and {len(found) - 3} more differences" if len(found) > 3 else "")
+            + "; restore the files, or give --allow-changed-data to continue with those of now"
+        )
+    return found
 
 
 def _load_whole(engine: TrainEngine, origin: ResumeSource) -> tuple[Source, ResumeSource]:
