@@ -154,9 +154,7 @@ class NonFiniteGuard(Callback):
         found = first_reason(self._ruined(), self._device)
         if found is None:
             return f"the weights are as they were before it; {self._newest()}"
-        return (
-            f"the model is ruined, by an earlier step or its checkpoint: {found}; {self._newest()}"
-        )
+        return f"the model was ruined before it, since {found}; {self._newest()}"
 
 
 class StopRequest:
