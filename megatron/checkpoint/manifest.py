@@ -169,11 +169,18 @@ def manifest(folder: Path) -> dict[str, Facts]:
     own, files, text = str(content.get("sha256")), content.get("files"), raw.decode()
     if not _SHA256.fullmatch(own) or sha256(text.replace(own, _BLANK)) != own:
         raise CheckpointError(f"{path} is damaged: its SHA-256 differs from the one in it")
+    checked = entries_of(path, files)
+    for name in _REQUIRED:
+        if name not in checked:
+            raise CheckpointError(f"{path} does not list {name}, which every checkpoint has")
+    return checked
+
+
+def entries_of(path: Path, files: object) -> dict[str, Facts]:
+    """What a manifest says of files. Raises CheckpointError if it is something else, or a file is
+    outside the manifest's folder."""
     if not isinstance(files, dict) or not all(map(_is_entry, files.items())):
         raise CheckpointError(f"{path}: its entries are not files with bytes and sha256")
-    for name in _REQUIRED:
-        if name not in files:
-            raise CheckpointError(f"{path} does not list {name}, which every checkpoint has")
     return files
 
 
@@ -192,8 +199,8 @@ def _is_entry(item: tuple[str, object]) -> bool:
 def verify(folder: Path, share: int = 0, shares: int = 1) -> None:
     """Compares a checkpoint's files and its index with the manifest: every ``shares``-th file,
     starting with ``share``, so that ranks can divide the work; share 0 also checks the index and
-    the counters. Raises CheckpointError if a file is missing or differs in size or checksum, or the
-    index's slices do not cover each parameter."""
+    the counters. Raises CheckpointError if a file is missing or differs in size or checksum, is
+    not listed, or the index's slices do not cover each parameter."""
     files = manifest(folder)
     mine = list(files.items())[share::shares]
     with progress_bar(f"verifying {folder}", total=sum(facts["bytes"] for _, facts in mine)) as bar:
@@ -202,6 +209,22 @@ def verify(folder: Path, share: int = 0, shares: int = 1) -> None:
     if share == 0:
         read_index(folder, files)
         _check_counters(folder / STATE)
+        _check_listed(folder, files)
+
+
+def _check_listed(folder: Path, files: Mapping[str, Any]) -> None:
+    """Refuses a file that the manifest does not list, and a link in place of a folder. Hidden ones
+    are of file systems and editors, and nothing reads them."""
+    known = {MANIFEST, *files}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        if any(part.startswith(".") for part in name.parts) or name.as_posix() in known:
+            continue
+        if path.is_symlink() or not path.is_dir():
+            raise CheckpointError(
+                f"{path} is not part of the checkpoint: {folder / MANIFEST} does not list it; move "
+                "it away"
+            )
 
 
 def check_file(

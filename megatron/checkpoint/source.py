@@ -28,10 +28,21 @@ from megatron.config import (
     RunConfig,
     TokenizerConfig,
 )
+from megatron.util.files import own_file
 from megatron.util.progress import progress_bar
 
 TOKENIZER = "tokenizer"
 """Folder of the tokenizer's files in this project's checkpoints."""
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
+    "sentencepiece.bpe.model", "sentencepiece.model", "spm.model", "spm_char.model", "source.spm",
+    "target.spm", "bpe.codes", "byte_maps.json", "dict.txt", "emoji.json", "entity_vocab.json",
+    "normalizer.json", "prophetnet.tokenizer", "target_vocab.json", "vocab-src.json",
+    "vocab-tgt.json", "word_pronunciation.json", "word_shape.json",
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.json", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+"""What the tokenizers of transformers are saved as, and settings of generation."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Dtypes in which other programs keep weights, as torch and config.json call them."""
 
@@ -134,11 +145,26 @@ class Source(ABC):
 
     def copy_tokenizer(self, target: Path) -> bool:
         """Copies the tokenizer's files, in Hugging Face's form, to a new folder; returns whether
-        there are any."""
+        there are any. Raises CheckpointError if one is a link that leaves the folder."""
         own = self.folder / TOKENIZER
+        if own.is_symlink():
+            raise CheckpointError(f"{own} is a link, not the folder of the checkpoint's tokenizer")
         if own.is_dir():
-            shutil.copytree(own, target)
+            copy_tokenizer_files(own, target)
         return own.is_dir()
+
+
+def copy_tokenizer_files(folder: Path, target: Path) -> None:
+    """Copies the files of a tokenizer, by their known names, and generation_config.json to a new
+    folder. Raises CheckpointError if one is a link to another place: the copy would have, and an
+    upload of it publish, a file of this user."""
+    target.mkdir()
+    for name in _TOKENIZER_FILES:
+        if (folder / name).is_file():
+            try:
+                shutil.copyfile(own_file(folder / name), target / name, follow_symlinks=False)
+            except ValueError as error:
+                raise CheckpointError(str(error)) from None
 
 
 def resolved(flags: ModelFlags, where: Path) -> ModelConfig:

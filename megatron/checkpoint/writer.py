@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron.checkpoint.files import (
@@ -44,6 +45,9 @@ from megatron.util.progress import progress_bar
 _PROCESS = "slices-{:05d}.json"
 """A process's part of the index and the facts of its files, for :func:`finish_checkpoint`."""
 
+_WEIGHTS, _MOMENTS = "weights", "optimizer"
+"""What the names of their files begin with."""
+
 
 class SliceWriter:
     """Writes one process's slices into an incomplete checkpoint.
@@ -51,7 +55,8 @@ class SliceWriter:
     ``max_file_bytes``, for a process that writes alone, is the largest size of a file with more
     than one tensor: its files are numbered on, and sorted by tensor name. Without it, ``tensors``
     has everything in memory until :meth:`finish`, float32 (random state: uint8), by file and key.
-    ``progress`` is called with a line about each file.
+    ``progress`` is called with a line about each file. With ``weights_dtype``, in which the model
+    computes, nothing is written that is not finite: weights in that dtype, moments in float32.
     """
 
     def __init__(
@@ -60,10 +65,14 @@ class SliceWriter:
         process: int = 0,
         max_file_bytes: int | None = None,
         progress: Callable[[str], None] = lambda line: None,
+        weights_dtype: torch.dtype | None = None,
     ) -> None:
         self.tensors: dict[str, dict[str, Tensor | LazyTensor]] = {}
         self._folder, self._process, self._max_file_bytes = folder, process, max_file_bytes
         self._progress = progress
+        self._finite_in: dict[str, torch.dtype] = {}
+        if weights_dtype is not None:
+            self._finite_in = {_WEIGHTS: weights_dtype, _MOMENTS: torch.float32}
         self._numbers: dict[str, int] = {}
         self._index: dict[str, list[dict[str, Any]]] = {}
         self._facts: dict[str, Facts] = {}
@@ -81,7 +90,7 @@ class SliceWriter:
         shape = held.share_shape if held.is_whole_share else (held.numel,)
         files = {
             kind: self.put(
-                "weights" if kind == "weight" else "optimizer",
+                _WEIGHTS if kind == "weight" else _MOMENTS,
                 tensor_key(name, kind, part),
                 (values if isinstance(values, LazyTensor) else values.contiguous()).view(shape),
             )
@@ -102,7 +111,8 @@ class SliceWriter:
         return file
 
     def finish(self) -> None:
-        """Writes what is left, to the disk."""
+        """Writes what is left, to the disk. Raises NotFiniteError if something is not finite that
+        must be."""
         for file in sorted(self.tensors, reverse=True):
             self._write(file)
         path = self._folder / _PROCESS.format(self._process)
@@ -112,7 +122,8 @@ class SliceWriter:
         tensors = self.tensors.pop(file)
         if self._max_file_bytes is not None:
             tensors = dict(sorted(tensors.items()))
-        self._facts[file] = write_tensors(self._folder / file, tensors)
+        finite_in = self._finite_in.get(file.partition("-")[0])
+        self._facts[file] = write_tensors(self._folder / file, tensors, finite_in)
         self._progress(f"{file}: {_bytes(tensors) / 1e6:,.1f} MB")
 
 

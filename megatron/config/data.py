@@ -75,6 +75,10 @@ class DataConfig:
     """Folder that caches remote data, such as s3://bucket/prefix."""
     num_workers: int = option(2, bounds=NOT_NEGATIVE, role="course")
     """Number of data loader processes per rank; 0 loads in the training process."""
+    verify_data: bool = option(False)
+    """Compare every file of --data-path and the like with its checksum (PREFIX.sha256 beside
+    PREFIX.bin and PREFIX.idx, FILE.sha256 beside other files) before training. The processes share
+    the work."""
     mock_data: bool = option(False)
     """Train on synthetic tokens, without data files."""
     reset_position_ids: bool = option(False)

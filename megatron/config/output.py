@@ -59,6 +59,12 @@ class CheckpointConfig:
     """Load only the weights, and start at iteration 0."""
     reset_iteration: bool = option(False)
     """Load weights and optimizer state, and start at iteration 0 with the first sample."""
+    on_damaged_checkpoint: str = option("stop", choices=("stop", "previous"))
+    """What to do if the checkpoint that --load would continue from is damaged: stop, naming the
+    newest older one that is whole, or continue from that one and set the damaged ones aside."""
+    max_failed_saves: int = option(3, bounds=NOT_NEGATIVE)
+    """Number of saves in a row that may fail until the run ends; 0 for no limit. The last save of a
+    run must always succeed."""
     load_lr_state: bool = option(True, off="--no-load-lr-state", role="course")
     """Start the schedules of learning rate and weight decay again with --reset-iteration, as they
     always do here: they are functions of the iteration."""
@@ -70,6 +76,9 @@ class CheckpointConfig:
     """Save optimizer state."""
     save_rng: bool = option(True, flag="--save-rng", off="--no-save-rng")
     """Save random states."""
+    allow_changed_data: bool = option(False)
+    """Continue from a checkpoint although files of data have other content than when it was saved.
+    Without it that is an error; other paths with the same content are none."""
     use_checkpoint_args: bool = option(False)
     """Use the model and tokenizer values of the checkpoint at --load where no flag is given."""
 

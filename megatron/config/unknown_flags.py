@@ -245,8 +245,8 @@ OWN_FLAGS = {
         --sample-output-file --recompute""",
     "tools/run_text_generation_server.py": "--port --host --api-key --served-model-name",
     "examples_deepspeed/detxoify_lm/finetune_gpt.py": "--data-path2 --eval-ppl",
-    "tools/convert_checkpoint.py": """--architecture --push-to-hub --private --max-shard-size
-        --release""",
+    "tools/convert_checkpoint.py": """--architecture --push-to-hub --private --public
+        --max-shard-size --release""",
     "tools/checkpoint/util.py": """--model-type --load-dir --save-dir --loader --saver
         --megatron-path --max-queue-size --true-vocab-size --target-tensor-parallel-size
         --target-pipeline-parallel-size --no-checking""",

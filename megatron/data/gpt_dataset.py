@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.data.index_cache import Blocks, IndexCache, Layout, StoredArrays
-from megatron.data.samples import Documents, Piece, checked_index
+from megatron.data.samples import Documents, Piece, check_ids, checked_index
 from megatron.data.shuffle import shuffle
 
 # Part of every cache entry's name: raise it when the meaning of the arrays changes.
@@ -39,6 +39,8 @@ class GPTRecipe:
     """Tokens of a sample that the model reads."""
     seed: int
     """Of the shuffles."""
+    vocab_size: int | None = None
+    """Above the ids that samples may have; None: they are not checked."""
 
     def units(self, documents: Documents) -> int:
         return len(documents)
@@ -68,15 +70,21 @@ class GPTRecipe:
             return index.arrays()
 
         stored = cache.arrays(f"gpt-{name}", depends_on, arrays, index.layout)
-        return GPTDataset(documents, self.seq_length, stored)
+        return GPTDataset(documents, self.seq_length, stored, self.vocab_size)
 
 
 class GPTDataset:
     """Samples of seq_length + 1 tokens, int64[S + 1]; made by `GPTRecipe.build`."""
 
-    def __init__(self, documents: Documents, seq_length: int, index: StoredArrays) -> None:
+    def __init__(
+        self,
+        documents: Documents,
+        seq_length: int,
+        index: StoredArrays,
+        vocab_size: int | None = None,
+    ) -> None:
         self.documents = documents
-        self.seq_length = seq_length
+        self.seq_length, self.vocab_size = seq_length, vocab_size
         self._index = index
 
     def __len__(self) -> int:
@@ -89,6 +97,8 @@ class GPTDataset:
         for sequence, start, length in self._parts(index):
             tokens_T[filled : filled + length] = self.documents.get(sequence, start, length)
             filled += length
+        if self.vocab_size is not None:
+            check_ids(tokens_T, self.vocab_size, index, self.origin)
         return tokens_T
 
     def origin(self, index: int, /) -> list[Piece]:

@@ -11,9 +11,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import errno
 import multiprocessing
 import os
 import queue
+import re
 import signal
 import threading
 import warnings
@@ -28,9 +30,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from megatron.data.build import Datasets
+from megatron.data.build import DataFile, Datasets
 from megatron.data.sampler import MicroBatchSampler
 from megatron.data.samples import SampleDataset
+from megatron.util.processes import is_for_users, name_lost_pages
 
 Batch = TypeVar("Batch")
 
@@ -68,18 +71,19 @@ class MicroBatches(Iterator[Batch], Generic[Batch]):
         # torch counts the one core that a rank is bound to, and advises against the default of two.
         warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
         loader: DataLoader[Any] = DataLoader(
-            dataset,  # type: ignore[arg-type]  # map-style by protocol, not by inheritance
+            _Samples(dataset, bool(num_workers)),  # type: ignore[arg-type]  # map-style by protocol
             batch_sampler=sampler,  # type: ignore[arg-type]
             collate_fn=AsArrays(collate) if num_workers else collate,
             num_workers=num_workers,
-            worker_init_fn=partial(_ignore_signals, ending),
+            worker_init_fn=partial(_begin_worker, ending),
             # The loader draws a seed for its workers. Not from the global random state, which a
             # resumed run must find exactly as the first run left it.
             generator=torch.Generator(),
         )
         self._device = device if device is not None and device.type == "cuda" else None
         self._prefetcher: Prefetcher[Batch] | None = None
-        self._batches: Iterator[Batch] = iter(loader)
+        with _naming_shared_memory(num_workers):
+            self._batches: Iterator[Batch] = iter(loader)
         if num_workers:
             self._batches = self._prefetcher = Prefetcher(self._batches, device=self._device)
 
@@ -108,18 +112,92 @@ class TrainingData(NamedTuple):
 
     Attributes:
         weighed: whether batches have ``weights_2``, and may differ in length.
+        files: returns what the samples are made of.
     """
 
     datasets: Datasets
     collate: Callable[[Sequence[Any]], Any]
     weighed: bool = False
+    files: Callable[[], Sequence[DataFile]] = list
 
     def batches(self, dataset: SampleDataset[Any], **options: Any) -> MicroBatches[Any]:
         """Micro batches of one of the datasets; options: see :class:`MicroBatches`."""
         return MicroBatches(dataset, self.collate, **options)
 
 
-def _ignore_signals(ending: Any, worker_id: int) -> None:
+class _Failure(NamedTuple):
+    """What a worker sends in place of a batch that it cannot make."""
+
+    error: Exception
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """The samples of a micro batch. Errors name the sample; a worker returns those with a message
+    for users, of which torch would make a traceback."""
+
+    dataset: SampleDataset[Any]
+    in_worker: bool
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[Any] | _Failure:
+        samples = []
+        for number in numbers:
+            try:
+                samples.append(self.dataset[number])
+            except (ValueError, OSError) as error:
+                if not (self.in_worker and is_for_users(error)):
+                    raise
+                return _Failure(error)
+        return samples
+
+
+@contextlib.contextmanager
+def _naming_shared_memory(num_workers: int) -> Iterator[None]:
+    """Workers need semaphores, which are small files in /dev/shm."""
+    try:
+        yield
+    except OSError as error:
+        if not num_workers or error.errno not in (errno.ENOSPC, errno.EACCES, errno.ENOENT):
+            raise
+        raise OSError(
+            f"--num-workers {num_workers}: /dev/shm, by which processes share memory, cannot be "
+            f"written ({error.strerror}); make it larger (docker run --shm-size 1g, or mount -o "
+            "remount,size=1g /dev/shm) or delete what is left there, or give --num-workers 0"
+        ) from error
+
+
+@contextlib.contextmanager
+def explaining_lost_workers() -> Iterator[None]:
+    """Turns torch's error about a worker that died, which it raises wherever the process is then,
+    into a ChildProcessError that says what is known."""
+    try:
+        yield
+    except RuntimeError as error:
+        found = _LOST_WORKER.match(str(error))
+        if found is None:
+            raise
+        name = found["signal"]
+        how = f"was killed by signal: {name}" if name else f"ended with exit code {found['code']}"
+        why = {
+            "Killed": "most often because memory ran out (dmesg, or the limit of the job, says "
+            "so): give fewer --num-workers",
+            "Bus error": "a file that it reads was cut short, or /dev/shm is full",
+        }.get(name or "", "its message is above")
+        raise ChildProcessError(
+            f"process {found['process']} of --num-workers, which reads data, {how}: {why}"
+        ) from error
+
+
+_LOST_WORKER = re.compile(
+    r"DataLoader worker \(pid(?:\(s\))? (?P<process>[\d, ]+)\) (?:is killed by signal: "
+    r"(?P<signal>[^.]*)\.|exited unexpectedly(?: with exit code (?P<code>\d+))?)"
+)
+
+
+def _begin_worker(ending: Any, worker_id: int) -> None:
     """In a worker: ignore all signals but the trainer's own at its end. Schedulers signal every
     process of a job. The trainer then saves and stops; a worker that died first would make the save
     fail."""
@@ -131,6 +209,7 @@ def _ignore_signals(ending: Any, worker_id: int) -> None:
     signal.signal(signal.SIGTERM, on_terminate)
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
+    name_lost_pages()  # torch has a handler of its own in workers
 
 
 def mapped(batch: Any, kind: type, change: Callable[[Any], Any]) -> Any:
@@ -148,8 +227,15 @@ class AsArrays(Generic[Batch]):
 
     collate: Callable[[Sequence[Any]], Batch]
 
-    def __call__(self, samples: Sequence[Any]) -> Batch:
-        batch: Batch = mapped(self.collate(samples), Tensor, Tensor.numpy)
+    def __call__(self, samples: Sequence[Any] | _Failure) -> Batch | _Failure:
+        if isinstance(samples, _Failure):
+            return samples
+        try:
+            batch: Batch = mapped(self.collate(samples), Tensor, Tensor.numpy)
+        except (ValueError, OSError) as error:
+            if not is_for_users(error):
+                raise
+            return _Failure(error)
         return batch
 
 
@@ -228,6 +314,8 @@ def _as_tensors(source: Iterator[Any], device: torch.device | None) -> Iterator[
             torch.cuda.set_device(device)  # a new thread starts on the first GPU
         stream = torch.cuda.Stream(device)
     for arrays in source:
+        if isinstance(arrays, _Failure):
+            raise arrays.error
         batch, copied = mapped(arrays, np.ndarray, torch.from_numpy), None
         if stream is not None:
             assert device is not None

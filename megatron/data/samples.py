@@ -163,6 +163,32 @@ class SampleRecipe(Protocol[Sample_co]):
         sample can be made from the documents."""
 
 
+def check_ids(
+    tokens: npt.NDArray[np.int64],
+    vocab_size: int,
+    sample: int,
+    origin: Callable[[int], Sequence[Piece]],
+) -> None:
+    """Checks the token ids of a sample, which come from the pieces of its ``origin``; ValueError
+    names a file. All ids of a file are checked when it is opened, so that it was changed since, or
+    its tokenizer gives ids that it does not have."""
+    # As unsigned numbers negative ids are the largest.
+    if not len(tokens) or np.maximum.reduce(tokens.view(np.uint64)) < vocab_size:
+        return
+    first = int(np.argmax(tokens.view(np.uint64) >= vocab_size))
+    where, before = "", 0
+    for piece in origin(sample):
+        before += piece.stop - piece.start
+        if first < before:
+            where = f"{piece.source}: sequence {piece.sequence} contains "
+            break
+    raise ValueError(
+        f"{where}the token id {tokens[first]}, but the vocabulary has {vocab_size} ids (0 to "
+        f"{vocab_size - 1}): the data were changed or damaged since the run began; restore them, "
+        f"and resume from the last checkpoint (sample {sample})"
+    )
+
+
 def checked_index(index: int, length: int) -> int:
     """The number of a sample; IndexError if it is not below `length`."""
     index = operator.index(index)

@@ -7,7 +7,8 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from itertools import accumulate, pairwise
@@ -160,7 +161,9 @@ class BlendReader:
             )
             return Parts(next(iter(train.values()), None), valid, test)
         flag, values = shared[0] if shared else ("--train-data", data.train_data)
-        sources = self._named(values, flag) if flag == "--train-data" else self._paths(values, flag)
+        with _naming(data.data_args_path if flag == "--data-args-path" else None):
+            by_name = flag == "--train-data"
+            sources = self._named(values, flag) if by_name else self._paths(values, flag)
         named = {part for part, _ in own}  # as in 2019 the other parts share --train-data
         shares = [
             0.0 if part in named - {"train"} else share
@@ -191,17 +194,18 @@ class BlendReader:
                 f"--{part}-data-path": paths,
                 "--per-split-data-args-path": per_split.get(part, ()),
             }
-            blends = {
-                f"--{part}-data": {part: self._named(names, f"--{part}-data")},
-                **{
-                    name: self._separate(values, name, data.validation_set_names)
-                    if several
-                    else {part: self._paths(values, name)}
-                    for name, values in by_path.items()
-                },
-                flag: self._groups(groups, flag),
-                f"{flag}-path": self._groups(_words(in_file, f"{flag}-path"), f"{flag}-path"),
-            }
+            blends = {f"--{part}-data": {part: self._named(names, f"--{part}-data")}}
+            for name, values in by_path.items():
+                with _naming(data.per_split_data_args_path if values is not paths else None):
+                    blends[name] = (
+                        self._separate(values, name, data.validation_set_names)
+                        if several
+                        else {part: self._paths(values, name)}
+                    )
+            blends[flag] = self._groups(groups, flag)
+            with _naming(in_file):
+                words = _words(in_file, f"{flag}-path")
+                blends[f"{flag}-path"] = self._groups(words, f"{flag}-path")
             given = {
                 name: {key: sources for key, sources in named.items() if sources}
                 for name, named in blends.items()
@@ -371,10 +375,24 @@ def _number(text: str) -> float | None:
         return None
 
 
+@contextmanager
+def _naming(path: str | None) -> Iterator[None]:
+    """Errors about what a file says name the file."""
+    try:
+        yield
+    except ConfigError as error:
+        if path is None or path in str(error):
+            raise
+        raise ConfigError(f"{error} (in {path})") from None
+
+
 def _words(path: str | None, flag: str) -> tuple[str, ...]:
     if path is None:
         return ()
-    words = tuple(shlex.split(_text(path, flag), comments=True))
+    try:
+        words = tuple(shlex.split(_text(path, flag), comments=True))
+    except ValueError as error:  # a quotation without an end
+        raise ConfigError(f"{flag} {path}: {error}") from None
     if not words:
         raise ConfigError(f"{flag} {path} is empty; write into it what the command line would have")
     return words

@@ -4,19 +4,19 @@ any layout."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 
-from megatron.checkpoint.files import write_json
+from megatron.checkpoint.files import NotFiniteError, write_json
 from megatron.checkpoint.folder import MEGATRON_TRACKER, TRACKER, replace_folder, tag
 from megatron.checkpoint.manifest import CONFIG, STATE
 from megatron.checkpoint.source import TOKENIZER
 from megatron.engine.deepspeed_json import Json
-from megatron.engine.saving import CheckpointWriter, SaveJob, amax_history
+from megatron.engine.saving import CheckpointWriter, SaveJob, amax_history, ruined
 from megatron.engine.train_engine import TrainEngine
 from megatron.engine.universal_info import COUNTERS, RUN, registered_parameters, universal_info
 from megatron.parallel.random import random_state
@@ -27,6 +27,11 @@ class EngineFolderWriter(CheckpointWriter):
     """Writes checkpoints of one run as DeepSpeed's engine does. DeepSpeed's ranks wait for each
     other: after an error on one of them (a full disk) the others wait until their time limit, and
     the launcher ends the run. Earlier checkpoints stay."""
+
+    def check(self, job: SaveJob) -> None:
+        found = ruined(self.engine)
+        if found is not None:
+            raise NotFiniteError(found)
 
     def write_own(self, job: SaveJob) -> None:
         write_engine_folder(self.engine, job.folder, job.state, self._universal_info)
@@ -54,11 +59,15 @@ class EngineFolderWriter(CheckpointWriter):
 
 
 def checkpoint_writer(
-    engine: TrainEngine, content: Json, save_tokenizer: Callable[[Path], None]
+    engine: TrainEngine,
+    content: Json,
+    save_tokenizer: Callable[[Path], None],
+    data: Sequence[Json] = (),
 ) -> CheckpointWriter:
+    """The writer of a run's ``--checkpoint-format``; see :class:`CheckpointWriter`."""
     engine_folders = engine.config.checkpoint.checkpoint_format == "deepspeed"
     writer = EngineFolderWriter if engine_folders else CheckpointWriter
-    return writer(engine, content, save_tokenizer)
+    return writer(engine, content, save_tokenizer, data)
 
 
 def write_engine_folder(

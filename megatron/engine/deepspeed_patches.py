@@ -345,6 +345,18 @@ def defer_scale_growth(wrapper: Any) -> Callable[[], None]:
     return lambda: update(False)
 
 
+def keep_smallest_scale(wrapper: Any) -> Callable[[], bool]:
+    """Makes a dynamic loss scale stay at its minimum when it cannot fall, where DeepSpeed raises a
+    bare Exception; returns whether the next overflow will be such a one."""
+    scaler = getattr(wrapper, "loss_scaler", None)
+    if not getattr(scaler, "dynamic", False):
+        return lambda: False
+    scaler.raise_error_at_min_scale = False
+    return lambda: (
+        scaler.cur_scale <= scaler.min_scale and 1 in (scaler.delayed_shift, scaler.cur_hysteresis)
+    )
+
+
 def queues(stage: int, grads_in_fp32: bool) -> bool:
     """Whether norm and clipping of a ZeRO stage can be taken over from DeepSpeed;
     ``grads_in_fp32``: bf16 gradients are summed in float32."""

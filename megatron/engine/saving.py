@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.checkpoint.files import CheckpointError, LazyTensor
+from megatron.checkpoint.files import CheckpointError, LazyTensor, NotFiniteError, not_finite
 from megatron.checkpoint.folder import (
     apply_retention,
     incomplete_folder,
@@ -24,7 +24,7 @@ from megatron.checkpoint.folder import (
     remove_incomplete,
     tag,
 )
-from megatron.checkpoint.manifest import BASE, CONFIG, STATE
+from megatron.checkpoint.manifest import BASE, CONFIG, STATE, tensor_key
 from megatron.checkpoint.source import open_checkpoint, save_copy
 from megatron.checkpoint.writer import SliceWriter, finish_checkpoint
 from megatron.engine.deepspeed_json import Json
@@ -32,10 +32,14 @@ from megatron.engine.state import OwnedSlice, loss_scaler_state, optimizer_step,
 from megatron.engine.train_engine import TrainEngine
 from megatron.engine.update.gradient_norm import owned
 from megatron.engine.update.stored_states import StoredStates
-from megatron.parallel.mesh import AXES, MODEL, Group, first_reason
+from megatron.parallel.mesh import AXES, MODEL, Group, any_rank, first_reason
 from megatron.parallel.random import random_state
 from megatron.parallel.shard import shard_of
 from megatron.util.locks import Lock
+
+
+class LostRanksError(CheckpointError):
+    """The ranks could not agree on a save: one has ended, or took longer than the time limit."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,11 @@ class SaveResult:
     Attributes:
         stall_seconds: how long training was interrupted on this rank, including the wait for an
             earlier save.
+        error: why there is no checkpoint; :class:`NotFiniteError` on all ranks if the weights or
+            moments of one are not finite.
         bytes: size of the files, on the main process; elsewhere 0.
+        published: on the main process, whether the checkpoint is whole under its name; so it can be
+            in spite of an ``error`` that came after that.
     """
 
     iteration: int
@@ -54,6 +62,7 @@ class SaveResult:
     seconds: float
     bytes: int = 0
     notes: tuple[str, ...] = ()
+    published: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,12 +81,17 @@ class SaveJob:
 class CheckpointWriter:
     """Writes checkpoints of one run. Every rank must create one and call the methods in the same
     order. With ``--async-save`` a thread of each rank writes copies, with a gloo group of its own.
-    ``content`` is the completed DeepSpeed JSON."""
+    ``content`` is the completed DeepSpeed JSON, ``data`` the JSON values of the data's files."""
 
     def __init__(
-        self, engine: TrainEngine, content: Json, save_tokenizer: Callable[[Path], None]
+        self,
+        engine: TrainEngine,
+        content: Json,
+        save_tokenizer: Callable[[Path], None],
+        data: Sequence[Json] = (),
     ) -> None:
         self.engine, self.content, self.save_tokenizer = engine, content, save_tokenizer
+        self.data = list(data)
         self.options = engine.config.checkpoint
         self.folder = Path(self.options.save or "")
         self.main = engine.mesh.world.rank == 0
@@ -153,6 +167,7 @@ class CheckpointWriter:
                 "optimizer_step": optimizer_step(engine),
                 "loss_scaler": loss_scaler_state(engine),
                 "world_size": engine.mesh.world.size,
+                "data": self.data,
             }
             slices = own_slices(engine, folder)
             if self._thread is not None:
@@ -163,18 +178,21 @@ class CheckpointWriter:
         return jobs[0]
 
     def _write(self, job: SaveJob, began: float, stall: float = 0.0) -> SaveResult:
-        error, size, notes = None, [0], list[str]()
+        error, size, notes, completing = None, [0], list[str](), False
         try:
+            self._together(lambda: self.check(job))
             self._together(lambda: self.write_own(job))
+            completing = True
             self._together(lambda: size.append(self.complete(job) if self.main else 0))
         except CheckpointError as caught:
             error = caught
-            if self.main:
-                shutil.rmtree(job.folder, ignore_errors=True)
+        published = self.main and completing and not job.folder.exists()
+        if error is not None and self.main:
+            shutil.rmtree(job.folder, ignore_errors=True)
         seconds = time.perf_counter() - began
         if error is None and self.main:
             notes = self._follow_up(job.iteration)
-        return SaveResult(job.iteration, error, stall, seconds, size[-1], tuple(notes))
+        return SaveResult(job.iteration, error, stall, seconds, size[-1], tuple(notes), published)
 
     def _together(self, step: Callable[[], object]) -> None:
         error: Exception | None = None
@@ -183,14 +201,24 @@ class CheckpointWriter:
         except Exception as caught:  # of any kind: other ranks must not wait for this one
             error = caught
         reason = None if error is None else str(error) or repr(error)
+        ruined, lost = isinstance(error, NotFiniteError), False
         try:
             found = first_reason(reason, self._device, self._group)
+            ruined = found is not None and any_rank(ruined, self._device, self._group)
         except RuntimeError as caught:  # a rank is gone, or took longer than the time limit
             error, found = caught, reason or f"the ranks could not agree ({caught})"
+            ruined, lost = False, True
+        if found is not None and ruined:
+            raise NotFiniteError(found) from error
         if found is not None:
-            raise CheckpointError(
+            kind = LostRanksError if lost else CheckpointError
+            raise kind(
                 f"saving to {self.folder} failed: {found}; earlier checkpoints are untouched"
             ) from error
+
+    def check(self, job: SaveJob) -> None:
+        """Raises NotFiniteError if what a rank will write is not finite, for formats that do not
+        find that while they write."""
 
     def write_own(self, job: SaveJob) -> None:
         """Writes this rank's part; formats override this and :meth:`complete`."""
@@ -228,7 +256,7 @@ def own_slices(engine: TrainEngine, folder: Path) -> SliceWriter:
     float32, otherwise what it takes to decode it a slice at a time. At stage 0 all replicas are
     equal and the first one writes."""
     options = engine.config.checkpoint
-    writer = SliceWriter(folder, engine.mesh.world.rank)
+    writer = SliceWriter(folder, engine.mesh.world.rank, weights_dtype=weights_dtype(engine))
     among = AXES if engine.stage == 0 else MODEL
     for own in owned_slices(engine):
         numel = own.slice.numel
@@ -242,6 +270,26 @@ def own_slices(engine: TrainEngine, folder: Path) -> SliceWriter:
     for key, values in amax_history(engine).items():
         writer.put("float8", key, values.contiguous())
     return writer
+
+
+def weights_dtype(engine: TrainEngine) -> torch.dtype:
+    """The dtype in which the model has the weights that are trained."""
+    return next(iter(engine.trained)).dtype
+
+
+def ruined(engine: TrainEngine) -> str | None:
+    """Which of this rank's weights and moments are not finite, in words; None if all are."""
+    stored = engine.stored_states
+    for dtype, wanted in ((weights_dtype(engine), True), (torch.float32, False)):
+        tensors = {
+            tensor_key(own.name, kind, shard_of(own.param).part): _canonical(own, kind, stored)
+            for own in owned_slices(engine)
+            for kind in own.kinds
+            if (kind == "weight") == wanted
+        }
+        if found := not_finite(tensors, dtype):
+            return found
+    return None
 
 
 def _canonical(own: OwnedSlice, kind: str, stored: StoredStates | None) -> Tensor | LazyTensor:

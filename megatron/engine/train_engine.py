@@ -17,7 +17,7 @@ from megatron.checkpoint.manifest import BaseRecord
 from megatron.config import RunConfig
 from megatron.config.kinds.instruction import InstructionConfig
 from megatron.engine.backend import Backend
-from megatron.engine.deepspeed_patches import defer_scale_growth
+from megatron.engine.deepspeed_patches import defer_scale_growth, keep_smallest_scale
 from megatron.engine.float8 import Float8State
 from megatron.engine.update.async_step import AsyncOptimizerStep
 from megatron.engine.update.gradient_norm import clipping_factor, gradient_norm
@@ -43,6 +43,8 @@ class StepResult:
             finite; a scalar on the device, or a number.
         skipped: 1 if the gradients were not finite and no weight changed, else 0; a scalar on the
             device, or a bool.
+        scale_exhausted: whether it was skipped at the smallest loss scale, so that the next ones
+            will be too.
     """
 
     loss: Tensor
@@ -50,6 +52,7 @@ class StepResult:
     grad_norm: Tensor | float
     skipped: Tensor | bool
     loss_scale: float
+    scale_exhausted: bool = False
 
 
 class ModelEngine:
@@ -200,6 +203,7 @@ class TrainEngine(ModelEngine):
         self.optimizer, self.engine, self.stored_states = optimizer, engine, stored_states
         self._samples_per_round = config.training.micro_batch_size * mesh.data.size
         self._grow_scale = defer_scale_growth(self.optimizer_wrapper)
+        self._scale_is_smallest = keep_smallest_scale(self.optimizer_wrapper)
         self._async_step = None
         if asynchronous:
             self._async_step = AsyncOptimizerStep(
@@ -237,9 +241,11 @@ class TrainEngine(ModelEngine):
         seeds = self._dropout_seeds(consumed_samples, micro_batches)
         sums = self.backend.accumulate(self.taught(batches, micro_batches), seeds)
         scale_before = float(getattr(self.optimizer_wrapper, "loss_scale", 1.0))
+        at_smallest = self._scale_is_smallest()
         norm, held = self.update()
         losses = self.mean_losses(sums, micro_batches)
-        return StepResult(self.spec.total(losses), losses, norm, held, scale_before)
+        exhausted = at_smallest and held is True
+        return StepResult(self.spec.total(losses), losses, norm, held, scale_before, exhausted)
 
     def prepare(self, micro_batches: int) -> None:
         if not self.model.training:  # train() visits every module

@@ -81,7 +81,7 @@ class GPTData(DataPipeline):
     takes = frozenset({DOCUMENTS, "packed", "pairs"})
 
     def recipe(self) -> SampleRecipe[Any]:
-        recipe: SampleRecipe[Any] = GPTRecipe(self.seq_length, self.seed)
+        recipe: SampleRecipe[Any] = GPTRecipe(self.seq_length, self.seed, self.tokenizer.vocab_size)
         for kind in self.acting:
             recipe = kind.recipe(self, recipe)
         return recipe

@@ -17,6 +17,7 @@ from megatron.data.kinds.raw_text.text_files import text_files
 from megatron.data.sources import parts_of
 from megatron.tokenizer.chat_process import read_template
 from megatron.training.run import Run
+from megatron.util.files import own_file
 
 _ALPACA = """\
 {%- set state = namespace(text='', first=true) -%}
@@ -105,7 +106,7 @@ def write_chat_format(folder: Path, base: str, run: Run, ends: frozenset[int]) -
     if not path.is_file():
         return template is not None
     written = read_json(path)
-    kept: dict[str, Any] = read_json(known) if known.is_file() else {}
+    kept: dict[str, Any] = read_json(own_file(known)) if known.is_file() else {}
     for name in ("transformers_version", "_from_model_config"):
         kept.pop(name, None)
     special = run.tokenizer.special_tokens

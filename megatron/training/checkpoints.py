@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
+from collections import deque
+from pathlib import Path
 from typing import Any
 
 from torch.profiler import record_function
 
-from megatron.checkpoint.files import CheckpointError
-from megatron.engine.saving import CheckpointWriter, SaveResult
+from megatron.checkpoint.files import CheckpointError, NotFiniteError
+from megatron.checkpoint.folder import tag
+from megatron.engine.saving import CheckpointWriter, LostRanksError, SaveResult
 from megatron.training.report import Reporter
 from megatron.training.trainer import Callback, Step, Trainer
 
 
 class CheckpointManager(Callback):
     """The checkpoints of a run: every ``interval`` steps, after every epoch where the plan has
-    epochs, at the end, and where it is stopped. A
-    failed save leaves the earlier checkpoints and is reported; the run fails only if its last save
-    did."""
+    epochs, at the end, and where it is stopped. A failed save leaves the earlier checkpoints and is
+    reported; the run fails if its last save did, if ``--max-failed-saves`` fail in a row, or if
+    weights or moments were not finite: from those nothing can be trained. ``newest`` is the
+    checkpoint that the run continues from."""
 
     def __init__(
-        self, writer: CheckpointWriter, report: Reporter, interval: int | None = None
+        self,
+        writer: CheckpointWriter,
+        report: Reporter,
+        interval: int | None = None,
+        newest: Path | None = None,
     ) -> None:
         self.writer, self.report, self.interval = writer, report, interval
+        self.newest = newest
         self.error: CheckpointError | None = None
         self._begun_at: int | None = None
         self._samples: dict[int, int] = {}
+        self._undecided: deque[SaveResult] = deque()
+        self._failed: list[SaveResult] = []
 
     @record_function("megatron::save")
     def save(self, iteration: int, consumed_samples: int) -> None:
-        """Saves, or begins to; nothing without ``--save``, or if this step is saved already."""
+        """Saves, or begins to; nothing without ``--save``, or if this step is saved already. Raises
+        CheckpointError if this save, or one before it that has ended since, ends the run."""
         if not self.writer.options.save:
             return
         if self._begun_at == iteration:
@@ -39,6 +51,18 @@ class CheckpointManager(Callback):
         self._begun_at, self._samples[iteration] = iteration, consumed_samples
         self.writer.save(iteration, {"consumed_samples": consumed_samples})
         self._report_finished()
+        # One rank may know the outcome of a save in the background and another not yet; those of
+        # the saves before it all know.
+        self._decide(but=iteration if self.writer.options.async_save else None)
+
+    @property
+    def newest_shown(self) -> str:
+        """The newest whole checkpoint of the run, in words, after the save in the background; every
+        rank must ask for it."""
+        self._report_finished(wait=True)
+        if self.newest is None:
+            return "there is no earlier checkpoint"
+        return f"the last good checkpoint is {self.newest}"
 
     def before_step(self, trainer: Trainer) -> None:
         """Saves the initial state, if that is asked for."""
@@ -67,19 +91,53 @@ class CheckpointManager(Callback):
         error came before."""
         for result in self.writer.close():
             self._report(result)
-        if error_type is None and self.error is not None:
+        if error_type is not None:
+            return
+        self._decide()
+        if self.error is not None:
             raise self.error
 
     def _report_finished(self, wait: bool = False) -> None:
         for result in self.writer.finished(wait=wait):
             self._report(result)
 
+    def _decide(self, but: int | None = None) -> None:
+        """Ends the run if the saves that have ended, but that of one iteration, are a reason to."""
+        limit = self.writer.options.max_failed_saves
+        while self._undecided and self._undecided[0].iteration != but:
+            result = self._undecided.popleft()
+            if result.error is None:
+                self._failed.clear()
+                continue
+            self._failed.append(result)
+            if isinstance(result.error, NotFiniteError):
+                raise NotFiniteError(
+                    f"after iteration {result.iteration}: {result.error}; such a state is not "
+                    f"saved, and no step can mend it: {self.newest_shown}"
+                )
+            if isinstance(result.error, LostRanksError) and not self.writer.options.async_save:
+                # Saves in the background have connections of their own; here training has none now.
+                raise CheckpointError(f"{result.error}; {self.newest_shown}")
+            if len(self._failed) == limit:
+                which = ", ".join(str(failed.iteration) for failed in self._failed)
+                raise CheckpointError(
+                    f"{limit} saves in a row failed, of iterations {which} (--max-failed-saves "
+                    f"{limit}): {result.error}; {self.newest_shown}"
+                )
+
     def _report(self, result: SaveResult) -> None:
         self.error = result.error
+        self._undecided.append(result)
+        folder = Path(self.writer.options.save or "") / tag(result.iteration)
+        if result.error is None or result.published:
+            self.newest = folder
         if result.error is not None:
             if self._begun_at == result.iteration:
                 self._begun_at = None  # may be tried again
-            self.report.say(f"WARNING: no checkpoint at iteration {result.iteration}")
+            if result.published:
+                self.report.say(f"WARNING: {folder} is whole, but its save did not end well")
+            else:
+                self.report.say(f"WARNING: no checkpoint at iteration {result.iteration}")
             self.report.say(f"WARNING: {result.error}")
             return
         rate = result.bytes / max(result.seconds, 1e-9)

@@ -8,13 +8,14 @@ import dataclasses
 import os
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
+from importlib import import_module
 from pkgutil import resolve_name
 from typing import Any, Generic, TypeVar
 
+from megatron.checkpoint.source import FoundCheckpoint
 from megatron.config import (
     FLAG_CLASSES,
     ConfigError,
@@ -30,6 +31,7 @@ from megatron.config import (
 )
 from megatron.config.flags import ConfigResolver, build
 from megatron.config.kinds.preference import PreferenceConfig
+from megatron.data.indexed.dataset_checks import verify_checksums
 from megatron.data.loader import TrainingData
 from megatron.data.pipeline import training_texts
 from megatron.data.sources import with_corpora
@@ -38,10 +40,11 @@ from megatron.engine.build import build_engine
 from megatron.engine.deepspeed_folder import checkpoint_writer
 from megatron.engine.deepspeed_json import Json, read_json
 from megatron.engine.environment import distributed, training_device
-from megatron.engine.saving import hold_folder
+from megatron.engine.saving import hold_folder, ruined
 from megatron.engine.train_engine import TrainEngine
 from megatron.families import Family, family_of, refuse_unused
 from megatron.objectives import trained_spec
+from megatron.parallel import agreement
 from megatron.parallel.mesh import Mesh
 from megatron.tokenizer import Tokenizer, build_tokenizer, implied_type, vocabulary_rows
 from megatron.training import resume
@@ -53,7 +56,7 @@ from megatron.training.report import Reporter, say, show_log
 from megatron.training.stopping import NonFiniteGuard, Stopping, StopRequest
 from megatron.training.trainer import Callback, Position, Trainer
 from megatron.util.locks import Lock
-from megatron.util.processes import is_main_process
+from megatron.util.processes import is_for_users, is_main_process, name_lost_pages
 
 Config = TypeVar("Config")
 
@@ -74,6 +77,9 @@ imported for such runs only."""
 
 DISTILLATION = "megatron.training.distillation.callback:Distillation"
 """The callback of ``--kd``, which is made of a run and imported for runs with the flag only."""
+
+FINGERPRINT = "megatron.training.fingerprint"
+"""What the processes of a run are compared by, imported where there are several."""
 
 EXAMPLE_CHECKS = "megatron.training.example_checks:warn_of_examples"
 """Warns of what is probably wrong with instructions and preferences. It is called with the run and
@@ -220,28 +226,44 @@ def build_trainer(
     config, device = run.config, training_device()
     tasks = [resolve_name(EVAL_TASKS)(config, run.tokenizer)] if config.tasks.eval_tasks else []
     data = data or run_data(run)
+    if config.data.verify_data:
+        verify_checksums([file.path for file in data.files()], mesh.world.rank, mesh.world.size)
+    agreement.compare(lambda: _fingerprint().data_facts(data.files()))
     request = StopRequest(
         config.training.exit_duration_in_mins, run.launched, config.training.kill_switch_file
     )
     plan = TrainingPlan(config, epochs)
     lock = hold_folder(config.checkpoint.save, mesh.world, device, say)
     checkpoint = resume.locate(config)
+    compare_checkpoints([None if checkpoint is None else checkpoint.found])
     if data.weighed:
         resolve_name(EXAMPLE_CHECKS)(run, data)
     add_reference(run, mesh, data)
     teaching = [resolve_name(DISTILLATION)(run)] if config.distillation.kd else []
     spec = trained_spec(config)
     engine = build_engine(config, run.content, spec, mesh, device)
-    writer = checkpoint_writer(engine, run.content, run.tokenizer.save_pretrained)
-    begin = resume.load(engine, plan, checkpoint)
+    files = data.files() if checkpoint is not None or config.checkpoint.save else []
+    saved = [file._asdict() for file in files]
+    writer = checkpoint_writer(engine, run.content, run.tokenizer.save_pretrained, saved)
+    begin = resume.load(engine, plan, checkpoint, files)
     if config.kind(PreferenceConfig).preference == "kto":
         resolve_name(COMPARISONS)(engine)
     report = Reporter(run.resolved, plan, mesh, device, begin)
     for teacher in teaching:
         teacher.start(engine, data, plan, begin.consumed_samples)
         report.beside = teacher.flops
-    checkpoints = CheckpointManager(writer, report, config.checkpoint.save_interval)
-    check = config.training.check_for_nan_in_loss_and_grad
+    checkpoints = CheckpointManager(
+        writer, report, config.checkpoint.save_interval, begin.folder if begin.iteration else None
+    )
+    guard = NonFiniteGuard(
+        device,
+        config.precision.fp16,
+        config.training.check_for_nan_in_loss_and_grad,
+        config.training.max_skipped_steps,
+        ruined=lambda: ruined(engine),
+        newest=lambda: checkpoints.newest_shown,
+        fresh=begin.iteration == 0,
+    )
     return Trainer(
         engine,
         data,
@@ -253,7 +275,7 @@ def build_trainer(
             *tasks,
             Stopping(request, device, mesh.world.size, config.training.exit_interval),
             report,
-            NonFiniteGuard(device, config.precision.fp16, check),
+            guard,
             checkpoints,
             *best_evaluation(config, checkpoints, mesh, begin.iteration),
             *profiling(config, engine, begin.iteration),
@@ -274,10 +296,29 @@ def best_evaluation(
     return [follow(checkpoints, mesh, config.checkpoint.save, keeps, patience, iteration)]
 
 
+def connected(run: Run, *more: Any) -> AbstractContextManager[Mesh]:
+    """The mesh of a run's processes, which are compared first, also by the dataclasses of flags
+    ``more`` of a tool. Raises what :func:`distributed` raises."""
+    return distributed(
+        run.config.parallel, lambda: _fingerprint().run_facts(run.config, run.content, *more)
+    )
+
+
+def compare_checkpoints(found: Sequence[FoundCheckpoint | None]) -> None:
+    """Compares the checkpoints that the processes of a run load, the last thing that they compare.
+    Raises DisagreementError if they differ."""
+    agreement.compare(lambda: _fingerprint().checkpoint_facts(found))
+    agreement.settled()
+
+
+def _fingerprint() -> Any:
+    return import_module(FINGERPRINT)
+
+
 def train(run: Run) -> None:
     """Trains from the checkpoint that the run loads, or the first step, to its end. Raises what
     :func:`build_trainer` raises."""
-    with distributed(run.config.parallel) as mesh:
+    with connected(run) as mesh:
         build_trainer(run, mesh).fit()
 
 
@@ -300,22 +341,38 @@ class _Closing(Callback):
 def errors_for_users() -> Iterator[None]:
     """Turns errors about the user's input into one line and exit status 2. These are errors that
     this package raised with a message for users; anything raised deeper (torch, deepspeed, an
-    assertion) keeps its traceback."""
+    assertion) keeps its traceback. A mapped file that is cut short ends the process likewise."""
+    name_lost_pages()
     try:
         yield
+    except agreement.DisagreementError as error:
+        _print_error(error)
+        sys.exit(2)
     except (ValueError, OSError) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        own = Path(__file__).resolve().parent.parent
-        about_input = isinstance(error, OSError) or Path(frames[-1].filename).is_relative_to(own)
-        if not about_input:
+        if not is_for_users(error):
+            agreement.give_up(repr(error))
             raise
-        if not is_main_process():
+        if is_main_process():
+            _print_error(error)
+            agreement.give_up(str(error))
+        else:
             # Usually all processes find the same error; the launcher ends this one once the main
             # process has printed it.
-            time.sleep(5)
-            print(f"rank {os.environ['RANK']}: ", end="", file=sys.stderr)
-        print(f"error: {error}", file=sys.stderr, flush=True)
+            time.sleep(1 if agreement.give_up(str(error)) else 5)
+            _print_error(error)
         sys.exit(2)
+    except SystemExit as error:
+        if error.code:
+            agreement.give_up("it has ended before the run began; see what it printed")
+        raise
+    except BaseException as error:
+        agreement.give_up(repr(error))
+        raise
+
+
+def _print_error(error: Exception) -> None:
+    who = "" if is_main_process() else f"rank {os.environ['RANK']}: "
+    print(f"{who}error: {error}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.parallel.mesh import first_reason
 from megatron.training.trainer import Callback, Step, Trainer
 
 Subject = TypeVar("Subject")
@@ -70,44 +71,90 @@ class TrainingStopped(ValueError):
 
 class NonFiniteGuard(Callback):
     """Stops training after a step whose loss or gradients were not finite; with ``fp16`` an
-    overflow of scaled gradients is a normal event."""
+    overflow of scaled gradients is a normal event, unless the scale cannot fall further.
 
-    def __init__(self, device: torch.device, fp16: bool, check: bool) -> None:
-        self._fp16, self._check = fp16, check
+    Args:
+        check: whether such steps stop the run; else they are skipped and counted.
+        most: number of skipped steps in a row that ends the run; 0 for no limit.
+        ruined: says on every rank which weights or moments are not finite; None if all are.
+        newest: says on every rank which checkpoint is the last good one.
+        fresh: whether no step has updated the model before this run; one that only skips steps then
+            fails at its end.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        fp16: bool,
+        check: bool,
+        most: int = 0,
+        ruined: Callable[[], str | None] = lambda: None,
+        newest: Callable[[], str] = lambda: "there is no earlier checkpoint",
+        fresh: bool = False,
+    ) -> None:
+        self._device, self._fp16, self._check, self._most = device, fp16, check, most
+        self._ruined, self._newest, self._fresh = ruined, newest, fresh
+        self._skipped = 0
+        """Steps in a row, up to the last one read."""
         self._reads: DelayedReads[Step] = DelayedReads.on(device)
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
-        """Records a step, and checks the one that is due. Raises TrainingStopped if that one was
-        not finite. The weights are as they were before it."""
+        """Records a step, and checks the one that is due. Raises TrainingStopped if that one must
+        be the last."""
         result = step.result
-        if not self._check or (isinstance(result.skipped, bool) and not result.skipped):
-            return
         if isinstance(result.skipped, bool):  # known without waiting for the device
-            return self._judge(step, float(result.loss))
+            self._judge(step, result.skipped, float(result.loss) if result.skipped else 0.0)
+            return
         # In float32 a large finite float64 loss would look infinite.
         self._reads.add(step, torch.stack((result.skipped.double(), result.loss.double())))
         self._read()
 
     def settle(self, trainer: Trainer) -> None:
-        """Checks all steps so far, which waits for them; as :meth:`after_step`."""
+        """Checks all steps so far, which waits for them; as :meth:`after_step`. Raises
+        TrainingStopped also at the end of a training that has changed no weight."""
         self._read(everything=True)
+        if self._fresh and self._skipped and trainer.at_end:
+            raise TrainingStopped(
+                f"all {self._skipped} steps were skipped, as their gradients were not finite: the "
+                "weights are those that the run began with"
+            )
 
     def _read(self, everything: bool = False) -> None:
         for step, (skipped, loss) in self._reads.due(everything):
-            if skipped:
-                self._judge(step, loss)
+            self._judge(step, bool(skipped), loss)
 
-    def _judge(self, step: Step, loss: float) -> None:
+    def _judge(self, step: Step, skipped: bool, loss: float) -> None:
         """An overflow of scaled fp16 gradients is part of training; anything else is not."""
-        if math.isfinite(loss) and self._fp16:
+        if not skipped:
+            self._skipped, self._fresh = 0, False
             return
-        what = f"the loss is {loss}" if not math.isfinite(loss) else "the gradients are not finite"
-        last = step.first_sample + step.samples - 1
-        raise TrainingStopped(
-            f"{what} at iteration {step.iteration}, samples {step.first_sample} to {last}; "
-            "the weights are as they were before it. --no-check-for-nan-in-loss-and-grad skips "
-            "such steps"
-        )
+        self._skipped += 1
+        finite, last = math.isfinite(loss), step.first_sample + step.samples - 1
+        what = "the gradients are not finite" if finite else f"the loss is {loss}"
+        where = f"iteration {step.iteration}, samples {step.first_sample} to {last}"
+        if step.result.scale_exhausted:
+            raise TrainingStopped(
+                f"{what} in float16 at {where}, and the loss scale, {step.result.loss_scale:g}, is "
+                f"already the smallest (--min-loss-scale); {self._weights()}. --bf16 has a larger "
+                "range"
+            )
+        if self._check and not (self._fp16 and finite):
+            raise TrainingStopped(
+                f"{what} at {where}; {self._weights()}. --no-check-for-nan-in-loss-and-grad "
+                "skips such steps, while the weights are finite"
+            )
+        if self._skipped == self._most:
+            raise TrainingStopped(
+                f"{self._skipped} steps in a row were skipped (--max-skipped-steps {self._most}): "
+                f"{what} at {where}; {self._weights()}"
+            )
+
+    def _weights(self) -> str:
+        """What has become of the model, and where it can be continued from."""
+        found = first_reason(self._ruined(), self._device)
+        if found is None:
+            return f"the weights are as they were before it; {self._newest()}"
+        return f"the model was ruined before it, since {found}; {self._newest()}"
 
 
 class StopRequest:
@@ -137,8 +184,8 @@ class StopRequest:
         self._parents = launcher_chain()
         self._watch_parent = "LOCAL_RANK" in os.environ if watch_parent is None else watch_parent
         self._received: str | None = None
-        self._kill_switch = None if kill_switch is None else Path(kill_switch)
-        if self._kill_switch is not None and self._kill_switch.exists():
+        self._kill_switch = kill_switch
+        if kill_switch is not None and os.path.exists(kill_switch):
             raise TrainingStopped(
                 f"--kill-switch-file {kill_switch} exists, so the run does not start; delete it"
             )
@@ -151,7 +198,8 @@ class StopRequest:
             return self._received
         if self._watch_parent and launcher_chain() != self._parents:
             return f"end of the launcher (process {self._parents[-1]})"
-        if self._kill_switch is not None and self._kill_switch.exists():
+        # Not Path.exists, which raises where the folder cannot be read, as on a disk that is gone.
+        if self._kill_switch is not None and os.path.exists(self._kill_switch):
             return f"--kill-switch-file {self._kill_switch}"
         limit = self._deadline_minutes
         if limit is not None and self._clock() - self._started >= limit * 60:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megatron.data.loader import MicroBatches, TrainingData
+from megatron.data.loader import MicroBatches, TrainingData, explaining_lost_workers
 from megatron.engine.train_engine import StepResult, TrainEngine
 from megatron.training.metrics import Evaluation, Reported
 from megatron.training.plan import TrainingPlan
@@ -131,7 +131,7 @@ class Trainer:
     def fit(self) -> str | None:
         """Trains to the end of the plan, or until a callback wants to stop; then tests. Returns why
         it ended before the end of the plan, or None."""
-        with contextlib.ExitStack() as stack:
+        with explaining_lost_workers(), contextlib.ExitStack() as stack:
             for callback in self.callbacks:
                 stack.enter_context(callback)
             reason = None if self.plan.skip_train else self._train()

@@ -1,12 +1,18 @@
-"""Files that appear completely or not at all, and reach the disk."""
+"""Files that appear completely or not at all, and reach the disk; files of folders that others
+made."""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, BinaryIO
+
+_SMALL_BYTES = 1 << 26
+_MOST_INFLATION = 20
 
 
 @contextmanager
@@ -50,3 +56,43 @@ def sync_path(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a file to read it. Raises OSError if it is none (a named pipe or a device would not
+    end), or cannot be opened."""
+    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")  # noqa: SIM115
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+
+
+def check_inflation(packed: int, size: int, where: str) -> None:
+    """Refuses a compressed piece of a file, of ``packed`` bytes, that says it has so many more that
+    memory or disk may not suffice: weights and tokens hardly shrink. Raises ValueError, whose
+    message begins with ``where``."""
+    if size > max(_SMALL_BYTES, _MOST_INFLATION * packed):
+        raise ValueError(
+            f"{where} has {packed:,} bytes that are compressed from {size:,}, {_MOST_INFLATION} "
+            "times as much or more: if it is to be trusted, unpack it first"
+        )
+
+
+def own_file(path: Path) -> Path:
+    """The regular file that a name in a folder of others stands for, without links. A link is
+    followed within the folder, and into the ``blobs`` of a snapshot in Hugging Face's cache. Raises
+    ValueError if it leads elsewhere: there may be a file of this user, which a copy would give
+    away."""
+    folder, found = path.parent.resolve(), path.resolve()
+    inside = [folder]
+    if folder.parent.name == "snapshots":
+        inside.append(folder.parent.parent / "blobs")
+    if not any(found.is_relative_to(each) for each in inside):
+        raise ValueError(
+            f"{path} is a link to {found}, outside of its folder, and is not copied: put the file "
+            "itself there if it belongs to the folder"
+        )
+    if not stat.S_ISREG(os.lstat(found).st_mode):
+        raise ValueError(f"{path} is not a regular file")
+    return found

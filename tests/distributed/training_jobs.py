@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from megatron.parity import gradients as parity_gradients
 from megatron.parity import runs
 from megatron.parity.gradients import GradientRecord
 from megatron.parity.runs import RunRecord
 
-__all__ = ["LAYOUTS", "TINY", "gradients", "train", "train_plainly"]
+__all__ = ["LAYOUTS", "TINY", "gradients", "run", "train", "train_plainly"]
 
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
@@ -33,6 +36,22 @@ LAYOUTS = (
 def train(argv: list[str]) -> RunRecord:
     """Runs the trainer with these flags; for the pool."""
     return runs.train(argv)
+
+
+def run(
+    argv: list[str],
+    under: Callable[..., contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    *args: Any,
+) -> tuple[str, str | None]:
+    """Trains in the context ``under(*args)``, such as a disk that is full; what was printed, and
+    the error that ended the run, if any. For the pool."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), under(*args):
+        try:
+            train(argv)
+        except ValueError as error:
+            return output.getvalue(), str(error)
+    return output.getvalue(), None
 
 
 def train_plainly(argv: Sequence[str], order: Sequence[int] | None = None) -> RunRecord:

@@ -1,4 +1,4 @@
-"""Reads indexed datasets; both files are memory-mapped."""
+"""Reads indexed datasets: the .idx is memory-mapped, the .bin read where it is needed."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import struct
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.util.digests import digest_of_parts
+from megatron.util.digests import digest_of_parts, digest_of_sample
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -96,13 +96,15 @@ class IndexFile:
                 "copy both files again or run the preprocessing again"
             )
 
-    def check_sequence(self, sequence: int) -> None:
-        """Check the entries of one sequence; ValueError names the file and the sequence."""
-        start = int(self.sequence_offsets[sequence])
-        last = sequence + 1 == len(self)
-        stop = self.bin_bytes if last else int(self.sequence_offsets[sequence + 1])
-        if start < 0 or stop - start != self._bytes_of(sequence):
+    def span(self, sequence: int) -> tuple[int, int]:
+        """The byte of the .bin that a sequence starts at, and its number of tokens; ValueError
+        names the file and the sequence if its entries are damaged."""
+        start, tokens = self._offsets[sequence], self._lengths[sequence]
+        last = sequence + 1 == len(self._lengths)
+        stop = self.bin_bytes if last else self._offsets[sequence + 1]
+        if start < 0 or stop - start != tokens * self.dtype.itemsize:
             raise self._wrong_offset(sequence, stop)
+        return start, tokens
 
     def verify(self) -> None:
         """Check every entry; ValueError names the file and the first bad sequence or document."""
@@ -145,6 +147,9 @@ class IndexFile:
         self.sequence_lengths = raw[HEADER.size : lengths_end].view("<i4")
         self.sequence_offsets = raw[lengths_end:offsets_end].view("<i8")
         self.document_indices = raw[offsets_end:expected].view("<i8")
+        # Single entries of them are read several times as fast as an array's.
+        self._lengths = _entries(raw[HEADER.size : lengths_end], "i")
+        self._offsets = _entries(raw[lengths_end:offsets_end], "q")
         self.modes = raw[expected:].view("i1") if size > expected else None
 
     def _check_entries(self, max_blocks: int | None) -> None:
@@ -189,6 +194,11 @@ class IndexFile:
         )
 
 
+def _entries(raw: np.ndarray, code: Literal["i", "q"]) -> Sequence[int]:
+    """Bytes as native integers."""
+    return memoryview(raw.data).cast(code) if len(raw) else ()
+
+
 def digest_of_lengths(lengths: np.ndarray) -> str:
     """Digest of int32[n]."""
     blocks = (lengths[start : start + _BLOCK] for start in range(0, len(lengths), _BLOCK))
@@ -220,11 +230,46 @@ class Tokens(Protocol):
         """The tokens of a slice, whose start and stop are within the file; read-only."""
 
 
+class FileTokens:
+    """The tokens of a local .bin. They are read and not mapped: a process that touches the mapping
+    of a file that was cut short since is killed by SIGBUS, a read says what is missing, and costs
+    no more. Raises ValueError for what the file no longer has, OSError if it cannot be read."""
+
+    def __init__(self, path: Path, dtype: np.dtype) -> None:
+        self._path, self._dtype, self._width = path, dtype, dtype.itemsize
+        self._file = path.open("rb", buffering=0)
+        self._descriptor = self._file.fileno()
+        self._count = os.fstat(self._descriptor).st_size // self._width
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, part: slice, /) -> np.ndarray:
+        start, size = part.start * self._width, (part.stop - part.start) * self._width
+        try:
+            content = os.pread(self._descriptor, size, start)
+            while len(content) < size:  # the system reads up to 2 GiB at once
+                more = os.pread(self._descriptor, size - len(content), start + len(content))
+                if not more:
+                    raise self._cut_short()
+                content += more
+        except OSError as error:
+            raise OSError(f"{self._path} cannot be read: {error.strerror}") from error
+        return np.frombuffer(content, self._dtype)
+
+    def _cut_short(self) -> ValueError:
+        return ValueError(
+            f"{self._path} was cut short while it was read: it had "
+            f"{self._count * self._width} bytes and has "
+            f"{os.fstat(self._descriptor).st_size}; restore it, and resume from the last checkpoint"
+        )
+
+
 class IndexedDataset(Sequence[np.ndarray]):
-    """Read-only, memory-mapped view of `prefix.bin` and `prefix.idx`; item i is sequence i. Items
-    are read-only views into the file, of dtype `.dtype`. The arrays are those of `IndexFile`.
-    Unpickling (in loader workers) reopens the files. Raises FileNotFoundError if one of the two
-    files is missing, ValueError if the files are damaged, cut short, or do not belong together."""
+    """Read-only view of `prefix.bin` and `prefix.idx`; item i is sequence i. Items are read-only
+    arrays of dtype `.dtype`. The arrays are those of `IndexFile`. Unpickling (in loader workers)
+    reopens the files. Raises FileNotFoundError if one of the two files is missing, ValueError if
+    the files are damaged, cut short, or do not belong together."""
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
         self.prefix = os.fspath(prefix)
@@ -234,7 +279,7 @@ class IndexedDataset(Sequence[np.ndarray]):
         path = bin_path(prefix)
         index = IndexFile(idx_path(prefix))
         index.check_bin_size(str(path), path.stat().st_size)
-        self._read_from(index, map_file(path, index.dtype))
+        self._read_from(index, FileTokens(path, index.dtype))
 
     def _read_from(self, index: IndexFile, tokens: Tokens) -> None:
         self.index_file = index
@@ -253,20 +298,20 @@ class IndexedDataset(Sequence[np.ndarray]):
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """`length` tokens (default: the rest) of sequence `index`, starting at token `offset`;
-        IndexError if they do not exist, ValueError if its entries in the .idx are damaged."""
-        index = operator.index(index)
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sequence {index} of {self.index_file.name}, which has {len(self)}")
-        index %= len(self)
-        available = int(self.sequence_lengths[index])
+        IndexError if they do not exist, ValueError if its entries in the .idx are damaged or the
+        .bin was cut short."""
+        index, count = operator.index(index), len(self.sequence_lengths)
+        if not -count <= index < count:
+            raise IndexError(f"sequence {index} of {self.index_file.name}, which has {count}")
+        index %= count
+        start, available = self.index_file.span(index)
         length = available - offset if length is None else length
         if offset < 0 or length < 0 or offset + length > available:
             raise IndexError(
                 f"tokens {offset} to {offset + length} of sequence {index} of {self.prefix}.bin, "
                 f"which has {available} tokens"
             )
-        self.index_file.check_sequence(index)
-        start = int(self.sequence_offsets[index]) // self.dtype.itemsize + offset
+        start = start // self.dtype.itemsize + offset
         return self._tokens[start : start + length]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -296,6 +341,16 @@ class IndexedDataset(Sequence[np.ndarray]):
         """JSON values that differ between .bin files and between versions of one."""
         stat = bin_path(self.prefix).stat()
         return {"bytes": stat.st_size, "modified": stat.st_mtime_ns}
+
+    def content(self) -> dict[str, int | str]:
+        """JSON values that differ between contents, wherever the files are: sizes, all lengths, and
+        a sample of the tokens."""
+        return {
+            "bytes": self.index_file.bin_bytes,
+            "documents": self.num_documents,
+            "lengths": self.lengths_digest,
+            "sample": digest_of_sample(bin_path(self.prefix)),
+        }
 
     def check_ids(self, extremes: np.ndarray, vocab_size: int | None) -> None:
         """Check that token ids are in a vocabulary; without one, that they are not negative.

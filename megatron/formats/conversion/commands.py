@@ -74,10 +74,12 @@ class ToHFConfig:
     overwrite: bool = option(False)
     """Replace the model in --output."""
     push_to_hub: str | None = option(None)
-    """Repository to upload the model to, as owner/name; created if it does not exist. The token is
-    that of `hf auth login`, or HF_TOKEN."""
+    """Repository to upload the model to, as owner/name; created if it does not exist, as a private
+    one. The token is that of `hf auth login`, or HF_TOKEN."""
+    public: bool = option(False)
+    """Create the repository as a public one, which everybody can read."""
     private: bool = option(False)
-    """Create the repository as a private one."""
+    """Create the repository as a private one, as is done without this flag."""
 
 
 def to_hf(argv: Sequence[str]) -> None:
@@ -89,8 +91,11 @@ def to_hf(argv: Sequence[str]) -> None:
     load, output = required(checkpoint, "load"), required(config, "output")
     shard_bytes = parse_size(config.max_shard_size)
     need("to-hf", "transformers")
-    if config.private and config.push_to_hub is None:
-        raise ConfigError("--private concerns the repository of --push-to-hub, which is not given")
+    for flag, given in (("--public", config.public), ("--private", config.private)):
+        if given and config.push_to_hub is None:
+            raise ConfigError(f"{flag} concerns the repository of --push-to-hub, which is missing")
+    if config.public and config.private:
+        raise ConfigError("--public and --private contradict each other: give one of them")
     if config.push_to_hub is not None:
         check_hub(config.push_to_hub)
     found = located(load, checkpoint.iteration, checkpoint.pretrained_checkpoint)
@@ -101,7 +106,7 @@ def to_hf(argv: Sequence[str]) -> None:
         )  # fmt: skip
     print(f"{output}: {result}")
     if config.push_to_hub is not None:
-        print(f"pushed to {push(Path(output), config.push_to_hub, config.private)}")
+        print(f"pushed to {push(Path(output), config.push_to_hub, not config.public)}")
 
 
 def export_hf(

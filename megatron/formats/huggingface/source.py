@@ -4,7 +4,6 @@ or torch.save, in one file or in several with an index."""
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError, read_json
-from megatron.checkpoint.source import Source
+from megatron.checkpoint.source import Source, copy_tokenizer_files
 from megatron.config import ModelConfig, TokenizerConfig
 from megatron.families import build_model
 from megatron.formats.huggingface.architecture import Architecture, Parameter
@@ -34,10 +33,6 @@ TOKENIZER = (
     "sentencepiece.bpe.model",
 )  # fmt: skip
 """Files of which at least one makes a tokenizer."""
-_BESIDE_TOKENIZER = (
-    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt",
-    "chat_template.json", "chat_template.jinja", "generation_config.json",
-)  # fmt: skip
 _BUFFERS = re.compile(
     r"(.*\.)?(rotary_emb\.inv_freq|position_ids|(attn|attention|self_attn|self_attention)\.(bias|masked_bias))"
 )
@@ -290,10 +285,7 @@ def copy_tokenizer(folder: Path, target: Path) -> bool:
     there is a tokenizer."""
     if not any((folder / name).is_file() for name in TOKENIZER):
         return False
-    target.mkdir()
-    for name in (*TOKENIZER, *_BESIDE_TOKENIZER):
-        if (folder / name).is_file():
-            shutil.copyfile(folder / name, target / name)
+    copy_tokenizer_files(folder, target)
     return True
 
 

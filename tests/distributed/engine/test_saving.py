@@ -1,7 +1,5 @@
 """Saves: in the background as in the foreground, on a disk that fails, and how many are kept."""
 
-import contextlib
-import io
 import json
 import os
 import re
@@ -12,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from samples import sampled
-from training_jobs import TINY, train
+from training_jobs import TINY, run, train
 
 from megatron.checkpoint import writer
 from megatron.checkpoint.folder import complete_tags
@@ -38,9 +36,9 @@ def slowly(seconds=0.15):
     """Writing takes longer than steps do, so that a background save sees the next ones."""
     real = writer.write_tensors
 
-    def write(path, tensors):
+    def write(path, tensors, *finite):
         time.sleep(seconds)
-        return real(path, tensors)
+        return real(path, tensors, *finite)
 
     return mock.patch.object(writer, "write_tensors", write)
 
@@ -49,24 +47,13 @@ def full(rank, iterations=None):
     """One rank finds no room, at the given iterations or at all."""
     real = writer.write_tensors
 
-    def write(path, tensors):
+    def write(path, tensors, *finite):
         at = int(re.search(r"global_step(\d+)", str(path))[1])
         if os.environ["RANK"] == str(rank) and (iterations is None or at in iterations):
             raise OSError(28, "No space left on device")
-        return real(path, tensors)
+        return real(path, tensors, *finite)
 
     return mock.patch.object(writer, "write_tensors", write)
-
-
-def run(argv, disk=contextlib.nullcontext, *args):
-    """Trains on such a disk; gives what was printed, and the error that ended the run, if any."""
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output), disk(*args):
-        try:
-            train(argv)
-        except ValueError as error:
-            return output.getvalue(), str(error)
-    return output.getvalue(), None
 
 
 @pytest.mark.parametrize(
@@ -214,3 +201,27 @@ def test_two_runs_do_not_save_into_one_folder(pool, tmp_path):
     finally:
         lock.release()
     assert pool.run(2, run, [*FLAGS, *DP2, "--save", str(tmp_path)])[0][1] is None
+
+
+def slow_to_publish(seconds):
+    """The first rank makes the checkpoint visible later than the others wait."""
+    real = writer.publish
+
+    def publish(*args):
+        time.sleep(seconds)
+        return real(*args)
+
+    return mock.patch.object(writer, "publish", publish)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("mode", [[], ASYNC])
+def test_a_checkpoint_that_is_whole_is_not_called_missing(pool, tmp_path, mode):
+    """The ranks could not agree that it is there, since making it visible took too long."""
+    flags = [*FLAGS, *DP2, *mode, "--save", str(tmp_path), "--distributed-timeout-minutes", "0.05"]
+    output, error = pool.run(2, run, flags, slow_to_publish, 5)[0]
+    assert f"WARNING: {tmp_path}/global_step{STEPS} is whole, but its save did not" in output
+    assert "no checkpoint at iteration" not in output
+    assert "could not agree" in error
+    verify(tmp_path / f"global_step{STEPS}")
+    assert (tmp_path / "latest").read_text() == f"global_step{STEPS}"

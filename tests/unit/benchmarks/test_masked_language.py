@@ -24,7 +24,7 @@ def test_text_of_a_bert_sample():
 
 
 def test_text_of_a_t5_sample():
-    recipe = T5Recipe(40, 24, 1, 0.0, SpanCorruption(0.3, 3.0, 10), 95, 0, 0, (90, 91, 92, 93))
+    recipe = T5Recipe(40, 24, 1, 0.0, SpanCorruption(0.3, 3.0, 10), 95, 0, 0, (90, 91, 92, 93), 96)
     text = np.arange(10, 38)
     for seed in range(20):
         sample = recipe.sample([text], False, np.random.default_rng(seed))

@@ -128,6 +128,8 @@ def test_no_architecture(tool, saved, tmp_path):
         ("from-hf --input x --output y", "--input x: the folder does not exist; expected"),
         ("from-hf --input . --output y", "--input .: config.json not found"),
         ("to-hf --load x --output y --private", "--private concerns the repository"),
+        ("to-hf --load x --output y --public", "--public concerns the repository"),
+        ("to-hf --load x --output y --push-to-hub a/b --public --private", "contradict each other"),
         ("to-hf --load x --output y --push-to-hub a/b/c", "--push-to-hub a/b/c: Repo id must"),
         ("to-hf --output x", "--load is missing"),
         ("to-hf --load x", "--output is missing"),
@@ -284,11 +286,14 @@ def test_push(tool, saved, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("megatron.formats.conversion.commands.push", push)
     output = tmp_path / "hf"
     arguments = ["to-hf", "--load", saved(), "--output", str(output), "--push-to-hub", "me/model"]
-    tool.main([*arguments, "--private"])
+    tool.main(arguments)
     assert capsys.readouterr().out.splitlines()[-1] == "pushed to https://hub/me/model"
     ((folder, repository, private, names),) = pushed
     assert (folder, repository, private) == (output, "me/model", True)
     assert "model.safetensors" in names and "tokenizer.json" in names
+    for flag, private in (("--private", True), ("--public", False)):
+        tool.main([*arguments, "--overwrite", flag])
+        assert pushed[-1][2] is private
 
     def refuse(*_):
         raise OSError("no network")

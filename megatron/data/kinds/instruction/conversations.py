@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -120,8 +120,8 @@ def turns_of(messages: Any, key: str) -> list[Turn]:
     return turns
 
 
-def history_turns(pairs: Sequence[Any]) -> list[Turn]:
-    for pair in pairs:
+def history_turns(pairs: Any) -> list[Turn]:
+    for pair in pairs if isinstance(pairs, list) else [pairs]:
         if not isinstance(pair, list) or [type(text) for text in pair] != [str, str]:
             raise ValueError('"history" must be a list of pairs: an instruction and its answer')
     return [Turn(*turn) for q, a in pairs for turn in (("user", q), (ANSWER, a))]

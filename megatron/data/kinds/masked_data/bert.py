@@ -90,6 +90,10 @@ class BertRecipe(SegmentRecipe[BertSample]):
         return cls(seq_length, seed, pairs, chance, *special, masking, config.bert_packing)
 
     @property
+    def vocab_size(self) -> int:
+        return self.masking.vocab_size
+
+    @property
     def rules(self) -> SegmentRules:
         special = 2 if self.pairs == "none" else 3
         return SegmentRules(self.seq_length - special, self.short_seq_prob, self.pairs)

@@ -30,7 +30,7 @@ from megatron.data.kinds.masked_data.sentence_numbers import (
     token_count,
     trimmed,
 )
-from megatron.data.samples import Documents, Piece, SampleDataset, checked_index
+from megatron.data.samples import Documents, Piece, SampleDataset, check_ids, checked_index
 from megatron.util.digests import digest
 
 Sample = TypeVar("Sample")
@@ -41,6 +41,11 @@ class SegmentRecipe(ABC, Generic[Sample]):
 
     cache_name: ClassVar[str]
     seed: int
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Above the token ids of documents."""
 
     @property
     @abstractmethod
@@ -126,6 +131,7 @@ class SegmentDataset(Generic[Sample]):
     def __getitem__(self, index: int, /) -> Sample:
         segments, is_random, rng = self._segments(index)
         texts = [join(self.documents, pieces) for pieces in segments]
+        check_ids(np.concatenate(texts), self.recipe.vocab_size, index, self.origin)
         return self.recipe.sample(texts, is_random, rng)
 
     def origin(self, index: int, /) -> list[Piece]:

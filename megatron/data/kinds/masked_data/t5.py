@@ -53,6 +53,8 @@ class T5Recipe(SegmentRecipe[T5Sample]):
     start: int
     """First token of the decoder's input."""
     sentinels: tuple[int, ...]
+    vocabulary: int
+    """Its size."""
 
     @classmethod
     def from_config(
@@ -104,7 +106,12 @@ class T5Recipe(SegmentRecipe[T5Sample]):
             tokenizer.pad,
             start_token(config, tokenizer),
             sentinels,
+            tokenizer.vocab_size,
         )
+
+    @property
+    def vocab_size(self) -> int:
+        return self.vocabulary
 
     @property
     def rules(self) -> SegmentRules:

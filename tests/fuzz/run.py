@@ -1,0 +1,86 @@
+"""Runs fuzzers for some minutes, several beside each other:
+
+python tests/fuzz/run.py --minutes 10 --jobs 4
+python tests/fuzz/run.py indexed gpt2-vocabulary --minutes 1
+python tests/fuzz/run.py indexed --edits 3:17 0:4231
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+
+from fuzz.campaign import Summary, campaign  # noqa: E402
+from fuzz.edits import Edit  # noqa: E402
+from fuzz.readers import FUZZERS  # noqa: E402
+from fuzz.sandbox import Sandbox  # noqa: E402
+
+
+def run(name: str, minutes: float, seed: int) -> Summary:
+    """One campaign; findings are printed when they are made."""
+    with (
+        tempfile.TemporaryDirectory(prefix="fuzz-") as scratch,
+        Sandbox(FUZZERS[name], Path(scratch)) as sandbox,
+    ):
+        for event in campaign(sandbox, minutes * 60, seed):
+            if isinstance(event, Summary):
+                return event
+            print(f"== {name}: {event}", flush=True)
+    raise AssertionError("a campaign ends with its summary")
+
+
+def once(name: str, edits: list[Edit]) -> None:
+    """One input; prints what happens."""
+    with (
+        tempfile.TemporaryDirectory(prefix="fuzz-") as scratch,
+        Sandbox(FUZZERS[name], Path(scratch)) as sandbox,
+    ):
+        finding = sandbox.finding(edits)
+        verdict = "read" if sandbox.read else "refused"
+        print(verdict if finding is None else f"{finding.rule}\n{finding.detail}")
+
+
+def _edit(text: str) -> Edit:
+    file, _, seed = text.partition(":")
+    return Edit(int(file), int(seed))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", help=f"by default all: {', '.join(FUZZERS)}")
+    parser.add_argument("--minutes", type=float, default=1.0, help="of each")
+    parser.add_argument("--jobs", type=int, default=1, help="fuzzers beside each other")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--edits", type=_edit, nargs="+", help="one input: FILE:SEED ...")
+    args = parser.parse_args()
+    unknown = [name for name in args.names if name not in FUZZERS]
+    if unknown:
+        parser.error(f"no fuzzer {', '.join(unknown)}; there are {', '.join(FUZZERS)}")
+    names = args.names or list(FUZZERS)
+    if args.edits:
+        once(names[0], args.edits)
+        return
+    findings, began = 0, time.monotonic()
+    # Each is a process with no other's leftovers; daemons may not have children, so no Pool.
+    with ProcessPoolExecutor(args.jobs, max_tasks_per_child=1) as pool:
+        jobs = {pool.submit(run, name, args.minutes, args.seed): name for name in names}
+        for job in as_completed(jobs):
+            done = job.result()
+            findings += done.findings
+            print(
+                f"| {jobs[job]} | {done.read + done.refused:,} | {done.read:,} | "
+                f"{args.minutes:g} | {done.findings} |",
+                flush=True,
+            )
+    print(f"{findings} findings in {(time.monotonic() - began) / 60:.1f} minutes")
+    sys.exit(bool(findings))
+
+
+if __name__ == "__main__":
+    main()
