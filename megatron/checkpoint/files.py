@@ -35,6 +35,10 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be read or written; the message names the file."""
 
 
+class DamagedError(CheckpointError):
+    """A checkpoint that does not contain what was saved; an older one may be whole."""
+
+
 class NotFiniteError(CheckpointError):
     """Weights or moments that are not finite, and must not be saved; the message names a tensor."""
 

@@ -10,8 +10,8 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.config import ConfigError, ParallelConfig
+from megatron.parallel.agreement import Agreement, Facts, agreeing, together_with_others
 from megatron.parallel.mesh import Mesh, build_mesh
 from megatron.util.processes import is_main_process
 
@@ -60,8 +61,9 @@ def training_device() -> torch.device:
 
 
 @contextmanager
-def distributed(config: ParallelConfig) -> Iterator[Mesh]:
-    """torch.distributed and the layout's groups, until the block ends. Raises ConfigError if
+def distributed(config: ParallelConfig, facts: Callable[[], Facts] | None = None) -> Iterator[Mesh]:
+    """torch.distributed and the layout's groups, until the block ends. The processes first compare
+    ``facts``, which must be the same in all of them. Raises ConfigError if they are not,
     ``--local_rank`` contradicts the environment, nccl is asked for and torch does not see the GPUs,
     the processes do not meet, or a killed build of a DeepSpeed operator left a lock."""
     local = os.environ.setdefault("LOCAL_RANK", str(config.local_rank or 0))
@@ -90,21 +92,25 @@ def distributed(config: ParallelConfig) -> Iterator[Mesh]:
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if "MASTER_PORT" not in os.environ:
         os.environ["MASTER_PORT"] = str(_free_port())
-    prepare_deepspeed()
-    if device.type == "cuda":
-        _let_segments_grow()
-        torch.cuda.set_device(device)
-        _tell_deepspeed(device)
-    else:
-        _keep_freed_memory()
-    with own_cores(device), _process_groups(config, backend) as mesh:
-        yield mesh
+    with ExitStack() as opened:
+        if facts is not None and together_with_others():
+            own = {"the device": device.type, "the backend": backend}
+            with _meeting(config):
+                agreement = Agreement(timedelta(minutes=config.distributed_timeout_minutes))
+            opened.enter_context(agreeing(agreement, {**facts(), **own}))
+        prepare_deepspeed()
+        if device.type == "cuda":
+            _let_segments_grow()
+            torch.cuda.set_device(device)
+            _tell_deepspeed(device)
+        else:
+            _keep_freed_memory()
+        opened.enter_context(own_cores(device))
+        yield opened.enter_context(_process_groups(config, backend))
 
 
-@contextmanager
-def _process_groups(config: ParallelConfig, backend: str) -> Iterator[Mesh]:
-    import deepspeed
-
+def _meeting(config: ParallelConfig) -> AbstractContextManager[None]:
+    """:func:`meeting` of all processes, where the launcher says."""
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     address, given = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     if not given.isdecimal() or not 0 < int(given) < 2**16:
@@ -112,7 +118,15 @@ def _process_groups(config: ParallelConfig, backend: str) -> Iterator[Mesh]:
     port = int(given)
     origin = "deepspeed --master_port" if "CROSS_SIZE" in os.environ else "MASTER_PORT"
     who = f"process {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
-    with meeting(who, address, port, origin, timeout):
+    return meeting(who, address, port, origin, timeout)
+
+
+@contextmanager
+def _process_groups(config: ParallelConfig, backend: str) -> Iterator[Mesh]:
+    import deepspeed
+
+    timeout = timedelta(minutes=config.distributed_timeout_minutes)
+    with _meeting(config):
         deepspeed.init_distributed(
             dist_backend=backend,
             auto_mpi_discovery=False,

@@ -241,14 +241,24 @@ def _adapters(content: Mapping[str, Any], path: Path) -> AdapterConfig:
             "adapters with path_initial_model_for_weight_conversion, as peft's documentation says"
         )
     rank, alpha, targets = (content.get(key) for key in ("r", "lora_alpha", "target_modules"))
-    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float):
-        raise CheckpointError(f"{path}: r is {rank!r} and lora_alpha {alpha!r}; expected numbers")
+    dropout = content.get("lora_dropout") or 0.0
+    numbers = [n for n in (alpha, dropout) if isinstance(n, int | float) and abs(n) < 1e9]
+    if type(rank) is not int or rank < 1 or len(numbers) < 2:
+        raise CheckpointError(
+            f"{path}: r is {rank!r:.40}, lora_alpha {alpha!r:.40}, lora_dropout {dropout!r:.40}; "
+            "expected numbers"
+        )
+    targets = [targets] if isinstance(targets, str) else targets or []
+    if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
+        raise CheckpointError(
+            f"{path}: target_modules is {targets!r:.60}; expected a list of names"
+        )
     return AdapterConfig(
         lora=True,
         lora_rank=rank,
-        lora_alpha=float(alpha),
-        lora_targets=(targets,) if isinstance(targets, str) else tuple(targets or ()),
-        lora_dropout=float(content.get("lora_dropout") or 0.0),
+        lora_alpha=float(numbers[0]),
+        lora_targets=tuple(targets),
+        lora_dropout=float(numbers[1]),
         use_rslora=bool(content.get("use_rslora")),
         use_dora=bool(content.get("use_dora")),
     )
