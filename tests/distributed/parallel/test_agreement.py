@@ -166,5 +166,5 @@ WITHOUT_EFFECT = {}
 def test_a_rank_with_another_flag_is_refused(pool, names):
     found = pool.run(2, each_field, names, timeout=600)[0]
     silent = {name for name, (_, message) in found.items() if message is None}
-    print(sorted(silent), {n: m for n, (f, m) in found.items() if m and f not in m})
+    print(len(found), sorted(silent), {n: m for n, (f, m) in found.items() if m and f not in m})
     assert silent <= MAY_DIFFER | WITHOUT_EFFECT.keys()
