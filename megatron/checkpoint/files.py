@@ -113,6 +113,15 @@ def write_tensors(
     return _write(path, contents())
 
 
+def finite(name: str, values: Tensor, dtype: torch.dtype, where: Path) -> Tensor:
+    """The elements of a tensor of the checkpoint ``where`` in another dtype. Raises NotFiniteError
+    if one is not finite in that."""
+    found = not_finite({name: values}, dtype)
+    if found is not None:
+        raise NotFiniteError(f"{where}: {found}")
+    return values.to(dtype)
+
+
 def not_finite(tensors: Mapping[str, Tensor | LazyTensor], dtype: torch.dtype) -> str | None:
     """Which of these tensors, by name, have elements that are not finite in a dtype, and how many,
     in words; None if all are finite."""
