@@ -35,12 +35,12 @@ class BadLine:
     """What was found in this line."""
 
 
-def long_line(line: bytes, number: int) -> BadLine | None:
-    """What is wrong with a line of which no more than `LONGEST_RECORD` bytes and a few may have
-    been read, if it is longer."""
-    if len(line) <= LONGEST_RECORD:
+def long_line(line: bytes, number: int, longest: int = LONGEST_RECORD) -> BadLine | None:
+    """What is wrong with a line if it has more than `longest` bytes, not all of which need to have
+    been read."""
+    if len(line) <= longest:
         return None
-    return BadLine(number, f"longer than {LONGEST_RECORD >> 20} MiB", f"{line[:40]!r}...")
+    return BadLine(number, f"longer than {longest / (1 << 20):g} MiB", f"{line[:40]!r}...")
 
 
 def read_lines(
