@@ -3,16 +3,23 @@
 A pickle names functions and classes, and calls them. Here names are looked up in a short list:
 torch's own constructors of tensors, plain containers, and settings objects of other trainers, whose
 values an inert stand-in keeps. Every other name is refused before anything is called.
+
+A few bytes can also ask for any amount of memory or time: ``range`` with a billion numbers, a copy
+of a copy of a list, a key whose hash takes hours. So what is copied is counted, and what is shared
+counts as often as it occurs.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import math
+import os
 import pickle
 import re
 import tarfile
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
@@ -23,6 +30,7 @@ import torch._utils
 from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError
+from megatron.util.files import open_regular
 
 
 class _Frozen(type):
@@ -69,7 +77,7 @@ class DType(Inert):
         """The number that ``data`` encodes."""
         code = self.args[0] if self.args else None  # type: ignore[attr-defined]
         if not isinstance(code, str) or not _NUMBERS.fullmatch(code):
-            raise pickle.UnpicklingError(f"it has a NumPy value of dtype {code!r}")
+            raise pickle.UnpicklingError("it has a NumPy value that is not a number")
         big_endian = ">" in str(self.__dict__.get("state", "<"))
         (number,) = numpy.frombuffer(data, numpy.dtype((">" if big_endian else "<") + code))
         return number.item()
@@ -109,6 +117,11 @@ def _member(owner: Any, name: Any) -> Inert:
 def _tensor(storage: Any, offset: int, size: Any, stride: Any, *rest: Any) -> Tensor:
     if any(rest[2:]):  # conjugated or negated in a flag
         raise pickle.UnpicklingError("it has a tensor with metadata")
+    count = math.prod(size) if all(isinstance(each, int) for each in size) else -1
+    if not 0 <= count <= storage._size():  # strides of 0 allow any number
+        raise pickle.UnpicklingError(
+            f"it has a tensor of {count:,} values in a storage of {storage._size():,}"
+        )
     return torch._utils._rebuild_tensor(storage, offset, size, stride)
 
 
@@ -134,6 +147,18 @@ def _array(*args: Any) -> Inert:
     return Inert(*args)
 
 
+def _bytearray(*args: Any) -> bytearray:
+    if any(isinstance(each, int) for each in args):
+        raise pickle.UnpicklingError("it asks for a bytearray by its length")
+    return bytearray(*args)
+
+
+def _str(*args: Any) -> str:
+    if args and not isinstance(args[0], str | bytes | bytearray):
+        raise pickle.UnpicklingError("it asks for the text of an object")
+    return str(*args)
+
+
 _TORCH_DTYPES = {
     name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
 }
@@ -145,8 +170,16 @@ _KNOWN: dict[tuple[str, str], Any] = {
         (module, kind.__name__): kind
         for module in ("builtins", "__builtin__")
         for kind in (
-            set, frozenset, dict, list, tuple, int, float, bool, str, bytearray, complex, slice,
-            range,
+            set, frozenset, dict, list, tuple, int, float, bool, complex, slice,
+        )
+    },
+    **{
+        (module, name): found
+        for module in ("builtins", "__builtin__")
+        for name, found in (
+            ("bytearray", _Callable(_bytearray)),
+            ("str", _Callable(_str)),
+            ("range", _Frozen("range", (Inert,), {})),
         )
     },
     ("argparse", "Namespace"): Namespace,
@@ -183,8 +216,32 @@ _MAGIC = re.compile(rb"\x80[\x02-\x05](?:\x95.{8})?\x8a\x0al\xfc\x9cF\xf9 j\xa8P
 """The first bytes of torch.save's older form: the pickle of a number."""
 
 
-class _Unpickler(pickle.Unpickler):
-    """Python's unpickler with a list of allowed names; torch derives its own from this."""
+_MOST_VALUES = 1 << 24
+"""Values in one file, counted as often as they occur."""
+_FEW_VALUES = 1 << 20
+"""So many may be in every file; more only if it has as many bytes."""
+_MAX_DEPTH = 100
+"""Containers inside each other."""
+_CONTAINERS = (list, tuple, dict, set, frozenset)
+
+
+_PYTHON: Any = pickle._Unpickler
+
+
+class _Unpickler(_PYTHON):  # type: ignore[misc]
+    """Python's unpickler with a list of allowed names; torch derives its own from this.
+
+    It is the one written in Python: that in C makes room for as many objects as a file claims to
+    number (32 GiB for five bytes). Of a checkpoint it reads everything but the tensors' content.
+    """
+
+    dispatch = dict(_PYTHON.dispatch)
+    most_copied = _FEW_VALUES
+    """Items of containers, and characters, that calls may copy."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._left = self.most_copied
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _KNOWN:
@@ -193,61 +250,186 @@ class _Unpickler(pickle.Unpickler):
             return _Frozen(name, (Inert,), {"__module__": module})
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
 
+    def _check_call(self, function: Any, args: Any) -> None:
+        """Counts what a call copies, and checks what it hashes."""
+        for each in args:
+            if isinstance(each, (*_CONTAINERS, str, bytes, bytearray)):
+                self._left -= len(each)
+        if self._left < 0:
+            raise pickle.UnpicklingError("it copies values again and again")
+        if function in (set, frozenset):
+            _check_keys(*args)
+        elif isinstance(function, type) and issubclass(function, dict):
+            for each in args:
+                if isinstance(each, list | tuple):
+                    _check_keys(pair[0] for pair in each if isinstance(pair, list | tuple) and pair)
 
-def _load(file: Any, **options: Any) -> Any:
-    return _Unpickler(file, **options).load()
+    def _instantiate(self, klass: Any, args: Any) -> None:
+        self._check_call(klass, args)
+        super()._instantiate(klass, args)
+
+    def _persistent(self) -> None:
+        saved_id = self.stack[-1]
+        if isinstance(saved_id, tuple) and any(isinstance(e, _CONTAINERS) for e in saved_id[:5]):
+            raise pickle.UnpicklingError("it has a storage whose name is none")
+        super().load_binpersid()
+
+    def _reduce(self) -> None:
+        self._check_call(*self.stack[-2:])
+        super().load_reduce()
+
+    def _newobj(self) -> None:
+        self._check_call(*self.stack[-2:])
+        super().load_newobj()
+
+    def _newobj_ex(self) -> None:
+        cls, args, named = self.stack[-3:]
+        self._check_call(cls, (*args, *named.values()))
+        super().load_newobj_ex()
+
+    def _build(self) -> None:
+        self._check_call(None, self.stack[-1:])
+        super().load_build()
+
+    def _setitem(self) -> None:
+        _check_keys(self.stack[-2:-1])
+        super().load_setitem()
+
+    def _setitems(self) -> None:
+        _check_keys(self.stack[::2])  # since the mark
+        super().load_setitems()
+
+    def _dict(self) -> None:
+        _check_keys(self.stack[::2])
+        super().load_dict()
+
+    def _additems(self) -> None:
+        _check_keys(self.stack)
+        super().load_additems()
+
+    def _frozenset(self) -> None:
+        _check_keys(self.stack)
+        super().load_frozenset()
+
+    dispatch |= {
+        pickle.BINPERSID[0]: _persistent,
+        pickle.REDUCE[0]: _reduce,
+        pickle.NEWOBJ[0]: _newobj,
+        pickle.NEWOBJ_EX[0]: _newobj_ex,
+        pickle.BUILD[0]: _build,
+        pickle.SETITEM[0]: _setitem,
+        pickle.SETITEMS[0]: _setitems,
+        pickle.DICT[0]: _dict,
+        pickle.ADDITEMS[0]: _additems,
+        pickle.FROZENSET[0]: _frozenset,
+    }
 
 
-_RESTRICTED = SimpleNamespace(__name__="restricted", Unpickler=_Unpickler, load=_load)
-"""torch.load uses this as the pickle module."""
+def _check_keys(keys: Iterable[Any]) -> None:
+    """Refuses tuples of tuples as keys: a hash takes each part as often as it occurs, 2^n times if
+    n tuples have the next one twice."""
+    for key in keys:
+        if isinstance(key, tuple | frozenset) and any(
+            isinstance(part, tuple | frozenset) for part in key
+        ):
+            raise pickle.UnpicklingError("it has a key made of nested tuples")
 
 
-def load_pickle(file: Path | BinaryIO) -> Any:
+def _check_values(content: Any, most: int) -> None:
+    """Refuses containers that contain themselves, or so often the same ones that whatever reads
+    them all would not end."""
+    level: list[Any] = [content]
+    count, closed = 0, set[int]()
+    for _ in range(_MAX_DEPTH):
+        inside: list[Any] = []
+        for each in level:
+            if isinstance(each, Inert) and id(each) in closed:  # it may refer to its owner
+                continue
+            closed.add(id(each))
+            found = vars(each) if isinstance(each, Inert | Namespace) else each
+            inside += found.values() if isinstance(found, dict) else found
+        count += len(inside)
+        if count > most:
+            raise pickle.UnpicklingError(f"it has more than {most:,} values")
+        level = [each for each in inside if isinstance(each, (*_CONTAINERS, Inert, Namespace))]
+        if not level:
+            return
+    raise pickle.UnpicklingError(f"its containers are nested more than {_MAX_DEPTH} levels deep")
+
+
+def _restricted(most: int) -> SimpleNamespace:
+    """What torch.load uses as the pickle module."""
+    unpickler = type("Unpickler", (_Unpickler,), {"most_copied": most})
+
+    def load(file: Any, **options: Any) -> Any:
+        return unpickler(file, **options).load()
+
+    return SimpleNamespace(__name__="restricted", Unpickler=unpickler, load=load)
+
+
+def load_pickle(path: Path, name: str = "") -> Any:
     """Loads a file of torch.save, in its zip or its older form; tensors on the CPU.
 
-    Tensors of a zip file on disk are mapped into memory, and read when they are first used. Raises
+    Tensors of a zip file are mapped into memory, and read when they are first used. Raises
     CheckpointError if it is missing or damaged, or contains anything but tensors, containers and
-    settings.
+    settings, or so many of them that memory or time would not suffice.
 
     Args:
-        file: a path, or an open seekable file (a member of an archive).
+        name: what the file is called in messages; by default its path.
     """
-    name = str(file) if isinstance(file, Path) else getattr(file, "name", "a member")
+    name = name or str(path)
     try:
-        mapped = _check_form(file, name)
-        return torch.load(
-            file,
+        with open_regular(path) as file:
+            mapped = _check_form(file, name)
+            most = max(os.fstat(file.fileno()).st_size, _FEW_VALUES)
+        content = torch.load(
+            path,
             map_location="cpu",
-            pickle_module=_RESTRICTED,
+            pickle_module=_restricted(most),
             weights_only=False,
-            mmap=mapped and isinstance(file, Path),
+            mmap=mapped,
         )
+        if isinstance(content, (*_CONTAINERS, Inert, Namespace)):
+            _check_values(content, min(most, _MOST_VALUES))
+        return content
     except CheckpointError:
         raise
     except FileNotFoundError:
         raise CheckpointError(f"{name} is missing") from None
+    except (MemoryError, RecursionError) as error:
+        reason = "memory" if isinstance(error, MemoryError) else "levels of containers"
+        raise CheckpointError(f"{name} cannot be opened: it needs too much {reason}") from None
     except Exception as error:  # a damaged pickle can raise anything
-        raise CheckpointError(f"{name} cannot be opened: {error}") from None
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise CheckpointError(f"{name} cannot be opened: {reason[:500]}") from None
 
 
-def _check_form(file: Path | BinaryIO, name: str) -> bool:
+def _check_form(file: BinaryIO, name: str) -> bool:
     """Whether the file can be mapped; refuses forms whose code torch.load would run."""
-    if isinstance(file, Path):
-        with open(file, "rb") as opened:
-            return _check_form(opened, name)
     head = file.read(32)
     file.seek(0)
     if head[:4] == b"PK\x03\x04":
         # With torch's own reader: another could find other members in the same file.
         reader = torch._C.PyTorchFileReader(file)
         members = reader.get_all_records()
-        file.seek(0)
         if "constants.pkl" in members or "data.pkl" not in members:
             raise CheckpointError(f"{name} is a zip file, but not one that torch.save wrote")
+        if _declared_bytes(reader, file) > file.seek(0, os.SEEK_END):
+            raise CheckpointError(
+                f"{name} is a zip file with compressed members, which torch.save never writes"
+            )
         return True
     if not _MAGIC.match(head) or _is_tar(file):
         raise CheckpointError(f"{name} is not a file that torch.save wrote")
     return False
+
+
+def _declared_bytes(reader: Any, file: BinaryIO) -> int:
+    """Bytes of the members of a zip file when they are unpacked, as it says."""
+    if hasattr(reader, "get_record_size"):  # from torch 2.13 on
+        return sum(map(reader.get_record_size, reader.get_all_records()))
+    with zipfile.ZipFile(file) as archive:
+        return sum(member.file_size for member in archive.infolist())
 
 
 def _is_tar(file: Any) -> bool:

@@ -3,12 +3,16 @@ made."""
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, BinaryIO
+
+_SMALL_BYTES = 1 << 26
+_MOST_INFLATION = 20
 
 
 @contextmanager
@@ -54,13 +58,25 @@ def sync_path(path: Path) -> None:
         os.close(handle)
 
 
-def read_regular(path: Path) -> bytes:
-    """The content of a file. Raises OSError if it is none (a named pipe or a device would not
-    end), or cannot be read."""
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(f"{path} is not a regular file")
-        return file.read()
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a file to read it. Raises OSError if it is none (a named pipe or a device would not
+    end), or cannot be opened."""
+    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")  # noqa: SIM115
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+
+
+def check_inflation(packed: int, size: int, where: str) -> None:
+    """Refuses a compressed piece of a file, of ``packed`` bytes, that says it has so many more that
+    memory or disk may not suffice: weights and tokens hardly shrink. Raises ValueError, whose
+    message begins with ``where``."""
+    if size > max(_SMALL_BYTES, _MOST_INFLATION * packed):
+        raise ValueError(
+            f"{where} has {packed:,} bytes that are compressed from {size:,}, {_MOST_INFLATION} "
+            "times as much or more: if it is to be trusted, unpack it first"
+        )
 
 
 def own_file(path: Path) -> Path:

@@ -30,7 +30,7 @@ _ITEMS_PER_WORKER = 4
 
 def is_main_process() -> bool:
     """Whether this process prints and writes for all."""
-    return int(os.environ.get("RANK", "0")) == 0
+    return os.environ.get("RANK", "0") == "0"
 
 
 def is_for_users(error: BaseException) -> bool:

@@ -14,13 +14,16 @@ has a path like ``megatron_lm_345m_v0.0.zip/release``.
 from __future__ import annotations
 
 import argparse
-import io
+import lzma
 import re
+import shutil
+import tempfile
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 
@@ -28,12 +31,18 @@ from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.folder import MEGATRON_TRACKER
 from megatron.formats.legacy_megatron.names import is_buffer
 from megatron.formats.unpickle import load_pickle
+from megatron.util.files import check_inflation, open_regular
 
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 """Names of a rank's file; the second with a distributed optimizer."""
 VERSIONS = (0.0, 1.0, 2.0, 3.0)
 """Values of ``checkpoint_version``; they differ in the order of query-key-value rows."""
 
+_ARCHIVE_ERRORS = (
+    zipfile.BadZipFile, KeyError, NotImplementedError, RuntimeError, ValueError, EOFError,
+    zlib.error, lzma.LZMAError,
+)  # fmt: skip
+_LONGEST_TRACKER = 1 << 10
 _RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(_\d+)?")
 _TAG = re.compile(r"release|iter_(\d+)")
 
@@ -138,24 +147,24 @@ def _load(path: Path) -> Any:
     archive, inner = split_archive(path)
     if archive is None or not inner:
         return load_pickle(path)
+    # Torch seeks and maps, which a member cannot do; its temporary file stays as long as its map.
     try:
-        with zipfile.ZipFile(archive) as opened, opened.open(inner) as member:
-            head = member.read(2)
-            member.seek(0)
-            # Torch seeks in its own zip files; a compressed member would be inflated again for
-            # every step back.
-            file: IO[bytes] = io.BytesIO(member.read()) if head == b"PK" else member
-            return load_pickle(_Named(file, str(path)))  # type: ignore[arg-type]
-    except (zipfile.BadZipFile, KeyError, OSError, NotImplementedError, RuntimeError) as error:
+        with zipfile.ZipFile(archive) as opened, tempfile.NamedTemporaryFile() as file:
+            member = opened.getinfo(inner)
+            check_inflation(member.compress_size, member.file_size, str(path))
+            with opened.open(member) as packed:
+                shutil.copyfileobj(packed, file, 1 << 20)
+            file.flush()
+            return load_pickle(Path(file.name), str(path))
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be unpacked into {tempfile.gettempdir()} (TMPDIR names another "
+            f"folder): {error}"
+        ) from None
+    except _ARCHIVE_ERRORS as error:
         raise CheckpointError(f"{path} cannot be read from the archive: {error}") from None
-
-
-class _Named:
-    def __init__(self, file: IO[bytes], name: str) -> None:
-        self._file, self.name = file, name
-
-    def __getattr__(self, attribute: str) -> Any:
-        return getattr(self._file, attribute)
 
 
 def _model_files(path: Path) -> list[str]:
@@ -173,7 +182,7 @@ def _model_files(path: Path) -> list[str]:
         try:
             with zipfile.ZipFile(archive) as opened:
                 members = opened.namelist()
-        except (zipfile.BadZipFile, OSError) as error:
+        except (OSError, *_ARCHIVE_ERRORS) as error:
             raise CheckpointError(f"{archive} is a damaged archive: {error}") from None
         names = [name.removeprefix(prefix) for name in members if name.startswith(prefix)]
     return [name for name in names if _is_model_file(PurePosixPath(name))]
@@ -194,12 +203,15 @@ def _named_by_tracker(path: Path, found: set[Path]) -> str | None:
         archive, inner = split_archive(tracker)
         try:
             if archive is not None:
-                with zipfile.ZipFile(archive) as opened:
-                    text = opened.read(inner).decode(errors="replace")
+                with zipfile.ZipFile(archive) as opened, opened.open(inner) as member:
+                    text = member.read(_LONGEST_TRACKER).decode(errors="replace")
             else:
-                text = tracker.read_text(errors="replace")
+                with open_regular(tracker) as file:
+                    text = file.read(_LONGEST_TRACKER).decode(errors="replace")
         except (FileNotFoundError, KeyError):
             continue
+        except (OSError, *_ARCHIVE_ERRORS) as error:
+            raise CheckpointError(f"{tracker} cannot be read: {error}") from None
         named = text.strip()
         if not (named == "release" or named.isdecimal()):
             raise CheckpointError(f"{tracker} has {named!r}; expected a number or release")

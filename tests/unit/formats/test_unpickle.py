@@ -16,33 +16,13 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from pickle_files import FORMS, as_file
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.formats import unpickle
 from megatron.formats.unpickle import Inert, load_pickle
 
 PROTOCOLS = range(6)
-FORMS = ("zip", "old")
-
-
-def as_file(payload: bytes, path: Path, form: str) -> Path:
-    """A file of torch.save whose object is this pickle."""
-    buffer = io.BytesIO()
-    torch.save({}, buffer, _use_new_zipfile_serialization=form == "zip")
-    if form == "zip":
-        with zipfile.ZipFile(buffer) as old, zipfile.ZipFile(path, "w") as new:
-            for name in old.namelist():
-                new.writestr(name, payload if name.endswith("data.pkl") else old.read(name))
-    else:
-        parts, start = [], 0
-        buffer.seek(0)
-        for _ in range(5):  # magic number, protocol, system, object, keys of storages
-            pickle.load(buffer)
-            parts.append(buffer.getvalue()[start : buffer.tell()])
-            start = buffer.tell()
-        parts[3] = payload
-        path.write_bytes(b"".join(parts))
-    return path
 
 
 class Call:
@@ -167,8 +147,6 @@ def test_hidden_deep_in_a_checkpoint(form, protocol, tmp_path):
     )
     with pytest.raises(CheckpointError, match=r"evil.pt cannot be opened: .*posix.system"):
         load_pickle(path)
-    with open(path, "rb") as file, pytest.raises(CheckpointError, match=r"evil.pt"):
-        load_pickle(file)
     assert not marker(tmp_path).exists()
 
 
