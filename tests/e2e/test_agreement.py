@@ -147,29 +147,54 @@ def test_processes_that_differ_end_with_one_error(warm, tmp_path, case):
     assert seconds < SECONDS
 
 
-@pytest.mark.proof
-def test_one_process_sees_other_files_behind_the_same_names(warm, tmp_path):
-    """As on nodes with disks of their own: the names lead to other files for each process, which
-    here has a working directory of its own."""
-    for rank, name in enumerate(("a", "b")):
-        corpus(tmp_path / name / "books", rank)
-    jobs = [on("books"), on("books")]
+def in_folders(folders, flags):
+    """What two processes of a run print that have working directories of their own, as nodes have
+    disks of their own: one name leads to other files."""
     program = "import os, sys; os.chdir(sys.argv.pop(1)); import pretrain_gpt; pretrain_gpt.main()"
+    return ended(
+        [[sys.executable, "-c", program, folder, *MODEL, *flags] for folder in folders], [{}, {}]
+    )
+
+
+def ended(commands, variables):
+    """What two processes of a run print, which must refuse to start."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    own = os.environ | {"PYTHONPATH": str(ROOT), "WORLD_SIZE": "2", "MASTER_PORT": port}
+    shared = {"PYTHONPATH": str(ROOT), "WORLD_SIZE": "2", "MASTER_PORT": port}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", program, tmp_path / name, *MODEL, *jobs[rank]],
-            env=own | {"MASTER_ADDR": "127.0.0.1", "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            command,
+            env=os.environ | shared | {"MASTER_ADDR": "127.0.0.1", "RANK": str(rank)}
+            | {"LOCAL_RANK": str(rank)} | variables[rank],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
-        for rank, name in enumerate(("a", "b"))
+        for rank, command in enumerate(commands)
     ]  # fmt: skip
     printed = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2], printed
+    return printed
+
+
+@pytest.mark.proof
+def test_one_process_sees_other_files_behind_the_same_names(tmp_path):
+    folders = [tmp_path / name for name in ("a", "b")]
+    for seed, folder in enumerate(folders):
+        corpus(folder / "books", seed)
+    printed = in_folders(folders, on("books"))
     assert all("books: sample is" in text and "on rank 1 and" in text for text in printed), printed
-    assert [process.returncode for process in processes] == [2, 2]
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("second", ["none", "another"])
+def test_a_checkpoint_that_one_process_does_not_see_is_named(warm, tmp_path, second):
+    folders = [tmp_path / name for name in ("a", "b")]
+    for seed, folder in enumerate(folders[: 2 if second == "another" else 1]):
+        started(warm, tmp_path, [*MOCK, "--save", folder / "save", "--seed", str(seed + 1)])
+    folders[1].mkdir(exist_ok=True)
+    printed = in_folders(folders, [*MOCK, "--load", "save"])
+    message = "the content of save/global_step2 is" if second == "another" else "to load is none on"
+    assert all(message in text for text in printed), printed
 
 
 def test_a_replaced_file_is_refused_at_resume_and_a_moved_one_is_not(warm, tmp_path):
@@ -239,19 +264,7 @@ def test_other_code_packages_or_variables_are_named(tmp_path, what):
     else:
         variables[1]["NVIDIA_TF32_OVERRIDE"] = "0"
         message = "NVIDIA_TF32_OVERRIDE in the environment is 0 on rank 1 and not set on rank 0"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    meeting = {"WORLD_SIZE": "2", "MASTER_PORT": port, "MASTER_ADDR": "127.0.0.1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, roots[rank] / "pretrain_gpt.py", *MODEL, *MOCK],
-            env=os.environ | meeting | variables[rank]
-            | {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": paths[rank]},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    printed = [process.communicate(timeout=120)[0] for process in processes]
+    commands = [[sys.executable, root / "pretrain_gpt.py", *MODEL, *MOCK] for root in roots]
+    own = [each | {"PYTHONPATH": path} for each, path in zip(variables, paths, strict=True)]
+    printed = ended(commands, own)
     assert all(message in text for text in printed), printed
-    assert [process.returncode for process in processes] == [2, 2]
