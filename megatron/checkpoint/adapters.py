@@ -7,6 +7,7 @@ are the adapters alone.
 
 from __future__ import annotations
 
+import os
 import re
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
@@ -106,7 +107,7 @@ class AdaptedSource(Source):
         """The base of adapters: ``base``, or else the one that they name. Raises CheckpointError if
         it is missing."""
         path = cls.base_of(folder) if base is None else base
-        found = locate_checkpoint(path) if Path(path).exists() else None
+        found = locate_checkpoint(path) if os.path.exists(path) else None
         if found is None:
             where = "which is not there" if base is None else "where there is no checkpoint"
             raise CheckpointError(

@@ -169,11 +169,18 @@ def manifest(folder: Path) -> dict[str, Facts]:
     own, files, text = str(content.get("sha256")), content.get("files"), raw.decode()
     if not _SHA256.fullmatch(own) or sha256(text.replace(own, _BLANK)) != own:
         raise CheckpointError(f"{path} is damaged: its SHA-256 differs from the one in it")
+    checked = entries_of(path, files)
+    for name in _REQUIRED:
+        if name not in checked:
+            raise CheckpointError(f"{path} does not list {name}, which every checkpoint has")
+    return checked
+
+
+def entries_of(path: Path, files: object) -> dict[str, Facts]:
+    """What a manifest says of files. Raises CheckpointError if it is something else, or a file is
+    outside the manifest's folder."""
     if not isinstance(files, dict) or not all(map(_is_entry, files.items())):
         raise CheckpointError(f"{path}: its entries are not files with bytes and sha256")
-    for name in _REQUIRED:
-        if name not in files:
-            raise CheckpointError(f"{path} does not list {name}, which every checkpoint has")
     return files
 
 

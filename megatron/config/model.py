@@ -21,6 +21,7 @@ from megatron.config.flags import (
     FRACTION,
     NOT_NEGATIVE,
     POSITIVE,
+    Bounds,
     ConfigResolver,
     Setting,
     flag_of,
@@ -33,6 +34,8 @@ from megatron.config.retrieval import RetrievalConfig, RetrievalFlags, resolve_r
 
 HEADS = ("lm", "classification", "multiple_choice", "span", "reward")
 """What the last layer of a model can be."""
+LAYERS = Bounds(lambda value: 0 < value <= 1 << 14, "must be from 1 to 16,384")
+"""A configuration of another program may say any number, and each layer has names."""
 
 
 @dataclass(frozen=True)
@@ -117,12 +120,12 @@ class _Network:
 
 @dataclass(frozen=True, kw_only=True)
 class _Sizes:
-    num_layers: int | None = option(None, bounds=POSITIVE, role="weights", megatron=True)
+    num_layers: int | None = option(None, bounds=LAYERS, role="weights", megatron=True)
     """Number of transformer layers; where there is a decoder, of the encoder."""
-    encoder_num_layers: int | None = option(None, derived="num-layers", bounds=POSITIVE)
+    encoder_num_layers: int | None = option(None, derived="num-layers", bounds=LAYERS)
     """Same as --num-layers."""
     decoder_num_layers: int | None = option(
-        None, derived="num-layers", bounds=POSITIVE, role="weights", megatron=True
+        None, derived="num-layers", bounds=LAYERS, role="weights", megatron=True
     )
     """Number of transformer layers of the decoder, where there is one (T5)."""
     hidden_size: int | None = option(None, bounds=POSITIVE, role="weights", megatron=True)

@@ -12,6 +12,7 @@ from megatron.config.flags import (
     FRACTION,
     NOT_NEGATIVE,
     POSITIVE,
+    Bounds,
     ConfigError,
     ConfigResolver,
     option,
@@ -21,6 +22,8 @@ from megatron.config.layouts import StateDtypes
 
 LENGTHS = ("iters", "samples", "tokens")
 """Units of the length of a run, as in ``--train-iters``."""
+_SEEDS = Bounds(lambda value: 0 <= value < 1 << 32, "must be from 0 to 4,294,967,295")
+"""Those of NumPy's generators."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +59,7 @@ class _Training:
     """Length of the run in samples, instead of --train-iters."""
     train_tokens: int | None = option(None, bounds=POSITIVE)
     """Length of the run in tokens, instead of --train-iters."""
-    seed: int = option(1234, bounds=NOT_NEGATIVE)
+    seed: int = option(1234, bounds=_SEEDS)
     """Random seed of initial weights, data order and dropout."""
     eval_interval: int = option(1000, bounds=POSITIVE, role="course")
     """Number of iterations between evaluations on the validation data."""

@@ -31,7 +31,8 @@ STALE_LOCK_SECONDS = 600.0
 
 def world_size() -> int:
     """Number of processes that the launcher started; 1 without a launcher. Raises ConfigError if
-    srun or mpirun started several processes that are not connected."""
+    srun or mpirun started several processes that are not connected, or a variable by which
+    launchers describe a process makes no sense."""
     name, tasks = tasks_of_scheduler()
     if "WORLD_SIZE" not in os.environ and tasks > 1:
         raise ConfigError(
@@ -39,15 +40,35 @@ def world_size() -> int:
             "train alone; start with deepspeed or torchrun, or set RANK, LOCAL_RANK, "
             "WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each"
         )
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    size = _whole_number("WORLD_SIZE", 1, 1)
+    rank = _whole_number("RANK", 0, 0)
+    if rank >= size:
+        raise ConfigError(f"RANK={rank} must be below WORLD_SIZE={size}: ranks count from 0")
+    for name, least in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1), ("LOCAL_SIZE", 1)):
+        _whole_number(name, least, least)
+    return size
+
+
+def _whole_number(name: str, default: int, least: int) -> int:
+    """The number in a variable of the environment that a launcher sets."""
+    given = os.environ.get(name)
+    if given is None:
+        return default
+    if not (given.isascii() and given.isdecimal()) or not least <= int(given[:10]) < 2**31:
+        raise ConfigError(
+            f"{name}={given} in the environment: launchers set it to a whole number from {least} "
+            "on; correct or unset it"
+        )
+    return int(given)
 
 
 def tasks_of_scheduler() -> tuple[str, int]:
     """Number of processes that srun or mpirun has started, and the variable that says so; 1
     without them."""
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        if int(os.environ.get(name, "1")) > 1:
-            return name, int(os.environ[name])
+        tasks = _whole_number(name, 1, 1)
+        if tasks > 1:
+            return name, tasks
     return "", 1
 
 

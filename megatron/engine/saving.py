@@ -38,6 +38,10 @@ from megatron.parallel.shard import shard_of
 from megatron.util.locks import Lock
 
 
+class LostRanksError(CheckpointError):
+    """The ranks could not agree on a save: one has ended, or took longer than the time limit."""
+
+
 @dataclass(frozen=True)
 class SaveResult:
     """Result of a save; times, bytes and notes differ between ranks.
@@ -197,16 +201,18 @@ class CheckpointWriter:
         except Exception as caught:  # of any kind: other ranks must not wait for this one
             error = caught
         reason = None if error is None else str(error) or repr(error)
-        ruined = isinstance(error, NotFiniteError)
+        ruined, lost = isinstance(error, NotFiniteError), False
         try:
             found = first_reason(reason, self._device, self._group)
             ruined = found is not None and any_rank(ruined, self._device, self._group)
         except RuntimeError as caught:  # a rank is gone, or took longer than the time limit
             error, found = caught, reason or f"the ranks could not agree ({caught})"
+            ruined, lost = False, True
         if found is not None and ruined:
             raise NotFiniteError(found) from error
         if found is not None:
-            raise CheckpointError(
+            kind = LostRanksError if lost else CheckpointError
+            raise kind(
                 f"saving to {self.folder} failed: {found}; earlier checkpoints are untouched"
             ) from error
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError, read_json, write_json
 from megatron.checkpoint.folder import replace_folder, tag, unfinished_folder
-from megatron.checkpoint.manifest import CONFIG, STATE, check_file, file_facts
+from megatron.checkpoint.manifest import CONFIG, STATE, check_file, entries_of, file_facts
 from megatron.checkpoint.source import TOKENIZER, Source, run_of
 from megatron.config import RunConfig
 from megatron.engine.universal_info import UNIVERSAL_VERSION
@@ -99,9 +99,7 @@ class UniversalFolder(NamedFolder):
             return
         content = read_json(path)
         files = content.get("files") if isinstance(content, dict) else None
-        if not isinstance(files, dict):
-            raise CheckpointError(f"{path} is not a manifest")
-        for name, facts in list(files.items())[share::shares]:
+        for name, facts in list(entries_of(path, files).items())[share::shares]:
             check_file(folder / name, facts)
 
     def kinds(self, name: str) -> Sequence[str]:

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron.checkpoint.adapters import AdaptedSource, adapter_name
-from megatron.checkpoint.files import CheckpointError, read_json, write_json
+from megatron.checkpoint.files import CheckpointError, finite, read_json, write_json
 from megatron.checkpoint.source import FoundCheckpoint, Source
 from megatron.config import ModelConfig
 from megatron.config.adapters import AdapterConfig
@@ -241,14 +241,24 @@ def _adapters(content: Mapping[str, Any], path: Path) -> AdapterConfig:
             "adapters with path_initial_model_for_weight_conversion, as peft's documentation says"
         )
     rank, alpha, targets = (content.get(key) for key in ("r", "lora_alpha", "target_modules"))
-    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float):
-        raise CheckpointError(f"{path}: r is {rank!r} and lora_alpha {alpha!r}; expected numbers")
+    dropout = content.get("lora_dropout") or 0.0
+    numbers = [n for n in (alpha, dropout) if isinstance(n, int | float) and abs(n) < 1e9]
+    if type(rank) is not int or rank < 1 or len(numbers) < 2:
+        raise CheckpointError(
+            f"{path}: r is {rank!r:.40}, lora_alpha {alpha!r:.40}, lora_dropout {dropout!r:.40}; "
+            "expected numbers"
+        )
+    targets = [targets] if isinstance(targets, str) else targets or []
+    if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
+        raise CheckpointError(
+            f"{path}: target_modules is {targets!r:.60}; expected a list of names"
+        )
     return AdapterConfig(
         lora=True,
         lora_rank=rank,
-        lora_alpha=float(alpha),
-        lora_targets=(targets,) if isinstance(targets, str) else tuple(targets or ()),
-        lora_dropout=float(content.get("lora_dropout") or 0.0),
+        lora_alpha=float(numbers[0]),
+        lora_targets=tuple(targets),
+        lora_dropout=float(numbers[1]),
         use_rslora=bool(content.get("use_rslora")),
         use_dora=bool(content.get("use_dora")),
     )
@@ -259,8 +269,8 @@ def write_peft(
 ) -> int:
     """Writes the adapters of a source into an existing folder, for a base by the path or name
     ``base`` (by default the source's, if it is a Hugging Face folder); returns the number of
-    tensors. Raises ValueError if the base is of no Hugging Face architecture; OSError if a file
-    cannot be written."""
+    tensors. Raises ValueError if the base is of no Hugging Face architecture, or a tensor is not
+    finite in ``dtype``; OSError if a file cannot be written."""
     model, adapters, additions = source.model, source.adapters, source.additions
     present = set(additions.names())
     tensors: dict[str, Tensor] = {}
@@ -278,17 +288,18 @@ def write_peft(
             for theirs, kind in _KINDS.items():
                 name = place.name(kind)
                 if name in present:
-                    values = additions.tensor(name)
+                    values = finite(name, additions.tensor(name), dtype, source.folder)
                     if kind != "a":
                         values = place.target.rows_to_hf(values)
                     ending = "" if kind == "magnitude" else ".weight"
                     key = f"{_PREFIX}{module}.lora_{theirs}{ending}"
-                    tensors[key] = values.to(dtype).contiguous()
+                    tensors[key] = values.contiguous()
     saved = []
     for theirs, parameter in _whole(architecture_of(model), model).items():
         if parameter.ours in present:
-            (values,) = parameter.to_hf(additions.tensor(parameter.ours)).values()
-            tensors[_PREFIX + theirs] = values.to(dtype).contiguous()
+            whole = finite(theirs, additions.tensor(parameter.ours), dtype, source.folder)
+            (values,) = parameter.to_hf(whole).values()
+            tensors[_PREFIX + theirs] = values.contiguous()
             saved.append(theirs.rpartition(".")[0].rpartition(".")[2])
     if base is None:
         found = source.base.folder

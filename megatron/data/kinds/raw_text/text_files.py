@@ -19,6 +19,7 @@ from megatron.data.json_lines import (
     BYTE_ORDER_MARK,
     LONGEST_RECORD,
     BadLine,
+    long_line,
     read_lines,
     texts_of_line,
 )
@@ -117,8 +118,8 @@ class JsonLines(TextRecords):
     def read(self, start: int, stop: int) -> Iterator[TextRecord]:
         with open(self.file.path, "rb") as file:
             for offset, line in read_lines(file, LONGEST_RECORD, start, stop):
-                if len(line) > LONGEST_RECORD:
-                    yield offset, BadLine(0, "longer than 64 MiB", f"{line[:40]!r}...")
+                if too_long := long_line(line, 0):
+                    yield offset, too_long
                     return
                 if line and not line.isspace():
                     yield offset, self._first(line)

@@ -77,12 +77,12 @@ class RetroProject:
     @property
     def chunk_length(self) -> int:
         """Tokens of a chunk."""
-        return int(self._value("retro_gpt_chunk_length"))
+        return self._length("retro_gpt_chunk_length")
 
     @property
     def seq_length(self) -> int:
         """Tokens of a sample that the model reads."""
-        return int(self._value("retro_gpt_seq_length"))
+        return self._length("retro_gpt_seq_length")
 
     @property
     def database_folder(self) -> Path:
@@ -215,6 +215,14 @@ class RetroProject:
         """A path that may be relative to the project."""
         beside = self.folder / path
         return str(beside) if beside.exists() else path
+
+    def _length(self, name: str) -> int:
+        value = self._value(name)
+        if type(value) is not int or not 0 < value < 1 << 31:
+            raise ConfigError(
+                f"{self.config_file}: {name} is {value!r:.60}, not a number of tokens"
+            )
+        return value
 
     def _value(self, name: str) -> Any:
         if self.settings.get(name) is None:

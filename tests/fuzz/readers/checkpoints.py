@@ -1,0 +1,167 @@
+"""Checkpoints of every format, all made from one small Llama."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from fuzz.fuzzer import Fuzzer
+from safetensors.torch import save_file
+
+from megatron.checkpoint.manifest import MANIFEST, file_facts, write_manifest
+from megatron.checkpoint.source import Source, open_checkpoint
+from megatron.checkpoint.writer import write_checkpoint
+from megatron.formats.deepspeed_folders.universal import write_universal
+from megatron.formats.legacy_megatron.writer import write_megatron
+
+H, F, V, HEADS, GROUPS = 16, 24, 32, 4, 2
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": H,
+    "intermediate_size": F, "num_hidden_layers": 1, "num_attention_heads": HEADS,
+    "num_key_value_heads": GROUPS, "vocab_size": V, "max_position_embeddings": 16,
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "torch_dtype": "float32",
+    "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "bos_token_id": 1,
+    "eos_token_id": 2, "rope_scaling": None, "attention_dropout": 0.0, "head_dim": 4,
+    "pad_token_id": None, "initializer_range": 0.02, "partial_rotary_factor": 1.0,
+}  # fmt: skip
+
+
+def shapes() -> dict[str, tuple[int, ...]]:
+    kv = H // HEADS * GROUPS
+    block = {
+        "self_attn.q_proj": (H, H), "self_attn.k_proj": (kv, H), "self_attn.v_proj": (kv, H),
+        "self_attn.o_proj": (H, H), "mlp.gate_proj": (F, H), "mlp.up_proj": (F, H),
+        "mlp.down_proj": (H, F), "input_layernorm": (H,), "post_attention_layernorm": (H,),
+    }  # fmt: skip
+    found: dict[str, tuple[int, ...]] = {
+        f"model.layers.0.{name}.weight": shape for name, shape in block.items()
+    }
+    outer = {"model.embed_tokens": (V, H), "model.norm": (H,), "lm_head": (V, H)}
+    return found | {f"{name}.weight": shape for name, shape in outer.items()}
+
+
+def weights() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes().items()}
+
+
+def write_huggingface(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    save_file(weights(), folder / "model.safetensors", {"format": "pt"})
+
+
+def write_shards(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    names, tensors = list(shapes()), weights()
+    files = {name: f"model-0000{n % 2 + 1}-of-00002.safetensors" for n, name in enumerate(names)}
+    for file in sorted(set(files.values())):
+        save_file({n: tensors[n] for n in names if files[n] == file}, folder / file)
+    index = {"metadata": {"total_size": 1}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def write_pickles(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    torch.save(weights(), folder / "pytorch_model.bin")
+
+
+def write_old_pickles(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    torch.save(weights(), folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+
+
+def write_meta(folder: Path) -> None:
+    params = {"dim": H, "n_layers": 1, "n_heads": HEADS, "n_kv_heads": GROUPS, "norm_eps": 1e-5,
+              "vocab_size": V, "multiple_of": 8, "rope_theta": 10000.0}  # fmt: skip
+    (folder / "params.json").write_text(json.dumps(params))
+    inner = 8 * -(-int(2 * 4 * H / 3) // 8)
+    kv = H // HEADS * GROUPS
+    block = {
+        "attention.wq": (H, H), "attention.wk": (kv, H), "attention.wv": (kv, H),
+        "attention.wo": (H, H), "feed_forward.w1": (inner, H), "feed_forward.w2": (H, inner),
+        "feed_forward.w3": (inner, H), "attention_norm": (H,), "ffn_norm": (H,),
+    }  # fmt: skip
+    named = {f"layers.0.{name}": shape for name, shape in block.items()}
+    named |= {"tok_embeddings": (V, H), "norm": (H,), "output": (V, H)}
+    tensors = {f"{name}.weight": torch.randn(shape) for name, shape in named.items()}
+    torch.save(tensors, folder / "consolidated.00.pth")
+
+
+ADAPTER = {
+    "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 4, "bias": "none",
+    "target_modules": ["q_proj", "up_proj"], "fan_in_fan_out": False, "use_dora": False,
+    "use_rslora": False, "lora_dropout": 0.0, "modules_to_save": None, "rank_pattern": {},
+    "alpha_pattern": {}, "base_model_name_or_path": "base", "inference_mode": True,
+}  # fmt: skip
+
+
+def write_peft(folder: Path) -> None:
+    """With its base in a folder of it, which is found beside the working directory."""
+    (folder / "base").mkdir()
+    write_huggingface(folder / "base")
+    (folder / "adapters").mkdir()
+    config = ADAPTER | {"base_model_name_or_path": "../input/base"}
+    (folder / "adapters" / "adapter_config.json").write_text(json.dumps(config))
+    tensors = {}
+    for module, rows in (("self_attn.q_proj", H), ("mlp.up_proj", F)):
+        name = f"base_model.model.model.layers.0.{module}"
+        tensors[f"{name}.lora_A.weight"] = torch.randn(2, H)
+        tensors[f"{name}.lora_B.weight"] = torch.randn(rows, 2)
+    save_file(tensors, folder / "adapters" / "adapter_model.safetensors")
+
+
+def converted(write: Callable[[Source, Path], object]) -> Callable[[Path], None]:
+    """Another format of the Llama."""
+
+    def make(folder: Path) -> None:
+        with tempfile.TemporaryDirectory() as temporary:
+            write_huggingface(Path(temporary))
+            write(open_checkpoint(temporary), folder)
+
+    return make
+
+
+def write_universal_copy(source: Source, folder: Path) -> None:
+    write_universal(source, folder / "global_step7_universal")
+
+
+def read_all(folder: Path) -> None:
+    """Opens it as training does, and reads every tensor."""
+    source = open_checkpoint(folder)
+    source.require_model()
+    for name in source.names():
+        for kind in source.kinds(name):
+            source.tensor(name, kind)
+    shutil.rmtree(folder.parent / "copied", ignore_errors=True)
+    source.copy_tokenizer(folder.parent / "copied")
+
+
+def read_adapters(folder: Path) -> None:
+    read_all(folder / "adapters")
+
+
+def sign_again(folder: Path) -> None:
+    """A manifest of the edited files."""
+    for path in folder.rglob(MANIFEST):
+        inside = path.parent
+        names = [p for p in inside.rglob("*") if p.is_file() and p.name != MANIFEST]
+        facts = {str(p.relative_to(inside)): file_facts(p) for p in names}
+        path.unlink()
+        write_manifest(inside, facts)
+
+
+FUZZERS = (
+    Fuzzer("native", converted(lambda s, f: write_checkpoint(f, s, 7)), read_all, sign_again),
+    Fuzzer("universal", converted(write_universal_copy), read_all),
+    Fuzzer("megatron", converted(lambda s, f: write_megatron(s, f, iteration=7)), read_all),
+    Fuzzer("safetensors", write_huggingface, read_all),
+    Fuzzer("safetensors-shards", write_shards, read_all),
+    Fuzzer("pickles", write_pickles, read_all),
+    Fuzzer("old-pickles", write_old_pickles, read_all),
+    Fuzzer("meta", write_meta, read_all),
+    Fuzzer("peft", write_peft, read_adapters),
+)
