@@ -40,10 +40,13 @@ lock: $(STAMP)  ## write requirements/ from setup.py; UPGRADE=1 takes the newest
 	$(BIN)/python -m pip install --quiet 'uv>=0.5'
 	PATH=$(BIN):$$PATH $(BIN)/python requirements/lock.py $(if $(UPGRADE),--upgrade)
 
-audit: $(STAMP)  ## look for the packages of requirements/ in the lists of known vulnerabilities
-	$(BIN)/python -m pip install --quiet 'pip-audit>=2.7'
-	for list in requirements/*.txt; do \
-	    $(BIN)/python -m pip_audit --disable-pip --require-hashes --requirement $$list || exit 1; done
+# Its environment is its own, and nothing of the lists is installed for it.
+audit: .venv/audit/bin/pip-audit  ## look for requirements/ in the lists of known vulnerabilities
+	for list in requirements/*.txt; do $< --strict --disable-pip --require-hashes -r $$list || exit 1; done
+
+.venv/audit/bin/pip-audit:
+	$(PYTHON) -m venv .venv/audit
+	.venv/audit/bin/python -m pip install --quiet 'pip-audit>=2.9,<3'
 
 quickstart: $(STAMP)  ## train a small GPT on Python's own source files, and export it
 	$(BIN)/python tools/quickstart.py

@@ -40,7 +40,7 @@ REQUIRES = [
 # What the tools that collect text need: language detection with its model inside, suffix list, ...
 COLLECT = ["ftfy>=6.3", "py3langid>=0.4,<0.5", "rensa>=0.5,<0.6", "tldextract>=5", "w3lib>=2.5"]
 
-# GPT-2's vocabulary on native code without a named author: nothing else installs it.
+# For --bpe-library fastokens alone: native code of one author, which nothing else installs or uses.
 FAST = ["fastokens>=0.3.5,<0.4"]
 
 HTTP = ["aiohttp>=3.14.1"]

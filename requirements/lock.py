@@ -5,11 +5,12 @@
 Each list has one version and the hashes of its files for every package, on Linux and macOS, for all
 versions of Python that setup.py allows. `base.txt` is what every installation needs but for torch,
 whose build depends on the machine, `build.txt` is what builds packages that come as source, and the
-other lists are what an extra of setup.py adds to `base.txt`. `ci.txt` is what .ci/run needs besides.
+others are what an extra of setup.py adds to `base.txt`. `ci.txt` is what .ci/run needs besides.
 Versions stay as they are while setup.py allows them, unless --upgrade is given.
 """
 
 import argparse
+import re
 import subprocess
 import sys
 import tempfile
@@ -44,9 +45,9 @@ def compile_list(requirements: list[str], *flags: str) -> str:
     return done.stdout
 
 
-def names(text: str) -> list[str]:
-    """The packages of a list."""
-    return sorted({line.partition("==")[0] for line in text.splitlines() if "==" in line[:60]})
+def blocks(text: str) -> list[str]:
+    """The packages of a list, each with its marker and hashes."""
+    return re.findall(r"^\S.*\n(?: .*\n)*", text, re.MULTILINE)
 
 
 def main() -> None:
@@ -67,19 +68,21 @@ def main() -> None:
         common = ("--override", str(override))
         # One resolution for all, so that any lists can be installed together.
         compile_list(everything, *common, "--output-file", str(versions))
-        common += ("--constraint", str(versions))
+        common += ("--constraint", str(versions), "--offline")
 
         made = {"build": compile_list(BUILD, *common)}
-        made["base"] = compile_list([*TORCH, *base], *common)
-        have = [f"--no-emit-package={name}" for name in names(made["base"])]
+        base = [*TORCH, *base]
+        made["base"] = compile_list(base, *common)
+        have = set(blocks(made["base"]))
         for name, requirements in lists.items():
-            made[name] = compile_list(requirements, *common, *have)
+            found = blocks(compile_list([*base, *requirements], *common))
+            made[name] = "".join(block for block in found if block not in have)
 
     for path in FOLDER.glob("*.txt"):
         path.unlink()
     for name, text in made.items():
         (FOLDER / f"{name}.txt").write_text(HEADER + text)
-        print(f"{name}.txt: {len(names(text))} packages")
+        print(f"{name}.txt: {len(blocks(text))} packages")
 
 
 if __name__ == "__main__":

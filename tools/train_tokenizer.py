@@ -23,7 +23,7 @@ from megatron.corpus.preprocessing.inputs import (
     total_bytes,
 )
 from megatron.corpus.preprocessing.reporting import Progress
-from megatron.data.json_lines import BadLine, texts_of_line
+from megatron.data.json_lines import BadLine, long_line, texts_of_line
 from megatron.tokenizer.train import KINDS, TRAINED_FILES, train_tokenizer
 
 
@@ -114,6 +114,7 @@ def read_texts(paths: Sequence[Path], keys: Sequence[str]) -> Iterator[str]:
 
 def json_texts(batch: LineBatch, keys: Sequence[str]) -> list[str]:
     texts: list[str] = []
+    _check_lengths(batch)
     for number, line in enumerate(batch.lines, batch.first_line):
         if line.isspace():
             continue
@@ -126,7 +127,14 @@ def json_texts(batch: LineBatch, keys: Sequence[str]) -> list[str]:
     return texts
 
 
+def _check_lengths(batch: LineBatch) -> None:
+    for number, line in enumerate(batch.lines, batch.first_line):
+        if found := long_line(line, number):
+            raise ValueError(f"--input {batch.path}, line {number}: {found.reason}; divide it")
+
+
 def plain_text(batch: LineBatch) -> str:
+    _check_lengths(batch)
     try:
         return b"".join(batch.lines).decode("utf-8")
     except UnicodeDecodeError as error:

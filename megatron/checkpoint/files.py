@@ -35,6 +35,10 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be read or written; the message names the file."""
 
 
+class DamagedError(CheckpointError):
+    """A checkpoint that does not contain what was saved; an older one may be whole."""
+
+
 class NotFiniteError(CheckpointError):
     """Weights or moments that are not finite, and must not be saved; the message names a tensor."""
 
@@ -107,6 +111,15 @@ def write_tensors(
                 yield block.numpy().data.cast("B")
 
     return _write(path, contents())
+
+
+def finite(name: str, values: Tensor, dtype: torch.dtype, where: Path) -> Tensor:
+    """The elements of a tensor of the checkpoint ``where`` in another dtype. Raises NotFiniteError
+    if one is not finite in that."""
+    found = not_finite({name: values}, dtype)
+    if found is not None:
+        raise NotFiniteError(f"{where}: {found}")
+    return values.to(dtype)
 
 
 def not_finite(tensors: Mapping[str, Tensor | LazyTensor], dtype: torch.dtype) -> str | None:

@@ -19,11 +19,13 @@
     <save>/.global_step<N>.incomplete         being written
     <save>/.global_step<N>.replaced           the old one, until another has taken its place
     <save>/.global_step<N>.deleted            being deleted
+    <save>/.global_step<N>.damaged            set aside by --on-damaged-checkpoint previous
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -33,7 +35,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from megatron.checkpoint.files import CheckpointError, Facts, stage_text
+from megatron.checkpoint.files import CheckpointError, Facts, stage_text, write_text
 from megatron.checkpoint.manifest import INDEX, MANIFEST, write_manifest
 from megatron.util.files import sync_path
 from megatron.util.locks import Lock, LockTakenError
@@ -105,6 +107,23 @@ def discard(folder: Path) -> None:
     shutil.rmtree(deleted, ignore_errors=True)
     os.rename(folder, deleted)
     shutil.rmtree(deleted, ignore_errors=True)
+
+
+def set_aside(folder: Path) -> Path:
+    """Renames a damaged checkpoint, so that nothing takes it for one, replaces it or deletes it;
+    returns its new path. Raises OSError if it cannot be renamed."""
+    for number in itertools.count():
+        aside = folder.with_name(f".{folder.name}.damaged{f'-{number}' if number else ''}")
+        if not aside.exists():
+            os.rename(folder, aside)
+            return aside
+    raise AssertionError
+
+
+def point_to(folder: Path) -> None:
+    """Makes the trackers beside a checkpoint name it. Raises OSError if they cannot be written."""
+    write_text(folder.parent / MEGATRON_TRACKER, f"{iteration_of(folder.name)}")
+    write_text(folder.parent / TRACKER, folder.name)
 
 
 def publish(save: Path, iteration: int, facts: dict[str, Facts]) -> Path:
@@ -198,6 +217,14 @@ def complete_tags(save: Path) -> list[str]:
         if iteration is not None and _complete(save, name):
             found[iteration] = name
     return [found[iteration] for iteration in sorted(found)]
+
+
+def iterations_in(save: Path, before: int | None = None) -> list[int]:
+    """Iterations of what has the name of a checkpoint, or of a universal copy, in a folder, newest
+    first; those ``before`` one, if that is given."""
+    names = [path.name.removesuffix(_TWIN) for path in save.iterdir()] if save.is_dir() else []
+    found = {iteration for name in names if (iteration := iteration_of(name)) is not None}
+    return sorted((n for n in found if before is None or n < before), reverse=True)
 
 
 def find(load: str, wanted: str | None = None) -> Path | None:

@@ -75,6 +75,10 @@ class DataConfig:
     """Folder that caches remote data, such as s3://bucket/prefix."""
     num_workers: int = option(2, bounds=NOT_NEGATIVE, role="course")
     """Number of data loader processes per rank; 0 loads in the training process."""
+    verify_data: bool = option(False)
+    """Compare every file of --data-path and the like with its checksum (PREFIX.sha256 beside
+    PREFIX.bin and PREFIX.idx, FILE.sha256 beside other files) before training. The processes share
+    the work."""
     mock_data: bool = option(False)
     """Train on synthetic tokens, without data files."""
     reset_position_ids: bool = option(False)
@@ -132,6 +136,9 @@ class TokenizerConfig:
     special tokens included."""
     vocab_extra_ids: int = option(0)
     """Number of sentinel tokens <extra_id_0>, <extra_id_1>, ... added to the vocabulary (T5)."""
+    bpe_library: str = option("tiktoken", choices=("tiktoken", "fastokens"))
+    """GPT2BPETokenizer: library that encodes batches of text, with the same ids. fastokens must be
+    installed (pip install megatron-deepspeed[fast]) and is faster still."""
     tiktoken_pattern: str | None = option(None, choices=("v1", "v2"))
     """TikTokenizer: version of the pattern that splits text, for a JSON vocabulary."""
     tiktoken_num_special_tokens: int = option(1000)

@@ -76,6 +76,9 @@ class CheckpointConfig:
     """Save optimizer state."""
     save_rng: bool = option(True, flag="--save-rng", off="--no-save-rng")
     """Save random states."""
+    allow_changed_data: bool = option(False)
+    """Continue from a checkpoint although files of data have other content than when it was saved.
+    Without it that is an error; other paths with the same content are none."""
     use_checkpoint_args: bool = option(False)
     """Use the model and tokenizer values of the checkpoint at --load where no flag is given."""
 

@@ -15,8 +15,11 @@ from typing import Any, NamedTuple
 
 from megatron.data.blend import BlendedDataset, normalised_weights, part_samples
 from megatron.data.index_cache import IndexCache
+from megatron.data.indexed import IndexedDataset
+from megatron.data.paths import READ_IN_PLACE, expand
 from megatron.data.samples import Documents, SampleDataset, SampleRecipe
 from megatron.data.sources import PARTS, Blend, DataSource, Parts, split_documents
+from megatron.util.digests import digest_of_parts, digest_of_sample
 from megatron.util.progress import progress_bar
 
 logger = logging.getLogger(__name__)
@@ -58,6 +61,64 @@ class Portion(NamedTuple):
     """Of the file in its blend; they sum to 1."""
 
 
+class DataFile(NamedTuple):
+    """A file that a part of the data was made of."""
+
+    part: str
+    """Such as ``train``, or ``valid`` and the name of the set."""
+    path: str
+    weight: float | None
+    share: Sequence[float]
+    """The range of its documents, as fractions."""
+    content: Mapping[str, int | str]
+    """Values that differ between versions of the file, wherever it is."""
+
+
+def changed_files(
+    before: Sequence[DataFile], now: Sequence[DataFile], same_flags: bool
+) -> list[str]:
+    """How the files of a run differ from those before, a line for each value. Where the flags are
+    the same, the files of a part are compared in their order, wherever they are now, otherwise
+    those of the same path."""
+    if not same_flags:
+        known = {(file.part, file.path): file for file in before}
+        pairs = [(known[file[:2]], file) for file in now if file[:2] in known]
+        return [line for old, new in pairs for line in _changes(old, new, ("content",))]
+    lines = list[str]()
+    for part in dict.fromkeys(file.part for file in now):
+        old = [file for file in before if file.part == part]
+        new = [file for file in now if file.part == part]
+        if old and len(old) != len(new):
+            lines.append(f"{part}: {len(old)} files, and {len(new)} now")
+        for pair in zip(old, new, strict=False) if len(old) == len(new) else ():
+            lines += _changes(*pair, ("weight", "share", "content"))
+    return list(dict.fromkeys(lines))
+
+
+def _changes(old: DataFile, new: DataFile, compared: Sequence[str]) -> list[str]:
+    where = new.path if new.path == old.path else f"{new.path} (before: {old.path})"
+    before, now = old._asdict(), new._asdict()
+    before["share"], now["share"] = list(old.share), list(new.share)
+    values = [(name, before[name], now[name]) for name in compared if name != "content"]
+    if "content" in compared:
+        names = sorted(old.content.keys() & new.content.keys())
+        values += [(name, old.content[name], new.content[name]) for name in names]
+    return [
+        f"{where}: {name} was {was} and is {found}" for name, was, found in values if was != found
+    ]
+
+
+def content_of_files(path: str) -> Mapping[str, int | str]:
+    """What :meth:`IndexedDataset.content` is of a path whose files are tokenized while training."""
+    files = expand(path, READ_IN_PLACE)
+    blocks = max(2, 128 // len(files))
+    return {
+        "bytes": sum(file.stat().st_size for file in files),
+        "files": len(files),
+        "sample": digest_of_parts(digest_of_sample(file, blocks) for file in files),
+    }
+
+
 @dataclass(frozen=True)
 class DatasetBuilder:
     """Builds datasets, without a GPU or a process group. `readers` makes the reader of each kind of
@@ -68,6 +129,7 @@ class DatasetBuilder:
     cache_path: str | None = None
     _made: dict[str, SourceReader] = field(default_factory=dict)
     _opened: dict[tuple[str, str, str | None], Documents] = field(default_factory=dict)
+    _contents: dict[str, Mapping[str, int | str]] = field(default_factory=dict)
 
     def datasets(self, parts: Parts, sample_counts: tuple[int, int, int]) -> Datasets:
         """All samples of a run; `sample_counts` are those wanted for training, and for each set of
@@ -155,6 +217,29 @@ class DatasetBuilder:
             )
             for each, weight in zip(chosen, weights, strict=True)
         ]
+
+    def contents(self, parts: Parts) -> list[DataFile]:
+        """The files that have been opened for a run, with digests of what is in them."""
+        found = []
+        train = {} if parts.train is None else {PARTS[0]: parts.train}
+        for part, blends in zip(PARTS, (train, parts.valid, parts.test), strict=True):
+            for name, blend in blends.items():
+                for source in blend.sources:
+                    for path in source.paths:
+                        documents = self._opened.get((source.kind, path, source.text_key))
+                        if documents is not None:
+                            of = part if name == part else f"{part} {name}"
+                            own = self._content(path, documents)
+                            found.append(DataFile(of, path, source.weight, source.share, own))
+        return found
+
+    def _content(self, path: str, documents: Documents) -> Mapping[str, int | str]:
+        if path not in self._contents:
+            if isinstance(documents, IndexedDataset):
+                self._contents[path] = documents.content()
+            else:
+                self._contents[path] = content_of_files(path)
+        return self._contents[path]
 
     def _chosen(self, blend: Blend, part: str) -> list[list[Chosen]]:
         """The files of each source that have documents for the part."""

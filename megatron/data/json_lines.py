@@ -20,8 +20,9 @@ MAX_DEPTH = 1024
 _SKIPPED_BYTES = 1 << 20
 _ARRAY_BYTES = 1 << 18
 _SPACE = " \t\r\n"
-_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"')
-_BRACKETS = re.compile(r"[\[\]{}]")
+_STRINGS_AND_BRACKETS = re.compile(r'"[^"]*"?|[\[\]{}]')
+"""In JSON without escapes. A string may lack its end, so that no attempt to match ever fails, which
+would take time with each of the quotes in a line."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,14 @@ class BadLine:
     """The kind of error, the same words for all such lines."""
     detail: str
     """What was found in this line."""
+
+
+def long_line(line: bytes, number: int) -> BadLine | None:
+    """What is wrong with a line of which no more than `LONGEST_RECORD` bytes and a few may have
+    been read, if it is longer."""
+    if len(line) <= LONGEST_RECORD:
+        return None
+    return BadLine(number, f"longer than {LONGEST_RECORD >> 20} MiB", f"{line[:40]!r}...")
 
 
 def read_lines(
@@ -114,7 +123,7 @@ def _second_chance(line: bytes, number: int) -> Any:
         text = line.decode("utf-8-sig")  # files put together may have a mark in the middle
     except UnicodeDecodeError as error:
         return BadLine(number, "not UTF-8", f"{error}: {_shortened(line)}")
-    if _is_too_deep(text):
+    if is_too_deep(text):
         return BadLine(number, "nested too deeply", f"over {MAX_DEPTH} levels: {_shortened(line)}")
     try:
         # As floats, numbers may have any number of digits.
@@ -125,14 +134,20 @@ def _second_chance(line: bytes, number: int) -> Any:
         return BadLine(number, "not JSON", f"{error}: {_shortened(line)}")
 
 
-def _is_too_deep(text: str) -> bool:
-    if text.count("[") + text.count("{") <= MAX_DEPTH:
+def is_too_deep(text: str, most: int = MAX_DEPTH) -> bool:
+    """Whether JSON, or what claims to be, has more than `most` brackets inside brackets."""
+    if text.count("[") + text.count("{") <= most:
         return False
     depth = 0
-    for bracket in _BRACKETS.findall(_STRING.sub("", text)):
-        depth += 1 if bracket in "[{" else -1
-        if depth > MAX_DEPTH:
-            return True
+    plain = text.replace("\\\\", "").replace('\\"', "")
+    for found in _STRINGS_AND_BRACKETS.finditer(plain):
+        first = found[0][0]
+        if first in "[{":
+            depth += 1
+            if depth > most:
+                return True
+        elif first in "]}":
+            depth -= 1
     return False
 
 

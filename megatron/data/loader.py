@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from megatron.data.build import Datasets
+from megatron.data.build import DataFile, Datasets
 from megatron.data.sampler import MicroBatchSampler
 from megatron.data.samples import SampleDataset
 from megatron.util.processes import is_for_users, name_lost_pages
@@ -112,11 +112,13 @@ class TrainingData(NamedTuple):
 
     Attributes:
         weighed: whether batches have ``weights_2``, and may differ in length.
+        files: returns what the samples are made of.
     """
 
     datasets: Datasets
     collate: Callable[[Sequence[Any]], Any]
     weighed: bool = False
+    files: Callable[[], Sequence[DataFile]] = list
 
     def batches(self, dataset: SampleDataset[Any], **options: Any) -> MicroBatches[Any]:
         """Micro batches of one of the datasets; options: see :class:`MicroBatches`."""

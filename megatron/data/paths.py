@@ -6,6 +6,9 @@ import glob
 from collections.abc import Sequence
 from pathlib import Path
 
+READ_IN_PLACE = (".json", ".jsonl", ".csv", ".tsv", ".txt", ".tfrecord", ".tfrecords")
+"""Endings of files in a folder of data that is not indexed."""
+
 
 def expand(pattern: str, endings: Sequence[str]) -> list[Path]:
     """The sorted files of a path: a file, a folder (its files at any depth with one of some

@@ -22,7 +22,7 @@ import numpy as np
 from megatron.config import ConfigError, RunConfig
 from megatron.config.flags import flag_of
 from megatron.config.kinds import DOCUMENTS, file_kinds, kind_classes
-from megatron.data.build import DatasetBuilder, Datasets, Portion, SourceReader
+from megatron.data.build import DataFile, DatasetBuilder, Datasets, Portion, SourceReader
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed import IndexedDataset
 from megatron.data.indexed.dataset_checks import TokenExtremes
@@ -250,7 +250,7 @@ class DataPipeline(ABC):
             collate = kind.collator(self, collate)
         found = self.datasets(sample_counts, batch_sizes)
         weighed = self.reads_examples or any(kind.weighed for kind in self.acting)
-        return TrainingData(found, collate, weighed)
+        return TrainingData(found, collate, weighed, self.files)
 
     def datasets(
         self, sample_counts: tuple[int, int, int], batch_sizes: BatchSizes = list
@@ -268,20 +268,24 @@ class DataPipeline(ABC):
             train = kind.order(self, train, wanted, batch_sizes)
         return found._replace(train=SkippedSamples(train, skipped) if skipped else train)
 
+    def files(self) -> list[DataFile]:
+        """The files that :meth:`datasets` has opened."""
+        return [] if self.config.data.mock_data else self._builder.contents(self.parts)
+
     def prebuild(self, sample_counts: tuple[int, int, int], workers: int) -> None:
         """Build the index cache of a run in advance; see :meth:`DatasetBuilder.prebuild`."""
-        self._builder().prebuild(self.parts, sample_counts, workers)
+        self._builder.prebuild(self.parts, sample_counts, workers)
 
     def training_portions(self) -> list[Portion]:
         """The documents that the training samples are made of, file by file, in the order of the
         flags. Raises ValueError or OSError for files that cannot be used."""
         train = self.parts.train
-        return [] if train is None else self._builder().portions(train, PARTS[0])
+        return [] if train is None else self._builder.portions(train, PARTS[0])
 
     def _unordered(self, sample_counts: tuple[int, int, int]) -> Datasets:
         if not self.config.data.mock_data:
             self._refuse_unused()
-            return self._builder().datasets(self.parts, sample_counts)
+            return self._builder.datasets(self.parts, sample_counts)
         train, *held_out = (
             {name: self.mock(count, part)} if count else {}
             for part, (name, count) in enumerate(zip(PARTS, sample_counts, strict=True))
@@ -298,6 +302,7 @@ class DataPipeline(ABC):
         """The kinds of data that change samples."""
         return acting_kinds(self.config)
 
+    @cached_property
     def _builder(self) -> DatasetBuilder:
         readers = {INDEXED: lambda: SourceReader(self.open_indexed, self.recipe())}
         for kind, name in file_kinds().items():

@@ -77,6 +77,15 @@ class RemoteDataset(IndexedDataset):
     def bin_identity(self) -> dict[str, int | str]:
         return {"url": self._bin.url, "bytes": self._bin.size, "version": self._bin.version}
 
+    def content(self) -> dict[str, int | str]:
+        """See `IndexedDataset.content`; for a sample the version that the server tells."""
+        return {
+            "bytes": self._bin.size,
+            "documents": self.num_documents,
+            "lengths": self.lengths_digest,
+            "version": self._bin.version,
+        }
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (self.prefix, self._cache_path, self._chunks.vocab_size)
 

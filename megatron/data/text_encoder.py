@@ -126,7 +126,8 @@ def tokenizer_identity(config: TokenizerConfig) -> dict[str, Any]:
     """The settings of a tokenizer as JSON values; a path of a file or folder is replaced by a
     digest of its content."""
     values = dataclasses.asdict(with_files(config))
-    del values["cache_dir"]
+    for name in ("cache_dir", "bpe_library"):  # neither changes the ids
+        del values[name]
     return {
         name: _with_content(value) if isinstance(value, str) else value
         for name, value in values.items()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Sequence
 from pkgutil import resolve_name
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +15,7 @@ from megatron.config import ConfigError, RunConfig
 from megatron.config.layouts import StateDtypes
 from megatron.engine.backend import Backend, PipelineBackend, PlainBackend
 from megatron.engine.compilation import compile_blocks, to_compile, why_eager
-from megatron.engine.deepspeed_json import Json, for_engine, stage_of
+from megatron.engine.deepspeed_json import Json, check_settings, for_engine, stage_of
 from megatron.engine.deepspeed_patches import (
     QUEUED_PARTITIONED,
     allow_fp16,
@@ -42,6 +44,8 @@ from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import shard_of
 from megatron.util.processes import is_main_process
 
+logger = logging.getLogger(__name__)
+
 QUANTISED = "megatron.engine.quantised:find_quantised"
 """What runs with ``--qlora`` do with an engine; imported for them only."""
 
@@ -56,6 +60,8 @@ def build_engine(
     """A model in training, initialised; ``content`` is the completed DeepSpeed JSON."""
     check_float8(config, device)  # before minutes of initialisation
     settings = for_engine(content, config, device.type == "cpu")
+    if config.engine.deepspeed_config:
+        check_settings(settings, config.engine.deepspeed_config)
     if config.precision.fp16 and device.type == "cpu":
         allow_fp16()
     backend = backend_class(config)(config, settings, spec, mesh, device)
@@ -79,6 +85,7 @@ def build_engine(
         check_groups(optimizer, mesh)
     with without_zero_gradients(unused=asynchronous):
         engine = backend.start(optimizer, settings)
+    _outlast_monitor(engine)
     take_out(engine, mesh.data.size)
     guard(engine.optimizer)
     stored = None
@@ -103,6 +110,26 @@ def build_engine(
     if config.adapters.qlora:
         _say(resolve_name(QUANTISED)(built))
     return built
+
+
+def _outlast_monitor(engine: Any) -> None:
+    """Keeps DeepSpeed's own writers (``tensorboard`` and others of its JSON) from ending a run, as
+    on a full disk."""
+    monitor = getattr(engine, "monitor", None)
+    if monitor is None or not monitor.enabled:
+        return
+    write = monitor.write_events
+
+    def write_events(*events: Any, **options: Any) -> None:
+        try:
+            write(*events, **options)
+        except Exception as error:  # each library has classes of its own
+            logger.warning(
+                "DeepSpeed's monitor cannot write (%s); training goes on without it", error
+            )
+            monitor.write_events = lambda *events, **options: None
+
+    monitor.write_events = write_events
 
 
 def backend_class(config: RunConfig) -> type[Backend]:

@@ -4,7 +4,7 @@ any layout."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -59,11 +59,15 @@ class EngineFolderWriter(CheckpointWriter):
 
 
 def checkpoint_writer(
-    engine: TrainEngine, content: Json, save_tokenizer: Callable[[Path], None]
+    engine: TrainEngine,
+    content: Json,
+    save_tokenizer: Callable[[Path], None],
+    data: Sequence[Json] = (),
 ) -> CheckpointWriter:
+    """The writer of a run's ``--checkpoint-format``; see :class:`CheckpointWriter`."""
     engine_folders = engine.config.checkpoint.checkpoint_format == "deepspeed"
     writer = EngineFolderWriter if engine_folders else CheckpointWriter
-    return writer(engine, content, save_tokenizer)
+    return writer(engine, content, save_tokenizer, data)
 
 
 def write_engine_folder(

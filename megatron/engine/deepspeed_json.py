@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from megatron.config.engine import GRAPH_MODES, NO_GRAPHS
 from megatron.config.flags import check_value, nearest
 from megatron.config.kinds.curriculum import CurriculumConfig
 from megatron.config.layouts import check_layout
+from megatron.util.json_text import parse_json
 
 Json = dict[str, Any]
 
@@ -164,15 +166,66 @@ _REFUSED = {
 }
 
 
+_SECTIONS = tuple(
+    """tensorboard wandb csv_monitor comet comms_logger flops_profiler aio timers data_efficiency
+    data_types""".split()
+)
+"""Keys with an object, besides those of :data:`PAIRS`."""
+
+_VALUES = {
+    **dict.fromkeys(
+        """wall_clock_breakdown memory_breakdown dump_state prescale_gradients sparse_gradients
+        disable_allgather use_data_before_expert_parallelism flops_profiler.enabled
+        flops_profiler.detailed tensorboard.enabled csv_monitor.enabled wandb.enabled comet.enabled
+        """.split(),
+        "true or false",
+    ),
+    **dict.fromkeys(
+        """steps_per_print flops_profiler.profile_step flops_profiler.top_modules
+        zero_optimization.zero_hpz_partition_size""".split(),
+        "a positive integer",
+    ),
+    **dict.fromkeys(
+        "flops_profiler.module_depth zero_optimization.mics_shard_size".split(), "an integer"
+    ),
+    **dict.fromkeys(
+        "flops_profiler.output_file tensorboard.output_path csv_monitor.output_path".split(),
+        "a string",
+    ),
+}
+"""Keys whose values DeepSpeed uses without checking them, and what these must be."""
+
+_LIBRARIES = {"wandb": "wandb", "comet": "comet_ml"}
+"""Sections that need a package."""
+
+_WRITES = ("tensorboard.output_path", "csv_monitor.output_path", "flops_profiler.output_file")
+
+
+def output_notes(content: Json, path: str) -> list[str]:
+    """A line for the user for each place that DeepSpeed writes or sends to because the JSON at
+    ``path`` says so; a foreign JSON may name any."""
+    notes = []
+    for key in _WRITES:
+        place = get(content, key)
+        if place and get(content, f"{key.split('.')[0]}.enabled") is True:
+            notes.append(f"{path}: {key} makes DeepSpeed write to {place}")
+    for key, library in _LIBRARIES.items():
+        if get(content, f"{key}.enabled") is True:
+            notes.append(f"{path}: {key} makes DeepSpeed send metrics to the service of {library}")
+    return notes
+
+
 def read_json(path: str) -> Json:
     """Reads a DeepSpeed JSON file. Raises ConfigError if the file is missing or not a JSON object,
     or has an unknown or refused key."""
     try:
-        content = json.loads(Path(path).read_text(), object_pairs_hook=_without_duplicates)
+        content = parse_json(Path(path).read_bytes(), f"--deepspeed_config {path}")
     except FileNotFoundError:
         raise ConfigError(f"--deepspeed_config {path}: file not found") from None
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"--deepspeed_config {path}: not readable as JSON: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"--deepspeed_config {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     if not isinstance(content, dict):
         raise ConfigError(f"--deepspeed_config {path}: expected a JSON object")
     for key in content:
@@ -182,24 +235,17 @@ def read_json(path: str) -> Json:
             hint = nearest(key, _KNOWN_KEYS, '; the nearest known key is "{}"')
             raise ConfigError(f'{path}: DeepSpeed has no key "{key}"{hint}')
     _check_sections(content, path)
+    _check_values(content, path)
     _check_offload(content, path)
     _check_optimizer(content, path)
     _check_curricula(content, path)
     return content
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> Json:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f'the key "{twice}" occurs twice in one object')
-    return content
-
-
 def _check_sections(content: Json, path: str) -> None:
     """Refuses a plain value where known keys are in an object or a list."""
     keys = [f"zero_optimization.{key}.device" for key in _OFFLOAD]
+    keys += [*_VALUES, *(f"{name}.enabled" for name in _SECTIONS)]
     for key in (*(pair.key for pair in PAIRS), *keys):
         sections = key.split(".")[:-1]
         for depth in range(1, len(sections) + 1):
@@ -213,6 +259,34 @@ def _check_sections(content: Json, path: str) -> None:
                 needed = None if fits else "a list of two numbers"
             if needed:
                 raise ConfigError(f"{path}: {name} is {json.dumps(section)}; it must be {needed}")
+
+
+def _check_values(content: Json, path: str) -> None:
+    """Refuses what DeepSpeed would fail on in the middle of a run."""
+    for key, wanted in _VALUES.items():
+        value = get(content, key)
+        if value is None or value == "auto":
+            continue
+        fits = {
+            "true or false": isinstance(value, bool),
+            "a positive integer": type(value) is int and value > 0,
+            "an integer": type(value) is int,
+            "a string": isinstance(value, str),
+        }[wanted]
+        if not fits:
+            raise ConfigError(f"{path}: {key} is {shown(value)}; it must be {wanted}")
+    for key in _LIBRARIES:
+        if get(content, f"{key}.enabled") is True and find_spec(_LIBRARIES[key]) is None:
+            raise ConfigError(
+                f"{path}: {key}.enabled is true, and the package {_LIBRARIES[key]} is not "
+                "installed; install it, or remove the section"
+            )
+
+
+def shown(value: Any) -> str:
+    """A value of a JSON file, for messages."""
+    text = json.dumps(value, default=str)
+    return text if len(text) < 200 else f"{text[:200]}..."
 
 
 def _check_offload(content: Json, path: str) -> None:
@@ -445,6 +519,43 @@ def for_engine(content: Json, config: RunConfig, on_cpu: bool) -> Json:
                     f"{config.engine.deepspeed_config}: zero_optimization.{key} runs on GPUs only"
                 )
     return result
+
+
+def check_settings(settings: Json, path: str) -> None:
+    """Raises ConfigError, naming the JSON at ``path`` and the key, for what DeepSpeed refuses in
+    settings that :func:`for_engine` returned."""
+    from deepspeed.runtime.config import DeepSpeedConfig, DtypeEnum
+    from pydantic import ValidationError
+
+    # DeepSpeed compares this one with the number of processes.
+    settings = {key: value for key, value in settings.items() if key != "train_batch_size"}
+    try:
+        for name in settings.get("data_types", {}).values():
+            if name is not None:
+                DtypeEnum(name)
+        DeepSpeedConfig(copy.deepcopy(settings))
+    except ValidationError as error:
+        found = error.errors()[0]
+        place = ".".join(map(str, found["loc"]))
+        place = _place_of(settings, place, found.get("input")) or place
+        raise ConfigError(
+            f"{path}: DeepSpeed refuses {place} {shown(found.get('input'))}: {found['msg']}"
+        ) from error
+    except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{path}: DeepSpeed refuses this configuration: {reason}") from error
+
+
+def _place_of(content: Json, key: str, value: Any) -> str | None:
+    """The dotted key of a section's ``key`` with that value: a message has the section's only."""
+    for name, section in content.items():
+        if isinstance(section, dict):
+            if get(section, key) == value:
+                return f"{name}.{key}"
+            below = _place_of(section, key, value)
+            if below is not None:
+                return f"{name}.{below}"
+    return None
 
 
 def get(content: Any, key: str) -> Any:

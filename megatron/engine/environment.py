@@ -10,8 +10,8 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.config import ConfigError, ParallelConfig
+from megatron.parallel.agreement import Agreement, Facts, agreeing, together_with_others
 from megatron.parallel.mesh import Mesh, build_mesh
 from megatron.util.processes import is_main_process
 
@@ -30,7 +31,8 @@ STALE_LOCK_SECONDS = 600.0
 
 def world_size() -> int:
     """Number of processes that the launcher started; 1 without a launcher. Raises ConfigError if
-    srun or mpirun started several processes that are not connected."""
+    srun or mpirun started several processes that are not connected, or a variable by which
+    launchers describe a process makes no sense."""
     name, tasks = tasks_of_scheduler()
     if "WORLD_SIZE" not in os.environ and tasks > 1:
         raise ConfigError(
@@ -38,15 +40,35 @@ def world_size() -> int:
             "train alone; start with deepspeed or torchrun, or set RANK, LOCAL_RANK, "
             "WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each"
         )
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    size = _whole_number("WORLD_SIZE", 1, 1)
+    rank = _whole_number("RANK", 0, 0)
+    if rank >= size:
+        raise ConfigError(f"RANK={rank} must be below WORLD_SIZE={size}: ranks count from 0")
+    for name, least in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1), ("LOCAL_SIZE", 1)):
+        _whole_number(name, least, least)
+    return size
+
+
+def _whole_number(name: str, default: int, least: int) -> int:
+    """The number in a variable of the environment that a launcher sets."""
+    given = os.environ.get(name)
+    if given is None:
+        return default
+    if not (given.isascii() and given.isdecimal()) or not least <= int(given[:10]) < 2**31:
+        raise ConfigError(
+            f"{name}={given} in the environment: launchers set it to a whole number from {least} "
+            "on; correct or unset it"
+        )
+    return int(given)
 
 
 def tasks_of_scheduler() -> tuple[str, int]:
     """Number of processes that srun or mpirun has started, and the variable that says so; 1
     without them."""
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        if int(os.environ.get(name, "1")) > 1:
-            return name, int(os.environ[name])
+        tasks = _whole_number(name, 1, 1)
+        if tasks > 1:
+            return name, tasks
     return "", 1
 
 
@@ -60,8 +82,9 @@ def training_device() -> torch.device:
 
 
 @contextmanager
-def distributed(config: ParallelConfig) -> Iterator[Mesh]:
-    """torch.distributed and the layout's groups, until the block ends. Raises ConfigError if
+def distributed(config: ParallelConfig, facts: Callable[[], Facts] | None = None) -> Iterator[Mesh]:
+    """torch.distributed and the layout's groups, until the block ends. The processes first compare
+    ``facts``, which must be the same in all of them. Raises ConfigError if they are not,
     ``--local_rank`` contradicts the environment, nccl is asked for and torch does not see the GPUs,
     the processes do not meet, or a killed build of a DeepSpeed operator left a lock."""
     local = os.environ.setdefault("LOCAL_RANK", str(config.local_rank or 0))
@@ -90,21 +113,25 @@ def distributed(config: ParallelConfig) -> Iterator[Mesh]:
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if "MASTER_PORT" not in os.environ:
         os.environ["MASTER_PORT"] = str(_free_port())
-    prepare_deepspeed()
-    if device.type == "cuda":
-        _let_segments_grow()
-        torch.cuda.set_device(device)
-        _tell_deepspeed(device)
-    else:
-        _keep_freed_memory()
-    with own_cores(device), _process_groups(config, backend) as mesh:
-        yield mesh
+    with ExitStack() as opened:
+        if facts is not None and together_with_others():
+            own = {"the device": device.type, "the backend": backend}
+            with _meeting(config):
+                agreement = Agreement(timedelta(minutes=config.distributed_timeout_minutes))
+            opened.enter_context(agreeing(agreement, {**facts(), **own}))
+        prepare_deepspeed()
+        if device.type == "cuda":
+            _let_segments_grow()
+            torch.cuda.set_device(device)
+            _tell_deepspeed(device)
+        else:
+            _keep_freed_memory()
+        opened.enter_context(own_cores(device))
+        yield opened.enter_context(_process_groups(config, backend))
 
 
-@contextmanager
-def _process_groups(config: ParallelConfig, backend: str) -> Iterator[Mesh]:
-    import deepspeed
-
+def _meeting(config: ParallelConfig) -> AbstractContextManager[None]:
+    """:func:`meeting` of all processes, where the launcher says."""
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     address, given = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     if not given.isdecimal() or not 0 < int(given) < 2**16:
@@ -112,7 +139,15 @@ def _process_groups(config: ParallelConfig, backend: str) -> Iterator[Mesh]:
     port = int(given)
     origin = "deepspeed --master_port" if "CROSS_SIZE" in os.environ else "MASTER_PORT"
     who = f"process {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
-    with meeting(who, address, port, origin, timeout):
+    return meeting(who, address, port, origin, timeout)
+
+
+@contextmanager
+def _process_groups(config: ParallelConfig, backend: str) -> Iterator[Mesh]:
+    import deepspeed
+
+    timeout = timedelta(minutes=config.distributed_timeout_minutes)
+    with _meeting(config):
         deepspeed.init_distributed(
             dist_backend=backend,
             auto_mpi_discovery=False,

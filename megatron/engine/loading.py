@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.files import CheckpointError, DamagedError
 from megatron.checkpoint.reader import differences
 from megatron.checkpoint.slices import Slice
 from megatron.checkpoint.source import FoundCheckpoint, Source
@@ -30,7 +30,7 @@ from megatron.engine.state import (
 )
 from megatron.engine.train_engine import ModelEngine, TrainEngine
 from megatron.model.layer_list import LayerStack
-from megatron.parallel.mesh import any_rank
+from megatron.parallel.mesh import first_reason
 from megatron.parallel.random import set_random_state
 from megatron.parallel.shard import shard_of
 from megatron.parallel.tensor_parallel import TensorParallel
@@ -47,12 +47,11 @@ def load_checkpoint(
     """Loads a checkpoint written at any layout; every rank must call it. With ``weights_only``, as
     always where nothing is trained, optimizer, loss scaler and random state stay as they are. Then
     the model of the checkpoint may have another head, or be one that this one adds parts to: this
-    one's stay as they are, and a note of the source says so. Raises CheckpointError if the
-    checkpoint is damaged or of another architecture.
+    one's stay as they are, and a note of the source says so. Raises DamagedError if a
+    rank finds the checkpoint damaged, CheckpointError if it is of another architecture.
     """
     options, world = engine.config.checkpoint, engine.mesh.world
-    together(engine, lambda: found.verify(world.rank, world.size))
-    source = together(engine, lambda: found.open(verify=False))
+    source = open_whole(engine, found)
     source.require_model()
     saved, wanted = source.model, engine.config.model
     other_head = (saved.head, saved.num_labels) != (wanted.head, wanted.num_labels)
@@ -88,19 +87,36 @@ def load_checkpoint(
             "starts from its base with the adapters in the weights"
         )
     else:
-        together(engine, lambda: load_weights(engine, source, fresh))
+        _undamaged(engine, lambda: load_weights(engine, source, fresh))
     # Later checkpoints record where these weights came from.
     model = replace(engine.config.model, hf_architecture=source.model.hf_architecture)
     engine.config = replace(engine.config, model=model)
     if weights_only or not source.state or not isinstance(engine, TrainEngine):
         return source
     if options.load_optim:
-        together(engine, lambda: load_optimizer(engine, source))
+        together(engine, lambda: check_optimizer(engine, source))
+        _undamaged(engine, lambda: load_optimizer(engine, source))
         together(engine, lambda: _load_amax_history(engine, found.folder))
     path = found.folder / f"random-{world.rank:05d}.safetensors"
     if options.load_rng and source.state.get("world_size") == world.size and path.is_file():
         together(engine, lambda: _load_random_state(path))
     return source
+
+
+def open_whole(engine: ModelEngine, found: FoundCheckpoint) -> Source:
+    """Opens a checkpoint whose files the ranks have compared with their checksums, each its share.
+    Raises DamagedError on every rank if one finds it damaged."""
+    world = engine.mesh.world
+    _undamaged(engine, lambda: found.verify(world.rank, world.size))
+    return _undamaged(engine, lambda: found.open(verify=False))
+
+
+def _undamaged(engine: ModelEngine, step: Callable[[], T]) -> T:
+    """:func:`together` for steps that fail only if the checkpoint is damaged."""
+    try:
+        return together(engine, step)
+    except Exception as error:  # of any kind: all ranks must go the same way
+        raise DamagedError(str(error) or repr(error)) from error
 
 
 def _load_amax_history(engine: TrainEngine, folder: Path) -> None:
@@ -132,20 +148,19 @@ def _load_random_state(path: Path) -> None:
 def together(engine: ModelEngine, step: Callable[[], T]) -> T:
     """Runs ``step`` on this rank and raises on all ranks if it failed on one, so that none waits
     for a rank that has failed. A model of one process, such as one beside a run of several, asks no
-    other. Raises CheckpointError if it failed; the rank where it failed says why."""
+    other. Raises the error of this rank, or else CheckpointError with that of another."""
+    result, error = None, None
     try:
-        result, error = step(), None
+        result = step()
     except Exception as caught:
-        result, error = None, caught
-    failed = error is not None
+        error = caught
+    found = None if error is None else str(error) or repr(error)
     if engine.mesh.world.size > 1:
-        failed = any_rank(failed, engine.device)
-    if failed:
-        if isinstance(error, CheckpointError | OSError) or error is None:
-            raise error or CheckpointError(
-                f"--load {engine.config.checkpoint.load}: see the error of another rank"
-            )
+        found = first_reason(found, engine.device)
+    if error is not None:
         raise error
+    if found is not None:
+        raise CheckpointError(found)
     return result  # type: ignore[return-value]
 
 
@@ -235,10 +250,24 @@ def _whole_shapes(engine: ModelEngine) -> dict[str, tuple[int, ...]]:
 
 @torch.no_grad()
 def load_optimizer(engine: TrainEngine, source: Source) -> None:
-    """Fills the optimizer's moments and the loss scaler. Raises CheckpointError if the checkpoint
-    has no state of this optimizer."""
-    name, run = engine.config.optimizer.optimizer, source.run
-    stored = {kind for parameter in source.names() for kind in source.kinds(parameter)}
+    """Fills the optimizer's moments and the loss scaler."""
+    set_loss_scaler_state(engine, source.state.get("loss_scaler", {}))
+    if stored_kinds(source) == {"weight"}:
+        return  # saved before the first update, or by SGD without momentum
+    create_moments(engine, source.state["optimizer_step"])
+    for own in owned_slices(engine):
+        for kind in own.moments:
+            own.set(kind, _read(source, own.name, kind, own.slice, own.count))
+
+
+def stored_kinds(source: Source) -> set[str]:
+    """``weight`` and the moments that any parameter has."""
+    return {kind for parameter in source.names() for kind in source.kinds(parameter)}
+
+
+def check_optimizer(engine: TrainEngine, source: Source) -> None:
+    """Raises CheckpointError if a checkpoint has no state of this run's optimizer."""
+    name, run, stored = engine.config.optimizer.optimizer, source.run, stored_kinds(source)
     if run is None:
         fits = stored.issuperset(MOMENTS[name])
     else:
@@ -248,13 +277,6 @@ def load_optimizer(engine: TrainEngine, source: Source) -> None:
             f"{source.folder} has no {', '.join(MOMENTS[name])}: it was saved with "
             "--no-save-optim or by another optimizer; --no-load-optim starts with a new state"
         )
-    set_loss_scaler_state(engine, source.state.get("loss_scaler", {}))
-    if stored == {"weight"}:
-        return  # saved before the first update, or by SGD without momentum
-    create_moments(engine, source.state["optimizer_step"])
-    for own in owned_slices(engine):
-        for kind in own.moments:
-            own.set(kind, _read(source, own.name, kind, own.slice, own.count))
 
 
 def _read(source: Source, name: str, kind: str, wanted: Slice, numel: int) -> Tensor:

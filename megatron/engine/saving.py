@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -36,6 +36,10 @@ from megatron.parallel.mesh import AXES, MODEL, Group, any_rank, first_reason
 from megatron.parallel.random import random_state
 from megatron.parallel.shard import shard_of
 from megatron.util.locks import Lock
+
+
+class LostRanksError(CheckpointError):
+    """The ranks could not agree on a save: one has ended, or took longer than the time limit."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +81,17 @@ class SaveJob:
 class CheckpointWriter:
     """Writes checkpoints of one run. Every rank must create one and call the methods in the same
     order. With ``--async-save`` a thread of each rank writes copies, with a gloo group of its own.
-    ``content`` is the completed DeepSpeed JSON."""
+    ``content`` is the completed DeepSpeed JSON, ``data`` the JSON values of the data's files."""
 
     def __init__(
-        self, engine: TrainEngine, content: Json, save_tokenizer: Callable[[Path], None]
+        self,
+        engine: TrainEngine,
+        content: Json,
+        save_tokenizer: Callable[[Path], None],
+        data: Sequence[Json] = (),
     ) -> None:
         self.engine, self.content, self.save_tokenizer = engine, content, save_tokenizer
+        self.data = list(data)
         self.options = engine.config.checkpoint
         self.folder = Path(self.options.save or "")
         self.main = engine.mesh.world.rank == 0
@@ -158,6 +167,7 @@ class CheckpointWriter:
                 "optimizer_step": optimizer_step(engine),
                 "loss_scaler": loss_scaler_state(engine),
                 "world_size": engine.mesh.world.size,
+                "data": self.data,
             }
             slices = own_slices(engine, folder)
             if self._thread is not None:
@@ -191,16 +201,18 @@ class CheckpointWriter:
         except Exception as caught:  # of any kind: other ranks must not wait for this one
             error = caught
         reason = None if error is None else str(error) or repr(error)
-        ruined = isinstance(error, NotFiniteError)
+        ruined, lost = isinstance(error, NotFiniteError), False
         try:
             found = first_reason(reason, self._device, self._group)
             ruined = found is not None and any_rank(ruined, self._device, self._group)
         except RuntimeError as caught:  # a rank is gone, or took longer than the time limit
             error, found = caught, reason or f"the ranks could not agree ({caught})"
+            ruined, lost = False, True
         if found is not None and ruined:
             raise NotFiniteError(found) from error
         if found is not None:
-            raise CheckpointError(
+            kind = LostRanksError if lost else CheckpointError
+            raise kind(
                 f"saving to {self.folder} failed: {found}; earlier checkpoints are untouched"
             ) from error
 

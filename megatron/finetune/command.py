@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.config import Setting, Settings
-from megatron.engine.environment import distributed
 from megatron.finetune.config import TuningConfig
 from megatron.finetune.during_training import Baseline, SampleTexts
 from megatron.finetune.export import REPORT, check_output_folder, export_model
@@ -31,6 +30,7 @@ from megatron.training.run import (
     Run,
     RunToolParser,
     build_trainer,
+    connected,
     run_of,
     show_configuration,
 )
@@ -112,7 +112,7 @@ def fine_tune(tuning: TuningRun) -> None:
     OSError if data or checkpoints cannot be used, or the result cannot be written."""
     run, config = tuning.run, tuning.config
     assert config.output is not None
-    with distributed(run.config.parallel) as mesh:
+    with connected(run, config) as mesh:
         data = training_data(run, tuning.epochs, tuning.counts.valid)
         prompts = sample_prompts(config, run, data)
         callbacks = (Baseline(), SampleTexts(run, mesh, prompts, config.sample_tokens))

@@ -18,6 +18,7 @@ import os
 import pickle
 import re
 import tarfile
+import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -216,8 +217,9 @@ _MAGIC = re.compile(rb"\x80[\x02-\x05](?:\x95.{8})?\x8a\x0al\xfc\x9cF\xf9 j\xa8P
 
 
 _MOST_VALUES = 1 << 24
-"""Values in one file, counted as often as they occur, and what its calls may copy."""
+"""Values in one file, counted as often as they occur."""
 _FEW_VALUES = 1 << 20
+"""So many may be in every file; more only if it has as many bytes."""
 _MAX_DEPTH = 100
 """Containers inside each other."""
 _CONTAINERS = (list, tuple, dict, set, frozenset)
@@ -234,10 +236,12 @@ class _Unpickler(_PYTHON):  # type: ignore[misc]
     """
 
     dispatch = dict(_PYTHON.dispatch)
+    most_copied = _FEW_VALUES
+    """Items of containers, and characters, that calls may copy."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._left = _MOST_VALUES
+        self._left = self.most_copied
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _KNOWN:
@@ -353,12 +357,14 @@ def _check_values(content: Any, most: int) -> None:
     raise pickle.UnpicklingError(f"its containers are nested more than {_MAX_DEPTH} levels deep")
 
 
-def _load(file: Any, **options: Any) -> Any:
-    return _Unpickler(file, **options).load()
+def _restricted(most: int) -> SimpleNamespace:
+    """What torch.load uses as the pickle module."""
+    unpickler = type("Unpickler", (_Unpickler,), {"most_copied": most})
 
+    def load(file: Any, **options: Any) -> Any:
+        return unpickler(file, **options).load()
 
-_RESTRICTED = SimpleNamespace(__name__="restricted", Unpickler=_Unpickler, load=_load)
-"""torch.load uses this as the pickle module."""
+    return SimpleNamespace(__name__="restricted", Unpickler=unpickler, load=load)
 
 
 def load_pickle(path: Path, name: str = "") -> Any:
@@ -375,17 +381,16 @@ def load_pickle(path: Path, name: str = "") -> Any:
     try:
         with open_regular(path) as file:
             mapped = _check_form(file, name)
-            size = os.fstat(file.fileno()).st_size
+            most = max(os.fstat(file.fileno()).st_size, _FEW_VALUES)
         content = torch.load(
             path,
             map_location="cpu",
-            pickle_module=_RESTRICTED,
+            pickle_module=_restricted(most),
             weights_only=False,
             mmap=mapped,
         )
         if isinstance(content, (*_CONTAINERS, Inert, Namespace)):
-            # Each takes a byte of the file or more.
-            _check_values(content, min(_MOST_VALUES, max(size, _FEW_VALUES)))
+            _check_values(content, min(most, _MOST_VALUES))
         return content
     except CheckpointError:
         raise
@@ -409,7 +414,7 @@ def _check_form(file: BinaryIO, name: str) -> bool:
         members = reader.get_all_records()
         if "constants.pkl" in members or "data.pkl" not in members:
             raise CheckpointError(f"{name} is a zip file, but not one that torch.save wrote")
-        if sum(map(reader.get_record_size, members)) > file.seek(0, os.SEEK_END):
+        if _declared_bytes(reader, file) > file.seek(0, os.SEEK_END):
             raise CheckpointError(
                 f"{name} is a zip file with compressed members, which torch.save never writes"
             )
@@ -417,6 +422,14 @@ def _check_form(file: BinaryIO, name: str) -> bool:
     if not _MAGIC.match(head) or _is_tar(file):
         raise CheckpointError(f"{name} is not a file that torch.save wrote")
     return False
+
+
+def _declared_bytes(reader: Any, file: BinaryIO) -> int:
+    """Bytes of the members of a zip file when they are unpacked, as it says."""
+    if hasattr(reader, "get_record_size"):  # from torch 2.13 on
+        return sum(map(reader.get_record_size, reader.get_all_records()))
+    with zipfile.ZipFile(file) as archive:
+        return sum(member.file_size for member in archive.infolist())
 
 
 def _is_tar(file: Any) -> bool:

@@ -126,7 +126,7 @@ class PlainTraining:
         self._optimizer = _plain_optimizer(self.params, self.options)
         data = run_data(run)
         add_reference(run, Mesh(), data)
-        datasets, collate, self._weighed = data
+        datasets, collate, self._weighed = data.datasets, data.collate, data.weighed
         assert datasets.train is not None
         self._batches = MicroBatches(
             datasets.train, collate, micro_batch_size=self._plan.micro_batch_size

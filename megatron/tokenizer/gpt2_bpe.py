@@ -44,7 +44,9 @@ from megatron.tokenizer.base import (
     write_pretrained,
     write_text,
 )
-from megatron.tokenizer.fastokens_bpe import BatchEncoder
+from megatron.tokenizer.fastokens_bpe import BatchEncoder, require_fastokens
+from megatron.tokenizer.tokenizer_json import check_size_of_ids
+from megatron.util.json_text import parse_json
 
 END_OF_TEXT = "<|endoftext|>"
 Vocabulary = dict[str, int]
@@ -82,12 +84,9 @@ def read_vocabulary(path: str) -> Vocabulary:
     """Reads the vocab.json of --vocab-file: ids by token. Raises FileNotFoundError; ValueError if
     it is no JSON object of integers, or ids are shared."""
     try:
-        vocab = json.loads(read_text(path, "--vocab-file"))
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"--vocab-file {path} is not JSON ({error}); it must be a vocab.json, an object of "
-            "token ids by token"
-        ) from None
+        vocab = parse_json(read_text(path, "--vocab-file"), f"--vocab-file {path}", lenient=True)
+    except ValueError as error:
+        raise ValueError(f"{error}; it must be a vocab.json, an object of ids by token") from None
     if not isinstance(vocab, dict) or not vocab:
         raise ValueError(
             f"--vocab-file {path} contains {_described(vocab)}; it must be a vocab.json, an object "
@@ -103,6 +102,7 @@ def read_vocabulary(path: str) -> Vocabulary:
             raise ValueError(
                 f"--vocab-file {path}: tokens {token_of_id[i]!r} and {token!r} share the id {i}"
             )
+    check_size_of_ids(max(vocab.values()), len(vocab), f"--vocab-file {path}")
     return vocab
 
 
@@ -192,12 +192,21 @@ class GPT2BPETokenizer(Tokenizer):
 
     joins_bytes = True
 
-    def __init__(self, vocab: Vocabulary, merges: Merges, source: str = "the vocabulary") -> None:
-        """`source` names the vocabulary in messages."""
+    def __init__(
+        self,
+        vocab: Vocabulary,
+        merges: Merges,
+        source: str = "the vocabulary",
+        with_fastokens: bool = False,
+    ) -> None:
+        """`source` names the vocabulary in messages. `with_fastokens` lets that library encode
+        batches; raises ConfigError if it is not installed."""
+        if with_fastokens:
+            require_fastokens()
         end = vocab.get(END_OF_TEXT)
         ids = SpecialIds(bos=end, eos=end, eod=end)
         super().__init__(source, max(vocab.values()) + 1, ids, hint=f" ({END_OF_TEXT})")
-        self._vocab, self._merges = vocab, merges
+        self._vocab, self._merges, self._with_fastokens = vocab, merges, with_fastokens
         self._special_text = None if end is None else END_OF_TEXT
         self._definition = _definition(vocab, merges, self._special_text)
 
@@ -211,7 +220,7 @@ class GPT2BPETokenizer(Tokenizer):
 
     @cached_property
     def _batches(self) -> BatchEncoder | None:
-        if self._ranked is None:
+        if self._ranked is None or not self._with_fastokens:
             return None
         tokens = [*CHARACTER_OF_BYTE, *map("".join, self._merges)]
         id_of_rank = self._ranked.id_of_rank
@@ -222,12 +231,14 @@ class GPT2BPETokenizer(Tokenizer):
         return {i: token_bytes(token) for token, i in self._vocab.items()}
 
     @classmethod
-    def from_files(cls, vocab_file: str | Path, merge_file: str | Path) -> GPT2BPETokenizer:
+    def from_files(
+        cls, vocab_file: str | Path, merge_file: str | Path, with_fastokens: bool = False
+    ) -> GPT2BPETokenizer:
         """Reads vocab.json and merges.txt. Raises FileNotFoundError if one of them is missing,
         ValueError if one of them is malformed, or they do not belong together."""
         vocab = read_vocabulary(str(vocab_file))
         merges = read_merges(str(merge_file), vocab, str(vocab_file))
-        return cls(vocab, merges, source=f"--vocab-file {vocab_file}")
+        return cls(vocab, merges, f"--vocab-file {vocab_file}", with_fastokens)
 
     @classmethod
     def from_config(cls, config: TokenizerConfig) -> GPT2BPETokenizer:
@@ -235,6 +246,7 @@ class GPT2BPETokenizer(Tokenizer):
         return cls.from_files(
             required(config, "vocab_file", "the path of vocab.json"),
             required(config, "merge_file", "the path of merges.txt"),
+            config.bpe_library == "fastokens",
         )
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[TokenIds]:

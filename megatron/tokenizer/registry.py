@@ -53,6 +53,11 @@ def build_tokenizer(config: TokenizerConfig, texts: TextSource | None = None) ->
         raise ConfigError(
             f"--tokenizer-type {config.tokenizer_type} is unknown; expected one of {known}.{hint}"
         )
+    if config.bpe_library != "tiktoken" and config.tokenizer_type != "GPT2BPETokenizer":
+        raise ConfigError(
+            f"--bpe-library {config.bpe_library} is for --tokenizer-type GPT2BPETokenizer, not "
+            f"{config.tokenizer_type}; leave it out"
+        )
     if texts is not None and config.tokenizer_type in _TRAINED_WHEN_MISSING:
         _resolved("train:train_missing_model")(config, texts)
     return _resolved(TOKENIZERS[config.tokenizer_type]).from_config(config)

@@ -4,6 +4,7 @@ one."""
 from __future__ import annotations
 
 import json
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from megatron.training.checkpoints import CheckpointManager
 from megatron.training.metrics import Evaluation, Reported
 from megatron.training.trainer import Callback, Trainer
 from megatron.util.files import write_whole
+
+logger = logging.getLogger(__name__)
 
 
 class BestEvaluation(Callback):
@@ -63,7 +66,7 @@ class BestEvaluation(Callback):
                 each["iteration"]: math.nan if each["loss"] is None else float(each["loss"])
                 for each in content
             }
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise ConfigError(
                 f"{path} cannot be read; delete it, and the best evaluation is found among those "
                 "that follow"
@@ -118,8 +121,11 @@ class BestEvaluation(Callback):
                 for at, loss in self.losses.items()
             ],
         }
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self._path, (json.dumps(content, indent=2) + "\n").encode())
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self._path, (json.dumps(content, indent=2) + "\n").encode())
+        except OSError as error:  # the next evaluation writes all of them
+            logger.warning("%s cannot be written: %s", self._path, error.strerror)
 
 
 def _minimised(trainer: Trainer, evaluation: Evaluation) -> float:

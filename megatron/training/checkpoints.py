@@ -10,7 +10,7 @@ from torch.profiler import record_function
 
 from megatron.checkpoint.files import CheckpointError, NotFiniteError
 from megatron.checkpoint.folder import tag
-from megatron.engine.saving import CheckpointWriter, SaveResult
+from megatron.engine.saving import CheckpointWriter, LostRanksError, SaveResult
 from megatron.training.report import Reporter
 from megatron.training.trainer import Callback, Step, Trainer
 
@@ -115,6 +115,9 @@ class CheckpointManager(Callback):
                     f"after iteration {result.iteration}: {result.error}; such a state is not "
                     f"saved, and no step can mend it: {self.newest_shown}"
                 )
+            if isinstance(result.error, LostRanksError) and not self.writer.options.async_save:
+                # Saves in the background have connections of their own; here training has none now.
+                raise CheckpointError(f"{result.error}; {self.newest_shown}")
             if len(self._failed) == limit:
                 which = ", ".join(str(failed.iteration) for failed in self._failed)
                 raise CheckpointError(

@@ -23,13 +23,19 @@ from megatron.config import (
 )
 from megatron.config.flags import build
 from megatron.config.output import ProfilingConfig
-from megatron.engine.environment import distributed, return_freed_memory, training_device
+from megatron.engine.environment import return_freed_memory, training_device
 from megatron.engine.evaluator import build_evaluator
 from megatron.engine.loading import load_checkpoint
 from megatron.engine.train_engine import ModelEngine
 from megatron.families import spec_of
 from megatron.training.resume import ResumeSource, find_origin
-from megatron.training.run import Run, run_of, show_configuration
+from megatron.training.run import (
+    Run,
+    compare_checkpoints,
+    connected,
+    run_of,
+    show_configuration,
+)
 from megatron.util.processes import is_main_process
 from megatron.util.progress import say
 
@@ -76,7 +82,8 @@ def opened_checkpoint(settings: Settings, processes: int, what: str) -> Iterator
         named = run.config.checkpoint.load
         where = f"--load {named} has no checkpoint" if named else "--load is missing"
         raise CheckpointError(f"{where}; name one")
-    with distributed(run.config.parallel) as mesh:
+    with connected(run) as mesh:
+        compare_checkpoints([origin.found])
         spec = spec_of(run.config.model, run.config.parallel)
         engine = build_evaluator(run.config, spec, mesh, training_device())
         source = load_checkpoint(engine, origin.found, weights_only=True)

@@ -49,8 +49,9 @@ def start_processes(settings: Settings, argv: Sequence[str] | None = None) -> in
     resolver = ConfigResolver((ParallelFlags,), settings)
     flags = build(ParallelFlags, settings)
     if "WORLD_SIZE" in os.environ:
+        size = world_size()
         _check_launched(flags, resolver)
-        return world_size()
+        return size
     asked = flags.launched_processes
     if asked is None or asked == 1:
         return world_size()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from megatron.training.metrics import measure_matmul_peak
 from megatron.training.report import say
 from megatron.training.trainer import Callback, Trainer
 from megatron.util.files import replacing
+
+logger = logging.getLogger(__name__)
 
 
 def profiling(config: RunConfig, engine: TrainEngine, iteration: int) -> list[Callback]:
@@ -115,8 +118,19 @@ class Profiler(Callback):
         self._tell("close")
 
     def _tell(self, event: str, *args: Any) -> None:
-        for recorder in self.recorders:
-            getattr(recorder, event)(*args)
+        """A profile that cannot be written does not end the run."""
+        for recorder in list(self.recorders):
+            try:
+                getattr(recorder, event)(*args)
+            except (OSError, RuntimeError, ValueError) as error:
+                if event not in ("stop", "close"):
+                    raise
+                logger.warning(
+                    "--profile: what was recorded cannot be written to %s (%s); training goes on",
+                    self.options.profile_dir,
+                    error,
+                )
+                self.recorders.remove(recorder)
 
 
 class TorchTrace(Recorder):

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.files import CheckpointError, DamagedError
+from megatron.checkpoint.folder import (
+    TRACKER,
+    iteration_of,
+    iterations_in,
+    point_to,
+    set_aside,
+    tag,
+)
 from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoint, reader
 from megatron.config import (
     CheckpointConfig,
@@ -18,13 +28,16 @@ from megatron.config import (
     Setting,
     Settings,
 )
+from megatron.config.data import SOURCE_FIELDS
 from megatron.config.flags import build, names_of
 from megatron.config.layouts import StateDtypes
+from megatron.data.build import DataFile, changed_files
 from megatron.data.sampler import check_skipped
-from megatron.engine.loading import load_checkpoint
-from megatron.engine.saving import check_writable
+from megatron.engine.loading import load_checkpoint, open_whole
+from megatron.engine.saving import check_writable, ruined
 from megatron.engine.train_engine import TrainEngine
 from megatron.families import family_names, family_of
+from megatron.parallel.mesh import first_reason
 from megatron.training.plan import TrainingPlan
 
 _SCHEDULE = names_of("schedule", OptimizerFlags)
@@ -33,6 +46,7 @@ _SAID_OTHERWISE = {
     "use_precision_aware_optimizer",
     *(f"{name}_dtype" for name in StateDtypes._fields),
 }
+_DATA_FLAGS = (*SOURCE_FIELDS, "corpora_file")
 _NOT_COMPARED = {"parallel", "checkpoint", "logging", "profiling", "engine"}
 _HOW_FAST = {"torch_compile", "torch_compile_mode", "activation_memory_budget"}
 
@@ -55,11 +69,13 @@ class ResumePoint:
 @dataclass(frozen=True)
 class ResumeSource:
     """The checkpoint that a run starts from, and the flag and value that named it; ``continues``
-    its run, or else loads only weights."""
+    its run, or else loads only weights. ``damaged`` are newer ones that are damaged, with what is
+    wrong with them, a line each by folder."""
 
     found: FoundCheckpoint
     flag: str
     continues: bool
+    damaged: Mapping[Path, str] = field(default_factory=dict)
 
 
 def locate(config: RunConfig) -> ResumeSource | None:
@@ -79,25 +95,26 @@ def locate(config: RunConfig) -> ResumeSource | None:
 
 def find_origin(options: CheckpointConfig) -> ResumeSource | None:
     """The checkpoint that ``--load`` or else ``--pretrained-checkpoint`` names, if any. Raises
-    CheckpointError if it does not exist or is incomplete."""
+    CheckpointError if it does not exist or is incomplete; with ``--on-damaged-checkpoint previous``
+    an older one is taken, of those that can be opened."""
     if options.load:
-        prefer = "universal" if options.universal_checkpoint else "native"
-        found = locate_checkpoint(options.load, options.load_tag, prefer)
-        if found is not None:
-            if options.universal_checkpoint and found.form is not reader("universal"):
+        origin = _newest_opened(options)
+        if origin is not None:
+            form = origin.found.form
+            if options.universal_checkpoint and form is not reader("universal"):
                 raise CheckpointError(
                     f"--universal-checkpoint: --load {options.load} has no universal checkpoint, "
-                    f"but a {found.form.title}; leave the flag out to load that, or write one with "
+                    f"but a {form.title}; leave the flag out to load that, or write one with "
                     "tools/convert_checkpoint.py to-universal"
                 )
-            found = found._replace(base=options.pretrained_checkpoint)
-            return ResumeSource(found, f"--load {options.load}", not options.finetune)
+            found = origin.found._replace(base=options.pretrained_checkpoint)
+            return replace(origin, found=found)
     if options.pretrained_checkpoint:
         flag = f"--pretrained-checkpoint {options.pretrained_checkpoint}"
-        found = locate_checkpoint(options.pretrained_checkpoint)
-        if found is None:
+        base = locate_checkpoint(options.pretrained_checkpoint)
+        if base is None:
             raise CheckpointError(f"{flag}: no checkpoint found")
-        return ResumeSource(found, flag, continues=False)
+        return ResumeSource(base, flag, continues=False)
     for wanted, flag in (
         (options.finetune, "--finetune"),
         (options.load_tag, f"--load-tag {options.load_tag}"),
@@ -108,6 +125,53 @@ def find_origin(options: CheckpointConfig) -> ResumeSource | None:
             where = f"in --load {options.load}" if options.load else "without --load"
             raise CheckpointError(f"{flag}: no checkpoint {where}")
     return None
+
+
+def _newest_opened(options: CheckpointConfig) -> ResumeSource | None:
+    """The checkpoint of ``--load``, or the newest older one that can be opened, as far as the flags
+    allow. Raises CheckpointError if none can, naming what could be taken."""
+    assert options.load is not None
+    flag, continues = f"--load {options.load}", not options.finetune
+    path, takes_older = Path(options.load), options.on_damaged_checkpoint == "previous"
+    found: FoundCheckpoint | None = None
+    try:
+        found = locate_checkpoint(path, options.load_tag, _preferred(options))
+        if found is not None:
+            found.family  # noqa: B018  # reads its configuration
+            if takes_older:
+                found.open(verify=False)
+        return None if found is None else ResumeSource(found, flag, continues)
+    except CheckpointError as error:
+        wanted = options.load_tag or _named_by_tracker(path) or "?"
+        named = path / (tag(int(wanted)) if wanted.isdecimal() else wanted)
+        folder = named if found is None else found.folder
+        for older in _older(options, folder):
+            if takes_older:
+                return ResumeSource(older, flag, continues, {folder: str(error)})
+            raise CheckpointError(
+                f"{error}; --on-damaged-checkpoint previous takes {older.folder}"
+            ) from None
+        raise
+
+
+def _preferred(options: CheckpointConfig) -> str:
+    return "universal" if options.universal_checkpoint else "native"
+
+
+def _named_by_tracker(save: Path) -> str:
+    tracker = save / TRACKER
+    return tracker.read_text(errors="replace").strip() if tracker.is_file() else ""
+
+
+def _older(options: CheckpointConfig, folder: Path) -> Iterator[FoundCheckpoint]:
+    """The checkpoints beside a damaged one that are older than it, newest first, and can be
+    opened; all of them if its name does not say how old it is."""
+    for iteration in iterations_in(folder.parent, iteration_of(folder.name)):
+        with contextlib.suppress(CheckpointError, OSError):
+            found = locate_checkpoint(folder.parent, str(iteration), _preferred(options))
+            if found is not None:
+                found.open(verify=False)
+                yield found
 
 
 def _check_family(origin: ResumeSource, family: str) -> None:
@@ -155,28 +219,36 @@ def _check_adapters(config: RunConfig, origin: ResumeSource | None) -> None:
 def _protect_other_run(options: CheckpointConfig, origin: ResumeSource | None) -> None:
     """Refuses to save among checkpoints of a run that this one does not continue."""
     save = Path(options.save or "")
+    if origin is not None and _saves_beside(save, origin, options):
+        return
     found = locate_checkpoint(save)
-    continues = (
-        origin is not None
-        and origin.continues
-        and not options.reset_iteration
-        and origin.found.folder.parent.samefile(save)
-    )
-    if found is not None and not continues:
+    if found is not None:
         raise CheckpointError(
             f"--save {save} contains {found.folder.name}, which this run does not continue and "
             f"would overwrite: give --load {save} to continue from it, or another --save"
         )
 
 
-def load(engine: TrainEngine, plan: TrainingPlan, origin: ResumeSource | None) -> ResumePoint:
-    """Loads what :func:`locate` found. Raises CheckpointError if it is damaged or cannot be
-    continued with this configuration."""
+def _saves_beside(save: Path, origin: ResumeSource, options: CheckpointConfig) -> bool:
+    """Whether a run saves beside the checkpoint that it continues."""
+    continues = origin.continues and not options.reset_iteration
+    return continues and origin.found.folder.parent.samefile(save)
+
+
+def load(
+    engine: TrainEngine,
+    plan: TrainingPlan,
+    origin: ResumeSource | None,
+    files: Sequence[DataFile] = (),
+) -> ResumePoint:
+    """Loads what :func:`locate` found, for a run on the data of ``files``. Raises CheckpointError
+    if it is damaged or cannot be continued with this configuration or these data."""
     if origin is None:
         return ResumePoint()
-    source = load_checkpoint(engine, origin.found, weights_only=not origin.continues)
+    source, origin = _load_whole(engine, origin)
     config = engine.config
-    changed, notes = tuple(changes(source, config)), tuple(source.notes)
+    notes = (*_set_aside(engine, origin), *source.notes)
+    changed = tuple(changes(source, config))
     if not origin.continues or not source.state:
         return ResumePoint(source.folder, changed=changed, notes=notes, weights_only=True)
     state = source.state
@@ -187,9 +259,93 @@ def load(engine: TrainEngine, plan: TrainingPlan, origin: ResumeSource | None) -
     )
     if not config.training.skip_train:
         _check_position(plan, loaded)
+        other = _changed_data(source, config, files)
+        loaded = replace(loaded, changed=(*changed, *other))
         before = source.run.data.skip_samples if source.run else ()
         check_skipped(before, config.data.skip_samples, loaded.consumed_samples)
     return loaded
+
+
+def _changed_data(source: Source, config: RunConfig, files: Sequence[DataFile]) -> list[str]:
+    """What is in other files of data than when the checkpoint was saved, a line each; none where
+    the flags name other ones, or it does not say. Raises CheckpointError unless
+    ``--allow-changed-data`` is given."""
+    try:
+        saved = [DataFile(**file) for file in source.state.get("data", ())]
+        before = None if source.run is None else source.run.data
+        same = all(getattr(before, name, ()) == getattr(config.data, name) for name in _DATA_FLAGS)
+        found = changed_files(saved, files, same)
+    except (TypeError, AttributeError):
+        raise CheckpointError(f"{source.folder}: its list of data files is malformed") from None
+    if found and not config.checkpoint.allow_changed_data:
+        raise CheckpointError(
+            f"{source.folder} was saved by a run on other data: {'; '.join(found[:3])}"
+            + (f", and {len(found) - 3} more differences" if len(found) > 3 else "")
+            + "; restore the files, or give --allow-changed-data to continue with those of now"
+        )
+    return found
+
+
+def _load_whole(engine: TrainEngine, origin: ResumeSource) -> tuple[Source, ResumeSource]:
+    """Loads a checkpoint, or the newest older one that is whole, as far as the flags allow. Raises
+    DamagedError, on every rank, naming that older one."""
+    options, damaged = engine.config.checkpoint, dict(origin.damaged)
+    takes_older = options.on_damaged_checkpoint == "previous"
+    try:
+        return _load_finite(engine, origin), origin
+    except DamagedError as error:
+        reason = error
+    if origin.flag != f"--load {options.load}":
+        raise reason
+    damaged[origin.found.folder] = str(reason)
+    for found in _older(options, origin.found.folder):
+        older = replace(origin, found=found._replace(base=origin.found.base), damaged=damaged)
+        try:
+            if takes_older:
+                return _load_finite(engine, older), older
+            open_whole(engine, older.found)
+        except DamagedError as error:
+            damaged[found.folder] = str(error)
+            continue
+        raise DamagedError(
+            f"{reason}; the older {found.folder} is whole: --on-damaged-checkpoint previous "
+            "continues from it"
+        )
+    raise DamagedError(f"{reason}; no older checkpoint in {origin.found.folder.parent} is whole")
+
+
+def _load_finite(engine: TrainEngine, origin: ResumeSource) -> Source:
+    """Loads a checkpoint. Raises DamagedError also if it would be continued from weights or moments
+    that are not finite: earlier versions saved such."""
+    source = load_checkpoint(engine, origin.found, weights_only=not origin.continues)
+    if origin.continues and source.state:
+        found = first_reason(ruined(engine), engine.device)
+        if found is not None:
+            raise DamagedError(f"{source.folder}: {found}")
+    return source
+
+
+def _set_aside(engine: TrainEngine, origin: ResumeSource) -> list[str]:
+    """Renames the damaged checkpoints that were passed over, if this run will save beside them, and
+    makes the trackers name the one that was loaded; returns a line about each. The first rank does
+    it. Raises CheckpointError if that is not possible."""
+    options, lines = engine.config.checkpoint, []
+    renames = bool(options.save) and _saves_beside(Path(options.save or ""), origin, options)
+    main = engine.mesh.world.rank == 0
+    try:
+        for folder, reason in origin.damaged.items():
+            line = f"taken as {reason}"
+            if renames and main and iteration_of(folder.name) is not None and folder.is_dir():
+                line += f"; {folder} is set aside as {set_aside(folder)}"
+            lines.append(line)
+        if origin.damaged and renames and main and iteration_of(origin.found.folder.name):
+            point_to(origin.found.folder)
+    except OSError as error:
+        raise CheckpointError(
+            f"--on-damaged-checkpoint previous: {error.filename} cannot be renamed or written "
+            f"({error.strerror})"
+        ) from None
+    return lines
 
 
 def _check_position(plan: TrainingPlan, loaded: ResumePoint) -> None:

@@ -9,10 +9,13 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from importlib import import_module
 from pkgutil import resolve_name
 from typing import Any, Generic, TypeVar
 
+from megatron.checkpoint.source import FoundCheckpoint
 from megatron.config import (
     FLAG_CLASSES,
     ConfigError,
@@ -28,6 +31,7 @@ from megatron.config import (
 )
 from megatron.config.flags import ConfigResolver, build
 from megatron.config.kinds.preference import PreferenceConfig
+from megatron.data.indexed.dataset_checks import verify_checksums
 from megatron.data.loader import TrainingData
 from megatron.data.pipeline import training_texts
 from megatron.data.sources import with_corpora
@@ -40,6 +44,7 @@ from megatron.engine.saving import hold_folder, ruined
 from megatron.engine.train_engine import TrainEngine
 from megatron.families import Family, family_of, refuse_unused
 from megatron.objectives import trained_spec
+from megatron.parallel import agreement
 from megatron.parallel.mesh import Mesh
 from megatron.tokenizer import Tokenizer, build_tokenizer, implied_type, vocabulary_rows
 from megatron.training import resume
@@ -72,6 +77,9 @@ imported for such runs only."""
 
 DISTILLATION = "megatron.training.distillation.callback:Distillation"
 """The callback of ``--kd``, which is made of a run and imported for runs with the flag only."""
+
+FINGERPRINT = "megatron.training.fingerprint"
+"""What the processes of a run are compared by, imported where there are several."""
 
 EXAMPLE_CHECKS = "megatron.training.example_checks:warn_of_examples"
 """Warns of what is probably wrong with instructions and preferences. It is called with the run and
@@ -145,6 +153,7 @@ def run_of(settings: Settings, processes: int, samples: str | None = None) -> Ru
         resolved = dataclasses.replace(resolved, notes=(*resolved.notes, note))
     completed = deepspeed_json.complete(content, resolved.config)
     notes = deepspeed_json.stage_notes(completed, resolved.config)
+    notes += deepspeed_json.output_notes(completed, path)
     resolved = dataclasses.replace(resolved, notes=(*resolved.notes, *notes))
     launched = "LOCAL_RANK" in os.environ
     return Run(resolved.config, completed, tokenizer, resolved, launched)
@@ -218,20 +227,26 @@ def build_trainer(
     config, device = run.config, training_device()
     tasks = [resolve_name(EVAL_TASKS)(config, run.tokenizer)] if config.tasks.eval_tasks else []
     data = data or run_data(run)
+    if config.data.verify_data:
+        verify_checksums([file.path for file in data.files()], mesh.world.rank, mesh.world.size)
+    agreement.compare(lambda: _fingerprint().data_facts(data.files()))
     request = StopRequest(
         config.training.exit_duration_in_mins, run.launched, config.training.kill_switch_file
     )
     plan = TrainingPlan(config, epochs)
     lock = hold_folder(config.checkpoint.save, mesh.world, device, say)
     checkpoint = resume.locate(config)
+    compare_checkpoints([None if checkpoint is None else checkpoint.found])
     if data.weighed:
         resolve_name(EXAMPLE_CHECKS)(run, data)
     add_reference(run, mesh, data)
     teaching = [resolve_name(DISTILLATION)(run)] if config.distillation.kd else []
     spec = trained_spec(config)
     engine = build_engine(config, run.content, spec, mesh, device)
-    writer = checkpoint_writer(engine, run.content, run.tokenizer.save_pretrained)
-    begin = resume.load(engine, plan, checkpoint)
+    files = data.files() if checkpoint is not None or config.checkpoint.save else []
+    saved = [file._asdict() for file in files]
+    writer = checkpoint_writer(engine, run.content, run.tokenizer.save_pretrained, saved)
+    begin = resume.load(engine, plan, checkpoint, files)
     if config.kind(PreferenceConfig).preference == "kto":
         resolve_name(COMPARISONS)(engine)
     report = Reporter(run.resolved, plan, mesh, device, begin)
@@ -282,10 +297,29 @@ def best_evaluation(
     return [follow(checkpoints, mesh, config.checkpoint.save, keeps, patience, iteration)]
 
 
+def connected(run: Run, *more: Any) -> AbstractContextManager[Mesh]:
+    """The mesh of a run's processes, which are compared first, also by the dataclasses of flags
+    ``more`` of a tool. Raises what :func:`distributed` raises."""
+    return distributed(
+        run.config.parallel, lambda: _fingerprint().run_facts(run.config, run.content, *more)
+    )
+
+
+def compare_checkpoints(found: Sequence[FoundCheckpoint | None]) -> None:
+    """Compares the checkpoints that the processes of a run load, the last thing that they compare.
+    Raises DisagreementError if they differ."""
+    agreement.compare(lambda: _fingerprint().checkpoint_facts(found))
+    agreement.settled()
+
+
+def _fingerprint() -> Any:
+    return import_module(FINGERPRINT)
+
+
 def train(run: Run) -> None:
     """Trains from the checkpoint that the run loads, or the first step, to its end. Raises what
     :func:`build_trainer` raises."""
-    with distributed(run.config.parallel) as mesh:
+    with connected(run) as mesh:
         build_trainer(run, mesh).fit()
 
 
@@ -312,16 +346,34 @@ def errors_for_users() -> Iterator[None]:
     name_lost_pages()
     try:
         yield
+    except agreement.DisagreementError as error:
+        _print_error(error)
+        sys.exit(2)
     except (ValueError, OSError) as error:
         if not is_for_users(error):
+            agreement.give_up(repr(error))
             raise
-        if not is_main_process():
+        if is_main_process():
+            _print_error(error)
+            agreement.give_up(str(error))
+        else:
             # Usually all processes find the same error; the launcher ends this one once the main
             # process has printed it.
-            time.sleep(5)
-            print(f"rank {os.environ['RANK']}: ", end="", file=sys.stderr)
-        print(f"error: {error}", file=sys.stderr, flush=True)
+            time.sleep(1 if agreement.give_up(str(error)) else 5)
+            _print_error(error)
         sys.exit(2)
+    except SystemExit as error:
+        if error.code:
+            agreement.give_up("it has ended before the run began; see what it printed")
+        raise
+    except BaseException as error:
+        agreement.give_up(repr(error))
+        raise
+
+
+def _print_error(error: Exception) -> None:
+    who = "" if is_main_process() else f"rank {os.environ['RANK']}: "
+    print(f"{who}error: {error}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

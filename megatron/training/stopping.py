@@ -154,9 +154,7 @@ class NonFiniteGuard(Callback):
         found = first_reason(self._ruined(), self._device)
         if found is None:
             return f"the weights are as they were before it; {self._newest()}"
-        return (
-            f"the model is ruined, by an earlier step or its checkpoint: {found}; {self._newest()}"
-        )
+        return f"the model was ruined before it, since {found}; {self._newest()}"
 
 
 class StopRequest:
@@ -186,8 +184,8 @@ class StopRequest:
         self._parents = launcher_chain()
         self._watch_parent = "LOCAL_RANK" in os.environ if watch_parent is None else watch_parent
         self._received: str | None = None
-        self._kill_switch = None if kill_switch is None else Path(kill_switch)
-        if self._kill_switch is not None and self._kill_switch.exists():
+        self._kill_switch = kill_switch
+        if kill_switch is not None and os.path.exists(kill_switch):
             raise TrainingStopped(
                 f"--kill-switch-file {kill_switch} exists, so the run does not start; delete it"
             )
@@ -200,7 +198,8 @@ class StopRequest:
             return self._received
         if self._watch_parent and launcher_chain() != self._parents:
             return f"end of the launcher (process {self._parents[-1]})"
-        if self._kill_switch is not None and self._kill_switch.exists():
+        # Not Path.exists, which raises where the folder cannot be read, as on a disk that is gone.
+        if self._kill_switch is not None and os.path.exists(self._kill_switch):
             return f"--kill-switch-file {self._kill_switch}"
         limit = self._deadline_minutes
         if limit is not None and self._clock() - self._started >= limit * 60:

@@ -2,6 +2,9 @@
 
 One process of a run builds the writers. On a resume each of them drops what an earlier process
 reported past the resumed step, which would otherwise be drawn twice.
+
+Once a run has begun no writer ends it: where one fails, as on a full disk, that is said once, and
+again at the end.
 """
 
 from __future__ import annotations
@@ -9,7 +12,10 @@ from __future__ import annotations
 import json
 import logging as log
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -84,6 +90,82 @@ class TeeWriter:
             writer.close()
 
 
+class LastingWriter:
+    """Passes everything to a writer that may fail, and tries to open another one a minute later.
+
+    Args:
+        name: of what is written, for messages.
+        open: makes a writer; its arguments are the last iteration and number of samples before what
+            it gets. The first one's errors are raised.
+        iteration: the last before the run.
+        samples: consumed before the run.
+        pause: seconds after a failure until the next attempt.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        open: Callable[[int, int], Writer],
+        iteration: int = 0,
+        samples: int = 0,
+        pause: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._name, self._open, self._pause, self._clock = name, open, pause, clock
+        self._writer: Writer | None = open(iteration, samples)
+        self._written = iteration, samples
+        self._failures: list[str] = []
+        self._retry_at = 0.0
+
+    def scalars(self, kind: str, step: int, values: Values, *, samples: int, tokens: int) -> None:
+        self._pass(
+            step, samples, lambda to: to.scalars(kind, step, values, samples=samples, tokens=tokens)
+        )
+
+    def texts(self, written: WrittenTexts, *, samples: int, tokens: int) -> None:
+        step = written.iteration
+        self._pass(step, samples, lambda to: to.texts(written, samples=samples, tokens=tokens))
+
+    def close(self) -> None:
+        try:
+            if self._writer is not None:
+                self._writer.close()
+        except Exception as error:
+            self._failed(error)
+        if self._failures:
+            log.getLogger(__name__).warning(
+                "%s: what was reported %s is missing there, or a part of it",
+                self._name,
+                " and ".join(self._failures),
+            )
+
+    def _pass(self, step: int, samples: int, write: Callable[[Writer], None]) -> None:
+        try:
+            if self._writer is None:
+                if self._clock() < self._retry_at:
+                    return
+                self._writer = self._open(*self._written)
+                self._failures[-1] += f" to {step}"
+                log.getLogger(__name__).warning(
+                    "%s is written again from iteration %d on", self._name, step
+                )
+            write(self._writer)
+        except Exception as error:  # each library has classes of its own
+            self._failed(error)
+        self._written = step, samples
+
+    def _failed(self, error: Exception) -> None:
+        """What was given to a writer before its first error may still have been in memory."""
+        if self._writer is not None or not self._failures:
+            self._failures.append(f"from about iteration {self._written[0]}")
+            reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+            log.getLogger(__name__).warning(
+                "%s cannot be written (%s); training goes on without it", self._name, reason
+            )
+        self._writer, self._retry_at = None, self._clock() + self._pause
+
+
 def build_writers(
     logging: LoggingConfig,
     *,
@@ -98,9 +180,22 @@ def build_writers(
     if logging.metrics_file is not None:
         writers.append(JsonLinesWriter(Path(logging.metrics_file), resume_iteration))
     if logging.tensorboard_dir is not None:
-        writers.append(TensorBoardWriter(logging, resume_iteration, resume_samples))
+        writers.append(
+            LastingWriter(
+                f"--tensorboard-dir {logging.tensorboard_dir}",
+                lambda iteration, samples: TensorBoardWriter(logging, iteration, samples),
+                resume_iteration,
+                resume_samples,
+            )
+        )
     if logging.wandb_project is not None:
-        writers.append(WandbWriter(logging, configuration))
+        writers.append(
+            LastingWriter(
+                f"--wandb-project {logging.wandb_project}",
+                lambda iteration, samples: WandbWriter(logging, configuration),
+                pause=math.inf,  # it waits for its server for minutes when it starts
+            )
+        )
     return TeeWriter(writers)
 
 
@@ -112,12 +207,16 @@ class JsonLinesWriter:
 
     def __init__(self, path: Path, resume_iteration: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
+        if path.is_file():  # and not /dev/null, or a pipe
             if resume_iteration > 0:
                 _drop_rows_past(path, resume_iteration)
             else:
                 _set_aside(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
+        # Not buffered: what a full disk does not take is kept here.
+        self._file = path.open("ab", buffering=0)
+        self._waiting = bytearray()
+        self._lost = 0
         self._warned = False
 
     def scalars(self, kind: str, step: int, values: Values, *, samples: int, tokens: int) -> None:
@@ -140,24 +239,57 @@ class JsonLinesWriter:
             "consumed_tokens": tokens,
             **values,
         }
-        try:
-            self._file.write(json.dumps(row, allow_nan=False) + "\n")
-            # Readers find whole lines, also after a kill.
-            self._file.flush()
-        except OSError as error:
-            self._warn(error)
+        line = json.dumps(row, allow_nan=False).encode() + b"\n"
+        if len(self._waiting) + len(line) > _MOST_WAITING:
+            self._lost += 1
+            return
+        self._waiting += line
+        self._write()
 
     def close(self) -> None:
+        self._write()
+        lost = self._lost + self._waiting.count(b"\n")
+        if lost:
+            log.getLogger(__name__).warning("%s: %d rows are missing", self._path, lost)
         try:
             self._file.close()
         except OSError as error:
             self._warn(error)
 
+    def _write(self) -> None:
+        """Readers find whole lines, also after a kill. A full disk must not end a run: the rows
+        wait until there is space again."""
+        try:
+            if not os.fstat(self._file.fileno()).st_nlink:
+                self._begin_again()
+            while self._waiting:
+                written = self._file.write(self._waiting)
+                del self._waiting[:written]
+        except OSError as error:
+            self._warn(error)
+
+    def _begin_again(self) -> None:
+        """After somebody has deleted the file, or its folder."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        file = self._path.open("ab", buffering=0)
+        self._file.close()
+        self._file = file
+        log.getLogger(__name__).warning(
+            "%s was deleted while it was written: a new one begins here", self._path
+        )
+
     def _warn(self, error: OSError) -> None:
-        """A full disk must not end a run; the rows are buffered until there is space again."""
         if not self._warned:
-            log.getLogger(__name__).warning("%s: %s", self._file.name, error.strerror)
+            log.getLogger(__name__).warning(
+                "%s: %s; training goes on, and the rows wait in memory",
+                self._path,
+                error.strerror,
+            )
         self._warned = True
+
+
+_MOST_WAITING = 64 << 20
+"""Bytes of rows that wait for space on a disk."""
 
 
 class TensorBoardWriter:
@@ -172,6 +304,7 @@ class TensorBoardWriter:
         # Imported late: it takes seconds, and only one process of a run needs it.
         from torch.utils.tensorboard import SummaryWriter
 
+        _say_no_more_of_threads()
         self._interval = logging.tensorboard_log_interval
         self._left_out = _values_left_out(logging)
         folder, queue = Path(logging.tensorboard_dir), logging.tensorboard_queue_size
@@ -198,8 +331,24 @@ class TensorBoardWriter:
             self._by_iteration.add_text(f"sample {number}", _as_markdown(text), written.iteration)
 
     def close(self) -> None:
-        self._by_iteration.close()
-        self._by_samples.close()
+        try:
+            self._by_iteration.close()
+        finally:
+            self._by_samples.close()
+
+
+def _say_no_more_of_threads() -> None:
+    """Leaves out Python's traceback of an error in a thread of TensorBoard's, which raises it again
+    where the next value is written."""
+    before = threading.excepthook
+    if getattr(before, "__module__", None) == __name__:
+        return
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        if not type(args.thread).__module__.startswith("tensorboard."):
+            before(args)
+
+    threading.excepthook = hook
 
 
 class WandbWriter:
@@ -221,14 +370,20 @@ class WandbWriter:
         if logging.wandb_save_dir is not None:
             # Without the folder wandb would only warn and use a temporary one.
             Path(logging.wandb_save_dir).mkdir(parents=True, exist_ok=True)
-        self._run: Any = wandb.init(
-            project=logging.wandb_project,
-            entity=logging.wandb_entity,
-            name=logging.wandb_exp_name,
-            group=logging.wandb_exp_name,
-            dir=logging.wandb_save_dir,
-            config=dict(configuration or {}),
-        )
+        try:
+            self._run: Any = wandb.init(
+                project=logging.wandb_project,
+                entity=logging.wandb_entity,
+                name=logging.wandb_exp_name,
+                group=logging.wandb_exp_name,
+                dir=logging.wandb_save_dir,
+                config=dict(configuration or {}),
+            )
+        except Exception as error:  # it has many classes
+            raise ValueError(
+                f"--wandb-project {logging.wandb_project}: Weights & Biases does not start ("
+                f"{' '.join(str(error).split())}); run `wandb login`, or set WANDB_MODE=offline"
+            ) from error
 
     def scalars(self, kind: str, step: int, values: Values, *, samples: int, tokens: int) -> None:
         tagged = dict(_tagged(kind, values))
@@ -304,8 +459,8 @@ def _drop_rows_past(path: Path, iteration: int) -> None:
         for number, line in enumerate(old, start=1):
             try:
                 row = json.loads(line)
-                kind, at = row["kind"], row["iteration"]
-            except (ValueError, KeyError, TypeError):
+                kind, at = row["kind"], int(row["iteration"])
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 log.getLogger(__name__).warning("%s: dropped broken line %d", path, number)
                 continue
             # Resuming from the same step again replaces the note that it was resumed there.

@@ -4,7 +4,7 @@ content has the same digest in every version."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 Content = str | bytes | memoryview
@@ -44,3 +44,19 @@ def sha256_of_file(path: Path, read: Callable[[int], object] = lambda count: Non
             found.update(block)
             read(len(block))
     return found.hexdigest()
+
+
+def digest_of_sample(path: Path, blocks: int = 128, block_bytes: int = 2**13) -> str:
+    """:func:`digest` of evenly spaced blocks of a file, the first, the last and some between; of
+    all of it up to 1 MiB. Tells a replaced file from the one before it, at a cost that does not
+    grow with it. Raises OSError if it cannot be read."""
+    return digest_of_parts(_some_blocks(path, blocks, block_bytes))
+
+
+def _some_blocks(path: Path, blocks: int, block_bytes: int) -> Iterator[bytes]:
+    with open(path, "rb", buffering=0) as file:
+        size = file.seek(0, 2)
+        last, is_long = size - block_bytes, size > block_bytes * blocks
+        for i in range(min(blocks, -(-size // block_bytes))):
+            file.seek(last * i // (blocks - 1) if is_long else i * block_bytes)
+            yield file.read(block_bytes)

@@ -22,7 +22,12 @@ from megatron.corpus.collection.line_job import (
     run_on_json,
 )
 from megatron.tokenizer import build_tokenizer
+from megatron.util.normalization import normalized
 
+_REPAIRS = ftfy.TextFixerConfig(normalization=None, explain=False)
+"""Without normalisation, which `normalized` does in linear time."""
+_SUSPICIOUS = re.compile(r"[^\t\n\x20-\x25\x27-\x7e]")
+"""Only lines with one of these characters can be repaired: ASCII has no other faults."""
 _WORD_OR_MARK = re.compile(r"\w+|[^\w\s]")
 _CHARACTERS_PER_TOKEN = 16
 """Far more than text has on average: a beginning of this size is nearly always enough."""
@@ -99,7 +104,7 @@ def _cleanup_step(config: CleanupConfig, tokenizer: TokenizerConfig | None) -> R
 
     def step(record: JsonRecord, counts: Counter[str]) -> Iterator[tuple[int, bytes]]:
         found = record.fields[config.text_key]
-        text = found if config.no_ftfy else ftfy.fix_text(found)
+        text = found if config.no_ftfy else repaired(found)
         reason = reason_of(text)
         if reason is not None:
             counts[f"left out: {reason}"] += 1
@@ -187,7 +192,7 @@ def _fix_step(config: FixConfig) -> RecordStep:
         ),
     }
     filters = {task: find for task, find in all_filters.items() if task in config.tasks}
-    all_repairs = {"ftfy_fix_text": ftfy.fix_text, "general_cleaning": tidied}
+    all_repairs = {"ftfy_fix_text": repaired, "general_cleaning": tidied}
     repairs = {task: repair for task, repair in all_repairs.items() if task in config.tasks}
 
     def step(record: JsonRecord, counts: Counter[str]) -> Iterator[tuple[int, bytes]]:
@@ -206,6 +211,28 @@ def _fix_step(config: FixConfig) -> RecordStep:
         yield 0, record.unchanged() if same else record.replaced(**{config.text_key: text})
 
     return step
+
+
+def repaired(text: str) -> str:
+    """The text as `ftfy.fix_text` repairs it, line by line, up to runs of combining marks that
+    `normalized` leaves as they are."""
+    pieces, done, config = [], 0, _REPAIRS
+    while found := _SUSPICIOUS.search(text, done):
+        start = text.rfind("\n", done, found.start()) + 1 or done
+        end = text.find("\n", found.start()) + 1 or len(text)
+        if "<" in text[done:end]:  # the text, or what follows, is HTML, where entities have a use
+            config = config._replace(unescape_html=False)
+        pieces += [text[done:start], _repaired_line(text[start:end], config)]
+        done = end
+    return "".join([*pieces, text[done:]])
+
+
+def _repaired_line(line: str, config: ftfy.TextFixerConfig) -> str:
+    while True:
+        decoded = ftfy.fix_text(line, config)
+        line = normalized("NFC", decoded)
+        if line == decoded:
+            return line
 
 
 def tidied(text: str) -> str:

@@ -16,6 +16,7 @@ import itertools
 import json
 import re
 import sys
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -317,9 +318,11 @@ def cuts(text: str, spans: Iterable[Span], margin: int) -> list[Span]:
     """The spans to cut from a text, in order, which neither meet nor overlap. Each reaches from the
     end of the sentence that is `margin` characters before an n-gram to the end of the sentence that
     is as far after it."""
+    ends = [0, *(match.end() for match in _SENTENCE_END.finditer(text)), len(text)]
     merged: list[Span] = []
     for start, end in sorted(spans):
-        start, end = _start_of_cut(text, start - margin), _end_of_cut(text, end + margin)
+        start = ends[bisect_right(ends, max(start - margin, 0)) - 1]
+        end = ends[bisect_right(ends, min(end + margin, len(text) - 1))]
         if merged and start <= merged[-1][1]:
             merged[-1] = merged[-1][0], max(end, merged[-1][1])
         else:
@@ -337,15 +340,3 @@ def pieces(text: str, removed: Iterable[Span], min_characters: int) -> list[str]
             found.append(piece)
         position = end
     return found
-
-
-def _start_of_cut(text: str, position: int) -> int:
-    before = max(position, 0)
-    while before > 0 and not _SENTENCE_END.match(text, before - 1):
-        before -= 1
-    return before
-
-
-def _end_of_cut(text: str, position: int) -> int:
-    match = _SENTENCE_END.search(text, min(position, len(text)))
-    return match.end() if match else len(text)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.corpus.collection.json_files import read_lines, read_records
+from megatron.data.json_lines import long_line
 
 
 def task_texts(file: str) -> Iterator[str]:
@@ -58,11 +59,14 @@ def _of_records(path: Path, key: str) -> Iterator[str]:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list):
-        for each in value:
-            yield from _strings(each)
+    """The strings in lists at any depth, in their order."""
+    left = [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, list):
+            left += reversed(value)
 
 
 def _of_table(path: Path, key: str) -> Iterator[str]:
@@ -84,4 +88,6 @@ def _of_table(path: Path, key: str) -> Iterator[str]:
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     for batch in read_lines([path]):
         for number, line in enumerate(batch.lines, batch.first_line):
+            if too_long := long_line(line, number):
+                raise ValueError(f"{path}, line {number}: {too_long.reason} ({too_long.detail})")
             yield number, line.decode("utf-8", "replace").rstrip("\r\n")

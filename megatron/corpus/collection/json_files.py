@@ -15,11 +15,13 @@ import orjson
 import zstandard
 
 from megatron.corpus.preprocessing.inputs import LineBatch, read_batches
-from megatron.data.json_lines import BadLine, texts_of_line
+from megatron.data.json_lines import BadLine, is_too_deep, long_line, texts_of_line
 from megatron.util.files import sync, write_whole
 from megatron.util.locks import Lock, LockTakenError
 
 _MAX_LINES = 1000
+_MAX_DEPTH = 500
+"""Brackets inside brackets that Python still writes."""
 _PACKERS: dict[str, Callable[[], zlib._Compress | zstandard.ZstdCompressionObj]] = {
     ".gz": lambda: zlib.compressobj(6, zlib.DEFLATED, 31),  # 31: a gzip member, without a time
     ".zst": lambda: zstandard.ZstdCompressor(3).compressobj(),
@@ -61,9 +63,12 @@ class JsonRecord:
         """A line with some fields replaced or added; the others keep order and exact value."""
         try:
             fields = json.loads(self.line)  # keeps long integers, which orjson turns into floats
-        except (ValueError, RecursionError):  # more than 4,300 digits, deep nesting
-            return orjson.dumps({**self.fields, **changes}) + b"\n"
-        return json_line({**fields, **changes})
+            return json_line({**fields, **changes})
+        except (ValueError, RecursionError):  # a number of more than 4,300 digits
+            try:
+                return orjson.dumps({**self.fields, **changes}) + b"\n"
+            except TypeError as error:
+                raise BadRecordError("cannot be written as JSON", str(error)) from None
 
 
 def json_line(fields: dict[str, Any]) -> bytes:
@@ -75,13 +80,17 @@ def records_of(batch: LineBatch, keys: Sequence[str] = ()) -> Iterator[JsonRecor
     """The records of a batch; each has strings under `keys`. Blank lines are skipped."""
     for number, line in enumerate(batch.lines, batch.first_line):
         if not line.isspace():
-            yield _record(batch.path, number, line, keys)
+            yield long_line(line, number) or _record(batch.path, number, line, keys)
 
 
 def _record(path: Path, number: int, line: bytes, keys: Sequence[str]) -> JsonRecord | BadLine:
     texts = texts_of_line(line, number, keys)
     if isinstance(texts, BadLine):
         return texts
+    if line.count(b"[") + line.count(b"{") > _MAX_DEPTH and is_too_deep(
+        line.decode("utf-8", "replace"), _MAX_DEPTH
+    ):
+        return BadLine(number, "nested too deeply", f"over {_MAX_DEPTH} levels")
     try:
         fields = orjson.loads(line)
     except orjson.JSONDecodeError:  # NaN, or a lone surrogate, which no UTF-8 file can contain

@@ -13,7 +13,7 @@ import numpy as np
 from megatron.config import ConfigError
 from megatron.config.flags import option
 from megatron.corpus.collection.line_job import required
-from megatron.data.json_lines import read_lines
+from megatron.data.json_lines import long_line, read_lines
 from megatron.data.paths import expand
 from megatron.util.files import replacing, sync
 
@@ -38,7 +38,8 @@ class ShuffledSplitConfig:
 
 def shuffled_split(config: ShuffledSplitConfig) -> str:
     """Writes the documents to their parts, and returns how many each has. Raises ConfigError for
-    shares that are not fractions; OSError if a file cannot be read or written."""
+    shares that are not fractions; ValueError for a line of more than 64 MiB; OSError if a file
+    cannot be read or written."""
     patterns, folder = required(config, "input_files", "output_dir")
     shares = (*config.test_percent, 0.0)[:2]
     if len(config.test_percent) > 2 or min(shares) < 0 or sum(shares) > 1:
@@ -63,6 +64,8 @@ def _places(paths: Sequence[Path]) -> Iterator[tuple[int, int, int]]:
     for number, path in enumerate(paths):
         with path.open("rb") as file:
             for line, (offset, content) in enumerate(read_lines(file)):
+                if too_long := long_line(content, line + 1):
+                    raise ValueError(f"{path}, line {too_long.number}: {too_long.reason}")
                 if content.strip():
                     yield number, line, offset
 

@@ -23,6 +23,8 @@ from megatron.corpus.collection.line_job import JobReport, LineJob, LineJobConfi
 from megatron.corpus.preprocessing.inputs import LineBatch, expand_inputs
 from megatron.util.digests import hash64
 
+_LONGEST = 1 << 16
+"""Characters of an address; servers and browsers accept no more."""
 _LABEL = re.compile(r"(?!-)[a-z0-9-]{1,63}(?<!-)", re.IGNORECASE)
 _TRACKING = re.compile(r"(utm_\w+|fbclid|gclid|mc_cid|mc_eid|igshid|ref_src)", re.IGNORECASE)
 DOMAINS = frozenset(
@@ -144,6 +146,8 @@ def fault_finder(config: UrlConfig) -> Callable[[str], str | None]:
     def fault(url: str) -> str | None:
         if len(url) < config.min_length:
             return "too short"
+        if len(url) > _LONGEST:
+            return "too long"
         host = host_of(url)
         if host is None:
             return "malformed"

@@ -27,10 +27,12 @@ from megatron.corpus.collection.json_files import (
 )
 from megatron.corpus.collection.line_job import JobReport, LineJob, LineJobConfig, required, run
 from megatron.corpus.preprocessing.inputs import LineBatch
-from megatron.data.json_lines import BadLine
+from megatron.data.json_lines import BadLine, long_line
 
-_START = re.compile(r"<doc\s+(.*)>\s*$")
-_ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
+_START = re.compile(r"<doc\s(.*)>")
+"""Of a line without white space at its end."""
+_ATTRIBUTE = re.compile(r'(?<!\w)(\w+)="([^"]*)"')
+_LONG_NUMBER = re.compile(r"&#([0-9]{8,});?")
 _END = b"</doc>"
 _REDIRECT = re.compile(r"#\s*redirect", re.IGNORECASE)
 _MAX_ARTICLE = 1 << 28
@@ -125,23 +127,26 @@ class _ArticleWriter:
             result.bad_lines.append(BadLine(number, reason, detail))
 
         for number, raw in enumerate(batch.lines, batch.first_line):
+            if too_long := long_line(raw, number):
+                result.bad_lines.append(too_long)
+                continue
             try:
                 line = raw.decode().rstrip("\r\n")
             except UnicodeDecodeError as error:
                 bad(number, "not UTF-8", str(error))
                 continue
-            if start := _START.match(line):
+            if start := _START.fullmatch(line.rstrip()):
                 if attributes is not None:
                     bad(started, "an article without </doc>", f"the next starts in line {number}")
                 found = _ATTRIBUTE.findall(start[1])
-                attributes = {name: html.unescape(value) for name, value in found}
+                attributes = {name: _unescaped(value) for name, value in found}
                 lines, started = [], number
             elif line.strip() == _END.decode():
                 if attributes is None:
                     bad(number, "</doc> without <doc ...>", "the article before has ended")
                     continue
                 result.documents += 1
-                text = html.unescape("\n".join(lines))
+                text = _unescaped("\n".join(lines))
                 about = attributes.get("id"), attributes.get("url"), attributes.get("title", "")
                 written.append(self.line(*about, text, result.counts) or b"")
                 attributes = None
@@ -155,34 +160,50 @@ class _ArticleWriter:
         return result
 
 
+def _unescaped(text: str) -> str:
+    """Characters for HTML entities. Python does not read numbers of thousands of digits."""
+    return html.unescape(_LONG_NUMBER.sub(_short_reference, text))
+
+
+def _short_reference(found: re.Match[str]) -> str:
+    digits = found[1].lstrip("0") or "0"
+    return f"&#{digits};" if len(digits) < 8 else "\ufffd"
+
+
 def article_batches(paths: Sequence[Path]) -> Iterator[LineBatch]:
     """Lines in batches none of which ends inside an article. Raises ValueError if an article is
     longer than 256 MiB, so that its end seems to be missing."""
-    held: LineBatch | None = None
+    held: list[bytes] = []  # lines of `last` and before it, behind the last </doc>
+    last: LineBatch | None = None
+    first, size, has_begun = 1, 0, False
     for batch in read_lines(paths):
-        if held is not None and held.path != batch.path:
-            yield held
-            held = None
-        if held is not None:
-            batch = replace(batch, first_line=held.first_line, lines=held.lines + batch.lines)
-        if any(line.startswith(b"<doc ") for line in batch.lines):
-            ends = (
-                i for i in range(len(batch.lines), 0, -1) if batch.lines[i - 1].startswith(_END)
-            )
-            whole = next(ends, 0)
-        else:
-            whole = len(batch.lines)
+        if last is None or last.path != batch.path:
+            if last is not None and held:
+                yield replace(last, first_line=first, lines=held)
+            held, first, size, has_begun = [], batch.first_line, 0, False
+        last, lines = batch, batch.lines
+        whole = len(lines)
+        if has_begun or _has_start(lines):
+            while whole and not lines[whole - 1].startswith(_END):
+                whole -= 1
         if whole:
-            yield replace(batch, lines=batch.lines[:whole])
-        rest = batch.lines[whole:]
-        if sum(map(len, rest)) > _MAX_ARTICLE:
+            yield replace(batch, first_line=first, lines=held + lines[:whole])
+            held, first, size, has_begun = [], batch.first_line + whole, 0, False
+        rest = lines[whole:]
+        held += rest
+        size += sum(map(len, rest))
+        has_begun = has_begun or _has_start(rest)
+        if size > _MAX_ARTICLE:
             raise ValueError(
-                f"{batch.path}, line {batch.first_line + whole}: an article without </doc> in the "
+                f"{batch.path}, line {first}: an article without </doc> in the "
                 f"{_MAX_ARTICLE >> 20} MiB that follow"
             )
-        held = replace(batch, first_line=batch.first_line + whole, lines=rest) if rest else None
-    if held is not None:
-        yield held
+    if last is not None and held:
+        yield replace(last, first_line=first, lines=held)
+
+
+def _has_start(lines: Iterable[bytes]) -> bool:
+    return any(line.startswith(b"<doc ") for line in lines)
 
 
 def extracted_files(patterns: Iterable[str]) -> list[Path]:

@@ -17,7 +17,7 @@ from xopen import xopen
 
 from megatron.config import ConfigError
 from megatron.corpus.preprocessing.config import STDIN, PreprocessConfig
-from megatron.data.json_lines import BYTE_ORDER_MARK
+from megatron.data.json_lines import BYTE_ORDER_MARK, LONGEST_RECORD
 from megatron.data.paths import expand
 
 if sys.version_info >= (3, 14):
@@ -176,14 +176,18 @@ class LineBatch:
 
 
 def read_batches(paths: Sequence[Path], max_lines: int) -> Iterator[LineBatch]:
-    """All lines of all files, `max_lines` or about 1 MiB at a time. Raises ValueError if a
-    compressed file is damaged or truncated."""
+    """All lines of all files, `max_lines` or about 1 MiB at a time. A line for which `long_line`
+    has an error is cut; its rest is skipped, so that a small packed file does not fill the memory.
+    Raises ValueError if a compressed file is damaged or truncated."""
     done = 0
     for path in paths:
         with path.open("rb") as file, naming_file(path):
             lines: list[bytes] = []
             number, size = 1, 0
-            for line in unpacked(file):
+            stream = unpacked(file)
+            while line := stream.readline(LONGEST_RECORD + 2):
+                if len(line) > LONGEST_RECORD:
+                    _skip_rest(stream, line)
                 lines.append(line)
                 size += len(line)
                 if len(lines) == max_lines or size >= _BATCH_BYTES:
@@ -192,6 +196,12 @@ def read_batches(paths: Sequence[Path], max_lines: int) -> Iterator[LineBatch]:
             done += file.tell()
             if lines:
                 yield LineBatch(path, number, lines, done)
+
+
+def _skip_rest(stream: io.BufferedReader, line: bytes) -> None:
+    """Reads on to the end of a line whose beginning was read."""
+    while line and not line.endswith(b"\n"):
+        line = stream.readline(_BATCH_BYTES)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from megatron.util.digests import digest_of_parts
+from megatron.util.digests import digest_of_parts, digest_of_sample
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -341,6 +341,16 @@ class IndexedDataset(Sequence[np.ndarray]):
         """JSON values that differ between .bin files and between versions of one."""
         stat = bin_path(self.prefix).stat()
         return {"bytes": stat.st_size, "modified": stat.st_mtime_ns}
+
+    def content(self) -> dict[str, int | str]:
+        """JSON values that differ between contents, wherever the files are: sizes, all lengths, and
+        a sample of the tokens."""
+        return {
+            "bytes": self.index_file.bin_bytes,
+            "documents": self.num_documents,
+            "lengths": self.lengths_digest,
+            "sample": digest_of_sample(bin_path(self.prefix)),
+        }
 
     def check_ids(self, extremes: np.ndarray, vocab_size: int | None) -> None:
         """Check that token ids are in a vocabulary; without one, that they are not negative.

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron.data.indexed.dataset import IndexedDataset, bin_path, idx_path
+from megatron.data.paths import READ_IN_PLACE, expand
 from megatron.util.digests import sha256_of_file
 from megatron.util.files import write_whole
 from megatron.util.progress import progress_bar
@@ -140,6 +141,57 @@ def read_checksums(prefix: str | os.PathLike[str]) -> Mapping[str, str]:
             + " and ".join(sorted(expected))
         )
     return sums
+
+
+def verify_checksums(paths: Sequence[str], rank: int = 0, processes: int = 1) -> None:
+    """Compare this process's share of the files of data paths with the checksums beside them:
+    PREFIX.sha256, or FILE.sha256 of a file that is not indexed. Raises ValueError if one is missing
+    or differs, or a path is a URL; OSError if a file cannot be read."""
+    known = [found for path in dict.fromkeys(paths) for found in _checksums(path)]
+    sizes = {path: path.stat().st_size for path, _ in known}
+    shares: list[list[tuple[Path, str]]] = [[] for _ in range(processes)]
+    loads = [0] * processes
+    for path, wanted in sorted(known, key=lambda pair: -sizes[pair[0]]):
+        least = loads.index(min(loads))
+        loads[least] += sizes[path]
+        shares[least].append((path, wanted))
+    with progress_bar("verifying the data", total=loads[rank]) as bar:
+        for path, wanted in shares[rank]:
+            found = sha256_of_file(path, bar.update)
+            if found != wanted:
+                raise ValueError(
+                    f"--verify-data: {path} has the SHA-256 {found}, but the .sha256 file beside "
+                    f"it says {wanted}: the file was damaged or replaced since; copy it again"
+                )
+
+
+def _checksums(path: str) -> list[tuple[Path, str]]:
+    """The files of a data path and their checksums."""
+    if "://" in path:
+        raise ValueError(
+            f"--verify-data: {path} is remote, and only files here have checksums beside them; "
+            "leave the flag out, or copy the data here"
+        )
+    if idx_path(path).is_file():
+        sums = read_checksums(path)
+        if not sums:
+            raise ValueError(
+                f"--verify-data: {checksum_path(path)} does not exist; tools/verify_data.py "
+                f"{path} --write-checksums writes it"
+            )
+        return [(file, sums[file.name]) for file in (bin_path(path), idx_path(path))]
+    return [(file, _checksum_of(file)) for file in expand(path, READ_IN_PLACE)]
+
+
+def _checksum_of(file: Path) -> str:
+    beside = Path(f"{file}.sha256")
+    if not beside.is_file():
+        raise ValueError(f"--verify-data: {beside} does not exist; sha256sum writes such a file")
+    for line in beside.read_bytes().decode("utf-8", "replace").splitlines():
+        match = _LINE.fullmatch(line)
+        if match and Path(match[2]).name == file.name:
+            return match[1]
+    raise ValueError(f"--verify-data: {beside} has no checksum of {file.name}")
 
 
 def _read_tokens(dataset: IndexedDataset) -> tuple[np.ndarray | None, str]:

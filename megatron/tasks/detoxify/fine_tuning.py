@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from megatron.config import ConfigError, RunConfig, Setting
 from megatron.config.flags import option
 from megatron.data.loader import TrainingData
-from megatron.engine.environment import distributed
 from megatron.families import family_of
 from megatron.training.launch import start_processes
 from megatron.training.plan import TrainingPlan
@@ -17,6 +16,7 @@ from megatron.training.run import (
     Run,
     RunToolParser,
     build_trainer,
+    connected,
     run_data,
     run_of,
     show_configuration,
@@ -46,7 +46,7 @@ def fine_tune(description: str | None, argv: Sequence[str] | None = None) -> Non
     settings.setdefault("family", Setting(FAMILY, "this program"))
     run = run_of(settings, start_processes(settings, argv))
     show_configuration(run)
-    with distributed(run.config.parallel) as mesh:
+    with connected(run, config) as mesh:
         build_trainer(run, mesh, data=fine_tuning_data(run, config)).fit()
 
 

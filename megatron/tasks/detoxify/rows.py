@@ -12,6 +12,7 @@ from megatron.config import ConfigError
 from megatron.data.json_lines import BYTE_ORDER_MARK
 from megatron.tasks.inputs import check_inputs
 from megatron.util.files import write_whole
+from megatron.util.json_text import parse_json
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,9 @@ def read_rows(flag: str, path: str | None) -> list[Row]:
         if not line.strip():
             continue
         try:
-            content = json.loads(line)
-        except ValueError as error:  # of UnicodeDecodeError too
-            raise ConfigError(f"{place} is not JSON: {error}") from None
+            content = parse_json(line, place, lenient=True)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         if not isinstance(content, dict):
             raise ConfigError(f"{place} is not a JSON object: {line[:60]!r}")
         rows.append(Row(place, content))

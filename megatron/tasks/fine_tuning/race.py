@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron.config import ConfigError
 from megatron.tasks.fine_tuning.examples import RaceQuestion, clean_text, numbered_lines
+from megatron.util.json_text import parse_json
 
 OPTIONS = 4
 LETTERS = "ABCD"
@@ -47,9 +47,9 @@ def answered(question: str, option: str) -> str:
 def _questions(path: Path, number: int, line: str) -> list[RaceQuestion]:
     where = f"{path}, line {number}"
     try:
-        passage = json.loads(line)
+        passage = parse_json(line, where, lenient=True)
     except ValueError as error:
-        raise ConfigError(f"{where} is not JSON ({error}): a line has one whole passage") from None
+        raise ConfigError(f"{error}; a line has one whole passage") from None
     _check_keys(where, passage)
     article = clean_text(passage["article"])
     texts, options = passage["questions"], passage["options"]

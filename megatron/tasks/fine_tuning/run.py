@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ from megatron.checkpoint.manifest import MANIFEST
 from megatron.checkpoint.source import FoundCheckpoint
 from megatron.config import ConfigError, Setting, Settings
 from megatron.config.training import LENGTHS
-from megatron.data.build import Datasets
+from megatron.data.build import DataFile, Datasets, content_of_files
 from megatron.data.loader import TrainingData
 from megatron.data.samples import RepeatedSamples
-from megatron.engine.environment import distributed, training_device
+from megatron.engine.environment import training_device
 from megatron.engine.evaluator import build_evaluator
 from megatron.engine.loading import load_checkpoint
 from megatron.families import spec_of
@@ -38,7 +39,14 @@ from megatron.tasks.report import EvaluatedModel, ModelResults, finish
 from megatron.training.evaluation import evaluation_settings
 from megatron.training.outputs import check_output
 from megatron.training.plan import Epochs, TrainingPlan
-from megatron.training.run import Run, build_trainer, run_of, show_configuration
+from megatron.training.run import (
+    Run,
+    build_trainer,
+    compare_checkpoints,
+    connected,
+    run_of,
+    show_configuration,
+)
 from megatron.util.processes import is_main_process
 
 
@@ -75,7 +83,7 @@ def fine_tune(
     }
     size = config.eval_micro_batch_size or run.config.training.micro_batch_size
     sets = ValidationSets(task, held_out, size)
-    with distributed(run.config.parallel) as mesh:
+    with connected(run, config) as mesh:
         if train is None:
             return _evaluate(config, run, mesh, sets)
         return _train(config, run, mesh, sets, train)
@@ -167,7 +175,8 @@ def _train(
     record = EpochRecords(Path(save) if save else None, is_main_process())
     predictions = Path(config.predictions) if config.predictions else None
     evaluations = EvaluateEpochs(sets, record, predictions)
-    data = _training_data(run, sets, train, TrainingPlan(run.config, epochs))
+    files = partial(_files, config)
+    data = _training_data(run, sets, train, TrainingPlan(run.config, epochs), files)
     build_trainer(run, mesh, (evaluations,), data, epochs).fit()
     found = evaluations.evaluations
     if is_main_process():
@@ -180,8 +189,21 @@ def _train(
     return found
 
 
+def _files(config: TaskConfig) -> list[DataFile]:
+    named = {"train": config.train_data, "valid": config.valid_data}
+    return [
+        DataFile(part, path, None, (0, 1), content_of_files(path))
+        for part, paths in named.items()
+        for path in paths
+    ]
+
+
 def _training_data(
-    run: Run, sets: ValidationSets, train: TrainingSamples, plan: TrainingPlan
+    run: Run,
+    sets: ValidationSets,
+    train: TrainingSamples,
+    plan: TrainingPlan,
+    files: Callable[[], Sequence[DataFile]],
 ) -> TrainingData:
     count, valid, _ = plan.sample_counts
     seed = run.config.training.seed
@@ -191,7 +213,7 @@ def _training_data(
         if samples.training is not None
     }
     datasets = Datasets(ShuffledEpochs(train.dataset, seed, count), held_out, {})
-    return TrainingData(datasets, train.collate)
+    return TrainingData(datasets, train.collate, files=files)
 
 
 def _evaluate(
@@ -201,6 +223,7 @@ def _evaluate(
     checkpoints = [each for each in found if each is not None]
     if not checkpoints:
         raise ConfigError("--epochs 0 evaluates a fine-tuned model: name it with --load")
+    compare_checkpoints(checkpoints)
     for each in checkpoints:
         _check_head(each, run, sets.task)
     spec = spec_of(run.config.model, run.config.parallel)

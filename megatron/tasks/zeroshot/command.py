@@ -14,7 +14,7 @@ from megatron.config import (
     Settings,
 )
 from megatron.config.kinds.raw_text import RawTextConfig
-from megatron.engine.environment import distributed, training_device
+from megatron.engine.environment import training_device
 from megatron.engine.evaluator import Evaluator, build_evaluator
 from megatron.engine.loading import load_checkpoint
 from megatron.families import family_of, spec_of
@@ -25,7 +25,7 @@ from megatron.tasks.report import EvaluatedModel, ModelResults, finish
 from megatron.tasks.zeroshot import ZeroShotTask, prepare
 from megatron.training.evaluation import evaluation_settings
 from megatron.training.outputs import check_output
-from megatron.training.run import Run, run_of, show_configuration
+from megatron.training.run import Run, compare_checkpoints, connected, run_of, show_configuration
 from megatron.util.processes import is_main_process
 from megatron.util.progress import progress_bar, say
 
@@ -58,7 +58,7 @@ class ZeroShot(TaskCommand):
         run = run_of(used, processes)
         show_configuration(run)
         notes = [*run.resolved.notes, *self._notes(config, settings, unused)]
-        with distributed(run.config.parallel) as mesh:
+        with connected(run, config) as mesh:
             tell: Callable[[str], None] = say if is_main_process() else lambda line: None
             for note in notes:
                 tell(note)
@@ -66,6 +66,7 @@ class ZeroShot(TaskCommand):
             for note in task.notes:
                 tell(note)
             checkpoints = wanted_checkpoints(run.config.checkpoint, config.all_iterations)
+            compare_checkpoints(checkpoints)
             device = training_device()
             spec = spec_of(run.config.model, run.config.parallel)
             engine = build_evaluator(run.config, spec, mesh, device)

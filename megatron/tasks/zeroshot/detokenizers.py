@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 
-Rule = tuple[str | re.Pattern[str], str]
-"""What is replaced, by what."""
+Rule = tuple[str, str] | Callable[[str], str]
+"""What is replaced, by what; or a function of the text."""
 
 _DEGREE = "\N{DEGREE SIGN}"
 
@@ -26,9 +26,15 @@ _PTB: Sequence[Rule] = (
 
 def _pair(start: str, end: str) -> Rule:
     """No white space inside a pair of brackets or quotation marks."""
-    first, last = re.escape(start), re.escape(end)
-    inside = re.compile(rf"{first}\s*([^{last}]*?)\s*{last}")
-    return inside, rf"{start}\1{end}"
+    inside = re.compile(f"{re.escape(start)}([^{re.escape(end)}]*){re.escape(end)}")
+    return partial(_tightened, inside, start, end)
+
+
+def _tightened(inside: re.Pattern[str], start: str, end: str, text: str) -> str:
+    # Behind the last end nothing matches, and each start would search all of the rest for one.
+    last = text.rfind(end) + 1
+    pairs = inside.sub(lambda found: start + found[1].strip() + end, text[:last])
+    return pairs + text[last:]
 
 
 # Megatron-LM has one more rule, for the year in "the summer of ' 69"; its pattern contains slashes
@@ -60,7 +66,4 @@ def detokenizer_of(path: str) -> tuple[str | None, Callable[[str], str]]:
 
 
 def _applied(text: str, rule: Rule) -> str:
-    found, replacement = rule
-    if isinstance(found, str):
-        return text.replace(found, replacement)
-    return found.sub(replacement, text)
+    return text.replace(*rule) if isinstance(rule, tuple) else rule(text)

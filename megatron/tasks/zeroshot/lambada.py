@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import unicodedata
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +14,7 @@ from megatron.tasks.zeroshot.records import Record, records_of
 from megatron.tasks.zeroshot.task import ZeroShotTask, framed
 from megatron.tokenizer import Tokenizer
 from megatron.training.metrics import perplexity
+from megatron.util.normalization import normalized
 
 
 class Lambada(ZeroShotTask):
@@ -120,4 +120,4 @@ def _token(record: Record, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 
 def _plain(text: str) -> str:
     """What tokenizers that change a text do not change."""
-    return "".join(unicodedata.normalize("NFKC", text).casefold().split())
+    return "".join(normalized("NFKC", text).casefold().split())

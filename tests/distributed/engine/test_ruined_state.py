@@ -9,6 +9,7 @@ import pytest
 from samples import sampled
 from training_jobs import TINY, run
 
+from megatron.checkpoint.folder import complete_tags
 from megatron.checkpoint.source import open_checkpoint
 from megatron.engine.state import owned_slices
 from megatron.engine.train_engine import TrainEngine
@@ -91,3 +92,50 @@ def test_one_element_of_one_rank_refuses_the_save_on_all(pool, tmp_path, layout,
     assert source.state["iteration"] == 2
     for name in source.names():
         assert all(bool(source.tensor(name, each).isfinite().all()) for each in source.kinds(name))
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("mode", [["--lora"], ["--lora", "--qlora"]])
+def test_adapters_that_are_not_finite_are_not_saved(pool, tmp_path, mode):
+    base, save = tmp_path / "base", tmp_path / "save"
+    pool.run(1, run, [*TINY, "--train-iters", "1", "--save", str(base)])
+    lora = [*mode, "--lora-rank", "2", "--pretrained-checkpoint", str(base)]
+    _, error = pool.run(1, run, [*FLAGS, *lora, "--save", str(save)], ruined, "weight", 0)[0]
+    assert re.search(rf"after iteration {BAD}: .*lora.* not finite", error), error
+    assert f"the last good checkpoint is {save}/global_step2" in error
+    assert (save / "latest").read_text() == "global_step2"
+
+
+def test_a_step_that_ruins_the_weights_leaves_the_older_checkpoint(pool, tmp_path):
+    flags = [*TINY, "--save", str(tmp_path), "--save-interval", "1", "--train-iters"]
+    pool.run(2, run, [*flags, "2", "--zero-stage", "1"])
+    ruin = ["--lr", "inf", "--load", str(tmp_path), "--keep-last", "1", "--zero-stage", "1"]
+    for _, error in pool.run(2, run, [*flags, "5", *ruin]):
+        assert re.search(r"after iteration 3: rank \d: .*3,200 of 3,200 elements", error), error
+        assert f"the last good checkpoint is {tmp_path}/global_step2" in error
+    assert complete_tags(tmp_path) == ["global_step1", "global_step2"]
+    assert (tmp_path / "latest").read_text() == "global_step2"
+    # Found at the next step, where none is saved.
+    flags[flags.index("--save-interval") + 1] = "9"
+    error = pool.run(1, run, [*flags, "5", *ruin])[0][1]
+    assert "the loss is nan at iteration 4, samples 12 to 15; the model was ruined before" in error
+    assert f"the last good checkpoint is {tmp_path}/global_step2" in error
+
+
+def test_a_run_that_only_skips_steps_fails(pool, tmp_path):
+    flags = [*TINY, "--no-check-for-nan-in-loss-and-grad", "--init-method-std", "1e30"]
+    flags += ["--save", str(tmp_path), "--train-iters"]
+    assert "all 5 steps were skipped" in pool.run(1, run, [*flags, "5"])[0][1]
+    error = pool.run(1, run, [*flags, "50", "--max-skipped-steps", "7"])[0][1]
+    assert "7 steps in a row were skipped (--max-skipped-steps 7): the loss is nan" in error
+    assert "at iteration 7, samples 24 to 27; the weights are as they were before it" in error
+    assert complete_tags(tmp_path) == []
+
+
+@pytest.mark.parametrize("stage", sampled([1, 2, 3], lambda stage: stage == 1))
+def test_the_last_overflow_of_fp16_is_named(pool, tmp_path, stage):
+    flags = [*TINY, "--fp16", "--zero-stage", str(stage), "--train-iters", "50"]
+    scale = ["--initial-loss-scale", "131072", "--min-loss-scale", "65536"]
+    for _, error in pool.run(2, run, [*flags, *scale, "--init-method-std", "2"]):
+        assert re.search(r"gradients are not finite in float16 at iteration \d, samples", error)
+        assert "and the loss scale, 65536, is already the smallest" in error

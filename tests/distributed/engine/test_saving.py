@@ -17,7 +17,7 @@ from megatron.checkpoint.folder import complete_tags
 from megatron.checkpoint.manifest import verify
 from megatron.engine import saving
 
-STEPS = 6
+STEPS = 4
 FLAGS = [*TINY, "--train-iters", str(STEPS)]
 DP2 = ["--zero-stage", "1"]
 LAYOUTS = {
@@ -201,3 +201,27 @@ def test_two_runs_do_not_save_into_one_folder(pool, tmp_path):
     finally:
         lock.release()
     assert pool.run(2, run, [*FLAGS, *DP2, "--save", str(tmp_path)])[0][1] is None
+
+
+def slow_to_publish(seconds):
+    """The first rank makes the checkpoint visible later than the others wait."""
+    real = writer.publish
+
+    def publish(*args):
+        time.sleep(seconds)
+        return real(*args)
+
+    return mock.patch.object(writer, "publish", publish)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("mode", [[], ASYNC])
+def test_a_checkpoint_that_is_whole_is_not_called_missing(pool, tmp_path, mode):
+    """The ranks could not agree that it is there, since making it visible took too long."""
+    flags = [*FLAGS, *DP2, *mode, "--save", str(tmp_path), "--distributed-timeout-minutes", "0.05"]
+    output, error = pool.run(2, run, flags, slow_to_publish, 5)[0]
+    assert f"WARNING: {tmp_path}/global_step{STEPS} is whole, but its save did not" in output
+    assert "no checkpoint at iteration" not in output
+    assert "could not agree" in error
+    verify(tmp_path / f"global_step{STEPS}")
+    assert (tmp_path / "latest").read_text() == f"global_step{STEPS}"

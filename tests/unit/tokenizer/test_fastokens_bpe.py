@@ -1,5 +1,6 @@
 """GPT2BPETokenizer's batches on fastokens against its definition, and without fastokens."""
 
+import dataclasses
 import importlib.util
 import multiprocessing
 import os
@@ -13,7 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.tokenizer import fastokens_bpe
+from megatron.config import ConfigError, TokenizerConfig
+from megatron.data.text_encoder import tokenizer_identity
+from megatron.tokenizer import build_tokenizer, fastokens_bpe
 from megatron.tokenizer.gpt2_bpe import CHARACTER_OF_BYTE, END_OF_TEXT, GPT2BPETokenizer
 from megatron.tokenizer.train import train_byte_level_bpe
 
@@ -26,7 +29,7 @@ SPACES += "\u180e\u200b\ufeff"  # these are none
 
 def quick(tokenizer: GPT2BPETokenizer) -> GPT2BPETokenizer:
     """The same one, its batches on fastokens."""
-    again = GPT2BPETokenizer(tokenizer._vocab, tokenizer._merges)
+    again = GPT2BPETokenizer(tokenizer._vocab, tokenizer._merges, with_fastokens=True)
     again._batches._to_go = 0
     again.tokenize_batch(["It's 1 text."])
     assert again._batches._fast is not None, "the fast way must be the one that is tested"
@@ -170,7 +173,7 @@ def test_no_threads(trained_folder):
     code = (
         "import os; from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer as T;"
         f"t = T.from_files({str(trained_folder / 'vocab.json')!r}, "
-        f"{str(trained_folder / 'merges.txt')!r});"
+        f"{str(trained_folder / 'merges.txt')!r}, with_fastokens=True);"
         "threads = lambda: len(os.listdir('/proc/self/task')); before = threads();"
         "texts = ['a text ' * 9] * 1000 + ['a long text ' * 200_000];"
         "t.tokenize_batch(texts); t.tokenize_batch(texts);"
@@ -192,7 +195,7 @@ def test_no_threads(trained_folder):
 @needs_fastokens
 def test_starts_when_it_is_worth_it(trained, monkeypatch):
     monkeypatch.setattr(fastokens_bpe, "WORTH_BUILDING", 10)
-    tokenizer = GPT2BPETokenizer(trained._vocab, trained._merges)
+    tokenizer = GPT2BPETokenizer(trained._vocab, trained._merges, with_fastokens=True)
     tokenizer.tokenize_batch(["a" * 9])
     tokenizer.tokenize("a" * 9)
     assert tokenizer._batches._fast is None
@@ -213,10 +216,40 @@ def assert_stays_with_tiktoken(tokenizer: GPT2BPETokenizer, warning: str | None)
     assert tokenizer._batches._fast is None
 
 
-def test_without_fastokens(trained, monkeypatch):
+def test_it_is_not_used_unless_asked_for(trained_folder, monkeypatch):
+    """Neither imported, nor looked for."""
     monkeypatch.setattr(fastokens_bpe, "WORTH_BUILDING", 0)
     monkeypatch.setitem(sys.modules, "fastokens", None)
-    assert_stays_with_tiktoken(GPT2BPETokenizer(trained._vocab, trained._merges), None)
+    files = {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
+    paths = {field: str(trained_folder / name) for field, name in files.items()}
+    config = TokenizerConfig("GPT2BPETokenizer", **paths)
+    tokenizer = build_tokenizer(config)
+    tokenizer.tokenize_batch(["a text"] * 9)
+    assert tokenizer._batches is None
+    asked = dataclasses.replace(config, bpe_library="fastokens")
+    assert tokenizer_identity(asked) == tokenizer_identity(config)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install megatron-deepspeed.fast., or leave"):
+        build_tokenizer(asked)
+    with pytest.raises(ConfigError, match="is for --tokenizer-type GPT2BPETokenizer, not Byte"):
+        build_tokenizer(TokenizerConfig("ByteLevelTokenizer", bpe_library="fastokens"))
+
+
+def test_other_ids_end_the_run(trained, monkeypatch):
+    """One text of some batches is compared as long as it is used."""
+    monkeypatch.setattr(fastokens_bpe, "_COMPARED_EVERY", 3)
+    tokenizer = with_fastokens(trained, monkeypatch)
+    tokenizer._batches._fast = Broken()
+    for _ in range(2):
+        assert len(tokenizer.tokenize_batch(["a text"])) == 1
+    with pytest.raises(ValueError, match="other ids than tiktoken.*begins with 'a text'"):
+        tokenizer.tokenize_batch(["a text"])
+
+
+def with_fastokens(trained, monkeypatch) -> GPT2BPETokenizer:
+    """One that would use it, whether it is installed or not."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    return GPT2BPETokenizer(trained._vocab, trained._merges, with_fastokens=True)
 
 
 class Broken:
@@ -236,8 +269,7 @@ def test_fastokens_that_does_not_fit(trained, monkeypatch, when, warning):
 
     monkeypatch.setattr(fastokens_bpe, "WORTH_BUILDING", 0)
     monkeypatch.setattr(fastokens_bpe, "FastEncoding", Broken if when == "ids" else refuses)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    tokenizer = GPT2BPETokenizer(trained._vocab, trained._merges)
+    tokenizer = with_fastokens(trained, monkeypatch)
     warning = warning or "cannot be used (AttributeError: no such method)"
     assert_stays_with_tiktoken(tokenizer, warning)
 
@@ -247,6 +279,6 @@ def test_fastokens_that_fails_later(trained, monkeypatch):
         raise RuntimeError("some table is full")
 
     monkeypatch.setattr(Broken, "encode_batch", fails)
-    tokenizer = GPT2BPETokenizer(trained._vocab, trained._merges)
+    tokenizer = with_fastokens(trained, monkeypatch)
     tokenizer._batches._fast = Broken()
     assert_stays_with_tiktoken(tokenizer, "failed (RuntimeError: some table is full)")

@@ -178,7 +178,7 @@ def test_transformers_and_torch_are_not_imported(trained_folder):
 @pytest.mark.parametrize(
     "content, message",
     [
-        ("{", "is not JSON"),
+        ("{", "is not valid JSON"),
         ("[]", "contains an empty list; it must be a vocab.json"),
         ('{"a": "0"}', "token 'a' has the id '0'"),
         ('{"a": -1}', "token 'a' has the id -1"),

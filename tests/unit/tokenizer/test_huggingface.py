@@ -96,15 +96,3 @@ def test_no_eos(llama_like, tmp_path):
     )
     with pytest.raises(ValueError, match="no token for the end of document"):
         _ = HFTokenizer(tmp_path).eod
-
-
-def test_code_of_a_folder_is_not_run(tmp_path, monkeypatch):
-    """transformers would ask on the terminal whether it may be."""
-    monkeypatch.setattr("builtins.input", lambda *_: "y")
-    code = f"open({str(tmp_path / 'was run')!r}, 'w')\nclass Coded: pass\n"
-    (tmp_path / "coded.py").write_text(code)
-    config = {"tokenizer_class": "Coded", "auto_map": {"AutoTokenizer": ["coded.Coded", None]}}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="contains custom code"):
-        HFTokenizer(tmp_path)
-    assert not (tmp_path / "was run").exists()

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.files import CheckpointError, NotFiniteError
 from megatron.config import CheckpointConfig
 from megatron.engine.saving import SaveResult
 from megatron.training.checkpoints import CheckpointManager
@@ -13,15 +13,16 @@ from megatron.training.checkpoints import CheckpointManager
 class Writer:
     """Fails every save; its result is there at once, or only when it is waited for."""
 
-    def __init__(self, quick, fails=True, **options):
+    def __init__(self, quick, fails=True, error=None, published=False, **options):
         self.options = CheckpointConfig(save="somewhere", **options)
-        self.quick, self.fails = quick, fails
+        self.quick, self.fails, self.published = quick, fails, published
+        self.error = error or CheckpointError("the disk is full")
         self.saves, self.pending = [], []
 
     def save(self, iteration, counters):
         self.saves.append(iteration)
-        error = CheckpointError("the disk is full") if self.fails else None
-        self.pending.append(SaveResult(iteration, error, 0.0, 0.0))
+        error = self.error if self.fails else None
+        self.pending.append(SaveResult(iteration, error, 0.0, 0.0, published=self.published))
 
     def finished(self, wait=False):
         if not (wait or self.quick):
@@ -34,8 +35,11 @@ class Writer:
 
 
 class Report:
+    def __init__(self):
+        self.said = []
+
     def say(self, text):
-        pass
+        self.said.append(text)
 
     def save(self, iteration, samples, values):
         pass
@@ -75,3 +79,85 @@ def test_the_initial_state_is_saved_if_asked_for(asked, saved):
     for iteration in range(3):
         saves.before_step(SimpleNamespace(iteration=iteration, consumed_samples=4 * iteration))
     assert writer.saves == saved
+
+
+def save_all(saves, iterations):
+    """Which iterations were saved until an error, and that error."""
+    for number, iteration in enumerate(iterations):
+        try:
+            saves.save(iteration, 4 * iteration)
+        except CheckpointError as error:
+            return list(iterations)[: number + 1], str(error)
+    return list(iterations), None
+
+
+@pytest.mark.parametrize("options, last", [({}, 3), ({"max_failed_saves": 5}, 5)])
+def test_saves_that_fail_in_a_row_end_the_run(options, last):
+    saves = CheckpointManager(Writer(quick=True, **options), Report(), newest="save/global_step0")
+    done, error = save_all(saves, range(1, 20))
+    assert done == list(range(1, last + 1))
+    assert f"{last} saves in a row failed, of iterations 1, 2, 3" in error
+    assert "the disk is full; the last good checkpoint is save/global_step0" in error
+
+
+def test_saves_may_fail_without_limit_or_not_in_a_row():
+    assert (
+        save_all(CheckpointManager(Writer(True, max_failed_saves=0), Report()), range(50))[1]
+        is None
+    )
+    writer = Writer(quick=True)
+    saves = CheckpointManager(writer, Report())
+    for iteration in range(1, 20):
+        writer.fails = iteration % 3 > 0
+        saves.save(iteration, iteration)
+
+
+def test_ranks_end_together_although_one_hears_of_a_failed_save_later():
+    """In the background: the outcome of the newest save counts on no rank yet."""
+    ended = []
+    for quick in (True, False):
+        writer = Writer(quick, async_save=True)
+        saves = CheckpointManager(writer, Report())
+        saves.writer.save = after_the_previous(writer, writer.save)
+        ended.append(save_all(saves, range(1, 20)))
+    assert ended[0] == ended[1]
+    assert ended[0][0] == [1, 2, 3, 4]
+
+
+def after_the_previous(writer, save):
+    """A background save waits for the one before it, whose result is then known."""
+    done = []
+
+    def wait_and_save(iteration, counters):
+        done.extend(writer.pending)
+        writer.pending = []
+        save(iteration, counters)
+
+    def finished(wait=False):
+        found = [*done, *(writer.pending if wait or writer.quick else [])]
+        writer.pending = [] if wait or writer.quick else writer.pending
+        done.clear()
+        return found
+
+    writer.finished = finished
+    return wait_and_save
+
+
+def test_a_state_that_is_not_finite_ends_the_run_at_once():
+    writer, report = Writer(quick=True, fails=False), Report()
+    saves = CheckpointManager(writer, report)
+    saves.save(2, 8)
+    writer.fails, writer.error = True, NotFiniteError("rank 1: w has 3 of 9 elements")
+    with pytest.raises(NotFiniteError, match="after iteration 4: rank 1: w has 3 of 9") as caught:
+        saves.save(4, 16)
+    assert "the last good checkpoint is somewhere/global_step2" in str(caught.value)
+
+
+def test_a_published_checkpoint_is_not_called_missing():
+    """The ranks could not agree that it is there, but it is."""
+    report = Report()
+    saves = CheckpointManager(Writer(quick=True, published=True), report)
+    saves.save(2, 8)
+    assert "WARNING: somewhere/global_step2 is whole, but its save did not end well" in report.said
+    assert not any("no checkpoint" in line for line in report.said)
+    assert "somewhere/global_step2" in saves.newest_shown

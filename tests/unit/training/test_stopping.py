@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -141,10 +143,12 @@ def test_lost_parent_counts_only_under_a_launcher(tmp_path, launcher):
 CPU = torch.device("cpu")
 
 
-def result(held: float | bool = 0.0, loss: float = 1.0) -> StepResult:
+def result(
+    held: float | bool = 0.0, loss: float = 1.0, scale: float = 1.0, exhausted: bool = False
+) -> StepResult:
     flag = held if isinstance(held, bool) else torch.tensor(held)
     total = torch.tensor(loss, dtype=torch.float64)
-    return StepResult(total, {"lm loss": total}, torch.tensor(2.0), flag, 1.0)
+    return StepResult(total, {"lm loss": total}, torch.tensor(2.0), flag, scale, exhausted)
 
 
 class Guard(NonFiniteGuard):
@@ -154,12 +158,12 @@ class Guard(NonFiniteGuard):
         step = Step(result, iteration, first_sample, samples, 16, 1e-3, 0.1)
         self.after_step(None, step)  # type: ignore[arg-type]
 
-    def settle_all(self) -> None:
-        self.settle(None)  # type: ignore[arg-type]
+    def settle_all(self, at_end: bool = False) -> None:
+        self.settle(SimpleNamespace(at_end=at_end))  # type: ignore[arg-type]
 
 
-def guard(lag: int = 0, fp16: bool = False, check: bool = True) -> Guard:
-    found = Guard(CPU, fp16, check)
+def guard(lag: int = 0, fp16: bool = False, check: bool = True, **options: Any) -> Guard:
+    found = Guard(CPU, fp16, check, **options)
     found._reads = DelayedReads(lag)
     return found
 
@@ -209,6 +213,51 @@ def test_unchecked_steps_may_be_bad():
     steps = guard(check=False)
     steps.add(result(1.0, float("nan")), 1, 0, 8)
     steps.settle_all()
+
+
+@pytest.mark.parametrize("lag, fp16", [(0, True), (2, False)])
+def test_steps_skipped_in_a_row_end_the_run(lag, fp16):
+    steps = guard(lag, fp16, check=False, most=3)
+    for number, held in enumerate((1.0, 1.0, 0.0, 1.0, 1.0), start=1):
+        steps.add(result(held), number, 8 * (number - 1), 8)
+    where = "3 steps in a row were skipped .--max-skipped-steps 3.: the loss is nan at iteration 6"
+    with pytest.raises(TrainingStopped, match=where):
+        steps.add(result(1.0, float("nan")), 6, 40, 8)
+        steps.settle_all()
+
+
+def test_steps_may_be_skipped_without_limit():
+    steps = guard(check=False, most=0)
+    for number in range(1, 200):
+        steps.add(result(1.0), number, number, 1)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_an_overflow_at_the_smallest_scale_is_named(check):
+    steps = guard(fp16=True, check=check, most=50, newest=lambda: "the last good checkpoint is a")
+    steps.add(result(True, scale=2.0), 1, 0, 8)
+    with pytest.raises(TrainingStopped, match="at iteration 2, samples 8 to 15") as caught:
+        steps.add(result(True, scale=1.0, exhausted=True), 2, 8, 8)
+    assert "the loss scale, 1, is already the smallest" in str(caught.value)
+    assert "the last good checkpoint is a" in str(caught.value)
+
+
+def test_a_training_that_changes_no_weight_fails_at_its_end():
+    steps = guard(fp16=True, fresh=True)
+    steps.add(result(True), 1, 0, 8)
+    steps.settle_all()  # the scale has yet to fall
+    with pytest.raises(TrainingStopped, match="all 1 steps were skipped"):
+        steps.settle_all(at_end=True)
+    steps.add(result(False), 2, 8, 8)
+    steps.add(result(True), 3, 16, 8)
+    steps.settle_all(at_end=True)
+
+
+def test_a_ruined_model_is_not_called_unchanged():
+    steps = guard(ruined=lambda: "w has 1 of 9 elements that are not finite")
+    with pytest.raises(TrainingStopped, match="ruined before it, since w has 1 of 9") as caught:
+        steps.add(result(True, float("nan")), 4, 12, 4)
+    assert "as they were" not in str(caught.value)
 
 
 def test_a_single_process_stops_on_its_own_request():

@@ -11,6 +11,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from megatron.config.kinds.raw_text import PACKED_ENDINGS, TEXT_ENDINGS
@@ -18,11 +19,12 @@ from megatron.data.json_lines import (
     BYTE_ORDER_MARK,
     LONGEST_RECORD,
     BadLine,
+    long_line,
     read_lines,
     texts_of_line,
 )
 from megatron.data.paths import expand
-from megatron.util.digests import digest_of_parts
+from megatron.util.digests import digest_of_sample
 
 _RANGE_BYTES = 1 << 24
 _LONGEST_FIELD = (1 << 31) - 1
@@ -56,15 +58,8 @@ class TextFile(NamedTuple):
     def identity(self) -> list[Any]:
         """Name, size, time, and a digest of up to 64 evenly spaced blocks of 64 KiB: the first, the
         last and some between."""
-        digest = digest_of_parts(self._some_blocks())
+        digest = digest_of_sample(Path(self.path), _DIGEST_BLOCKS, _DIGEST_BYTES)
         return [os.path.basename(self.path), self.size, self.modified_ns, digest]
-
-    def _some_blocks(self) -> Iterator[bytes]:
-        last, is_long = self.size - _DIGEST_BYTES, self.size > _DIGEST_BYTES * _DIGEST_BLOCKS
-        with open(self.path, "rb") as file:
-            for i in range(min(_DIGEST_BLOCKS, -(-self.size // _DIGEST_BYTES))):
-                file.seek(last * i // (_DIGEST_BLOCKS - 1) if is_long else i * _DIGEST_BYTES)
-                yield file.read(_DIGEST_BYTES)
 
 
 def text_files(path: str, endings: tuple[str, ...] = TEXT_ENDINGS) -> list[TextFile]:
@@ -123,8 +118,8 @@ class JsonLines(TextRecords):
     def read(self, start: int, stop: int) -> Iterator[TextRecord]:
         with open(self.file.path, "rb") as file:
             for offset, line in read_lines(file, LONGEST_RECORD, start, stop):
-                if len(line) > LONGEST_RECORD:
-                    yield offset, BadLine(0, "longer than 64 MiB", f"{line[:40]!r}...")
+                if too_long := long_line(line, 0):
+                    yield offset, too_long
                     return
                 if line and not line.isspace():
                     yield offset, self._first(line)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
+
+from megatron.util.json_text import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -66,13 +67,9 @@ def read_questions(path: str | Path, with_negative: bool) -> list[Question]:
 
 def _content(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes())
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}; {_LAYOUT}") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{path}, line {error.lineno}, column {error.colno}: not JSON ({error.msg}); {_LAYOUT}"
-        ) from None
+        return parse_json(path.read_bytes(), str(path), lenient=True)
+    except ValueError as error:
+        raise ValueError(f"{error}; {_LAYOUT}") from None
 
 
 class _Reader:
