@@ -13,10 +13,10 @@ import torch.distributed as dist
 from megatron.checkpoint.files import CheckpointError, DamagedError
 from megatron.checkpoint.folder import (
     TRACKER,
-    iteration_of,
     iterations_in,
     point_to,
     set_aside,
+    step_of,
     tag,
 )
 from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoint
@@ -83,10 +83,10 @@ def set_damaged_aside(engine: TrainEngine, origin: ResumeSource) -> list[str]:
         lines = []
         for each, reason in origin.damaged.items():
             line = f"taken since {reason}"
-            if beside and iteration_of(each.name) is not None and each.is_dir():
+            if beside and step_of(each.name) is not None and each.is_dir():
                 line += f"; {each} is set aside as {set_aside(each)}"
             lines.append(line)
-        if beside and iteration_of(folder.name) is not None:
+        if beside:
             point_to(folder)
         return lines
 
@@ -102,7 +102,7 @@ def _older(options: CheckpointConfig, folder: Path) -> Iterator[FoundCheckpoint]
     """The checkpoints beside a damaged one that are older than it, newest first, and can be
     opened; all of them if its name does not say how old it is."""
     prefer = "universal" if options.universal_checkpoint else "native"
-    for iteration in iterations_in(folder.parent, iteration_of(folder.name)):
+    for iteration in iterations_in(folder.parent, step_of(folder.name)):
         with contextlib.suppress(CheckpointError, OSError):
             found = locate_checkpoint(folder.parent, str(iteration), prefer)
             if found is not None:
