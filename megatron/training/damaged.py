@@ -31,7 +31,7 @@ def newest_older(
 ) -> tuple[Path, FoundCheckpoint]:
     """Before an engine is built: the folder of the checkpoint of ``--load`` that could not be
     ``found`` or opened, for ``error``, and the newest older one that can be. Raises CheckpointError
-    unless the flags allow that, or if there is none."""
+    unless the flags allow that and there is one."""
     load = Path(options.load or "")
     wanted = options.load_tag or _named_by_tracker(load) or "?"
     named = load / (tag(int(wanted)) if wanted.isdecimal() else wanted)
@@ -49,7 +49,7 @@ def load_older(
     engine: TrainEngine, origin: ResumeSource, reason: DamagedError
 ) -> tuple[Source, ResumeSource]:
     """Loads the newest older checkpoint that is whole; every rank must call it. Raises DamagedError
-    on every rank, naming that checkpoint, unless the flags allow that, or if there is none."""
+    on every rank, naming that checkpoint, unless the flags allow that and there is one."""
     options, damaged = engine.config.checkpoint, dict(origin.damaged)
     folder = origin.found.folder
     if origin.flag != f"--load {options.load}":
