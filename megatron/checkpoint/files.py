@@ -113,6 +113,15 @@ def write_tensors(
     return _write(path, contents())
 
 
+def finite(name: str, values: Tensor, dtype: torch.dtype, where: Path) -> Tensor:
+    """The elements of a tensor of the checkpoint ``where`` in another dtype. Raises NotFiniteError
+    if one is not finite in that."""
+    found = not_finite({name: values}, dtype)
+    if found is not None:
+        raise NotFiniteError(f"{where}: {found}")
+    return values.to(dtype)
+
+
 def not_finite(tensors: Mapping[str, Tensor | LazyTensor], dtype: torch.dtype) -> str | None:
     """Which of these tensors, by name, have elements that are not finite in a dtype, and how many,
     in words; None if all are finite."""
@@ -191,9 +200,10 @@ def write_json(path: Path, content: Any) -> None:
     write_text(path, json_text(content))
 
 
-def read_json(path: Path) -> Any:
-    """Reads JSON; raises CheckpointError if the file is missing or not JSON."""
-    return json_of(path, read_bytes(path))
+def read_json(path: Path, lenient: bool = False) -> Any:
+    """Reads JSON, ``lenient`` where NaN and Infinity are values; raises CheckpointError if the file
+    is missing or not JSON."""
+    return json_of(path, read_bytes(path), lenient)
 
 
 def read_bytes(path: Path) -> bytes:
@@ -206,10 +216,10 @@ def read_bytes(path: Path) -> bytes:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def json_of(path: Path, content: bytes) -> Any:
-    """What the JSON file ``path`` with this content says; raises CheckpointError if it is not
-    JSON."""
+def json_of(path: Path, content: bytes, lenient: bool = False) -> Any:
+    """What the JSON file ``path`` with this content says, as :func:`read_json`; raises
+    CheckpointError if it is not JSON."""
     try:
-        return parse_json(content, str(path))
+        return parse_json(content, str(path), lenient=lenient)
     except ValueError as error:
         raise CheckpointError(str(error)) from None

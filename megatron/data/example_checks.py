@@ -7,7 +7,6 @@ nothing, or has forgotten how to answer. Each finding says what is to be done an
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -27,6 +26,8 @@ from megatron.data.pipeline import DataPipeline
 from megatron.data.preference_batch import PreferenceSample
 from megatron.data.samples import PackedSample, SampleDataset
 from megatron.tokenizer import Tokenizer
+from megatron.tokenizer.chat_process import read_template
+from megatron.util.json_text import parse_json
 
 LOOKED_AT = 32
 """Samples that are looked at."""
@@ -228,14 +229,15 @@ def template_in(folder: Path) -> str | None:
     without a default one."""
     own = folder / "chat_template.jinja"
     if own.is_file():
-        return own.read_text("utf-8")
+        return read_template(own, str(own))
     settings = folder / "tokenizer_config.json"
     if not settings.is_file():
         return None
-    found = json.loads(settings.read_text("utf-8")).get("chat_template")
+    content = parse_json(settings.read_bytes(), str(settings), lenient=True)
+    found = content.get("chat_template") if isinstance(content, dict) else None
     if isinstance(found, list):
-        named = {each.get("name"): each.get("template") for each in found}
-        found = named.get("default")
+        several = (each for each in found if isinstance(each, dict))
+        found = {each.get("name"): each.get("template") for each in several}.get("default")
     return found if isinstance(found, str) else None
 
 

@@ -348,7 +348,7 @@ def defer_scale_growth(wrapper: Any) -> Callable[[], None]:
 def keep_smallest_scale(wrapper: Any) -> Callable[[], bool]:
     """Makes a dynamic loss scale stay at its minimum when it cannot fall, where DeepSpeed raises a
     bare Exception; returns whether the next overflow will be such a one."""
-    scaler = getattr(wrapper, "loss_scaler", None)
+    scaler: Any = getattr(wrapper, "loss_scaler", None)
     if not getattr(scaler, "dynamic", False):
         return lambda: False
     scaler.raise_error_at_min_scale = False

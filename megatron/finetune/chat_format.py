@@ -15,6 +15,7 @@ from megatron.data.kinds.instruction.examples import ENDINGS
 from megatron.data.kinds.preference.records import read_preferences
 from megatron.data.kinds.raw_text.text_files import text_files
 from megatron.data.sources import parts_of
+from megatron.tokenizer.chat_process import read_template
 from megatron.training.run import Run
 from megatron.util.files import own_file
 
@@ -51,7 +52,7 @@ def template_of(run: Run) -> str | None:
     ``--prompt-format`` does."""
     config = run.config.kind(InstructionConfig)
     if config.chat_template is not None:
-        return Path(config.chat_template).read_text("utf-8")
+        return read_template(config.chat_template, f"--chat-template {config.chat_template}")
     own = getattr(run.tokenizer, "transformers_tokenizer", None)
     template = None if own is None else own.chat_template
     kind = config.prompt_format

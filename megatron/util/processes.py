@@ -1,5 +1,5 @@
-"""The main process of a run, and worker processes: a map over several, and one that answers
-requests."""
+"""The main process of a run, and worker processes: one that answers requests, and a map over
+several."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -24,6 +22,8 @@ Answer = TypeVar("Answer")
 
 _SPAWN = multiprocessing.get_context("spawn")
 """A forked child of a process with threads (Rust's, in tokenizers) may hang."""
+_SECONDS_TO_END = 5.0
+"""For which a process whose pipe is closed may still run; its exit status is known then."""
 _ITEMS_PER_WORKER = 4
 """Under way at a time, so that a worker need not wait for a slower one."""
 
@@ -111,21 +111,6 @@ def usable_processors() -> int:
     return os.cpu_count() or 1
 
 
-@contextmanager
-def mapping_processes(processes: int, died: str) -> Iterator[Callable[..., Iterator[Any]]]:
-    """A ``map`` over several processes, with results in the order of the arguments. Functions,
-    arguments and results are pickled. With one process it runs in this one. Raises
-    ChildProcessError if a process was killed; the message is ``died``."""
-    if processes == 1:
-        yield map
-        return
-    with ProcessPoolExecutor(processes, _SPAWN) as pool:
-        try:
-            yield pool.map
-        except BrokenProcessPool as error:
-            raise ChildProcessError(died) from error
-
-
 class Worker(Generic[Request, Answer]):
     """A process that answers requests over a pipe, one at a time, by the function that ``prepare``
     makes there at the first request. It ends when the pipe is closed, also when its parent dies."""
@@ -141,7 +126,7 @@ class Worker(Generic[Request, Answer]):
         try:
             self.pipe.send(request)
         except OSError as error:
-            raise _died() from error
+            raise self._death() from error
 
     def receive(self) -> Answer:
         """The answer to the last request, or raises its error; ChildProcessError if the process
@@ -149,7 +134,7 @@ class Worker(Generic[Request, Answer]):
         try:
             answer = self.pipe.recv()
         except (EOFError, OSError) as error:
-            raise _died() from error
+            raise self._death() from error
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -157,6 +142,12 @@ class Worker(Generic[Request, Answer]):
     def ask(self, request: Request) -> Answer:
         self.send(request)
         return self.receive()
+
+    def _death(self) -> ChildProcessError:
+        self._process.join(_SECONDS_TO_END)
+        return ChildProcessError(
+            f"a worker process (pid {self._process.pid}) {death(self._process.exitcode)}"
+        )
 
     def stop(self) -> None:
         """Ends the process."""
@@ -212,10 +203,24 @@ def map_in_order(
             process.stop()
 
 
-def _died() -> ChildProcessError:
-    return ChildProcessError(
-        "a worker process died, most often because memory ran out; use fewer --workers"
-    )
+def death(exit_code: int | None) -> str:
+    """How a process died, for a message. Of SIGKILL, which nobody can catch, the sender is not
+    known: the system sends it when memory runs out."""
+    if exit_code is None:
+        return "closed its connection"
+    if exit_code >= 0:
+        return f"ended with exit status {exit_code}"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = f"signal {-exit_code}"
+    if name == "SIGKILL":
+        name += " (the system sends it when memory runs out; fewer processes need less)"
+    return f"was killed by {name}"
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _serve(pipe: Connection, prepare: Callable[[], Callable[[Any], Any]]) -> None:
@@ -233,7 +238,11 @@ def _serve(pipe: Connection, prepare: Callable[[], Callable[[Any], Any]]) -> Non
             answer = answering(request)
         except Exception as error:  # of any kind: the parent raises it
             answer = error
+        except BaseException as error:  # a panic of a library in Rust
+            answer = ChildProcessError(f"a worker process failed: {_described(error)}")
         try:
             pipe.send(answer)
         except OSError:
             return
+        except Exception as error:  # which cannot be pickled
+            pipe.send(ChildProcessError(f"a worker process failed: {_described(error)}"))

@@ -77,7 +77,7 @@ def measured(function: Callable[..., Any], found: list[int]) -> Callable[..., An
 
 
 PRECISIONS = ["fp32", "bf16", "fp16", "bf16 accumulated in fp32", "fp16 accumulated in fp32"]
-SAMPLE = {(0, "fp32"), (1, PRECISIONS[3]), (2, "bf16"), (3, "bf16")}
+SAMPLE = {(0, "fp32"), (1, PRECISIONS[3]), (3, "bf16")}
 WITH_ADAPTERS = [(0, "fp32"), (1, "fp32"), (1, "bf16"), (2, "bf16"), (3, "fp32"), (3, "bf16")]
 FEW = {(1, "bf16")}
 CASES = [

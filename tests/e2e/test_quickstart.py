@@ -22,7 +22,7 @@ LAST_LINE = (
 def quickstart(folder: Path, *flags: str) -> str:
     """Runs it; returns its output."""
     command = [sys.executable, "tools/quickstart.py", "--output", str(folder / "out")]
-    command += ["--sources", str(folder / "sources"), "--train-iters", "8", *flags]
+    command += ["--sources", str(folder / "sources"), "--train-iters", "2", *flags]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     result = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400
@@ -52,8 +52,8 @@ def test_result(first):
     assert last and last[3] == str(out)
     assert 5 < float(last[2]) < 7
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [row["iteration"] for row in rows if row["kind"] == "resume"] == [4]
-    assert [row["iteration"] for row in rows if row["kind"] == "train"] == list(range(1, 9))
+    assert [row["iteration"] for row in rows if row["kind"] == "resume"] == [1]
+    assert [row["iteration"] for row in rows if row["kind"] == "train"] == [1, 2]
     assert "def read_file(path):" in output, "the generated text is shown"
 
 

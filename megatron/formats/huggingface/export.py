@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron.checkpoint.files import CheckpointError, read_json, write_json
+from megatron.checkpoint.files import CheckpointError, finite, read_json, write_json
 from megatron.checkpoint.source import DTYPES, Source
 from megatron.formats.huggingface.architecture import Parameter
 from megatron.formats.huggingface.registry import architecture_of, departure
@@ -36,7 +36,8 @@ def write_model(
     empty folder, with at most one shard in memory; a parameter larger than ``max_shard_bytes`` has
     its own. ``architecture`` is the ``model_type`` to write; see :func:`architecture_of`. Raises
     ValueError if the model fits no known architecture, or not that one. Raises CheckpointError if
-    the checkpoint lacks parameters of its configuration, or a file cannot be written.
+    the checkpoint lacks parameters of its configuration, one is not finite in ``dtype``, or a file
+    cannot be written.
     """
     model = source.model
     form = architecture_of(model, architecture)
@@ -95,7 +96,8 @@ def _write_weights(
             path = folder / f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors: dict[str, Tensor] = dict(constants) if number == 1 else {}
         for parameter in progress_bar(f"writing {path.name}", members, unit=" parameters"):
-            tensors |= parameter.to_hf(source.tensor(parameter.ours).to(dtype))
+            values = finite(parameter.ours, source.tensor(parameter.ours), dtype, source.folder)
+            tensors |= parameter.to_hf(values)
         try:
             save_file(tensors, path, metadata={"format": "pt"})
             sync_path(path)

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron.checkpoint.adapters import AdaptedSource, adapter_name
-from megatron.checkpoint.files import CheckpointError, read_json, write_json
+from megatron.checkpoint.files import CheckpointError, finite, read_json, write_json
 from megatron.checkpoint.source import FoundCheckpoint, Source
 from megatron.config import ModelConfig
 from megatron.config.adapters import AdapterConfig
@@ -269,8 +269,8 @@ def write_peft(
 ) -> int:
     """Writes the adapters of a source into an existing folder, for a base by the path or name
     ``base`` (by default the source's, if it is a Hugging Face folder); returns the number of
-    tensors. Raises ValueError if the base is of no Hugging Face architecture; OSError if a file
-    cannot be written."""
+    tensors. Raises ValueError if the base is of no Hugging Face architecture, or a tensor is not
+    finite in ``dtype``; OSError if a file cannot be written."""
     model, adapters, additions = source.model, source.adapters, source.additions
     present = set(additions.names())
     tensors: dict[str, Tensor] = {}
@@ -288,17 +288,18 @@ def write_peft(
             for theirs, kind in _KINDS.items():
                 name = place.name(kind)
                 if name in present:
-                    values = additions.tensor(name)
+                    values = finite(name, additions.tensor(name), dtype, source.folder)
                     if kind != "a":
                         values = place.target.rows_to_hf(values)
                     ending = "" if kind == "magnitude" else ".weight"
                     key = f"{_PREFIX}{module}.lora_{theirs}{ending}"
-                    tensors[key] = values.to(dtype).contiguous()
+                    tensors[key] = values.contiguous()
     saved = []
     for theirs, parameter in _whole(architecture_of(model), model).items():
         if parameter.ours in present:
-            (values,) = parameter.to_hf(additions.tensor(parameter.ours)).values()
-            tensors[_PREFIX + theirs] = values.to(dtype).contiguous()
+            whole = finite(theirs, additions.tensor(parameter.ours), dtype, source.folder)
+            (values,) = parameter.to_hf(whole).values()
+            tensors[_PREFIX + theirs] = values.contiguous()
             saved.append(theirs.rpartition(".")[0].rpartition(".")[2])
     if base is None:
         found = source.base.folder

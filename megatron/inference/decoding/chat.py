@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import subprocess
-import sys
-import threading
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any
 
-from megatron.inference.decoding import chat_render
 from megatron.tokenizer import Tokenizer
+from megatron.tokenizer.chat_process import TemplateProcess, read_template, special_variables
+from megatron.util.json_text import parse_json
 
 Message = Mapping[str, Any]
 """With "role", "content", and what else a template reads; JSON values only."""
 
-_SECONDS, _MEMORY, _MOST_CHARACTERS = 10.0, 1 << 30, 1 << 22
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names for what a model has thought before it answered; the first is that of templates."""
 
@@ -50,7 +43,7 @@ class ChatFormat:
         own = getattr(tokenizer, "transformers_tokenizer", None)
         found: object = None
         if own is not None:
-            found, variables = own.chat_template, dict(own.special_tokens_map)
+            found, variables = own.chat_template, special_variables(own)
         else:
             found, variables = _of_folder(folder)
         templates = _by_name(template or found)
@@ -101,90 +94,6 @@ class ChatFormat:
         self._process.close()
 
 
-class TemplateProcess:
-    """Renders templates in a process with little memory, which is ended if it takes too long. May
-    be used by several threads."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[str] | None = None
-        self._answers: SimpleQueue[str] = SimpleQueue()
-
-    def render(self, template: str, variables: Mapping[str, Any]) -> str:
-        """The text; ValueError says what is wrong with the template or the variables."""
-        try:
-            task = json.dumps(
-                {"template": template, "variables": variables, "most": _MOST_CHARACTERS}
-            )
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"a message is not made of JSON values: {error}") from None
-        with self._lock:
-            line = self._answer(task)
-        if line is None:
-            raise ValueError("the chat template takes too much time or memory")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise ValueError(f"the chat template cannot write this conversation: {answer['error']}")
-        return answer["text"]
-
-    def close(self) -> None:
-        with self._lock:
-            self._end()
-
-    def _answer(self, task: str) -> str | None:
-        process = self._process or self._start()
-        assert process.stdin is not None
-        try:
-            process.stdin.write(task + "\n")
-            process.stdin.flush()
-            line = self._answers.get(timeout=_SECONDS)
-        except (OSError, Empty):
-            line = ""
-        if not line:
-            self._end()
-        return line or None
-
-    def _start(self) -> subprocess.Popen[str]:
-        import jinja2
-        import markupsafe
-
-        files = (jinja2.__file__, markupsafe.__file__)
-        folders = {str(Path(file).parent.parent) for file in files if file}
-        process = subprocess.Popen(
-            [sys.executable, "-I", chat_render.__file__, str(_MEMORY), *sorted(folders)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            encoding="utf-8",
-        )
-        self._process, self._answers = process, SimpleQueue()
-        threading.Thread(target=_read, args=(process, self._answers), daemon=True).start()
-        weakref.finalize(self, _kill, process)
-        return process
-
-    def _end(self) -> None:
-        if self._process is not None:
-            _kill(self._process)
-            self._process = None
-
-
-def _read(process: subprocess.Popen[str], answers: SimpleQueue[str]) -> None:
-    """Passes on the process's lines, and "" once it has ended."""
-    assert process.stdout is not None
-    with process.stdout as lines:
-        for line in lines:
-            answers.put(line)
-    answers.put("")
-
-
-def _kill(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.wait()
-    if process.stdin is not None:
-        with contextlib.suppress(OSError):  # what was not written
-            process.stdin.close()
-
-
 def _by_name(template: object) -> dict[str, str]:
     """Templates as tokenizer_config.json has them: one, or a list, or several by name."""
     if isinstance(template, str):
@@ -192,7 +101,10 @@ def _by_name(template: object) -> dict[str, str]:
     if isinstance(template, Mapping):
         return {str(name): str(text) for name, text in template.items()}
     if isinstance(template, list):
-        return {str(entry["name"]): str(entry["template"]) for entry in template}
+        named = [isinstance(each, Mapping) and {"name", "template"} <= {*each} for each in template]
+        if not all(named):
+            raise ValueError("the chat templates of the tokenizer lack a name or their text")
+        return {str(each["name"]): str(each["template"]) for each in template}
     return {}
 
 
@@ -201,8 +113,14 @@ def _of_folder(folder: Path | None) -> tuple[object, dict[str, str]]:
     if folder is None:
         return None, {}
     file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
-    settings = json.loads(config.read_text("utf-8")) if config.is_file() else {}
-    template = file.read_text("utf-8") if file.is_file() else settings.get("chat_template")
+    settings: Any = {}
+    if config.is_file():
+        settings = parse_json(config.read_bytes(), str(config), lenient=True)
+    if not isinstance(settings, dict):
+        raise ValueError(f"{config} is not a JSON object")
+    template = settings.get("chat_template")
+    if file.is_file():
+        template = read_template(file, str(file))
     variables = {}
     for name, token in settings.items():
         token = token.get("content") if isinstance(token, dict) else token

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from jinja2.exceptions import TemplateError
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -20,6 +19,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from megatron.config import ConfigError
 from megatron.data.scored_text import ScoredText
 from megatron.families import family_of
+from megatron.inference.decoding.chat import ChatFormat
 from megatron.inference.prompts import end_tokens
 from megatron.inference.request import Completion, GenerationRequest
 from megatron.inference.writing import TextWriter
@@ -27,9 +27,13 @@ from megatron.parallel.random import derive_seed
 from megatron.tasks.harness.cache import AnswerCache
 from megatron.tasks.harness.generating import TaskGeneration
 from megatron.tasks.harness.scoring import Likelihood, TextScorer, TokenRequest
+from megatron.tokenizer.chat_process import TemplateRefusalError
 from megatron.util.processes import is_main_process
 
 logger = logging.getLogger(__name__)
+
+_CONTINUED = "<the message ends here> "
+"""Where a message ends that is to be continued; templates write more behind it."""
 
 EncodedPair = tuple[tuple[str, str] | None, list[int], list[int]]
 """Context and continuation: the texts, None for a window of a longer one, and their token ids."""
@@ -300,20 +304,30 @@ class HarnessModel(TemplateLM):
     ) -> str:
         """The conversation in the tokenizer's chat template, without system messages if the
         template refuses them. Raises ConfigError if it has none."""
-        apply = functools.partial(
-            self._chat_tokenizer().apply_chat_template,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
+        self._chat_tokenizer()
+        given, tag = list(chat_history), ""
+        if not add_generation_prompt and given:  # the last message is to be continued
+            tag = _CONTINUED
+            given[-1] = {**given[-1], "content": given[-1]["content"] + tag}
         try:
-            return apply(chat_history)
-        except TemplateError as error:
-            others = [message for message in chat_history if message["role"] != "system"]
-            if len(others) == len(chat_history):
+            text = self._chat_format.render(given, add_generation_prompt)
+        except TemplateRefusalError as error:
+            others = [message for message in given if message["role"] != "system"]
+            if len(others) == len(given):
                 raise
-            logger.warning(f"the chat template refuses system messages, left out: {error}")
-            return apply(others)
+            logger.warning(f"{error}; system messages are left out")
+            text = self._chat_format.render(others, add_generation_prompt)
+        if not tag:
+            return text
+        kept, found, _ = text.rpartition(tag.strip())
+        if not found:
+            raise ValueError("the chat template leaves out the message that is to be continued")
+        # A template that trims contents has removed the space behind the message as well.
+        return kept if text[len(kept) :].startswith(tag) else kept.rstrip()
+
+    @functools.cached_property
+    def _chat_format(self) -> ChatFormat:
+        return ChatFormat.of(self.text_tokenizer)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """The template itself, for the results."""

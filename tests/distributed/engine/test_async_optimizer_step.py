@@ -93,7 +93,7 @@ LAYOUTS = {
     "pp2": (2, ["--pipeline-model-parallel-size", "2"]),
 }
 SAMPLE = {
-    *(("dp2", stage, "bf16") for stage in (0, 1, 2, 3)),
+    ("dp2", 0, "bf16"),
     ("dp2", 2, "fp32"),
     ("one", 1, "bf16"),
     ("tp2", 3, "bf16"),
@@ -148,7 +148,7 @@ def compare_with_deepspeed(pool, size: int, flags: list[str]) -> None:
 BAD = [(0, "bf16"), (1, "bf16"), (2, "fp32"), (3, "bf16")]
 
 
-@pytest.mark.parametrize(("stage", "form"), BAD)
+@pytest.mark.parametrize(("stage", "form"), sampled(BAD, lambda case: case in BAD[1:3]))
 def test_skipped_step_changes_nothing(pool, stage, form):
     """The third step's gradients are not finite; DeepSpeed leaves weights, moments and the number
     of updates alone, and continues."""
@@ -164,7 +164,7 @@ def test_skipped_step_changes_nothing(pool, stage, form):
 @pytest.mark.parametrize(
     ("stage", "form", "lag"),
     [
-        pytest.param(stage, form, lag, marks=() if lag else pytest.mark.proof)
+        pytest.param(stage, form, lag, marks=() if lag and stage in (0, 3) else pytest.mark.proof)
         for stage, form in [*BAD, (1, SUMS_IN_FP32)]
         for lag in (0, 2)
     ],
@@ -242,7 +242,7 @@ FORMS = ([], ["--bf16"], ["--bf16", SUMS_IN_FP32])
             *((1, stage, form) for stage in range(4) for form in FORMS[: 2 if stage == 0 else 3]),
             *((2, 3, form) for form in FORMS),
         ],
-        lambda case: case[2] == ["--bf16"],
+        lambda case: case[2] == ["--bf16"] and case[:2] != (1, 2),
     ),
 )
 def test_nothing_is_read(pool, size, stage, form):

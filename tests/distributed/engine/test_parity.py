@@ -9,6 +9,7 @@ import json
 
 import numpy as np
 import pytest
+from samples import sampled
 from training_jobs import TINY, train, train_plainly
 
 STEPS = 20
@@ -30,7 +31,16 @@ def drift(records, reference):
     return np.max(losses, axis=0), np.max(norms, axis=0)
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+def with_shapes(name, values, kept=lambda value: True):
+    """Both models with all values; a normal run has each value that is kept with one of them."""
+    cases = [(shape, value) for value in values for shape in SHAPES]
+    turn = [(list(SHAPES)[n % 2], value) for n, value in enumerate(filter(kept, values))]
+    return pytest.mark.parametrize(
+        ("plain", name), sampled(cases, turn.__contains__), indirect=["plain"]
+    )
+
+
+@pytest.fixture(scope="module")
 def plain(request):
     flags = FLAGS + SHAPES[request.param]
     reference = train_plainly(flags)
@@ -44,11 +54,9 @@ SAMPLE = {(1, 1), (2, 4), (3, 2)}
 """The cells that every test run checks; `make proof` checks all. More layouts: test_training.py."""
 
 
-@pytest.mark.parametrize(
-    ("stage", "size"),
-    [pytest.param(*cell, marks=() if cell in SAMPLE else (pytest.mark.proof,)) for cell in CELLS],
-)
-def test_against_plain_torch(pool, plain, stage, size, record_property):
+@with_shapes("cell", CELLS, SAMPLE.__contains__)
+def test_against_plain_torch(pool, plain, cell):
+    stage, size = cell
     flags, reference, (loss_noise, norm_noise) = plain
     record = pool.run(size, train, [*flags, "--zero-stage", str(stage)])[0]
     loss_drift, norm_drift = drift([record], reference)
@@ -89,17 +97,17 @@ def few_steps_follow(pool, plain, argv):
     np.testing.assert_allclose(record.norms, reference.norms[:6], rtol=1e-5)
 
 
-@pytest.mark.parametrize("options", ZERO3)
+@with_shapes("options", ZERO3)
 def test_zero3_options_against_plain_torch(pool, plain, tmp_path, options):
     few_steps_follow(pool, plain, zero3(tmp_path / "ds.json", **ZERO3[options]))
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTE)
+@with_shapes("recompute", RECOMPUTE)
 def test_recomputation_against_plain_torch(pool, plain, tmp_path, recompute):
     few_steps_follow(pool, plain, [*zero3(tmp_path / "ds.json"), *RECOMPUTE[recompute]])
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.proof), 3])
+@with_shapes("stage", [0, 3], lambda stage: stage == 3)
 def test_tensor_parallel_against_plain_torch(pool, plain, stage):
     flags, reference, (loss_noise, norm_noise) = plain
     argv = [*flags, "--zero-stage", str(stage), "--attention-dropout", "0"]

@@ -28,7 +28,7 @@ def test_bf16_follows_fp32(pool, plain, stage):
 SUMS_IN_FP32 = "--accumulate-allreduce-grads-in-fp32"
 
 
-@pytest.mark.parametrize("stage", sampled([1, 2, 3], lambda stage: stage != 1))
+@pytest.mark.parametrize("stage", sampled([1, 2, 3], lambda stage: stage == 3))
 def test_sums_in_fp32_are_nearer_to_fp32(pool, stage):
     """32 small gradients: bfloat16 sums lose more of them than float32 sums do."""
     flags = [*TINY, "--train-iters", "1", "--global-batch-size", "64"]
@@ -80,8 +80,9 @@ def test_pipelines_follow_fp32(pool, pipeline, precision):
 @pytest.mark.parametrize(
     ("layout", "precision", "stage"),
     [
-        pytest.param(layout, form, stage, marks=() if number % 3 == 0 else pytest.mark.proof)
-        for number, (layout, form, stage) in enumerate(
+        # The normal run has each stage once.
+        pytest.param(*case, marks=() if number in (0, 5, 9, 12) else pytest.mark.proof)
+        for number, case in enumerate(
             (layout, form, stage)
             for form in ("--bf16", "--fp16")
             for stage in ((0, 1, 2, 3) if form == "--bf16" else (1, 2, 3))
@@ -103,7 +104,7 @@ def test_tensor_parallel_follows_fp32(pool, layout, stage, precision):
     assert record.losses != expected.losses, "half precision must round"
 
 
-@pytest.mark.parametrize("stage", sampled([1, 2, 3], lambda stage: stage != 2))
+@pytest.mark.parametrize("stage", sampled([1, 2, 3], lambda stage: stage == 1))
 def test_fp16_follows_fp32(pool, plain, stage):
     flags = [*FLAGS, str(stage), "--fp16", "--initial-loss-scale", "4096"]
     record = pool.run(2, train, flags)[0]
@@ -111,7 +112,7 @@ def test_fp16_follows_fp32(pool, plain, stage):
     assert record.norms[0] == pytest.approx(plain.norms[0], rel=1e-3)
 
 
-@pytest.mark.parametrize("stage", sampled([1, 2, 3], lambda stage: stage != 1))
+@pytest.mark.parametrize("stage", sampled([1, 2, 3], lambda stage: stage == 2))
 def test_growing_loss_scale_changes_nothing(pool, stage):
     """The scale doubles every other step; losses and norms stay those of a scale that does not.
 

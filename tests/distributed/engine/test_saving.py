@@ -17,7 +17,7 @@ from megatron.checkpoint.folder import complete_tags
 from megatron.checkpoint.manifest import verify
 from megatron.engine import saving
 
-STEPS = 6
+STEPS = 4
 FLAGS = [*TINY, "--train-iters", str(STEPS)]
 DP2 = ["--zero-stage", "1"]
 LAYOUTS = {

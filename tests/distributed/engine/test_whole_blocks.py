@@ -150,7 +150,7 @@ def compile_and_train(argv: list[str], whole: bool = True) -> dict[str, Any]:
         return {**train([*argv, "--torch-compile"], whole), "graphs": graphs()}
 
 
-@pytest.mark.parametrize(("kind", "recompute"), cases(("llama", False)))
+@pytest.mark.parametrize(("kind", "recompute"), cases())
 def test_compiled_blocks_share_one_graph(pool, tmp_path, kind, recompute):
     argv = flags(tmp_path, *FORMS[kind], *(RECOMPUTED if recompute else []), **ALONE)
     eager, compiled = pool.run(2, train, argv), pool.run(2, compile_and_train, argv)

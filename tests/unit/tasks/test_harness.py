@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from small_tokenizers import small_tokenizers
 
 from megatron.config import ConfigError
 from megatron.tasks.harness import command
@@ -91,3 +92,46 @@ def test_other_weights_in_the_same_folder_are_another_model(tmp_path):
     assert command.fingerprint(tmp_path, [2]) != first
     os.utime(weights, ns=(1, 1))
     assert command.fingerprint(tmp_path, [1]) != first
+
+
+TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</s>{% endfor %}"
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+
+
+@pytest.mark.parametrize("last", ["An ans", "An ans  ", "Be brief."])
+def test_continued_conversations_end_as_those_of_transformers(last, tmp_path):
+    from transformers import AutoTokenizer
+
+    from megatron.tasks.harness.model import HarnessModel
+    from megatron.tokenizer.huggingface import HFTokenizer
+
+    small_tokenizers(tmp_path)["gpt2"]().save_pretrained(tmp_path / "saved")
+    (tmp_path / "saved" / "chat_template.jinja").write_text(TURNS)
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Q"},
+        {"role": "assistant", "content": last},
+    ]
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "saved", trust_remote_code=False)
+
+    def model_with(template):
+        (tmp_path / "saved" / "chat_template.jinja").write_text(template)
+        made = object.__new__(HarnessModel)
+        made.text_tokenizer = HFTokenizer(tmp_path / "saved")
+        made.tokenizer = made.text_tokenizer.transformers_tokenizer
+        return made
+
+    model = model_with(TURNS)
+    for continues in (True, False):
+        wanted = theirs.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
+        )
+        assert model.apply_chat_template(messages, add_generation_prompt=not continues) == wanted
+    refusing = model_with(NO_SYSTEM + TURNS)
+    text = refusing.apply_chat_template(messages, add_generation_prompt=True)
+    assert text.startswith("<user>Q</s>") and "Be brief" not in text.partition("<assistant>")[0]
+    with pytest.raises(ValueError, match="refuses the conversation: no system"):
+        model_with("{{ raise_exception('no system') }}").apply_chat_template(messages)

@@ -40,7 +40,7 @@ def test_against_sentencepiece(sentencepiece_files, kind, fuzzed_strings, python
                 assert ours.detokenize(ours.tokenize(text)) == text
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.text())
 @pytest.mark.parametrize("kind", ["unigram", "llama"])
 def test_against_sentencepiece_hypothesis(sentencepiece_files, kind, text):
@@ -55,9 +55,9 @@ def test_against_sentencepiece_hypothesis(sentencepiece_files, kind, text):
 def test_against_sentencepiece_real_model(realdata, name, fuzzed_strings, python_sources):
     path = realdata / "tokenizers_sp" / f"{name}.model"
     ours, reference = SentencePieceTokenizer.gpt_from_file(path), reference_of(path)
-    real = (realdata / "wikitext2" / "wiki.valid.raw").read_text("utf-8").split("\n")
+    real = (realdata / "wikitext2" / "wiki.valid.raw").read_text("utf-8").split("\n")[::3]
     real.append((realdata / "corpora" / "wiki_demo.txt").read_text("utf-8"))
-    assert_same(ours, reference, [*fuzzed_strings(10_000, 2), *python_sources[:20], *real])
+    assert_same(ours, reference, [*fuzzed_strings(3000, 2), *python_sources[:5], *real])
     assert ours.vocab_size == 32_000 and (ours._ranked is not None) == (name[0] == "l")
 
 
@@ -197,10 +197,10 @@ def test_against_auto_tokenizer_of_saved_folder_real_model(
     ours = SentencePieceTokenizer.from_file(realdata / "tokenizers_sp" / f"{name}.model", 100)
     ours.save_pretrained(tmp_path)
     saved = AutoTokenizer.from_pretrained(tmp_path)
-    real = (realdata / "wikitext2" / "wiki.valid.raw").read_text("utf-8").split("\n")
+    real = (realdata / "wikitext2" / "wiki.valid.raw").read_text("utf-8").split("\n")[::3]
     wanted = [ids.tolist() for ids in ours.tokenize_batch(real)]
     assert saved(real)["input_ids"] == wanted
-    fuzzed = fuzzed_strings(4000, 6)
+    fuzzed = fuzzed_strings(1500, 6)
     wanted = [ids.tolist() for ids in ours.tokenize_batch(fuzzed)]
     found = saved(fuzzed)["input_ids"]
     differ = sum(ids != want for ids, want in zip(found, wanted, strict=True))

@@ -29,7 +29,7 @@ from megatron.data.indexed.dataset import HEADER, MAGIC, VERSION, map_file
 from megatron.data.samples import PackedSample, SampleDataset
 from megatron.util.digests import digest_of_parts
 from megatron.util.files import write_whole
-from megatron.util.processes import mapping_processes
+from megatron.util.processes import map_in_order
 
 METRICS = ("seqlen", "vocab_rarity")
 VOCABULARY = "total_vocab_freq"
@@ -85,27 +85,32 @@ def analyse(
     rarity_V, passes = None, 1 + ("vocab_rarity" in metrics)
     shares = _shares(len(dataset), processes)
 
-    def reported(parts: Iterator[Any], before: int) -> Iterator[Any]:
-        for part, share in zip(parts, shares, strict=True):
-            progress(before + share.stop, passes * len(dataset))
-            yield part
+    def of_shares(work: Callable[[range], Any], before: int) -> Iterator[Any]:
+        workers = processes if processes > 1 else 0
+        try:
+            for share, part in map_in_order(iter(shares), partial(_given, work), workers):
+                progress(before + share.stop, passes * len(dataset))
+                yield part
+        except ChildProcessError as error:
+            text = f"{error}; the files are not complete: run it again"
+            raise ChildProcessError(text) from error
 
-    killed = (
-        f"one of the {processes} processes that read samples was killed, by the system if memory "
-        "ran out; the files are not complete: run it again with fewer"
-    )
-    with mapping_processes(processes, killed) as each:
-        if "vocab_rarity" in metrics:
-            counts = reported(each(partial(_count_tokens, dataset, vocab_size), shares), 0)
-            counts_V = sum(counts, np.zeros(vocab_size + 1, np.int64))
-            write_rows(root / VOCABULARY / f"{VOCABULARY}_metric_value", counts_V, [len(counts_V)])
-            rarity_V = token_rarity(counts_V)
-        work = partial(_measure, dataset, tuple(metrics), rarity_V)
-        found = list(reported(each(work, shares), (passes - 1) * len(dataset)))
+    if "vocab_rarity" in metrics:
+        counts = of_shares(partial(_count_tokens, dataset, vocab_size), 0)
+        counts_V = sum(counts, np.zeros(vocab_size + 1, np.int64))
+        write_rows(root / VOCABULARY / f"{VOCABULARY}_metric_value", counts_V, [len(counts_V)])
+        rarity_V = token_rarity(counts_V)
+    work = partial(_measure, dataset, tuple(metrics), rarity_V)
+    found = list(of_shares(work, (passes - 1) * len(dataset)))
     return [
         _write_metric(root / name, name, np.concatenate([part[name] for part in found]), identity)
         for name in metrics
     ]
+
+
+def _given(work: Callable[[range], Any]) -> Callable[[range], Any]:
+    """What `map_in_order` calls in each process to get the function."""
+    return work
 
 
 def token_rarity(counts_V: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:

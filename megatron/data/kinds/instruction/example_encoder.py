@@ -18,7 +18,14 @@ from megatron.config.kinds.instruction import InstructionConfig
 from megatron.data.kinds.instruction.conversations import ANSWER, Example
 from megatron.data.text_encoder import refused, tokenizer_identity
 from megatron.tokenizer import Tokenizer
+from megatron.tokenizer.chat_process import (
+    Rendered,
+    TemplateProcess,
+    read_template,
+    special_variables,
+)
 from megatron.tokenizer.transformers_folder import load_folder
+from megatron.util.rust import rust_errors
 
 ALPACA_PREAMBLE = (
     "Below is an instruction that describes a task. Write a response that appropriately completes "
@@ -74,9 +81,9 @@ class ExampleEncoder:
                     f"--prompt-format {config.prompt_format} and --chat-template "
                     f"{config.chat_template} contradict each other: give one of them"
                 )
-            if not Path(config.chat_template).is_file():
-                raise FileNotFoundError(f"--chat-template {config.chat_template} is not a file")
-            self._template = Path(config.chat_template).read_text("utf-8")
+            self._template = read_template(
+                config.chat_template, f"--chat-template {config.chat_template}"
+            )
         elif config.prompt_format in ("auto", "chat"):
             of_transformers = getattr(tokenizer, "transformers_tokenizer", None)
             if of_transformers is not None and of_transformers.chat_template:
@@ -277,6 +284,8 @@ class ChatTemplate:
                 f"transformers); {type(fast).__name__} is not"
             )
         self._tokenizer, self._template = fast, template
+        self._variables = special_variables(fast) | {"documents": None, "tools": None}
+        self._process = TemplateProcess()
         self._marks_answers = bool(_MARKS_ANSWERS.search(template))
 
     def encode(self, example: Example, loss_on: str) -> tuple[list[int], npt.NDArray[np.bool_]]:
@@ -286,10 +295,7 @@ class ChatTemplate:
         if self._marks_answers and loss_on != "everything":
             return self._by_marks(messages, loss_on)
         text = self.text_of(example)
-        encoded = self._tokenizer(
-            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-        )
-        ids, offsets = encoded["input_ids"], np.array(encoded["offset_mapping"]).reshape(-1, 2)
+        ids, offsets = self._with_offsets(text)
         if loss_on == "everything":
             return ids, np.ones(len(ids), np.bool_)
         counted = np.zeros(len(ids), np.bool_)
@@ -308,7 +314,7 @@ class ChatTemplate:
         answered, do not have. Raises ValueError if the template refuses the conversation."""
         messages = [{"role": turn.role, "content": turn.text} for turn in example.turns]
         prompt, whole = (
-            np.asarray(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+            np.asarray(self._with_offsets(text)[0])
             for text in (
                 self._render(messages[:count], add_generation_prompt=True),
                 self._render(messages),
@@ -319,15 +325,16 @@ class ChatTemplate:
     def _by_marks(
         self, messages: Messages, loss_on: str
     ) -> tuple[list[int], npt.NDArray[np.bool_]]:
-        encoded = self._refusing(
-            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
-        counted = np.array(encoded["assistant_masks"], np.bool_)
+        rendered = self._rendered(messages)
+        ids, offsets = self._with_offsets(rendered.text)
+        counted = np.zeros(len(ids), np.bool_)
+        for start, end in rendered.marks:
+            counted |= (offsets[:, 1] > start) & (offsets[:, 0] < end)
         if loss_on == "last" and counted.any():
             last = np.flatnonzero(counted)[-1]
             before = np.flatnonzero(~counted[:last])
             counted[: before[-1] + 1 if len(before) else 0] = False
-        return encoded["input_ids"], counted
+        return ids, counted
 
     def _span(self, messages: Messages, number: int, text: str) -> tuple[int, int]:
         """Start and end of answer `number` in the text of the whole conversation."""
@@ -343,19 +350,16 @@ class ChatTemplate:
         return len(before), len(before) + len(until[len(before) :].rstrip())
 
     def _render(self, messages: Messages, add_generation_prompt: bool = False) -> str:
-        return self._refusing(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        return self._rendered(messages, add_generation_prompt).text
 
-    def _refusing(self, messages: Messages, **arguments: Any) -> Any:
-        from jinja2 import TemplateError, TemplateSyntaxError
+    def _rendered(self, messages: Messages, add_generation_prompt: bool = False) -> Rendered:
+        conversation = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        return self._process.render_marked(self._template, self._variables | conversation)
 
-        try:
-            return self._tokenizer.apply_chat_template(
-                messages, chat_template=self._template, **arguments
+    def _with_offsets(self, text: str) -> tuple[list[int], npt.NDArray[np.int64]]:
+        """Ids, and the characters of the text that each stands for, [L, 2]."""
+        with rust_errors("the tokenizer cannot encode a conversation"):
+            encoded = self._tokenizer(
+                text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
             )
-        except TemplateSyntaxError as error:
-            raise ValueError(
-                f"the chat template is not valid Jinja: line {error.lineno}: {error}; mend it, or "
-                "give another by --chat-template FILE"
-            ) from error
-        except TemplateError as error:
-            raise ValueError(f"the chat template refuses the conversation: {error}") from error
+        return encoded["input_ids"], np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)

@@ -62,9 +62,7 @@ def scan(
                 counts.append(found[2])
                 bar.update(stop - start)
     except ChildProcessError as error:
-        raise ChildProcessError(
-            "a process that counts tokens died, most often because memory ran out"
-        ) from error
+        raise ChildProcessError(f"counting tokens: {error}") from error
     return {
         "record_offsets": np.concatenate(offsets),
         "sequence_lengths": np.concatenate(lengths),

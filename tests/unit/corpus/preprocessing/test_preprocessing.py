@@ -356,7 +356,7 @@ def test_killed(tmp_path, out, victim):
         run(write_lines(tmp_path / "in.jsonl", [{"text": "1"}]), out / "p")
         assert left_in(out) == ["p_text_document.bin", "p_text_document.idx"]
     else:
-        assert process.returncode == 1 and "error: a worker process died" in told
+        assert process.returncode == 1 and "was killed by SIGKILL" in told
         assert left_in(out) == []
 
 

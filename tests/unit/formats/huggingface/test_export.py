@@ -178,6 +178,23 @@ def test_checkpoint_that_is_not_what_its_config_says(reader_of, folder):
         write_model(CheckpointReader(reader.folder), folder, "float32", 10**9)
 
 
+@pytest.mark.parametrize("dtype, value", [("float32", torch.nan), ("float16", 70_000.0)])
+def test_a_model_that_is_not_finite_is_not_written(dtype, value, reader_of, folder, monkeypatch):
+    """Also where only the dtype of the export is too small."""
+    reader = reader_of()
+    tensor = reader.tensor
+
+    def changed(name, kind="weight"):
+        found = tensor(name, kind)
+        if name == "layers.1.mlp.up.weight":
+            found.view(-1)[7] = value
+        return found
+
+    monkeypatch.setattr(reader, "tensor", changed)
+    with pytest.raises(CheckpointError, match=r"layers.1.mlp.up.weight has 1 of [\d,]+ elements"):
+        write_model(reader, folder, dtype, 10**9)
+
+
 def test_full_disk_is_named(reader_of, folder, monkeypatch):
     def full(tensors, path, metadata):
         raise OSError(28, "No space left on device")

@@ -1,14 +1,19 @@
 """Conversations are written as transformers writes them; hostile templates do no harm."""
 
 import json
+import multiprocessing
+import os
+import pickle
 import time
+import warnings
 
 import pytest
 from small_tokenizers import small_tokenizers
 
 pytest.importorskip("jinja2", reason="chat templates need the extra serve")
 
-from megatron.inference.decoding.chat import ChatFormat, TemplateProcess  # noqa: E402
+from megatron.inference.decoding.chat import ChatFormat  # noqa: E402
+from megatron.tokenizer.chat_process import TemplateProcess  # noqa: E402
 
 TEMPLATES = {
     "turns": (
@@ -94,7 +99,7 @@ def test_against_transformers(tokenizer, process, name):
             wanted = {"add_generation_prompt": True} | options
             expected = of_transformers(theirs, messages, **wanted)
             if expected is None:
-                with pytest.raises(ValueError, match="cannot write this conversation"):
+                with pytest.raises(ValueError, match="refuses the conversation"):
                     ours.render(messages, **options)
                 continue
             assert ours.render(messages, **options) == expected
@@ -190,14 +195,39 @@ def test_hostile_templates_are_refused(process, name):
 
 
 def test_a_template_without_end_is_ended(monkeypatch):
-    monkeypatch.setattr("megatron.inference.decoding.chat._SECONDS", 0.3)
+    monkeypatch.setattr("megatron.tokenizer.chat_process._SECONDS", 0.3)
     loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     process = TemplateProcess()
     with pytest.raises(ValueError, match="too much time or memory"):
         process.render(loops, {})
-    monkeypatch.setattr("megatron.inference.decoding.chat._SECONDS", 10)
+    monkeypatch.setattr("megatron.tokenizer.chat_process._SECONDS", 10)
     assert process.render("again", {}) == "again"
     process.close()
+
+
+def _renders(process):
+    os._exit(process.render("{{ 2 * 3 }}", {}) != "6")
+
+
+def test_a_forked_copy_has_a_process_of_its_own(process):
+    """Workers of a loader are forked, and must not answer each other's conversations."""
+    assert process.render("{{ 1 }}", {}) == "1"
+    before = process._process.pid
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork beside other threads
+        child = multiprocessing.get_context("fork").Process(target=_renders, args=(process,))
+        child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert process.render("{{ 3 }}", {}) == "3" and process._process.pid == before
+    assert pickle.loads(pickle.dumps(process))._process is None
+
+
+def test_marks_are_places_in_the_text(process):
+    template = "ab{% generation %}cd{% endgeneration %}e{% generation %}{{ x }}{% endgeneration %}"
+    found = process.render_marked(template, {"x": "fgh"})
+    assert found == ("abcdefgh", [(2, 4), (5, 8)])
+    assert process.render_marked("none", {}).marks == []
 
 
 def test_values_that_are_no_json(process):

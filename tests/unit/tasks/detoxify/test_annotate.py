@@ -121,7 +121,8 @@ def test_another_scorer_or_text_begins_again(written, tmp_path):
     ("rows", "said"),
     [
         ([], "--data-path .* is empty"),
-        ([row(0, "a"), '{"text": '], "line 2 is not JSON"),
+        ([row(0, "a"), '{"text": '], "line 2 is not valid JSON"),
+        ([row(0, "a"), "[" * 100_000], "line 2 is not valid JSON: nested more than"),
         ([row(0, "a"), "", "[1]"], "line 3 is not a JSON object"),
         ([{"texts": "a", "id": 1}], r'line 1 has no string "text" \(its keys: texts, id\)'),
         ([{"text": 5}], 'line 1 has no string "text"'),

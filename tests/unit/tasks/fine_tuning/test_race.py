@@ -45,7 +45,8 @@ def test_a_test_set_without_answers(tmp_path):
 @pytest.mark.parametrize(
     "change, words",
     [
-        ("{", "line 1 is not JSON"),
+        ("{", "line 1 is not valid JSON"),
+        ("[" * 100_000, "line 1 is not valid JSON: nested more than"),
         ("[]", "line 1 is not a JSON object"),
         ({"article": None}, "'article' must be a string"),
         ({"options": None}, "'options' must be a list"),

@@ -227,6 +227,32 @@ def test_conversation_that_a_template_refuses(with_template) -> None:
         encode(built, CHAT)
 
 
+HARMFUL = {
+    "no end": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "memory": "{{ ('x' * 10 ** 10) | length }}",
+    "text": "{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}",
+    "code": "{{ cycler.__init__.__globals__.os.getcwd() }}",
+    "no template": "{% for %}",
+}
+
+
+@pytest.mark.parametrize("name", HARMFUL)
+def test_a_harmful_template_is_refused_by_name(name: str, with_template, monkeypatch) -> None:
+    monkeypatch.setattr("megatron.tokenizer.chat_process._SECONDS", 0.5 if name == "no end" else 10)
+    with pytest.raises(ValueError, match="^here: the chat template") as caught:
+        encode(with_template(HARMFUL[name]), CHAT)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 700
+
+
+def test_a_file_that_is_no_template(gpt2: Built, tmp_path: Path) -> None:
+    path = tmp_path / "template.jinja"
+    for content, message in [(b"\xff", "is not UTF-8"), (b"x" * (1 << 21), "no chat template has")]:
+        path.write_bytes(content)
+        flags = InstructionConfig(chat_template=str(path))
+        with pytest.raises(ValueError, match=f"--chat-template {path} .*{message}"):
+            ExampleEncoder(flags, gpt2.tokenizer, gpt2.config)
+
+
 def test_flags_that_contradict(gpt2: Built, tmp_path: Path) -> None:
     for flags, error, message in [
         ({"prompt_format": "chat"}, ConfigError, "has no chat template"),

@@ -72,10 +72,13 @@ def test_refused(tmp_path, change, message):
 def test_not_json(tmp_path):
     path = tmp_path / "bad.json"
     path.write_text('{"data": [\n  oops]}')
-    with pytest.raises(ValueError, match="bad.json, line 2, column 3: not JSON"):
+    with pytest.raises(ValueError, match=r"bad.json is not valid JSON: .* at line 2, column 3"):
         read_questions(path, False)
     path.write_bytes(json.dumps({"data": "é"}, ensure_ascii=False).encode("latin-1"))
-    with pytest.raises(ValueError, match="bad.json is not UTF-8"):
+    with pytest.raises(ValueError, match="bad.json is not valid JSON: byte 10 is not UTF-8"):
+        read_questions(path, False)
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="bad.json is not valid JSON: nested more than"):
         read_questions(path, False)
     with pytest.raises(FileNotFoundError, match="none.json does not exist; give a JSON file"):
         read_questions(tmp_path / "none.json", False)

@@ -1,9 +1,9 @@
 """A program that renders chat templates, so that what a template does cannot harm a server.
 
 It reads a JSON object a line from its standard input (template, variables, most characters), and
-writes one for each: the text, or what is wrong. Its arguments are the bytes of memory that it may
-use, and the folders that its packages are in. It is started without this package, which would take
-longer than to render.
+writes one for each: the text with the places that it marks, or what is wrong. Its arguments are the
+bytes of memory that it may use, and the folders that its packages are in. It is started without
+this package, which would take longer than to render.
 
 Templates run in jinja's immutable sandbox, with the functions, filters and tags that `transformers`
 gives them: raise_exception, strftime_now, dict, namespace, tojson, generation, break and continue.
@@ -21,47 +21,76 @@ from typing import Any
 def main() -> None:
     memory, *folders = sys.argv[1:]
     sys.path += folders
-    environment = make_environment()
+    environment, marks = make_environment()
+    from jinja2 import TemplateSyntaxError
+
     compiled = lru_cache(8)(environment.from_string)
     resource.setrlimit(resource.RLIMIT_AS, (int(memory), int(memory)))
     for line in sys.stdin:
         task = json.loads(line)
         try:
-            answer = {"text": rendered(compiled, **task)}
+            text = rendered(compiled, marks, **task)
+            answer: dict[str, Any] = {"text": text, "marks": marks.found}
         except MemoryError:
             answer = {"error": "it takes too much memory"}
+        except RefusalError as error:
+            answer = {"refusal": str(error)[:500]}
+        except TemplateSyntaxError as error:
+            answer = {"syntax": f"line {error.lineno}: {str(error)[:500]}"}
         except Exception as error:  # a template can raise anything
             answer = {"error": f"{type(error).__name__}: {str(error)[:500]}"}
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
 
 
-def rendered(compiled: Callable[[str], Any], template: str, variables: Any, most: int) -> str:
+class RefusalError(Exception):
+    """A template has no form for a conversation, and says so."""
+
+
+class Marks:
+    """Where the text has what {% generation %} is around."""
+
+    def __init__(self) -> None:
+        self.written, self.found = 0, list[tuple[int, int]]()
+
+
+def rendered(
+    compiled: Callable[[str], Any], marks: Marks, template: str, variables: Any, most: int
+) -> str:
     """The text, of at most ``most`` characters."""
-    pieces, size = [], 0
+    pieces: list[str] = []
+    marks.written, marks.found = 0, []
     for piece in compiled(template).generate(**variables):
-        size += len(piece)
-        if size > most:
+        marks.written += len(piece)
+        if marks.written > most:
             raise ValueError(f"its text has more than {most:,} characters")
         pieces.append(piece)
     return "".join(pieces)
 
 
-def make_environment() -> Any:
-    """What templates run in."""
+def make_environment() -> tuple[Any, Marks]:
+    """What templates run in, and the marks of the one that runs."""
+    marks = Marks()
     import jinja2
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """{% generation %} marks what a model writes; it is text as any."""
+        """{% generation %} marks what a model writes; otherwise it is text as any."""
 
         tags = {"generation"}
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.Scope(body).set_lineno(line)
+            call = self.call_method("mark")
+            return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+        def mark(self, caller: Any) -> str:
+            # What is before it has been written, because templates are rendered piece by piece.
+            text = str(caller())
+            marks.found.append((marks.written, marks.written + len(text)))
+            return text
 
     class SafeNamespace(jinja2.utils.Namespace):
         """Without names that begin with an underscore, which could lead out of the sandbox."""
@@ -89,7 +118,7 @@ def make_environment() -> Any:
             return dict(*args, **kwargs)
 
     def raise_exception(message: str) -> None:
-        raise jinja2.exceptions.TemplateError(message)
+        raise RefusalError(message)
 
     def tojson(
         value: Any,
@@ -116,7 +145,7 @@ def make_environment() -> Any:
         dict=SafeDict(),
         namespace=SafeNamespace,
     )
-    return environment
+    return environment, marks
 
 
 if __name__ == "__main__":
