@@ -145,7 +145,7 @@ def test_deep_json_is_refused(tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json"):
         before = (tmp_path / name).read_text() if (tmp_path / name).is_file() else None
         (tmp_path / name).write_text("[" * 100_000)
-        with pytest.raises(ValueError, match=f"{name} is not valid JSON: nested more than"):
+        with pytest.raises(ValueError, match=f"{name} is not valid JSON: (nested|depth)"):
             HFTokenizer(tmp_path)
         (tmp_path / name).unlink()
         if before is not None:
