@@ -4,6 +4,7 @@ import ast
 import builtins
 import copy
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -221,6 +222,25 @@ def test_code_in_a_folder_is_not_run_and_nobody_is_asked(with_code, monkeypatch)
     monkeypatch.setattr(sys.stdin, "readline", lambda *_: pytest.fail("read"))
     with pytest.raises(ValueError, match="it needs Python code of its own, which is never run"):
         load_folder(with_code)
+    assert not (with_code / "ran").exists()
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("stdin", ["y\n" * 1000, 'y\n{"text": "a b"}\n'], ids=["yes", "corpus"])
+def test_a_corpus_that_says_yes_runs_no_code(stdin, with_code):
+    """What is piped into a program is read as text, or not at all."""
+    output = with_code / "output"
+    words = ["--input", "-", "--output-prefix", output, "--tokenizer-type", "HFTokenizer"]
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools" / "preprocess_data.py", *words]
+        + ["--tokenizer-model", with_code],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2 and "which is never run" in done.stderr
+    assert "[y/N]" not in done.stdout + done.stderr
     assert not (with_code / "ran").exists()
 
 
