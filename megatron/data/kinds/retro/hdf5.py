@@ -143,12 +143,12 @@ def _structure(path: Path, layout: Layout) -> dict[str, int]:
 def _opened(path: Path) -> Iterator[Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
+    library = needed_h5py()
     try:
-        file = needed_h5py().File(path, "r")
-    except OSError as error:
+        with library.File(path, "r") as file:
+            yield file
+    except (OSError, RuntimeError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(
             f"{path} is damaged or cut short; delete it and run the stage that wrote it again "
             f"({error})"
         ) from error
-    with file:
-        yield file
