@@ -34,7 +34,7 @@ from megatron.formats.unpickle import load_pickle
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _PREFIX = "base_model.model."
-_PATTERN_SECONDS = 1
+_PATTERN_SECONDS = 0.2
 _TENSOR = re.compile(r"(.+)\.lora_(A|B|magnitude_vector)(?:\.\w+)??(?:\.weight)?")
 _KINDS = {"A": "a", "B": "b", "magnitude_vector": "magnitude"}
 _TASKS = {"lm": "CAUSAL_LM"}
