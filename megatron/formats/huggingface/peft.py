@@ -202,7 +202,7 @@ def _whole(architecture: Architecture, model: ModelConfig) -> dict[str, Paramete
 
 def _matches(pattern: str, module: str, path: Path) -> bool:
     """Whether a pattern of peft is of a module. Raises CheckpointError if it is none, or one that
-    takes for ever."""
+    does not end soon."""
     try:
         found = regex.match(rf"(.*\.)?({pattern})$", module, timeout=_PATTERN_SECONDS)
     except (regex.error, RecursionError, MemoryError, OverflowError) as error:
