@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.util.files import sync, sync_path, write_whole
+from megatron.util.files import open_regular, sync, sync_path, write_whole
 from megatron.util.json_text import parse_json
 
 _DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
@@ -200,25 +200,27 @@ def write_json(path: Path, content: Any) -> None:
     write_text(path, json_text(content))
 
 
-def read_json(path: Path) -> Any:
-    """Reads JSON; raises CheckpointError if the file is missing or not JSON."""
-    return json_of(path, read_bytes(path))
+def read_json(path: Path, **accepted: bool) -> Any:
+    """Reads JSON; raises CheckpointError if the file is missing or not JSON. ``accepted`` are the
+    options of :func:`parse_json`."""
+    return json_of(path, read_bytes(path), **accepted)
 
 
 def read_bytes(path: Path) -> bytes:
     """Reads a file; raises CheckpointError if it is missing or cannot be read."""
     try:
-        return path.read_bytes()
+        with open_regular(path) as file:
+            return file.read()
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def json_of(path: Path, content: bytes) -> Any:
-    """What the JSON file ``path`` with this content says; raises CheckpointError if it is not
-    JSON."""
+def json_of(path: Path, content: bytes, **accepted: bool) -> Any:
+    """What the JSON file ``path`` with this content says; errors and options as of
+    :func:`read_json`."""
     try:
-        return parse_json(content, str(path))
+        return parse_json(content, str(path), **accepted)
     except ValueError as error:
         raise CheckpointError(str(error)) from None

@@ -31,6 +31,7 @@ _BLANK = "0" * 64
 """Takes the place of the manifest's own SHA-256 while that is computed."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _REQUIRED = (CONFIG, INDEX, STATE)
+_MOST_COUNTED = 2**63
 _COUNTERS = ("iteration", "consumed_samples", "optimizer_step")
 
 
@@ -254,5 +255,8 @@ def _check_counters(path: Path) -> None:
         raise CheckpointError(f"{path} is not a JSON object")
     for name in _COUNTERS:
         value = state.get(name)
-        if (name in state or "world_size" in state) and (type(value) is not int or value < 0):
-            raise CheckpointError(f"{path}: {name} is {value!r}; expected a non-negative integer")
+        counts = type(value) is int and 0 <= value < _MOST_COUNTED
+        if (name in state or "world_size" in state) and not counts:
+            raise CheckpointError(
+                f"{path}: {name} is {value!r:.40}; expected a non-negative integer below 2^63"
+            )

@@ -65,6 +65,9 @@ class DataConfig:
     """Like --train-data, for test."""
     corpora_file: str = option("corpora.json")
     """JSON file that maps the names of --train-data to files."""
+    corpora_outside: bool = option(False)
+    """Accept paths in --corpora-file that lead out of its folder. Without the flag a file that
+    somebody else wrote cannot make a run read others than those beside it."""
     split: str = option("969,30,1")
     """Relative shares of the documents of --data-path for training, validation and test."""
     skip_samples: tuple[str, ...] = option(())

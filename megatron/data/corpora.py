@@ -7,14 +7,15 @@
       "all":       {"corpora": ["wikipedia", "books", "questions"]}
     }
 
-Paths are relative to the file. Files of a corpus share its weight in proportion to their tokens; a
-corpus without a weight is weighted by its tokens.
+Paths are relative to the file, and below its folder unless --corpora-outside is given. Files of a
+corpus share its weight in proportion to their tokens; a corpus without a weight is weighted by its
+tokens.
 """
 
 from __future__ import annotations
 
 import glob
-import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.config.flags import nearest
+from megatron.util.json_text import parse_json
 
 INDEXED = "indexed"
 _KEYS = ("files", "type", "weight", "range", "text_key", "tokenizer", "corpora")
@@ -110,18 +112,26 @@ class Corpora:
 
 
 def read_corpora(
-    path: str, kinds: tuple[str, ...], kind_of: Callable[[str], str] = lambda path: INDEXED
+    path: str,
+    kinds: tuple[str, ...],
+    kind_of: Callable[[str], str] = lambda path: INDEXED,
+    *,
+    outside: bool = False,
 ) -> Corpora:
     """Reads a corpora file. `kinds` are the known types, `kind_of` gives the type of a path for a
-    corpus without one. Raises ConfigError if the file is missing or malformed."""
+    corpus without one. Raises ConfigError if the file is missing or malformed, or if a path leads
+    out of its folder and `outside` is false."""
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_unique_keys)
+        content = parse_json(Path(path).read_bytes(), f"--corpora-file {path}")
     except FileNotFoundError:
         raise ConfigError(_missing(path)) from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise ConfigError(f"--corpora-file {path} cannot be read: {error}") from None
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     if not isinstance(content, dict):
         raise ConfigError(f"--corpora-file {path} must contain one JSON object, corpora by name")
+    folder = _Folder(Path(path).parent, outside)
     sources: dict[str, DataSource] = {}
     groups: dict[str, tuple[str, ...]] = {}
     tokenizers: dict[str, dict[str, Any]] = {}
@@ -134,7 +144,7 @@ def read_corpora(
                 raise ConfigError(f"{where}: a group must have only a list of corpora")
             groups[name] = tuple(values["corpora"])
             continue
-        sources[name] = _source(values, Path(path).parent, kinds, kind_of, where)
+        sources[name] = _source(values, folder, kinds, kind_of, where)
         tokenizer = values.get("tokenizer", {})
         if not isinstance(tokenizer, dict) or not set(tokenizer) <= _TOKENIZER_KEYS:
             raise ConfigError(
@@ -142,7 +152,7 @@ def read_corpora(
             )
         if tokenizer:
             tokenizers[name] = {
-                key: str(Path(path).parent / value) if _is_path(key, value) else value
+                key: folder.path(value, where) if _is_path(key, value) else value
                 for key, value in tokenizer.items()
             }
     return Corpora(path, sources, groups, tokenizers)
@@ -170,17 +180,9 @@ def _missing(path: str) -> str:
     )
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise ValueError(f'the key "{key}" is there twice')
-    return dict(pairs)
-
-
 def _source(
     values: dict[str, Any],
-    folder: Path,
+    folder: _Folder,
     kinds: tuple[str, ...],
     kind_of: Callable[[str], str],
     where: str,
@@ -205,11 +207,30 @@ def _source(
     return DataSource(paths, kind or kind_of(paths[0]), weight, share, text_key)
 
 
-def _paths(pattern: str, folder: Path, where: str) -> list[str]:
+@dataclass(frozen=True)
+class _Folder:
+    """That of a corpora file; links in it lead where they like."""
+
+    folder: Path
+    outside: bool
+
+    def path(self, path: str, where: str) -> str:
+        """A path relative to the folder. Raises ConfigError if it leads out of it."""
+        found = os.path.join(self.folder, path)
+        here = os.path.abspath(self.folder)
+        if not self.outside and os.path.commonpath((here, os.path.abspath(found))) != here:
+            raise ConfigError(
+                f"{where}: {path} is not below {here}, the folder of this file; if you trust the "
+                "file, give --corpora-outside"
+            )
+        return found
+
+
+def _paths(pattern: str, folder: _Folder, where: str) -> list[str]:
     """Files of a glob, or the one path; of indexed files the prefix, without .bin or .idx."""
     if "://" in pattern:
         return [pattern]
-    path = str(folder / pattern)
+    path = folder.path(pattern, where)
     found = [path]
     if glob.escape(pattern) != pattern:
         found = sorted(glob.glob(path))

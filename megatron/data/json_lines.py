@@ -20,7 +20,7 @@ MAX_DEPTH = 1024
 _SKIPPED_BYTES = 1 << 20
 _ARRAY_BYTES = 1 << 18
 _SPACE = " \t\r\n"
-_STRINGS_AND_BRACKETS = re.compile(r'"[^"]*"?|[\[\]{}]')
+_STRINGS_AND_BRACKETS = re.compile(rb'"[^"]*"?|[\[\]{}]')
 """In JSON without escapes. A string may lack its end, so that no attempt to match ever fails, which
 would take time with each of the quotes in a line."""
 
@@ -35,12 +35,12 @@ class BadLine:
     """What was found in this line."""
 
 
-def long_line(line: bytes, number: int) -> BadLine | None:
-    """What is wrong with a line of which no more than `LONGEST_RECORD` bytes and a few may have
-    been read, if it is longer."""
-    if len(line) <= LONGEST_RECORD:
+def long_line(line: bytes, number: int, longest: int = LONGEST_RECORD) -> BadLine | None:
+    """What is wrong with a line if it has more than `longest` bytes, not all of which need to have
+    been read."""
+    if len(line) <= longest:
         return None
-    return BadLine(number, f"longer than {LONGEST_RECORD >> 20} MiB", f"{line[:40]!r}...")
+    return BadLine(number, f"longer than {longest / (1 << 20):g} MiB", f"{line[:40]!r}...")
 
 
 def read_lines(
@@ -123,7 +123,7 @@ def _second_chance(line: bytes, number: int) -> Any:
         text = line.decode("utf-8-sig")  # files put together may have a mark in the middle
     except UnicodeDecodeError as error:
         return BadLine(number, "not UTF-8", f"{error}: {_shortened(line)}")
-    if is_too_deep(text):
+    if is_too_deep(line):
         return BadLine(number, "nested too deeply", f"over {MAX_DEPTH} levels: {_shortened(line)}")
     try:
         # As floats, numbers may have any number of digits.
@@ -134,19 +134,19 @@ def _second_chance(line: bytes, number: int) -> Any:
         return BadLine(number, "not JSON", f"{error}: {_shortened(line)}")
 
 
-def is_too_deep(text: str, most: int = MAX_DEPTH) -> bool:
+def is_too_deep(text: bytes, most: int = MAX_DEPTH) -> bool:
     """Whether JSON, or what claims to be, has more than `most` brackets inside brackets."""
-    if text.count("[") + text.count("{") <= most:
+    if text.count(b"[") + text.count(b"{") <= most:
         return False
     depth = 0
-    plain = text.replace("\\\\", "").replace('\\"', "")
+    plain = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     for found in _STRINGS_AND_BRACKETS.finditer(plain):
-        first = found[0][0]
-        if first in "[{":
+        first = plain[found.start()]
+        if first in b"[{":
             depth += 1
             if depth > most:
                 return True
-        elif first in "]}":
+        elif first in b"]}":
             depth -= 1
     return False
 

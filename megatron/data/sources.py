@@ -66,7 +66,8 @@ def with_corpora(settings: Settings) -> Settings:
     if not any(given.values()):
         return settings
     file = settings["corpora_file"].value if "corpora_file" in settings else DataConfig.corpora_file
-    corpora = _corpora(file, _classes())
+    outside = "corpora_outside" in settings and settings["corpora_outside"].value
+    corpora = _corpora(file, _classes(), outside=outside)
     found = dict(settings)
     for name, words in given.items():
         flag = "--" + name.replace("_", "-")
@@ -97,7 +98,8 @@ def parts_of(config: RunConfig) -> Parts:
 
     corpora = Corpora()
     if data.train_data or data.valid_data or data.test_data:
-        corpora = _corpora(data.corpora_file, _classes(config), kind_of)
+        classes = _classes(config)
+        corpora = _corpora(data.corpora_file, classes, kind_of, data.corpora_outside)
     eval_text_key = next(filter(None, (kind.eval_text_key for kind in kinds)), None)
     return BlendReader(kind_of, eval_text_key, corpora).parts(data)
 
@@ -115,11 +117,13 @@ def _corpora(
     file: str,
     classes: Mapping[str, DataSource],
     kind_of: Callable[[str], str] = lambda path: INDEXED,
+    outside: bool = False,
 ) -> Corpora:
     """The corpora of a file, which need not exist if nobody named it, and of classes."""
     if file == DataConfig.corpora_file and not os.path.exists(file):
         return Corpora(file, classes=classes, exists=False)
-    return replace(read_corpora(file, (INDEXED, *file_kinds()), kind_of), classes=classes)
+    kinds = (INDEXED, *file_kinds())
+    return replace(read_corpora(file, kinds, kind_of, outside=outside), classes=classes)
 
 
 @dataclass(frozen=True)

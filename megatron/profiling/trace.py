@@ -17,6 +17,9 @@ import orjson
 STEP = "ProfilerStep#"
 """Beginning of the name of the event that torch's profiler writes around every step."""
 
+_LONGEST_NAME = 1000
+"""Characters of a name that count; the patterns that classify names are slow on longer ones."""
+
 
 class TraceError(ValueError):
     """A file that is not a trace of training steps; the message names it."""
@@ -103,7 +106,8 @@ def _fill(trace: Trace, events: list[dict[str, Any]]) -> None:
         if kind != "X":
             continue
         start = e["ts"] - begin
-        event = Event(e["name"], str(e["tid"]), start, start + e.get("dur", 0.0), args)
+        name, end = e["name"][:_LONGEST_NAME], start + e.get("dur", 0.0)
+        event = Event(name, str(e["tid"]), start, end, args)
         if category in ("cpu_op", "user_annotation"):
             trace.host.setdefault(event.thread, []).append(event)
         elif category in ("cuda_runtime", "cuda_driver"):

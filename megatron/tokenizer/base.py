@@ -25,7 +25,9 @@ Offsets = npt.NDArray[np.int64]
 """The characters of a text that each token covers: first, and behind the last, [tokens, 2]."""
 WordStarts = npt.NDArray[np.bool_]
 """Whether each token begins a word, [vocab_size]."""
-_SENTINEL = re.compile(r"<extra_id_(\d+)>")
+_SENTINEL = re.compile(r"<extra_id_([0-9]{1,6})>")
+_MOST_BYTES = 1 << 28
+"""Of a vocabulary; the largest that are published have 40 MB."""
 
 
 @dataclass(frozen=True)
@@ -240,15 +242,25 @@ def refuse_extra_ids(config: TokenizerConfig) -> None:
         )
 
 
-def read_text(path: str | Path, flag: str) -> str:
-    """A whole UTF-8 file, line ends unchanged. Raises FileNotFoundError; ValueError if it is not
-    UTF-8."""
+def read_vocabulary_file(path: str | Path, flag: str) -> bytes:
+    """A whole file. Raises FileNotFoundError; ValueError if it is too large for a vocabulary."""
     path = Path(path)
     if not path.is_file():
-        found = "is a folder" if path.is_dir() else "does not exist"
+        found = "is a folder" if path.is_dir() else "is no ordinary file"
+        found = found if path.exists() else "does not exist"
         raise FileNotFoundError(f"{flag} {path} {found}; it must be a file")
+    with path.open("rb") as file:
+        content = file.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise ValueError(f"{flag} {path} has more than {_MOST_BYTES:,} bytes: no vocabulary has")
+    return content
+
+
+def read_text(path: str | Path, flag: str) -> str:
+    """A whole UTF-8 file, line ends unchanged. Raises FileNotFoundError; ValueError if it is not
+    UTF-8, or too large for a vocabulary."""
     try:
-        return path.read_bytes().decode("utf-8")
+        return read_vocabulary_file(path, flag).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{flag} {path} is not UTF-8 text: {error}") from None
 

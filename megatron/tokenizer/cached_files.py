@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from megatron.config import ConfigError, TokenizerConfig
+from megatron.util.json_text import parse_json
 
 _Files = tuple[tuple[str, tuple[str, ...]], ...]
 
@@ -27,6 +27,10 @@ _WANTED = {
 files of each field may have."""
 _OWNERS = ("", "openai-community--", "google-bert--")
 """Prefixes of the models' names in Hugging Face's cache."""
+
+
+_LONGEST_NOTE = 1 << 16
+"""Bytes of a file that says where another was downloaded from."""
 
 
 def with_cached_files(config: TokenizerConfig) -> TokenizerConfig:
@@ -74,10 +78,13 @@ def _downloaded(folder: Path, files: _Files, model: str) -> dict[str, Any]:
     """Files as the downloads of 2019 named them: by a digest, with the address in DIGEST.json."""
     found: dict[str, Any] = {field: None for field, _ in files}
     for note in sorted(folder.glob("*.json")):
-        try:
-            address = json.loads(note.read_text()).get("url", "")
-        except (ValueError, AttributeError, OSError):
+        if not note.is_file() or note.stat().st_size > _LONGEST_NOTE:
             continue
+        try:
+            content = parse_json(note.read_bytes(), str(note), lenient=True)
+        except (ValueError, OSError):
+            continue
+        address = content.get("url", "") if isinstance(content, dict) else ""
         for field, names in files:
             published = names[0].format(model)
             if str(address).endswith(f"/{published}") and note.with_suffix("").is_file():

@@ -16,6 +16,7 @@ from megatron.tokenizer.base import (
     Tokenizer,
     WordStarts,
     byte_of_piece,
+    read_vocabulary_file,
     refuse_extra_ids,
     required,
     sentinel_ids,
@@ -200,13 +201,16 @@ def load_processor(path: str | Path) -> sentencepiece.SentencePieceProcessor:
     SentencePiece model that `transformers` can run."""
     path = Path(path)
     if not path.is_file():
-        found = "is a folder" if path.is_dir() else "does not exist"
+        found = "is a folder" if path.is_dir() else "is no ordinary file"
+        found = found if path.exists() else "does not exist"
         raise FileNotFoundError(
             f"--tokenizer-model {path} {found}; it must be a SentencePiece model "
             "(python tools/train_tokenizer.py --tokenizer-type SentencePieceTokenizer trains one)"
         )
+    content = read_vocabulary_file(path, "--tokenizer-model")
     try:
-        processor = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
+        # Of no bytes the library makes a model without pieces, and says nothing.
+        processor = sentencepiece.SentencePieceProcessor(model_proto=content or b"?")
     except RuntimeError as error:
         raise ValueError(f"--tokenizer-model {path} is not a SentencePiece model") from error
     try:

@@ -18,6 +18,8 @@ from tokenizers import (
     processors,
 )
 
+from megatron.tokenizer.tokenizer_json import check_charsmap
+
 SPACE = "\u2581"
 """SentencePiece's mark for a space."""
 UNIGRAM, BPE, CHAR = 1, 2, 4
@@ -43,8 +45,10 @@ def read_model(processor: sentencepiece.SentencePieceProcessor) -> Model:
 
 def check_kind(processor: sentencepiece.SentencePieceProcessor) -> None:
     """Refuses a model that `transformers` cannot run, before anything is trained with it. Raises
-    ValueError if the model is of words, or marks spaces after words."""
-    trainer = read_model(processor).trainer
+    ValueError if the model is of words, marks spaces after words, or replaces characters by texts
+    that no normalization has."""
+    _, trainer, normalizer = read_model(processor)
+    check_charsmap(normalizer.precompiled_charsmap, "the model")
     if trainer.model_type not in (UNIGRAM, BPE, CHAR):
         kind = trainer.ModelType.Name(trainer.model_type).lower()
         raise ValueError(
@@ -62,7 +66,7 @@ def as_tokenizers(
     """The model with its normalization, the special tokens, and `begin` before each text."""
     model = read_model(processor)
     trainer, normalizer = model.trainer, model.normalizer
-    tokenizer = Tokenizer(_model(model, specials))
+    tokenizer = Tokenizer(_model(model, specials, processor.unk_id()))
     steps: list[normalizers.Normalizer] = []
     if normalizer.precompiled_charsmap:
         steps.append(normalizers.Precompiled(normalizer.precompiled_charsmap))
@@ -92,19 +96,19 @@ def as_tokenizers(
     return tokenizer
 
 
-def _model(model: Model, specials: Mapping[str, int]) -> models.Model:
+def _model(model: Model, specials: Mapping[str, int], unk: int) -> models.Model:
     trainer = model.trainer
     scores = [(piece.piece, piece.score) for piece in model.pieces]
     appended = sorted((i, token) for token, i in specials.items() if i >= len(scores))
     if trainer.model_type == UNIGRAM:
         scores += [(token, 0.0) for _, token in appended]
-        return models.Unigram(scores, unk_id=trainer.unk_id, byte_fallback=trainer.byte_fallback)
+        return models.Unigram(scores, unk_id=unk, byte_fallback=trainer.byte_fallback)
     vocab = {piece: i for i, (piece, _) in enumerate(scores)}
     vocab |= {token: i for i, token in appended}
     return models.BPE(
         vocab,
         _merges(model) if trainer.model_type == BPE else [],
-        unk_token=model.pieces[trainer.unk_id].piece,
+        unk_token=model.pieces[unk].piece,
         fuse_unk=True,
         byte_fallback=trainer.byte_fallback,
     )

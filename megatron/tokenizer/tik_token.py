@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import binascii
 import functools
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from megatron.tokenizer.base import (
     write_pretrained,
 )
 from megatron.tokenizer.gpt2_bpe import CHARACTER_OF_BYTE, starts_with_space
+from megatron.util.json_text import parse_json
 
 Ranks = dict[bytes, int]
 
@@ -51,6 +51,8 @@ _JSON_SPLITS = {
 }
 _NONE: set[str] = set()
 _JSON_LIMIT = 2**17
+_LONGEST_TOKEN = 1 << 10
+"""Bytes. The time for the merges of a token grows with the square."""
 _JSON_SPECIALS = ("<unk>", "<s>", "</s>")
 
 
@@ -261,10 +263,8 @@ def read_ranks(path: str) -> Ranks:
 def read_json_ranks(path: str) -> list[bytes]:
     """Reads a list of objects with `rank` (0, 1, 2 and on) and `token_bytes` (base64). Raises
     FileNotFoundError; ValueError if it is not that, or one of the 256 bytes is missing."""
-    try:
-        entries = json.loads(read_text(path, "--tokenizer-model"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--tokenizer-model {path} is not JSON: {error}") from None
+    where = f"--tokenizer-model {path}"
+    entries = parse_json(read_text(path, "--tokenizer-model"), where, lenient=True)
     if not isinstance(entries, list):
         raise ValueError(f"--tokenizer-model {path} is not a list of tokens")
     ranks: Ranks = {}
@@ -288,6 +288,12 @@ def _decoded(token: object) -> bytes | None:
 
 
 def _check_bytes(path: str, ranks: Ranks) -> None:
+    longest = max(map(len, ranks), default=0)
+    if longest > _LONGEST_TOKEN:
+        raise ValueError(
+            f"--tokenizer-model {path} has a token of {longest:,} bytes; at most "
+            f"{_LONGEST_TOKEN:,} are accepted"
+        )
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
         raise ValueError(

@@ -6,14 +6,16 @@ from __future__ import annotations
 import base64
 import json
 import struct
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import Regex, normalizers
+from tokenizers import Regex, normalizers, pre_tokenizers
 
 from megatron.util.json_text import parse_json
+from megatron.util.rust import rust_errors
 
 MOST_IDS = 1 << 20
 """Ids that any vocabulary may use, with gaps; a larger one may use four for each token."""
@@ -22,6 +24,9 @@ _LONGEST_CONTENT = 1 << 10
 _HARMLESS_GROWTH = 64
 """Times that steps one after another may lengthen a text without being watched."""
 _BYTES = 1 << 30
+_PROBE, _PROBE_SECONDS = 8000, 0.15
+"""Characters of a text on which a pattern is tried, and the time that it may take, of which
+ordinary ones need a fiftieth."""
 Step = Mapping[str, Any]
 
 
@@ -67,6 +72,11 @@ def _check(content: Step, model: Step, where: str) -> None:
     for name in ("normalizer", "decoder"):
         for step in _steps(content.get(name)):
             _check_step(step, f"{where}: its {name}")
+    for name in ("normalizer", "pre_tokenizer"):
+        for step in _steps(content.get(name)):
+            pattern = step.get("pattern")
+            if isinstance(pattern, dict) and isinstance(pattern.get("Regex"), str):
+                _check_pattern(pattern["Regex"], f"{where}: its {name}")
     if _growth(content.get("decoder")) > _HARMLESS_GROWTH:
         raise ValueError(
             f"{where}: its decoder may make a text more than {_HARMLESS_GROWTH} times as long"
@@ -123,11 +133,35 @@ def check_charsmap(table: bytes, where: str) -> None:
         )
 
 
+def _check_pattern(pattern: str, where: str) -> None:
+    """Raises ValueError if the time of a regular expression grows with the square of a run of some
+    character, or faster: a line of a megabyte would take hours."""
+    splitter = pre_tokenizers.Split(Regex(pattern), "isolated")
+    # Without what must follow a run, the library need not look at the run.
+    others = "".join(c for c in dict.fromkeys(pattern) if not c.isalnum())
+    letters = [c for c in dict.fromkeys(pattern) if c.isalnum()][:12]
+    for unit in dict.fromkeys((*letters, "".join(letters), *" .\n", "a", "A", "1", "\u6771")):
+        text = (unit * _PROBE)[:_PROBE] + "\0" + others
+        start = time.thread_time()
+        try:
+            with rust_errors(where):
+                splitter.pre_tokenize_str(text)
+            slow = time.thread_time() - start > _PROBE_SECONDS
+        except ValueError:  # the library gives up on it
+            slow = True
+        if slow:
+            raise ValueError(
+                f"{where} has a pattern that takes too long on a run of {unit[:20]!r}: "
+                f"{pattern[:100]!r}; replace it by one that is linear"
+            )
+
+
 def _steps(step: Step | None) -> Iterator[Step]:
     """A step, and if it is a sequence those in it, in their order."""
     if step is None:
         return
-    inner = next((step[n] for n in ("normalizers", "decoders", "processors") if n in step), None)
+    names = ("normalizers", "decoders", "processors", "pretokenizers")
+    inner = next((step[name] for name in names if name in step), None)
     if inner is None:
         yield step
     for each in inner or ():

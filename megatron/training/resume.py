@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from megatron.checkpoint.files import CheckpointError, DamagedError
-from megatron.checkpoint.folder import (
-    TRACKER,
-    iteration_of,
-    iterations_in,
-    point_to,
-    set_aside,
-    tag,
-)
 from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoint, reader
 from megatron.config import (
     CheckpointConfig,
@@ -33,12 +25,15 @@ from megatron.config.flags import build, names_of
 from megatron.config.layouts import StateDtypes
 from megatron.data.build import DataFile, changed_files
 from megatron.data.sampler import check_skipped
-from megatron.engine.loading import load_checkpoint, open_whole
+from megatron.engine.loading import load_checkpoint
 from megatron.engine.saving import check_writable, ruined
 from megatron.engine.train_engine import TrainEngine
 from megatron.families import family_names, family_of
 from megatron.parallel.mesh import first_reason
 from megatron.training.plan import TrainingPlan
+
+DAMAGED = "megatron.training.damaged"
+"""What is done about a damaged checkpoint; imported when there is one."""
 
 _SCHEDULE = names_of("schedule", OptimizerFlags)
 _SAID_OTHERWISE = {
@@ -129,49 +124,21 @@ def find_origin(options: CheckpointConfig) -> ResumeSource | None:
 
 def _newest_opened(options: CheckpointConfig) -> ResumeSource | None:
     """The checkpoint of ``--load``, or the newest older one that can be opened, as far as the flags
-    allow. Raises CheckpointError if none can, naming what could be taken."""
+    allow. Raises CheckpointError if it is damaged, naming what could be taken."""
     assert options.load is not None
     flag, continues = f"--load {options.load}", not options.finetune
-    path, takes_older = Path(options.load), options.on_damaged_checkpoint == "previous"
+    prefer = "universal" if options.universal_checkpoint else "native"
     found: FoundCheckpoint | None = None
     try:
-        found = locate_checkpoint(path, options.load_tag, _preferred(options))
+        found = locate_checkpoint(options.load, options.load_tag, prefer)
         if found is not None:
             found.family  # noqa: B018  # reads its configuration
-            if takes_older:
+            if options.on_damaged_checkpoint == "previous":
                 found.open(verify=False)
-        return None if found is None else ResumeSource(found, flag, continues)
     except CheckpointError as error:
-        wanted = options.load_tag or _named_by_tracker(path) or "?"
-        named = path / (tag(int(wanted)) if wanted.isdecimal() else wanted)
-        folder = named if found is None else found.folder
-        for older in _older(options, folder):
-            if takes_older:
-                return ResumeSource(older, flag, continues, {folder: str(error)})
-            raise CheckpointError(
-                f"{error}; --on-damaged-checkpoint previous takes {older.folder}"
-            ) from None
-        raise
-
-
-def _preferred(options: CheckpointConfig) -> str:
-    return "universal" if options.universal_checkpoint else "native"
-
-
-def _named_by_tracker(save: Path) -> str:
-    tracker = save / TRACKER
-    return tracker.read_text(errors="replace").strip() if tracker.is_file() else ""
-
-
-def _older(options: CheckpointConfig, folder: Path) -> Iterator[FoundCheckpoint]:
-    """The checkpoints beside a damaged one that are older than it, newest first, and can be
-    opened; all of them if its name does not say how old it is."""
-    for iteration in iterations_in(folder.parent, iteration_of(folder.name)):
-        with contextlib.suppress(CheckpointError, OSError):
-            found = locate_checkpoint(folder.parent, str(iteration), _preferred(options))
-            if found is not None:
-                found.open(verify=False)
-                yield found
+        named, older = resolve_name(f"{DAMAGED}:newest_older")(options, found, error)
+        return ResumeSource(older, flag, continues, {named: str(error)})
+    return None if found is None else ResumeSource(found, flag, continues)
 
 
 def _check_family(origin: ResumeSource, family: str) -> None:
@@ -219,7 +186,7 @@ def _check_adapters(config: RunConfig, origin: ResumeSource | None) -> None:
 def _protect_other_run(options: CheckpointConfig, origin: ResumeSource | None) -> None:
     """Refuses to save among checkpoints of a run that this one does not continue."""
     save = Path(options.save or "")
-    if origin is not None and _saves_beside(save, origin, options):
+    if origin is not None and saves_beside(save, origin, options):
         return
     found = locate_checkpoint(save)
     if found is not None:
@@ -229,7 +196,7 @@ def _protect_other_run(options: CheckpointConfig, origin: ResumeSource | None) -
         )
 
 
-def _saves_beside(save: Path, origin: ResumeSource, options: CheckpointConfig) -> bool:
+def saves_beside(save: Path, origin: ResumeSource, options: CheckpointConfig) -> bool:
     """Whether a run saves beside the checkpoint that it continues."""
     continues = origin.continues and not options.reset_iteration
     return continues and origin.found.folder.parent.samefile(save)
@@ -245,10 +212,26 @@ def load(
     if it is damaged or cannot be continued with this configuration or these data."""
     if origin is None:
         return ResumePoint()
-    source, origin = _load_whole(engine, origin)
+    try:
+        source = load_finite(engine, origin)
+    except DamagedError as error:
+        source, origin = resolve_name(f"{DAMAGED}:load_older")(engine, origin, error)
+    point = _resume_point(engine, plan, origin, source, files)
+    if origin.damaged:
+        lines = resolve_name(f"{DAMAGED}:set_damaged_aside")(engine, origin)
+        point = replace(point, notes=(*lines, *point.notes))
+    return point
+
+
+def _resume_point(
+    engine: TrainEngine,
+    plan: TrainingPlan,
+    origin: ResumeSource,
+    source: Source,
+    files: Sequence[DataFile],
+) -> ResumePoint:
     config = engine.config
-    notes = (*_set_aside(engine, origin), *source.notes)
-    changed = tuple(changes(source, config))
+    changed, notes = tuple(changes(source, config)), tuple(source.notes)
     if not origin.continues or not source.state:
         return ResumePoint(source.folder, changed=changed, notes=notes, weights_only=True)
     state = source.state
@@ -286,35 +269,7 @@ def _changed_data(source: Source, config: RunConfig, files: Sequence[DataFile]) 
     return found
 
 
-def _load_whole(engine: TrainEngine, origin: ResumeSource) -> tuple[Source, ResumeSource]:
-    """Loads a checkpoint, or the newest older one that is whole, as far as the flags allow. Raises
-    DamagedError, on every rank, naming that older one."""
-    options, damaged = engine.config.checkpoint, dict(origin.damaged)
-    takes_older = options.on_damaged_checkpoint == "previous"
-    try:
-        return _load_finite(engine, origin), origin
-    except DamagedError as error:
-        reason = error
-    if origin.flag != f"--load {options.load}":
-        raise reason
-    damaged[origin.found.folder] = str(reason)
-    for found in _older(options, origin.found.folder):
-        older = replace(origin, found=found._replace(base=origin.found.base), damaged=damaged)
-        try:
-            if takes_older:
-                return _load_finite(engine, older), older
-            open_whole(engine, older.found)
-        except DamagedError as error:
-            damaged[found.folder] = str(error)
-            continue
-        raise DamagedError(
-            f"{reason}; the older {found.folder} is whole: --on-damaged-checkpoint previous "
-            "continues from it"
-        )
-    raise DamagedError(f"{reason}; no older checkpoint in {origin.found.folder.parent} is whole")
-
-
-def _load_finite(engine: TrainEngine, origin: ResumeSource) -> Source:
+def load_finite(engine: TrainEngine, origin: ResumeSource) -> Source:
     """Loads a checkpoint. Raises DamagedError also if it would be continued from weights or moments
     that are not finite: earlier versions saved such."""
     source = load_checkpoint(engine, origin.found, weights_only=not origin.continues)
@@ -323,29 +278,6 @@ def _load_finite(engine: TrainEngine, origin: ResumeSource) -> Source:
         if found is not None:
             raise DamagedError(f"{source.folder}: {found}")
     return source
-
-
-def _set_aside(engine: TrainEngine, origin: ResumeSource) -> list[str]:
-    """Renames the damaged checkpoints that were passed over, if this run will save beside them, and
-    makes the trackers name the one that was loaded; returns a line about each. The first rank does
-    it. Raises CheckpointError if that is not possible."""
-    options, lines = engine.config.checkpoint, []
-    renames = bool(options.save) and _saves_beside(Path(options.save or ""), origin, options)
-    main = engine.mesh.world.rank == 0
-    try:
-        for folder, reason in origin.damaged.items():
-            line = f"taken as {reason}"
-            if renames and main and iteration_of(folder.name) is not None and folder.is_dir():
-                line += f"; {folder} is set aside as {set_aside(folder)}"
-            lines.append(line)
-        if origin.damaged and renames and main and iteration_of(origin.found.folder.name):
-            point_to(origin.found.folder)
-    except OSError as error:
-        raise CheckpointError(
-            f"--on-damaged-checkpoint previous: {error.filename} cannot be renamed or written "
-            f"({error.strerror})"
-        ) from None
-    return lines
 
 
 def _check_position(plan: TrainingPlan, loaded: ResumePoint) -> None:

@@ -214,12 +214,9 @@ def death(exit_code: int | None) -> str:
         name = signal.Signals(-exit_code).name
     except ValueError:
         name = f"signal {-exit_code}"
-    reason = (
-        " (the system sends it when memory runs out; fewer processes need less)"
-        if name == "SIGKILL"
-        else ""
-    )
-    return f"was killed by {name}{reason}"
+    if name == "SIGKILL":
+        name += " (the system sends it when memory runs out; fewer processes need less)"
+    return f"was killed by {name}"
 
 
 def _described(error: BaseException) -> str:

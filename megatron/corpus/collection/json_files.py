@@ -87,9 +87,7 @@ def _record(path: Path, number: int, line: bytes, keys: Sequence[str]) -> JsonRe
     texts = texts_of_line(line, number, keys)
     if isinstance(texts, BadLine):
         return texts
-    if line.count(b"[") + line.count(b"{") > _MAX_DEPTH and is_too_deep(
-        line.decode("utf-8", "replace"), _MAX_DEPTH
-    ):
+    if is_too_deep(line, _MAX_DEPTH):
         return BadLine(number, "nested too deeply", f"over {_MAX_DEPTH} levels")
     try:
         fields = orjson.loads(line)

@@ -177,11 +177,15 @@ def _rows(file: BinaryIO, name: str, columns: Sequence[str], done: int) -> Itera
 def _check_columns(schema, name: str, columns: Sequence[str]) -> None:  # type: ignore[no-untyped-def]
     from pyarrow import types
 
+    try:
+        names = schema.names
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--input {name}: a column's name is not UTF-8: {error}") from None
     for column in columns:
-        if column not in schema.names:
+        if column not in names:
             raise ValueError(
                 f"--input {name} has no column {column!r} (--json-keys); its columns: "
-                + ", ".join(schema.names)
+                + ", ".join(names)
             )
         kind = schema.field(column).type
         if types.is_dictionary(kind):

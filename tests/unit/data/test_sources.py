@@ -195,5 +195,33 @@ def test_a_corpus_is_named_once(tmp_path) -> None:
     with pytest.raises(ConfigError, match="--train-data b names a twice, perhaps within a group"):
         parts(corpora(tmp_path, twice), train_data=("b",))
     (tmp_path / "corpora.json").write_text('{"a": {"files": "x"}, "a": {"files": "y"}}')
-    with pytest.raises(ConfigError, match='the key "a" is there twice'):
+    with pytest.raises(ConfigError, match='the key "a" occurs twice'):
+        read_corpora(str(tmp_path / "corpora.json"), ("indexed",))
+
+
+@pytest.mark.parametrize("path", ["../x", "/etc/x", "a/../../x", "../*", "/etc/pass*"])
+def test_paths_of_a_corpora_file_stay_below_its_folder(tmp_path, path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "x").write_text("")
+    file = tmp_path / "mine" / "corpora.json"
+    named = {"tokenizer": {"vocab_file": path}} if "*" not in path else {}
+    for content in ({"files": path}, {"files": "a"} | named):
+        file.write_text(json.dumps({"evil": content}))
+        if content == {"files": "a"}:
+            continue
+        with pytest.raises(ConfigError, match=r"corpora.json: evil: .* is not below .*--corpora-o"):
+            read_corpora(str(file), ("indexed",))
+        read_corpora(str(file), ("indexed",), outside=True)
+
+
+def test_a_corpora_file_may_name_its_own_folder_in_full(tmp_path) -> None:
+    content = {"a": {"files": [str(tmp_path / "x"), "b/../y", "s3://bucket/z"]}}
+    (tmp_path / "corpora.json").write_text(json.dumps(content))
+    found = read_corpora(str(tmp_path / "corpora.json"), ("indexed",)).sources["a"].paths
+    assert found[0] == str(tmp_path / "x") and found[2] == "s3://bucket/z"
+
+
+def test_a_corpora_file_that_is_nested_too_deep_is_refused(tmp_path) -> None:
+    (tmp_path / "corpora.json").write_text('{"a":' * 100_000)
+    with pytest.raises(ConfigError, match="--corpora-file .*corpora.json is not valid JSON"):
         read_corpora(str(tmp_path / "corpora.json"), ("indexed",))

@@ -195,7 +195,7 @@ def test_word_starts(llama3):
         ('[{"rank": 0, "token_bytes": "AA"}]', "entry 0: .*a new token in base64"),
         ("[3]", "entry 0: 3 is not an object"),
         ('{"a": 1}', "is not a list of tokens"),
-        ("[", "is not JSON"),
+        ("[", "is not valid JSON"),
     ],
 )
 def test_bad_files(tmp_path, content, message):

@@ -51,9 +51,7 @@ def test_a_worker_answers_until_it_dies():
     with pytest.raises(ChildProcessError, match=r"failed: .*lock"):
         worker.ask("unpicklable")
     assert worker.ask(5) == 10
-    with pytest.raises(
-        ChildProcessError, match=r"process \(pid \d+\) was killed by SIGKILL \(.*mem"
-    ):
+    with pytest.raises(ChildProcessError, match=r"\(pid \d+\) was killed by SIGKILL \(.*memory"):
         worker.ask(None)
     worker.stop()
     worker = Worker(doubling)

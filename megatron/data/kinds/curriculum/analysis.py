@@ -92,7 +92,7 @@ def analyse(
                 progress(before + share.stop, passes * len(dataset))
                 yield part
         except ChildProcessError as error:
-            text = f"{error}; the files are not complete: run it again with fewer processes"
+            text = f"{error}; the files are not complete: run it again"
             raise ChildProcessError(text) from error
 
     if "vocab_rarity" in metrics:

@@ -10,7 +10,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import orjson
 
-from megatron.data.json_lines import BYTE_ORDER_MARK, ArrayReader
+from megatron.data.json_lines import (
+    BYTE_ORDER_MARK,
+    ArrayReader,
+    is_too_deep,
+    long_line,
+    read_lines,
+)
+from megatron.util.json_text import MAX_DEPTH
 
 Parsed = TypeVar("Parsed")
 
@@ -159,9 +166,11 @@ def records_of(path: str) -> Iterator[tuple[str, Any]]:
                 place = f"{path}, record {number}"
                 yield place, _parsed(item, place)
         else:
-            for number, line in enumerate(file, 1):
-                if not line.isspace():
-                    place = f"{path}, line {number}"
+            for number, (_, line) in enumerate(read_lines(file), 1):
+                place = f"{path}, line {number}"
+                if too_long := long_line(line, number):
+                    raise ValueError(f"{place}: {too_long.reason}")
+                if line and not line.isspace():
                     yield place, _parsed(line, place)
 
 
@@ -173,6 +182,8 @@ def _items(file: io.BufferedReader, path: str) -> Iterator[bytes]:
 
 
 def _parsed(text: bytes, place: str) -> Any:
+    if is_too_deep(text, MAX_DEPTH):
+        raise ValueError(f"{place}: nested more than {MAX_DEPTH} levels deep")
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError as error:

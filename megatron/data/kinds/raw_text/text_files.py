@@ -27,7 +27,6 @@ from megatron.data.paths import expand
 from megatron.util.digests import digest_of_sample
 
 _RANGE_BYTES = 1 << 24
-_LONGEST_FIELD = (1 << 31) - 1
 _DIGEST_BYTES = 1 << 16
 _DIGEST_BLOCKS = 64
 
@@ -118,7 +117,7 @@ class JsonLines(TextRecords):
     def read(self, start: int, stop: int) -> Iterator[TextRecord]:
         with open(self.file.path, "rb") as file:
             for offset, line in read_lines(file, LONGEST_RECORD, start, stop):
-                if too_long := long_line(line, 0):
+                if too_long := long_line(line, 0, LONGEST_RECORD):
                     yield offset, too_long
                     return
                 if line and not line.isspace():
@@ -191,7 +190,7 @@ class _Unquoted(csv.excel):
 
 class _Rows(Iterator[tuple[int, list[str]]]):
     def __init__(self, file: BinaryIO, delim: str) -> None:
-        csv.field_size_limit(_LONGEST_FIELD)  # in the whole process; 131,072 characters by default
+        csv.field_size_limit(LONGEST_RECORD)  # in the whole process; 131,072 characters by default
         self._file, self._position, self.row_start = file, 0, 0
         style = csv.excel if delim != "\t" else _Unquoted
         self._rows = csv.reader(self._lines(), style, delimiter=delim)
@@ -201,7 +200,9 @@ class _Rows(Iterator[tuple[int, list[str]]]):
         return self.row_start, next(self._rows)
 
     def _lines(self) -> Iterator[str]:
-        for line in self._file:
+        while line := self._file.readline(LONGEST_RECORD + 1):
+            if too_long := long_line(line, 0, LONGEST_RECORD):
+                raise csv.Error(too_long.reason)
             text = line.removeprefix(BYTE_ORDER_MARK) if self._position == 0 else line
             self._position += len(line)
             yield text.decode("utf-8")

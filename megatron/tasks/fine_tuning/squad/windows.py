@@ -163,12 +163,14 @@ class WindowMaker:
 def _most_context(starts: np.ndarray, lengths: np.ndarray, first: int, length: int) -> np.ndarray:
     """The window that shows most around each token of [first, first + length), [N]: the larger the
     smaller side, the better, and then the longer the window; the first of equal ones."""
+    near = np.flatnonzero((starts < first + length) & (starts + lengths > first))
+    starts, lengths = starts[near], lengths[near]
     tokens_1N = np.arange(first, first + length)[None]
     left_WN = tokens_1N - starts[:, None]
     right_WN = (starts + lengths - 1)[:, None] - tokens_1N
     shown_WN = np.minimum(left_WN, right_WN)
     score_WN = shown_WN + 0.01 * lengths[:, None]
-    return np.where(shown_WN >= 0, score_WN, -np.inf).argmax(0)
+    return near[np.where(shown_WN >= 0, score_WN, -np.inf).argmax(0)]
 
 
 def _with_marks(text: str, offsets_T2: Offsets) -> Offsets:
@@ -176,9 +178,7 @@ def _with_marks(text: str, offsets_T2: Offsets) -> Offsets:
     the text has them as characters of their own."""
     if text.isascii():
         return offsets_T2
-    offsets_T2 = offsets_T2.copy()
-    for i, end in enumerate(offsets_T2[:, 1].tolist()):
-        while end < len(text) and unicodedata.category(text[end]) == "Mn":
-            end += 1
-        offsets_T2[i, 1] = end
-    return offsets_T2
+    letters = [place for place, char in enumerate(text) if unicodedata.category(char) != "Mn"]
+    letters_L = np.array([*letters, len(text)], offsets_T2.dtype)
+    ends_T = letters_L[np.searchsorted(letters_L, offsets_T2[:, 1])]
+    return np.stack((offsets_T2[:, 0], ends_T), axis=1)

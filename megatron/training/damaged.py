@@ -1,0 +1,120 @@
+"""What a run does if the checkpoint that it would continue from is damaged: it names the newest
+older one that is whole, or takes it and sets the damaged ones aside."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron.checkpoint.files import CheckpointError, DamagedError
+from megatron.checkpoint.folder import (
+    TRACKER,
+    iteration_of,
+    iterations_in,
+    point_to,
+    set_aside,
+    tag,
+)
+from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoint
+from megatron.config import CheckpointConfig
+from megatron.engine.loading import open_whole, together
+from megatron.engine.train_engine import TrainEngine
+from megatron.training.resume import ResumeSource, load_finite, saves_beside
+
+
+def newest_older(
+    options: CheckpointConfig, found: FoundCheckpoint | None, error: CheckpointError
+) -> tuple[Path, FoundCheckpoint]:
+    """Before an engine is built: the folder of the checkpoint of ``--load`` that could not be
+    ``found`` or opened, for ``error``, and the newest older one that can be. Raises CheckpointError
+    unless the flags allow that, or if there is none."""
+    load = Path(options.load or "")
+    wanted = options.load_tag or _named_by_tracker(load) or "?"
+    named = load / (tag(int(wanted)) if wanted.isdecimal() else wanted)
+    folder = named if found is None else found.folder
+    for older in _older(options, folder):
+        if options.on_damaged_checkpoint == "previous":
+            return folder, older
+        raise CheckpointError(
+            f"{error}; --on-damaged-checkpoint previous takes {older.folder}"
+        ) from None
+    raise error
+
+
+def load_older(
+    engine: TrainEngine, origin: ResumeSource, reason: DamagedError
+) -> tuple[Source, ResumeSource]:
+    """Loads the newest older checkpoint that is whole; every rank must call it. Raises DamagedError
+    on every rank, naming that checkpoint, unless the flags allow that, or if there is none."""
+    options, damaged = engine.config.checkpoint, dict(origin.damaged)
+    folder = origin.found.folder
+    if origin.flag != f"--load {options.load}":
+        raise reason
+    damaged[folder] = str(reason)
+    for found in _of_all_ranks(engine, list(_older(options, folder))):
+        older = replace(origin, found=found._replace(base=origin.found.base), damaged=damaged)
+        try:
+            if options.on_damaged_checkpoint == "previous":
+                return load_finite(engine, older), older
+            open_whole(engine, older.found)
+        except DamagedError as error:
+            damaged[found.folder] = str(error)
+            continue
+        raise DamagedError(
+            f"{reason}; the older {found.folder} is whole: --on-damaged-checkpoint previous "
+            "continues from it"
+        )
+    raise DamagedError(f"{reason}; no older checkpoint in {folder.parent} is whole")
+
+
+def set_damaged_aside(engine: TrainEngine, origin: ResumeSource) -> list[str]:
+    """If a run saves beside the checkpoint that it continues, renames the damaged ones that were
+    passed over, so that nothing replaces or deletes them, and makes the trackers name the one that
+    was loaded; every rank must call it. Returns a line about each of them, on the first rank, which
+    does the work. Raises OSError or CheckpointError if that is not possible."""
+    options, folder = engine.config.checkpoint, origin.found.folder
+    beside = bool(options.save) and saves_beside(Path(options.save or ""), origin, options)
+
+    def set_all_aside() -> list[str]:
+        lines = []
+        for each, reason in origin.damaged.items():
+            line = f"taken since {reason}"
+            if beside and iteration_of(each.name) is not None and each.is_dir():
+                line += f"; {each} is set aside as {set_aside(each)}"
+            lines.append(line)
+        if beside and iteration_of(folder.name) is not None:
+            point_to(folder)
+        return lines
+
+    return together(engine, set_all_aside if engine.mesh.world.rank == 0 else list)
+
+
+def _named_by_tracker(save: Path) -> str:
+    tracker = save / TRACKER
+    return tracker.read_text(errors="replace").strip() if tracker.is_file() else ""
+
+
+def _older(options: CheckpointConfig, folder: Path) -> Iterator[FoundCheckpoint]:
+    """The checkpoints beside a damaged one that are older than it, newest first, and can be
+    opened; all of them if its name does not say how old it is."""
+    prefer = "universal" if options.universal_checkpoint else "native"
+    for iteration in iterations_in(folder.parent, iteration_of(folder.name)):
+        with contextlib.suppress(CheckpointError, OSError):
+            found = locate_checkpoint(folder.parent, str(iteration), prefer)
+            if found is not None:
+                found.open(verify=False)
+                yield found
+
+
+def _of_all_ranks(engine: TrainEngine, found: list[FoundCheckpoint]) -> list[FoundCheckpoint]:
+    """Those that every rank has found, so that all try the same."""
+    world = engine.mesh.world
+    if world.size == 1:
+        return found
+    names = [[each.folder.name for each in found]] * world.size
+    dist.all_gather_object(names, names[world.rank])
+    return [each for each in found if all(each.folder.name in those for those in names)]

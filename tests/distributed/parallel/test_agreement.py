@@ -1,0 +1,170 @@
+"""Ranks that differ end with one error, which names them, the key and the values; before any
+collective, and with nothing but the store at which they meet."""
+
+import dataclasses
+import os
+import typing
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from megatron.config import FLAG_CLASSES, FlagParser, Setting
+from megatron.config.flags import flag_of, value_type
+from megatron.config.legacy_flags import LegacyFlags
+from megatron.parallel.agreement import Agreement, DisagreementError
+from megatron.training.fingerprint import MAY_DIFFER, run_facts
+from megatron.training.run import run_of
+
+TIMEOUT = timedelta(seconds=20)
+FACTS = {"--lr": "0.001", "the code of megatron/model/mlp.py": "ab12"}
+FLAGS = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --lr 1e-2 "
+    "--micro-batch-size 1 --global-batch-size 4 --tokenizer-type NullTokenizer --vocab-size 99 "
+    "--mock-data --train-iters 3 --model-family gpt"
+).split()
+
+
+def refused(agreement, facts):
+    """The error of a comparison, or None."""
+    try:
+        agreement.compare(facts)
+    except DisagreementError as error:
+        return str(error)
+    return None
+
+
+def own(agreement, *facts_of_ranks):
+    return refused(agreement, facts_of_ranks[int(os.environ["RANK"])])
+
+
+def comparisons(*rounds):
+    agreement = Agreement(TIMEOUT)
+    found = [own(agreement, *facts) for facts in rounds]
+    assert not dist.is_initialized()
+    return found
+
+
+def test_ranks_that_agree_start_and_others_name_the_minority(pool):
+    other, third = FACTS | {"--lr": "0.002"}, {"--lr": "0.001"}
+    rounds = [
+        (FACTS,) * 4,
+        (FACTS, FACTS, FACTS, other),
+        (other, FACTS, FACTS, FACTS),
+        (FACTS, FACTS, other, third),
+        (FACTS,) * 4,
+    ]
+    first, *rest = pool.run(4, comparisons, *rounds)
+    assert rest == [first] * 3
+    assert first[0] is first[4] is None
+    assert "--lr is 0.002 on rank 3 and 0.001 on ranks 0, 1, 2;" in first[1]
+    assert "--lr is 0.002 on rank 0 and 0.001 on ranks 1, 2, 3;" in first[2]
+    assert "--lr is 0.002 on rank 2 and 0.001 on ranks 0, 1" in first[3]
+    assert "mlp.py is missing on rank 3 and ab12 on ranks 0, 1" in first[3]
+    assert not any("\n" in message for message in first if message)
+
+
+def one_gives_up(which):
+    agreement, rank = Agreement(TIMEOUT), int(os.environ["RANK"])
+    agreement.compare(FACTS)
+    if rank == which:
+        agreement.give_up("--data-path books: no such file")
+        return None
+    return refused(agreement, FACTS)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_the_others_learn_why_a_rank_ends(pool, which):
+    found = pool.run(3, one_gives_up, which)
+    message = f"rank {which}: --data-path books: no such file"
+    assert found == [None if rank == which else message for rank in range(3)]
+
+
+def wrong_number(name, values):
+    os.environ[name] = values[int(os.environ["RANK"])]
+    return refused(Agreement(timedelta(seconds=2)), FACTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("WORLD_SIZE", ("2", "3"), "WORLD_SIZE is 3 on rank 1 and 2 on rank 0"),
+        ("WORLD_SIZE", ("3", "2"), "WORLD_SIZE is 2 on rank 1 and 3 on rank 0"),
+        ("RANK", ("0", "2"), "RANK"),
+    ],
+)
+def test_processes_that_do_not_count_alike_are_refused(pool, name, values, message):
+    if name == "RANK":
+        found = pool.run(2, missing_rank)
+        assert "0.0333333 minutes (--distributed-timeout-minutes)" in found[0]
+        assert "for rank 2; start all" in found[0] and found[1] == found[0]
+        return
+    assert all(message in found for found in pool.run(2, wrong_number, name, values))
+
+
+def missing_rank():
+    os.environ["WORLD_SIZE"] = "3"
+    return refused(Agreement(timedelta(seconds=2)), FACTS)
+
+
+def changed(field, hint, value):
+    """Another value of a field than the one that it has."""
+    if isinstance(value, tuple) or isinstance(field.default, tuple):
+        return (*(value or ()), value_type(hint)("7"))
+    choices = [choice for choice in field.metadata["choices"] or () if choice != value]
+    kind = value_type(hint)
+    if choices:
+        return choices[0]
+    if kind is bool:
+        return not value
+    if kind in (int, float):
+        return (value or 0) + (1 if kind is int else 0.125)
+    return f"{value or 'a'}-b"
+
+
+def each_field(names):
+    """What rank 0 is told when rank 1 is started with another value of a field, by field."""
+    settings = FlagParser(*FLAG_CLASSES).settings(FLAGS)
+    base, rank, found = run_of(dict(settings), 2), int(os.environ["RANK"]), {}
+    agreement = Agreement(TIMEOUT)
+    usual = run_facts(base.config, base.content)
+    for cls in FLAG_CLASSES:
+        hints = typing.get_type_hints(cls)
+        for field in dataclasses.fields(cls):
+            if field.name not in names:
+                continue
+            if rank == 0:
+                found[field.name] = flag_of(field), refused(agreement, usual)
+                continue
+            usually = base.resolved.values.get(field.name, field.default)
+            value = changed(field, hints[field.name], usually)
+            given = settings | {field.name: Setting(value, f"flag {flag_of(field)}")}
+            try:
+                run = run_of(given, 2)
+            except Exception as error:  # what kind it may be, other tests say
+                agreement.give_up(str(error))
+                agreement._compared += 1
+                continue
+            refused(agreement, run_facts(run.config, run.content))
+    return found
+
+
+EVERY = [
+    field.name
+    for cls in FLAG_CLASSES
+    if cls is not LegacyFlags
+    for field in dataclasses.fields(cls)
+    if not field.metadata.get("internal") and not field.metadata.get("note")
+]
+WITHOUT_EFFECT = {}
+"""Flags that change nothing here, with the reason."""
+
+
+@pytest.mark.parametrize(
+    "names", [EVERY[5::25], pytest.param(EVERY, marks=pytest.mark.proof)], ids=["some", "all"]
+)
+def test_a_rank_with_another_flag_is_refused(pool, names):
+    found = pool.run(2, each_field, names, timeout=600)[0]
+    silent = {name for name, (_, message) in found.items() if message is None}
+    print(sorted(silent), {n: m for n, (f, m) in found.items() if m and f not in m})
+    assert silent <= MAY_DIFFER | WITHOUT_EFFECT.keys()
