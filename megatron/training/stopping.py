@@ -6,6 +6,7 @@ checks between steps, agrees with the other ranks, saves and returns.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import signal
@@ -22,6 +23,8 @@ from torch import Tensor
 
 from megatron.parallel.mesh import first_reason
 from megatron.training.trainer import Callback, Step, Trainer
+
+logger = logging.getLogger(__name__)
 
 Subject = TypeVar("Subject")
 
@@ -79,7 +82,7 @@ class NonFiniteGuard(Callback):
         ruined: says on every rank which weights or moments are not finite; None if all are.
         newest: says on every rank which checkpoint is the last good one.
         fresh: whether no step has updated the model before this run; one that only skips steps then
-            fails at its end.
+            fails at its end, or with ``fp16`` says so.
     """
 
     def __init__(
@@ -111,14 +114,18 @@ class NonFiniteGuard(Callback):
 
     def settle(self, trainer: Trainer) -> None:
         """Checks all steps so far, which waits for them; as :meth:`after_step`. Raises
-        TrainingStopped also at the end of a training that has changed no weight."""
+        TrainingStopped also at the end of a training that has changed no weight, without fp16."""
         self._read(everything=True)
         if self._fresh and self._skipped and trainer.at_end:
-            falls = "; train longer, or give a smaller --initial-loss-scale" if self._fp16 else ""
-            raise TrainingStopped(
+            found = (
                 f"all {self._skipped} steps were skipped, as their gradients were not finite: the "
-                f"weights are those that the run began with{falls}"
+                "weights are those that the run began with"
             )
+            if not self._fp16:
+                raise TrainingStopped(found)
+            # A first scale that is too large takes some steps to fall; a short run ends before.
+            self._fresh = False
+            logger.warning(f"{found}; train longer, or give a smaller --initial-loss-scale")
 
     def _read(self, everything: bool = False) -> None:
         for step, (skipped, loss) in self._reads.due(everything):

@@ -243,14 +243,23 @@ def test_an_overflow_at_the_smallest_scale_is_named(check):
 
 
 def test_a_training_that_changes_no_weight_fails_at_its_end():
-    steps = guard(fp16=True, fresh=True)
+    steps = guard(check=False, fresh=True)
     steps.add(result(True), 1, 0, 8)
-    steps.settle_all()  # the scale has yet to fall
+    steps.settle_all()
     with pytest.raises(TrainingStopped, match="all 1 steps were skipped"):
         steps.settle_all(at_end=True)
     steps.add(result(False), 2, 8, 8)
     steps.add(result(True), 3, 16, 8)
     steps.settle_all(at_end=True)
+
+
+def test_a_short_training_whose_first_scale_was_too_large_says_so(caplog):
+    steps = guard(fp16=True, fresh=True)
+    steps.add(result(True), 1, 0, 8)
+    steps.settle_all(at_end=True)
+    steps.settle_all(at_end=True)
+    (told,) = caplog.messages
+    assert "all 1 steps were skipped" in told and "--initial-loss-scale" in told
 
 
 def test_a_ruined_model_is_not_called_unchanged():
