@@ -152,9 +152,9 @@ EVERY = [
 ]
 WITHOUT_EFFECT = {
     **dict.fromkeys(("node_ips", "ctrl_port"), "of the launcher, which has connected them"),
-    "no_pipeline_parallel": "there is none",
+    "no_pipeline_parallel": "one stage is none",
     "add_qkv_bias": "there is one already",
-    "rope_scaling_factor": "there is no RoPE",
+    "rope_scaling_factor": "without RoPE",
     "eval_batch_size": "the value is the one of the micro batch",
     "epochs": "the length is given in steps",
     "lr_warmup_fraction": "an eighth of three steps is none",
