@@ -117,7 +117,7 @@ def located(path: Path) -> Path:
 def description(path: Path) -> ModelConfig:
     """The network of a GPT-2's config.json. Raises ConfigError if it is of another model;
     CheckpointError if it is missing, malformed, or of a network that cannot be represented."""
-    content = read_json(path)
+    content = read_json(path, lenient=True)
     if not isinstance(content, dict) or content.get("model_type", "gpt2") != GPT2.model_type:
         raise ConfigError(f"--config_file {path} is not the config.json of a GPT-2")
     return GPT2.model(content, path)

@@ -31,6 +31,7 @@ INCLUDED = {
     "deepspeed_configs/README.md": "guides/deepspeed-json.md",
     "benchmarks/RESULTS.md": "reference/results.md",
     "CONTRIBUTING.md": "design/contributing.md",
+    "SECURITY.md": "reference/security.md",
     "CHANGELOG.md": "reference/changelog.md",
 }
 """Files outside docs/ that are pages of the site, by their path in the repository."""

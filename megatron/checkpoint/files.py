@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.util.files import sync, sync_path, write_whole
+from megatron.util.files import read_regular, sync, sync_path, write_whole
 from megatron.util.json_text import parse_json
 
 _DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
@@ -200,26 +200,26 @@ def write_json(path: Path, content: Any) -> None:
     write_text(path, json_text(content))
 
 
-def read_json(path: Path, lenient: bool = False) -> Any:
-    """Reads JSON, ``lenient`` where NaN and Infinity are values; raises CheckpointError if the file
-    is missing or not JSON."""
-    return json_of(path, read_bytes(path), lenient)
+def read_json(path: Path, **accepted: bool) -> Any:
+    """Reads JSON; raises CheckpointError if the file is missing or not JSON. ``accepted`` are the
+    options of :func:`parse_json`."""
+    return json_of(path, read_bytes(path), **accepted)
 
 
 def read_bytes(path: Path) -> bytes:
     """Reads a file; raises CheckpointError if it is missing or cannot be read."""
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def json_of(path: Path, content: bytes, lenient: bool = False) -> Any:
-    """What the JSON file ``path`` with this content says, as :func:`read_json`; raises
-    CheckpointError if it is not JSON."""
+def json_of(path: Path, content: bytes, **accepted: bool) -> Any:
+    """What the JSON file ``path`` with this content says; errors and options as of
+    :func:`read_json`."""
     try:
-        return parse_json(content, str(path), lenient=lenient)
+        return parse_json(content, str(path), **accepted)
     except ValueError as error:
         raise CheckpointError(str(error)) from None

@@ -31,6 +31,7 @@ _BLANK = "0" * 64
 """Takes the place of the manifest's own SHA-256 while that is computed."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _REQUIRED = (CONFIG, INDEX, STATE)
+_MOST_COUNTED = 2**63
 _COUNTERS = ("iteration", "consumed_samples", "optimizer_step")
 
 
@@ -111,15 +112,18 @@ def read_index(folder: Path, files: Mapping[str, Any]) -> dict[str, list[IndexEn
     CheckpointError if slices overlap, leave a gap, disagree about shape or kinds, or are in files
     that the manifest, ``files``, does not list."""
     path = folder / INDEX
+    content = read_json(path)
     try:
         index = {
             name: [IndexEntry.from_json(entry) for entry in entries]
-            for name, entries in read_json(path).items()
+            for name, entries in content.items()
         }
         for name, entries in index.items():
             _check_parameter(path, name, entries, files)
-    except (KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
-        raise CheckpointError(f"{path} is not an index: {error!r}") from None
+    except CheckpointError:
+        raise
+    except (KeyError, ValueError, TypeError, IndexError, AttributeError, OverflowError) as error:
+        raise CheckpointError(f"{path} is not an index: {error!r:.200}") from None
     if not index:
         raise CheckpointError(f"{path} lists no parameter")
     return index
@@ -254,5 +258,8 @@ def _check_counters(path: Path) -> None:
         raise CheckpointError(f"{path} is not a JSON object")
     for name in _COUNTERS:
         value = state.get(name)
-        if (name in state or "world_size" in state) and (type(value) is not int or value < 0):
-            raise CheckpointError(f"{path}: {name} is {value!r}; expected a non-negative integer")
+        counts = type(value) is int and 0 <= value < _MOST_COUNTED
+        if (name in state or "world_size" in state) and not counts:
+            raise CheckpointError(
+                f"{path}: {name} is {value!r:.40}; expected a non-negative integer below 2^63"
+            )

@@ -148,7 +148,7 @@ class CheckpointReader(Source):
 
 def _configuration(folder: Path) -> RunConfig:
     try:
-        return RunConfig.from_dict(read_json(folder / CONFIG, lenient=True))
+        return RunConfig.from_dict(read_json(folder / CONFIG, non_finite=True))
     except (TypeError, AttributeError, ConfigError) as error:
         raise CheckpointError(f"{folder / CONFIG} is not a configuration: {error}") from None
 

@@ -11,6 +11,7 @@ from megatron.config.output import CheckpointConfig, LoggingConfig
 from megatron.config.parallel import ParallelConfig, ParallelFlags
 from megatron.config.run import (
     FLAG_CLASSES,
+    FLAG_FIELDS,
     PART_FLAGS,
     Resolved,
     RunConfig,
@@ -28,6 +29,7 @@ from megatron.config.training import (
 
 __all__ = [
     "FLAG_CLASSES",
+    "FLAG_FIELDS",
     "CheckpointConfig",
     "ConfigError",
     "DataConfig",

@@ -169,11 +169,12 @@ def value_type(hint: Any) -> type:
 def check_value(field: dataclasses.Field, hint: Any, setting: Setting) -> Setting:
     """Checks a setting from a file as the command line checks a flag's value; ConfigError if it is
     not of the type ``hint``, or not one of the choices."""
-    value, (wanted, _) = setting.value, flag_value(hint)
+    value, (wanted, count) = setting.value, flag_value(hint)
     if wanted is float and type(value) is int:
         return Setting(float(value), setting.origin)
-    if value is not None and type(value) is not wanted:
-        raise ConfigError(f"{setting.origin} is {value!r}, not of type {wanted.__name__}")
+    several = isinstance(value, tuple) and count not in (0, None)
+    if value is not None and {type(each) for each in (value if several else [value])} - {wanted}:
+        raise ConfigError(f"{setting.origin} is {value!r:.60}, not of type {wanted.__name__}")
     choices = field.metadata.get("choices")
     if choices and value is not None and value not in choices:
         raise ConfigError(

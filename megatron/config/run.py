@@ -195,6 +195,13 @@ PART_FLAGS: dict[str, type] = {name: _FLAGS.get(part, part) for name, part in PA
 
 FLAG_CLASSES: tuple[type, ...] = (*PART_FLAGS.values(), LegacyFlags)
 """All classes whose fields are flags of the training commands."""
+FLAG_FIELDS = {
+    field.name: (field, types[field.name])
+    for part in FLAG_CLASSES
+    for types in (typing.get_type_hints(part),)
+    for field in dataclasses.fields(part)
+}
+"""The field of each flag, and its type."""
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ import fsspec
 import numpy as np
 
 from megatron.data.indexed.dataset import IndexedDataset, IndexFile, map_file
+from megatron.data.remote_hosts import WEB, check_url, web_client
 from megatron.util.digests import digest
 from megatron.util.files import replacing, sync
 
@@ -42,7 +43,7 @@ _INSTALL = {
     **dict.fromkeys(("s3", "s3a"), "s3fs"),
     **dict.fromkeys(("gs", "gcs"), "gcsfs"),
     **dict.fromkeys(("http", "https"), "aiohttp"),
-    **dict.fromkeys(("abfs", "az"), "adlfs"),
+    **dict.fromkeys(("abfs", "abfss", "az"), "adlfs"),
 }
 _CREDENTIALS = (
     "give credentials as the store's own tools read them (s3: AWS_ACCESS_KEY_ID and "
@@ -55,8 +56,9 @@ class RemoteDataset(IndexedDataset):
 
     Token ids are checked chunk by chunk as they are fetched, see `limit_ids`: checking all in
     advance would fetch them all. Raises FileNotFoundError if one of the two files is missing;
-    ValueError if the files are damaged, or a package that reads such URLs is missing; OSError if
-    the files cannot be reached, or the cache cannot be written.
+    ValueError if the files are damaged, the URL is of a protocol or host that is not read, or a
+    package that reads such URLs is missing; OSError if the files cannot be reached, or the cache
+    cannot be written.
     """
 
     def __init__(self, prefix: str, cache_path: str | os.PathLike[str]) -> None:
@@ -156,6 +158,7 @@ class RemoteFile:
     """One version of a remote file, with its local copies; errors: see `RemoteDataset`."""
 
     def __init__(self, url: str, cache: Path) -> None:
+        check_url(url)
         self.url = url
         self._connect()
         info = self._info()
@@ -183,8 +186,12 @@ class RemoteFile:
     def _connect(self) -> None:
         # Connections do not survive a fork, such as that of a loader's worker.
         self._process = os.getpid()
+        options: dict[str, Any] = {}
         with self._errors("cannot be reached"):
-            self._system, self._path = fsspec.core.url_to_fs(self.url)
+            if self.url.startswith(tuple(f"{protocol}://" for protocol in WEB)):
+                options["get_client"] = web_client(self.url, CHUNK_BYTES)
+                options["skip_instance_cache"] = True
+            self._system, self._path = fsspec.core.url_to_fs(self.url, **options)
 
     def _info(self) -> dict[str, Any]:
         with self._errors("cannot be reached"):
@@ -219,7 +226,7 @@ class RemoteFile:
 
     @contextmanager
     def _errors(self, what: str) -> Iterator[None]:
-        protocol = self.url.split("://", 1)[0].split("::", 1)[0]
+        protocol = self.url.partition("://")[0]
         try:
             yield
         except FileNotFoundError as error:
@@ -239,9 +246,7 @@ class RemoteFile:
         except Exception as error:  # each library has classes of its own
             name = type(error).__name__
             hint = f"; {_CREDENTIALS}" if "redential" in f"{name} {error}" else ""
-            unknown = "not known" in str(error) and isinstance(error, ValueError)
-            kind = ValueError if unknown else OSError
-            raise kind(f"{self.url} {what}: {name}: {error}{hint}") from error
+            raise OSError(f"{self.url} {what}: {name}: {error}{hint}") from error
 
 
 def _version(info: dict[str, Any]) -> str:

@@ -11,14 +11,13 @@ import copy
 import dataclasses
 import json
 import math
-import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron.config import FLAG_CLASSES, ConfigError, RunConfig, Setting, Settings
+from megatron.config import FLAG_FIELDS, ConfigError, RunConfig, Setting, Settings
 from megatron.config.engine import GRAPH_MODES, NO_GRAPHS
 from megatron.config.flags import check_value, nearest
 from megatron.config.kinds.curriculum import CurriculumConfig
@@ -335,14 +334,6 @@ def _check_curricula(content: Json, path: str) -> None:
         raise ConfigError(f"{path}: {error}") from None
 
 
-_FIELDS = {
-    field.name: (field, types[field.name])
-    for part in FLAG_CLASSES
-    for types in (typing.get_type_hints(part),)
-    for field in dataclasses.fields(part)
-}
-
-
 def merge(flags: Settings, content: Json, path: str, world_size: int) -> Settings:
     """Adds the values of the JSON at ``path`` to the settings from flags. Raises ConfigError if a
     flag and the JSON contradict each other; names both values and sources."""
@@ -356,7 +347,7 @@ def merge(flags: Settings, content: Json, path: str, world_size: int) -> Setting
             setting = Setting(pair.decode(value), f"{name}: {pair.key}")
         except (TypeError, OverflowError):
             raise ConfigError(f"{path}: {pair.key} is {value!r}, not a valid value") from None
-        setting = check_value(*_FIELDS[pair.field], setting)
+        setting = check_value(*FLAG_FIELDS[pair.field], setting)
         given = flags.get(pair.field)
         if given is None:
             merged[pair.field] = setting
@@ -589,7 +580,7 @@ def put(content: Json, key: str, value: Any) -> None:
     *sections, last = key.split(".")
     node: Any = content
     for part, following in zip(sections, (*sections, last)[1:], strict=True):
-        if node.get(part, "auto") == "auto":
+        if node.get(part) in (None, "auto"):
             node[part] = [None, None] if following.isdigit() else {}
         node = node[part]
     if isinstance(node, list):

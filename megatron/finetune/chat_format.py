@@ -100,13 +100,15 @@ def write_chat_format(folder: Path, base: str, run: Run, ends: frozenset[int]) -
     settings = folder / "tokenizer_config.json"
     if template is not None and settings.is_file():
         (folder / "chat_template.jinja").write_text(template, "utf-8")
-        content = {k: v for k, v in read_json(settings).items() if k != "chat_template"}
+        content = {
+            k: v for k, v in read_json(settings, lenient=True).items() if k != "chat_template"
+        }
         write_json(settings, content)
     path, known = folder / "generation_config.json", Path(base) / "generation_config.json"
     if not path.is_file():
         return template is not None
-    written = read_json(path)
-    kept: dict[str, Any] = read_json(own_file(known)) if known.is_file() else {}
+    written = read_json(path, lenient=True)
+    kept: dict[str, Any] = read_json(own_file(known), lenient=True) if known.is_file() else {}
     for name in ("transformers_version", "_from_model_config"):
         kept.pop(name, None)
     special = run.tokenizer.special_tokens

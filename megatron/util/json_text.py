@@ -16,7 +16,9 @@ _LONG_NUMBER = re.compile(rf"(?<!\d)\d{{{MAX_DIGITS + 1}}}")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def parse_json(text: str | bytes, where: str, *, lenient: bool = False) -> Any:
+def parse_json(
+    text: str | bytes, where: str, *, lenient: bool = False, non_finite: bool = False
+) -> Any:
     """The value that a JSON text describes.
 
     Args:
@@ -24,13 +26,14 @@ def parse_json(text: str | bytes, where: str, *, lenient: bool = False) -> Any:
         where: what the message of an error begins with: the file, and the flag that named it.
         lenient: accept what Python's parser does: NaN and Infinity, a key that occurs twice (the
             last one counts) and halves of characters. For the files of other programs, which do.
+        non_finite: accept NaN and Infinity only.
 
     Raises:
         ValueError: it is not JSON, or nested more than `MAX_DEPTH` deep, or has an integer of more
             than `MAX_DIGITS` digits; one line.
     """
     try:
-        return _parse(text, lenient)
+        return _parse(text, lenient, non_finite)
     except RecursionError:
         reason = f"nested more than {MAX_DEPTH} levels deep"
     except UnicodeDecodeError as error:
@@ -42,7 +45,7 @@ def parse_json(text: str | bytes, where: str, *, lenient: bool = False) -> Any:
     raise ValueError(f"{where} is not valid JSON: {reason}")
 
 
-def _parse(text: str | bytes, lenient: bool) -> Any:
+def _parse(text: str | bytes, lenient: bool, non_finite: bool) -> Any:
     text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
     if not text.strip():
         raise ValueError("it is empty")
@@ -50,7 +53,9 @@ def _parse(text: str | bytes, lenient: bool) -> Any:
     if _LONG_NUMBER.search(text):
         hooks["parse_int"] = _integer
     if not lenient:
-        hooks.update(object_pairs_hook=_unique_keys, parse_constant=_no_number, parse_float=_finite)
+        hooks["object_pairs_hook"] = _unique_keys
+    if not (lenient or non_finite):
+        hooks.update(parse_constant=_no_number, parse_float=_finite)
     content = json.loads(text, **hooks)
     if text.count("[") + text.count("{") > MAX_DEPTH:
         _check_depth(content)

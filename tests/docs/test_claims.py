@@ -222,7 +222,8 @@ def test_tests_that_pages_name(path):
 
 @pytest.mark.parametrize("path", OWN_WORDS)
 def test_tests_in_tables(path):
-    """Files in a column "test" exist; one without a folder, beside the file before it."""
+    """Files in a column "test" exist, and so do tests (`file.py::test_it`) of them; a file without
+    a folder is beside the one before it."""
     missing, column = [], None
     for number, line in read(path).prose:
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)]
@@ -233,9 +234,10 @@ def test_tests_in_tables(path):
         elif column:
             folder = ROOT / "no folder"
             for name in re.findall(r"`([^`]+)`", cells[column]):
+                name, _, test = name.partition("::")
                 file = ROOT / name if "/" in name else folder / name
                 folder = file.parent
-                if not file.exists():
+                if not file.exists() or (test and f"def {test}(" not in file.read_text()):
                     missing.append(f"{path}:{number}: {name}")
     assert not missing, "\n".join(missing)
 

@@ -41,7 +41,7 @@ def own_run(folder: Path, states: Mapping[str, Any]) -> RunConfig | None:
     """The run of this project that saved a checkpoint, None if it was another trainer. Raises
     CheckpointError if what says it is malformed."""
     own = folder / CONFIG
-    parts = read_json(own, lenient=True) if own.is_file() else states.get(RUN)
+    parts = read_json(own, non_finite=True) if own.is_file() else states.get(RUN)
     if parts is None:
         return None
     try:

@@ -62,7 +62,7 @@ def write_model(
     if task.generates and not generation.exists():
         write_json(generation, tokens)
     elif generation.exists() and tokens.get("use_cache") is False:
-        write_json(generation, read_json(generation) | {"use_cache": False})
+        write_json(generation, read_json(generation, lenient=True) | {"use_cache": False})
     sync_path(folder)
     if sample is not None:
         loaded = _tokenizer(folder)
@@ -153,7 +153,7 @@ def _copy_tokenizer(
     generation = folder / "generation_config.json"
     if generation.is_file():
         # It may list several end tokens, as that of Llama 3 does.
-        known = read_json(generation)
+        known = read_json(generation, lenient=True)
         ids = [name for name in tokens if name.endswith("_token_id")]
         tokens |= {name: known[name] for name in ids if known.get(name) is not None}
     return tokens, loaded(_SAMPLE)["input_ids"]

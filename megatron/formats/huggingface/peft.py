@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import regex
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -33,6 +34,7 @@ from megatron.formats.unpickle import load_pickle
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _PREFIX = "base_model.model."
+_PATTERN_SECONDS = 0.2
 _TENSOR = re.compile(r"(.+)\.lora_(A|B|magnitude_vector)(?:\.\w+)??(?:\.weight)?")
 _KINDS = {"A": "a", "B": "b", "magnitude_vector": "magnitude"}
 _TASKS = {"lm": "CAUSAL_LM"}
@@ -117,7 +119,7 @@ class PeftFolder(AdaptedSource):
         """As :meth:`AdaptedSource.alpha_of`, with the patterns of ``alpha_pattern``."""
         module = self._modules[weight, part]
         for pattern, value in (self._content.get("alpha_pattern") or {}).items():
-            if re.match(rf"(.*\.)?({pattern})$", module):
+            if _matches(pattern, module, self.folder / CONFIG):
                 return float(value)
         return self.adapters.alpha
 
@@ -198,6 +200,24 @@ def _whole(architecture: Architecture, model: ModelConfig) -> dict[str, Paramete
     return found
 
 
+def _matches(pattern: str, module: str, path: Path) -> bool:
+    """Whether a pattern of peft is of a module. Raises CheckpointError if it is none, or one that
+    does not end soon."""
+    try:
+        found = regex.match(rf"(.*\.)?({pattern})$", module, timeout=_PATTERN_SECONDS)
+    except (regex.error, RecursionError, MemoryError, OverflowError) as error:
+        raise CheckpointError(
+            f"{path}: alpha_pattern has {pattern[:80]!r}, which is not a regular expression: "
+            f"{str(error)[:80]}"
+        ) from None
+    except TimeoutError:
+        raise CheckpointError(
+            f"{path}: alpha_pattern has {pattern[:80]!r}, which takes longer than "
+            f"{_PATTERN_SECONDS} s on {module}"
+        ) from None
+    return found is not None
+
+
 def _unwrapped(name: str) -> str:
     """The name of a tensor of ``modules_to_save`` without what peft's wrapper adds."""
     return re.sub(r"\.(modules_to_save(\.\w+)?|original_module)\.", ".", name)
@@ -215,7 +235,7 @@ def _opened(path: Path) -> Mapping[str, Any]:
 
 
 def _content(folder: Path) -> dict[str, Any]:
-    content = read_json(folder / CONFIG)
+    content = read_json(folder / CONFIG, lenient=True)
     if not isinstance(content, dict):
         raise CheckpointError(f"{folder / CONFIG} is not a JSON object")
     return content

@@ -109,7 +109,7 @@ def _weights_of(folder: Path) -> Path | None:
 
 
 def _indexed(path: Path) -> dict[str, Path]:
-    content = read_json(path)
+    content = read_json(path, lenient=True)
     found = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
         raise CheckpointError(f"{path} has no weight_map from names to files")
@@ -141,7 +141,7 @@ class HuggingFaceFolder(Source):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         config = folder / "config.json"
-        content = read_json(config)
+        content = read_json(config, lenient=True)
         if not isinstance(content, dict):
             raise CheckpointError(f"{config} is not a JSON object")
         self.architecture: Architecture = architecture_named(content, config)
@@ -151,7 +151,7 @@ class HuggingFaceFolder(Source):
         parameters = list(self.architecture.parameters(self.model))
         self._parameters: dict[str, Parameter] = {each.ours: each for each in parameters}
         self._stored = self._match(parameters)
-        self._shapes = _shapes(self.model)
+        self._shapes = _shapes(self.model, folder)
         self._check_shapes()
         if self._has_tokenizer():
             self.tokenizer = TokenizerConfig(
@@ -164,7 +164,7 @@ class HuggingFaceFolder(Source):
         if not config.is_file():
             return None
         if _weights_of(path) is None:
-            content = read_json(config)
+            content = read_json(config, lenient=True)
             if not isinstance(content, dict) or "model_type" not in content:
                 return None
         if wanted is not None:
@@ -174,7 +174,7 @@ class HuggingFaceFolder(Source):
     @classmethod
     def family(cls, folder: Path) -> str:
         config = folder / "config.json"
-        content = read_json(config)
+        content = read_json(config, lenient=True)
         if not isinstance(content, dict):
             raise CheckpointError(f"{config} is not a JSON object")
         return architecture_named(content, config).family
@@ -289,10 +289,17 @@ def copy_tokenizer(folder: Path, target: Path) -> bool:
     return True
 
 
-def _shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of each parameter of the network, by canonical name."""
-    with torch.device("meta"):
-        network = build_model(model)
+def _shapes(model: ModelConfig, folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shape of each parameter of the network, by canonical name. Raises CheckpointError if no
+    tensor can have such sizes."""
+    try:
+        with torch.device("meta"):
+            network = build_model(model)
+    except (TypeError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(
+            f"{folder / 'config.json'}: no tensor can be as large as that of the network: {reason}"
+        ) from None
     return {name: shard_of(param).canonical_shape for name, param in network.canonical_parameters()}
 
 

@@ -82,7 +82,7 @@ class TextToText(Task):
             special_tokens=[(end, tokenizer.eos_token_id)],
         )
         write_whole(path, backend.to_str(pretty=True).encode())
-        settings = read_json(folder / "tokenizer_config.json")
+        settings = read_json(folder / "tokenizer_config.json", lenient=True)
         # BertTokenizer has a template of its own, and a T5 takes no token types.
         settings |= {
             "tokenizer_class": "PreTrainedTokenizerFast",

@@ -69,7 +69,7 @@ class MetaFolder(Source):
         self._files = _files_of(folder)
         self._ranks = [_open(path) for path in self._files]
         path = folder / PARAMS
-        params = read_params(read_json(path), path)
+        params = read_params(read_json(path, lenient=True), path)
         self.notes = list(params.notes)
         config = params.config(self._vocabulary(), self._is_tied())
         architecture = architecture_named(config, path)

@@ -17,7 +17,7 @@ from megatron.checkpoint.folder import complete_tags
 from megatron.checkpoint.manifest import verify
 from megatron.engine import saving
 
-STEPS = 4
+STEPS = 6
 FLAGS = [*TINY, "--train-iters", str(STEPS)]
 DP2 = ["--zero-stage", "1"]
 LAYOUTS = {
@@ -30,6 +30,7 @@ LAYOUTS = {
     "zero1-pp2": (2, ["--zero-stage", "1", "--pipeline-model-parallel-size", "2"]),
 }
 SAMPLE = {"zero3-dp2"}
+SAVES = 4
 
 
 def slowly(seconds=0.15):
@@ -62,11 +63,11 @@ def full(rank, iterations=None):
 def test_background_saves_against_foreground_saves(pool, tmp_path, name):
     """Every tensor of every step, although later steps run while it is written."""
     size, layout = LAYOUTS[name]
-    flags = [*FLAGS, *layout, "--save-interval", "1"]
+    flags = [*FLAGS, *layout, "--save-interval", "1", "--train-iters", str(SAVES)]
     pool.run(size, run, [*flags, "--save", str(tmp_path / "a")])
     results = pool.run(size, run, [*flags, "--save", str(tmp_path / "b"), "--async-save"], slowly)
     assert [error for _, error in results] == [None] * size
-    for step in range(1, STEPS + 1):
+    for step in range(1, SAVES + 1):
         theirs, ours = (tmp_path / run / f"global_step{step}" for run in "ab")
         verify(ours)
         names = sorted(path.name for path in theirs.iterdir() if path.is_file())

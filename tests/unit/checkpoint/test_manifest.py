@@ -7,6 +7,7 @@ import pytest
 
 from megatron.checkpoint.files import CheckpointError, read_json
 from megatron.checkpoint.manifest import file_facts, manifest, verify, write_manifest
+from megatron.checkpoint.reader import CheckpointReader
 
 
 @pytest.fixture
@@ -99,3 +100,43 @@ def test_indices_that_are_none(folder, change, message):
     rewritten(folder, lambda files: files.update({"index.json": file_facts(folder / "index.json")}))
     with pytest.raises(CheckpointError, match=f"index.json.*({message})"):
         verify(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("state.json", '{"iteration": 1' + "0" * 30 + "}", "iteration is 1000.*below 2.63"),
+        ("state.json", '{"iteration": 1, "loss_scaler": {"cur_scale": NaN}}', "NaN is not a num"),
+        ("state.json", '{"iteration": 1, "iteration": 2}', '"iteration" occurs twice'),
+        ("state.json", "[" * 100_000, "nested more than 100 levels"),
+        ("config.json", '{"model": {}, "model": {}}', '"model" occurs twice'),
+        ("index.json", '{"a": [], "a": []}', '"a" occurs twice'),
+    ],
+)
+def test_what_no_run_writes(name, text, message, folder):
+    """Signed again, as only a deliberate edit does."""
+    (folder / name).write_text(text)
+    rewritten(folder, lambda files: files.update({name: file_facts(folder / name)}))
+    with pytest.raises(CheckpointError, match=f"{name}.*{message}"):
+        verify(folder)
+        CheckpointReader(folder)
+
+
+def test_a_run_with_an_infinite_rate_is_read(folder):
+    """As a flag it is legal, and the older checkpoints of such a run are whole."""
+    path = folder / "config.json"
+    content = read_json(path)
+    content["optimizer"]["lr"] = float("inf")
+    path.write_text(json.dumps(content))
+    rewritten(folder, lambda files: files.update({"config.json": file_facts(path)}))
+    verify(folder)
+    assert CheckpointReader(folder).config.optimizer.lr == float("inf")
+
+
+def test_numbers_of_layers_that_no_network_has(folder):
+    path = folder / "config.json"
+    content = read_json(path)
+    content["model"]["num_layers"] = 10**9
+    path.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"config.json.*must be from 1 to 16,384"):
+        CheckpointReader(folder)

@@ -15,6 +15,7 @@ from megatron.checkpoint.source import Source, locate_checkpoint, open_checkpoin
 from megatron.checkpoint.writer import SliceWriter, finish_checkpoint
 from megatron.checkpoint.writer import write_checkpoint as write
 from megatron.config import TokenizerConfig
+from megatron.tokenizer.null import NullTokenizer
 
 
 class InMemory(Source):
@@ -140,9 +141,7 @@ def test_a_converted_checkpoint_brings_its_tokenizer(
 ):
     """Where the configuration names none, the folder beside the weights is it."""
     config = gpt_config()
-    first = write_checkpoint(tmp_path / "a", config, random_gpt(config))
-    (first / "tokenizer").mkdir()
-    (first / "tokenizer" / "tokenizer.json").write_text("{}")
+    first = write_checkpoint(tmp_path / "a", config, random_gpt(config), NullTokenizer(60))
     found = open_checkpoint(write(tmp_path / "b", open_checkpoint(first)))
     assert found.tokenizer.tokenizer_type == "HFTokenizer"
     assert found.tokenizer.tokenizer_model == str(found.folder / "tokenizer")

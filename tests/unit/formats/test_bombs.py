@@ -174,7 +174,7 @@ def test_archives(compression, tmp_path):
 
 
 def test_an_archive_whose_directory_lies(tmp_path):
-    """It says that a member is small, and its data go on."""
+    """It says that a member is small, and its data continue."""
     path = tmp_path / "megatron.zip"
     archive(path, zipfile.ZIP_DEFLATED, b"PK", zeros=80 << 20)
     content = path.read_bytes()

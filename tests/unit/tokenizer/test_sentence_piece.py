@@ -69,7 +69,7 @@ def test_against_transformers_llama(realdata, tmp_path, fuzzed_strings):
     shutil.copy(path, tmp_path / "tokenizer.model")
     reference = LlamaTokenizer.from_pretrained(tmp_path)
     ours = SentencePieceTokenizer.gpt_from_file(path, add_bos=True)
-    real = (realdata / "wikitext2" / "wiki.valid.raw").read_text("utf-8").strip().split("\n")
+    real = (realdata / "wikitext2" / "wiki.valid.raw").read_text("utf-8").strip().split("\n")[::3]
     # transformers puts no space before a text that begins with one, merges runs of spaces before
     # words, and reads </s> in a text
     texts = [
@@ -88,7 +88,7 @@ def test_against_transformers_t5(realdata, tmp_path):
     shutil.copy(path, tmp_path / "spiece.model")
     reference = T5Tokenizer.from_pretrained(tmp_path)
     ours = SentencePieceTokenizer.from_file(path, extra_ids=100)
-    real = (realdata / "wikitext2" / "wiki.valid.raw").read_text("utf-8").split("\n")
+    real = (realdata / "wikitext2" / "wiki.valid.raw").read_text("utf-8").split("\n")[::3]
     real = [text for text in real if "<unk>" not in text]
     wanted = reference(real, add_special_tokens=False)["input_ids"]
     assert [ids.tolist() for ids in ours.tokenize_batch(real)] == wanted

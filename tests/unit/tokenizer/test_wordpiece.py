@@ -90,10 +90,10 @@ def test_against_transformers_bert_real_vocabulary(
     assert ours.vocab_size == size
     assert [ours.pad, ours.cls, ours.sep, ours.mask] == [0, 101, 102, 103]
     fast, slow = references(path, tmp_path, lower_case)
-    real = (realdata / "wikitext2" / "wiki.valid.raw").read_text("utf-8").split("\n")
+    real = (realdata / "wikitext2" / "wiki.valid.raw").read_text("utf-8").split("\n")[::3]
     real += (realdata / "corpora" / "wiki_demo.txt").read_text("utf-8").split("\n")
-    assert_same(ours, fast, [*fuzzed_strings(5000, 2), *real])
-    for text in real[:400]:
+    assert_same(ours, fast, [*fuzzed_strings(2000, 2), *real])
+    for text in real[:200]:
         assert ours.tokenize(text) == slow.convert_tokens_to_ids(slow.tokenize(text)), text
     assert ours.word_starts.sum() == sum(not t.startswith("##") for t in fast.get_vocab())
 

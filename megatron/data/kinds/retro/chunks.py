@@ -63,7 +63,7 @@ class ChunkDatabase:
         """The tokens of chunks, int64 [...], each with those that follow it in its document,
         ``retrieved`` chunks in all: int64 [..., retrieved * chunk_length]. After the end of its
         document, and for chunk -1, the end-of-document token. ValueError if there is no such
-        chunk."""
+        chunk, or it is in no document."""
         chunks = np.asarray(chunks, np.int64)
         length = retrieved * self.chunk_length
         tokens_NR = np.full((chunks.size, length), self.eod, np.int64)
@@ -74,11 +74,18 @@ class ChunkDatabase:
             )
         rows = self.table[np.maximum(chunks.ravel(), 0)].tolist()
         for tokens_R, chunk, row in zip(tokens_NR, chunks.ravel().tolist(), rows, strict=True):
-            if chunk >= 0:
+            if chunk < 0:
+                continue
+            try:
                 documents = self._datasets[row[DATASET]]
                 available = int(documents.sequence_lengths[row[DOCUMENT]]) - row[START]
                 count = min(length, available)
                 tokens_R[:count] = documents.get(row[DOCUMENT], row[START], count)
+            except IndexError as error:
+                raise ValueError(
+                    f"chunk {chunk} of the database is in no document of {self.sources} ({error}): "
+                    "it is damaged, or of other data; run db-build again"
+                ) from None
         return tokens_NR.reshape(*chunks.shape, length)
 
     def documents(self, chunks: npt.ArrayLike) -> npt.NDArray[np.int64]:

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron.config import ConfigError, Setting, Settings, TokenizerConfig
+from megatron.config import FLAG_FIELDS, ConfigError, Setting, Settings, TokenizerConfig
 from megatron.config.data import SOURCE_FIELDS
-from megatron.config.flags import build
+from megatron.config.flags import build, check_value
 from megatron.config.kinds import kind_classes
 from megatron.config.kinds.retro import RetroDataConfig
 from megatron.data.indexed.dataset import idx_path
@@ -139,12 +139,21 @@ class RetroProject:
                 f"{self.datasets_file} cannot be read: {error}; run "
                 "tools/retro/preprocess_data.py --retro-tasks db-build, which finishes the database"
             ) from None
-        return found  # type: ignore[no-any-return]
+        named = isinstance(found, list) and all(isinstance(info, dict) for info in found)
+        if not named or not all(isinstance(info.get("prefix"), str) for info in found):
+            raise ConfigError(f"{self.datasets_file} is no list of datasets, each with its prefix")
+        return found
 
     def neighbors(self, part: str) -> NeighborTable:
         """The neighbours of the samples of a part: ``train``, ``valid`` or ``test``. ConfigError if
         they have not been searched for, or were so several times and nothing says which to take."""
-        named = (self.settings.get("retro_neighbor_dirs") or {}).get(part)
+        every = self.settings.get("retro_neighbor_dirs") or {}
+        named = every.get(part) if isinstance(every, dict) else every
+        if not isinstance(named, str | None):
+            raise ConfigError(
+                f"{self.config_file}: retro_neighbor_dirs is {every!r:.60}; expected the name of a "
+                "folder for each part"
+            )
         folders = []
         if named is not None:
             folders = [self.query_folder / Path(named).name]
@@ -181,14 +190,17 @@ class RetroProject:
             name = key if key in _OWN else key.removeprefix(GPT)
             if not key.startswith(GPT) or value is None or not (name in known or key in _OWN):
                 continue
-            if name in FILES:
+            if name in FILES and isinstance(value, str):
                 value = self._inside(value)
-            elif name in PATHS:
+            elif name in PATHS and isinstance(value, str | list):
                 words = value.split() if isinstance(value, str) else value
                 value = tuple(self.data_path(str(word)) for word in words)
             elif isinstance(value, list):
                 value = tuple(value)
-            found[name] = Setting(value, f"{self.config_file}: {key}")
+            setting = Setting(value, f"{self.config_file}: {key}")
+            if name in FLAG_FIELDS:
+                setting = check_value(*FLAG_FIELDS[name], setting)
+            found[name] = setting
         return found
 
     def data_path(self, prefix: str) -> str:

@@ -1,0 +1,145 @@
+"""Which URLs data may be read from, and a web client that does not go elsewhere.
+
+The paths of data are often somebody else's: in a list of corpora, a blend, a project of Retro. So a
+URL must be of a store or a web server; fsspec has protocols that run code, read any local file or
+wrap each other. A web server must not lead this machine to another one that only it can reach: to
+the metadata service of a cloud, which gives out its credentials, or from outside into its network.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import urljoin, urlsplit
+
+PROTOCOLS = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "http", "https")
+WEB = ("http", "https")
+_METADATA = ("metadata", "metadata.google.internal", "instance-data")
+_METADATA_ADDRESSES = ("100.100.100.200", "fd00:ec2::254", "168.63.129.16", "192.0.0.192")
+"""Those outside of the link-local networks."""
+
+
+def check_url(url: str) -> None:
+    """Refuses a URL that is not of a store or web server, or names a metadata service. Raises
+    ValueError."""
+    protocol = url.partition("://")[0]
+    if protocol not in PROTOCOLS or "::" in url:
+        raise ValueError(
+            f"{url}: data can be read from files and from the URLs of stores and web servers "
+            f"({', '.join(f'{name}://' for name in PROTOCOLS)}), not through another protocol; "
+            "copy or mount them, and give their path"
+        )
+    if protocol in WEB and (reason := _refusal(host_of(url), public=False)):
+        raise ValueError(f"{url} {reason}")
+
+
+def host_of(url: str) -> str:
+    """The host that a URL of a web server names. Raises ValueError if it names none."""
+    host = urlsplit(url).hostname
+    if not host:
+        raise ValueError(f"{url} names no host")
+    return host.rstrip(".").lower()
+
+
+def web_client(url: str, longest: int) -> Callable[..., Awaitable[Any]]:
+    """What fsspec calls to make aiohttp's session for a URL that :func:`check_url` has accepted.
+
+    Its requests fail where the server, or what it redirects to, has the address of a metadata
+    service; where a server outside of this machine's network redirects into it, or from https to
+    http; and where an answer is longer than ``longest`` bytes, or does not say how long it is.
+    """
+    import aiohttp
+    from aiohttp.abc import AbstractResolver
+
+    host = host_of(url)
+    public = all(_is_public(address) for address in _addresses(host))
+
+    class Resolver(AbstractResolver):
+        def __init__(self) -> None:
+            self._inner = aiohttp.DefaultResolver()
+
+        async def resolve(self, name: str, port: int = 0, family: Any = socket.AF_INET) -> Any:
+            found = await self._inner.resolve(name, port, family)
+            for each in found:
+                reason = _refusal(each["host"], public and name != host)
+                if reason:  # aiohttp shows the second argument only
+                    raise OSError(errno.EHOSTUNREACH, f"{each['host']} {reason}")
+            return found
+
+        async def close(self) -> None:
+            await self._inner.close()
+
+    async def redirected(session: Any, context: Any, request: Any) -> None:
+        target = urljoin(str(request.url), request.response.headers.get("Location", ""))
+        if urlsplit(str(request.url)).scheme == "https" and urlsplit(target).scheme != "https":
+            raise OSError(f"{request.url} leads to {target}, without encryption")
+        if reason := _refusal(host_of(target), public):
+            raise OSError(f"{request.url} leads to {target}, which {reason}")
+
+    async def answered(session: Any, context: Any, request: Any) -> None:
+        if request.method == "GET" and request.response.status < 300:
+            size = request.response.headers.get("Content-Length", "")
+            if not size.isdecimal() or int(size) > longest:
+                request.response.close()
+                raise OSError(
+                    f"{request.url} answers with {size or 'an unknown number of'} bytes where at "
+                    f"most {longest:,} were asked for: its server does not support ranges"
+                )
+
+    async def client(**options: Any) -> Any:
+        trace = aiohttp.TraceConfig()
+        trace.on_request_redirect.append(redirected)
+        trace.on_request_end.append(answered)
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(resolver=Resolver()),
+            trace_configs=[trace],
+            auto_decompress=False,
+            **options,
+        )
+
+    return client
+
+
+def _refusal(host: str, public: bool) -> str:
+    """Why a host or address is not asked; ``public``: it must not be in this machine's network."""
+    address = _address(host)
+    if host in _METADATA or (address is not None and _is_metadata(address)):
+        return "is the metadata service of a machine, which is not read"
+    if public and address is not None and not _is_public(address):
+        return "is in this machine's network, and the server that leads there is not"
+    return ""
+
+
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def _address(host: str) -> _Address | None:
+    """The address that a host is, also in the old notations (``0xa9fea9fe``, ``2852039166``)."""
+    try:
+        found = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        try:
+            return ipaddress.IPv4Address(socket.inet_aton(host))
+        except (OSError, UnicodeError):
+            return None
+    mapped = getattr(found, "ipv4_mapped", None) or getattr(found, "sixtofour", None)
+    return mapped or found
+
+
+def _addresses(host: str) -> list[_Address]:
+    try:
+        found = socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)
+    except (OSError, UnicodeError):
+        return []  # the request will say it
+    return [each for entry in found if (each := _address(str(entry[4][0]))) is not None]
+
+
+def _is_metadata(address: _Address) -> bool:
+    return address.is_link_local or str(address) in _METADATA_ADDRESSES
+
+
+def _is_public(address: _Address) -> bool:
+    return address.is_global
