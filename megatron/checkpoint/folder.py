@@ -348,7 +348,8 @@ def superseded(
 
 
 def _best(save: Path) -> str | None:
-    with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+    errors = FileNotFoundError, ValueError, KeyError, TypeError, RecursionError
+    with contextlib.suppress(*errors):
         return str(json.loads((save / BEST).read_text())["checkpoint"])
     return None
 

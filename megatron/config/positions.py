@@ -20,6 +20,7 @@ from megatron.config.flags import (
     option,
     shared,
 )
+from megatron.util.json_text import parse_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,9 +258,9 @@ class RopeScaling:
         """Reads and checks a JSON object with ``rope_type`` (or ``type``) and its parameters;
         longrope has a factor for each of ``pairs``, the rotated channel pairs of a head."""
         try:
-            values = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"--rope-scaling {text} is not valid JSON: {error}") from None
+            values = parse_json(text, f"--rope-scaling {text[:200]}")
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         if not isinstance(values, dict):
             raise ConfigError(f"--rope-scaling {text} must be a JSON object, as in {EXAMPLE}")
         older = values.pop("type", None)

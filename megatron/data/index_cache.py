@@ -299,6 +299,8 @@ def _write_array(file: Path, array: np.ndarray | Blocks) -> None:
 
 
 def _map_array(file: Path) -> np.ndarray:
+    if file.is_fifo():  # opening it would wait for its writer
+        raise ValueError(f"{file.name} is not a file")
     try:
         array: np.memmap = np.lib.format.open_memmap(file, mode="r")
     except OSError:

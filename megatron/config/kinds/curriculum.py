@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron.config.flags import ConfigError, nearest, option
 from megatron.config.kinds import KindConfig
+from megatron.util.json_text import parse_json
 
 SEQUENCE_METRIC = "seqlen_truncate"
 """The metric of ``data_efficiency`` that is a sequence length, as in Megatron-DeepSpeed."""
@@ -280,9 +281,9 @@ class Section:
     @classmethod
     def parse(cls, text: str, path: str) -> Section:
         try:
-            values = json.loads(text)
+            values = parse_json(text, f"{path}: {text[:200]!r}")
         except ValueError as error:
-            raise ConfigError(f"{path}: {text!r} is not valid JSON: {error}") from None
+            raise ConfigError(str(error)) from None
         return cls(values, path)
 
     def only(self, *keys: str) -> None:

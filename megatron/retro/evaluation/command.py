@@ -236,7 +236,7 @@ def _others(flags: Sequence[str]) -> dict[str, Mapping[str, Any]]:
             for task, numbers in tasks.items():
                 several = f"{name}, {task}" if len(tasks) > 1 else name
                 found[several] = {what: dict(numbers[what]) for what in ("filtered", "by_overlap")}
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise ConfigError(
                 f"--compare {flag}: {path} is not a file of tools/retro/evaluate.py --output"
             ) from None

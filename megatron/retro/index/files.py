@@ -76,7 +76,7 @@ class IndexFiles:
             return None
         try:
             found = json.loads(self.description.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{self.description} is damaged; delete it and run index-add again"
             ) from error

@@ -68,7 +68,7 @@ class TeacherCache:
     def _compare(self, path: Path) -> None:
         try:
             found = json.loads(path.read_text())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: {error}; remove --kd-cache {self._folder}") from None
         for name, value in self._identity.items():
             if found.get(name) != value:

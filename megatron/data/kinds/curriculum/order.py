@@ -282,7 +282,7 @@ def _read_metric(metric: Metric, dataset: SampleDataset[Any]) -> MetricIndex:
     if analysed.is_file():
         try:
             known = json.loads(analysed.read_text())["fingerprint"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise ValueError(f"{analysed} is damaged: {_AGAIN}") from None
         if known != fingerprint(dataset):
             raise ValueError(f"{where}: {path} was made of other samples: {_AGAIN}")

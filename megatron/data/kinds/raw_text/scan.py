@@ -144,7 +144,7 @@ def say_what_changed(folder: Path | None, depends_on: dict[str, Any], name: str)
         try:
             before = json.loads(path.read_text())["depends_on"]
             old = {file[0]: file for file in before.pop("files")}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             continue
         if before == now and old.keys() == files.keys():
             named = ", ".join(name for name in files if old[name] != files[name])
