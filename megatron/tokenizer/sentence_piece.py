@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import sentencepiece
+from google.protobuf.message import DecodeError
 
 from megatron.config import TokenizerConfig
 from megatron.tokenizer.base import (
@@ -24,7 +25,7 @@ from megatron.tokenizer.base import (
     write_pretrained,
     write_text,
 )
-from megatron.tokenizer.sentence_piece_model import SPACE, as_tokenizers, check_kind
+from megatron.tokenizer.sentence_piece_model import SPACE, as_tokenizers, check_kind, read_model
 from megatron.tokenizer.sentence_piece_ranked import RankedPieces, ranked_pieces
 
 
@@ -211,7 +212,11 @@ def load_processor(path: str | Path) -> sentencepiece.SentencePieceProcessor:
     try:
         # Of no bytes the library makes a model without pieces, and says nothing.
         processor = sentencepiece.SentencePieceProcessor(model_proto=content or b"?")
-    except RuntimeError as error:
+        processor.encode("a")
+        for i in range(len(processor)):
+            processor.id_to_piece(i)
+        read_model(processor)
+    except (RuntimeError, UnicodeDecodeError, DecodeError) as error:
         raise ValueError(f"--tokenizer-model {path} is not a SentencePiece model") from error
     try:
         check_kind(processor)
