@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.util.files import open_regular, sync, sync_path, write_whole
+from megatron.util.files import read_regular, sync, sync_path, write_whole
 from megatron.util.json_text import parse_json
 
 _DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
@@ -209,8 +209,7 @@ def read_json(path: Path, **accepted: bool) -> Any:
 def read_bytes(path: Path) -> bytes:
     """Reads a file; raises CheckpointError if it is missing or cannot be read."""
     try:
-        with open_regular(path) as file:
-            return file.read()
+        return read_regular(path)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     except OSError as error:

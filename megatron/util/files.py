@@ -68,6 +68,12 @@ def open_regular(path: Path) -> BinaryIO:
     raise OSError(errno.EINVAL, "it is not a regular file", str(path))
 
 
+def read_regular(path: Path) -> bytes:
+    """The content of a file; errors as of :func:`open_regular`."""
+    with open_regular(path) as file:
+        return file.read()
+
+
 def check_inflation(packed: int, size: int, where: str) -> None:
     """Refuses a compressed piece of a file, of ``packed`` bytes, that says it has so many more that
     memory or disk may not suffice: weights and tokens hardly shrink. Raises ValueError, whose

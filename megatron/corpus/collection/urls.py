@@ -141,7 +141,10 @@ def _url_step(config: UrlConfig) -> BatchStep:
 def fault_finder(config: UrlConfig) -> Callable[[str], str | None]:
     """The reason to leave an address out; None to keep it."""
     domains, extensions = (set(), set()) if config.only_listed else ({*DOMAINS}, {*EXTENSIONS})
-    listed = Path(config.domains).read_text("utf-8").split() if config.domains else []
+    try:
+        listed = Path(config.domains).read_text("utf-8").split() if config.domains else []
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--domains {config.domains} is not UTF-8: {error}") from None
     domains |= {domain.lower() for domain in listed}
     extensions |= {extension.lower().lstrip(".") for extension in config.extensions}
     # The list of public suffixes in the package: nothing is fetched, nothing cached.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.files import CheckpointError, read_bytes
 from megatron.checkpoint.source import resolved
 from megatron.config import ModelConfig, ModelFlags
 
@@ -46,9 +46,18 @@ def _read(file: Path) -> dict[str, Any]:
     except ModuleNotFoundError:
         raise CheckpointError(f"{file}: reading it needs PyYAML: pip install pyyaml") from None
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from None
+        text = read_bytes(file).decode("utf-8")
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+            raise CheckpointError(
+                f"{file} has aliases (*name), of which a few lines make any amount of values; "
+                "write the values themselves"
+            )
+        content = yaml.safe_load(text)
+    except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointError(f"{file} cannot be read: {reason}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} has no settings")
     return {str(key).replace("-", "_"): value for key, value in content.items()}

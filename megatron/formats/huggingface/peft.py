@@ -34,7 +34,7 @@ from megatron.formats.unpickle import load_pickle
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _PREFIX = "base_model.model."
-_PATTERN_SECONDS = 1
+_PATTERN_SECONDS = 0.2
 _TENSOR = re.compile(r"(.+)\.lora_(A|B|magnitude_vector)(?:\.\w+)??(?:\.weight)?")
 _KINDS = {"A": "a", "B": "b", "magnitude_vector": "magnitude"}
 _TASKS = {"lm": "CAUSAL_LM"}
@@ -202,7 +202,7 @@ def _whole(architecture: Architecture, model: ModelConfig) -> dict[str, Paramete
 
 def _matches(pattern: str, module: str, path: Path) -> bool:
     """Whether a pattern of peft is of a module. Raises CheckpointError if it is none, or one that
-    takes for ever."""
+    does not end soon."""
     try:
         found = regex.match(rf"(.*\.)?({pattern})$", module, timeout=_PATTERN_SECONDS)
     except (regex.error, RecursionError, MemoryError, OverflowError) as error:

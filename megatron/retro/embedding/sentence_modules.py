@@ -6,7 +6,6 @@ Shape suffixes: B texts, S tokens, H hidden, V vector.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +16,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron.config import ConfigError
+from megatron.formats.unpickle import load_pickle
+from megatron.util.files import read_regular
+from megatron.util.json_text import parse_json
 
 LIST = "modules.json"
 Pooling = Callable[[Tensor, Tensor], Tensor]
@@ -59,7 +61,12 @@ class SentenceModules(NamedTuple):
 def read_modules(folder: Path, flag: str, device: torch.device) -> SentenceModules:
     """The modules of a folder with :data:`LIST`. Raises ConfigError, naming ``flag``, if it has one
     that is not known here; OSError or ValueError if a file is missing or malformed."""
-    entries = json.loads((folder / LIST).read_text(encoding="utf-8"))
+    entries = parse_json(read_regular(folder / LIST), f"{flag}: {folder / LIST}", lenient=True)
+    if not isinstance(entries, list) or not all(map(_is_entry, entries)):
+        raise ValueError(
+            f"{flag}: {folder / LIST} is not a list of modules, each with its type and the path of "
+            "a folder beside it"
+        )
     kinds = [entry["type"].rpartition(".")[2] for entry in entries]
     if kinds[:2] != ["Transformer", "Pooling"]:
         raise ConfigError(
@@ -96,8 +103,21 @@ def read_modules(folder: Path, flag: str, device: torch.device) -> SentenceModul
     )
 
 
+def _is_entry(entry: Any) -> bool:
+    if not isinstance(entry, dict) or not isinstance(entry.get("type"), str):
+        return False
+    path = entry.get("path")
+    return isinstance(path, str) and not set("/\\") & set(path) and path != ".."
+
+
 def _content(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    """The JSON object of a file; empty if there is no file."""
+    if not path.is_file():
+        return {}
+    found = parse_json(read_regular(path), str(path), lenient=True)
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return found
 
 
 def _prompt(settings: dict[str, Any]) -> str:
@@ -202,7 +222,5 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
     path = folder / "model.safetensors"
     if path.is_file():
         return load_file(path)
-    found: dict[str, Tensor] = torch.load(
-        folder / "pytorch_model.bin", map_location="cpu", weights_only=True
-    )
+    found: dict[str, Tensor] = load_pickle(folder / "pytorch_model.bin")
     return found

@@ -6,6 +6,8 @@ a vector's code.
 
 from __future__ import annotations
 
+import os
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,14 @@ import numpy.typing as npt
 from megatron.config import ConfigError
 from megatron.retro.index.strings import IndexParts
 from megatron.retro.index.vector_index import Vectors
-from megatron.util.files import replacing, sync_path
+from megatron.util.files import open_regular, replacing, sync_path
 
 _QUIET_COMPARISONS = 10**9
 """Of vectors and clusters in a step of learning. Of more, faiss prints steps and their times."""
+
+
+_HEADER = struct.Struct("<4siq")
+"""How a file of faiss begins: its kind, the vectors' width and number."""
 
 
 class FaissIndex:
@@ -144,15 +150,28 @@ class FaissIndex:
 
     def load(self, path: Path) -> None:
         """As :meth:`VectorIndex.load`."""
-        try:
-            index = self._faiss.read_index(str(path))
-        except RuntimeError as error:
-            raise ValueError(f"{path} is damaged; remove it and repeat its stage") from error
-        if index.d != self._parts.width:
+        damaged = f"{path} is damaged; remove it and repeat its stage"
+        with open_regular(path) as file:
+            head, size = file.read(_HEADER.size), os.fstat(file.fileno()).st_size
+        if len(head) < _HEADER.size:
+            raise ValueError(damaged)
+        _, width, rows = _HEADER.unpack(head)
+        if width != self._parts.width:
             raise ValueError(
-                f"{path} has vectors of width {index.d}, the embedder gives {self._parts.width}; "
+                f"{path} has vectors of width {width}, the embedder gives {self._parts.width}; "
                 "remove it and repeat the stages index-train and index-add"
             )
+        if not 0 <= rows <= size:  # each vector has a byte or more
+            raise ValueError(f"{damaged}: it says that it has {rows:,} vectors in {size:,} bytes")
+        try:
+            index = self._faiss.read_index(str(path), self._faiss.IO_FLAG_READ_ONLY)
+        except (RuntimeError, MemoryError) as error:
+            raise ValueError(damaged) from error
+        inner = self._faiss.try_extract_index_ivf(index)
+        if inner is not None and not isinstance(
+            self._faiss.downcast_InvertedLists(inner.invlists), self._faiss.ArrayInvertedLists
+        ):
+            raise ValueError(f"{path} keeps its lists in another file, as no stage does; remove it")
         self._index = index
 
 

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from megatron.util.files import replacing, sync
+from megatron.util.files import check_inflation, replacing, sync
 
 Layout = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
 """Type and shape of each dataset of a file."""
@@ -40,13 +40,32 @@ def read_array(path: Path, name: str) -> np.ndarray:
                 f"{path} has no dataset {name}, only {', '.join(file) or 'none'}: it is not of "
                 "the stage that should have written it; delete it and run that stage again"
             )
-        dataset = file[name]
+        dataset = _own_dataset(file, name)
         offset = dataset.id.get_offset()  # None unless it is one contiguous piece
         if offset is None or not dataset.size:
+            check_inflation(dataset.id.get_storage_size(), dataset.nbytes, f"{path}: {name}")
             found = np.asarray(dataset[()])
             found.flags.writeable = False
             return found
         return MappedArray(str(path), dataset.dtype, offset, dataset.shape).open()
+
+
+def _own_dataset(file: Any, name: str) -> Any:
+    """A dataset of numbers whose content is in this file: the format has several ways to take it
+    from any other. Raises ValueError."""
+    h5py = needed_h5py()
+    dataset = file[name] if isinstance(file.get(name, getlink=True), h5py.HardLink) else None
+    if (
+        not isinstance(dataset, h5py.Dataset)
+        or dataset.external
+        or dataset.is_virtual
+        or dataset.dtype.kind not in "iuf"
+    ):
+        raise ValueError(
+            f"{name} is no array of numbers within the file, but a link, a group or of another "
+            "type; it is not of a stage of tools/retro/preprocess_data.py"
+        )
+    return dataset
 
 
 class MappedArray(NamedTuple):
@@ -72,7 +91,7 @@ class MappedArray(NamedTuple):
 def array_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """The shapes of a file's arrays, by name; errors as of :func:`read_array`."""
     with _opened(path) as file:
-        return {name: dataset.shape for name, dataset in file.items()}
+        return {name: _own_dataset(file, name).shape for name in file}
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
@@ -143,12 +162,15 @@ def _structure(path: Path, layout: Layout) -> dict[str, int]:
 def _opened(path: Path) -> Iterator[Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
-    library = needed_h5py()
+    damaged = f"{path} is damaged or cut short; delete it and run the stage that wrote it again"
     try:
-        with library.File(path, "r") as file:
+        file = needed_h5py().File(path, "r")
+    except OSError as error:
+        raise ValueError(f"{damaged} ({error})") from error
+    with file:
+        try:
             yield file
-    except (OSError, RuntimeError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise ValueError(
-            f"{path} is damaged or cut short; delete it and run the stage that wrote it again "
-            f"({error})"
-        ) from error
+        except ValueError as error:
+            raise error if str(path) in str(error) else ValueError(f"{path}: {error}") from None
+        except Exception as error:  # the library has no class of its own for damaged content
+            raise ValueError(f"{damaged} ({type(error).__name__}: {error})") from error

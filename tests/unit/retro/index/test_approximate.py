@@ -1,5 +1,6 @@
 """Indices of faiss: what their strings mean, and what they find."""
 
+import struct
 import sys
 
 import numpy as np
@@ -178,3 +179,30 @@ def test_the_index_of_a_corpus(count, text):
 @pytest.mark.parametrize("width", [1, 48, 100, 256, 384, 768])
 def test_the_index_of_a_large_corpus_fits_any_width(width):
     assert index_parts(IndexFlags(), 10**8, width).text.startswith("OPQ")
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"), [(2**62, "4,611,686,018,427,387,904 vectors"), (-1, "-1 vectors")]
+)
+def test_a_file_that_claims_more_vectors_than_it_has_bytes(rows, message, tmp_path):
+    pytest.importorskip("faiss")
+    path = tmp_path / "added.faissindex"
+    path.write_bytes(struct.pack("<4siq", b"IxF2", WIDTH, rows) + bytes(100))
+    with pytest.raises(ValueError, match=f"added.faissindex is damaged.*{message}"):
+        build_index(IndexFlags(retro_index_str="IVF16,Flat"), COUNT, WIDTH).load(path)
+
+
+def test_lists_in_another_file(tmp_path):
+    """faiss opens whatever file such an index names."""
+    faiss = pytest.importorskip("faiss")
+    index = faiss.index_factory(WIDTH, "IVF1,Flat")
+    vectors = np.random.default_rng(1).random((50, WIDTH), np.float32)
+    index.train(vectors)
+    lists = faiss.OnDiskInvertedLists(1, index.code_size, str(tmp_path / "elsewhere"))
+    index.replace_invlists(lists)
+    index.add(vectors)
+    faiss.write_index(index, str(tmp_path / "added.faissindex"))
+    with pytest.raises(ValueError, match="added.faissindex keeps its lists in another file"):
+        build_index(IndexFlags(retro_index_str="IVF16,Flat"), COUNT, WIDTH).load(
+            tmp_path / "added.faissindex"
+        )
