@@ -39,9 +39,10 @@ class BadLine:
     """What was found in this line."""
 
 
-def long_line(line: bytes, number: int, longest: int = LONGEST_RECORD) -> BadLine | None:
-    """What is wrong with a line if it has more than `longest` bytes, not all of which need to have
-    been read."""
+def long_line(line: bytes, number: int, longest: int | None = None) -> BadLine | None:
+    """What is wrong with a line if it has more than `longest` bytes (default: `LONGEST_RECORD`),
+    not all of which need to have been read."""
+    longest = LONGEST_RECORD if longest is None else longest
     if len(line) <= longest:
         return None
     return BadLine(number, f"longer than {longest / (1 << 20):g} MiB", f"{line[:40]!r}...")

@@ -79,8 +79,10 @@ def json_line(fields: dict[str, Any]) -> bytes:
 def records_of(batch: LineBatch, keys: Sequence[str] = ()) -> Iterator[JsonRecord | BadLine]:
     """The records of a batch; each has strings under `keys`. Blank lines are skipped."""
     for number, line in enumerate(batch.lines, batch.first_line):
-        if not line.isspace():
-            yield long_line(line, number) or _record(batch.path, number, line, keys)
+        if too_long := long_line(line, number):
+            yield too_long
+        elif not line.isspace():
+            yield _record(batch.path, number, line, keys)
 
 
 def _record(path: Path, number: int, line: bytes, keys: Sequence[str]) -> JsonRecord | BadLine:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import os
+import tracemalloc
 
 import pytest
 
@@ -192,6 +193,28 @@ def test_malformed_lines(files):
     assert report.bad == {'"text" is not a string': 1, "not JSON": 1, "refused": 1}
     assert (report.documents, len(report.shown)) == (5, 3)
     assert "3 malformed lines left out" in str(report)
+
+
+def test_records_nested_too_deeply(files):
+    """They could not be written again."""
+    files.lines("a.jsonl", [b'{"text": "a", "more": ' + b"[" * 1000 + b"]" * 1000 + b"}\n"])
+    with pytest.raises(ValueError, match="line 1: nested too deeply"):
+        run(upper_job(files, ["a.jsonl"]), LineJobConfig())
+
+
+@pytest.mark.parametrize("packed", ["", ".gz", ".zst"])
+def test_a_line_without_an_end_is_not_read_into_memory(files, packed, monkeypatch):
+    for module in ("data.json_lines", "corpus.preprocessing.inputs"):
+        monkeypatch.setattr(f"megatron.{module}.LONGEST_RECORD", 1 << 16)
+    files.lines(f"a.jsonl{packed}", [*records(2), b" " * (1 << 25), b"\n", *records(1, 2)])
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="line 3: longer than 0.0625 MiB"):
+        run(upper_job(files, [f"a.jsonl{packed}"]), LineJobConfig())
+    report = run(upper_job(files, [f"a.jsonl{packed}"]), LineJobConfig(on_bad_line="skip"))
+    assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    tracemalloc.stop()
+    assert [r["n"] for r in files.records("upper.jsonl")] == [0, 1, 2]
+    assert report.bad.total() == 1
 
 
 def test_outputs_of_each_input(files):

@@ -87,6 +87,7 @@ BAD = [
     ),
     ('{"prompt": "a"}', 'no key "completion"'),
     ('{"prompt": "a", ', "not JSON"),
+    ('{"prompt": ' + "[" * 1000 + "]" * 1000 + "}", "nested"),
 ]
 
 
@@ -100,7 +101,9 @@ def test_malformed_records_are_named(line: str, message: str, tmp_path: Path) ->
     array = tmp_path / "data.json"
     array.write_text(f"\ufeff [{good},\n{line}]")
     place = (
-        r"data\.json, item 2 of the array: " if message == "not JSON" else r"data\.json, record 2: "
+        r"data\.json, item 2 of the array: "
+        if message in ("not JSON", "nested")
+        else r"data\.json, record 2: "
     )
     with pytest.raises(ValueError, match=rf"{place}.*{message}"):
         list(read_examples(str(array)))

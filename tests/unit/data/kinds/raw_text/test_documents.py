@@ -338,6 +338,16 @@ def test_line_without_end(size: int, gpt2: TokenizerConfig, tmp_path: Path, monk
     assert set(found) <= {235}
 
 
+@pytest.mark.parametrize("row", ["a,", 'a,"'])
+def test_row_without_end(row: str, gpt2: TokenizerConfig, tmp_path: Path, monkeypatch) -> None:
+    """A table's longest line and field, which a quotation mark may begin, are those of JSON."""
+    monkeypatch.setattr("megatron.data.kinds.raw_text.text_files.LONGEST_RECORD", 1000)
+    end = "long " * 300 if row == "a," else "line\n" * 300
+    (tmp_path / "table.csv").write_text(f"a,text\nb,the\n{row}{end}")
+    with pytest.raises(ValueError, match=r"table\.csv, line 3: not a row .*(longer|larger) than"):
+        RawTextDocuments.open(str(tmp_path / "table.csv"), TextEncoder(TextSettings(gpt2)))
+
+
 def test_files_that_cannot_be_used(gpt2: TokenizerConfig, tmp_path: Path) -> None:
     encoder = TextEncoder(TextSettings(gpt2))
     (tmp_path / "packed.jsonl.gz").touch()
