@@ -258,7 +258,7 @@ class RopeScaling:
         longrope has a factor for each of ``pairs``, the rotated channel pairs of a head."""
         try:
             values = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"--rope-scaling {text} is not valid JSON: {error}") from None
         if not isinstance(values, dict):
             raise ConfigError(f"--rope-scaling {text} must be a JSON object, as in {EXAMPLE}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -18,6 +17,7 @@ from typing import NamedTuple
 from megatron.config import ConfigError, DataConfig, RunConfig, Setting, Settings
 from megatron.config.kinds import file_kinds, kind_classes
 from megatron.data.corpora import INDEXED, Corpora, DataSource, parse_range, read_corpora
+from megatron.util.json_text import parse_json
 
 PARTS = ("train", "valid", "test")
 _NAMED = ("train_data", "valid_data", "test_data")
@@ -408,9 +408,9 @@ def _per_split(path: str | None) -> dict[str, tuple[str, ...]]:
         return {}
     flag = "--per-split-data-args-path"
     try:
-        content = json.loads(_text(path, flag))
+        content = parse_json(_text(path, flag), f"{flag} {path}")
     except ValueError as error:
-        raise ConfigError(f"{flag} {path} is not JSON: {error}") from None
+        raise ConfigError(str(error)) from None
     good = isinstance(content, dict) and content and set(content) <= set(PARTS)
     if not good or not all(isinstance(values, list) for values in content.values()):
         raise ConfigError(

@@ -281,8 +281,8 @@ class Section:
     def parse(cls, text: str, path: str) -> Section:
         try:
             values = json.loads(text)
-        except ValueError as error:
-            raise ConfigError(f"{path}: {text!r} is not valid JSON: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}: {text!r:.200} is not valid JSON: {error}") from None
         return cls(values, path)
 
     def only(self, *keys: str) -> None:

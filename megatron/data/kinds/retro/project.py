@@ -25,6 +25,7 @@ from megatron.data.samples import Documents
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.util.digests import digest_of_parts
 from megatron.util.files import write_whole
+from megatron.util.json_text import parse_json
 from megatron.util.processes import is_main_process
 
 CONFIG_FILE = "config.json"
@@ -132,7 +133,7 @@ class RetroProject:
     def dataset_infos(self) -> list[dict[str, Any]]:
         """The datasets of the database. ValueError if their list cannot be read."""
         try:
-            found = json.loads(self.datasets_file.read_text(encoding="utf-8"))
+            found = parse_json(self.datasets_file.read_bytes(), str(self.datasets_file))
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{self.datasets_file} cannot be read: {error}; run "
@@ -273,7 +274,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     """The values of a project's ``config.json``. ConfigError if it does not exist or is no JSON
     object."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_bytes(), str(path), non_finite=True)
     except FileNotFoundError:
         raise ConfigError(
             f"--retro-project-dir {path.parent}: {path.parent / CONFIG_FILE} does not exist; "
