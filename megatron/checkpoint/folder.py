@@ -64,6 +64,11 @@ def iteration_of(name: str) -> int | None:
     return None if match is None else int(match[1])
 
 
+def step_of(name: str) -> int | None:
+    """The iteration of a checkpoint, or of its universal copy; None for other names."""
+    return iteration_of(name.removesuffix(_TWIN))
+
+
 def incomplete_folder(save: Path, iteration: int) -> Path:
     """Where a checkpoint is written until it is complete."""
     return save / f".{tag(iteration)}.incomplete"
@@ -121,9 +126,13 @@ def set_aside(folder: Path) -> Path:
 
 
 def point_to(folder: Path) -> None:
-    """Makes the trackers beside a checkpoint name it. Raises OSError if they cannot be written."""
-    write_text(folder.parent / MEGATRON_TRACKER, f"{iteration_of(folder.name)}")
-    write_text(folder.parent / TRACKER, folder.name)
+    """Makes the trackers beside a checkpoint, or a universal copy, name it. Raises OSError if they
+    cannot be written."""
+    if folder.name.endswith(_TWIN):
+        write_text(folder.parent / f"{TRACKER}{_TWIN}", folder.name)
+    elif iteration_of(folder.name) is not None:
+        write_text(folder.parent / MEGATRON_TRACKER, f"{iteration_of(folder.name)}")
+        write_text(folder.parent / TRACKER, folder.name)
 
 
 def publish(save: Path, iteration: int, facts: dict[str, Facts]) -> Path:
@@ -222,8 +231,8 @@ def complete_tags(save: Path) -> list[str]:
 def iterations_in(save: Path, before: int | None = None) -> list[int]:
     """Iterations of what has the name of a checkpoint, or of a universal copy, in a folder, newest
     first; those ``before`` one, if that is given."""
-    names = [path.name.removesuffix(_TWIN) for path in save.iterdir()] if save.is_dir() else []
-    found = {iteration for name in names if (iteration := iteration_of(name)) is not None}
+    names = [path.name for path in save.iterdir()] if save.is_dir() else []
+    found = {iteration for name in names if (iteration := step_of(name)) is not None}
     return sorted((n for n in found if before is None or n < before), reverse=True)
 
 

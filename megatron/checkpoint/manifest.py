@@ -112,15 +112,18 @@ def read_index(folder: Path, files: Mapping[str, Any]) -> dict[str, list[IndexEn
     CheckpointError if slices overlap, leave a gap, disagree about shape or kinds, or are in files
     that the manifest, ``files``, does not list."""
     path = folder / INDEX
+    content = read_json(path)
     try:
         index = {
             name: [IndexEntry.from_json(entry) for entry in entries]
-            for name, entries in read_json(path).items()
+            for name, entries in content.items()
         }
         for name, entries in index.items():
             _check_parameter(path, name, entries, files)
-    except (KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
-        raise CheckpointError(f"{path} is not an index: {error!r}") from None
+    except CheckpointError:
+        raise
+    except (KeyError, ValueError, TypeError, IndexError, AttributeError, OverflowError) as error:
+        raise CheckpointError(f"{path} is not an index: {error!r:.200}") from None
     if not index:
         raise CheckpointError(f"{path} lists no parameter")
     return index

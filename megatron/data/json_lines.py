@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import orjson
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -20,9 +21,12 @@ MAX_DEPTH = 1024
 _SKIPPED_BYTES = 1 << 20
 _ARRAY_BYTES = 1 << 18
 _SPACE = " \t\r\n"
-_STRINGS_AND_BRACKETS = re.compile(rb'"[^"]*"?|[\[\]{}]')
-"""In JSON without escapes. A string may lack its end, so that no attempt to match ever fails, which
-would take time with each of the quotes in a line."""
+_STRING = re.compile(rb'"[^"]*"?')
+"""In JSON without escapes. It may lack its end, so that no attempt to match ever fails, which would
+take time with each of the quotes in a line."""
+_STEPS = np.zeros(256, np.int8)
+"""By how much a byte changes the depth."""
+_STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
 
 
 @dataclass(frozen=True)
@@ -138,16 +142,14 @@ def is_too_deep(text: bytes, most: int = MAX_DEPTH) -> bool:
     """Whether JSON, or what claims to be, has more than `most` brackets inside brackets."""
     if text.count(b"[") + text.count(b"{") <= most:
         return False
+    plain = _STRING.sub(b"", text.replace(b"\\\\", b"").replace(b'\\"', b""))
     depth = 0
-    plain = text.replace(b"\\\\", b"").replace(b'\\"', b"")
-    for found in _STRINGS_AND_BRACKETS.finditer(plain):
-        first = plain[found.start()]
-        if first in b"[{":
-            depth += 1
-            if depth > most:
-                return True
-        elif first in b"]}":
-            depth -= 1
+    for start in range(0, len(plain), _SKIPPED_BYTES):
+        part = np.frombuffer(plain[start : start + _SKIPPED_BYTES], np.uint8)
+        depths = depth + np.cumsum(_STEPS[part], dtype=np.int64)
+        if depths.max() > most:
+            return True
+        depth = int(depths[-1])
     return False
 
 

@@ -125,7 +125,7 @@ def _outlast_monitor(engine: Any) -> None:
             write(*events, **options)
         except Exception as error:  # each library has classes of its own
             logger.warning(
-                "DeepSpeed's monitor cannot write (%s); training goes on without it", error
+                "DeepSpeed's monitor cannot write (%s); training continues without it", error
             )
             monitor.write_events = lambda *events, **options: None
 

@@ -580,7 +580,7 @@ def put(content: Json, key: str, value: Any) -> None:
     *sections, last = key.split(".")
     node: Any = content
     for part, following in zip(sections, (*sections, last)[1:], strict=True):
-        if node.get(part, "auto") == "auto":
+        if node.get(part) in (None, "auto"):
             node[part] = [None, None] if following.isdigit() else {}
         node = node[part]
     if isinstance(node, list):

@@ -92,6 +92,7 @@ class Agreement:
         """Tells the other ranks that this one ends, where they wait for it now or later."""
         if self._rank:
             self._hand_in(self._compared, {"reason": reason})
+            self._store.add(f"{self._compared}/heard", 1)
             return
         self._publish(f"{self._compared}/verdict", {"message": f"rank 0: {reason}"})
         if self._compared == 0 or self._store.add(f"{self._compared}/handed in", 0):

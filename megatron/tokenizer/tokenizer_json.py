@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import orjson
 import tokenizers
 from tokenizers import Regex, normalizers, pre_tokenizers
 
-from megatron.util.json_text import parse_json
 from megatron.util.rust import rust_errors
 
 MOST_IDS = 1 << 20
@@ -45,13 +45,16 @@ def check_tokenizer_json(path: Path, where: str) -> None:
     size = path.stat().st_size
     if size > _BYTES:
         raise ValueError(f"{where} has {size:,} bytes; a tokenizer.json has at most {_BYTES:,}")
-    content = parse_json(path.read_bytes(), where, lenient=True)
+    try:  # several times as fast as Python's parser; it goes 1,024 levels deep
+        content = orjson.loads(path.read_bytes())
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"{where} is not valid JSON: {error}") from None
     model = content.get("model") if isinstance(content, dict) else None
     if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
         raise ValueError(f'{where} is not a tokenizer.json: it has no "model" with a "vocab"')
     try:
         _check(content, model, where)
-    except (LookupError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{where} is not a tokenizer.json: {type(error).__name__}: {error}"
         ) from None

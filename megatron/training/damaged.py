@@ -13,10 +13,10 @@ import torch.distributed as dist
 from megatron.checkpoint.files import CheckpointError, DamagedError
 from megatron.checkpoint.folder import (
     TRACKER,
-    iteration_of,
     iterations_in,
     point_to,
     set_aside,
+    step_of,
     tag,
 )
 from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoint
@@ -31,7 +31,7 @@ def newest_older(
 ) -> tuple[Path, FoundCheckpoint]:
     """Before an engine is built: the folder of the checkpoint of ``--load`` that could not be
     ``found`` or opened, for ``error``, and the newest older one that can be. Raises CheckpointError
-    unless the flags allow that, or if there is none."""
+    unless the flags allow that and there is one."""
     load = Path(options.load or "")
     wanted = options.load_tag or _named_by_tracker(load) or "?"
     named = load / (tag(int(wanted)) if wanted.isdecimal() else wanted)
@@ -49,7 +49,7 @@ def load_older(
     engine: TrainEngine, origin: ResumeSource, reason: DamagedError
 ) -> tuple[Source, ResumeSource]:
     """Loads the newest older checkpoint that is whole; every rank must call it. Raises DamagedError
-    on every rank, naming that checkpoint, unless the flags allow that, or if there is none."""
+    on every rank, naming that checkpoint, unless the flags allow that and there is one."""
     options, damaged = engine.config.checkpoint, dict(origin.damaged)
     folder = origin.found.folder
     if origin.flag != f"--load {options.load}":
@@ -83,10 +83,10 @@ def set_damaged_aside(engine: TrainEngine, origin: ResumeSource) -> list[str]:
         lines = []
         for each, reason in origin.damaged.items():
             line = f"taken since {reason}"
-            if beside and iteration_of(each.name) is not None and each.is_dir():
+            if beside and step_of(each.name) is not None and each.is_dir():
                 line += f"; {each} is set aside as {set_aside(each)}"
             lines.append(line)
-        if beside and iteration_of(folder.name) is not None:
+        if beside:
             point_to(folder)
         return lines
 
@@ -102,7 +102,7 @@ def _older(options: CheckpointConfig, folder: Path) -> Iterator[FoundCheckpoint]
     """The checkpoints beside a damaged one that are older than it, newest first, and can be
     opened; all of them if its name does not say how old it is."""
     prefer = "universal" if options.universal_checkpoint else "native"
-    for iteration in iterations_in(folder.parent, iteration_of(folder.name)):
+    for iteration in iterations_in(folder.parent, step_of(folder.name)):
         with contextlib.suppress(CheckpointError, OSError):
             found = locate_checkpoint(folder.parent, str(iteration), prefer)
             if found is not None:

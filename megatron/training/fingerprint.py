@@ -184,12 +184,23 @@ def _leaves(where: str, content: Any) -> Iterator[tuple[str, str]]:
 
 def _code() -> Facts:
     """A digest of every source file of the package, and of the program."""
-    root = Path(megatron.__file__).parent
-    found = {str(path.relative_to(root.parent)): path for path in root.rglob("*.py")}
+    root = os.path.dirname(megatron.__file__)
+    beside = len(os.path.dirname(root)) + 1
+    found = {}
+    for folder, _, files in os.walk(root):  # pathlib takes twice as long for all of them
+        for name in files:
+            if name.endswith(".py"):
+                path = f"{folder}/{name}"
+                found[path[beside:]] = path
     program = getattr(sys.modules["__main__"], "__file__", None)
-    if program is not None and Path(program).is_file():
-        found.setdefault(Path(program).name, Path(program))
-    return {f"the code of {name}": digest(path.read_bytes()) for name, path in found.items()}
+    if program is not None and os.path.isfile(program):
+        found[os.path.basename(program)] = program
+    return {f"the code of {name}": _digest_of(path) for name, path in found.items()}
+
+
+def _digest_of(path: str) -> str:
+    with open(path, "rb", buffering=0) as file:
+        return digest(file.read())
 
 
 def _versions() -> Facts:

@@ -126,7 +126,7 @@ class Profiler(Callback):
                 if event not in ("stop", "close"):
                     raise
                 logger.warning(
-                    "--profile: what was recorded cannot be written to %s (%s); training goes on",
+                    "--profile: what was recorded cannot be written to %s (%s); training continues",
                     self.options.profile_dir,
                     error,
                 )

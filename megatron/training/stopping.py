@@ -114,9 +114,10 @@ class NonFiniteGuard(Callback):
         TrainingStopped also at the end of a training that has changed no weight."""
         self._read(everything=True)
         if self._fresh and self._skipped and trainer.at_end:
+            falls = "; train longer, or give a smaller --initial-loss-scale" if self._fp16 else ""
             raise TrainingStopped(
                 f"all {self._skipped} steps were skipped, as their gradients were not finite: the "
-                "weights are those that the run began with"
+                f"weights are those that the run began with{falls}"
             )
 
     def _read(self, everything: bool = False) -> None:

@@ -161,7 +161,7 @@ class LastingWriter:
             self._failures.append(f"from about iteration {self._written[0]}")
             reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
             log.getLogger(__name__).warning(
-                "%s cannot be written (%s); training goes on without it", self._name, reason
+                "%s cannot be written (%s); training continues without it", self._name, reason
             )
         self._writer, self._retry_at = None, self._clock() + self._pause
 
@@ -281,7 +281,7 @@ class JsonLinesWriter:
     def _warn(self, error: OSError) -> None:
         if not self._warned:
             log.getLogger(__name__).warning(
-                "%s: %s; training goes on, and the rows wait in memory",
+                "%s: %s; training continues, and the rows wait in memory",
                 self._path,
                 error.strerror,
             )

@@ -29,7 +29,7 @@ def _long_runs() -> re.Pattern[str]:
     """Runs of characters that are combining marks, or begin with one when they are decomposed."""
     marks = [
         character
-        for character in map(chr, range(0x300, 0x20000))  # there are none further on
+        for character in map(chr, range(0x300, 0x20000))  # all marks are below
         if unicodedata.combining(unicodedata.normalize("NFKD", character)[0])
     ]
     return re.compile(f"[{''.join(marks)}]{{{LONGEST_RUN + 1},}}")

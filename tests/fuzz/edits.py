@@ -13,6 +13,7 @@ import random
 import shutil
 import struct
 import zipfile
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -130,7 +131,7 @@ def _zip(data: bytes, rng: random.Random) -> bytes | None:
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             members = [(name, archive.read(name)) for name in archive.namelist()]
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError, OSError):
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError, OSError, zlib.error):
         return None
     if not members:
         return None
@@ -165,8 +166,8 @@ def _packed(data: bytes, rng: random.Random) -> bytes | None:
         if data.startswith(b"\x28\xb5\x2f\xfd"):
             content = zstandard.ZstdDecompressor().stream_reader(data).read(1 << 26)
             return zstandard.ZstdCompressor(1).compress(edited(content, rng))
-    except (OSError, EOFError, zstandard.ZstdError):
-        pass
+    except (OSError, EOFError, zlib.error, zstandard.ZstdError):
+        pass  # an earlier edit damaged it
     return None
 
 

@@ -33,6 +33,7 @@ class Fuzzer:
         may: events of Python's audit hooks that the reader needs.
         seconds: of one input's CPU time.
         memory: bytes that one input may take.
+        heavy: whether it loads packages for seconds, so that `make test` leaves it out.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Fuzzer:
     may: frozenset[str] = field(default_factory=frozenset)
     seconds: float = 5.0
     memory: int = 1 << 30
+    heavy: bool = False
 
 
 class Finding(NamedTuple):

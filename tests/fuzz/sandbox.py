@@ -104,7 +104,8 @@ class Sandbox:
             self._process = None
 
     def _serve(self, pipe: Any) -> None:
-        """The process: one input after another."""
+        """The process: one input after another, until the other end is closed."""
+        self._pipe.close()
         target, temporary = self._scratch / "input", self._scratch / "temporary"
         temporary.mkdir(exist_ok=True)
         tempfile.tempdir = str(temporary)

@@ -10,6 +10,7 @@ from fuzz.edits import Edit, apply, files_of
 from fuzz.fuzzer import Broken, Fuzzer
 from fuzz.readers import FUZZERS
 from fuzz.sandbox import Sandbox
+from samples import sampled
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the limits are Linux's")
 
@@ -17,7 +18,7 @@ EXAMPLES = 8
 PROOF_SECONDS = 60.0
 
 
-@pytest.mark.parametrize("name", FUZZERS)
+@pytest.mark.parametrize("name", sampled(FUZZERS, lambda name: not FUZZERS[name].heavy))
 def test_edited_inputs_are_read_or_refused(name, tmp_path):
     with Sandbox(FUZZERS[name], tmp_path) as sandbox:
         assert sandbox.finding(()) is None

@@ -94,7 +94,8 @@ def _record(path: Path, number: int, line: bytes, keys: Sequence[str]) -> JsonRe
     except orjson.JSONDecodeError:  # NaN, or a lone surrogate, which no UTF-8 file can contain
         try:
             fields = json.loads(line)
-            json_line(fields)
+            if rb"\u" in line:
+                json_line(fields)
         except UnicodeEncodeError as error:
             return BadLine(number, "a lone surrogate", str(error))
         except (ValueError, RecursionError) as error:

@@ -25,6 +25,10 @@ from megatron.util.digests import hash64
 
 _LONGEST = 1 << 16
 """Characters of an address; servers and browsers accept no more."""
+_LONGEST_HOST = 512
+"""Characters of a host, of which names have 253, with user and port. Python normalises them in a
+time that grows with the square of their number."""
+_AFTER_HOST = re.compile(r"[/?#]")
 _LABEL = re.compile(r"(?!-)[a-z0-9-]{1,63}(?<!-)", re.IGNORECASE)
 _TRACKING = re.compile(r"(utm_\w+|fbclid|gclid|mc_cid|mc_eid|igshid|ref_src)", re.IGNORECASE)
 DOMAINS = frozenset(
@@ -137,7 +141,10 @@ def _url_step(config: UrlConfig) -> BatchStep:
 def fault_finder(config: UrlConfig) -> Callable[[str], str | None]:
     """The reason to leave an address out; None to keep it."""
     domains, extensions = (set(), set()) if config.only_listed else ({*DOMAINS}, {*EXTENSIONS})
-    listed = Path(config.domains).read_text("utf-8").split() if config.domains else []
+    try:
+        listed = Path(config.domains).read_text("utf-8").split() if config.domains else []
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--domains {config.domains} is not UTF-8: {error}") from None
     domains |= {domain.lower() for domain in listed}
     extensions |= {extension.lower().lstrip(".") for extension in config.extensions}
     # The list of public suffixes in the package: nothing is fetched, nothing cached.
@@ -164,6 +171,8 @@ def fault_finder(config: UrlConfig) -> Callable[[str], str | None]:
 
 def host_of(url: str) -> str | None:
     """The host of a well-formed http or https address, in lower case; None for any other text."""
+    if len(_AFTER_HOST.split(url.partition("//")[2], maxsplit=1)[0]) > _LONGEST_HOST:
+        return None
     try:
         parts = urlsplit(url)
         host, _port = parts.hostname, parts.port

@@ -170,7 +170,7 @@ def _rows(file: BinaryIO, name: str, columns: Sequence[str], done: int) -> Itera
                 for row in zip(*texts, strict=True):
                     yield number, list(row)
                     number += 1
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--input {name} is damaged or not a Parquet file: {error}") from error
 
 

@@ -151,7 +151,7 @@ class HuggingFaceFolder(Source):
         parameters = list(self.architecture.parameters(self.model))
         self._parameters: dict[str, Parameter] = {each.ours: each for each in parameters}
         self._stored = self._match(parameters)
-        self._shapes = _shapes(self.model)
+        self._shapes = _shapes(self.model, folder)
         self._check_shapes()
         if self._has_tokenizer():
             self.tokenizer = TokenizerConfig(
@@ -289,10 +289,17 @@ def copy_tokenizer(folder: Path, target: Path) -> bool:
     return True
 
 
-def _shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of each parameter of the network, by canonical name."""
-    with torch.device("meta"):
-        network = build_model(model)
+def _shapes(model: ModelConfig, folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shape of each parameter of the network, by canonical name. Raises CheckpointError if no
+    tensor can have such sizes."""
+    try:
+        with torch.device("meta"):
+            network = build_model(model)
+    except (TypeError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(
+            f"{folder / 'config.json'}: no tensor can be as large as that of the network: {reason}"
+        ) from None
     return {name: shard_of(param).canonical_shape for name, param in network.canonical_parameters()}
 
 

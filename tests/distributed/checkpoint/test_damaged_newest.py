@@ -173,3 +173,19 @@ def test_two_damaged_ones_and_none_whole(pool, whole, tmp_path):
     for mode in ([], PREVIOUS):
         error = pool.run(2, run, [*flags, *mode])[0][1]
         assert "global_step6" in error and f"no older checkpoint in {save} is whole" in error
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("damage", [flip, cut])
+def test_a_universal_copy_that_is_damaged(pool, whole, tmp_path, damage):
+    save = tmp_path / "save"
+    shutil.copytree(whole("universal"), save)
+    copy = save / "global_step6_universal"
+    damage(copy / "zero" / "embedding.word_embeddings.weight")
+    flags = [*FLAGS, "6", "--save", str(save), "--load", str(save), "--universal-checkpoint"]
+    older = f"{save}/global_step4_universal"
+    assert f"the older {older} is whole" in pool.run(2, run, flags)[1][1]
+    output, error = pool.run(2, run, [*flags, *PREVIOUS])[0]
+    assert error is None and f"resumed from {older}" in output
+    assert (save / ".global_step6_universal.damaged").is_dir() and not copy.exists()
+    assert (save / "latest_universal").read_text().strip() == "global_step4_universal"

@@ -136,6 +136,7 @@ def train_as_deepspeed_scales(argv):
 
 def test_overflow_skips_and_halves(pool):
     flags = [*FLAGS, "1", "--fp16", "--initial-loss-scale", str(2.0**32), "--hysteresis", "1"]
+    flags += ["--train-iters", "7", "--exit-interval", "6"]  # at its end it would fail: no update
     record = pool.run(1, train, flags)[0]
     assert record.skipped[0]
     assert record.norms[0] == np.inf

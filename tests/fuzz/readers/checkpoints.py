@@ -157,11 +157,13 @@ def sign_again(folder: Path) -> None:
 FUZZERS = (
     Fuzzer("native", converted(lambda s, f: write_checkpoint(f, s, 7)), read_all, sign_again),
     Fuzzer("universal", converted(write_universal_copy), read_all),
-    Fuzzer("megatron", converted(lambda s, f: write_megatron(s, f, iteration=7)), read_all),
-    Fuzzer("safetensors", write_huggingface, read_all),
-    Fuzzer("safetensors-shards", write_shards, read_all),
-    Fuzzer("pickles", write_pickles, read_all),
-    Fuzzer("old-pickles", write_old_pickles, read_all),
+    Fuzzer(
+        "megatron", converted(lambda s, f: write_megatron(s, f, iteration=7)), read_all, heavy=True
+    ),
+    Fuzzer("safetensors", write_huggingface, read_all, heavy=True),
+    Fuzzer("safetensors-shards", write_shards, read_all, heavy=True),
+    Fuzzer("pickles", write_pickles, read_all, heavy=True),
+    Fuzzer("old-pickles", write_old_pickles, read_all, heavy=True),
     Fuzzer("meta", write_meta, read_all),
-    Fuzzer("peft", write_peft, read_adapters),
+    Fuzzer("peft", write_peft, read_adapters, heavy=True),
 )

@@ -99,7 +99,7 @@ FUZZERS = (
     Fuzzer("preprocessing-text", write_lines, preprocessed, may=WORKERS, seconds=15.0),
     Fuzzer("preprocessing-packed", write_packed, preprocessed, may=WORKERS, seconds=15.0),
     Fuzzer("preprocessing-parquet", write_parquet, preprocessed, may=WORKERS, seconds=15.0),
-    Fuzzer("collection", write_lines, collected),
+    Fuzzer("collection", write_lines, collected, heavy=True),
     Fuzzer("wikipedia", write_wikipedia, read_articles),
-    Fuzzer("urls", write_urls, read_urls),
+    Fuzzer("urls", write_urls, read_urls, heavy=True),
 )

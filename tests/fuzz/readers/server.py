@@ -94,4 +94,6 @@ async def _answers(folder: Path) -> dict[str, tuple[int, str]]:
 # Constraints of text are compiled in a process of their own.
 PROCESS = frozenset(("subprocess.Popen", "os.posix_spawn", "os.fork", "os.exec", "os.kill"))
 
-FUZZERS = (Fuzzer("server", write_requests, ask, names_file=False, may=PROCESS, seconds=10.0),)
+FUZZERS = (
+    Fuzzer("server", write_requests, ask, names_file=False, may=PROCESS, seconds=10.0, heavy=True),
+)

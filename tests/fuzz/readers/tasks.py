@@ -92,9 +92,9 @@ def read_all_race(folder: Path) -> None:
 
 
 def read_prompts(folder: Path) -> None:
-    prompts_of(GenerateConfig(prompt_file=str(folder / "a.txt")))
-    prompts_of(GenerateConfig(prompt_file=str(folder / "b.jsonl")))
-    prompts_of(GenerateConfig(sample_input_file=str(folder / "b.jsonl")))
+    prompts_of(GenerateConfig(load="x", prompt_file=str(folder / "a.txt")))
+    prompts_of(GenerateConfig(load="x", prompt_file=str(folder / "b.jsonl")))
+    prompts_of(GenerateConfig(load="x", sample_input_file=str(folder / "b.jsonl")))
 
 
 def read_evaluation_sets(folder: Path) -> None:

@@ -16,6 +16,7 @@ from megatron.config import TokenizerConfig
 from megatron.inference.decoding.chat import ChatFormat
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
+PATHS = ("vocab_file", "merge_file", "tokenizer_model")
 RANKS = "ranks.json"
 SAMPLE = " ".join((*TEXTS, *PIECES))
 
@@ -56,7 +57,7 @@ def use(**flags: str) -> Callable[[Path], None]:
     def read(folder: Path) -> None:
         config = TokenizerConfig(
             **{
-                name: str(folder / value) if name != "tokenizer_type" else value
+                name: str(folder / value) if name in PATHS else value
                 for name, value in flags.items()
             }
         )
@@ -115,15 +116,24 @@ FUZZERS = (
     Fuzzer(
         "tiktoken-json",
         files("gpt2", RANKS),
-        use(tokenizer_type="TikTokenizer", tokenizer_model=RANKS),
+        use(tokenizer_type="TikTokenizer", tokenizer_model=RANKS, tiktoken_pattern="v1"),
     ),
     *(
         Fuzzer(
             f"huggingface-{name}",
             files(f"hf_{name}", f"hf_{name}"),
             use(tokenizer_type="HFTokenizer", tokenizer_model=""),
+            heavy=True,
         )
         for name in ("gpt2", "llama", "unigram", "wordpiece")
     ),
-    Fuzzer("chat-template", write_template, render, names_file=False, may=PROCESS, seconds=15.0),
+    Fuzzer(
+        "chat-template",
+        write_template,
+        render,
+        names_file=False,
+        may=PROCESS,
+        seconds=15.0,
+        heavy=True,
+    ),
 )

@@ -1,6 +1,7 @@
 """Samples of GPT datasets, against the tokens megatron-core gave and against a concatenation."""
 
 import json
+import os
 import pickle
 from pathlib import Path
 
@@ -145,3 +146,30 @@ def test_the_cache_entry_of_an_earlier_release_is_found(tmp_path: Path) -> None:
     build(tmp_path, [10, 20], 4, 5, cache=IndexCache(tmp_path / "cache"))
     (entry,) = (path.name for path in (tmp_path / "cache").iterdir() if path.is_dir())
     assert entry == "gpt-train-2c5130d5d61eb25ad96fde3beb924965"
+
+
+@pytest.mark.parametrize("bytes_left", [0, 10, 399])
+def test_a_file_that_is_cut_short_while_it_is_read(bytes_left: int, tmp_path: Path) -> None:
+    dataset = build(tmp_path, [50, 50], 9, 10)
+    os.truncate(tmp_path / "corpus.bin", bytes_left)
+    with pytest.raises(
+        ValueError, match=f"corpus.bin was cut short .* 400 bytes and has {bytes_left};"
+    ):
+        for i in range(len(dataset)):
+            dataset[i]
+
+
+@pytest.mark.parametrize("token", [100, 2**31 - 1, -1])
+def test_ids_that_leave_the_vocabulary_while_the_file_is_read(token: int, tmp_path: Path) -> None:
+    indexed = counting_corpus(tmp_path / "corpus", [50, 50])
+    dataset = GPTRecipe(9, 1234, 100).build(indexed, range(2), 10, "train", IndexCache(None))
+    for i in range(len(dataset)):
+        dataset[i]
+    with (tmp_path / "corpus.bin").open("r+b") as file:
+        file.seek(4 * 70)
+        file.write(np.int32(token).tobytes())
+    with pytest.raises(
+        ValueError, match=f"corpus: sequence 1 contains the token id {token}, .*sample"
+    ):
+        for i in range(len(dataset)):
+            dataset[i]

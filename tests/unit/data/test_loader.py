@@ -1,5 +1,6 @@
 """The stream of micro batches: layouts, resume, workers, ends."""
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -13,7 +14,8 @@ from samples import sampled
 
 from megatron.data.gpt_batch import GPTCollator
 from megatron.data.gpt_dataset import MockGPTDataset
-from megatron.data.loader import MicroBatches
+from megatron.data.loader import MicroBatches, explaining_lost_workers
+from megatron.data.samples import check_ids, checked_index
 
 GLOBAL_BATCH = 8
 
@@ -162,3 +164,62 @@ def test_an_open_stream_does_not_keep_the_program_from_ending(end: str, code: in
     program = [sys.executable, "-c", PROGRAM.format(end=end)]
     result = subprocess.run(program, env=environment, timeout=60, capture_output=True)
     assert result.returncode == code, result.stderr.decode()
+
+
+class Failing(Numbers):
+    """Fails at sample 5; at sample 3 the process that reads it ends."""
+
+    def __init__(self, count: int, error: Exception | None, end: int | None = None) -> None:
+        super().__init__(count)
+        self.error, self.end = error, end
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        if self.error is not None and index == 5:
+            checked_index(1, 0) if isinstance(self.error, IndexError) else check_ids(
+                np.array([7]), 5, index, lambda sample: []
+            )
+        if self.end is not None and index == 3:
+            os.kill(os.getpid(), self.end) if self.end else os._exit(2)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_about_data_arrives_as_it_was_raised(workers: int) -> None:
+    """And any other with the traceback of the process that it comes from."""
+    for error, message in (
+        (ValueError(), "^the token id 7, but the vocabulary has 5 ids"),
+        (IndexError(), "sample 1 of a dataset of 0"),
+    ):
+        batches = MicroBatches(
+            Failing(64, error), np.stack, micro_batch_size=2, num_workers=workers
+        )
+        next(batches), next(batches)
+        with pytest.raises(type(error), match=message) as raised:
+            next(batches)
+        assert ("Traceback" in str(raised.value)) == (workers and isinstance(error, IndexError))
+        for process in multiprocessing.active_children():
+            process.kill()  # torch would wait for them for ten seconds
+
+
+@pytest.mark.parametrize(
+    "end, message",
+    [
+        (signal.SIGKILL, r"process \d+ of --num-workers, .* by signal: Killed: .* memory ran out"),
+        (0, r"process \d+ of --num-workers, .*exit code 2: its message is above"),
+    ],
+)
+def test_a_lost_worker_is_explained(end: int, message: str) -> None:
+    dataset = Failing(64, None, end)
+    with pytest.raises(ChildProcessError, match=message), explaining_lost_workers():
+        batches = MicroBatches(dataset, np.stack, micro_batch_size=1, num_workers=1)
+        for _ in range(8):
+            next(batches)
+
+
+def test_full_shared_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(loader: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(torch.utils.data.DataLoader, "__iter__", full)
+    with pytest.raises(OSError, match="--num-workers 2: /dev/shm.*--shm-size.*--num-workers 0"):
+        stream(micro_batch_size=2, num_workers=2)

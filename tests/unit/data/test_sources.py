@@ -204,11 +204,11 @@ def test_paths_of_a_corpora_file_stay_below_its_folder(tmp_path, path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "x").write_text("")
     file = tmp_path / "mine" / "corpora.json"
-    named = {"tokenizer": {"vocab_file": path}} if "*" not in path else {}
-    for content in ({"files": path}, {"files": "a"} | named):
+    contents = [{"files": path}]
+    if "*" not in path:
+        contents.append({"files": "a", "tokenizer": {"vocab_file": path}})
+    for content in contents:
         file.write_text(json.dumps({"evil": content}))
-        if content == {"files": "a"}:
-            continue
         with pytest.raises(ConfigError, match=r"corpora.json: evil: .* is not below .*--corpora-o"):
             read_corpora(str(file), ("indexed",))
         read_corpora(str(file), ("indexed",), outside=True)

@@ -8,9 +8,11 @@ import pytest
 
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, resolve
 from megatron.engine.deepspeed_json import (
+    check_settings,
     complete,
     for_engine,
     merge,
+    output_notes,
     read_json,
     stage_notes,
     stage_of,
@@ -302,6 +304,21 @@ UNREADABLE = [
     ({"zero_optimization": {"cpu_offload": True}}, 'use "offload_optimizer": {"device": "cpu"}'),
     ({"zero_optimization": {"cpu_offload_param": False}}, 'use "offload_param": {"device": "cpu"}'),
     ({"zero_optimization": {"cpu_offload_use_pin_memory": True}}, 'use "pin_memory" in "offload_'),
+    ('{"a":' * 100_000, "nested more than 100 levels"),
+    ('{"bf16": ' + "[" * 100_000, "nested more than 100 levels"),
+    ('{"steps_per_print": ' + "9" * 5000 + "}", "an integer of 5,000 digits"),
+    ('{"bf16": {"enabled": NaN}}', "is not valid JSON"),
+    ({"steps_per_print": "x"}, 'steps_per_print is "x"; it must be a positive integer'),
+    ({"steps_per_print": 0}, "steps_per_print is 0; it must be a positive integer"),
+    ({"wall_clock_breakdown": "x"}, 'wall_clock_breakdown is "x"; it must be true or false'),
+    ({"flops_profiler": {"enabled": 1}}, "flops_profiler.enabled is 1; it must be true or false"),
+    ({"flops_profiler": {"output_file": 1}}, "flops_profiler.output_file is 1; it must be a str"),
+    ({"comms_logger": 5}, "comms_logger is 5; it must be an object"),
+    (
+        {"zero_optimization": {"zero_hpz_partition_size": "x"}},
+        'zero_optimization.zero_hpz_partition_size is "x"; it must be a positive integer',
+    ),
+    ({"comet": {"enabled": True}}, "the package comet_ml is not installed"),
 ]
 
 
@@ -485,3 +502,39 @@ def test_flags_of_zero_that_contradict_the_json_are_refused():
         f"{BATCH} --zero-reduce-bucket-size 5", {"zero_optimization": {"reduce_bucket_size": 6}}
     )
     assert "--zero-reduce-bucket-size 5 contradicts zero_optimization.reduce_bucket_size 6" in told
+
+
+@pytest.mark.parametrize(
+    "content, told",
+    [
+        ({"zero_optimization": {"foo": 1}}, "zero_optimization.foo 1: Extra inputs"),
+        ({"zero_optimization": {"overlap_comm": "x"}}, 'overlap_comm "x": Input should be a valid'),
+        ({"bf16": {"foo": {"a": 1}}}, 'bf16.foo {"a": 1}: Extra inputs'),
+        ({"comms_logger": {"enabled": True, "foo": 1}}, "comms_logger.foo 1: Extra inputs"),
+        ({"csv_monitor": {"enabled": True, "nope": 1}}, "csv_monitor.nope 1: Extra inputs"),
+        ({"timers": {"throughput": {"enabled": "x"}}}, 'timers.throughput.enabled "x": Input'),
+        ({"communication_data_type": "foo"}, "Invalid communication_data_type"),
+        ({"data_types": {"grad_accum_dtype": "foo"}}, "'foo' is not a valid DtypeEnum"),
+    ],
+)
+def test_what_deepspeed_refuses_is_one_line(content, told):
+    settings = {"train_micro_batch_size_per_gpu": 1, "train_batch_size": 8, **content}
+    with pytest.raises(ConfigError) as raised:
+        check_settings(settings, "ds.json")
+    text = str(raised.value)
+    assert told in text and text.startswith("ds.json: DeepSpeed refuses ") and "\n" not in text
+
+
+def test_what_a_json_makes_deepspeed_write_is_said():
+    content = {
+        "tensorboard": {"enabled": True, "output_path": "/etc/tb"},
+        "csv_monitor": {"enabled": False, "output_path": "/etc/csv"},
+        "flops_profiler": {"enabled": True, "output_file": "/etc/flops"},
+        "wandb": {"enabled": True},
+    }
+    assert output_notes(content, "ds.json") == [
+        "ds.json: tensorboard.output_path makes DeepSpeed write to /etc/tb",
+        "ds.json: flops_profiler.output_file makes DeepSpeed write to /etc/flops",
+        "ds.json: wandb makes DeepSpeed send metrics to the service of wandb",
+    ]
+    assert output_notes({}, "") == []

@@ -27,6 +27,28 @@ def test_processes_that_know_nothing_of_each_other_are_refused(monkeypatch, name
     assert world_size() == 4
 
 
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        *(("RANK", value) for value in ("abc", "", "-1", "nan")),
+        *(("WORLD_SIZE", value) for value in ("0", "abc", "", "-2", "1e9", "9" * 5000)),
+        *(("LOCAL_RANK", "x"), ("LOCAL_WORLD_SIZE", "0"), ("LOCAL_SIZE", "nan")),
+        ("SLURM_STEP_NUM_TASKS", "abc"),
+    ],
+)
+def test_a_launcher_that_makes_no_sense_is_refused_by_name(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"^{name}=.* in the environment: launchers set it to a"):
+        world_size()
+
+
+def test_a_rank_is_below_the_number_of_processes(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "2")
+    with pytest.raises(ConfigError, match="RANK=2 must be below WORLD_SIZE=2"):
+        world_size()
+
+
 def test_a_local_rank_that_contradicts_the_environment_is_refused(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     message = "--local_rank 0 contradicts LOCAL_RANK=1"

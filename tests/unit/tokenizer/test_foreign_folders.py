@@ -4,6 +4,7 @@ import ast
 import builtins
 import copy
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -145,7 +146,7 @@ def test_deep_json_is_refused(tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json"):
         before = (tmp_path / name).read_text() if (tmp_path / name).is_file() else None
         (tmp_path / name).write_text("[" * 100_000)
-        with pytest.raises(ValueError, match=f"{name} is not valid JSON: nested more than"):
+        with pytest.raises(ValueError, match=f"{name} is not valid JSON: (nested|depth)"):
             HFTokenizer(tmp_path)
         (tmp_path / name).unlink()
         if before is not None:
@@ -221,6 +222,25 @@ def test_code_in_a_folder_is_not_run_and_nobody_is_asked(with_code, monkeypatch)
     monkeypatch.setattr(sys.stdin, "readline", lambda *_: pytest.fail("read"))
     with pytest.raises(ValueError, match="it needs Python code of its own, which is never run"):
         load_folder(with_code)
+    assert not (with_code / "ran").exists()
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("stdin", ["y\n" * 1000, 'y\n{"text": "a b"}\n'], ids=["yes", "corpus"])
+def test_a_corpus_that_says_yes_runs_no_code(stdin, with_code):
+    """What is piped into a program is read as text, or not at all."""
+    output = with_code / "output"
+    words = ["--input", "-", "--output-prefix", output, "--tokenizer-type", "HFTokenizer"]
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools" / "preprocess_data.py", *words]
+        + ["--tokenizer-model", with_code],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1 and "which is never run" in done.stderr
+    assert "[y/N]" not in done.stdout + done.stderr
     assert not (with_code / "ran").exists()
 
 

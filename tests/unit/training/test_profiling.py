@@ -233,8 +233,7 @@ def test_a_failed_export_leaves_no_file(config, tmp_path, monkeypatch):
         raise OSError("no space left")
 
     monkeypatch.setattr("os.replace", fail)
-    with pytest.raises(OSError, match="no space"):
-        trained(config)
+    trained(config)
     assert list((tmp_path / "p").iterdir()) == []
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
 import math
+import pathlib
+import shutil
 import sys
 import types
 
@@ -18,6 +21,7 @@ from megatron.training.metrics import Evaluation, IntervalMetrics, MemoryUse
 from megatron.training.writers import (
     TAGS,
     JsonLinesWriter,
+    LastingWriter,
     TeeWriter,
     TensorBoardWriter,
     WandbWriter,
@@ -331,3 +335,126 @@ def test_all_that_is_asked_for_gets_the_values(tmp_path):
     writer.close()
     assert len(rows(tmp_path / "metrics.jsonl")) == 2
     assert len(events(tmp_path / "tb")["lm loss"]) == 2
+
+
+# Writers that fail
+
+
+def warnings(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_a_full_disk_does_not_end_a_run(caplog):
+    """The rows are said to be missing at the end."""
+    writer = JsonLinesWriter(pathlib.Path("/dev/full"))
+    write_train(writer, [1, 2, 3])
+    writer.close()
+    waiting, missing = warnings(caplog)
+    assert waiting.startswith("/dev/full: No space left on device; training continues")
+    assert missing == "/dev/full: 3 rows are missing"
+
+
+def test_rows_wait_for_space(tmp_path, caplog):
+    writer = JsonLinesWriter(tmp_path / "metrics.jsonl")
+    write_train(writer, [1])
+    with open("/dev/full", "ab", buffering=0) as full:
+        whole, writer._file = writer._file, full
+        write_train(writer, [2, 3])
+    writer._file = whole
+    write_train(writer, [4])
+    writer.close()
+    assert [row["iteration"] for row in rows(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert len(warnings(caplog)) == 1
+
+
+def test_a_deleted_folder_is_made_again(tmp_path, caplog):
+    path = tmp_path / "save" / "metrics.jsonl"
+    writer = JsonLinesWriter(path)
+    write_train(writer, [1])
+    shutil.rmtree(path.parent)
+    write_train(writer, [2])
+    writer.close()
+    assert [row["iteration"] for row in rows(path)] == [2]
+    assert warnings(caplog) == [f"{path} was deleted while it was written: a new one begins here"]
+
+
+def test_a_device_or_pipe_is_not_set_aside(tmp_path):
+    """As root that would rename /dev/null."""
+    path = tmp_path / "null"
+    path.symlink_to("/dev/null")
+    writer = JsonLinesWriter(path)
+    write_train(writer, [1])
+    writer.close()
+    assert [file.name for file in tmp_path.iterdir()] == ["null"]
+
+
+def test_a_hostile_row_is_dropped_on_resume(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    bad = ["[" * 100_000, '{"kind": "train", "iteration": "x"}', '{"kind": 1, "iteration": 1e400}']
+    path.write_text("\n".join([*bad, '{"kind": "train", "iteration": 1}', ""]))
+    JsonLinesWriter(path, resume_iteration=2).close()
+    assert rows(path) == [{"kind": "train", "iteration": 1}]
+    assert len(warnings(caplog)) == 3
+
+
+@pytest.mark.filterwarnings("error")
+def test_tensorboard_continues_after_its_folder_was_deleted(tmp_path, caplog, capfd):
+    """One line for the failure, without a traceback of its thread, one where it is written again,
+    and one at the end."""
+    seconds = [0.0]
+    config = tensorboard_config(tmp_path, tensorboard_queue_size=1)
+    writer = LastingWriter(
+        "--tensorboard-dir tb",
+        lambda iteration, samples: TensorBoardWriter(config, iteration, samples),
+        clock=lambda: seconds[0],
+    )
+    shutil.rmtree(tmp_path / "tb")
+    for iteration in range(1, 200):
+        write_train(writer, [iteration])
+        writer_failed = writer._writer is None
+        if writer_failed:
+            break
+        for part in (writer._writer._by_iteration, writer._writer._by_samples):
+            with contextlib.suppress(OSError):
+                part.flush()
+    assert writer_failed
+    write_train(writer, [iteration + 1])  # too early for another attempt
+    seconds[0] = 61.0
+    write_train(writer, [iteration + 2, iteration + 3])
+    writer.close()
+    assert [step for step, _ in events(tmp_path / "tb")["lm loss"]] == [
+        iteration + 2,
+        iteration + 3,
+    ]
+    failed, again, missing = warnings(caplog)
+    assert failed.startswith("--tensorboard-dir tb cannot be written (No such file or directory)")
+    assert again == f"--tensorboard-dir tb is written again from iteration {iteration + 2} on"
+    assert missing.startswith("--tensorboard-dir tb: what was reported from about iteration")
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_wandb_that_fails_is_said_once(monkeypatch, caplog):
+    class Broken(FakeRun):
+        def log(self, values, step):
+            raise RuntimeError("the service is gone")
+
+    fake = types.ModuleType("wandb")
+    fake.init = lambda **arguments: Broken()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    writer = build_writers(dataclasses.replace(LoggingConfig(), wandb_project="gpt"))
+    write_train(writer, [1, 2, 3])
+    writer.close()
+    failed, missing = warnings(caplog)
+    assert failed.startswith("--wandb-project gpt cannot be written (RuntimeError: the service is")
+    assert "from about iteration 0 is missing" in missing
+
+
+def test_wandb_that_does_not_start_is_a_line_for_users(monkeypatch):
+    def init(**arguments):
+        raise RuntimeError("api_key not configured")
+
+    fake = types.ModuleType("wandb")
+    fake.init = init
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    with pytest.raises(ValueError, match="--wandb-project gpt: .*api_key.*WANDB_MODE=offline"):
+        WandbWriter(dataclasses.replace(LoggingConfig(), wandb_project="gpt"))
