@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import re
 import shutil
@@ -38,6 +37,7 @@ from pathlib import Path
 from megatron.checkpoint.files import CheckpointError, Facts, stage_text, write_text
 from megatron.checkpoint.manifest import INDEX, MANIFEST, write_manifest
 from megatron.util.files import sync_path
+from megatron.util.json_text import parse_json
 from megatron.util.locks import Lock, LockTakenError
 
 TRACKER = "latest"
@@ -348,9 +348,8 @@ def superseded(
 
 
 def _best(save: Path) -> str | None:
-    errors = FileNotFoundError, ValueError, KeyError, TypeError, RecursionError
-    with contextlib.suppress(*errors):
-        return str(json.loads((save / BEST).read_text())["checkpoint"])
+    with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+        return str(parse_json((save / BEST).read_bytes(), BEST, lenient=True)["checkpoint"])
     return None
 
 

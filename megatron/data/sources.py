@@ -409,8 +409,6 @@ def _per_split(path: str | None) -> dict[str, tuple[str, ...]]:
     flag = "--per-split-data-args-path"
     try:
         content = parse_json(_text(path, flag), f"{flag} {path}")
-    except ConfigError:
-        raise
     except ValueError as error:
         raise ConfigError(str(error)) from None
     good = isinstance(content, dict) and content and set(content) <= set(PARTS)

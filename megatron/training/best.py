@@ -19,6 +19,7 @@ from megatron.training.checkpoints import CheckpointManager
 from megatron.training.metrics import Evaluation, Reported
 from megatron.training.trainer import Callback, Trainer
 from megatron.util.files import write_whole
+from megatron.util.json_text import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class BestEvaluation(Callback):
         if not path.is_file():
             return {}
         try:
-            content = json.loads(path.read_text())["evaluations"]
+            content = parse_json(path.read_bytes(), str(path), lenient=True)["evaluations"]
             return {
                 each["iteration"]: math.nan if each["loss"] is None else float(each["loss"])
                 for each in content

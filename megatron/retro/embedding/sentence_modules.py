@@ -111,7 +111,7 @@ def _is_entry(entry: Any) -> bool:
 
 
 def _content(path: Path) -> dict[str, Any]:
-    """The JSON object of a file; empty if there is no file."""
+    """The JSON object of a file; empty if the file does not exist."""
     if not path.is_file():
         return {}
     found = parse_json(read_regular(path), str(path), lenient=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +41,7 @@ from megatron.training.evaluation import opened_checkpoint
 from megatron.training.launch import start_processes
 from megatron.training.outputs import check_output
 from megatron.training.run import Run, RunToolParser
+from megatron.util.json_text import parse_json
 from megatron.util.processes import is_main_process
 from megatron.util.progress import progress_bar, say
 
@@ -231,7 +231,7 @@ def _others(flags: Sequence[str]) -> dict[str, Mapping[str, Any]]:
         if not equals:
             raise ConfigError(f"--compare {flag}: expected NAME=FILE")
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            content = parse_json(Path(path).read_bytes(), path, lenient=True)
             tasks = content["evaluations"][0]["tasks"]
             for task, numbers in tasks.items():
                 several = f"{name}, {task}" if len(tasks) > 1 else name

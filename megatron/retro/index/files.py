@@ -4,7 +4,6 @@ loaded."""
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 from megatron.config import ConfigError
 from megatron.data.kinds.retro.project import write_json
 from megatron.retro.index.config import INDEX_TYPES, IndexFlags
+from megatron.util.json_text import parse_json
 
 _NAMES = {
     "index-train": re.compile(r"empty_(?P<train>\d\.\d{3})\.faissindex"),
@@ -75,8 +75,8 @@ class IndexFiles:
         if not (self.description.is_file() and self.added.is_file()):
             return None
         try:
-            found = json.loads(self.description.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
+            found = parse_json(self.description.read_bytes(), str(self.description), lenient=True)
+        except ValueError as error:
             raise ValueError(
                 f"{self.description} is damaged; delete it and run index-add again"
             ) from error

@@ -16,6 +16,7 @@ from typing import Any
 from megatron.checkpoint.folder import BEST, tag
 from megatron.config import ConfigError
 from megatron.util.files import write_whole
+from megatron.util.json_text import parse_json
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class EpochRecords:
         self.records: list[EpochRecord] = []
         if self._path is not None and self._path.is_file():
             try:
-                found = json.loads(self._path.read_text())["epochs"]
+                found = parse_json(self._path.read_bytes(), str(self._path), lenient=True)["epochs"]
                 self.records = [_record(content) for content in found]
             except (ValueError, KeyError, TypeError, AttributeError):
                 raise ConfigError(

@@ -29,6 +29,7 @@ from megatron.parallel.mesh import Mesh
 from megatron.training.distillation.teacher import Teacher
 from megatron.util.digests import digest_of_parts
 from megatron.util.files import replacing, write_whole
+from megatron.util.json_text import parse_json
 from megatron.util.progress import progress_bar
 
 IDENTITY = "teacher.json"
@@ -67,9 +68,9 @@ class TeacherCache:
 
     def _compare(self, path: Path) -> None:
         try:
-            found = json.loads(path.read_text())
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path}: {error}; remove --kd-cache {self._folder}") from None
+            found = parse_json(path.read_bytes(), str(path))
+        except ValueError as error:
+            raise CheckpointError(f"{error}; remove --kd-cache {self._folder}") from None
         for name, value in self._identity.items():
             if found.get(name) != value:
                 raise ConfigError(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import json
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,6 +30,7 @@ from megatron.data.index_cache import IndexCache, StoredArrays
 from megatron.data.kinds.curriculum.analysis import ANALYSED, MetricRows, fingerprint, read_rows
 from megatron.data.samples import RenumberedSamples, SampleDataset, checked_index
 from megatron.util.digests import digest, digest_of_parts
+from megatron.util.json_text import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -281,8 +281,8 @@ def _read_metric(metric: Metric, dataset: SampleDataset[Any]) -> MetricIndex:
     analysed = Path(path).parent / ANALYSED
     if analysed.is_file():
         try:
-            known = json.loads(analysed.read_text())["fingerprint"]
-        except (ValueError, KeyError, TypeError, RecursionError):
+            known = parse_json(analysed.read_bytes(), str(analysed), lenient=True)["fingerprint"]
+        except (ValueError, KeyError, TypeError):
             raise ValueError(f"{analysed} is damaged: {_AGAIN}") from None
         if known != fingerprint(dataset):
             raise ValueError(f"{where}: {path} was made of other samples: {_AGAIN}")

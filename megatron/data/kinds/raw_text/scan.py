@@ -15,6 +15,7 @@ import numpy as np
 from megatron.data.json_lines import BYTE_ORDER_MARK, BadLine, lines_in
 from megatron.data.kinds.raw_text.text_files import TextRecords
 from megatron.data.text_encoder import TextEncoder, refused
+from megatron.util.json_text import parse_json
 from megatron.util.processes import map_in_order, usable_processors
 from megatron.util.progress import progress_bar
 
@@ -142,7 +143,7 @@ def say_what_changed(folder: Path | None, depends_on: dict[str, Any], name: str)
     files = {file[0]: file for file in now.pop("files")}
     for path in folder.glob(f"{name}-*/description.json") if folder is not None else ():
         try:
-            before = json.loads(path.read_text())["depends_on"]
+            before = parse_json(path.read_bytes(), str(path), lenient=True)["depends_on"]
             old = {file[0]: file for file in before.pop("files")}
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             continue

@@ -274,7 +274,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     """The values of a project's ``config.json``. ConfigError if it does not exist or is no JSON
     object."""
     try:
-        content = parse_json(path.read_bytes(), str(path))
+        content = parse_json(path.read_bytes(), str(path), non_finite=True)
     except FileNotFoundError:
         raise ConfigError(
             f"--retro-project-dir {path.parent}: {path.parent / CONFIG_FILE} does not exist; "
