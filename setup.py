@@ -26,6 +26,7 @@ REQUIRES = [
     "orjson>=3.11.6",  # CVE-2025-67221: nesting without a limit
     "protobuf>=6.33.5",  # CVE-2026-0994: nesting without a limit
     "psutil",
+    "regex",
     "safetensors>=0.4",
     "sentencepiece>=0.2.1",  # CVE-2026-1260: model files wrote outside their buffers
     "tensorboard",
