@@ -211,7 +211,9 @@ def load_processor(path: str | Path) -> sentencepiece.SentencePieceProcessor:
     try:
         # Of no bytes the library makes a model without pieces, and says nothing.
         processor = sentencepiece.SentencePieceProcessor(model_proto=content or b"?")
-    except RuntimeError as error:
+        for number in range(len(processor)):
+            processor.id_to_piece(number)  # which may be no UTF-8
+    except (RuntimeError, UnicodeDecodeError) as error:
         raise ValueError(f"--tokenizer-model {path} is not a SentencePiece model") from error
     try:
         check_kind(processor)
