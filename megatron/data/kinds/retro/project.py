@@ -231,7 +231,7 @@ class RetroProject:
 
     def _length(self, name: str) -> int:
         value = self._value(name)
-        if type(value) is not int or not 0 < value < 1 << 31:
+        if type(value) is not int or not 0 < value <= 1 << 20:
             raise ConfigError(
                 f"{self.config_file}: {name} is {value!r:.60}, not a number of tokens"
             )
