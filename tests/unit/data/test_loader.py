@@ -1,5 +1,6 @@
 """The stream of micro batches: layouts, resume, workers, ends."""
 
+import contextlib
 import errno
 import multiprocessing
 import os
@@ -198,7 +199,9 @@ def test_an_error_about_data_arrives_as_it_was_raised(workers: int) -> None:
             next(batches)
         assert ("Traceback" in str(raised.value)) == (workers and isinstance(error, IndexError))
         for process in multiprocessing.active_children():
-            process.kill()  # torch would wait for them for ten seconds
+            with contextlib.suppress(RuntimeError):  # torch's, about the killed process
+                process.kill()  # torch would wait for them for ten seconds
+                process.join()
 
 
 @pytest.mark.parametrize(
