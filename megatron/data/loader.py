@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader
 from megatron.data.build import DataFile, Datasets
 from megatron.data.sampler import MicroBatchSampler
 from megatron.data.samples import SampleDataset
-from megatron.util.processes import is_for_users, name_lost_pages
+from megatron.util.errors import is_for_users, name_lost_pages
 
 Batch = TypeVar("Batch")
 

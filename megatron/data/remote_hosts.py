@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import re
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import urlsplit
 
 PROTOCOLS = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "http", "https")
 WEB = ("http", "https")
-_METADATA = ("metadata", "metadata.google.internal", "instance-data")
-_METADATA_ADDRESSES = ("100.100.100.200", "fd00:ec2::254", "168.63.129.16", "192.0.0.192")
+_METADATA = ("metadata", "metadata.google.internal", "metadata.goog", "instance-data")
+_METADATA_ADDRESSES = (
+    "100.100.100.200", "fd00:ec2::254", "fd20:ce::254", "168.63.129.16", "192.0.0.192",
+)  # fmt: skip
 """Those outside of the link-local networks."""
+_HOST = re.compile(r"[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?")
 
 
 def check_url(url: str) -> None:
@@ -37,10 +41,16 @@ def check_url(url: str) -> None:
 
 
 def host_of(url: str) -> str:
-    """The host that a URL of a web server names. Raises ValueError if it names none."""
+    """The host that a URL of a web server names. Raises ValueError if it names none, or in letters
+    that a client would turn into others: those of a metadata service's name, or digits."""
     host = urlsplit(url).hostname
     if not host:
         raise ValueError(f"{url} names no host")
+    if not _HOST.fullmatch(host):
+        raise ValueError(
+            f"{url} names a host with other characters than a-z, 0-9, '-', '_' and '.'; write the "
+            "name as it is in the network's directory (xn--...)"
+        )
     return host.rstrip(".").lower()
 
 
@@ -52,6 +62,7 @@ def web_client(url: str, longest: int) -> Callable[..., Awaitable[Any]]:
     http; and where an answer is longer than ``longest`` bytes, or does not say how long it is.
     """
     import aiohttp
+    import yarl
     from aiohttp.abc import AbstractResolver
 
     host = host_of(url)
@@ -73,7 +84,12 @@ def web_client(url: str, longest: int) -> Callable[..., Awaitable[Any]]:
             await self._inner.close()
 
     async def redirected(session: Any, context: Any, request: Any) -> None:
-        target = urljoin(str(request.url), request.response.headers.get("Location", ""))
+        headers = request.response.headers
+        try:  # as aiohttp reads it, which may be another host than that of urlsplit
+            location = yarl.URL(headers.get("Location") or headers.get("URI", ""))
+            target = str(request.url.join(location))
+        except ValueError as error:
+            raise OSError(f"{request.url} leads to an address that is none: {error}") from None
         if urlsplit(str(request.url)).scheme == "https" and urlsplit(target).scheme != "https":
             raise OSError(f"{request.url} leads to {target}, without encryption")
         if reason := _refusal(host_of(target), public):

@@ -23,6 +23,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.util.processes import death
+
 GRACE_SECONDS = 3.0
 """Time for the other ranks to end after one did, to find the one that failed first."""
 LAST_LINES = 10
@@ -110,15 +112,8 @@ class _Worker:
 
     def end(self) -> str:
         """How it ended, and its last lines."""
-        code = self.process.exitcode
-        if code is None:
-            how = "closed its pipe"
-        elif code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
-        else:
-            how = f"ended with status {code}"
         lines = self._last_lines()
-        return f"{how}; its last lines:\n" + "\n".join(
+        return f"{death(self.process.exitcode)}; its last lines:\n" + "\n".join(
             f"    {line}" for line in lines or ["(none)"]
         )
 

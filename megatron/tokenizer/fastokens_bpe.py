@@ -18,7 +18,7 @@ import orjson
 
 from megatron.config import ConfigError
 from megatron.tokenizer.base import TokenIds
-from megatron.util.rust import rust_errors
+from megatron.util.errors import rust_errors
 
 # Characters that one tokenizer encodes with tiktoken before fastokens is built: a fifth to a third
 # of the time that building takes, for 50,000 merges.

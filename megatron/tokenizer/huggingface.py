@@ -28,7 +28,7 @@ from megatron.tokenizer.base import (
 from megatron.tokenizer.gpt2_bpe import token_bytes
 from megatron.tokenizer.tokenizer_json import WatchedNormalizer
 from megatron.tokenizer.transformers_folder import load_folder
-from megatron.util.rust import rust_errors
+from megatron.util.errors import rust_errors
 
 _BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 _SPACES = frozenset("\u2581 \t\n\v\f\r\u0120\u0109\u010a\u010b\u010c\u010d")

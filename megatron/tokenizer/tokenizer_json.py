@@ -15,7 +15,7 @@ import orjson
 import tokenizers
 from tokenizers import Regex, normalizers, pre_tokenizers
 
-from megatron.util.rust import rust_errors
+from megatron.util.errors import rust_errors
 
 MOST_IDS = 1 << 20
 """Ids that any vocabulary may use, with gaps; a larger one may use four for each token."""

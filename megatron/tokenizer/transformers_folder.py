@@ -8,8 +8,8 @@ from typing import Any
 from megatron.tokenizer.base import read_vocabulary_file
 from megatron.tokenizer.sentence_piece_model import check_sizes
 from megatron.tokenizer.tokenizer_json import check_size_of_ids, check_tokenizer_json
+from megatron.util.errors import rust_errors
 from megatron.util.json_text import parse_json
-from megatron.util.rust import rust_errors
 
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
 

@@ -23,6 +23,7 @@ from megatron.config import ConfigError, ParallelFlags, Settings
 from megatron.config.flags import ConfigResolver, build
 from megatron.engine.environment import meeting, tasks_of_scheduler, world_size
 from megatron.training.stopping import STOP_SIGNALS
+from megatron.util.processes import death
 
 logger = logging.getLogger(__name__)
 
@@ -229,8 +230,7 @@ def run_node(node: Node, command: Sequence[str], port: int, timeout_minutes: flo
             rank, failure = error.get_first_failure()
             if failure.exitcode >= 0:
                 return failure.exitcode
-            name = signal.Signals(-failure.exitcode).name
-            print(f"error: process {rank} was killed by {name}", file=sys.stderr)
+            print(f"error: process {rank} {death(failure.exitcode)}", file=sys.stderr)
             return 128 - failure.exitcode
     return 0
 

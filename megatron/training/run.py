@@ -55,8 +55,9 @@ from megatron.training.profiling import profiling
 from megatron.training.report import Reporter, say, show_log
 from megatron.training.stopping import NonFiniteGuard, Stopping, StopRequest
 from megatron.training.trainer import Callback, Position, Trainer
+from megatron.util.errors import is_for_users, name_lost_pages
 from megatron.util.locks import Lock
-from megatron.util.processes import is_for_users, is_main_process, name_lost_pages
+from megatron.util.processes import is_main_process
 
 Config = TypeVar("Config")
 

@@ -3,18 +3,14 @@ several."""
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
-import sys
 import threading
-import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 Request = TypeVar("Request")
@@ -31,77 +27,6 @@ _ITEMS_PER_WORKER = 4
 def is_main_process() -> bool:
     """Whether this process prints and writes for all."""
     return os.environ.get("RANK", "0") == "0"
-
-
-def is_for_users(error: BaseException) -> bool:
-    """Whether this package raised an error about the user's input, with a message for users, or
-    the system did about files. What is raised deeper (torch, deepspeed) is not."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = Path(__file__).resolve().parent.parent
-    return isinstance(error, OSError) or (
-        isinstance(error, ValueError) and Path(frames[-1].filename).is_relative_to(own)
-    )
-
-
-def name_lost_pages() -> None:
-    """Makes this process end with a message where the system cannot give it a page of a file that
-    is mapped into memory: the file was cut short, its disk failed, or shared memory is full. The
-    signal, SIGBUS, otherwise kills it without a word. Where the system is not Linux it remains so.
-    """
-    if sys.platform != "linux" or sys.maxsize < 2**32:
-        return
-    action = _SignalAction(ctypes.cast(_on_lost_page, ctypes.c_void_p), flags=_SA_SIGINFO)
-    ctypes.CDLL(None).sigaction(int(signal.SIGBUS), ctypes.byref(action), None)
-
-
-class _SignalAction(ctypes.Structure):
-    """``struct sigaction`` of 64-bit Linux."""
-
-    _fields_ = (
-        ("handler", ctypes.c_void_p),
-        ("mask", ctypes.c_ubyte * 128),
-        ("flags", ctypes.c_int),
-        ("restorer", ctypes.c_void_p),
-    )
-
-
-_SA_SIGINFO = 4
-_ADDRESS_IN_SIGINFO = 16
-
-
-@ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
-def _on_lost_page(number: int, info: int, context: int) -> None:
-    """The signal comes out of an instruction that reads or writes the page, so that Python can run
-    here; it cannot return there."""
-    try:
-        address = ctypes.c_void_p.from_address(info + _ADDRESS_IN_SIGINFO).value or 0
-        sys.stdout.flush()
-        message = f"error: {_lost_page(address)}\n"
-    except BaseException:
-        message = "error: a file that is mapped into memory was cut short or cannot be read\n"
-    os.write(2, message.encode(errors="replace"))
-    os._exit(2)
-
-
-def _lost_page(address: int) -> str:
-    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as lines:
-        for line in lines:
-            fields = line.split(maxsplit=5)
-            start, stop = (int(end, 16) for end in fields[0].split("-"))
-            if start <= address < stop and len(fields) == 6:
-                name = fields[5].rstrip("\n")
-                break
-        else:
-            return "memory of this process cannot be read (SIGBUS)"
-    if name.startswith(("/dev/shm/", "/SYSV", "/memfd:")):
-        return f"{name}: shared memory is full; make /dev/shm larger, or use fewer processes"
-    size = os.stat(name).st_size if os.path.exists(name) else 0
-    if int(fields[2], 16) + address - start < size:
-        return f"{name} cannot be read: its disk or network failed"
-    return (
-        f"{name} was cut short or deleted while it was read, and has {size} bytes; restore it "
-        "(delete it if it is in an index-cache), and resume from the last checkpoint"
-    )
 
 
 def usable_processors() -> int:

@@ -104,8 +104,12 @@ class Pool:
         # A store of its own for every job: no port is free at one moment and taken at the next,
         # and no job finds keys that another left.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        for rank, worker in enumerate(workers):
-            worker.send(_Job(function, args, _environment(rank, size, store.port)))
+        try:
+            for rank, worker in enumerate(workers):
+                worker.send(_Job(function, args, _environment(rank, size, store.port)))
+        except OSError:  # one has died since its last job: this test says so, and no other
+            self.close()
+            raise
         replies = _collect(workers, seconds)
         if all(reply is not None and reply.error is None for reply in replies):
             for worker in workers:

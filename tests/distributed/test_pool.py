@@ -90,6 +90,15 @@ def test_a_worker_that_holds_many_threads_is_replaced(pool, count):
     assert (set(before) & set(after) == set()) == (count == MOST_THREADS)
 
 
+def test_one_that_died_between_two_jobs_fails_one_test_only(pool):
+    assert pool.run(1, total, Addend(1.0)) == [Addend(1.0)]
+    pool._workers[0].process.kill()
+    pool._workers[0].process.join()
+    with pytest.raises(OSError):
+        pool.run(1, total, Addend(1.0))
+    assert pool.run(1, total, Addend(1.0)) == [Addend(1.0)]
+
+
 @pytest.mark.parametrize(
     "function, told",
     [

@@ -182,7 +182,7 @@ def test_dead_process(tmp_path):
     result = check("--layouts", "pp2,dp1,pp2-zero2", breaks="a rank", folder=tmp_path)
     assert result.returncode == 1, "a refusal counts for less than a failure"
     failed = verdict(result, "pp2")
-    assert failed.startswith("failed: in DeepSpeed's engine, rank 1 of 2 ended with status 1")
+    assert failed.startswith("failed: in DeepSpeed's engine, rank 1 of 2 ended with exit status 1")
     assert "    RuntimeError: no memory is left on this rank" in result.stdout
     assert verdict(result, "dp1") == "equal"
     assert verdict(result, "pp2-zero2").startswith("refused: ")

@@ -70,7 +70,7 @@ def test_the_rank_that_raised_is_named(jobs):
         with pytest.raises(RankError) as error:
             ranks.results()
     first, *lines = str(error.value).splitlines()
-    assert first == "rank 1 of 2 ended with status 1; its last lines:"
+    assert first == "rank 1 of 2 ended with exit status 1; its last lines:"
     assert lines[0].strip() == "on standard output"
     assert lines[-1].strip() == "ValueError: no more of this"
 

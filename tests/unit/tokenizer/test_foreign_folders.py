@@ -14,7 +14,7 @@ import pytest
 from megatron.tokenizer.huggingface import HFTokenizer
 from megatron.tokenizer.tokenizer_json import check_tokenizer_json
 from megatron.tokenizer.transformers_folder import load_folder
-from megatron.util.rust import rust_errors
+from megatron.util.errors import rust_errors
 
 ROOT = Path(__file__).parents[3]
 PROGRAMS = ("megatron", "tools", "tasks", "benchmarks", "compat", "scripts", "openwebtext")

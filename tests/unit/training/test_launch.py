@@ -17,6 +17,7 @@ from megatron.config import FLAG_CLASSES, ConfigError, FlagParser
 from megatron.engine.environment import meeting
 from megatron.training import launch
 from megatron.training.launch import Node, run_node, set_infiniband, start_processes
+from megatron.util.processes import death
 
 TWO_NODES = "--num-gpus-per-node 2 --num-nodes 2 --node-ips "
 LAUNCHER = "WORLD_SIZE LOCAL_WORLD_SIZE LOCAL_SIZE RANK NODE_RANK GLOO_SOCKET_IFNAME".split()
@@ -187,7 +188,7 @@ if os.environ["RANK"] == "1":
     [
         ("", 0, ""),
         ("sys.exit(3)", 3, ""),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "error: process 1 was killed by SIGKILL\n"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, f"error: process 1 {death(-9)}\n"),
     ],
 )
 def test_the_status_is_that_of_the_processes(tmp_path, monkeypatch, capfd, end, status, printed):

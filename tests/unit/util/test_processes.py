@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -110,27 +108,3 @@ def test_a_death_and_an_error_of_a_worker():
         list(map_in_order(iter([1, None, 2]), doubling, 2))
     with pytest.raises(TypeError):
         list(map_in_order(iter([1, {}, 2]), doubling, 2))
-
-
-READS_LOST_PAGES = """
-import mmap, os, sys
-from megatron.util.processes import name_lost_pages
-name_lost_pages()
-with open(sys.argv[1], "r+b") as file:
-    pages = mmap.mmap(file.fileno(), 0)
-    os.truncate(sys.argv[1], 100)
-    print("before", end="")
-    pages[2**16]
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the signal's data are those of Linux")
-def test_a_mapped_file_that_is_cut_short_is_named(tmp_path):
-    """In place of death by SIGBUS, and what was printed before is not lost."""
-    file = tmp_path / "long name.npy"
-    file.write_bytes(bytes(2**17))
-    command = [sys.executable, "-c", READS_LOST_PAGES, str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 2 and done.stdout == "before"
-    assert done.stderr.startswith(f"error: {file} was cut short or deleted while it was read, and ")
-    assert done.stderr.count("\n") == 1

@@ -25,7 +25,7 @@ from megatron.tokenizer.chat_process import (
     special_variables,
 )
 from megatron.tokenizer.transformers_folder import load_folder
-from megatron.util.rust import rust_errors
+from megatron.util.errors import rust_errors
 
 ALPACA_PREAMBLE = (
     "Below is an instruction that describes a task. Write a response that appropriately completes "
