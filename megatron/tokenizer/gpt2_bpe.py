@@ -94,6 +94,12 @@ def read_vocabulary(path: str) -> Vocabulary:
         )
     token_of_id: dict[int, str] = {}
     for token, i in vocab.items():
+        try:
+            token.encode()
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"--vocab-file {path}: token {token[:60]!a} has half of a character"
+            ) from None
         if type(i) is not int or i < 0:
             raise ValueError(
                 f"--vocab-file {path}: token {token!r} has the id {i!r}; ids are integers from 0 on"

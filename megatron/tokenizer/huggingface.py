@@ -128,9 +128,10 @@ class HFTokenizer(Tokenizer):
     def _find_token_bytes(self) -> list[bytes]:
         if not self.joins_bytes:
             tokens = super()._find_token_bytes()
-            names = self._tokenizer.convert_ids_to_tokens(sorted(self.byte_pieces))
-            for i, name in zip(sorted(self.byte_pieces), names, strict=True):
-                tokens[i] = byte_of_piece(name)
+            if self.byte_pieces:
+                for token, i in self._tokenizer.get_vocab().items():
+                    if _BYTE_PIECE.fullmatch(token):  # an id may have several names
+                        tokens[i] = byte_of_piece(token)
             return tokens
         tokens = [b""] * self._vocab_size
         for token, i in self._tokenizer.get_vocab().items():

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import sentencepiece
+from google.protobuf.message import DecodeError
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import (
     AddedToken,
@@ -18,7 +19,7 @@ from tokenizers import (
     processors,
 )
 
-from megatron.tokenizer.tokenizer_json import check_charsmap
+from megatron.tokenizer.tokenizer_json import check_charsmap, check_pieces
 
 SPACE = "\u2581"
 """SentencePiece's mark for a space."""
@@ -47,15 +48,29 @@ def check_kind(processor: sentencepiece.SentencePieceProcessor) -> None:
     """Refuses a model that `transformers` cannot run, before anything is trained with it. Raises
     ValueError if the model is of words, marks spaces after words, or replaces characters by texts
     that no normalization has."""
-    _, trainer, normalizer = read_model(processor)
+    pieces, trainer, normalizer = read_model(processor)
     check_charsmap(normalizer.precompiled_charsmap, "the model")
     if trainer.model_type not in (UNIGRAM, BPE, CHAR):
         kind = trainer.ModelType.Name(trainer.model_type).lower()
         raise ValueError(
             f"is a SentencePiece model of type {kind}; it must be unigram, bpe or char"
         )
+    if trainer.model_type == UNIGRAM:
+        check_pieces((piece.piece for piece in pieces), "the model")
     if trainer.treat_whitespace_as_suffix:
         raise ValueError("marks spaces after words; it must be trained to mark them before words")
+
+
+def check_sizes(content: bytes, where: str) -> None:
+    """Raises ValueError if a file, which another library is going to turn into its own form, is a
+    model with a piece or a replacement that is too long."""
+    model = getattr(sentencepiece_model_pb2, "ModelProto")()  # noqa: B009
+    try:
+        model.ParseFromString(content)
+    except DecodeError:
+        return  # something else
+    check_charsmap(model.normalizer_spec.precompiled_charsmap, where)
+    check_pieces((piece.piece for piece in model.pieces), where)
 
 
 def as_tokenizers(

@@ -7,7 +7,7 @@ import base64
 import json
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,9 @@ _LONGEST_CONTENT = 1 << 10
 """Characters that a step may put in the place of some, and tokens around a text."""
 _HARMLESS_GROWTH = 64
 """Times that steps one after another may lengthen a text without being watched."""
+_LONGEST_PIECE = 1 << 12
+"""Bytes of a piece of a Unigram model: the library keeps a map inside a map for each byte, and ends
+the process when it releases too many of them."""
 _BYTES = 1 << 30
 _PROBE, _PROBE_SECONDS = 8000, 0.15
 """Characters of a text on which a pattern is tried, and the time that it may take, of which
@@ -37,6 +40,15 @@ def check_size_of_ids(largest: int, tokens: int, where: str) -> None:
         raise ValueError(
             f"{where} has the token id {largest:,}, but {tokens:,} tokens; ids must be below "
             f"{max(MOST_IDS, 4 * tokens):,}"
+        )
+
+
+def check_pieces(pieces: Iterable[str], where: str) -> None:
+    """Raises ValueError if a piece of a Unigram model is too long for the library."""
+    longest = max((len(piece.encode("utf-8", "replace")) for piece in pieces), default=0)
+    if longest > _LONGEST_PIECE:
+        raise ValueError(
+            f"{where} has a piece of {longest:,} bytes; at most {_LONGEST_PIECE:,} are accepted"
         )
 
 
@@ -66,6 +78,8 @@ def _check(content: Step, model: Step, where: str) -> None:
     ids = [token["id"] for token in added]
     ids += vocab.values() if isinstance(vocab, dict) else [len(vocab) - 1]
     check_size_of_ids(max(ids, default=0), len(vocab) + len(added), where)
+    if isinstance(vocab, list):
+        check_pieces((piece for piece, _ in vocab), where)
     longest = model.get("max_input_chars_per_word", 0)
     if longest > _LONGEST_CONTENT:
         raise ValueError(

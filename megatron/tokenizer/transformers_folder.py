@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megatron.tokenizer.base import read_vocabulary_file
+from megatron.tokenizer.sentence_piece_model import check_sizes
 from megatron.tokenizer.tokenizer_json import check_size_of_ids, check_tokenizer_json
 from megatron.util.errors import rust_errors
 from megatron.util.json_text import parse_json
@@ -62,3 +64,6 @@ def _check_files(folder: Path, flag: str) -> None:
     for path in (folder / "tokenizer.json", *sorted(folder.glob("tokenizer.*.json"))):
         if path.is_file():
             check_tokenizer_json(path, f"{flag} {path}")
+    for path in sorted(folder.glob("*.model")):
+        if path.is_file():
+            check_sizes(read_vocabulary_file(path, flag), f"{flag} {path}")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import io
-import json
 from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron.inference.generation.config import GenerateConfig
 from megatron.tokenizer.base import read_text
+from megatron.util.json_text import parse_json
 
 T = TypeVar("T")
 
@@ -68,6 +68,6 @@ def _some(found: list[T], flag: str, path: str) -> list[T]:
 
 def _json(line: str) -> Any:
     try:
-        return json.loads(line)
+        return parse_json(line, "a line", lenient=True)
     except ValueError:
         return None

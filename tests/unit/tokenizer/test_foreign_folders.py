@@ -101,6 +101,10 @@ REFUSED = {
         {"normalizer": replace(r"(?:\w+\w+)+!", "b", "Regex")},
         "takes too long on a run of",
     ),
+    "a piece of 140,000 bytes": (
+        {"model": {"type": "Unigram", "unk_id": 0, "vocab": [["u", 0.0], ["x" * 140_000, -1.0]]}},
+        "has a piece of 140,000 bytes; at most 4,096 are accepted",
+    ),
     "no model": ({"model": [1]}, "is not a tokenizer.json"),
     "a step of another kind": ({"normalizer": [[]]}, "is not a tokenizer.json"),
 }

@@ -184,6 +184,7 @@ def test_transformers_and_torch_are_not_imported(trained_folder):
         ('{"a": -1}', "token 'a' has the id -1"),
         ('{"a": 0, "b": 0}', "tokens 'a' and 'b' share the id 0"),
         (b"\xff\xfe", "is not UTF-8"),
+        (r'{"a\ud800": 0}', r"token 'a\ud800' has half of a character"),
     ],
 )
 def test_bad_vocabulary(tmp_path, content, message):
