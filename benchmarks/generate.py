@@ -34,6 +34,7 @@ from generating.process import Process, ProgramError
 from generating.report import TIE, TIES, cache_line, differences, gaps, table
 from machine import machine
 
+from megatron.util.errors import one_line
 from megatron.util.files import write_whole
 
 OURS = "ours"
@@ -171,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for line in check(folder, rounds, found):
                 print(line)
         except ValueError as error:
-            print(f"generate.py: error: {error}", file=sys.stderr)
+            print(f"generate.py: error: {one_line(error)}", file=sys.stderr)
             return 1
     return 0
 

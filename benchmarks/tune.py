@@ -30,6 +30,7 @@ from contestants.registry import FLOOR, is_ours
 from contestants.report import disagreements, ratios, step_seconds
 from contestants.setting import Setting
 
+from megatron.util.errors import one_line
 from megatron.util.files import write_whole
 
 PEERS = ("hf-deepspeed", "hf-trainer")
@@ -52,7 +53,7 @@ def main() -> int:
             found[task] = measured(task, options)
             print(markdown(task, found[task]), flush=True)
     except (ValueError, OSError, ContestantError) as error:
-        print(f"tune.py: error: {error}", file=sys.stderr)
+        print(f"tune.py: error: {one_line(error)}", file=sys.stderr)
         return 2
     if options.json:
         write_whole(options.json, (json.dumps(found, indent=1) + "\n").encode())

@@ -23,6 +23,7 @@ from megatron.config.flags import ConfigError, option
 from megatron.config.kinds.curriculum import CurriculumConfig, without_sampling
 from megatron.data.kinds.curriculum.analysis import METRICS, MetricSummary, analyse
 from megatron.training.run import Run, RunToolParser, run_data, run_of
+from megatron.util.errors import one_line
 from megatron.util.progress import progress_bar
 
 
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         config.check()
         summaries = measure(config, run_of(settings, config.world_size))
     except (ValueError, OSError) as error:
-        sys.exit(f"analyze_data.py: error: {error}")
+        sys.exit(f"analyze_data.py: error: {one_line(error)}")
     report(summaries, time.perf_counter() - started)
 
 

@@ -23,6 +23,7 @@ from megatron.data.sources import parts_of
 from megatron.families import family_names, family_of
 from megatron.training.plan import TrainingPlan
 from megatron.training.run import Run, RunToolParser, run_of
+from megatron.util.errors import one_line
 from megatron.util.processes import usable_processors
 
 
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_writable(run.config)
         build_all(config, run)
     except (ValueError, OSError) as error:
-        sys.exit(f"build_index.py: error: {error}")
+        sys.exit(f"build_index.py: error: {one_line(error)}")
 
 
 def check_writable(config: RunConfig) -> None:

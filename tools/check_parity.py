@@ -46,6 +46,7 @@ from megatron.parity.check import (
     check_flags,
 )
 from megatron.training.run import RunToolParser
+from megatron.util.errors import one_line
 
 EPILOG = """All flags of pretrain_gpt.py (see its --help), with --model-family those of that
 family's program, describe model, data, optimizer and batch; layouts are named by --layouts instead.
@@ -202,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         sys.exit(check(argv))
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {one_line(error)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

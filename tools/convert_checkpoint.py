@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron.config.command_line import run_command
+from megatron.util.errors import one_line
 
 COMMANDS = {
     "to-hf": "megatron.formats.conversion.commands:to_hf",
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         run_command(COMMANDS, __doc__, argv)
     except (ValueError, OSError) as error:
-        sys.exit(f"convert_checkpoint.py: error: {error}")
+        sys.exit(f"convert_checkpoint.py: error: {one_line(error)}")
 
 
 if __name__ == "__main__":

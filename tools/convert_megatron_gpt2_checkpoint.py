@@ -26,6 +26,7 @@ from megatron.formats.huggingface.gpt2 import GPT2
 from megatron.formats.huggingface.source import TOKENIZER, WeightFiles
 from megatron.formats.legacy_megatron.rank_files import MODEL_FILES
 from megatron.formats.legacy_megatron.reader import MegatronCheckpoint
+from megatron.util.errors import one_line
 
 NAME = "convert_megatron_gpt2_checkpoint.py"
 MEMBER = f"release/mp_rank_00/{MODEL_FILES[0]}"
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             options.overwrite,
         )
     except (ValueError, OSError) as error:
-        sys.exit(f"{NAME}: error: {error}")
+        sys.exit(f"{NAME}: error: {one_line(error)}")
 
 
 def parser() -> CommandParser:

@@ -31,6 +31,7 @@ from megatron.formats.inspection import (
     tensor_differences,
     tensor_facts,
 )
+from megatron.util.errors import one_line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(line)
         return 0
     except (ValueError, OSError) as error:
-        sys.exit(f"inspect_checkpoint.py: error: {error}")
+        sys.exit(f"inspect_checkpoint.py: error: {one_line(error)}")
 
 
 def parser() -> CommandParser:

@@ -21,6 +21,7 @@ from megatron.config.flags import build, option
 from megatron.data.indexed import IndexedDataset
 from megatron.data.indexed.dataset_checks import contents, find_prefixes
 from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.util.errors import one_line
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if not config.json:
                 print("\n".join(lines))
     except (ValueError, OSError) as error:
-        sys.exit(f"inspect_index.py: error: {error}")
+        sys.exit(f"inspect_index.py: error: {one_line(error)}")
     if config.json:
         print(json.dumps(shown, indent=1))
 

@@ -41,6 +41,7 @@ from megatron.containers.job import (
     unmounted_paths,
 )
 from megatron.containers.runtimes import RUNTIMES, check_image, find_runtime
+from megatron.util.errors import one_line
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not config.dry_run:
             check_image(name, program, job.image)
     except (ValueError, OSError) as error:
-        sys.exit(f"launch_container.py: error: {error}")
+        sys.exit(f"launch_container.py: error: {one_line(error)}")
     for line in notes(config, job, name):
         print(f"launch_container.py: {line}", file=sys.stderr)
     print(shlex.join(command), flush=True)

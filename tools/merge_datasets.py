@@ -19,6 +19,7 @@ from megatron.config.flags import option
 from megatron.data.indexed import IndexedDataset
 from megatron.data.indexed.dataset_checks import find_prefixes
 from megatron.data.indexed.dataset_writer import merge_datasets
+from megatron.util.errors import one_line
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         notes = merge_datasets(prefixes, config.output_prefix)
         merged = IndexedDataset(config.output_prefix)
     except (ValueError, OSError) as error:
-        sys.exit(f"merge_datasets.py: error: {error}")
+        sys.exit(f"merge_datasets.py: error: {one_line(error)}")
     for note in notes:
         print(note)
     print(

@@ -25,6 +25,7 @@ from megatron.training.run_curves import (
     read_evaluations,
     write_csv,
 )
+from megatron.util.errors import one_line
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         run(options)
     except (ValueError, OSError) as error:
-        print(f"plot_runs.py: error: {error}", file=sys.stderr)
+        print(f"plot_runs.py: error: {one_line(error)}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -14,6 +14,7 @@ from megatron.config import TokenizerConfig, parse_configs
 from megatron.corpus.preprocessing.config import PreprocessConfig
 from megatron.corpus.preprocessing.preprocess import preprocess
 from megatron.corpus.preprocessing.reporting import PreprocessSummary
+from megatron.util.errors import one_line
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -25,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         summary = preprocess(config, tokenizer_config)
     except (ValueError, OSError) as error:
-        sys.exit(f"preprocess_data.py: error: {error}")
+        sys.exit(f"preprocess_data.py: error: {one_line(error)}")
     except KeyboardInterrupt:
         sys.exit("preprocess_data.py: interrupted")
     report(summary)

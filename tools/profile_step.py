@@ -33,6 +33,7 @@ from megatron.training.run import (
     run_of,
     train,
 )
+from megatron.util.errors import one_line
 from megatron.util.files import write_whole
 
 _LENGTHS = ("train_iters", "train_samples", "train_tokens")
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             show(config, Path(config.trace))
             return
     except (ValueError, OSError) as error:
-        sys.exit(f"profile_step.py: error: {error}")
+        sys.exit(f"profile_step.py: error: {one_line(error)}")
     with errors_for_users():
         settings = few_steps(settings)
         train(run_of(settings, start_processes(settings)))

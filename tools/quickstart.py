@@ -31,6 +31,7 @@ from megatron.quickstart.commands import (
 )
 from megatron.quickstart.corpus import HeldOut, held_out, standard_library, write_corpus
 from megatron.training.plots import plot_loss
+from megatron.util.errors import one_line
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         config.check()
         run(config)
     except (ValueError, OSError, CommandFailed) as error:
-        sys.exit(f"quickstart.py: error: {error}")
+        sys.exit(f"quickstart.py: error: {one_line(error)}")
     except KeyboardInterrupt:
         sys.exit(
             "quickstart.py: interrupted; run it again to continue after the last finished command"

@@ -24,6 +24,7 @@ from megatron.config import ConfigError, parse_configs
 from megatron.config.flags import option
 from megatron.parallel.pipeline_schedules import SCHEDULES, Action, PipelineSchedule
 from megatron.parallel.timeline import Timeline, simulate, theory, transfer_of
+from megatron.util.errors import one_line
 from megatron.util.files import replacing
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         run(options)
     except (ValueError, OSError) as error:
-        print(f"schedule.py: error: {error}", file=sys.stderr)
+        print(f"schedule.py: error: {one_line(error)}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -32,6 +32,7 @@ from megatron.families import family_names, family_of
 from megatron.parallel.mesh import MODEL, memberships
 from megatron.training.plan import TrainingPlan
 from megatron.training.run import Run, RunToolParser, run_of
+from megatron.util.errors import one_line
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for line in show(config, run):
             print(line)
     except (ValueError, OSError) as error:
-        sys.exit(f"show_batch.py: error: {error}")
+        sys.exit(f"show_batch.py: error: {one_line(error)}")
 
 
 def show(config: ShowConfig, run: Run) -> Iterator[str]:

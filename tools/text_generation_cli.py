@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from megatron.config.command_line import CommandParser
+from megatron.util.errors import one_line
 
 PATH = "/api"
 SHOWN = 300
@@ -74,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         converse(address, options.api_key)
     except ServerError as error:
-        sys.exit(f"{parser.prog}: error: {error}")
+        sys.exit(f"{parser.prog}: error: {one_line(error)}")
     except EOFError:
         print()
     except KeyboardInterrupt:

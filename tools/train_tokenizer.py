@@ -25,6 +25,7 @@ from megatron.corpus.preprocessing.inputs import (
 from megatron.corpus.preprocessing.reporting import Progress
 from megatron.data.json_lines import BadLine, long_line, texts_of_line
 from megatron.tokenizer.train import KINDS, TRAINED_FILES, train_tokenizer
+from megatron.util.errors import one_line
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         train(config)
     except (ValueError, OSError) as error:
-        sys.exit(f"train_tokenizer.py: error: {error}")
+        sys.exit(f"train_tokenizer.py: error: {one_line(error)}")
 
 
 def train(config: TrainTokenizerConfig) -> None:

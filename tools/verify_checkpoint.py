@@ -19,6 +19,7 @@ from pathlib import Path
 
 from megatron.config.command_line import CommandParser
 from megatron.formats.inspection import Verdict, verify_all
+from megatron.util.errors import one_line
 
 TITLES = ("checkpoint", "files", "MB", "tensors", "seconds", "")
 
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         line = [first[0].ljust(first[1]), *(word.rjust(width) for word, width in others[:-1])]
         print("  ".join([*line, words[-1]]).rstrip())
     for error in errors:
-        print(f"damaged: {error}", file=sys.stderr)
+        print(f"damaged: {one_line(error)}", file=sys.stderr)
     return 1 if errors else 0
 
 

@@ -26,6 +26,7 @@ from megatron.config import FlagParser, TokenizerConfig
 from megatron.config.flags import build, option
 from megatron.data.indexed.dataset_checks import check_dataset, find_prefixes
 from megatron.tokenizer import build_tokenizer
+from megatron.util.errors import one_line
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             prefixes = find_prefixes([entry])
         except (ValueError, OSError) as error:
-            print(f"damaged: {error}", file=sys.stderr)
+            print(f"damaged: {one_line(error)}", file=sys.stderr)
             status = 1
             continue
         for prefix in prefixes:
@@ -74,7 +75,7 @@ def verify(prefix: str, vocab_size: int | None, write: bool) -> int:
     try:
         found = check_dataset(prefix, vocab_size, write=write)
     except (ValueError, OSError) as error:
-        print(f"damaged: {error}", file=sys.stderr)
+        print(f"damaged: {one_line(error)}", file=sys.stderr)
         return 1
     sums = {"none": "no checksums", "equal": "checksums equal", "written": "checksums written"}
     ids = "no token ids" if found.largest_id is None else f"largest id {found.largest_id}"

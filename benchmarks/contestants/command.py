@@ -16,6 +16,7 @@ from contestants.process import ContestantError, environment, prepare
 from contestants.registry import DEFAULT, contestant
 from contestants.report import compared, markdown
 from contestants.setting import Setting
+from megatron.util.errors import one_line
 from megatron.util.files import write_whole
 
 TOLERANCE = {"bf16": 0.02, "fp32": 1e-3}
@@ -27,7 +28,7 @@ def measure(options: argparse.Namespace, command: list[str]) -> int:
     try:
         found = measured(options, command)
     except (ValueError, OSError, ContestantError) as error:
-        print(f"train.py: error: {error}", file=sys.stderr)
+        print(f"train.py: error: {one_line(error)}", file=sys.stderr)
         return 2
     print(markdown(found), end="", flush=True)
     if options.json:

@@ -24,6 +24,7 @@ from megatron.config.flags import (
     flag_value,
     nearest,
 )
+from megatron.util.errors import one_line
 
 MANY_FLAGS = 40
 """With more flags than this, --help shows the examples again at its end."""
@@ -85,7 +86,7 @@ class CommandParser(argparse.ArgumentParser):
         return "\n\n".join([f"{text}\nexamples:", *examples]) + "\n" if examples else text
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        self.exit(2, f"{self.prog}: error: {one_line(message)}\n")
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
         """Names the first word that is no flag, and what to use instead, whose flag it is, or else

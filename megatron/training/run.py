@@ -55,7 +55,7 @@ from megatron.training.profiling import profiling
 from megatron.training.report import Reporter, say, show_log
 from megatron.training.stopping import NonFiniteGuard, Stopping, StopRequest
 from megatron.training.trainer import Callback, Position, Trainer
-from megatron.util.errors import is_for_users, name_lost_pages
+from megatron.util.errors import is_for_users, name_lost_pages, one_line
 from megatron.util.locks import Lock
 from megatron.util.processes import is_main_process
 
@@ -376,7 +376,7 @@ def errors_for_users() -> Iterator[None]:
 
 def _print_error(error: Exception) -> None:
     who = "" if is_main_process() else f"rank {os.environ['RANK']}: "
-    print(f"{who}error: {error}", file=sys.stderr, flush=True)
+    print(f"{who}error: {one_line(error)}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

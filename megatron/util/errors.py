@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import sys
 import traceback
@@ -13,6 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _PANIC = "PanicException"
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+_LONG_WORD = re.compile(r"(\S{500})\S{500,}(\S{100})")
+_LONG = re.compile(r"(?s)(.{6000}).{2000,}(.{1000})")
 
 
 def is_for_users(error: BaseException) -> bool:
@@ -23,6 +27,22 @@ def is_for_users(error: BaseException) -> bool:
     return isinstance(error, OSError) or (
         isinstance(error, ValueError) and Path(frames[-1].filename).is_relative_to(own)
     )
+
+
+def one_line(message: object) -> str:
+    """The text of an error or message in one line: its lines follow each other, what a terminal
+    would obey or cannot show is escaped, and of a very long value, which a file of somebody else
+    may have, are left its ends."""
+    text = " ".join(line.strip() for line in str(message).splitlines())
+    text = _LONG.sub(_ends, _LONG_WORD.sub(_ends, text))
+    return _CONTROL.sub(
+        lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text
+    )
+
+
+def _ends(found: re.Match[str]) -> str:
+    left_out = len(found[0]) - len(found[1]) - len(found[2])
+    return f"{found[1]}[... {left_out:,} characters ...]{found[2]}"
 
 
 @contextmanager

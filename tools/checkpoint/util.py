@@ -27,6 +27,7 @@ from megatron.formats.legacy_megatron.names import FAMILIES
 from megatron.formats.legacy_megatron.reader import MegatronCheckpoint
 from megatron.formats.meta.source import PARAMS, tokenizer_of_file
 from megatron.tokenizer import build_tokenizer
+from megatron.util.errors import one_line
 from megatron.util.progress import say
 
 SAVERS = ("megatron", "safetensors")
@@ -88,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         reshape(sys.argv[1:] if argv is None else argv)
     except (ValueError, OSError) as error:
-        sys.exit(f"util.py: error: {error}")
+        sys.exit(f"util.py: error: {one_line(error)}")
 
 
 def reshape(argv: Sequence[str]) -> None:

@@ -38,6 +38,7 @@ from megatron.corpus.preprocessing.inputs import (
     total_bytes,
 )
 from megatron.corpus.preprocessing.reporting import Progress
+from megatron.util.errors import one_line
 from megatron.util.processes import map_in_order
 
 if TYPE_CHECKING:
@@ -316,7 +317,7 @@ def run_tool(
         classes = [hints[parameter] for parameter in inspect.signature(action).parameters]
         print(action(*parse_configs(classes, words, description=description, prog=name)))
     except (ValueError, OSError) as error:
-        sys.exit(f"{name}: error: {error}")
+        sys.exit(f"{name}: error: {one_line(error)}")
 
 
 def required(config: object, *fields: str) -> list[Any]:

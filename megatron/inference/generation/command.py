@@ -23,6 +23,7 @@ from megatron.inference.step import Runner
 from megatron.training.launch import start_processes
 from megatron.training.outputs import check_output
 from megatron.training.run import RunToolParser
+from megatron.util.errors import one_line
 from megatron.util.files import replacing, sync
 from megatron.util.processes import is_main_process
 from megatron.util.progress import progress_bar, say
@@ -123,7 +124,7 @@ def interact(generator: TextGenerator, samples: int, sources: Sources | None = N
             # A line that comes again gets another text.
             show(generator, [text], samples, number, sources=sources)
         except ValueError as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {one_line(error)}", file=sys.stderr)
 
 
 def show(

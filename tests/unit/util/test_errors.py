@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.util.errors import one_line
+
 ROOT = Path(__file__).parents[3]
 
 READS_LOST_PAGES = """
@@ -30,3 +32,16 @@ def test_a_mapped_file_that_is_cut_short_is_named(tmp_path):
     assert done.returncode == 2 and done.stdout == "before"
     assert done.stderr.startswith(f"error: {file} was cut short or deleted while it was read, and ")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        ("x.json: a\n  b\r\nc", "x.json: a b c"),
+        ("\x1b[31m\0\ud800\u200b", "\\x1b[31m\\x00\\ud800\u200b"),
+        ("a " + "x" * 70_000 + " b", f"a {'x' * 500}[... 69,400 characters ...]{'x' * 100} b"),
+        ("ab " * 5_000 + "c", f"{'ab ' * 2_000}[... 8,001 characters ...]{'ab ' * 333}c"),
+    ],
+)
+def test_messages_are_one_line(message, line):
+    assert one_line(ValueError(message)) == line
