@@ -442,7 +442,7 @@ def test_tensorboard_continues_after_its_folder_was_deleted(tmp_path, caplog, ca
     seconds[0] = 61.0
     write_train(writer, [iteration + 2, iteration + 3])
     writer.close()
-    # The thread may have begun its file after the folder was deleted: the first ones are there then.
+    # The thread may have begun its file after the folder was deleted: what was first is there then.
     steps = [step for step, _ in events(tmp_path / "tb")["lm loss"]]
     assert steps[-2:] == [iteration + 2, iteration + 3]
     failed, again, missing = warnings(caplog)
