@@ -19,6 +19,7 @@ from megatron.data.kinds.retro.project import (
     sample_fields,
     write_json,
 )
+from megatron.data.kinds.retro.run_settings import project_of
 from megatron.retro.blocks import barrier
 from megatron.retro.config import RetroPreprocessConfig
 from megatron.retro.embedding import completed_flags
@@ -98,7 +99,7 @@ def _begin_writing(folder: Path, held: ExitStack | None) -> None:
 def existing(settings: Settings, compared: bool = True) -> Preprocessing:
     """:func:`configured` for a project that has its ``config.json``, on any process. Without
     ``compared`` the data that flags name are not looked at."""
-    project = RetroProject(settings["retro_project_dir"].value)
+    project = project_of(settings, settings["retro_project_dir"].value)
     config = build(RetroPreprocessConfig, _completed(settings, project))
     own = {field.name for field in dataclasses.fields(RetroPreprocessConfig)}
     others = {name: setting for name, setting in settings.items() if name not in own}

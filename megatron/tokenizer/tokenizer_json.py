@@ -90,7 +90,7 @@ def _check(content: Step, model: Step, where: str) -> None:
     ids += vocab.values() if isinstance(vocab, dict) else [len(vocab) - 1]
     check_size_of_ids(max(ids, default=0), len(vocab) + len(added), where)
     if isinstance(vocab, list):
-        check_pieces((piece for piece, _ in vocab), where)
+        check_pieces((row[0] for row in vocab), where)
     longest = model.get("max_input_chars_per_word", 0)
     if longest > LONGEST_CONTENT:
         raise ValueError(

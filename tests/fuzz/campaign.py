@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -29,9 +30,15 @@ class Summary(NamedTuple):
     findings: int
 
 
-def batch(sandbox: Sandbox, seed: int, examples: int, known: frozenset[str] = frozenset()) -> None:
-    """Some inputs. Raises Broken, with as few edits as possible, for the first finding whose rule
-    is not known."""
+def batch(
+    sandbox: Sandbox,
+    seed: int,
+    examples: int,
+    known: frozenset[str] = frozenset(),
+    stop: float = math.inf,
+) -> None:
+    """Some inputs, until the clock ``stop``. Raises Broken, with as few edits as possible, for the
+    first finding whose rule is not known."""
 
     @seeded(seed)
     @settings(
@@ -41,6 +48,8 @@ def batch(sandbox: Sandbox, seed: int, examples: int, known: frozenset[str] = fr
     )  # fmt: skip
     @given(EDITS)
     def check(edits: list[Edit]) -> None:
+        if time.monotonic() > stop:
+            return
         finding = sandbox.finding(edits)
         if finding is not None and finding.rule not in known:
             raise Broken(sandbox.fuzzer.name, edits, finding)
@@ -54,7 +63,7 @@ def campaign(sandbox: Sandbox, seconds: float, seed: int = 0) -> Iterator[Broken
     stop, found = time.monotonic() + seconds, set[str]()
     while time.monotonic() < stop:
         try:
-            batch(sandbox, seed, BATCH, frozenset(found))
+            batch(sandbox, seed, BATCH, frozenset(found), stop)
         except Broken as broken:
             found.add(broken.finding.rule)
             yield broken

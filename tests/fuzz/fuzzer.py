@@ -8,6 +8,7 @@ on the standard input.
 
 from __future__ import annotations
 
+import errno
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,10 @@ from typing import NamedTuple
 
 from fuzz.edits import Edit
 
+from megatron.util.errors import one_line
+
 ROOT = Path(__file__).resolve().parents[2]
+_REFUSALS = (errno.EACCES, errno.EPERM, errno.EXDEV)
 
 
 @dataclass(frozen=True)
@@ -97,16 +101,27 @@ def judged(fuzzer: Fuzzer, folder: Path, names: Sequence[str]) -> tuple[bool, Fi
 def _message_fault(
     error: Exception, folder: Path, names: Sequence[str], named: bool
 ) -> Finding | None:
-    """What is wrong with a message."""
-    text, place = str(error), _place(error)
+    """What is wrong with a message as programs print it."""
+    text, place = one_line(error), _place(error)
     fault = None
-    if not text.strip():
+    if not text:
         fault = "an empty message"
+    elif _denied(error):
+        fault = "a library opens what it must not"
     elif named and not any(name in text for name in (str(folder), *names)):
         fault = "a message without a file's name"
     if fault is None:
         return None
     return Finding(f"{fault}, {type(error).__name__} {place}", _trace(error))
+
+
+def _denied(error: BaseException | None) -> bool:
+    """Whether the system has refused something, although the input is readable: see landlock.py."""
+    while error is not None:
+        if getattr(error, "errno", None) in _REFUSALS or "Permission denied" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _trace(error: BaseException) -> str:

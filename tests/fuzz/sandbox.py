@@ -19,11 +19,14 @@ from typing import Any
 
 from fuzz.edits import Edit, apply, copy, files_of
 from fuzz.fuzzer import ROOT, Finding, Fuzzer, judged
+from fuzz.landlock import confine
 
-WALL_SECONDS = 60.0
-"""After which an input that waits is a hang: two cores may have much else to do."""
+WALL_SECONDS = 200.0
+"""After which an input that waits is a hang: a few cores may have many fuzzers to run."""
 _FILE_BYTES = 1 << 28
 _SYSTEM = ("/proc/", "/sys/", "/dev/null", "/dev/urandom", "/usr/lib/", "/usr/share/zoneinfo")
+_LIBRARIES = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime")
+CONNECTS = frozenset(("socket.connect", "socket.getaddrinfo"))
 _COMMANDS = frozenset(
     ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.forkpty")
     + ("subprocess.Popen", "pty.spawn", "os.startfile", "webbrowser.open", "os.kill")
@@ -118,6 +121,8 @@ class Sandbox:
             self.fuzzer.read(target)  # imports what it needs, before there are limits
         _limit(self.fuzzer, self._log, temporary)
         watch = _Watch((self._scratch,), self.fuzzer.may)
+        readable = [Path(place) for place in (*watch.readable, "/proc", "/sys", *_LIBRARIES)]
+        confine((self._scratch, Path("/dev")), readable, bool(CONNECTS & self.fuzzer.may))
         names = [path.name for path in files_of(self._seed)]
         while True:
             try:
@@ -184,7 +189,7 @@ class _Watch:
         self._own = tuple(f"{folder}/" for folder in folders)
         programs = {ROOT, Path(sys.prefix), Path(sys.base_prefix), Path(os.__file__).parent}
         programs |= {Path(path).resolve() for path in sys.path if path}
-        self._readable = (*self._own, *(f"{path}/" for path in programs), *_SYSTEM)
+        self.readable = (*self._own, *(f"{path}/" for path in programs), *_SYSTEM)
         self._may, self._active = may, False
         self.seen: list[str] = []
         sys.addaudithook(self._event)
@@ -203,7 +208,7 @@ class _Watch:
         elif event == "open" and isinstance(args[0], str | bytes):
             flags = args[2] or 0
             writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-            self._check(event, args[0], self._own if writes else self._readable)
+            self._check(event, args[0], self._own if writes else self.readable)
         elif event in _CHANGES and isinstance(args[0], str | bytes):
             self._check(event, args[0], self._own)
 

@@ -1,6 +1,8 @@
 """Every reader of files refuses edited inputs as `fuzz/fuzzer.py` says: some inputs of each here, a
 minute of each with `make proof`, and as long as wanted with `python tests/fuzz/run.py`."""
 
+import ctypes
+import os
 import random
 import sys
 
@@ -8,6 +10,7 @@ import pytest
 from fuzz.campaign import Summary, batch, campaign
 from fuzz.edits import Edit, apply, files_of
 from fuzz.fuzzer import Broken, Fuzzer
+from fuzz.landlock import version
 from fuzz.readers import FUZZERS
 from fuzz.sandbox import Sandbox
 from samples import sampled
@@ -46,6 +49,12 @@ def read_outside(folder):
     open("/etc/hostname").close()
 
 
+def read_outside_in_a_library(folder):
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.open(b"/etc/hostname", os.O_RDONLY) < 0:
+        raise ValueError(f"{folder}: {os.strerror(ctypes.get_errno())}")
+
+
 def swallow_questions(folder):
     sys.stdin.readline()
 
@@ -66,8 +75,6 @@ def run_command(folder):
 
 
 def die(folder):
-    import ctypes
-
     ctypes.string_at(0)
 
 
@@ -86,6 +93,11 @@ def nameless(folder):
     ("read", "rule"),
     [
         (read_outside, "open of /etc/hostname"),
+        pytest.param(
+            read_outside_in_a_library,
+            "a library opens what it must not",
+            marks=pytest.mark.skipif(not version(), reason="the kernel has no Landlock"),
+        ),
         (swallow_questions, "reads the standard input"),
         (exhaust, "MemoryError"),
         (forever, "takes more than"),

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from megatron.config import ConfigError, ModelConfig
 from megatron.config.flags import POSITIVE, option
 from megatron.data.kinds.retro.project import RetroProject
+from megatron.data.kinds.retro.run_settings import project_of
 from megatron.data.sources import PARTS
 from megatron.engine.train_engine import ModelEngine
 from megatron.families import family_of
@@ -86,7 +87,7 @@ def run_evaluation(description: str | None, argv: Sequence[str] | None = None) -
         check_output(flag, path)
     others = _others(options.compare)
     processes = start_processes(settings, argv)
-    project = RetroProject(options.retro_project_dir)
+    project = project_of(settings, options.retro_project_dir)
     with opened_checkpoint(settings, processes, "an evaluation of retrieval") as found:
         model = found.engine.config.model
         wanted = wanted_neighbors(options.neighbors, model)

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from megatron.checkpoint.manifest import MANIFEST, file_facts, write_manifest
 from megatron.checkpoint.source import Source, open_checkpoint
 from megatron.checkpoint.writer import write_checkpoint
+from megatron.formats.deepspeed_folders.universal import MANIFEST as UNIVERSAL_MANIFEST
 from megatron.formats.deepspeed_folders.universal import write_universal
 from megatron.formats.legacy_megatron.writer import write_megatron
 
@@ -154,9 +155,18 @@ def sign_again(folder: Path) -> None:
         write_manifest(inside, facts)
 
 
+def sign_universal_again(folder: Path) -> None:
+    """The same of a universal one."""
+    for path in folder.rglob(UNIVERSAL_MANIFEST):
+        content = json.loads(path.read_bytes())
+        names = [p for p in path.parent.rglob("*") if p.is_file() and p != path]
+        content["files"] = {str(p.relative_to(path.parent)): file_facts(p) for p in names}
+        path.write_text(json.dumps(content))
+
+
 FUZZERS = (
     Fuzzer("native", converted(lambda s, f: write_checkpoint(f, s, 7)), read_all, sign_again),
-    Fuzzer("universal", converted(write_universal_copy), read_all),
+    Fuzzer("universal", converted(write_universal_copy), read_all, sign_universal_again),
     Fuzzer(
         "megatron", converted(lambda s, f: write_megatron(s, f, iteration=7)), read_all, heavy=True
     ),

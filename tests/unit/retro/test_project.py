@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import upstream_retro as upstream
 
+import megatron.data.kinds.retro.project as project_module
+from megatron.config import ConfigError
 from megatron.data.kinds.retro.hdf5 import write_arrays
 from megatron.data.kinds.retro.project import RetroProject
 from megatron.retro.command import STAGES, stages_of
@@ -123,3 +125,24 @@ def test_the_list_of_datasets_is_damaged(moved):
     project.datasets_file.write_text(json.dumps([{}])[:-1])
     with pytest.raises(ValueError, match=r"indexed_dataset_infos.json cannot be read.* db-build"):
         project.database()
+
+
+def test_no_connection_is_opened_because_a_project_asks_for_it(moved, monkeypatch):
+    """Only where a flag says where to keep what is fetched."""
+    folder = moved[1]
+    opened = []
+    monkeypatch.setattr(project_module, "open_indexed", lambda *args: opened.append(args))
+    url = "http://127.0.0.1:9/x"
+    file = folder / "db" / "indexed_dataset_infos.json"
+    file.write_text(json.dumps([{"prefix": url}]))
+    with pytest.raises(ConfigError, match="names data at http.*--object-storage-cache-path DIR"):
+        RetroProject(folder).database(0)
+    RetroProject(folder).record({"retro_gpt_data_path": [url]})
+    with pytest.raises(ConfigError, match=f"{folder} names data at {url}"):
+        RetroProject(folder).data_settings()
+    assert not opened
+    allowed = RetroProject(folder, str(folder / "cache"))
+    assert allowed.data_settings()["data_path"].value == (url,)
+    with pytest.raises(AttributeError):  # None has no lengths
+        allowed.database(0)
+    assert opened == [(url, str(folder / "cache"))]

@@ -78,7 +78,9 @@ class RetroData(DataPipeline):
     def project(self) -> RetroProject:
         """The project of the run."""
         assert self._flags.retro_project_dir is not None
-        return RetroProject(self._flags.retro_project_dir)
+        return RetroProject(
+            self._flags.retro_project_dir, self.config.data.object_storage_cache_path
+        )
 
     @cached_property
     def _database(self) -> ChunkDatabase:

@@ -53,10 +53,11 @@ FILES = ("vocab_file", "merge_file", "tokenizer_model")
 
 class RetroProject:
     """A project folder of ``tools/retro/preprocess_data.py``. ConfigError if it has no
-    configuration, or one that cannot be read."""
+    configuration, or one that cannot be read; if it names data at URLs without
+    ``object_storage``, a folder for what is fetched of them."""
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str | Path, object_storage: str | None = None) -> None:
+        self.folder, self._object_storage = Path(folder), object_storage
         self.config_file = self.folder / CONFIG_FILE
         if not self.config_file.is_file():
             self.config_file = self.folder / OLD_CONFIG_FILE
@@ -123,7 +124,7 @@ class RetroProject:
         datasets, sources = [], []
         for info in self.dataset_infos():
             prefix = self.data_path(info["prefix"])
-            datasets.append(open_indexed(prefix))
+            datasets.append(open_indexed(prefix, self._object_storage))
             sources.append(info.get("source", prefix))
             self.check_unchanged(datasets[-1], info)
         table = read_array(self.database_file, "chunks")
@@ -205,6 +206,12 @@ class RetroProject:
 
     def data_path(self, prefix: str) -> str:
         """A word of --data-path, whose prefixes may be relative to the project's folder of data."""
+        if "://" in prefix and self._object_storage is None:
+            raise ConfigError(
+                f"--retro-project-dir {self.folder} names data at {prefix:.200}, and no connection "
+                "is opened because a file asks for it; if the project is to be trusted, say by "
+                "--object-storage-cache-path DIR where to keep what is fetched"
+            )
         beside = str(self.data_folder / prefix)
         return beside if idx_path(beside).is_file() else prefix
 

@@ -22,7 +22,7 @@ def retro_settings(settings: Settings) -> Settings:
     ConfigError if flags contradict the project, or it has no configuration."""
     folder = settings.get("retro_project_dir")
     if folder is not None:
-        settings = with_project(settings, RetroProject(folder.value))
+        settings = with_project(settings, project_of(settings, folder.value))
     settings = cyclic_settings(settings)
     retriever, family = settings.get("retro_add_retriever"), settings.get("family")
     program = family is not None and family.origin == "this program"
@@ -36,6 +36,12 @@ def retro_settings(settings: Settings) -> Settings:
     ours = {field.name for field in dataclasses.fields(RetroDataConfig)}
     kept = {name: value for name, value in settings.items() if name not in ours}
     return kept | {"family": Setting("gpt", "derived: without --retro-add-retriever")}
+
+
+def project_of(settings: Settings, folder: str) -> RetroProject:
+    """A project that may name data at URLs if the settings say where to keep what is fetched."""
+    cache = settings.get("object_storage_cache_path")
+    return RetroProject(folder, None if cache is None else cache.value)
 
 
 def without_project() -> ConfigError:
