@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.files import CheckpointError, read_json
 from megatron.checkpoint.folder import MEGATRON_TRACKER, TRACKER
 from megatron.checkpoint.slices import Slice
 from megatron.config import (
@@ -28,7 +28,7 @@ from megatron.config import (
     RunConfig,
     TokenizerConfig,
 )
-from megatron.util.files import own_file
+from megatron.util.files import MOST_BYTES, own_file
 from megatron.util.progress import progress_bar
 
 TOKENIZER = "tokenizer"
@@ -162,9 +162,16 @@ def copy_tokenizer_files(folder: Path, target: Path) -> None:
     for name in _TOKENIZER_FILES:
         if (folder / name).is_file():
             try:
-                shutil.copyfile(own_file(folder / name), target / name, follow_symlinks=False)
+                found = own_file(folder / name)
             except ValueError as error:
                 raise CheckpointError(str(error)) from None
+            if found.stat().st_size > MOST_BYTES:
+                raise CheckpointError(
+                    f"{folder / name} has more than {MOST_BYTES:,} bytes: no tokenizer has"
+                )
+            if name.startswith("generation_config"):  # transformers' parser has no bounds
+                read_json(folder / name, lenient=True)
+            shutil.copyfile(found, target / name, follow_symlinks=False)
 
 
 def resolved(flags: ModelFlags, where: Path) -> ModelConfig:

@@ -78,7 +78,7 @@ class CheckpointConfig:
     """Save random states."""
     allow_changed_data: bool = option(False)
     """Continue from a checkpoint although files of data have other content than when it was saved.
-    Without it that is an error; other paths with the same content are none."""
+    Without it that is an error. Other paths with the same content are accepted."""
     use_checkpoint_args: bool = option(False)
     """Use the model and tokenizer values of the checkpoint at --load where no flag is given."""
 

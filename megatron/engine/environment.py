@@ -111,9 +111,10 @@ def distributed(config: ParallelConfig, facts: Callable[[], Facts] | None = None
     os.environ.setdefault("RANK", "0")
     os.environ.setdefault("WORLD_SIZE", "1")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    if "MASTER_PORT" not in os.environ:
-        os.environ["MASTER_PORT"] = str(_free_port())
     with ExitStack() as opened:
+        if "MASTER_PORT" not in os.environ:
+            os.environ["MASTER_PORT"] = str(_free_port())
+            opened.callback(os.environ.pop, "MASTER_PORT")  # free now; not for whoever comes later
         if facts is not None and together_with_others():
             own = {"the device": device.type, "the backend": backend}
             with _meeting(config):

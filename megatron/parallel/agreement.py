@@ -135,10 +135,10 @@ class Agreement:
             except dist.DistStoreError:
                 raise DisagreementError(self._missing(digests)) from None
             rank = found["rank"]
+            if found["size"] != self._size:  # which may be why it has ended
+                raise DisagreementError(_sizes(rank, found["size"], self._size))
             if "reason" in found:
                 raise DisagreementError(f"rank {rank}: {found['reason']}")
-            if found["size"] != self._size:
-                raise DisagreementError(_sizes(rank, found["size"], self._size))
             if rank in digests:
                 raise DisagreementError(f"two processes have RANK={rank}; give each its own")
             digests[rank] = found["digest"]

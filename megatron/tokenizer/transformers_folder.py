@@ -7,11 +7,19 @@ from typing import Any
 
 from megatron.tokenizer.base import read_vocabulary_file
 from megatron.tokenizer.sentence_piece_model import check_sizes
-from megatron.tokenizer.tokenizer_json import check_size_of_ids, check_tokenizer_json
+from megatron.tokenizer.tokenizer_json import (
+    check_number_added,
+    check_size_of_ids,
+    check_tokenizer_json,
+)
 from megatron.util.errors import rust_errors
 from megatron.util.json_text import parse_json
 
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
+_OTHERS = (
+    "config.json", "processor_config.json", "preprocessor_config.json", "chat_template.json",
+    "chat_template.jinja", "merges.txt", "vocab.txt", "tekken.json",
+)  # fmt: skip
 
 
 def load_folder(folder: Path, flag: str = "--tokenizer-model") -> Any:
@@ -47,23 +55,33 @@ def load_folder(folder: Path, flag: str = "--tokenizer-model") -> Any:
 
 def _check_files(folder: Path, flag: str) -> None:
     """Raises ValueError if a file that `transformers` reads is out of bounds."""
+    for name in _OTHERS:
+        if (folder / name).is_file():
+            read_vocabulary_file(folder / name, flag)
     for name in _SETTINGS:
-        path = folder / name
-        if not path.is_file():
-            continue
-        where = f"{flag} {path}"
-        content = parse_json(path.read_bytes(), where, lenient=True)
-        if not isinstance(content, dict):
-            raise ValueError(f"{where} is not a JSON object")
-        ids = [i for i in content.values() if type(i) is int] if name != _SETTINGS[0] else []
-        check_size_of_ids(max(ids, default=0), len(ids), where)
-        # Which file of a tokenizer is read may depend on the version of the library.
-        for other in content.get("fast_tokenizer_files") or ():
-            if Path(other).name != other:
-                raise ValueError(f"{where} names the file {other}, which is not in its folder")
+        if (folder / name).is_file():
+            content = read_vocabulary_file(folder / name, flag)
+            _check_settings(name, content, f"{flag} {folder / name}")
     for path in (folder / "tokenizer.json", *sorted(folder.glob("tokenizer.*.json"))):
         if path.is_file():
             check_tokenizer_json(path, f"{flag} {path}")
     for path in sorted(folder.glob("*.model")):
         if path.is_file():
             check_sizes(read_vocabulary_file(path, flag), f"{flag} {path}")
+
+
+def _check_settings(name: str, text: bytes, where: str) -> None:
+    content = parse_json(text, where, lenient=True)
+    if not isinstance(content, dict):
+        raise ValueError(f"{where} is not a JSON object")
+    if name != _SETTINGS[0]:
+        ids = [i for i in content.values() if type(i) is int]
+        check_size_of_ids(max(ids, default=0), len(ids), where)
+    if name != "vocab.json":
+        lists = [each for each in content.values() if isinstance(each, list | dict)]
+        check_number_added(sum(map(len, lists)), where)
+    # Which file of a tokenizer is read may depend on the version of the library.
+    others = content.get("fast_tokenizer_files") or []
+    for other in others if isinstance(others, list | dict) else [others]:
+        if not isinstance(other, str) or Path(other).name != other:
+            raise ValueError(f"{where} names the file {other!r:.80}, which is not in its folder")

@@ -34,7 +34,8 @@ def newest_older(
     unless the flags allow that and there is one."""
     load = Path(options.load or "")
     wanted = options.load_tag or _named_by_tracker(load) or "?"
-    named = load / (tag(int(wanted)) if wanted.isdecimal() else wanted)
+    # A tracker may have anything in it, but the checkpoints are beside it.
+    named = load / (tag(int(wanted)) if wanted.isdecimal() else Path(wanted).name or "?")
     folder = named if found is None else found.folder
     for older in _older(options, folder):
         if options.on_damaged_checkpoint == "previous":

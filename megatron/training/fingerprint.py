@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 import megatron
-from megatron.checkpoint.source import FoundCheckpoint
+from megatron.checkpoint.source import FoundCheckpoint, locate_checkpoint
 from megatron.config import PART_FLAGS, RunConfig, TokenizerConfig
 from megatron.config.flags import flag_of
+from megatron.config.kinds.preference import PreferenceConfig
 from megatron.data.build import DataFile
 from megatron.engine.deepspeed_json import Json
 from megatron.parallel.agreement import Facts
@@ -100,13 +101,39 @@ def data_facts(files: Sequence[DataFile]) -> Facts:
     return found
 
 
-def checkpoint_facts(loaded: Sequence[FoundCheckpoint | None]) -> Facts:
-    """The checkpoints that a run loads."""
-    names = [f"{one.folder} ({one.form.title})" if one else "none" for one in loaded]
-    contents = {
-        f"the content of {one.folder}": checkpoint_digest(one.folder) for one in loaded if one
+def checkpoint_facts(
+    loaded: Sequence[FoundCheckpoint | None], config: RunConfig | None = None
+) -> Facts:
+    """The checkpoints that a run loads, the models to which they add adapters, and what the flags
+    of ``config`` name beside them. Raises CheckpointError if one of these is damaged, or a model of
+    adapters is missing."""
+    bases = [
+        one.form.locate_base(one.folder, one.base)  # type: ignore[attr-defined]
+        for one in loaded
+        if one is not None and one.form.on_base
+    ]
+    used = {"the checkpoint to load": [*loaded, *bases]}
+    if config is not None:
+        used |= {name: [one] for name, one in _named_beside(config).items()}
+    found = {}
+    for name, ones in used.items():
+        shown = (f"{one.folder} ({one.form.title})" if one else "none" for one in ones)
+        found[name] = ", ".join(shown)
+        for one in filter(None, ones):
+            found[f"the content of {one.folder}"] = checkpoint_digest(one.folder)
+    return found
+
+
+def _named_beside(config: RunConfig) -> dict[str, FoundCheckpoint | None]:
+    """The adapters, the teacher and the reference model that a run names, by flag."""
+    named = {
+        "--load-adapter": config.checkpoint.load_adapter,
+        "--load-teacher": config.distillation.load_teacher,
+        "--reference-checkpoint": config.kind(PreferenceConfig).reference_checkpoint,
     }
-    return {"the checkpoint to load": ", ".join(names), **contents}
+    return {
+        f"the checkpoint of {flag}": locate_checkpoint(path) for flag, path in named.items() if path
+    }
 
 
 def checkpoint_digest(folder: Path) -> str:

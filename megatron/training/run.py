@@ -237,7 +237,7 @@ def build_trainer(
     plan = TrainingPlan(config, epochs)
     lock = hold_folder(config.checkpoint.save, mesh.world, device, say)
     checkpoint = resume.locate(config)
-    compare_checkpoints([None if checkpoint is None else checkpoint.found])
+    compare_checkpoints([None if checkpoint is None else checkpoint.found], config)
     if data.weighed:
         resolve_name(EXAMPLE_CHECKS)(run, data)
     add_reference(run, mesh, data)
@@ -306,10 +306,13 @@ def connected(run: Run, *more: Any) -> AbstractContextManager[Mesh]:
     )
 
 
-def compare_checkpoints(found: Sequence[FoundCheckpoint | None]) -> None:
-    """Compares the checkpoints that the processes of a run load, the last thing that they compare.
-    Raises DisagreementError if they differ."""
-    agreement.compare(lambda: _fingerprint().checkpoint_facts(found))
+def compare_checkpoints(
+    found: Sequence[FoundCheckpoint | None], config: RunConfig | None = None
+) -> None:
+    """Compares the checkpoints that the processes of a run load, the last thing that they compare;
+    with ``config`` also those that its flags name beside them. Raises DisagreementError if they
+    differ."""
+    agreement.compare(lambda: _fingerprint().checkpoint_facts(found, config))
     agreement.settled()
 
 
@@ -363,9 +366,8 @@ def errors_for_users() -> Iterator[None]:
             time.sleep(1 if agreement.give_up(str(error)) else 5)
             _print_error(error)
         sys.exit(2)
-    except SystemExit as error:
-        if error.code:
-            agreement.give_up("it has ended before the run began; see what it printed")
+    except SystemExit:  # also of --help and --explain-config, which only one may have been given
+        agreement.give_up("it has ended before the run began; see what it printed")
         raise
     except BaseException as error:
         agreement.give_up(repr(error))

@@ -199,15 +199,21 @@ def build_writers(
     return TeeWriter(writers)
 
 
+_START_OF_ROW = b'{"kind"'
+_MOST_LINES_WITHOUT_ROW = 100
+_MOST_BYTES_OF_LINE = 1 << 16
+
+
 class JsonLinesWriter:
     """One JSON object a line: ``kind``, ``iteration``, ``consumed_samples``, ``consumed_tokens``
     and the values; NaN and infinity are null, as JSON has neither. A resumed run drops the rows
     past the resumed iteration and appends to the file. A new run moves an existing file to
-    ``NAME.1`` or the next free number."""
+    ``NAME.1`` or the next free number. Raises ValueError if it is not a file of metrics."""
 
     def __init__(self, path: Path, resume_iteration: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_file():  # and not /dev/null, or a pipe
+            _check_rows(path)
             if resume_iteration > 0:
                 _drop_rows_past(path, resume_iteration)
             else:
@@ -451,6 +457,24 @@ def _values_left_out(logging: LoggingConfig) -> frozenset[str]:
 
 def _json_number(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
+
+
+def _check_rows(path: Path) -> None:
+    """Refuses a file that was not written here, such as one of a checkpoint: it stays as it is."""
+    with path.open("rb") as file:
+        if not file.peek(1):
+            return
+        for _ in range(_MOST_LINES_WITHOUT_ROW):
+            line = file.readline(_MOST_BYTES_OF_LINE)
+            if not line:
+                break
+            # A power failure may have left a row that was begun, or zeros.
+            if line.startswith(_START_OF_ROW) or _START_OF_ROW.startswith(line.strip(b"\0")):
+                return
+    raise ValueError(
+        f"--metrics-file {path}: the file exists and has no rows of metrics; it is not touched: "
+        "name another"
+    )
 
 
 def _drop_rows_past(path: Path, iteration: int) -> None:

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, BinaryIO
 
+MOST_BYTES = 1 << 30
+"""Of a file that is no data and no weights."""
 _SMALL_BYTES = 1 << 26
 _MOST_INFLATION = 20
 
@@ -69,8 +71,13 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path) -> bytes:
-    """The content of a file; errors as of :func:`open_regular`."""
+    """The content of a file of settings; errors as of :func:`open_regular`, also if it is larger
+    than any."""
     with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MOST_BYTES:
+            reason = f"it has {size:,} bytes, and at most {MOST_BYTES:,} are read"
+            raise OSError(errno.EFBIG, reason, str(path))
         return file.read()
 
 
@@ -92,8 +99,10 @@ def own_file(path: Path) -> Path:
     away."""
     folder, found = path.parent.resolve(), path.resolve()
     inside = [folder]
-    if folder.parent.name == "snapshots":
-        inside.append(folder.parent.parent / "blobs")
+    for each in (folder, *folder.parents):
+        model = each.parent.parent
+        if each.parent.name == "snapshots" and (each == folder or "--" in model.name):
+            inside.append(model / "blobs")
     if not any(found.is_relative_to(each) for each in inside):
         raise ValueError(
             f"{path} is a link to {found}, outside of its folder, and is not copied: put the file "

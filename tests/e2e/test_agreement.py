@@ -147,6 +147,15 @@ def test_processes_that_differ_end_with_one_error(warm, tmp_path, case):
     assert seconds < SECONDS
 
 
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_rank_that_only_explains_its_flags_keeps_nobody_waiting(warm, tmp_path, which):
+    flags = [MOCK, MOCK]
+    flags[which] = [*MOCK, "--explain-config"]
+    printed, seconds = started(warm, tmp_path, *flags)
+    assert f"rank {which}: it has ended before the run began" in printed[1 - which]
+    assert "--lr" not in printed[1 - which] and seconds < SECONDS
+
+
 def in_folders(folders, flags):
     """What two processes of a run print that have working directories of their own, as nodes have
     disks of their own: one name leads to other files."""

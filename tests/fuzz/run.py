@@ -8,6 +8,7 @@ python tests/fuzz/run.py indexed --edits 3:17 0:4231
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 import tempfile
@@ -57,6 +58,8 @@ def once(name: str, edits: list[Edit]) -> None:
 
 
 def _edit(text: str) -> Edit:
+    if not re.fullmatch(r"\d+:\d+", text):
+        raise argparse.ArgumentTypeError(f"{text}: expected FILE:SEED, two numbers such as 3:17")
     file, _, seed = text.partition(":")
     return Edit(int(file), int(seed))
 
@@ -72,6 +75,12 @@ def main() -> None:
     unknown = [name for name in args.names if name not in FUZZERS]
     if unknown:
         parser.error(f"no fuzzer {', '.join(unknown)}; there are {', '.join(FUZZERS)}")
+    if not args.minutes > 0:
+        parser.error(f"--minutes {args.minutes:g}: expected a number above 0")
+    if args.jobs < 1:
+        parser.error(f"--jobs {args.jobs}: expected a number of at least 1")
+    if args.edits and len(args.names) != 1:
+        parser.error("--edits is one input of one fuzzer: give its name")
     names = args.names or list(FUZZERS)
     if args.edits:
         once(names[0], args.edits)

@@ -75,7 +75,8 @@ class ToHFConfig:
     """Replace the model in --output."""
     push_to_hub: str | None = option(None)
     """Repository to upload the model to, as owner/name; created if it does not exist, as a private
-    one. The token is that of `hf auth login`, or HF_TOKEN."""
+    one. One that exists and is public needs --public. The token is that of `hf auth login`, or
+    HF_TOKEN."""
     public: bool = option(False)
     """Create the repository as a public one, which everybody can read."""
     private: bool = option(False)

@@ -109,13 +109,38 @@ def check_hub(repository: str) -> None:
 def push(folder: Path, repository: str, private: bool) -> str:
     """Creates the repository (``owner/name``, or a name of the user's own) if it does not exist,
     and uploads a folder's files in one commit; returns its address. Raises OSError if the hub
-    cannot be reached or refuses; the folder stays."""
+    cannot be reached or refuses, or a repository that exists is public and `private` is set; the
+    folder stays."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
     api = HfApi()
+    flag = " --private" if private else ""
+
+    def refused(error: Exception) -> OSError:
+        why = _line(error)
+        if isinstance(error, HfHubHTTPError):
+            status = getattr(error.response, "status_code", None)
+            hint = "; log in with `hf auth login` or set HF_TOKEN" if status in (401, 403) else ""
+            why = f"status {status}: {why}{hint}"
+        return OSError(
+            f"--push-to-hub {repository}: {api.endpoint}: {why}. The model is complete in "
+            f"{folder}; `hf upload {repository} {folder}{flag}` uploads it"
+        )
+
     try:
         url = api.create_repo(repository, private=private, exist_ok=True, repo_type="model")
+        # Creating one that exists changes nothing of it.
+        is_open = private and not api.model_info(url.repo_id).private
+    except Exception as error:  # what the client's HTTP library raises differs between versions
+        raise refused(error) from None
+    if is_open:
+        raise OSError(
+            f"--push-to-hub {repository}: the repository exists and is public, so nothing was "
+            f"uploaded; give --public if everybody may read the model, or name another repository. "
+            f"The model is complete in {folder}"
+        )
+    try:
         api.upload_folder(
             repo_id=url.repo_id,
             folder_path=folder,
@@ -123,16 +148,8 @@ def push(folder: Path, repository: str, private: bool) -> str:
             commit_message="Upload model",
         )
         return str(url)
-    except Exception as error:  # what the client's HTTP library raises differs between versions
-        why = _line(error)
-        if isinstance(error, HfHubHTTPError):
-            status = getattr(error.response, "status_code", None)
-            hint = "; log in with `hf auth login` or set HF_TOKEN" if status in (401, 403) else ""
-            why = f"status {status}: {why}{hint}"
-        raise OSError(
-            f"--push-to-hub {repository}: {api.endpoint}: {why}. The model is complete in "
-            f"{folder}; `hf upload {repository} {folder}` uploads it"
-        ) from None
+    except Exception as error:
+        raise refused(error) from None
 
 
 def _line(error: Exception) -> str:

@@ -174,9 +174,10 @@ def both(pool, tmp_path_factory):
     return make
 
 
-CONVERTED = ("zero3-dp2", "zero1-tp4-shared-kv")
+CONVERTED = ("zero1-tp4-shared-kv",)
 READ = (
     *CONVERTED,
+    "zero3-dp2",
     "zero0-pp2",
     "zero1-bf16-fp32-sums",
     "zero3-tp2-dp2",
@@ -266,7 +267,7 @@ MOVES = [
     pytest.param("zero1-dp2", "zero1-pp2", marks=pytest.mark.proof),
     ("zero3-dp2", "zero1-tp2-sp"),
     pytest.param("zero1-pp2", "zero3-dp2", marks=pytest.mark.proof),
-    ("zero0-pp2", "zero2-dp2"),
+    pytest.param("zero0-pp2", "zero2-dp2", marks=pytest.mark.proof),
 ]
 
 

@@ -140,7 +140,7 @@ def test_document_masks(pool, flag):
     assert abs(reference.losses[0] - plain_losses[0]) > 1e-4, "the flags must act"
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", sampled(range(4), lambda stage: stage in (0, 3)))
 def test_clipping_acts(pool, stage):
     """A gradient norm above --clip-grad changes the update as torch's clipping does.
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import time
 from unittest import mock
 
@@ -202,6 +203,39 @@ def test_two_runs_do_not_save_into_one_folder(pool, tmp_path):
     finally:
         lock.release()
     assert pool.run(2, run, [*FLAGS, *DP2, "--save", str(tmp_path)])[0][1] is None
+
+
+def run_in_trouble(argv, folder):
+    """Before the second save the folder of checkpoints is deleted, and the clock set back."""
+    real, now, saves = saving.CheckpointWriter.save, time.time, []
+
+    def save(self, *args):
+        saves.append(args)
+        if len(saves) == 2:
+            shutil.rmtree(folder)
+        return real(self, *args)
+
+    def clock():
+        return now() - 400 * 86_400 * (len(saves) > 1)
+
+    with (
+        mock.patch.object(saving.CheckpointWriter, "save", save),
+        mock.patch.object(time, "time", clock),
+    ):
+        return run(argv)
+
+
+def test_a_deleted_folder_and_a_clock_that_is_set_back(pool, tmp_path):
+    folder = tmp_path / "saved"
+    flags = [*FLAGS, "--save", str(folder), "--save-interval", "2"]
+    assert pool.run(1, run_in_trouble, flags, str(folder))[0][1] is None
+    assert complete_tags(folder) == ["global_step4", "global_step6"]
+
+
+def test_a_place_that_cannot_be_written_is_named_before_training(pool, tmp_path):
+    (tmp_path / "file").write_text("in the way")  # also fails for root, unlike permissions
+    error = pool.run(1, run, [*FLAGS, "--save", str(tmp_path / "file" / "x")])[0][1]
+    assert f"--save {tmp_path}/file/x: cannot write to it (Not a directory)" in error
 
 
 def slow_to_publish(seconds):

@@ -9,14 +9,16 @@ from datetime import timedelta
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
 from megatron.config import FLAG_CLASSES, FlagParser, Setting
 from megatron.config.flags import flag_of, value_type
 from megatron.config.legacy_flags import LegacyFlags
 from megatron.parallel import agreement
 from megatron.parallel.agreement import Agreement, DisagreementError
-from megatron.training.fingerprint import MAY_DIFFER, run_facts
+from megatron.training.fingerprint import MAY_DIFFER, checkpoint_facts, run_facts
 from megatron.training.run import run_of
 
 TIMEOUT = timedelta(seconds=20)
@@ -104,6 +106,47 @@ def wrong_number(name, values):
 )
 def test_processes_that_do_not_count_alike_are_refused(pool, name, values, message):
     assert all(message in found for found in pool.run(2, wrong_number, name, values))
+
+
+def one_counts_otherwise():
+    os.environ["WORLD_SIZE"] = ("2", "3")[int(os.environ["RANK"])]
+    ranks = Agreement(TIMEOUT)
+    if ranks._rank == 1:
+        ranks.give_up("--global-batch-size 4 is not a multiple of 3")
+        return None
+    return refused(ranks, FACTS)
+
+
+def test_a_rank_that_ends_since_it_counts_otherwise_is_told_by_that(pool):
+    assert "WORLD_SIZE is 3 on rank 1 and 2 on rank 0" in pool.run(2, one_counts_otherwise)[0]
+
+
+def folder_of_weights(path, values):
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    save_file({"lm_head.weight": torch.full((8,), values)}, path / "model.safetensors")
+    return path
+
+
+def test_teachers_references_and_adapters_are_compared(tmp_path):
+    settings = FlagParser(*FLAG_CLASSES).settings(FLAGS)
+    config, paths = run_of(dict(settings), 2).config, {"a": tmp_path / "a", "b": tmp_path / "b"}
+    facts = {}
+    for name, path in paths.items():
+        path.mkdir()
+        path = folder_of_weights(path / "model", {"a": 1.0, "b": 2.0}[name])
+        parts = (
+            ("checkpoint", {"load_adapter": str(path)}),
+            ("distillation", {"load_teacher": str(path)}),
+        )
+        for part, fields in parts:
+            named = dataclasses.replace(getattr(config, part), **fields)
+            found = checkpoint_facts([None], dataclasses.replace(config, **{part: named}))
+            (flag,) = found.keys() - {"the checkpoint to load", f"the content of {path}"}
+            facts[name, flag] = found[flag], found[f"the content of {path}"]
+    flags = {flag for _, flag in facts}
+    assert flags == {f"the checkpoint of --load-{name}" for name in ("adapter", "teacher")}
+    assert all(facts["a", flag][1] != facts["b", flag][1] for flag in flags)
 
 
 def changed(field, hint, value):

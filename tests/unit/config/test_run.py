@@ -196,7 +196,7 @@ REFUSED = [
     ),
     ("--attention-dropout 1", 1, ["--attention-dropout 1.0", "[0, 1)"]),
     ("--hidden-dropout -0.1", 1, ["--hidden-dropout -0.1", "[0, 1)"]),
-    ("--num-layers 0", 1, ["--num-layers 0", "positive"]),
+    ("--num-layers 0", 1, ["--num-layers 0", "from 1"]),
     ("--norm-epsilon 0", 1, ["--norm-epsilon 0.0", "positive"]),
     ("--init-method-std -1", 1, ["--init-method-std -1.0", "positive"]),
     (
@@ -335,7 +335,7 @@ REFUSED = [
     ("--train-iters 0", 1, ["--train-iters 0"]),
     ("--eval-interval 0", 1, ["--eval-interval 0"]),
     ("--eval-iters -1", 1, ["--eval-iters -1", "negative"]),
-    ("--seed -1", 1, ["--seed -1", "negative"]),
+    ("--seed -1", 1, ["--seed -1", "from 0"]),
     ("--exit-duration-in-mins 0", 1, ["--exit-duration-in-mins 0.0"]),
     (
         "--lr-warmup-samples 5",

@@ -58,7 +58,8 @@ def test_everything_it_depends_on_is_in_the_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", ["flip", "truncate", "remove array", "remove description", "other dtype", "garbage"]
+    "damage",
+    ["flip", "truncate", "remove array", "remove description", "other dtype", "objects", "garbage"],
 )
 def test_a_damaged_entry_is_refused(damage: str, tmp_path: Path) -> None:
     cache = IndexCache(tmp_path)
@@ -77,6 +78,8 @@ def test_a_damaged_entry_is_refused(damage: str, tmp_path: Path) -> None:
         (entry / "description.json").unlink()
     elif damage == "other dtype":
         np.save(file, np.arange(1000, dtype=np.int64))
+    elif damage == "objects":  # which are pickled
+        np.save(file, np.array([os.getcwd] * 1000, dtype=object), allow_pickle=True)
     else:
         file.write_bytes(b"not an array")
     with pytest.raises(ValueError, match=f"{entry} is damaged: .*delete that folder"):

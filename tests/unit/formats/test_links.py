@@ -8,9 +8,10 @@ import shutil
 import pytest
 from tool_modules import load_program
 
-from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.files import CheckpointError, read_json
 from megatron.checkpoint.manifest import file_facts, manifest, verify, write_manifest
 from megatron.checkpoint.reader import CheckpointReader
+from megatron.checkpoint.source import copy_tokenizer_files
 from megatron.formats.huggingface.source import HuggingFaceFolder
 from megatron.tokenizer.null import NullTokenizer
 
@@ -165,3 +166,27 @@ def test_special_files(model, tmp_path):
     names = {path.name for path in (tmp_path / "copied").iterdir()}
     assert not names & {"vocab.txt", "merges.txt", "added_tokens.json"}
     assert json.loads((tmp_path / "copied" / "tokenizer.json").read_text())
+
+
+def test_a_folder_within_a_snapshot_of_the_cache(tmp_path):
+    folder = tmp_path / "models--a--b" / "snapshots" / "1f" / "original"
+    blob = tmp_path / "models--a--b" / "blobs" / "2e"
+    for made in (folder, blob.parent):
+        made.mkdir(parents=True)
+    blob.write_text("{}")
+    (folder / "tokenizer.json").symlink_to("../../../blobs/2e")
+    copy_tokenizer_files(folder, tmp_path / "copy")
+    assert (tmp_path / "copy" / "tokenizer.json").read_text() == "{}"
+
+
+def test_files_that_no_tokenizer_has_are_not_copied(tmp_path):
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(CheckpointError, match="config.json cannot be read: it has 1,099,"):
+        read_json(tmp_path / "config.json")
+    for number, (size, start) in enumerate([(1 << 40, ""), (40_000, '{"a":')]):
+        with (tmp_path / "generation_config.json").open("w") as file:
+            file.write(start * 5000)
+            file.truncate(max(size, 5 * 5000))
+        with pytest.raises(CheckpointError, match="generation_config.json (has more|is not valid)"):
+            copy_tokenizer_files(tmp_path, tmp_path / f"copy{number}")

@@ -210,7 +210,7 @@ def test_a_kept_weight_gives_the_same_bits(recipe):
         assert limit / 4 < float((ours.double() - theirs).norm() / theirs.norm()) < limit
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", sampled(RECIPES, "tensorwise".__ne__))
 def test_one_byte_of_an_input_is_saved(recipe):
     float8, x, weight = Float8(True, recipe), draw(128, 256), draw(384, 256, seed=1)
     kept, saved = kept_by(float8, weight), []

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from sentencepiece import sentencepiece_model_pb2
 
 from megatron.tokenizer.huggingface import HFTokenizer
 from megatron.tokenizer.tokenizer_json import check_tokenizer_json
@@ -101,9 +102,9 @@ REFUSED = {
         {"normalizer": replace(r"(?:\w+\w+)+!", "b", "Regex")},
         "takes too long on a run of",
     ),
-    "a piece of 140,000 bytes": (
+    "a piece of 140,000 characters": (
         {"model": {"type": "Unigram", "unk_id": 0, "vocab": [["u", 0.0], ["x" * 140_000, -1.0]]}},
-        "has a piece of 140,000 bytes; at most 4,096 are accepted",
+        "has a piece of 140,000 characters; at most 1,024 are accepted",
     ),
     "no model": ({"model": [1]}, "is not a tokenizer.json"),
     "a step of another kind": ({"normalizer": [[]]}, "is not a tokenizer.json"),
@@ -143,6 +144,45 @@ def test_ordinary_patterns_pass(pattern, tmp_path):
     start = time.thread_time()
     check_tokenizer_json(folder_of(tmp_path, pre_tokenizer=split(pattern)) / "tokenizer.json", "x")
     assert time.thread_time() - start < 0.5
+
+
+FILES_REFUSED = {
+    "a file that is a number": ({"fast_tokenizer_files": [1]}, "names the file 1, which is not"),
+    "a number in place of files": ({"fast_tokenizer_files": 7}, "names the file 7, which is not"),
+    "a file elsewhere": ({"fast_tokenizer_files": ["../x.json"]}, "names the file '../x.json'"),
+    "tokens that are compared with each other": (
+        {"additional_special_tokens": [str(i) for i in range(200_000)]}, "adds 200,000 tokens",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FILES_REFUSED)
+def test_settings_out_of_bounds_are_refused(case, tmp_path):
+    settings, message = FILES_REFUSED[case]
+    (folder_of(tmp_path) / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=r"^--tokenizer-model .*tokenizer_config.json ") as caught:
+        HFTokenizer(tmp_path)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_large_files_are_not_read(tmp_path):
+    folder_of(tmp_path)
+    for name in ("vocab.json", "config.json", "chat_template.jinja", "vocab.txt"):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(1 << 40)
+        with pytest.raises(ValueError, match=f"{name} has more than 268,435,456 bytes"):
+            HFTokenizer(tmp_path)
+        (tmp_path / name).unlink()
+
+
+def test_a_long_piece_of_sentencepiece_is_refused(tmp_path):
+    """Its library tries all ways to halve each piece: minutes for 200,000 characters."""
+    model = sentencepiece_model_pb2.ModelProto()
+    model.pieces.add(piece="ab" * 100_000, score=-1)
+    (tmp_path / "tokenizer.model").write_bytes(model.SerializeToString())
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    with pytest.raises(ValueError, match=r"tokenizer.model has a piece of 200,000 characters"):
+        HFTokenizer(tmp_path)
 
 
 def test_deep_json_is_refused(tmp_path):

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from samples import sampled
 
 import megatron
 from megatron.engine.train_engine import StepResult
@@ -113,7 +114,7 @@ def test_second_ctrl_c_kills():
         assert process.wait(timeout=10) == -signal.SIGINT
 
 
-@pytest.mark.parametrize("launcher", [True, False])
+@pytest.mark.parametrize("launcher", sampled([True, False], bool))
 def test_lost_parent_counts_only_under_a_launcher(tmp_path, launcher):
     """The process in the middle starts a worker and is killed as soon as that runs."""
     answer = tmp_path / "answer"

@@ -42,7 +42,7 @@ TOKENIZER_FIELDS = frozenset(field.name for field in dataclasses.fields(Tokenize
 _SAMPLE_FIELDS = frozenset(
     (
         *SOURCE_FIELDS,
-        *("corpora_file", "split", "skip_samples"),
+        *("corpora_file", "corpora_outside", "split", "skip_samples"),
         *("multiple_validation_sets", "validation_set_names"),
         *("seq_length", "seed", "global_batch_size", "train_samples"),
         *("eval_interval", "eval_iters"),

@@ -81,7 +81,8 @@ class Handler(BaseHTTPRequestHandler):
         content = repository and repository["files"].get(file.partition("/")[2])
         if repository is not None and path.startswith("api/models/"):
             siblings = [{"rfilename": known} for known in repository["files"]]
-            self.answer({"id": name, "sha": COMMIT, "siblings": siblings})
+            private = repository["private"]
+            self.answer({"id": name, "sha": COMMIT, "siblings": siblings, "private": private})
         elif content is None:
             self.answer({"error": "not found"}, 404, {"X-Error-Code": "EntryNotFound"})
         else:
@@ -184,6 +185,15 @@ def test_a_repository_that_is_there_gets_a_commit(hub, folder):
     assert hub.repositories["someone/model"]["files"]["config.json"] == b"{}"
 
 
+def test_a_public_repository_gets_nothing_unless_asked(hub, folder):
+    """Creating a repository that exists, as a private one, leaves it public."""
+    hub.repositories["someone/model"] = {"private": False, "files": {}}
+    with pytest.raises(OSError, match="--push-to-hub someone/model: .* is public.* --public"):
+        push(folder, "someone/model", True)
+    assert not hub.repositories["someone/model"]["files"] and not hub.large
+
+
+@pytest.mark.parametrize("private", [True, False])
 @pytest.mark.parametrize(
     ("token", "failure", "message"),
     [
@@ -192,14 +202,17 @@ def test_a_repository_that_is_there_gets_a_commit(hub, folder):
         (TOKEN, 400, "400"),
     ],
 )
-def test_what_the_hub_refuses_is_one_line(token, failure, message, hub, folder, monkeypatch):
+def test_what_the_hub_refuses_is_one_line(
+    private, token, failure, message, hub, folder, monkeypatch
+):
     monkeypatch.setenv("HF_TOKEN", token)
     hub.failure = failure
     with pytest.raises(OSError, match=message) as error:
-        push(folder, "someone/model", False)
+        push(folder, "someone/model", private)
     text = str(error.value)
     assert len(text.splitlines()) == 1 and hub.address in text
-    assert f"hf upload someone/model {folder}" in text and len(list(folder.iterdir())) == 2
+    flag = " --private" if private else ""
+    assert f"`hf upload someone/model {folder}{flag}`" in text and len(list(folder.iterdir())) == 2
 
 
 def test_no_network_is_one_line(folder, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import struct
 
 import pytest
 import torch
@@ -218,6 +219,32 @@ def test_a_pickle_of_something_else(content, message, folder):
     (folder / "model.safetensors").unlink()
     torch.save(content, folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=f"pytorch_model.bin.*{message}"):
+        HuggingFaceFolder(folder)
+
+
+def header_of(**tensors):
+    content = json.dumps(tensors).encode()
+    return struct.pack("<Q", len(content)) + content
+
+
+FLOATS = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        struct.pack("<Q", 2**63) + b"{}",
+        struct.pack("<Q", 10**6) + b"[" * 10**6,
+        header_of(**{"model.norm.weight": FLOATS, "x": FLOATS}) + bytes(8),
+        header_of(**{"model.norm.weight": {**FLOATS, "shape": [2**40]}}) + bytes(8),
+        header_of(**{"model.norm.weight": {**FLOATS, "shape": [2**62, 4]}}) + bytes(8),
+        header_of(**{"model.norm.weight": {**FLOATS, "data_offsets": [0, 2**62]}}) + bytes(8),
+    ],
+    ids=["length", "nesting", "overlap", "shape", "overflow", "offsets"],
+)
+def test_headers_that_lie(content, folder):
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         HuggingFaceFolder(folder)
 
 

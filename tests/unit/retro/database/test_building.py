@@ -213,6 +213,7 @@ def test_named_corpora(prefixes, project, tmp_path, monkeypatch):
     (tmp_path / "mine.json").write_text(json.dumps(content))
     words = flags(prefixes)
     words[: words.index("--split")] = ["--train-data", "all", "--corpora-file", "mine.json"]
+    words.insert(0, "--corpora-outside")
     monkeypatch.chdir(tmp_path)
     named = build(tmp_path / "project", *words)
     monkeypatch.chdir("/")
