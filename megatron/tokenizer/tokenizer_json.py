@@ -42,7 +42,7 @@ def check_size_of_ids(largest: int, tokens: int, where: str) -> None:
         )
 
 
-def check_pieces(pieces: Iterable[str], where: str) -> None:
+def check_pieces(pieces: Iterable[str | bytes], where: str) -> None:
     """Raises ValueError if a piece of a SentencePiece or Unigram model is too long: one library
     takes a time that grows with its square, the other ends the process when it releases a map
     inside a map for each byte."""

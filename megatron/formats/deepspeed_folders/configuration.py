@@ -57,6 +57,8 @@ def describe(folder: Path, states: Mapping[str, Any]) -> Description:
     if run is not None:
         file = folder / STATE
         state = read_json(file) if file.is_file() else states.get(COUNTERS, {})
+        if not isinstance(state, Mapping):
+            raise CheckpointError(f"{file} is {state!r:.60}; expected an object of counters")
         tokenizer = run.tokenizer if run.tokenizer.tokenizer_type else None
         return Description(run, run.model, tokenizer, dict(state), foreign=False)
     args = states.get("args")

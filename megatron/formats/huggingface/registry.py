@@ -92,7 +92,7 @@ def architecture_named(content: dict[str, Any], path: Path) -> Architecture:
         return known
     reason = f" ({_REASONS[name]})" if isinstance(name, str) and name in _REASONS else ""
     raise CheckpointError(
-        f"{path}: model_type is {name!r:.80}{reason}; expected one of "
+        f"{path}: model_type is {name!r:.100}{reason}; expected one of "
         f"{', '.join(known.model_type for known in ARCHITECTURES)}"
     )
 

@@ -130,16 +130,11 @@ def test_the_list_of_datasets_is_damaged(moved):
 def test_no_connection_is_opened_because_a_project_asks_for_it(moved, monkeypatch):
     """Only where a flag says where to keep what is fetched."""
     folder = moved[1]
-<<<<<<< HEAD
 
     def fetched(*args):
         raise OSError(f"fetched {args}")
 
     monkeypatch.setattr(project_module, "open_indexed", fetched)
-=======
-    opened = []
-    monkeypatch.setattr(project_module, "open_indexed", lambda *args: opened.append(args))
->>>>>>> main
     url = "http://127.0.0.1:9/x"
     file = folder / "db" / "indexed_dataset_infos.json"
     file.write_text(json.dumps([{"prefix": url}]))
@@ -148,16 +143,7 @@ def test_no_connection_is_opened_because_a_project_asks_for_it(moved, monkeypatc
     RetroProject(folder).record({"retro_gpt_data_path": [url]})
     with pytest.raises(ConfigError, match=f"{folder} names data at {url}"):
         RetroProject(folder).data_settings()
-<<<<<<< HEAD
     allowed = RetroProject(folder, str(folder / "cache"))
     assert allowed.data_settings()["data_path"].value == (url,)
     with pytest.raises(OSError, match=f"fetched .'{url}', '{folder / 'cache'}'"):
         allowed.database(0)
-=======
-    assert not opened
-    allowed = RetroProject(folder, str(folder / "cache"))
-    assert allowed.data_settings()["data_path"].value == (url,)
-    with pytest.raises(AttributeError):  # None has no lengths
-        allowed.database(0)
-    assert opened == [(url, str(folder / "cache"))]
->>>>>>> main
