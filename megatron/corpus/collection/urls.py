@@ -197,9 +197,9 @@ def host_of(url: str) -> str | None:
 
 
 def same_page(url: str) -> str | None:
-    """The form that all addresses of a page share; None for a text that is none. Scheme, `www.`, default port, fragment, order
-    and encoding of the query, a slash at the end and parameters that only track visitors make no
-    difference."""
+    """The form that all addresses of a page share; None for a text that is none. Scheme, `www.`,
+    default port, fragment, order and encoding of the query, a slash at the end and parameters that
+    only track visitors make no difference."""
     try:
         parts = urlsplit(canonicalize_url(url))
     except ValueError:  # it reads brackets more strictly than urlsplit
