@@ -123,9 +123,13 @@ def _url_step(config: UrlConfig) -> BatchStep:
             result.documents += 1
             reason = fault(url)
             if reason is None:
-                page = hash64(same_page(url).encode())
-                reason = "duplicate" if page in seen else None
-                seen.add(page)
+                try:
+                    page = hash64(same_page(url).encode())
+                except ValueError:  # once its letters are in their usual form
+                    reason = "malformed"
+                else:
+                    reason = "duplicate" if page in seen else None
+                    seen.add(page)
             if reason is None:
                 kept.append(f"{url}\n")
                 result.counts["addresses kept"] += 1
