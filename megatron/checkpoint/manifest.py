@@ -138,6 +138,8 @@ def _check_parameter(
     for entry in entries:
         if entry.slice.shape != shape or entry.files.keys() != kinds or "weight" not in kinds:
             raise CheckpointError(f"{path}: the slices of {name} differ in shape or kinds")
+        if not isinstance(entry.part, str):
+            raise CheckpointError(f"{path}: a part of {name} is {entry.part!r:.60}, not a name")
         for file in entry.files.values():
             if file not in files:
                 raise CheckpointError(

@@ -158,7 +158,7 @@ def _limit(fuzzer: Fuzzer, log: Path, folder: Path) -> None:
         os.dup2(opened, number)
         os.close(opened)
     sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
-    sys.stderr = os.fdopen(2, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", closefd=False, errors="backslashreplace")
     sys.dont_write_bytecode = True
     faulthandler.enable(sys.stderr)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)

@@ -118,7 +118,14 @@ class PeftFolder(AdaptedSource):
     def alpha_of(self, weight: str, part: str) -> float:
         """As :meth:`AdaptedSource.alpha_of`, with the patterns of ``alpha_pattern``."""
         module = self._modules[weight, part]
-        for pattern, value in (self._content.get("alpha_pattern") or {}).items():
+        patterns = self._content.get("alpha_pattern") or {}
+        numbers = isinstance(patterns, dict) and {type(value) for value in patterns.values()}
+        if numbers is False or not numbers <= {int, float}:
+            raise CheckpointError(
+                f"{self.folder / CONFIG}: alpha_pattern is {patterns!r:.60}; expected numbers by "
+                "patterns"
+            )
+        for pattern, value in patterns.items():
             if _matches(pattern, module, self.folder / CONFIG):
                 return float(value)
         return self.adapters.alpha

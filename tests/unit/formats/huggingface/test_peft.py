@@ -215,6 +215,7 @@ REFUSED = {
     "tokens": ({"trainable_token_indices": [3]}, "single rows of the embedding"),
     "base": ({"base_model_name_or_path": "meta-llama/L"}, "not there: name its place by --pre"),
     "rank": ({"r": "8"}, "expected numbers"),
+    "alphas": ({"alpha_pattern": 3}, "alpha_pattern is 3; expected numbers by patterns"),
 }
 
 
