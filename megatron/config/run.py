@@ -102,10 +102,13 @@ class RunConfig:
     @classmethod
     def from_dict(cls, parts: Mapping[str, Mapping[str, Any]]) -> RunConfig:
         """The inverse of :meth:`to_dict`; missing fields get defaults, unknown ones are ignored.
-        Raises ConfigError if the model's values contradict each other."""
+        Raises ConfigError if the model's values contradict each other, TypeError if they are of
+        other types."""
         classes = {**PARTS, "model": ModelFlags}
         built = {name: _from_json(part, parts.get(name, {})) for name, part in classes.items()}
-        return cls.of(built | {"model": built["model"].resolve()})
+        model = built["model"].resolve()
+        hash(model)  # not of lists and objects in place of values
+        return cls.of(built | {"model": model})
 
     @classmethod
     def of(cls, parts: Mapping[str, Any]) -> RunConfig:
