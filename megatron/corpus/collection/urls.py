@@ -122,14 +122,13 @@ def _url_step(config: UrlConfig) -> BatchStep:
                 continue
             result.documents += 1
             reason = fault(url)
-            if reason is None:
-                try:
-                    page = hash64(same_page(url).encode())
-                except ValueError:  # once its letters are in their usual form
-                    reason = "malformed"
-                else:
-                    reason = "duplicate" if page in seen else None
-                    seen.add(page)
+            form = None if reason else same_page(url)
+            if form is None:
+                reason = reason or "malformed"
+            else:
+                page = hash64(form.encode())
+                reason = "duplicate" if page in seen else None
+                seen.add(page)
             if reason is None:
                 kept.append(f"{url}\n")
                 result.counts["addresses kept"] += 1
@@ -197,11 +196,14 @@ def host_of(url: str) -> str | None:
     return ascii_host if is_name else None
 
 
-def same_page(url: str) -> str:
-    """The form that all addresses of a page share. Scheme, `www.`, default port, fragment, order
-    and encoding of the query, a slash at the end and parameters that only track visitors make no
-    difference."""
-    parts = urlsplit(canonicalize_url(url))
+def same_page(url: str) -> str | None:
+    """The form that all addresses of a page share; None for a text that is none. Scheme, `www.`,
+    default port, fragment, order and encoding of the query, a slash at the end and parameters that
+    only track visitors make no difference."""
+    try:
+        parts = urlsplit(canonicalize_url(url))
+    except ValueError:  # it reads brackets more strictly than urlsplit
+        return None
     host = (parts.hostname or "").rstrip(".").removeprefix("www.")
     port = f":{parts.port}" if parts.port not in (None, 80, 443) else ""
     query = "&".join(

@@ -40,7 +40,7 @@ class NeighborTable:
         self._mapped: dict[int, np.ndarray] = {}
         self._read: dict[int, np.ndarray] = {}
         rows = self._starts[-1]
-        if rows % chunks_per_sample:
+        if chunks_per_sample < 1 or rows % chunks_per_sample:
             raise ValueError(
                 f"{self.folder} has the neighbours of {rows} chunks, which are no whole samples of "
                 f"{chunks_per_sample} chunks: it was made for another --retro-gpt-seq-length or "

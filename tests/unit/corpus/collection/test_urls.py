@@ -26,6 +26,7 @@ REJECTED = [
     ("malformed", "http://host.notatld/page"),
     ("malformed", "example.com/without/scheme"),
     ("malformed", "http://[::1/page"),
+    ("malformed", "http://u[::1]@example.com/page"),
     ("domain", "https://www.youtube.com/watch?v=1"),
     ("domain", "http://m.youtube.co.uk/x"),
     ("domain", "https://i.imgur.com/abc"),

@@ -300,6 +300,7 @@ REFUSED = [
     ("t5", {"feed_forward_proj": "gated-relu"}, "feed_forward_proj is 'gated-relu' .*gated-silu"),
     ("t5", {"feed_forward_proj": "gated-gelu", "dense_act_fn": "gelu"}, "dense_act_fn is 'gelu'"),
     ("umt5", {}, "model_type is 'umt5' .*each block"),
+    ({"a": 1}, {}, "model_type is {'a': 1}; expected one of"),
     ("gemma3", {}, "model_type is 'gemma3' .*images"),
     ("mixtral", {}, "model_type is 'mixtral' .*experts.*expected one of gpt2, llama"),
 ]  # fmt: skip

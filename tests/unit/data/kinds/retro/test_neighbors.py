@@ -103,3 +103,10 @@ def test_a_file_of_another_layout_is_named(tmp_path, rows, content):
     table = NeighborTable(tmp_path / "query", CHUNKS)
     with pytest.raises(ValueError, match=r"010-020\.hdf5: neighbors is int.* not int64 \[10, 20\]"):
         table.rows(3)
+
+
+def test_chunks_that_are_longer_than_samples(tmp_path, rows):
+    """As edited settings may say."""
+    write_blocks(tmp_path / "query", rows, 10)
+    with pytest.raises(ValueError, match="no whole samples of 0 chunks"):
+        NeighborTable(tmp_path / "query", 0)
