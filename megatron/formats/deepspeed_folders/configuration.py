@@ -45,7 +45,9 @@ def own_run(folder: Path, states: Mapping[str, Any]) -> RunConfig | None:
     if parts is None:
         return None
     try:
-        return RunConfig.from_dict(parts)
+        run = RunConfig.from_dict(parts)
+        hash(run.model)  # its values are numbers and texts, by which shapes are looked up
+        return run
     except (TypeError, AttributeError, ConfigError) as error:
         raise CheckpointError(f"{own}: not a configuration: {error}") from None
 

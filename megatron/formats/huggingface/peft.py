@@ -118,14 +118,7 @@ class PeftFolder(AdaptedSource):
     def alpha_of(self, weight: str, part: str) -> float:
         """As :meth:`AdaptedSource.alpha_of`, with the patterns of ``alpha_pattern``."""
         module = self._modules[weight, part]
-        patterns = self._content.get("alpha_pattern") or {}
-        numbers = isinstance(patterns, dict) and {type(value) for value in patterns.values()}
-        if numbers is False or not numbers <= {int, float}:
-            raise CheckpointError(
-                f"{self.folder / CONFIG}: alpha_pattern is {patterns!r:.60}; expected numbers by "
-                "patterns"
-            )
-        for pattern, value in patterns.items():
+        for pattern, value in (self._content.get("alpha_pattern") or {}).items():
             if _matches(pattern, module, self.folder / CONFIG):
                 return float(value)
         return self.adapters.alpha
@@ -274,6 +267,11 @@ def _adapters(content: Mapping[str, Any], path: Path) -> AdapterConfig:
         raise CheckpointError(
             f"{path}: r is {rank!r:.40}, lora_alpha {alpha!r:.40}, lora_dropout {dropout!r:.40}; "
             "expected numbers"
+        )
+    alphas = content.get("alpha_pattern") or {}
+    if not isinstance(alphas, dict) or not {type(n) for n in alphas.values()} <= {int, float}:
+        raise CheckpointError(
+            f"{path}: alpha_pattern is {alphas!r:.60}; expected numbers by patterns"
         )
     targets = [targets] if isinstance(targets, str) else targets or []
     if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
