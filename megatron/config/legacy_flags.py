@@ -178,7 +178,6 @@ _UNUSED = {
     "--verify-integrity": "a checkpoint is always checked when it is loaded",
     "--replication": _REPLICAS,
     "--replication-jump INT": _REPLICAS,
-    "--replication-factor INT": _REPLICAS,
     "--no-mmap-bin-files": "data files are memory-mapped, and read as they are needed",
     "--no-create-attention-mask-in-dataloader": "attention masks are made where they are used",
     "--num-dataset-builder-threads INT": _CACHE,

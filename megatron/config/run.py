@@ -34,6 +34,7 @@ from megatron.config.output import (
     resolve_profiling,
 )
 from megatron.config.parallel import ParallelConfig, ParallelFlags, resolve_parallel
+from megatron.config.resilience import ResilienceConfig
 from megatron.config.training import (
     EvalTasksConfig,
     OptimizerConfig,
@@ -73,6 +74,7 @@ class RunConfig:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
 
     def __post_init__(self) -> None:
         given = {type(kind): kind for kind in self.kinds}

@@ -183,12 +183,11 @@ REFUSED = {
     "--disable-strict-fsdp-dtensor-load": "a checkpoint loads if nothing is missing or left over",
     # Running.
     "--lazy-mpu-init": "processes are set up by the program itself",
-    "--inprocess-* --enable-ft-package --calc-ft-timeouts --ft-num-warmup-iters": (
+    "--enable-ft-package --calc-ft-timeouts --ft-num-warmup-iters": (
         "a run that is started again continues from --load; torchrun --max-restarts does that"
     ),
     "--error-injection-* --fault-injector-* --rerun-mode --result-rejected-tracker-filename "
-    "--check-for-spiky-loss --check-for-large-grads --gpu-sniff-test-interval "
-    "--check-weight-hash-across-dp-replicas-interval": (
+    "--check-for-spiky-loss --check-for-large-grads --gpu-sniff-test-interval": (
         "a run stops at losses and gradients that are not finite; tools/check_parity.py compares "
         "layouts"
     ),
@@ -197,7 +196,7 @@ REFUSED = {
         "there is no such mode; --attention-backend eager computes with plain matrix products"
     ),
     "--yaml-cfg": "flags are given on the command line",
-    "--run-workload-inspector-server --log-straggler --straggler-* "
+    "--run-workload-inspector-server --straggler-ctrlr-port --straggler-minmax-count "
     "--disable-straggler-on-startup": "tools/profile_step.py says where the time of a step goes",
     "--log-max-attention-logit --log-energy --log-device-memory-used --log-memory-interval "
     "--log-params-std": "--log-memory-to-tensorboard and --metrics-file have what is measured",

@@ -23,6 +23,7 @@ from megatron.config.engine import FastPathsConfig
 from megatron.config.flags import flag_of, names_of
 from megatron.config.layouts import Layout, check_layout
 from megatron.config.output import ProfilingConfig
+from megatron.config.resilience import ResilienceConfig
 from megatron.engine.deepspeed_json import merge, read_json
 from megatron.engine.environment import distributed
 from megatron.engine.train_engine import StepResult
@@ -59,7 +60,13 @@ process recomputes as well. Where a decoder starts is a flag: it has no name.)""
 LEFT_OUT = frozenset(
     {
         f.name
-        for part in (CheckpointConfig, LoggingConfig, ProfilingConfig, FastPathsConfig)
+        for part in (
+            CheckpointConfig,
+            LoggingConfig,
+            ProfilingConfig,
+            FastPathsConfig,
+            ResilienceConfig,
+        )
         for f in dataclasses.fields(part)
     }
     | set(names_of("course", *FLAG_CLASSES))

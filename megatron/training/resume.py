@@ -42,7 +42,7 @@ _SAID_OTHERWISE = {
     *(f"{name}_dtype" for name in StateDtypes._fields),
 }
 _DATA_FLAGS = (*SOURCE_FIELDS, "corpora_file")
-_NOT_COMPARED = {"parallel", "checkpoint", "logging", "profiling", "engine"}
+_NOT_COMPARED = {"parallel", "checkpoint", "logging", "profiling", "engine", "resilience"}
 _HOW_FAST = {"torch_compile", "torch_compile_mode", "activation_memory_budget"}
 
 

@@ -14,6 +14,7 @@ BELOW = {
     "util": set(),
     "config": {"util"},
     "parallel": {"config", "util"},
+    "resilience": {"config", "util", "parallel"},
     "tokenizer": {"config", "util"},
     "data": {"config", "util", "parallel", "tokenizer"},
     "corpus": {"config", "util", "tokenizer", "data"},
@@ -24,7 +25,7 @@ BELOW = {
 BELOW["families"] = set(BELOW["engine"])
 BELOW["profiling"] = {"util"}
 BELOW["objectives"] = BELOW["engine"] | {"families"}
-BELOW["training"] = BELOW["engine"] | {"engine", "families", "objectives", "profiling"}
+BELOW["training"] = BELOW["engine"] | {"engine", "families", "objectives", "profiling", "resilience"}
 BELOW["inference"] = BELOW["training"] | {"training"}
 BELOW["planning"] = BELOW["parity"] = BELOW["training"] | {"training"}
 BELOW["formats"] = BELOW["training"] | {"training", "inference"}

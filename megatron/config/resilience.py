@@ -1,0 +1,63 @@
+"""A run that nobody watches: hangs, replicas, anomalies, spikes, stragglers and restarts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.flags import NOT_NEGATIVE, POSITIVE, option
+
+
+@dataclass(frozen=True)
+class ResilienceConfig:
+    """Unattended runs: watchdog, replicas, spikes, stragglers, restarts."""
+
+    hang_seconds: float | None = option(
+        None, derived="nine tenths of --distributed-timeout-minutes", bounds=NOT_NEGATIVE
+    )
+    """Seconds without progress after which every rank writes what it does and its Python stacks,
+    the rank that the others wait for is named, and the run ends; 0 for no limit."""
+    hang_limits: tuple[str, ...] = option(())
+    """PHASE=SECONDS ...: other limits than --hang-seconds for phases: start, data, step,
+    evaluation, save."""
+    check_replicas_interval: int | None = option(
+        None,
+        aliases=("--check-weight-hash-across-dp-replicas-interval",),
+        derived="at every save",
+        bounds=NOT_NEGATIVE,
+    )
+    """Number of iterations between comparisons of what several ranks have copies of, weights and
+    optimizer state, by checksum; 0 turns them off."""
+    rerun_on_anomaly: bool = option(False)
+    """Compute a step whose loss or gradient norm is out of bounds again, from the same state, to
+    tell faulty hardware, bad data and divergence apart."""
+    on_spike: str = option("warn", choices=("warn", "rollback", "stop"))
+    """What happens when loss or gradient norm leave the range of the last steps: warn and keep the
+    checkpoint before; go back to that checkpoint and skip the samples; or stop."""
+    spike_sigma: float = option(10.0, bounds=NOT_NEGATIVE)
+    """Distance from the mean of --spike-window, in standard deviations, that is a spike; 0 turns
+    the rule off."""
+    spike_window: int = option(100, bounds=POSITIVE)
+    """Number of steps that --spike-sigma compares with."""
+    straggler_factor: float = option(
+        1.5, aliases=("--log-straggler",), bare=1.5, bounds=NOT_NEGATIVE
+    )
+    """A rank that computes this many times as long as the median rank over --straggler-window is
+    named; 0 turns that off."""
+    straggler_window: int = option(50, bounds=POSITIVE)
+    """Number of steps that --straggler-factor compares."""
+    inprocess_restart: bool = option(False)
+    """Keep a process beside each rank that starts it again when a rank is lost, without the
+    launcher: the ranks continue from the newest checkpoint."""
+    inprocess_max_iterations: int | None = option(None, bounds=POSITIVE)
+    """How often --inprocess-restart starts the ranks; no limit by default."""
+    inprocess_min_world_size: int | None = option(None, bounds=POSITIVE)
+    """With --inprocess-restart: continue without ranks that cannot be started again, as long as
+    this many are left."""
+    non_persistent_save_interval: int | None = option(None, bounds=POSITIVE)
+    """Number of iterations between checkpoints in the memory of the nodes."""
+    non_persistent_local_ckpt_dir: str | None = option(
+        None, derived="a folder of the user's in /dev/shm"
+    )
+    """Folder of each node for --non-persistent-save-interval."""
+    replication_factor: int = option(2, bounds=POSITIVE)
+    """Number of nodes that keep what a rank saves by --non-persistent-save-interval."""
