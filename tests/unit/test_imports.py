@@ -25,7 +25,13 @@ BELOW = {
 BELOW["families"] = set(BELOW["engine"])
 BELOW["profiling"] = {"util"}
 BELOW["objectives"] = BELOW["engine"] | {"families"}
-BELOW["training"] = BELOW["engine"] | {"engine", "families", "objectives", "profiling", "resilience"}
+BELOW["training"] = BELOW["engine"] | {
+    "engine",
+    "families",
+    "objectives",
+    "profiling",
+    "resilience",
+}
 BELOW["inference"] = BELOW["training"] | {"training"}
 BELOW["planning"] = BELOW["parity"] = BELOW["training"] | {"training"}
 BELOW["formats"] = BELOW["training"] | {"training", "inference"}
