@@ -15,6 +15,8 @@ from importlib import import_module
 from pkgutil import resolve_name
 from typing import Any, Generic, TypeVar
 
+import torch
+
 from megatron.checkpoint.source import FoundCheckpoint
 from megatron.config import (
     FLAG_CLASSES,
@@ -31,6 +33,7 @@ from megatron.config import (
 )
 from megatron.config.flags import ConfigResolver, build
 from megatron.config.kinds.preference import PreferenceConfig
+from megatron.data.build import DataFile
 from megatron.data.indexed.dataset_checks import verify_checksums
 from megatron.data.loader import TrainingData
 from megatron.data.pipeline import training_texts
@@ -53,6 +56,8 @@ from megatron.training.launch import start_processes
 from megatron.training.plan import Epochs, TrainingPlan
 from megatron.training.profiling import profiling
 from megatron.training.report import Reporter, say, show_log
+from megatron.training.resume import ResumePoint, ResumeSource
+from megatron.training.spikes import SpikeGuard, stop_at_spike
 from megatron.training.stopping import NonFiniteGuard, Stopping, StopRequest
 from megatron.training.trainer import Callback, Position, Trainer
 from megatron.util.errors import (
@@ -87,6 +92,9 @@ DISTILLATION = "megatron.training.distillation.callback:Distillation"
 
 FINGERPRINT = "megatron.training.fingerprint"
 """What the processes of a run are compared by, imported where there are several."""
+
+ROLLBACK = "megatron.training.rollback:Rollback"
+"""What ``--on-spike rollback`` does, imported for it only."""
 
 EXAMPLE_CHECKS = "megatron.training.example_checks:warn_of_examples"
 """Warns of what is probably wrong with instructions and preferences. It is called with the run and
@@ -254,6 +262,8 @@ def build_trainer(
     saved = [file._asdict() for file in files]
     writer = checkpoint_writer(engine, run.content, run.tokenizer.save_pretrained, saved)
     begin = resume.load(engine, plan, checkpoint, files)
+    if begin.skip_samples != config.data.skip_samples:
+        data = data.skipping(begin.skip_samples)
     if config.kind(PreferenceConfig).preference == "kto":
         resolve_name(COMPARISONS)(engine)
     report = Reporter(run.resolved, plan, mesh, device, begin)
@@ -272,6 +282,7 @@ def build_trainer(
         newest=lambda: checkpoints.newest_shown,
         fresh=begin.iteration == 0,
     )
+    spikes = _spike_guard(config, device, checkpoints, begin, checkpoint, files)
     return Trainer(
         engine,
         data,
@@ -284,6 +295,7 @@ def build_trainer(
             Stopping(request, device, mesh.world.size, config.training.exit_interval),
             report,
             guard,
+            *spikes,
             checkpoints,
             *best_evaluation(config, checkpoints, mesh, begin.iteration),
             *profiling(config, engine, begin.iteration),
@@ -291,6 +303,29 @@ def build_trainer(
         Position(begin.iteration, begin.consumed_samples),
         config.data.num_workers,
     )
+
+
+def _spike_guard(
+    config: RunConfig,
+    device: torch.device,
+    checkpoints: CheckpointManager,
+    begin: ResumePoint,
+    origin: ResumeSource | None,
+    files: Sequence[DataFile],
+) -> list[Callback]:
+    """What judges the steps of a run, and acts on spikes as ``--on-spike`` says."""
+    flags = config.resilience
+    if not flags.spike_sigma:
+        return []
+    found = SpikeGuard(device, flags, checkpoints, begin.spikes)
+    if flags.on_spike == "stop":
+        found.act = stop_at_spike(checkpoints)
+    elif flags.on_spike == "rollback":
+        most = flags.spike_rollbacks
+        rollback = resolve_name(ROLLBACK)(most, found.rule, checkpoints, begin, origin, files)
+        found.act = rollback
+        return [found, rollback]
+    return [found]
 
 
 def best_evaluation(
