@@ -55,7 +55,13 @@ from megatron.training.profiling import profiling
 from megatron.training.report import Reporter, say, show_log
 from megatron.training.stopping import NonFiniteGuard, Stopping, StopRequest
 from megatron.training.trainer import Callback, Position, Trainer
-from megatron.util.errors import is_for_users, name_lost_pages, one_line
+from megatron.util.errors import (
+    RESTART_STATUS,
+    FaultError,
+    is_for_users,
+    name_lost_pages,
+    one_line,
+)
 from megatron.util.locks import Lock
 from megatron.util.processes import is_main_process
 
@@ -353,6 +359,13 @@ def errors_for_users() -> Iterator[None]:
     except agreement.DisagreementError as error:
         _print_error(error)
         sys.exit(2)
+    except FaultError as error:
+        agreement.give_up(str(error))
+        if is_main_process():
+            _print_error(error)
+        else:
+            time.sleep(1)  # the launcher ends all others as soon as one has ended
+        sys.exit(RESTART_STATUS)
     except (ValueError, OSError) as error:
         if not is_for_users(error):
             agreement.give_up(repr(error))
