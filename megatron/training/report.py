@@ -212,9 +212,15 @@ class Reporter(Callback):
         if reason is not None:
             self.say(f"stopped by {reason} after iteration {trainer.iteration}")
 
-    def save(self, iteration: int, consumed_samples: int, values: dict[str, float | None]) -> None:
-        """Records a finished save."""
-        self._write("save", iteration, consumed_samples, values)
+    def save(
+        self,
+        iteration: int,
+        consumed_samples: int,
+        values: dict[str, float | None],
+        kind: str = "save",
+    ) -> None:
+        """Records a finished save; of the kind ``memory_save`` those in the memory of the nodes."""
+        self._write(kind, iteration, consumed_samples, values)
 
     def _write(
         self, kind: str, iteration: int, samples: int, values: dict[str, float | None]
