@@ -95,6 +95,9 @@ FINGERPRINT = "megatron.training.fingerprint"
 
 ROLLBACK = "megatron.training.rollback:Rollback"
 """What ``--on-spike rollback`` does, imported for it only."""
+NODE_CHECKPOINTS = "megatron.training.node_memory:NodeCheckpoints"
+"""The callback of ``--non-persistent-save-interval``, which is made of the engine and imported for
+runs with the flag only."""
 
 EXAMPLE_CHECKS = "megatron.training.example_checks:warn_of_examples"
 """Warns of what is probably wrong with instructions and preferences. It is called with the run and
@@ -261,12 +264,18 @@ def build_trainer(
     files = data.files() if checkpoint is not None or config.checkpoint.save else []
     saved = [file._asdict() for file in files]
     writer = checkpoint_writer(engine, run.content, run.tokenizer.save_pretrained, saved)
+    in_memory = []
+    if config.resilience.non_persistent_save_interval is not None:
+        in_memory = [resolve_name(NODE_CHECKPOINTS)(engine)]
+        checkpoint = in_memory[0].newest(checkpoint)
     begin = resume.load(engine, plan, checkpoint, files)
     if begin.skip_samples != config.data.skip_samples:
         data = data.skipping(begin.skip_samples)
     if config.kind(PreferenceConfig).preference == "kto":
         resolve_name(COMPARISONS)(engine)
     report = Reporter(run.resolved, plan, mesh, device, begin)
+    for saves in in_memory:
+        saves.begin(report, run.content, run.tokenizer.save_pretrained, saved)
     for teacher in teaching:
         teacher.start(engine, data, plan, begin.consumed_samples)
         report.beside = teacher.flops
@@ -296,6 +305,7 @@ def build_trainer(
             report,
             guard,
             *spikes,
+            *in_memory,
             checkpoints,
             *best_evaluation(config, checkpoints, mesh, begin.iteration),
             *profiling(config, engine, begin.iteration),
