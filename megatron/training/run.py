@@ -82,6 +82,9 @@ DISTILLATION = "megatron.training.distillation.callback:Distillation"
 FINGERPRINT = "megatron.training.fingerprint"
 """What the processes of a run are compared by, imported where there are several."""
 
+RESTARTED = "megatron.training.restarted:restarted"
+"""The callback of ``--inprocess-restart``, imported for runs with the flag only."""
+
 EXAMPLE_CHECKS = "megatron.training.example_checks:warn_of_examples"
 """Warns of what is probably wrong with instructions and preferences. It is called with the run and
 its data, and imported for such data only."""
@@ -279,12 +282,22 @@ def build_trainer(
             report,
             guard,
             checkpoints,
+            *_restarted(config, checkpoints, report, begin),
             *best_evaluation(config, checkpoints, mesh, begin.iteration),
             *profiling(config, engine, begin.iteration),
         ),
         Position(begin.iteration, begin.consumed_samples),
         config.data.num_workers,
     )
+
+
+def _restarted(
+    config: RunConfig, checkpoints: CheckpointManager, report: Reporter, begin: resume.ResumePoint
+) -> list[Callback]:
+    if not config.resilience.inprocess_restart:
+        return []
+    found: list[Callback] = resolve_name(RESTARTED)(config, checkpoints, report, begin)
+    return found
 
 
 def best_evaluation(

@@ -280,14 +280,21 @@ def launcher_chain() -> tuple[int, ...]:
     """Process ids of the parent, and of the parent's parent where DeepSpeed's launcher has two. The
     ``deepspeed`` command starts ``deepspeed.launcher.launch``, which starts the workers; the
     command gets a scheduler's SIGTERM, and the process between lives on. Above any other parent is
-    a shell, whose end means nothing."""
+    a shell, whose end means nothing. A guardian (``--inprocess-restart``) is no launcher, but its
+    parent is."""
     parent = os.getppid()
     try:
+        if str(parent) == os.environ.get("MEGATRON_GUARDIAN"):
+            parent = _parent_of(parent)
         command = Path(f"/proc/{parent}/cmdline").read_bytes()
         if b"deepspeed.launcher.launch" not in command:
             return (parent,)
-        # The name is the last field in brackets and may contain anything; state and parent follow.
-        status = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()
-        return (parent, int(status[1]))
+        return (parent, _parent_of(parent))
     except (OSError, IndexError, ValueError):
         return (parent,)
+
+
+def _parent_of(process: int) -> int:
+    # The name is the last field in brackets and may contain anything; state and parent follow.
+    status = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return int(status[1])
