@@ -4,12 +4,31 @@ from __future__ import annotations
 
 import time
 
-from megatron.config import ConfigError, RunConfig
+from megatron.checkpoint.source import locate_checkpoint
+from megatron.config import ConfigError, RunConfig, Setting, Settings
 from megatron.resilience.generation import RunGeneration, current
 from megatron.training.checkpoints import CheckpointManager
 from megatron.training.report import Reporter
 from megatron.training.resume import ResumePoint
 from megatron.training.trainer import Callback, Step, Trainer
+
+_BEGINNINGS = (
+    *("load_tag", "finetune", "reset_iteration", "load_lr_state", "load_optim", "load_rng"),
+    "universal_checkpoint",
+)
+"""Settings of how a run begins, which does not begin again after a restart."""
+
+
+def from_own_checkpoint(settings: Settings) -> Settings:
+    """The settings of a trainer that takes the place of another one: once the run has saved, it
+    continues from its newest checkpoint, whatever it began with."""
+    generation, save = current(), settings.get("save")
+    # Trainers that were built had found no checkpoint of another run in the folder.
+    built = generation is not None and generation.batch > 0
+    if not built or save is None or save.value is None or locate_checkpoint(save.value) is None:
+        return settings
+    kept = {name: setting for name, setting in settings.items() if name not in _BEGINNINGS}
+    return kept | {"load": Setting(save.value, "--save of this run, which starts again")}
 
 
 def restarted(

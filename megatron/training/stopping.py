@@ -178,6 +178,7 @@ class StopRequest:
             default only where a launcher set ``LOCAL_RANK``: a plain ``nohup python`` has to
             survive its shell.
         kill_switch: stop when this file exists. Raises TrainingStopped if it already does.
+        started: when the deadline's minutes began, by ``clock``; by default now.
     """
 
     def __init__(
@@ -186,9 +187,10 @@ class StopRequest:
         watch_parent: bool | None = None,
         kill_switch: str | None = None,
         clock: Callable[[], float] = time.monotonic,
+        started: float | None = None,
     ) -> None:
         self._deadline_minutes = deadline_minutes
-        self._clock, self._started = clock, clock()
+        self._clock, self._started = clock, clock() if started is None else started
         self._parents = launcher_chain()
         self._watch_parent = "LOCAL_RANK" in os.environ if watch_parent is None else watch_parent
         self._received: str | None = None
