@@ -49,6 +49,7 @@ from megatron.families import Family, family_of, refuse_unused
 from megatron.objectives import trained_spec
 from megatron.parallel import agreement
 from megatron.parallel.mesh import Mesh
+from megatron.resilience.generation import current
 from megatron.tokenizer import Tokenizer, build_tokenizer, implied_type, vocabulary_rows
 from megatron.training import resume
 from megatron.training.checkpoints import CheckpointManager
@@ -98,6 +99,11 @@ ROLLBACK = "megatron.training.rollback:Rollback"
 NODE_CHECKPOINTS = "megatron.training.node_memory:NodeCheckpoints"
 """The callback of ``--non-persistent-save-interval``, which is made of the engine and imported for
 runs with the flag only."""
+RESTARTED = "megatron.training.restarted:restarted"
+"""The callback of ``--inprocess-restart``, imported for runs with the flag only."""
+
+OWN_CHECKPOINT = "megatron.training.restarted:from_own_checkpoint"
+"""Changes what a run that has been started again loads; imported likewise."""
 
 EXAMPLE_CHECKS = "megatron.training.example_checks:warn_of_examples"
 """Warns of what is probably wrong with instructions and preferences. It is called with the run and
@@ -155,6 +161,8 @@ def run_of(settings: Settings, processes: int, samples: str | None = None) -> Ru
     path = given.value if given else ""
     content = read_json(path) if path else {}
     settings = deepspeed_json.merge(settings, content, path, processes)
+    if "inprocess_restart" in settings:
+        settings = resolve_name(OWN_CHECKPOINT)(settings)
     settings = resume.with_origin(resume.with_checkpoint(with_corpora(settings)))
     trained = settings["family"].value if "family" in settings else ModelConfig.family
     family = family_of(samples or trained)
@@ -249,7 +257,10 @@ def build_trainer(
         verify_checksums([file.path for file in data.files()], mesh.world.rank, mesh.world.size)
     agreement.compare(lambda: _fingerprint().data_facts(data.files()))
     request = StopRequest(
-        config.training.exit_duration_in_mins, run.launched, config.training.kill_switch_file
+        config.training.exit_duration_in_mins,
+        run.launched,
+        config.training.kill_switch_file,
+        started=None if (guarded := current()) is None else guarded.started,
     )
     plan = TrainingPlan(config, epochs)
     lock = hold_folder(config.checkpoint.save, mesh.world, device, say)
@@ -307,6 +318,7 @@ def build_trainer(
             *spikes,
             *in_memory,
             checkpoints,
+            *_restarted(config, checkpoints, report, begin),
             *best_evaluation(config, checkpoints, mesh, begin.iteration),
             *profiling(config, engine, begin.iteration),
         ),
@@ -336,6 +348,15 @@ def _spike_guard(
         found.act = rollback
         return [found, rollback]
     return [found]
+
+
+def _restarted(
+    config: RunConfig, checkpoints: CheckpointManager, report: Reporter, begin: ResumePoint
+) -> list[Callback]:
+    if not config.resilience.inprocess_restart:
+        return []
+    found: list[Callback] = resolve_name(RESTARTED)(config, checkpoints, report, begin)
+    return found
 
 
 def best_evaluation(
