@@ -40,8 +40,9 @@ from megatron.data.pipeline import training_texts
 from megatron.data.sources import with_corpora
 from megatron.engine import deepspeed_json
 from megatron.engine.build import build_engine
+from megatron.engine.deepspeed_file import output_notes, read_json
 from megatron.engine.deepspeed_folder import checkpoint_writer
-from megatron.engine.deepspeed_json import Json, read_json
+from megatron.engine.deepspeed_json import Json
 from megatron.engine.environment import distributed, training_device
 from megatron.engine.saving import hold_folder, ruined
 from megatron.engine.train_engine import TrainEngine
@@ -179,7 +180,7 @@ def run_of(settings: Settings, processes: int, samples: str | None = None) -> Ru
         resolved = dataclasses.replace(resolved, notes=(*resolved.notes, note))
     completed = deepspeed_json.complete(content, resolved.config)
     notes = deepspeed_json.stage_notes(completed, resolved.config)
-    notes += deepspeed_json.output_notes(completed, path)
+    notes += output_notes(completed, path)
     resolved = dataclasses.replace(resolved, notes=(*resolved.notes, *notes))
     launched = "LOCAL_RANK" in os.environ
     return Run(resolved.config, completed, tokenizer, resolved, launched)
