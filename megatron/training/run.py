@@ -52,6 +52,7 @@ from megatron.training.checkpoints import CheckpointManager
 from megatron.training.launch import start_processes
 from megatron.training.plan import Epochs, TrainingPlan
 from megatron.training.profiling import profiling
+from megatron.training.replicas import ReplicaCheck
 from megatron.training.report import Reporter, say, show_log
 from megatron.training.stopping import NonFiniteGuard, Stopping, StopRequest
 from megatron.training.trainer import Callback, Position, Trainer
@@ -260,9 +261,15 @@ def build_trainer(
     for teacher in teaching:
         teacher.start(engine, data, plan, begin.consumed_samples)
         report.beside = teacher.flops
+    replicas = ReplicaCheck(engine, config.resilience.check_replicas_interval)
     checkpoints = CheckpointManager(
-        writer, report, config.checkpoint.save_interval, begin.folder if begin.iteration else None
+        writer,
+        report,
+        config.checkpoint.save_interval,
+        begin.folder if begin.iteration else None,
+        replicas.check,
     )
+    replicas.newest = lambda: checkpoints.newest_shown
     guard = NonFiniteGuard(
         device,
         config.precision.fp16,
@@ -271,6 +278,7 @@ def build_trainer(
         ruined=lambda: ruined(engine),
         newest=lambda: checkpoints.newest_shown,
         fresh=begin.iteration == 0,
+        replicas=replicas.check,
     )
     return Trainer(
         engine,
@@ -284,6 +292,7 @@ def build_trainer(
             Stopping(request, device, mesh.world.size, config.training.exit_interval),
             report,
             guard,
+            replicas,
             checkpoints,
             *best_evaluation(config, checkpoints, mesh, begin.iteration),
             *profiling(config, engine, begin.iteration),
