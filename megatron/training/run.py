@@ -57,6 +57,7 @@ from megatron.training.checkpoints import CheckpointManager
 from megatron.training.launch import start_processes
 from megatron.training.plan import Epochs, TrainingPlan
 from megatron.training.profiling import profiling
+from megatron.training.replicas import ReplicaCheck
 from megatron.training.report import Reporter, say, show_log
 from megatron.training.resume import ResumePoint, ResumeSource
 from megatron.training.spikes import SpikeGuard, stop_at_spike
@@ -291,9 +292,15 @@ def build_trainer(
     for teacher in teaching:
         teacher.start(engine, data, plan, begin.consumed_samples)
         report.beside = teacher.flops
+    replicas = ReplicaCheck(engine, config.resilience.check_replicas_interval)
     checkpoints = CheckpointManager(
-        writer, report, config.checkpoint.save_interval, begin.folder if begin.iteration else None
+        writer,
+        report,
+        config.checkpoint.save_interval,
+        begin.folder if begin.iteration else None,
+        replicas.check,
     )
+    replicas.newest = lambda: checkpoints.newest_shown
     guard = NonFiniteGuard(
         device,
         config.precision.fp16,
@@ -302,6 +309,7 @@ def build_trainer(
         ruined=lambda: ruined(engine),
         newest=lambda: checkpoints.newest_shown,
         fresh=begin.iteration == 0,
+        replicas=replicas.check,
     )
     spikes = _spike_guard(config, device, checkpoints, begin, checkpoint, files)
     return Trainer(
@@ -317,6 +325,7 @@ def build_trainer(
             report,
             guard,
             *spikes,
+            replicas,
             *in_memory,
             checkpoints,
             *_restarted(config, checkpoints, report, begin),
