@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from megatron.resilience.process_states import GONE, state_letter, state_of
 from megatron.resilience.reports import Report
-from megatron.resilience.verdict import LOST, HangQuestion, Silent, HangVerdict, judge
+from megatron.resilience.verdict import LOST, HangQuestion, HangVerdict, Silent, judge
 from megatron.util.phases import activity
 
 logger = logging.getLogger(__name__)
