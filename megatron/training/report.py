@@ -18,6 +18,7 @@ from megatron.families import family_of
 from megatron.parallel.mesh import Mesh
 from megatron.training.metrics import (
     IntervalMeter,
+    RankTimes,
     Reported,
     StepMetrics,
     measure_matmul_peak,
@@ -73,6 +74,8 @@ class Reporter(Callback):
         self.plan, self.mesh, self.device = plan, mesh, device
         self.beside: Callable[[Step], float] = lambda step: 0.0
         """FLOPs of a step that are no work of the model."""
+        self.rank_times: Callable[[], RankTimes | None] = lambda: None
+        """What the ranks needed for the steps since the last log line, if that is compared."""
         self.log_interval = config.logging.log_interval
         self.meter: IntervalMeter | None = None
         self.main = mesh.world.rank == 0
@@ -190,6 +193,7 @@ class Reporter(Callback):
             consumed_samples=samples,
             consumed_tokens=self.plan.lengths.tokens(samples),
         )
+        metrics = dataclasses.replace(metrics, rank_times=self.rank_times())
         self.say(metrics.line().strip())
         self._write("train", iteration, samples, metrics.row())
 
@@ -215,6 +219,10 @@ class Reporter(Callback):
     def save(self, iteration: int, consumed_samples: int, values: dict[str, float | None]) -> None:
         """Records a finished save."""
         self._write("save", iteration, consumed_samples, values)
+
+    def event(self, kind: str, trainer: Trainer, values: dict[str, float | None]) -> None:
+        """Records something that happened after the trainer's last step."""
+        self._write(kind, trainer.iteration, trainer.consumed_samples, values)
 
     def _write(
         self, kind: str, iteration: int, samples: int, values: dict[str, float | None]

@@ -88,6 +88,9 @@ DISTILLATION = "megatron.training.distillation.callback:Distillation"
 FINGERPRINT = "megatron.training.fingerprint"
 """What the processes of a run are compared by, imported where there are several."""
 
+STRAGGLERS = "megatron.training.stragglers:Stragglers"
+"""The callback that compares the ranks' own times, imported where there are several."""
+
 EXAMPLE_CHECKS = "megatron.training.example_checks:warn_of_examples"
 """Warns of what is probably wrong with instructions and preferences. It is called with the run and
 its data, and imported for such data only."""
@@ -260,6 +263,9 @@ def build_trainer(
     for teacher in teaching:
         teacher.start(engine, data, plan, begin.consumed_samples)
         report.beside = teacher.flops
+    compared = []
+    if mesh.world.size > 1:
+        compared = [resolve_name(STRAGGLERS)(config.resilience, mesh, device, report)]
     checkpoints = CheckpointManager(
         writer, report, config.checkpoint.save_interval, begin.folder if begin.iteration else None
     )
@@ -282,6 +288,7 @@ def build_trainer(
             *teaching,
             *tasks,
             Stopping(request, device, mesh.world.size, config.training.exit_interval),
+            *compared,
             report,
             guard,
             checkpoints,
