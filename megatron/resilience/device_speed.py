@@ -39,7 +39,7 @@ class DeviceProbe:
         self._events = start, end
 
     def seconds(self) -> float:
-        """Of the products that were queued last; 0 if they are not done, or there are none."""
+        """Of the products that were queued last; 0 if they are not done, and before the first."""
         if self._events is None or not self._events[1].query():
             return 0.0
         start, end = self._events

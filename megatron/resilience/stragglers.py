@@ -20,7 +20,7 @@ LEAST_SHARE = 0.1
 """Of a step that a rank must be behind the median: less is hardly worth a message."""
 
 
-class Piece(NamedTuple):
+class StepTimes(NamedTuple):
     """Some steps, as one rank measured them; sums over the steps, in seconds.
 
     Attributes:
@@ -37,10 +37,10 @@ class Piece(NamedTuple):
     unscheduled: float = 0.0
     device: float = 0.0
 
-    def plus(self, other: Piece) -> Piece:
+    def plus(self, other: StepTimes) -> StepTimes:
         """Both, one after the other; of the device what was faster."""
         both = self.device and other.device
-        return Piece(
+        return StepTimes(
             self.wall + other.wall,
             self.own + other.own,
             self.reading + other.reading,
@@ -106,11 +106,11 @@ class StragglerRule:
         self._stages = [_Stage(ranks) for ranks in stages]
         self._factor, self._window = factor, window
         self._all = sorted(rank for ranks in stages for rank in ranks)
-        self._steps, self._sums = 0, [Piece(0.0, 0.0) for _ in self._all]
+        self._steps, self._sums = 0, [StepTimes(0.0, 0.0) for _ in self._all]
         self._verdicts: dict[tuple[int, bool], deque[bool]] = {}
         self._named: set[tuple[int, bool]] = set()
 
-    def add(self, steps: int, pieces: Sequence[Piece]) -> list[Change]:
+    def add(self, steps: int, pieces: Sequence[StepTimes]) -> list[Change]:
         """Takes the same steps of every rank, in order; returns what changes with them."""
         self._steps += steps
         sums = self._sums = [a.plus(b) for a, b in zip(self._sums, pieces, strict=True)]
@@ -118,14 +118,16 @@ class StragglerRule:
         if not self._factor or wall * BLOCKS < SECONDS or self._steps * BLOCKS < self._window:
             return []
         steps, self._steps = self._steps, 0
-        self._sums = [Piece(0.0, 0.0) for _ in self._all]
+        self._sums = [StepTimes(0.0, 0.0) for _ in self._all]
         changes = []
         for stage in self._stages:
             for rank in stage.ranks:
                 changes += self._judge(stage, rank, sums, steps)
         return changes
 
-    def _judge(self, stage: _Stage, rank: int, sums: Sequence[Piece], steps: int) -> list[Change]:
+    def _judge(
+        self, stage: _Stage, rank: int, sums: Sequence[StepTimes], steps: int
+    ) -> list[Change]:
         found = sums[rank]
         own, others = found.own / steps, self._expected(stage, rank, sums) / steps
         step = max(piece.wall for piece in sums) / steps
@@ -139,7 +141,7 @@ class StragglerRule:
             changes.append(Change(rank, slow, found.device, usual, by_device=True))
         return [change for change in changes if self._is_new(change)]
 
-    def _expected(self, stage: _Stage, rank: int, sums: Sequence[Piece]) -> float:
+    def _expected(self, stage: _Stage, rank: int, sums: Sequence[StepTimes]) -> float:
         """Seconds that the rank should have needed."""
         mates = stage.ranks if len(stage.ranks) > 1 else self._all
         usual = median(sums[other].own for other in mates if other != rank)
@@ -162,7 +164,7 @@ class StragglerRule:
         return True
 
 
-def _reason(piece: Piece) -> str:
+def _reason(piece: StepTimes) -> str:
     if piece.reading > piece.own / 2:
         return "most of that is reading its data"
     if piece.unscheduled > piece.own / 2:

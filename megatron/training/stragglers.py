@@ -19,7 +19,7 @@ from megatron.config.resilience import ResilienceConfig
 from megatron.parallel.mesh import Mesh, memberships
 from megatron.resilience.device_speed import DeviceProbe
 from megatron.resilience.own_time import OwnTimeMeter
-from megatron.resilience.stragglers import Change, Piece, StragglerRule
+from megatron.resilience.stragglers import Change, StepTimes, StragglerRule
 from megatron.training.metrics import RankTimes
 from megatron.training.report import Reporter
 from megatron.training.stopping import DelayedReads
@@ -52,7 +52,7 @@ class Stragglers(Callback):
         self._began, self._wall, self._steps = math.nan, 0.0, 0
         self._due: float | None = None
         """Iteration after which the next exchange is; None before the first step."""
-        self._shown = 0, [Piece(0.0, 0.0) for _ in mesh.world.ranks]
+        self._shown = 0, [StepTimes(0.0, 0.0) for _ in mesh.world.ranks]
         """Steps since the last log line, and their sums; of those before it, if there are none."""
         self._said = False
         report.rank_times = self._times
@@ -91,7 +91,7 @@ class Stragglers(Callback):
 
     def _exchange(self) -> None:
         own = self._meter.take()
-        piece = Piece(self._wall, *own, self._probe.seconds())
+        piece = StepTimes(self._wall, *own, self._probe.seconds())
         self._probe.queue()
         rows = torch.zeros(self._mesh.world.size, len(piece), dtype=torch.float64)
         rows[self._mesh.world.rank] = torch.tensor(piece)
@@ -102,13 +102,13 @@ class Stragglers(Callback):
         self._wall, self._steps, self._due = 0.0, 0, math.inf
 
     def _take(self, trainer: Trainer, steps: int, values: list[float]) -> None:
-        width = len(Piece._fields)
-        pieces = [Piece(*values[at : at + width]) for at in range(0, len(values), width)]
+        width = len(StepTimes._fields)
+        pieces = [StepTimes(*values[at : at + width]) for at in range(0, len(values), width)]
         step = max(piece.wall for piece in pieces) / steps
         self._due = trainer.iteration + max(1, math.ceil(_SECONDS / max(step, 1e-9)))
         shown, sums = self._shown
         if self._said:
-            shown, sums, self._said = 0, [Piece(0.0, 0.0) for _ in sums], False
+            shown, sums, self._said = 0, [StepTimes(0.0, 0.0) for _ in sums], False
         self._shown = shown + steps, [a.plus(b) for a, b in zip(sums, pieces, strict=True)]
         if changes := self._rule.add(steps, pieces):
             self._tell(trainer, changes)
@@ -128,13 +128,13 @@ class Stragglers(Callback):
                 "own_seconds": change.own,
                 "median_seconds": change.others,
             }
-            self._report.event("straggler", trainer, values)
+            self._report.event("straggler", trainer.iteration, trainer.consumed_samples, values)
 
     def __exit__(self, *_: Any) -> None:
         self._meter.close()
 
 
-def _times_of(steps: int, pieces: Sequence[Piece]) -> RankTimes:
+def _times_of(steps: int, pieces: Sequence[StepTimes]) -> RankTimes:
     """What the ranks needed for a step, given their sums over some steps."""
     owns = [piece.own / steps for piece in pieces]
     most = max(owns)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from megatron.resilience.stragglers import Change, Piece, StragglerRule
+from megatron.resilience.stragglers import Change, StepTimes, StragglerRule
 
 
 def run(
@@ -23,7 +23,7 @@ def run(
         steps = max(1, round(1 / step))
         wall = steps * step
         pieces = [
-            Piece(
+            StepTimes(
                 wall,
                 own * wall * (1 + chance.uniform(-noise, noise)),
                 **{name: part * own * wall for name, part in parts.items()},
@@ -109,7 +109,7 @@ def test_the_reason(parts, reason):
 def test_a_slow_gpu_is_named_on_any_stage():
     rule = StragglerRule([[0], [1], [2]], factor=1.5, window=50)
     for _ in range(60):
-        pieces = [Piece(1.0, 0.3, device=seconds) for seconds in (1e-4, 2e-4, 1e-4)]
+        pieces = [StepTimes(1.0, 0.3, device=seconds) for seconds in (1e-4, 2e-4, 1e-4)]
         for change in rule.add(10, pieces):
             assert (change.rank, change.by_device, change.slow) == (1, True, True)
             assert "product of matrices" in str(change)
