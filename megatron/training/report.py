@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pkgutil import resolve_name
 from typing import Any
 
@@ -230,7 +230,7 @@ class Reporter(Callback):
             self.say(f"stopped by {reason} after iteration {trainer.iteration}")
 
     def event(
-        self, kind: str, iteration: int, consumed_samples: int, values: dict[str, float | None]
+        self, kind: str, iteration: int, consumed_samples: int, values: Mapping[str, float | None]
     ) -> None:
         """Records something that has happened after an iteration."""
         self._write(kind, iteration, consumed_samples, values)
@@ -247,7 +247,7 @@ class Reporter(Callback):
         self._write("restart", iteration, consumed_samples, values)
 
     def _write(
-        self, kind: str, iteration: int, samples: int, values: dict[str, float | None]
+        self, kind: str, iteration: int, samples: int, values: Mapping[str, float | None]
     ) -> None:
         tokens = self.plan.lengths.tokens(samples)
         self.writer.scalars(kind, iteration, values, samples=samples, tokens=tokens)

@@ -121,7 +121,7 @@ class Stragglers(Callback):
             kind = "WARNING: " if change.slow else ""
             rank = f"rank {change.rank} ({names[change.rank]})"
             self._report.say(f"{kind}iteration {trainer.iteration}: {rank} {change}")
-            values: dict[str, float | None] = {
+            values = {
                 "rank": change.rank,
                 "slow": change.slow,
                 "by_device": change.by_device,

@@ -214,7 +214,11 @@ def test_tags_are_megatrons_and_follow_the_flags(tmp_path):
         return set(events(tmp_path / name / "tb"))
 
     throughput = {"samples-per-second", "tokens-per-second-per-device", "throughput"}
-    always = {"lm loss", "lm loss validation", "weight-decay"} | throughput
+    ranks = {
+        "slowest-rank",
+        *(f"own-time-{name}-rank" for name in ("slowest", "median", "fastest")),
+    }
+    always = {"lm loss", "lm loss validation", "weight-decay"} | throughput | ranks
     assert tags("default") == always | {"learning-rate", "loss-scale"}
     assert tags(
         "other",
