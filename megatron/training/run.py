@@ -98,6 +98,8 @@ WATCHDOG = "megatron.resilience.watchdog:watchdog_of"
 FINGERPRINT = "megatron.training.fingerprint"
 """What the processes of a run are compared by, imported where there are several."""
 
+STRAGGLERS = "megatron.training.stragglers:Stragglers"
+"""The callback that compares the ranks' own times, imported where there are several."""
 ROLLBACK = "megatron.training.rollback:Rollback"
 """What ``--on-spike rollback`` does, imported for it only."""
 NODE_CHECKPOINTS = "megatron.training.node_memory:NodeCheckpoints"
@@ -295,6 +297,9 @@ def build_trainer(
         teacher.start(engine, data, plan, begin.consumed_samples)
         report.beside = teacher.flops
     replicas = ReplicaCheck(engine, config.resilience.check_replicas_interval)
+    compared = []
+    if mesh.world.size > 1:
+        compared = [resolve_name(STRAGGLERS)(config.resilience, mesh, device, report)]
     checkpoints = CheckpointManager(
         writer,
         report,
@@ -324,6 +329,7 @@ def build_trainer(
             *teaching,
             *tasks,
             Stopping(request, device, mesh.world.size, config.training.exit_interval),
+            *compared,
             report,
             guard,
             *spikes,
