@@ -31,13 +31,16 @@ class ResilienceConfig:
     """Compute a step whose loss or gradient norm is out of bounds again, from the same state, to
     tell faulty hardware, bad data and divergence apart."""
     on_spike: str = option("warn", choices=("warn", "rollback", "stop"))
-    """What happens when loss or gradient norm leave the range of the last steps: warn and keep the
-    checkpoint before; go back to that checkpoint and skip the samples; or stop."""
+    """What happens when loss or gradient norm leave the range of the steps before: warn and keep
+    the checkpoint before; go back to that checkpoint and skip the samples; or stop."""
     spike_sigma: float = option(10.0, bounds=NOT_NEGATIVE)
-    """Distance from the mean of --spike-window, in standard deviations, that is a spike; 0 turns
-    the rule off."""
+    """Distance from the median of the last steps, in standard deviations over --spike-window, that
+    is a spike; 0 turns the rule off."""
     spike_window: int = option(100, bounds=POSITIVE)
-    """Number of steps that --spike-sigma compares with."""
+    """Number of steps that --spike-sigma compares with; the first half of them is not judged."""
+    spike_rollbacks: int = option(5, bounds=POSITIVE)
+    """With --on-spike rollback: how often the run goes back to the same checkpoint; after further
+    spikes it ends."""
     straggler_factor: float = option(
         1.5, aliases=("--log-straggler",), bare=1.5, bounds=NOT_NEGATIVE
     )

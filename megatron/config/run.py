@@ -26,6 +26,7 @@ from megatron.config.kinds.preference import PreferenceConfig
 from megatron.config.layouts import Layout, check_layout
 from megatron.config.legacy_flags import LegacyFlags
 from megatron.config.model import ModelConfig, ModelFlags, resolve_model
+from megatron.config.optimizer import OptimizerConfig, OptimizerFlags, resolve_optimizer
 from megatron.config.output import (
     CheckpointConfig,
     LoggingConfig,
@@ -37,13 +38,10 @@ from megatron.config.parallel import ParallelConfig, ParallelFlags, resolve_para
 from megatron.config.resilience import ResilienceConfig
 from megatron.config.training import (
     EvalTasksConfig,
-    OptimizerConfig,
-    OptimizerFlags,
     PrecisionConfig,
     TrainingConfig,
     TrainingFlags,
     resolve_eval_tasks,
-    resolve_optimizer,
     resolve_training,
 )
 

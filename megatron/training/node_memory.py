@@ -133,7 +133,7 @@ class NodeCheckpoints(Callback):
             "bytes": result.bytes,
         }
         samples = self._samples.pop(result.iteration)
-        self._report.save(result.iteration, samples, values, kind="memory_save")
+        self._report.event("memory_save", result.iteration, samples, values)
         if self._failing or not self._announced:
             nodes = len(self.folders.nodes)
             kept = min(self.options.replication_factor, nodes)
