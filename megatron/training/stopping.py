@@ -127,6 +127,9 @@ class NonFiniteGuard(Callback):
             self._fresh = False
             logger.warning(f"{found}; train longer, or give a smaller --initial-loss-scale")
 
+    def went_back(self, trainer: Trainer) -> None:
+        self._skipped, self._reads = 0, DelayedReads.on(self._device)
+
     def _read(self, everything: bool = False) -> None:
         for step, (skipped, loss) in self._reads.due(everything):
             self._judge(step, bool(skipped), loss)
