@@ -13,10 +13,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+RESTART_STATUS = 3
+"""Exit status of a run that ends because of a hang, a lost rank or a machine that computes
+wrongly: nobody has to change anything before it is started again. 2 is the user's mistake."""
+
 _PANIC = "PanicException"
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _LONG_WORD = re.compile(r"(\S{500})\S{500,}(\S{100})")
 _LONG = re.compile(r"(?s)(.{6000}).{2000,}(.{1000})")
+
+
+class FaultError(RuntimeError):
+    """A machine, process or network has failed, and the run with it; the message, for users, names
+    it. The process ends with :data:`RESTART_STATUS`."""
 
 
 def is_for_users(error: BaseException) -> bool:
