@@ -79,6 +79,14 @@ class IndexEntry:
             start=content["start"],
             end=content["end"],
         )
+        numbers = (
+            *held.shape,
+            held.start,
+            held.end,
+            *(n for _, runs in held.cuts for n in sum(runs, ())),
+        )
+        if not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers):
+            raise ValueError("sizes and places must be whole numbers below 2^63")
         return cls(held, dict(content["files"]), content.get("part", ""))
 
 

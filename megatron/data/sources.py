@@ -20,6 +20,11 @@ from megatron.data.corpora import INDEXED, Corpora, DataSource, parse_range, rea
 from megatron.util.json_text import parse_json
 
 PARTS = ("train", "valid", "test")
+_LONGEST_QUOTED = 1 << 17
+"""Characters of a file of words with quotation marks: shlex takes time that grows with the square
+of a word's length."""
+_QUOTING = re.compile("""['"\\\\]""")
+_COMMENT = re.compile("#.*")
 _NAMED = ("train_data", "valid_data", "test_data")
 _DIVIDED = ({"--train-data", "--valid-data"}, {"--train-data", "--test-data"})
 
@@ -393,13 +398,20 @@ def _naming(path: str | None) -> Iterator[None]:
 def _words(path: str | None, flag: str) -> tuple[str, ...]:
     if path is None:
         return ()
+    text = _text(path, flag)
+    quoted = _QUOTING.search(text) is not None
+    if quoted and len(text) > _LONGEST_QUOTED:
+        raise ConfigError(
+            f"{flag} {path} has {len(text)} characters, quotation marks or backslashes among them; "
+            f"such a file may have {_LONGEST_QUOTED}: a longer one must do without them"
+        )
     try:
-        words = tuple(shlex.split(_text(path, flag), comments=True))
+        words = shlex.split(text, comments=True) if quoted else _COMMENT.sub("", text).split()
     except ValueError as error:  # a quotation without an end
         raise ConfigError(f"{flag} {path}: {error}") from None
     if not words:
         raise ConfigError(f"{flag} {path} is empty; write into it what the command line would have")
-    return words
+    return tuple(words)
 
 
 def _per_split(path: str | None) -> dict[str, tuple[str, ...]]:

@@ -39,6 +39,7 @@ def load_folder(folder: Path, flag: str = "--tokenizer-model") -> Any:
                 folder, local_files_only=True, trust_remote_code=False
             )
         vocab = tokenizer.get_vocab()
+        _ = tokenizer.all_special_ids  # fails where a special token is not in the vocabulary
         check_size_of_ids(max(vocab.values(), default=0), len(vocab), "its vocabulary")
     except Exception as error:  # transformers raises many kinds, some of them bare Exception
         names = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"

@@ -13,10 +13,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+RESTART_STATUS = 3
+"""Exit status of a run that ends because of a hang, a lost rank or a machine that computes
+wrongly: nobody has to change anything before it is started again. 2 is the user's mistake."""
+
 _PANIC = "PanicException"
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _LONG_WORD = re.compile(r"(\S{500})\S{500,}(\S{100})")
 _LONG = re.compile(r"(?s)(.{6000}).{2000,}(.{1000})")
+
+
+class FaultError(RuntimeError):
+    """A machine, process or network has failed, and the run with it; the message, for users, names
+    it. The process ends with :data:`RESTART_STATUS`."""
 
 
 def is_for_users(error: BaseException) -> bool:
@@ -52,7 +61,7 @@ def rust_errors(subject: str) -> Iterator[None]:
     BaseException, so that no `except Exception` sees it."""
     try:
         yield
-    except BaseException as error:
+    except BaseException as error:  # panics derive from nothing else
         if type(error) is not Exception and type(error).__name__ != _PANIC:
             raise
         reason = " ".join(str(error).split())[:300] or "it does not say why"
@@ -93,7 +102,7 @@ def _on_lost_page(number: int, info: int, context: int) -> None:
         address = ctypes.c_void_p.from_address(info + _ADDRESS_IN_SIGINFO).value or 0
         sys.stdout.flush()
         message = f"error: {_lost_page(address)}\n"
-    except BaseException:
+    except BaseException:  # nothing may be raised into the instruction that was interrupted
         message = "error: a file that is mapped into memory was cut short or cannot be read\n"
     os.write(2, message.encode(errors="replace"))
     os._exit(2)

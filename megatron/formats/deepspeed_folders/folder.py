@@ -21,7 +21,9 @@ from megatron.formats.deepspeed_folders.naming import (
     ForeignNaming,
     Naming,
     RankNaming,
+    whole_shards,
 )
+from megatron.util.errors import one_line
 
 UNIVERSAL_TRACKER = "latest_universal"
 UNIVERSAL_SUFFIX = "_universal"
@@ -112,6 +114,13 @@ class NamedFolder(Source):
         found = describe(self.folder, states)
         self.run, self.model, self.tokenizer = found.run, found.model, found.tokenizer
         self.state = found.state
+        if not self.model.vocabulary.size:
+            raise CheckpointError(f"{self.folder} does not say how large its vocabulary is")
+        try:
+            whole_shards(self.model)
+        except (TypeError, ValueError, RuntimeError) as error:  # of torch, about a size
+            reason = one_line(str(error).partition("\n")[0])
+            raise CheckpointError(f"{self.folder} has sizes of no network: {reason}") from None
         return found
 
     def names(self) -> Sequence[str]:
