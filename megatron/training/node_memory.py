@@ -28,7 +28,15 @@ from megatron.util.phases import phase
 class NodeCheckpoints(Callback):
     """The checkpoints of a run in the memory of its nodes, between those in ``--save``. Every rank
     must create one, and call the methods in the same order. They are deleted at the end of a run
-    that ends without an error."""
+    that ends without an error.
+
+    Attributes:
+        counters: what they say of the training, after so many samples, beside its iteration.
+    """
+
+    counters: Callable[[int], dict[str, Any]] = staticmethod(
+        lambda consumed_samples: {"consumed_samples": consumed_samples}
+    )
 
     def __init__(self, engine: TrainEngine) -> None:
         config, world = engine.config, engine.mesh.world
@@ -104,7 +112,10 @@ class NodeCheckpoints(Callback):
             self._finished(wait=True)
             self._samples[now] = trainer.consumed_samples
             assert self._writer is not None, "begin() comes before the first step"
-            self._writer.save(now, {"consumed_samples": trainer.consumed_samples})
+            self._writer.save(now, self.counters(trainer.consumed_samples))
+
+    def went_back(self, trainer: Trainer) -> None:
+        self.discard_after(trainer.iteration)
 
     def __exit__(self, error_type: type[BaseException] | None, *_: Any) -> None:
         for result in [] if self._writer is None else self._writer.close():

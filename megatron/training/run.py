@@ -261,7 +261,8 @@ def build_trainer(
     data = data or run_data(run)
     if config.data.verify_data:
         verify_checksums([file.path for file in data.files()], mesh.world.rank, mesh.world.size)
-    agreement.compare(lambda: _fingerprint().data_facts(data.files()))
+    files_of_data = data.files
+    agreement.compare(lambda: _fingerprint().data_facts(files_of_data()))
     request = StopRequest(
         config.training.exit_duration_in_mins,
         run.launched,
@@ -308,6 +309,8 @@ def build_trainer(
         replicas.check,
     )
     replicas.newest = lambda: checkpoints.newest_shown
+    for saves in in_memory:
+        saves.counters = checkpoints.counters
     guard = NonFiniteGuard(
         device,
         config.precision.fp16,
