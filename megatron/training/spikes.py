@@ -41,8 +41,8 @@ TAIL = 2.0
 """How many times the largest distance is still no spike: by the deviation alone the tail of a
 skewed distribution would be spikes."""
 
-FORGETS = 0.9995
-"""What remains of the largest distance after a step: half after 1,400."""
+FORGETS = 0.9998
+"""What remains of the largest distance after a step: half after 3,500."""
 
 MOST_KEPT = 3
 """Checkpoints that are kept since a spike followed them."""
