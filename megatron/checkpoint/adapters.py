@@ -260,6 +260,13 @@ class AdaptedCheckpoint(AdaptedSource):
         cls, folder: Path, share: int = 0, shares: int = 1, base: str | Path | None = None
     ) -> None:
         verify(folder, share, shares)
+        cls.verify_base(folder, share, shares, base)
+
+    @classmethod
+    def verify_base(
+        cls, folder: Path, share: int = 0, shares: int = 1, base: str | Path | None = None
+    ) -> None:
+        """:meth:`verify` for the base alone."""
         super().verify(folder, share, shares, base)
         found = cls.locate_base(folder, base)
         check_base(BaseRecord.read(folder), found.open(verify=False), folder, share, shares)

@@ -5,6 +5,7 @@
     <save>/latest                             tag of the newest checkpoint, replaced last
     <save>/latest_checkpointed_iteration.txt  its iteration, as Megatron writes it
     <save>/best_epoch.json                    names the best checkpoint of a fine-tuning
+    <save>/kept.json                          names checkpoints that a spike followed
     <save>/global_step<N>/                    appears by a rename, when it is complete
         manifest.json                         size and SHA-256 of every file, and of itself
         index.json                            which slice of which parameter is in which file
@@ -45,6 +46,8 @@ MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
 LOCK = ".lock"
 BEST = "best_epoch.json"
 """Under ``checkpoint``, the tag of a checkpoint that is never deleted."""
+KEPT = "kept.json"
+"""Under ``kept``, a list: the ``checkpoint`` of each is a tag, and is not deleted."""
 _TAG = re.compile(r"global_step(\d+)")
 _TWIN = "_universal"
 """What ``--save-universal`` appends to a checkpoint's name."""
@@ -322,8 +325,8 @@ def superseded(
     universal copy.
 
     Checkpoints after iteration ``newest``, which was just saved, are of an abandoned run; they
-    neither count nor are deleted. Folders that this project did not save, and the one that the file
-    :data:`BEST` names, are never deleted.
+    neither count nor are deleted. Folders that this project did not save, and those that the files
+    :data:`BEST` and :data:`KEPT` name, are never deleted.
     """
     if keep_last is None:
         return []
@@ -333,11 +336,11 @@ def superseded(
         iteration = iteration_of(path.name)
         if iteration is not None and iteration <= newest and _is_ours(path):
             known.append(iteration)
-    best = _best(save)
+    kept = {_best(save), *_kept(save)}
     given_up = [
         iteration
         for iteration in sorted(known)[:-keep_last]
-        if tag(iteration) != best and (keep_every is None or iteration % keep_every)
+        if tag(iteration) not in kept and (keep_every is None or iteration % keep_every)
     ]
     folders = []
     for iteration in given_up:
@@ -351,6 +354,13 @@ def _best(save: Path) -> str | None:
     with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
         return str(parse_json((save / BEST).read_bytes(), BEST, lenient=True)["checkpoint"])
     return None
+
+
+def _kept(save: Path) -> list[str]:
+    with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+        found = parse_json((save / KEPT).read_bytes(), KEPT, lenient=True)["kept"]
+        return [str(each["checkpoint"]) for each in found]
+    return []
 
 
 def _is_ours(folder: Path) -> bool:

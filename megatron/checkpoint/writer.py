@@ -42,7 +42,7 @@ from megatron.checkpoint.source import TOKENIZER, Source, run_of
 from megatron.util.files import sync_path
 from megatron.util.progress import progress_bar
 
-_PROCESS = "slices-{:05d}.json"
+PROCESS = "slices-{:05d}.json"
 """A process's part of the index and the facts of its files, for :func:`finish_checkpoint`."""
 
 _WEIGHTS, _MOMENTS = "weights", "optimizer"
@@ -115,7 +115,7 @@ class SliceWriter:
         must be."""
         for file in sorted(self.tensors, reverse=True):
             self._write(file)
-        path = self._folder / _PROCESS.format(self._process)
+        path = self._folder / PROCESS.format(self._process)
         path.write_text(json.dumps({"index": self._index, "files": self._facts}))
 
     def _write(self, file: str) -> None:
@@ -138,15 +138,15 @@ def finish_checkpoint(
     contents: Mapping[str, Any],
     save_tokenizer: Callable[[Path], object],
 ) -> int:
-    """Completes the checkpoint that all processes have written, publishes it, and returns its size
-    in bytes. ``contents`` are those of the other JSON files, by name; ``save_tokenizer`` writes the
-    tokenizer's files into a folder. Raises OSError if a file cannot be written; the other
-    checkpoints are unchanged."""
+    """Completes the checkpoint of which all processes have written their parts, publishes it, and
+    returns its size in bytes. ``contents`` are those of the other JSON files, by name;
+    ``save_tokenizer`` writes the tokenizer's files into a folder. Raises OSError if a file cannot
+    be written; the other checkpoints are unchanged."""
     folder = incomplete_folder(save, iteration)
     index: dict[str, list[Any]] = {}
     facts: dict[str, Facts] = {}
     for process in range(processes):
-        path = folder / _PROCESS.format(process)
+        path = folder / PROCESS.format(process)
         written = json.loads(path.read_text())
         for name, entries in written["index"].items():
             index.setdefault(name, []).extend(entries)

@@ -7,6 +7,7 @@ from megatron.config.engine import EngineConfig
 from megatron.config.flags import ConfigError, Setting, Settings
 from megatron.config.legacy_flags import LegacyFlags
 from megatron.config.model import ModelConfig, ModelFlags, Vocabulary
+from megatron.config.optimizer import OptimizerConfig, OptimizerFlags
 from megatron.config.output import CheckpointConfig, LoggingConfig
 from megatron.config.parallel import ParallelConfig, ParallelFlags
 from megatron.config.run import (
@@ -20,8 +21,6 @@ from megatron.config.run import (
 )
 from megatron.config.training import (
     EvalTasksConfig,
-    OptimizerConfig,
-    OptimizerFlags,
     PrecisionConfig,
     TrainingConfig,
     TrainingFlags,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.flags import NOT_NEGATIVE, POSITIVE, option
+from megatron.config.flags import NOT_NEGATIVE, POSITIVE, ConfigResolver, option
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,16 @@ class ResilienceConfig:
     """Compute a step whose loss or gradient norm is out of bounds again, from the same state, to
     tell faulty hardware, bad data and divergence apart."""
     on_spike: str = option("warn", choices=("warn", "rollback", "stop"))
-    """What happens when loss or gradient norm leave the range of the last steps: warn and keep the
-    checkpoint before; go back to that checkpoint and skip the samples; or stop."""
+    """What happens when loss or gradient norm leave the range of the steps before: warn and keep
+    the checkpoint before; go back to that checkpoint and skip the samples; or stop."""
     spike_sigma: float = option(10.0, bounds=NOT_NEGATIVE)
-    """Distance from the mean of --spike-window, in standard deviations, that is a spike; 0 turns
-    the rule off."""
+    """Distance from the median of the last steps, in standard deviations over --spike-window, that
+    is a spike; 0 turns the rule off."""
     spike_window: int = option(100, bounds=POSITIVE)
-    """Number of steps that --spike-sigma compares with."""
+    """Number of steps that --spike-sigma compares with; the first half of them is not judged."""
+    spike_rollbacks: int = option(5, bounds=POSITIVE)
+    """With --on-spike rollback: how often the run goes back to the same checkpoint; after further
+    spikes it ends."""
     straggler_factor: float = option(
         1.5, aliases=("--log-straggler",), bare=1.5, bounds=NOT_NEGATIVE
     )
@@ -54,10 +57,24 @@ class ResilienceConfig:
     """With --inprocess-restart: continue without ranks that cannot be started again, as long as
     this many are left."""
     non_persistent_save_interval: int | None = option(None, bounds=POSITIVE)
-    """Number of iterations between checkpoints in the memory of the nodes."""
+    """Number of iterations between checkpoints in the memory of the nodes, in the background. With
+    --load of the folder in --save a run continues from the newest that is whole over its nodes, if
+    that is newer; they are deleted at the end of the run."""
     non_persistent_local_ckpt_dir: str | None = option(
         None, derived="a folder of the user's in /dev/shm"
     )
-    """Folder of each node for --non-persistent-save-interval."""
+    """Folder of each node for --non-persistent-save-interval, in memory."""
     replication_factor: int = option(2, bounds=POSITIVE)
-    """Number of nodes that keep what a rank saves by --non-persistent-save-interval."""
+    """Number of nodes that keep what a rank saves by --non-persistent-save-interval, its own
+    included, as far as there are so many."""
+
+    def check(self, save: str | None, resolver: ConfigResolver) -> None:
+        """Refuses values that contradict each other; ``save`` is the folder of checkpoints."""
+        resolver.check(
+            self.non_persistent_save_interval is None or save is not None,
+            f"{resolver.show('non_persistent_save_interval')} saves between the checkpoints in "
+            "--save, and needs that folder: they are found again by what is in it",
+        )
+        if self.non_persistent_save_interval is None:
+            for name in ("non_persistent_local_ckpt_dir", "replication_factor"):
+                resolver.check_unused(name, "--non-persistent-save-interval")

@@ -26,6 +26,7 @@ from megatron.config.kinds.preference import PreferenceConfig
 from megatron.config.layouts import Layout, check_layout
 from megatron.config.legacy_flags import LegacyFlags
 from megatron.config.model import ModelConfig, ModelFlags, resolve_model
+from megatron.config.optimizer import OptimizerConfig, OptimizerFlags, resolve_optimizer
 from megatron.config.output import (
     CheckpointConfig,
     LoggingConfig,
@@ -37,13 +38,10 @@ from megatron.config.parallel import ParallelConfig, ParallelFlags, resolve_para
 from megatron.config.resilience import ResilienceConfig
 from megatron.config.training import (
     EvalTasksConfig,
-    OptimizerConfig,
-    OptimizerFlags,
     PrecisionConfig,
     TrainingConfig,
     TrainingFlags,
     resolve_eval_tasks,
-    resolve_optimizer,
     resolve_training,
 )
 
@@ -271,6 +269,7 @@ def resolve(settings: Settings, world_size: int) -> Resolved:
             "them off: give a larger number",
         )
     config.checkpoint.check(config.precision.states is not None, resolver)
+    config.resilience.check(config.checkpoint.save, resolver)
     config.kind(PreferenceConfig).check(resolver)
     config.distillation.check(config.kind(PreferenceConfig).preference is not None, resolver)
     check_fast_paths(

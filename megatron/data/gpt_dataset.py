@@ -7,6 +7,8 @@ that neighbours share one token; a shuffle of the sample numbers decides when ea
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -49,7 +51,8 @@ class GPTRecipe:
         self, documents: Documents, units: range, num_samples: int, name: str, cache: IndexCache
     ) -> GPTDataset:
         """At least `num_samples` samples of the sequences `units`; see `SampleRecipe.build`. Raises
-        ValueError if the documents have no tokens, or their index is damaged."""
+        ValueError if the documents have no tokens, their index is damaged, or memory has no room
+        for the index of so many samples."""
         lengths = documents.sequence_lengths
         if not lengths[units.start : units.stop].any():
             raise ValueError(
@@ -67,6 +70,14 @@ class GPTRecipe:
 
         def arrays() -> Iterator[tuple[str, np.ndarray | Blocks]]:
             documents.verify()
+            needed, memory = index.memory, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            if needed > memory:
+                raise ValueError(
+                    f"{documents.prefix}: the index of {num_samples:,} samples for {name} takes "
+                    f"{needed >> 30:,} GiB while it is built, and this machine has "
+                    f"{memory >> 30:,} GiB of memory; train on fewer samples, or on larger "
+                    "documents"
+                )
             return index.arrays()
 
         stored = cache.arrays(f"gpt-{name}", depends_on, arrays, index.layout)
@@ -212,9 +223,17 @@ class GPTIndex:
             "shuffle_index": (np.dtype(order), (samples,)),
         }
 
+    @property
+    def memory(self) -> int:
+        """Bytes that `arrays` takes at its peak: the larger of document_index and shuffle_index."""
+        layout = self.layout
+        return max(
+            dtype.itemsize * math.prod(shape)
+            for dtype, shape in (layout["document_index"], layout["shuffle_index"])
+        )
+
     def arrays(self) -> Iterator[tuple[str, np.ndarray | Blocks]]:
-        """The arrays, one at a time: peak memory is the larger of document_index and
-        shuffle_index."""
+        """The arrays, one at a time; they take `memory` bytes."""
         rng = np.random.RandomState(self.seed)
         document_index = self._document_index(rng)
         yield "document_index", document_index

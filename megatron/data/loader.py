@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from megatron.data.build import DataFile, Datasets
-from megatron.data.sampler import MicroBatchSampler
+from megatron.data.sampler import MicroBatchSampler, without_samples
 from megatron.data.samples import SampleDataset
 from megatron.util.errors import is_for_users, name_lost_pages
 
@@ -113,12 +113,22 @@ class TrainingData(NamedTuple):
     Attributes:
         weighed: whether batches have ``weights_2``, and may differ in length.
         files: returns what the samples are made of.
+        ordered: makes the training samples in their order, without those of some ``--skip-samples``
+            ranges; by default ``datasets.train`` without them.
     """
 
     datasets: Datasets
     collate: Callable[[Sequence[Any]], Any]
     weighed: bool = False
     files: Callable[[], Sequence[DataFile]] = list
+    ordered: Callable[[Sequence[str]], SampleDataset[Any] | None] | None = None
+
+    def skipping(self, ranges: Sequence[str]) -> TrainingData:
+        """The same without training samples of these ranges, instead of those that it is without.
+        Raises ConfigError if a range is malformed or beyond the end of the data."""
+        ordered = self.ordered or partial(without_samples, self.datasets.train)
+        datasets = self.datasets._replace(train=ordered(ranges))
+        return self._replace(datasets=datasets, ordered=ordered)
 
     def batches(self, dataset: SampleDataset[Any], **options: Any) -> MicroBatches[Any]:
         """Micro batches of one of the datasets; options: see :class:`MicroBatches`."""

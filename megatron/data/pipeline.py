@@ -28,7 +28,7 @@ from megatron.data.indexed import IndexedDataset
 from megatron.data.indexed.dataset_checks import TokenExtremes
 from megatron.data.loader import TrainingData
 from megatron.data.remote import DEFAULT_CACHE, RemoteDataset
-from megatron.data.sampler import SkippedSamples, parse_skipped
+from megatron.data.sampler import parse_skipped, without_samples
 from megatron.data.samples import SampleDataset, SampleRecipe, SampleView
 from megatron.data.scored_text import ScoredText
 from megatron.data.sources import INDEXED, PARTS, DataSource, Parts, parts_of
@@ -248,9 +248,11 @@ class DataPipeline(ABC):
         collate = self.collator()
         for kind in self.acting:
             collate = kind.collator(self, collate)
-        found = self.datasets(sample_counts, batch_sizes)
+        found = self._unordered(sample_counts)
+        ordered = partial(self._ordered, found.train, sample_counts[0], batch_sizes)
         weighed = self.reads_examples or any(kind.weighed for kind in self.acting)
-        return TrainingData(found, collate, weighed, self.files)
+        data = TrainingData(found, collate, weighed, self.files, ordered)
+        return data.skipping(self.config.data.skip_samples)
 
     def datasets(
         self, sample_counts: tuple[int, int, int], batch_sizes: BatchSizes = list
@@ -259,14 +261,9 @@ class DataPipeline(ABC):
         which may depend on `batch_sizes`. Raises ValueError or OSError for flags or files that
         cannot be used."""
         found = self._unordered(sample_counts)
-        train = found.train
-        if train is None:
-            return found
-        skipped = parse_skipped(self.config.data.skip_samples)
-        wanted = sample_counts[0] + sum(map(len, skipped))
-        for kind in self.acting:
-            train = kind.order(self, train, wanted, batch_sizes)
-        return found._replace(train=SkippedSamples(train, skipped) if skipped else train)
+        ranges = self.config.data.skip_samples
+        train = self._ordered(found.train, sample_counts[0], batch_sizes, ranges)
+        return found._replace(train=train)
 
     def files(self) -> list[DataFile]:
         """The files that :meth:`datasets` has opened."""
@@ -281,6 +278,22 @@ class DataPipeline(ABC):
         flags. Raises ValueError or OSError for files that cannot be used."""
         train = self.parts.train
         return [] if train is None else self._builder.portions(train, PARTS[0])
+
+    def _ordered(
+        self,
+        train: SampleDataset[Any] | None,
+        count: int,
+        batch_sizes: BatchSizes,
+        ranges: Sequence[str],
+    ) -> SampleDataset[Any] | None:
+        """The training samples in the order in which a run consumes ``count`` of them, without
+        those of ``--skip-samples`` ranges."""
+        if train is None:
+            return None
+        wanted = count + sum(map(len, parse_skipped(ranges)))
+        for kind in self.acting:
+            train = kind.order(self, train, wanted, batch_sizes)
+        return without_samples(train, ranges)
 
     def _unordered(self, sample_counts: tuple[int, int, int]) -> Datasets:
         if not self.config.data.mock_data:

@@ -99,6 +99,26 @@ class SkippedSamples(RenumberedSamples[Sample]):
         return position(self.skipped, checked_index(index, len(self)) % self._kept)
 
 
+def without_samples(
+    dataset: SampleDataset[Sample] | None, ranges: Sequence[str]
+) -> SampleDataset[Sample] | None:
+    """A dataset, if there is one, without the samples of ``--skip-samples`` ranges."""
+    skipped = parse_skipped(ranges)
+    return SkippedSamples(dataset, skipped) if dataset is not None and skipped else dataset
+
+
+def continued_ranges(
+    flags_before: Sequence[str], before: Sequence[str], flags: Sequence[str]
+) -> tuple[str, ...]:
+    """The ranges of a run that continues another one, whose flags had some and which went on to
+    skip more, ``before`` in all: those, and what this run's flags have beside them."""
+    now = tuple(flags)
+    for known in (tuple(before), tuple(flags_before)):
+        if now[: len(known)] == known:
+            return *before, *now[len(known) :]
+    return now
+
+
 def check_skipped(before: Sequence[str], now: Sequence[str], consumed_samples: int) -> None:
     """Check that a run can continue with other ranges: ConfigError if a sample skipped before would
     be read, or one read before would be skipped."""

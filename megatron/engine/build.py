@@ -15,7 +15,8 @@ from megatron.config import ConfigError, RunConfig
 from megatron.config.layouts import StateDtypes
 from megatron.engine.backend import Backend, PipelineBackend, PlainBackend
 from megatron.engine.compilation import compile_blocks, to_compile, why_eager
-from megatron.engine.deepspeed_json import Json, check_settings, for_engine, stage_of
+from megatron.engine.deepspeed_file import check_settings
+from megatron.engine.deepspeed_json import Json, for_engine, stage_of
 from megatron.engine.deepspeed_patches import (
     QUEUED_PARTITIONED,
     allow_fp16,

@@ -1,252 +1,46 @@
-"""Replacements inside DeepSpeed, each with its reason and a test, and the versions they support.
-
-A replacement is made for these versions only, and where the code that it replaces looks as
-expected. Elsewhere DeepSpeed's own path runs, which a line reports; where that would be wrong, the
-run is refused. Each replacement's test compares it with DeepSpeed's own path, or with the right
-numbers where DeepSpeed has none.
-"""
+"""Everything that is replaced inside DeepSpeed, where :mod:`megatron.engine.deepspeed_replacements`
+says that it may be."""
 
 from __future__ import annotations
 
 import importlib.util
-import inspect
-import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import deepspeed
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime import compiler
-from deepspeed.runtime import utils as zero_utils
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from megatron.config import ConfigError
 from megatron.engine.deepspeed_json import Json, get, offloads
+from megatron.engine.deepspeed_replacements import (
+    FP16_ON_CPUS,
+    GUARD_OF_PARTITIONS,
+    MUON,
+    NO_COMPILER,
+    NO_COPIES,
+    NO_OPERATORS,
+    NO_SECOND_VIEWS,
+    NO_ZERO_GRADIENTS,
+    OWN_SCHEDULES,
+    QUEUED_ACCUMULATED,
+    QUEUED_PARTITIONED,
+    QUEUED_PARTITIONED_3,
+    QUEUED_UNPARTITIONED,
+    SCALE_GROWS_LATER,
+    SUMS_IN_FP32,
+    WHOLE_BLOCKS,
+    has,
+    made,
+    require,
+)
 from megatron.parallel.mesh import Group
-from megatron.util.processes import is_main_process
-
-FIRST, LAST = "0.19.0", "0.19.8"
-"""The first and the last version of DeepSpeed that the replacements were tested with."""
-
-
-class Replacement(NamedTuple):
-    """Something that is done in another way than DeepSpeed does it.
-
-    Attributes:
-        what: its name, which completes "Without ..." in messages.
-        otherwise: the consequence for a user without it.
-        test: compares it with what it replaces.
-        looks: whether the replaced code looks as it did when this was written.
-    """
-
-    what: str
-    otherwise: str
-    test: str
-    looks: Callable[[], bool]
-
-
-def _takes(owner: Any, name: str, *parameters: str) -> bool:
-    function = getattr(owner, name, None)
-    if function is None:
-        return False
-    return tuple(inspect.signature(function).parameters) == parameters
-
-
-def _has(owner: Any, *names: str) -> bool:
-    return all(hasattr(owner, name) for name in names)
-
-
-_TESTS = "tests/distributed/engine"
-_MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
-
-NO_OPERATORS = Replacement(
-    # Built when torch.distributed starts: half a minute, and an error without a compiler.
-    "leaving out DeepSpeed's operator for collectives on CPUs",
-    "it is compiled when a run starts, which needs a C++ compiler and ninja",
-    f"{_TESTS}/test_deepspeed_patches.py::test_against_collectives_that_are_compiled",
-    # Newer versions make the list on first use.
-    lambda: "__compatible_ops__" in vars(deepspeed.ops) or _has(deepspeed.ops, "__getattr__"),
-)
-NO_COMPILER = Replacement(
-    # ZeRO imports Muon to check whether it is the optimizer, which it never is here, and passes it
-    # to torch.compile, whose import takes as much CPU time as that of torch.
-    "keeping torch's compiler out when DeepSpeed's Muon is imported",
-    "runs start more slowly",
-    "tests/unit/engine/update/test_optimizer.py::test_a_run_imports_nothing_heavy",
-    lambda: (
-        _has(compiler, "compile", "dummy_decorator")
-        and importlib.util.find_spec(_MUON) is not None
-        and _MUON not in sys.modules
-    ),
-)
-FP16_ON_CPUS = Replacement(
-    # DeepSpeed refuses fp16 on CPUs without instructions for it; torch supports it on all.
-    "fp16 on every CPU",
-    "DeepSpeed refuses --fp16 on CPUs without instructions for it",
-    f"{_TESTS}/test_precision.py::test_fp16_follows_fp32",
-    lambda: _takes(get_accelerator(), "is_fp16_supported"),
-)
-NO_COPIES = Replacement(
-    # With one data-parallel rank there is nothing to average. Nevertheless ZeRO 1 and 2 copy every
-    # gradient into a bucket, divide it by one, reduce it over one rank, and copy it back and into a
-    # partition; stage 0 flattens, reduces and copies back. All of that is the identity.
-    "leaving out copies and reductions of gradients among one data-parallel rank",
-    "steps are slower and take more memory",
-    f"{_TESTS}/test_async_optimizer_step.py::test_against_deepspeed",
-    lambda: (
-        _takes(
-            DeepSpeedEngine, "buffered_allreduce_fallback", "self", "grads", "elements_per_buffer"
-        )
-        and _has(DeepSpeedZeroOptimizer, "buffered_reduce_fallback")
-    ),
-)
-NO_SECOND_VIEWS = Replacement(
-    # After every step ZeRO 1 and 2 set every parameter to the view that it has already.
-    "keeping the parameters' views after a step (ZeRO 1 and 2)",
-    "steps are slower",
-    f"{_TESTS}/test_async_optimizer_step.py::test_against_deepspeed",
-    lambda: _takes(DeepSpeedZeroOptimizer, "_update_model_bit16_weights", "self", "group_index"),
-)
-NO_ZERO_GRADIENTS = Replacement(
-    # ZeRO 1 and 2 make gradients of zeros, 4 bytes per number of the partition, for Adagrad's
-    # states and for offloading, and drop them at once otherwise: the largest peak of a start.
-    "leaving out gradients of zeros when the optimizer is built (ZeRO 1 and 2)",
-    "a start takes 4 bytes more for each number that a rank updates",
-    f"{_TESTS}/test_async_optimizer_step.py::test_against_deepspeed",
-    lambda: _takes(DeepSpeedZeroOptimizer, "initialize_optimizer_states", "self"),
-)
-SCALE_GROWS_LATER = Replacement(
-    # DeepSpeed doubles the dynamic scale before it divides the gradients by it, so that a step in
-    # which the scale grows would use half the gradients.
-    "growth of the dynamic loss scale after a step instead of within it",
-    "a step in which it grows would use half the gradients: give a --loss-scale, or use --bf16",
-    f"{_TESTS}/test_precision.py::test_growing_loss_scale_changes_nothing",
-    lambda: all(
-        _takes(kind, "_update_scale", "self", "has_overflow")
-        for kind in (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)
-    ),
-)
-_QUEUED = "norm, clipping and the guard against infinities on the device"
-_WAITS = "the CPU synchronizes with the device in every step"
-_AGAINST_DEEPSPEED = f"{_TESTS}/test_async_optimizer_step.py::test_against_deepspeed"
-QUEUED_UNPARTITIONED = Replacement(f"{_QUEUED} (stage 0)", _WAITS, _AGAINST_DEEPSPEED, lambda: True)
-QUEUED_PARTITIONED = Replacement(
-    f"{_QUEUED} (ZeRO 1 and 2)",
-    _WAITS,
-    _AGAINST_DEEPSPEED,
-    lambda: (
-        "compute_grad_norm" in DeepSpeedZeroConfig.model_fields
-        and _takes(DeepSpeedZeroOptimizer, "step", "self", "closure")
-        and _takes(
-            DeepSpeedZeroOptimizer, "_release_preflattened_grad_buffers", "self", "group_idx"
-        )
-        and _takes(DeepSpeedZeroOptimizer, "_lazy_init_hp_params_optimizer_state", "self")
-        and _has(zero_utils, "all_gather_dp_groups")
-    ),
-)
-QUEUED_ACCUMULATED = Replacement(
-    f"{_QUEUED} (ZeRO 1 with sums in fp32)",
-    _WAITS,
-    f"{_AGAINST_DEEPSPEED}_with_sums_in_fp32",
-    lambda: (
-        _takes(BF16_Optimizer, "step", "self", "closure")
-        and _takes(BF16_Optimizer, "update_lp_params", "self")
-        and _takes(BF16_Optimizer, "clear_hp_grads", "self")
-        and _takes(BF16_Optimizer, "_lazy_init_hp_params_optimizer_state", "self")
-    ),
-)
-QUEUED_PARTITIONED_3 = Replacement(
-    f"{_QUEUED} (ZeRO 3)",
-    _WAITS,
-    _AGAINST_DEEPSPEED,
-    # A decorator hides their parameters. Norms of groups must be numbers on the CPU.
-    lambda: (
-        _has(DeepSpeedZeroOptimizer_Stage3, "_get_norm_groups", "unscale_and_clip_grads")
-        and _has(stage3, "combine_grad_norm_groups")
-    ),
-)
-WHOLE_BLOCKS = Replacement(
-    # DeepSpeed's leaf modules: parameters of all layers inside are fetched at once, and hooks stay
-    # around the block, which remains one graph when it is compiled. But a leaf module's gradients
-    # are reduced by a hook on its inputs, which torch does not find in a LayerState: it would run
-    # before there are gradients. They are reduced as they come instead, as those of other layers.
-    "fetching the parameters of a block at once (ZeRO 3)",
-    "those of every layer are fetched by themselves, and --torch-compile compiles them one by one",
-    f"{_TESTS}/test_whole_blocks.py::test_same_bits_with_a_fetch_per_block",
-    lambda: _has(stage3, "z3_leaf_parameter") and _has(deepspeed.utils, "set_z3_leaf_module"),
-)
-GUARD_OF_PARTITIONS = Replacement(
-    # DeepSpeed 0.19.0 updates with any gradients; nothing here replaces that.
-    "a guard against infinities at ZeRO 3",
-    "gradients that are not finite would get into the weights: use --zero-stage 1 or 2",
-    f"{_TESTS}/test_precision.py::test_nan_stops_with_step_and_samples",
-    lambda: _has(stage3, "is_invalid_grad_norm", "combine_grad_norm_groups"),
-)
-SUMS_IN_FP32 = Replacement(
-    # DeepSpeed 0.19.0 sums in half precision at stage 2, and checks no sums in fp16 at stage 1.
-    "sums of gradients in float32",
-    "the result would not be that: leave out --accumulate-allreduce-grads-in-fp32",
-    f"{_TESTS}/test_precision.py::test_sums_in_fp32_are_nearer_to_fp32",
-    lambda: "compute_grad_norm" in DeepSpeedZeroConfig.model_fields,
-)
-OWN_SCHEDULES = Replacement(
-    # DeepSpeed's schedules have one stage per process, hidden states only, and 1F1B.
-    "this trainer's pipeline schedules on DeepSpeed's pipeline engine",
-    "no schedule runs: leave out --pipeline-model-parallel-size",
-    f"{_TESTS}/test_pipeline.py::test_uneven_stages",
-    lambda: (
-        _takes(PipelineModule, "_partition_layers", "self", "method")
-        and _takes(PipelineModule, "stage_owner", "self", "layer_idx")
-        and _takes(PipelineModule, "_set_bounds", "self", "start", "stop")
-        and _takes(PipelineModule, "_build", "self")
-        and _takes(PipelineModule, "_synchronize_tied_weights", "self")
-        and _takes(PipelineEngine, "_exec_reduce_grads", "self")
-        and _takes(PipelineEngine, "_exec_optimizer_step", "self", "lr_kwargs")
-        and _has(DeepSpeedEngine, "_backward_prologue", "_backward_epilogue")
-    ),
-)
-
-
-@cache
-def made(replacement: Replacement) -> bool:
-    """Whether a replacement is made; if not, the main process reports it, once."""
-    fault = _fault(replacement)
-    if fault and is_main_process():
-        print(f"{fault}. Without {replacement.what} {replacement.otherwise}", flush=True)
-    return fault is None
-
-
-def require(replacement: Replacement) -> None:
-    """Refuses a run in which DeepSpeed's own path would be wrong. Raises ConfigError if the
-    replacement was not tested with this DeepSpeed."""
-    fault = _fault(replacement)
-    if fault:
-        raise ConfigError(
-            f"{fault}. Without {replacement.what} {replacement.otherwise}; or install "
-            f"deepspeed=={LAST}"
-        )
-
-
-def _fault(replacement: Replacement) -> str | None:
-    version = deepspeed.__version__
-    if not _number(FIRST) <= _number(version) <= _number(LAST):
-        return f"DeepSpeed {version} is not one of {FIRST} to {LAST}, which this was tested with"
-    return None if replacement.looks() else f"DeepSpeed {version} has unexpected code"
-
-
-def _number(version: str) -> list[int]:
-    return [int(part) for part in re.findall(r"\d+", version)[:3]]
 
 
 def refuse_what_is_wrong(stage: int, grads_in_fp32: bool) -> None:
@@ -267,7 +61,7 @@ def start_without_compiler() -> None:
         decorator = compiler.compile
         compiler.compile = lambda: compiler.dummy_decorator
         try:
-            importlib.import_module(_MUON)
+            importlib.import_module(MUON)
         finally:
             compiler.compile = decorator
 
@@ -393,7 +187,7 @@ def take_clipping_over(
 def average_by(engine: Any, average: Callable[[], None]) -> None:
     """Replaces the averaging of an engine's gradients at stage 0: DeepSpeed's refuses float64, in
     which the layouts are compared."""
-    assert _has(engine, "allreduce_gradients")
+    assert has(engine, "allreduce_gradients")
     engine.allreduce_gradients = lambda **_: average()
 
 

@@ -24,6 +24,7 @@ from megatron.config.adapters import is_adapter
 from megatron.engine.state import (
     MOMENTS,
     create_moments,
+    holders,
     owned_slices,
     set_loss_scaler_state,
     set_working_weights,
@@ -252,8 +253,10 @@ def _whole_shapes(engine: ModelEngine) -> dict[str, tuple[int, ...]]:
 def load_optimizer(engine: TrainEngine, source: Source) -> None:
     """Fills the optimizer's moments and the loss scaler."""
     set_loss_scaler_state(engine, source.state.get("loss_scaler", {}))
-    if stored_kinds(source) == {"weight"}:
-        return  # saved before the first update, or by SGD without momentum
+    if stored_kinds(source) == {"weight"}:  # before the first update, or SGD without momentum
+        if any(engine.optimizer.state.get(holder) for holder in holders(engine)):
+            create_moments(engine, source.state["optimizer_step"])  # of a run that goes back
+        return
     create_moments(engine, source.state["optimizer_step"])
     for own in owned_slices(engine):
         for kind in own.moments:

@@ -27,6 +27,7 @@ from megatron.checkpoint.folder import (
 from megatron.checkpoint.manifest import BASE, CONFIG, STATE, tensor_key
 from megatron.checkpoint.source import open_checkpoint, save_copy
 from megatron.checkpoint.writer import SliceWriter, finish_checkpoint
+from megatron.config import CheckpointConfig
 from megatron.engine.deepspeed_json import Json
 from megatron.engine.state import OwnedSlice, loss_scaler_state, optimizer_step, owned_slices
 from megatron.engine.train_engine import TrainEngine
@@ -81,7 +82,13 @@ class SaveJob:
 class CheckpointWriter:
     """Writes checkpoints of one run. Every rank must create one and call the methods in the same
     order. With ``--async-save`` a thread of each rank writes copies, with a gloo group of its own.
-    ``content`` is the completed DeepSpeed JSON, ``data`` the JSON values of the data's files."""
+
+    Args:
+        content: the completed DeepSpeed JSON.
+        data: the JSON values of the data's files.
+        options: where and how to save, by default as the run's flags say.
+        main: whether this rank does what one of them does, by default the first.
+    """
 
     def __init__(
         self,
@@ -89,12 +96,14 @@ class CheckpointWriter:
         content: Json,
         save_tokenizer: Callable[[Path], None],
         data: Sequence[Json] = (),
+        options: CheckpointConfig | None = None,
+        main: bool | None = None,
     ) -> None:
         self.engine, self.content, self.save_tokenizer = engine, content, save_tokenizer
         self.data = list(data)
-        self.options = engine.config.checkpoint
+        self.options = options or engine.config.checkpoint
         self.folder = Path(self.options.save or "")
-        self.main = engine.mesh.world.rank == 0
+        self.main = engine.mesh.world.rank == 0 if main is None else main
         self._device = engine.device
         self._group: dist.ProcessGroup | None = None
         self._thread: ThreadPoolExecutor | None = None
@@ -180,8 +189,7 @@ class CheckpointWriter:
     def _write(self, job: SaveJob, began: float, stall: float = 0.0) -> SaveResult:
         error, size, notes, completing = None, [0], list[str](), False
         try:
-            self._together(lambda: self.check(job))
-            self._together(lambda: self.write_own(job))
+            self.write(job)
             completing = True
             self._together(lambda: size.append(self.complete(job) if self.main else 0))
         except CheckpointError as caught:
@@ -215,6 +223,12 @@ class CheckpointWriter:
             raise kind(
                 f"saving to {self.folder} failed: {found}; earlier checkpoints are untouched"
             ) from error
+
+    def write(self, job: SaveJob) -> None:
+        """What all ranks do, before one makes the checkpoint visible, in steps that end on all of
+        them or fail on all of them."""
+        self._together(lambda: self.check(job))
+        self._together(lambda: self.write_own(job))
 
     def check(self, job: SaveJob) -> None:
         """Raises NotFiniteError if what a rank will write is not finite, for formats that do not

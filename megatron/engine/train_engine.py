@@ -274,6 +274,12 @@ class TrainEngine(ModelEngine):
         seed = self.config.training.seed
         return [dropout_seed(seed, first + n * per_round) for n in range(micro_batches)]
 
+    def forget_steps(self) -> None:
+        """Before another state is loaded: drops what the steps so far have left outside of weights
+        and optimizer state."""
+        if self._async_step is not None:
+            self._async_step.held = None
+
     def prepare_evaluation(self) -> None:
         self.engine.eval()
 

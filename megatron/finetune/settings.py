@@ -13,7 +13,7 @@ from megatron.config import CheckpointConfig, ConfigError, Setting, Settings
 from megatron.config.flags import build
 from megatron.config.training import LENGTHS
 from megatron.engine import deepspeed_json
-from megatron.engine.deepspeed_json import read_json
+from megatron.engine.deepspeed_file import read_json
 from megatron.finetune.config import TuningConfig
 from megatron.training.resume import find_origin
 

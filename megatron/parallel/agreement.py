@@ -192,7 +192,7 @@ def agreeing(agreement: Agreement, facts: Facts) -> Iterator[None]:
         yield
     except DisagreementError:
         raise
-    except BaseException as error:
+    except BaseException as error:  # the others learn of an interrupt too
         give_up(str(error) or repr(error))
         raise
     finally:

@@ -24,7 +24,8 @@ from megatron.config.flags import flag_of, names_of
 from megatron.config.layouts import Layout, check_layout
 from megatron.config.output import ProfilingConfig
 from megatron.config.resilience import ResilienceConfig
-from megatron.engine.deepspeed_json import merge, read_json
+from megatron.engine.deepspeed_file import read_json
+from megatron.engine.deepspeed_json import merge
 from megatron.engine.environment import distributed
 from megatron.engine.train_engine import StepResult
 from megatron.objectives import trained_spec

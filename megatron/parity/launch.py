@@ -51,7 +51,7 @@ class Ranks:
                 with environment(_launched(rank, size, self._store.port)):
                     log = Path(self._logs.name) / f"{rank}.log"
                     self._workers.append(_start(rank, log, function, args))
-        except BaseException:
+        except BaseException:  # an interrupt too must leave no processes
             self.close()
             raise
 
@@ -192,7 +192,7 @@ def _work(pipe: Connection, log: Path, function: Callable[..., Any], args: Any) 
     try:
         for result in function(*args):
             pipe.send_bytes(pickle.dumps(result))
-    except BaseException:
+    except BaseException:  # whatever it is, the process ends below, by os._exit
         traceback.print_exc()
         status = 1
     sys.stdout.flush()

@@ -96,6 +96,11 @@ class BestEvaluation(Callback):
             self._checkpoints.save(trainer.iteration, trainer.consumed_samples)
         self._write()
 
+    def went_back(self, trainer: Trainer) -> None:
+        self.losses = {at: loss for at, loss in self.losses.items() if at <= trainer.iteration}
+        self._now.clear()
+        self._write()
+
     def reason_to_stop(self, trainer: Trainer) -> str | None:
         patience, best = self._patience, self.best
         if patience is None or best is None or trainer.at_end:

@@ -10,7 +10,7 @@ from typing import Any
 from torch.profiler import record_function
 
 from megatron.checkpoint.files import CheckpointError, NotFiniteError
-from megatron.checkpoint.folder import tag
+from megatron.checkpoint.folder import iteration_of, tag
 from megatron.engine.saving import CheckpointWriter, LostRanksError, SaveResult
 from megatron.training.report import Reporter
 from megatron.training.trainer import Callback, Step, Trainer
@@ -36,6 +36,8 @@ class CheckpointManager(Callback):
         self._check = check
         self.newest = newest
         self.error: CheckpointError | None = None
+        self.counted: dict[str, Callable[[], Any]] = {}
+        """What checkpoints say in ``state.json`` beside the position, by name: JSON values."""
         self._begun_at: int | None = None
         self._samples: dict[int, int] = {}
         self._undecided: deque[SaveResult] = deque()
@@ -54,25 +56,50 @@ class CheckpointManager(Callback):
             return
         self._check(iteration)
         self._begun_at, self._samples[iteration] = iteration, consumed_samples
-        self.writer.save(iteration, {"consumed_samples": consumed_samples})
+        self.writer.save(iteration, self.counters(consumed_samples))
         self._report_finished()
         # One rank may know the outcome of a save in the background and another not yet; those of
         # the saves before it all know.
         self._decide(but=iteration if self.writer.options.async_save else None)
 
+    def counters(self, consumed_samples: int) -> dict[str, Any]:
+        """What a checkpoint of now says of the training, beside its iteration."""
+        return {
+            "consumed_samples": consumed_samples,
+            **{name: value() for name, value in self.counted.items()},
+        }
+
+    def begun_before(self, iteration: int) -> int | None:
+        """The iteration of the newest checkpoint in ``--save`` of the state before a step, also one
+        that is being saved in the background; None without."""
+        begun = {at for at in self._samples if at < iteration}
+        newest, save = self.newest, self.writer.options.save
+        if newest is not None and save is not None and newest.parent == Path(save):
+            begun.add(iteration_of(newest.name) or 0)
+        return max(begun, default=None)
+
+    def settled(self) -> Path | None:
+        """:attr:`newest` after the save in the background, which is waited for; every rank must ask
+        for it."""
+        self._report_finished(wait=True)
+        return self.newest
+
     @property
     def newest_shown(self) -> str:
         """The newest whole checkpoint of the run, in words, after the save in the background; every
         rank must ask for it."""
-        self._report_finished(wait=True)
-        if self.newest is None:
+        newest = self.settled()
+        if newest is None:
             return "there is no earlier checkpoint"
-        return f"the last good checkpoint is {self.newest}"
+        return f"the last good checkpoint is {newest}"
 
     def before_step(self, trainer: Trainer) -> None:
         """Saves the initial state, if that is asked for."""
         if self.writer.options.save_init and trainer.iteration == 0:
             self.save(0, trainer.consumed_samples)
+
+    def went_back(self, trainer: Trainer) -> None:
+        self._begun_at = trainer.iteration if trainer.iteration in self._samples else None
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
         """Reports saves that finished in the background."""

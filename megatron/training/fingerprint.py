@@ -31,6 +31,7 @@ MAY_DIFFER = frozenset(
         "local_rank",  # the launcher gives each process its own
         "data_cache_path",  # a folder of the node, whose content follows from the data
         "object_storage_cache_path",  # likewise
+        "non_persistent_local_ckpt_dir",  # a folder of the node
         "deepspeed_config",  # a copy on each node; what it says is compared
     }
 )

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pkgutil import resolve_name
 from uuid import uuid4
 
 import psutil
@@ -21,11 +22,15 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megatron.config import ConfigError, ParallelFlags, Settings
 from megatron.config.flags import ConfigResolver, build
-from megatron.engine.environment import meeting, tasks_of_scheduler, world_size
+from megatron.config.resilience import ResilienceConfig
+from megatron.engine.environment import meeting, prepare_deepspeed, tasks_of_scheduler, world_size
 from megatron.training.stopping import STOP_SIGNALS
 from megatron.util.processes import death
 
 logger = logging.getLogger(__name__)
+
+GUARDIAN = "megatron.resilience.guardian"
+"""What starts a rank again; imported for runs with ``--inprocess-restart``."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +48,10 @@ def start_processes(settings: Settings, argv: Sequence[str] | None = None) -> in
 
     Where flags ask for several processes and no launcher has started them, this process starts
     those of its node with the same command line, forwards signals to them, and ends with their exit
-    status. Raises ConfigError if the flags contradict what a launcher has started, the node does
-    not have the GPUs, this node's rank is not clear, or the nodes do not meet.
+    status. With ``--inprocess-restart`` this process stays as the guardian of a rank, and the
+    function returns in each trainer that it starts. Raises ConfigError if the flags contradict what
+    a launcher has started, the node does not have the GPUs, this node's rank is not clear, or the
+    nodes do not meet.
     """
     set_infiniband()
     resolver = ConfigResolver((ParallelFlags,), settings)
@@ -52,10 +59,10 @@ def start_processes(settings: Settings, argv: Sequence[str] | None = None) -> in
     if "WORLD_SIZE" in os.environ:
         size = world_size()
         _check_launched(flags, resolver)
-        return size
+        return _guarded(size, flags, settings)
     asked = flags.launched_processes
     if asked is None or asked == 1:
-        return world_size()
+        return _guarded(world_size(), flags, settings)
     if "explain_config" in settings:
         return asked
     name, tasks = tasks_of_scheduler()
@@ -76,6 +83,21 @@ def start_processes(settings: Settings, argv: Sequence[str] | None = None) -> in
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     command = [*_program(), *(sys.argv[1:] if argv is None else argv)]
     sys.exit(run_node(node, command, flags.ctrl_port, flags.distributed_timeout_minutes))
+
+
+def _guarded(size: int, flags: ParallelFlags, settings: Settings) -> int:
+    """The number of processes of a run; with ``--inprocess-restart`` in each of its trainers."""
+    wanted = settings.get("inprocess_restart")
+    if wanted is None or not wanted.value or "explain_config" in settings:
+        return size
+    options = build(ResilienceConfig, settings)
+    rules = resolve_name(f"{GUARDIAN}:Rules")(
+        options.inprocess_max_iterations,
+        options.inprocess_min_world_size,
+        flags.distributed_timeout_minutes * 60,
+    )
+    trainers: int = resolve_name(f"{GUARDIAN}:guard")(rules, prepare_deepspeed)
+    return trainers
 
 
 def set_infiniband() -> None:

@@ -82,17 +82,24 @@ class Reporter(Callback):
         self.flops_per_token = self.shape.flops_per_token(causal=True)
         self.recompute, self.recomputed_blocks = _recomputed(config.parallel)
         self.peak = _peak(config, device)
+        self._config = config
         self.writer: Writer = TeeWriter(())
-        if self.main:
-            self.writer = build_writers(
-                config.logging,
-                resume_iteration=begin.iteration,
-                resume_samples=begin.consumed_samples,
-                configuration=config.to_dict(),
-            )
-            if begin.iteration:
-                self._write("resume", begin.iteration, begin.consumed_samples, {})
+        self._open_writers(begin.iteration, begin.consumed_samples)
         self._announce(resolved, begin)
+
+    def _open_writers(self, iteration: int, consumed_samples: int) -> None:
+        """On the main process: writers of what follows a position; what they have of later steps,
+        from before a resume, they drop."""
+        if not self.main:
+            return
+        self.writer = build_writers(
+            self._config.logging,
+            resume_iteration=iteration,
+            resume_samples=consumed_samples,
+            configuration=self._config.to_dict(),
+        )
+        if iteration:
+            self._write("resume", iteration, consumed_samples, {})
 
     def _announce(self, resolved: Resolved, begin: ResumePoint) -> None:
         config, origins = resolved.config, resolved.origins.values()
@@ -145,6 +152,12 @@ class Reporter(Callback):
                 devices=self.mesh.world.size,
                 peak_flops=self.peak,
             )
+
+    def went_back(self, trainer: Trainer) -> None:
+        """As at a resume, of the same process."""
+        self.meter = None
+        self.writer.close()
+        self._open_writers(trainer.iteration, trainer.consumed_samples)
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
         assert self.meter is not None
@@ -212,9 +225,22 @@ class Reporter(Callback):
         if reason is not None:
             self.say(f"stopped by {reason} after iteration {trainer.iteration}")
 
+    def event(
+        self, kind: str, iteration: int, consumed_samples: int, values: dict[str, float | None]
+    ) -> None:
+        """Records something that has happened after an iteration."""
+        self._write(kind, iteration, consumed_samples, values)
+
     def save(self, iteration: int, consumed_samples: int, values: dict[str, float | None]) -> None:
         """Records a finished save."""
         self._write("save", iteration, consumed_samples, values)
+
+    def restart(
+        self, iteration: int, consumed_samples: int, line: str, values: dict[str, float | None]
+    ) -> None:
+        """Says and records that the run continues after a failure."""
+        self.say(line)
+        self._write("restart", iteration, consumed_samples, values)
 
     def _write(
         self, kind: str, iteration: int, samples: int, values: dict[str, float | None]

@@ -24,13 +24,16 @@ from megatron.config.data import SOURCE_FIELDS
 from megatron.config.flags import build, names_of
 from megatron.config.layouts import StateDtypes
 from megatron.data.build import DataFile, changed_files
-from megatron.data.sampler import check_skipped
+from megatron.data.sampler import check_skipped, continued_ranges
 from megatron.engine.loading import load_checkpoint
 from megatron.engine.saving import check_writable, ruined
 from megatron.engine.train_engine import TrainEngine
 from megatron.families import family_names, family_of
 from megatron.parallel.mesh import first_reason
 from megatron.training.plan import TrainingPlan
+
+SKIPPED = "skip_samples"
+"""In ``state.json``: the ranges that the run skips, if they are more than its flags say."""
 
 DAMAGED = "megatron.training.damaged"
 """What is done about a damaged checkpoint; imported when there is one."""
@@ -50,7 +53,9 @@ _HOW_FAST = {"torch_compile", "torch_compile_mode", "activation_memory_budget"}
 class ResumePoint:
     """Where a run starts. ``folder`` is None without a checkpoint; ``changed`` are values that
     differ from its run, ``notes`` what was decided where it does not say, a line each.
-    ``restarts``: also the optimizer's state was loaded, and the count starts again."""
+    ``restarts``: also the optimizer's state was loaded, and the count starts again.
+    ``skip_samples`` are the ranges of training samples that the run skips, those that its flags
+    name and those that it found bad itself; ``spikes`` is what its rule of spikes has learned."""
 
     folder: Path | None = None
     iteration: int = 0
@@ -59,6 +64,8 @@ class ResumePoint:
     notes: tuple[str, ...] = ()
     weights_only: bool = False
     restarts: bool = False
+    skip_samples: tuple[str, ...] = ()
+    spikes: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -210,8 +217,9 @@ def load(
 ) -> ResumePoint:
     """Loads what :func:`locate` found, for a run on the data of ``files``. Raises CheckpointError
     if it is damaged or cannot be continued with this configuration or these data."""
+    flags = engine.config.data.skip_samples
     if origin is None:
-        return ResumePoint()
+        return ResumePoint(skip_samples=flags)
     try:
         source = load_finite(engine, origin)
     except DamagedError as error:
@@ -220,7 +228,7 @@ def load(
     if origin.damaged:
         lines = resolve_name(f"{DAMAGED}:set_damaged_aside")(engine, origin)
         point = replace(point, notes=(*lines, *point.notes))
-    return point
+    return point if point.iteration else replace(point, skip_samples=flags)
 
 
 def _resume_point(
@@ -238,15 +246,29 @@ def _resume_point(
     if config.checkpoint.reset_iteration:
         return ResumePoint(source.folder, changed=changed, notes=notes, restarts=True)
     loaded = ResumePoint(
-        source.folder, state["iteration"], state["consumed_samples"], changed, notes
+        source.folder,
+        state["iteration"],
+        state["consumed_samples"],
+        changed,
+        notes,
+        skip_samples=config.data.skip_samples,
+        spikes=state.get("spikes", {}),
     )
     if not config.training.skip_train:
         _check_position(plan, loaded)
         other = _changed_data(source, config, files)
         loaded = replace(loaded, changed=(*changed, *other))
-        before = source.run.data.skip_samples if source.run else ()
-        check_skipped(before, config.data.skip_samples, loaded.consumed_samples)
+        loaded = replace(loaded, skip_samples=_skipped(source, config, loaded.consumed_samples))
     return loaded
+
+
+def _skipped(source: Source, config: RunConfig, consumed_samples: int) -> tuple[str, ...]:
+    """Ranges that are skipped. Raises ConfigError if a sample would be repeated or lost."""
+    flags = source.run.data.skip_samples if source.run else ()
+    before = tuple(source.state.get(SKIPPED, flags))
+    now = continued_ranges(flags, before, config.data.skip_samples)
+    check_skipped(before, now, consumed_samples)
+    return now
 
 
 def _changed_data(source: Source, config: RunConfig, files: Sequence[DataFile]) -> list[str]:

@@ -15,6 +15,8 @@ from importlib import import_module
 from pkgutil import resolve_name
 from typing import Any, Generic, TypeVar
 
+import torch
+
 from megatron.checkpoint.source import FoundCheckpoint
 from megatron.config import (
     FLAG_CLASSES,
@@ -31,14 +33,16 @@ from megatron.config import (
 )
 from megatron.config.flags import ConfigResolver, build
 from megatron.config.kinds.preference import PreferenceConfig
+from megatron.data.build import DataFile
 from megatron.data.indexed.dataset_checks import verify_checksums
 from megatron.data.loader import TrainingData
 from megatron.data.pipeline import training_texts
 from megatron.data.sources import with_corpora
 from megatron.engine import deepspeed_json
 from megatron.engine.build import build_engine
+from megatron.engine.deepspeed_file import output_notes, read_json
 from megatron.engine.deepspeed_folder import checkpoint_writer
-from megatron.engine.deepspeed_json import Json, read_json
+from megatron.engine.deepspeed_json import Json
 from megatron.engine.environment import distributed, training_device
 from megatron.engine.saving import hold_folder, ruined
 from megatron.engine.train_engine import TrainEngine
@@ -46,6 +50,7 @@ from megatron.families import Family, family_of, refuse_unused
 from megatron.objectives import trained_spec
 from megatron.parallel import agreement
 from megatron.parallel.mesh import Mesh
+from megatron.resilience.generation import current
 from megatron.tokenizer import Tokenizer, build_tokenizer, implied_type, vocabulary_rows
 from megatron.training import resume
 from megatron.training.checkpoints import CheckpointManager
@@ -54,6 +59,8 @@ from megatron.training.plan import Epochs, TrainingPlan
 from megatron.training.profiling import profiling
 from megatron.training.replicas import ReplicaCheck
 from megatron.training.report import Reporter, say, show_log
+from megatron.training.resume import ResumePoint, ResumeSource
+from megatron.training.spikes import SpikeGuard, stop_at_spike
 from megatron.training.stopping import NonFiniteGuard, Stopping, StopRequest
 from megatron.training.trainer import Callback, Position, Trainer
 from megatron.util.errors import (
@@ -88,6 +95,17 @@ DISTILLATION = "megatron.training.distillation.callback:Distillation"
 
 FINGERPRINT = "megatron.training.fingerprint"
 """What the processes of a run are compared by, imported where there are several."""
+
+ROLLBACK = "megatron.training.rollback:Rollback"
+"""What ``--on-spike rollback`` does, imported for it only."""
+NODE_CHECKPOINTS = "megatron.training.node_memory:NodeCheckpoints"
+"""The callback of ``--non-persistent-save-interval``, which is made of the engine and imported for
+runs with the flag only."""
+RESTARTED = "megatron.training.restarted:restarted"
+"""The callback of ``--inprocess-restart``, imported for runs with the flag only."""
+
+OWN_CHECKPOINT = "megatron.training.restarted:from_own_checkpoint"
+"""Changes what a run that has been started again loads; imported likewise."""
 
 EXAMPLE_CHECKS = "megatron.training.example_checks:warn_of_examples"
 """Warns of what is probably wrong with instructions and preferences. It is called with the run and
@@ -145,6 +163,8 @@ def run_of(settings: Settings, processes: int, samples: str | None = None) -> Ru
     path = given.value if given else ""
     content = read_json(path) if path else {}
     settings = deepspeed_json.merge(settings, content, path, processes)
+    if "inprocess_restart" in settings:
+        settings = resolve_name(OWN_CHECKPOINT)(settings)
     settings = resume.with_origin(resume.with_checkpoint(with_corpora(settings)))
     trained = settings["family"].value if "family" in settings else ModelConfig.family
     family = family_of(samples or trained)
@@ -161,7 +181,7 @@ def run_of(settings: Settings, processes: int, samples: str | None = None) -> Ru
         resolved = dataclasses.replace(resolved, notes=(*resolved.notes, note))
     completed = deepspeed_json.complete(content, resolved.config)
     notes = deepspeed_json.stage_notes(completed, resolved.config)
-    notes += deepspeed_json.output_notes(completed, path)
+    notes += output_notes(completed, path)
     resolved = dataclasses.replace(resolved, notes=(*resolved.notes, *notes))
     launched = "LOCAL_RANK" in os.environ
     return Run(resolved.config, completed, tokenizer, resolved, launched)
@@ -239,7 +259,10 @@ def build_trainer(
         verify_checksums([file.path for file in data.files()], mesh.world.rank, mesh.world.size)
     agreement.compare(lambda: _fingerprint().data_facts(data.files()))
     request = StopRequest(
-        config.training.exit_duration_in_mins, run.launched, config.training.kill_switch_file
+        config.training.exit_duration_in_mins,
+        run.launched,
+        config.training.kill_switch_file,
+        started=None if (guarded := current()) is None else guarded.started,
     )
     plan = TrainingPlan(config, epochs)
     lock = hold_folder(config.checkpoint.save, mesh.world, device, say)
@@ -254,10 +277,18 @@ def build_trainer(
     files = data.files() if checkpoint is not None or config.checkpoint.save else []
     saved = [file._asdict() for file in files]
     writer = checkpoint_writer(engine, run.content, run.tokenizer.save_pretrained, saved)
+    in_memory = []
+    if config.resilience.non_persistent_save_interval is not None:
+        in_memory = [resolve_name(NODE_CHECKPOINTS)(engine)]
+        checkpoint = in_memory[0].newest(checkpoint)
     begin = resume.load(engine, plan, checkpoint, files)
+    if begin.skip_samples != config.data.skip_samples:
+        data = data.skipping(begin.skip_samples)
     if config.kind(PreferenceConfig).preference == "kto":
         resolve_name(COMPARISONS)(engine)
     report = Reporter(run.resolved, plan, mesh, device, begin)
+    for saves in in_memory:
+        saves.begin(report, run.content, run.tokenizer.save_pretrained, saved)
     for teacher in teaching:
         teacher.start(engine, data, plan, begin.consumed_samples)
         report.beside = teacher.flops
@@ -280,6 +311,7 @@ def build_trainer(
         fresh=begin.iteration == 0,
         replicas=replicas.check,
     )
+    spikes = _spike_guard(config, device, checkpoints, begin, checkpoint, files)
     return Trainer(
         engine,
         data,
@@ -293,13 +325,48 @@ def build_trainer(
             report,
             guard,
             replicas,
+            *spikes,
+            *in_memory,
             checkpoints,
+            *_restarted(config, checkpoints, report, begin),
             *best_evaluation(config, checkpoints, mesh, begin.iteration),
             *profiling(config, engine, begin.iteration),
         ),
         Position(begin.iteration, begin.consumed_samples),
         config.data.num_workers,
     )
+
+
+def _spike_guard(
+    config: RunConfig,
+    device: torch.device,
+    checkpoints: CheckpointManager,
+    begin: ResumePoint,
+    origin: ResumeSource | None,
+    files: Sequence[DataFile],
+) -> list[Callback]:
+    """What judges the steps of a run, and acts on spikes as ``--on-spike`` says."""
+    flags = config.resilience
+    if not flags.spike_sigma:
+        return []
+    found = SpikeGuard(device, flags, checkpoints, begin.spikes)
+    if flags.on_spike == "stop":
+        found.act = stop_at_spike(checkpoints)
+    elif flags.on_spike == "rollback":
+        most = flags.spike_rollbacks
+        rollback = resolve_name(ROLLBACK)(most, found.rule, checkpoints, begin, origin, files)
+        found.act = rollback
+        return [found, rollback]
+    return [found]
+
+
+def _restarted(
+    config: RunConfig, checkpoints: CheckpointManager, report: Reporter, begin: ResumePoint
+) -> list[Callback]:
+    if not config.resilience.inprocess_restart:
+        return []
+    found: list[Callback] = resolve_name(RESTARTED)(config, checkpoints, report, begin)
+    return found
 
 
 def best_evaluation(

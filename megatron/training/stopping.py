@@ -132,6 +132,9 @@ class NonFiniteGuard(Callback):
             self._fresh = False
             logger.warning(f"{found}; train longer, or give a smaller --initial-loss-scale")
 
+    def went_back(self, trainer: Trainer) -> None:
+        self._skipped, self._reads = 0, DelayedReads.on(self._device)
+
     def _read(self, everything: bool = False) -> None:
         for step, (skipped, loss) in self._reads.due(everything):
             self._judge(step, bool(skipped), loss)
@@ -204,6 +207,7 @@ class StopRequest:
             default only where a launcher set ``LOCAL_RANK``: a plain ``nohup python`` has to
             survive its shell.
         kill_switch: stop when this file exists. Raises TrainingStopped if it already does.
+        started: when the deadline's minutes began, by ``clock``; by default now.
     """
 
     def __init__(
@@ -212,9 +216,10 @@ class StopRequest:
         watch_parent: bool | None = None,
         kill_switch: str | None = None,
         clock: Callable[[], float] = time.monotonic,
+        started: float | None = None,
     ) -> None:
         self._deadline_minutes = deadline_minutes
-        self._clock, self._started = clock, clock()
+        self._clock, self._started = clock, clock() if started is None else started
         self._parents = launcher_chain()
         self._watch_parent = "LOCAL_RANK" in os.environ if watch_parent is None else watch_parent
         self._received: str | None = None
@@ -306,14 +311,21 @@ def launcher_chain() -> tuple[int, ...]:
     """Process ids of the parent, and of the parent's parent where DeepSpeed's launcher has two. The
     ``deepspeed`` command starts ``deepspeed.launcher.launch``, which starts the workers; the
     command gets a scheduler's SIGTERM, and the process between lives on. Above any other parent is
-    a shell, whose end means nothing."""
+    a shell, whose end means nothing. A guardian (``--inprocess-restart``) is no launcher, but its
+    parent is."""
     parent = os.getppid()
     try:
+        if str(parent) == os.environ.get("MEGATRON_GUARDIAN"):
+            parent = _parent_of(parent)
         command = Path(f"/proc/{parent}/cmdline").read_bytes()
         if b"deepspeed.launcher.launch" not in command:
             return (parent,)
-        # The name is the last field in brackets and may contain anything; state and parent follow.
-        status = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()
-        return (parent, int(status[1]))
+        return (parent, _parent_of(parent))
     except (OSError, IndexError, ValueError):
         return (parent,)
+
+
+def _parent_of(process: int) -> int:
+    # The name is the last field in brackets and may contain anything; state and parent follow.
+    status = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return int(status[1])

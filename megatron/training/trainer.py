@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
@@ -57,6 +57,15 @@ class Step:
     counts: StepCounts | None = None
 
 
+class GoBack(Exception):  # noqa: N818  # no error: a decision
+    """Raised by a callback, by all ranks in the same place: the training continues from an earlier
+    step. ``to`` brings the model and the trainer there."""
+
+    def __init__(self, to: Callable[[Trainer], None]) -> None:
+        super().__init__()
+        self.to = to
+
+
 class Callback:
     """Work around the steps of a training: logging, checkpoints, guards, profiles. Entered before
     the first step and left after the last evaluation, or after an error; exits and
@@ -76,8 +85,8 @@ class Callback:
         """After a step is queued; reading its numbers waits for the device."""
 
     def settle(self, trainer: Trainer) -> None:
-        """Before the steps so far are logged, saved or evaluated: waits for their outcome, and
-        raises if it was bad."""
+        """Before the steps so far are logged, saved or evaluated, and at the end: waits for their
+        outcome, and raises if it was bad."""
 
     def paused(self, trainer: Trainer) -> contextlib.AbstractContextManager[Any]:
         """Context of saves and evaluations between two steps."""
@@ -90,6 +99,9 @@ class Callback:
         """Why training should stop after this step, as words after "stopped by"; None to
         continue."""
         return None
+
+    def went_back(self, trainer: Trainer) -> None:
+        """After :class:`GoBack`: what is known of steps after ``trainer.iteration`` is void."""
 
     def epoch_ended(self, trainer: Trainer, epoch: int) -> None:
         """After the last sample of an epoch, counted from 1, if the plan has epochs."""
@@ -144,15 +156,31 @@ class Trainer:
         return reason
 
     def _train(self) -> str | None:
+        reason = None
+        while reason is None and not self.at_end:
+            try:
+                reason = self._train_on()
+            except GoBack as decision:
+                back = decision.to
+            else:
+                continue
+            back(self)
+            self._valid.clear()
+            self._tell("went_back")
+        return reason
+
+    def _train_on(self) -> str | None:
+        """Trains to the end of the plan, or until a callback wants to stop."""
         train = self.data.datasets.train
         assert train is not None
         options = self.reading(consumed_samples=self.consumed_samples, num_workers=self.num_workers)
         batches = self.data.batches(train, **options)
         with contextlib.closing(batches):
             reason = None
-            while self.iteration < self.plan.train_iters and reason is None:
+            while not self.at_end and reason is None:
                 self.step(batches)
                 reason = self._between_steps()
+            self.settle()
         return reason
 
     def step(self, batches: Iterator[Any]) -> None:

@@ -61,7 +61,7 @@ def rust_errors(subject: str) -> Iterator[None]:
     BaseException, so that no `except Exception` sees it."""
     try:
         yield
-    except BaseException as error:
+    except BaseException as error:  # panics derive from nothing else
         if type(error) is not Exception and type(error).__name__ != _PANIC:
             raise
         reason = " ".join(str(error).split())[:300] or "it does not say why"
@@ -102,7 +102,7 @@ def _on_lost_page(number: int, info: int, context: int) -> None:
         address = ctypes.c_void_p.from_address(info + _ADDRESS_IN_SIGINFO).value or 0
         sys.stdout.flush()
         message = f"error: {_lost_page(address)}\n"
-    except BaseException:
+    except BaseException:  # nothing may be raised into the instruction that was interrupted
         message = "error: a file that is mapped into memory was cut short or cannot be read\n"
     os.write(2, message.encode(errors="replace"))
     os._exit(2)

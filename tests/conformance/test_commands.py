@@ -14,7 +14,7 @@ from running import Runner, check, numbers, training_script
 
 from megatron.config import FLAG_CLASSES, FlagParser, resolve
 from megatron.engine import deepspeed_json
-from megatron.engine.deepspeed_json import read_json
+from megatron.engine.deepspeed_file import read_json
 from megatron.families import family_of
 
 ALL = list(all_cases())

@@ -13,7 +13,7 @@ from megatron.parity import runs
 from megatron.parity.gradients import GradientRecord
 from megatron.parity.runs import RunRecord
 
-__all__ = ["LAYOUTS", "TINY", "gradients", "run", "train", "train_plainly"]
+__all__ = ["LAYOUTS", "SAVED_LAYOUTS", "TINY", "gradients", "run", "train", "train_plainly"]
 
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
@@ -31,6 +31,18 @@ LAYOUTS = (
     "pp2-dualpipev pp4-dualpipev pp2-dualpipev-dp2 tp2-pp2-dualpipev tp2-sp-pp2-dualpipev"
 ).split()
 """Every way of laying a model out over up to four processes, ZeRO aside."""
+
+
+SAVED_LAYOUTS = {
+    "zero0": (1, ["--zero-stage", "0"]),
+    "zero0-dp2": (2, ["--zero-stage", "0"]),
+    "zero1-dp2-fp16": (2, ["--zero-stage", "1", "--fp16", "--initial-loss-scale", "65536"]),
+    "zero2-dp2-bf16": (2, ["--zero-stage", "2", "--bf16"]),
+    "zero3-dp2": (2, ["--zero-stage", "3"]),
+    "zero1-tp2": (2, ["--zero-stage", "1", "--tensor-model-parallel-size", "2"]),
+    "zero1-pp2": (2, ["--zero-stage", "1", "--pipeline-model-parallel-size", "2"]),
+}
+"""Number of processes and flags of layouts that save in different ways."""
 
 
 def train(argv: list[str]) -> RunRecord:

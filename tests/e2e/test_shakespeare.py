@@ -17,7 +17,7 @@ import pytest
 from megatron.config import FLAG_CLASSES, FlagParser, resolve
 from megatron.data.indexed import IndexedDataset
 from megatron.engine import deepspeed_json
-from megatron.engine.deepspeed_json import read_json
+from megatron.engine.deepspeed_file import read_json
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples_deepspeed" / "pretrain_shakespeare_char.sh"

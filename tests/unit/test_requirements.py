@@ -2,11 +2,8 @@
 the actions of CI have a fixed commit."""
 
 import importlib.metadata
-import json
 import platform
 import re
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -14,6 +11,7 @@ import pytest
 from packaging.markers import Marker
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from setup_arguments import setup_arguments
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "requirements"
@@ -54,17 +52,9 @@ def versions(name, number):
 @cache
 def asked():
     """What setup.py asks for: `base`, and each extra."""
-    program = (
-        "import json, setuptools, distutils.core as core; "
-        'p = core.run_setup("setup.py", stop_after="init"); '
-        "print(json.dumps({'base': p.install_requires, **p.extras_require}))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return {
-        name: [Requirement(one) for one in listed]
-        for name, listed in json.loads(done.stdout).items()
-    }
+    given = setup_arguments()
+    listed = {"base": given["install_requires"], **given["extras_require"]}
+    return {name: [Requirement(one) for one in each] for name, each in listed.items()}
 
 
 def test_there_is_a_list_for_every_extra():

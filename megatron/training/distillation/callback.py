@@ -85,6 +85,11 @@ class Distillation(Callback):
         last = self._flags.kd_iters
         self._active = last is None or trainer.iteration < last
 
+    def went_back(self, trainer: Trainer) -> None:
+        """The samples that follow are others, of which --kd-cache may not know."""
+        if self._cache is not None:
+            self.start(trainer.engine, trainer.data, trainer.plan, trainer.consumed_samples)
+
     def teach(self, batches: Iterator[Any], count: int) -> Iterator[TaughtBatch]:
         """``count`` micro batches with what the teacher says of them."""
         if not self._active:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training_jobs import TINY
 
 from megatron.data.loader import MicroBatches
-from megatron.engine import deepspeed_patches
+from megatron.engine import deepspeed_patches, deepspeed_replacements
 from megatron.engine.environment import distributed
 from megatron.engine.state import optimizer_step, owned_slices
 from megatron.parallel.shard import shard_of
@@ -54,7 +54,7 @@ def poison(trainer: Trainer, step: int) -> None:
 @contextlib.contextmanager
 def as_deepspeed_does(stock: bool) -> Iterator[None]:
     """Leaves DeepSpeed as it is, where ``stock``, but for how it starts."""
-    at_start = (deepspeed_patches.NO_OPERATORS, deepspeed_patches.NO_COMPILER)
+    at_start = (deepspeed_replacements.NO_OPERATORS, deepspeed_replacements.NO_COMPILER)
     made = at_start.__contains__ if stock else deepspeed_patches.made
     with mock.patch.object(deepspeed_patches, "made", made):
         yield

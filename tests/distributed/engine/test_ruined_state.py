@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 from samples import sampled
-from training_jobs import TINY, run
+from training_jobs import SAVED_LAYOUTS, TINY, run
 
 from megatron.checkpoint.folder import complete_tags
 from megatron.checkpoint.source import open_checkpoint
@@ -22,13 +22,7 @@ ASYNC = ["--async-save"]
 FOLDERS = ["--checkpoint-format", "deepspeed"]
 PRECISE = ["--use-precision-aware-optimizer", "--bf16", "--exp-avg-sq-dtype", "bf16"]
 LAYOUTS = {
-    "zero0": (1, ["--zero-stage", "0"]),
-    "zero0-dp2": (2, ["--zero-stage", "0"]),
-    "zero1-dp2-fp16": (2, ["--zero-stage", "1", "--fp16", "--initial-loss-scale", "65536"]),
-    "zero2-dp2-bf16": (2, ["--zero-stage", "2", "--bf16"]),
-    "zero3-dp2": (2, ["--zero-stage", "3"]),
-    "zero1-tp2": (2, ["--zero-stage", "1", "--tensor-model-parallel-size", "2"]),
-    "zero1-pp2": (2, ["--zero-stage", "1", "--pipeline-model-parallel-size", "2"]),
+    **SAVED_LAYOUTS,
     "offloaded": (2, []),
     "precision-aware": (2, ["--zero-stage", "1", *PRECISE]),
 }

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from samples import sampled
-from training_jobs import TINY, run, train
+from training_jobs import SAVED_LAYOUTS, TINY, run, train
 
 from megatron.checkpoint import writer
 from megatron.checkpoint.folder import complete_tags
@@ -21,15 +21,6 @@ from megatron.engine import saving
 STEPS = 6
 FLAGS = [*TINY, "--train-iters", str(STEPS)]
 DP2 = ["--zero-stage", "1"]
-LAYOUTS = {
-    "zero0": (1, ["--zero-stage", "0"]),
-    "zero0-dp2": (2, ["--zero-stage", "0"]),
-    "zero1-dp2-fp16": (2, ["--zero-stage", "1", "--fp16", "--initial-loss-scale", "65536"]),
-    "zero2-dp2-bf16": (2, ["--zero-stage", "2", "--bf16"]),
-    "zero3-dp2": (2, ["--zero-stage", "3"]),
-    "zero1-tp2": (2, ["--zero-stage", "1", "--tensor-model-parallel-size", "2"]),
-    "zero1-pp2": (2, ["--zero-stage", "1", "--pipeline-model-parallel-size", "2"]),
-}
 SAMPLE = {"zero3-dp2"}
 SAVES = 4
 
@@ -59,11 +50,11 @@ def full(rank, iterations=None):
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in SAMPLE else pytest.param(n, marks=pytest.mark.proof) for n in LAYOUTS]
+    "name", [n if n in SAMPLE else pytest.param(n, marks=pytest.mark.proof) for n in SAVED_LAYOUTS]
 )
 def test_background_saves_against_foreground_saves(pool, tmp_path, name):
     """Every tensor of every step, although later steps run while it is written."""
-    size, layout = LAYOUTS[name]
+    size, layout = SAVED_LAYOUTS[name]
     flags = [*FLAGS, *layout, "--save-interval", "1", "--train-iters", str(SAVES)]
     pool.run(size, run, [*flags, "--save", str(tmp_path / "a")])
     results = pool.run(size, run, [*flags, "--save", str(tmp_path / "b"), "--async-save"], slowly)

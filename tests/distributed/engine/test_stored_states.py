@@ -14,7 +14,7 @@ from training_jobs import TINY
 
 from megatron.config import ConfigError
 from megatron.config.layouts import parse_layout
-from megatron.engine import deepspeed_patches, train_engine
+from megatron.engine import deepspeed_replacements, train_engine
 from megatron.engine.environment import distributed
 from megatron.engine.state import holders, owned_slices
 from megatron.engine.update.random_bits import key_of
@@ -237,6 +237,6 @@ def test_bytes_are_those_of_the_planner(pool, name):
 
 
 def test_an_untested_deepspeed_is_refused(pool, monkeypatch):
-    monkeypatch.setattr(deepspeed_patches.deepspeed, "__version__", "0.99.0")
+    monkeypatch.setattr(deepspeed_replacements.deepspeed, "__version__", "0.99.0")
     with pytest.raises(ConfigError, match="norm, clipping"):
-        deepspeed_patches.require(deepspeed_patches.QUEUED_PARTITIONED)
+        deepspeed_replacements.require(deepspeed_replacements.QUEUED_PARTITIONED)

@@ -15,7 +15,7 @@ from deepspeed.runtime.zero.partition_parameters import Init
 from graph_counts import graphs, graphs_alone
 from training_jobs import TINY
 
-from megatron.engine import deepspeed_patches
+from megatron.engine import deepspeed_patches, deepspeed_replacements
 from megatron.engine.environment import distributed
 from megatron.engine.state import owned_slices
 from megatron.parity.runs import RunRecord, watched_trainer
@@ -81,8 +81,10 @@ def train(argv: list[str], whole: bool = True, frozen: str | None = None) -> dic
     of parameters that do not change."""
     made = deepspeed_patches.made
 
-    def some(replacement: deepspeed_patches.Replacement) -> bool:
-        return (whole or replacement is not deepspeed_patches.WHOLE_BLOCKS) and made(replacement)
+    def some(replacement: deepspeed_replacements.Replacement) -> bool:
+        return (whole or replacement is not deepspeed_replacements.WHOLE_BLOCKS) and made(
+            replacement
+        )
 
     run, record, state = parse_run(None, argv), RunRecord(), {}
     with (

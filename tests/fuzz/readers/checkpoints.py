@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -31,18 +31,24 @@ CONFIG = {
 }  # fmt: skip
 
 
-def shapes() -> dict[str, tuple[int, ...]]:
+def shapes(
+    names: Sequence[str] = (
+        *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+        *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+        *("input_layernorm", "post_attention_layernorm"),
+        *("model.embed_tokens", "model.norm", "lm_head"),
+    ),
+    layer: str = "model.layers.0",
+    inner: int = F,
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of a Llama with one block by a format's names: attention, MLP, norms of the block,
+    what is outside of it."""
     kv = H // HEADS * GROUPS
-    block = {
-        "self_attn.q_proj": (H, H), "self_attn.k_proj": (kv, H), "self_attn.v_proj": (kv, H),
-        "self_attn.o_proj": (H, H), "mlp.gate_proj": (F, H), "mlp.up_proj": (F, H),
-        "mlp.down_proj": (H, F), "input_layernorm": (H,), "post_attention_layernorm": (H,),
-    }  # fmt: skip
-    found: dict[str, tuple[int, ...]] = {
-        f"model.layers.0.{name}.weight": shape for name, shape in block.items()
-    }
-    outer = {"model.embed_tokens": (V, H), "model.norm": (H,), "lm_head": (V, H)}
-    return found | {f"{name}.weight": shape for name, shape in outer.items()}
+    block: list[tuple[int, ...]] = [(H, H), (kv, H), (kv, H), (H, H)]
+    block += [(inner, H), (inner, H), (H, inner), (H,), (H,)]
+    places = [*(f"{layer}.{name}" for name in names[: len(block)]), *names[len(block) :]]
+    listed = zip(places, [*block, (V, H), (H,), (V, H)], strict=True)
+    return {f"{place}.weight": shape for place, shape in listed}
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -79,16 +85,11 @@ def write_meta(folder: Path) -> None:
     params = {"dim": H, "n_layers": 1, "n_heads": HEADS, "n_kv_heads": GROUPS, "norm_eps": 1e-5,
               "vocab_size": V, "multiple_of": 8, "rope_theta": 10000.0}  # fmt: skip
     (folder / "params.json").write_text(json.dumps(params))
-    inner = 8 * -(-int(2 * 4 * H / 3) // 8)
-    kv = H // HEADS * GROUPS
-    block = {
-        "attention.wq": (H, H), "attention.wk": (kv, H), "attention.wv": (kv, H),
-        "attention.wo": (H, H), "feed_forward.w1": (inner, H), "feed_forward.w2": (H, inner),
-        "feed_forward.w3": (inner, H), "attention_norm": (H,), "ffn_norm": (H,),
-    }  # fmt: skip
-    named = {f"layers.0.{name}": shape for name, shape in block.items()}
-    named |= {"tok_embeddings": (V, H), "norm": (H,), "output": (V, H)}
-    tensors = {f"{name}.weight": torch.randn(shape) for name, shape in named.items()}
+    names = ("attention.wq", "attention.wk", "attention.wv", "attention.wo", "feed_forward.w1",
+             "feed_forward.w3", "feed_forward.w2", "attention_norm", "ffn_norm",
+             "tok_embeddings", "norm", "output")  # fmt: skip
+    named = shapes(names, "layers.0", 8 * -(-int(2 * 4 * H / 3) // 8))
+    tensors = {name: torch.randn(shape) for name, shape in named.items()}
     torch.save(tensors, folder / "consolidated.00.pth")
 
 

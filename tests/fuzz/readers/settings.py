@@ -8,7 +8,8 @@ from pathlib import Path
 from fuzz.fuzzer import ROOT, Fuzzer
 
 from megatron.config import FLAG_CLASSES, FlagParser
-from megatron.engine.deepspeed_json import complete, read_json
+from megatron.engine.deepspeed_file import read_json
+from megatron.engine.deepspeed_json import complete
 from megatron.training.run import run_of
 from megatron.training.run_curves import read_evaluations
 

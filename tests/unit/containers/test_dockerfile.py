@@ -1,7 +1,6 @@
 """The Dockerfile fits the project: its sources exist, and the image gets what setup.py installs."""
 
 import fnmatch
-import json
 import os
 import re
 import shlex
@@ -11,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from setup_arguments import setup_arguments
 
 ROOT = Path(__file__).parents[3]
 
@@ -70,33 +70,25 @@ def test_data_and_environments_are_not_sent():
     assert sent("megatron/util/files.py")
 
 
-@pytest.fixture(scope="module")
-def project():
-    """What setup.py says, read as the Dockerfile reads it."""
-    program = (
-        "import setuptools, distutils.core as core, json; "
-        'p = core.run_setup("setup.py", stop_after="init"); '
-        "print(json.dumps([p.package_dir, p.packages, p.py_modules, p.install_requires]))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-def test_everything_that_is_installed_is_sent(project):
-    folders, packages, modules, _ = project
-    for package in packages:
+def test_everything_that_is_installed_is_sent():
+    given = setup_arguments()
+    folders = given["package_dir"]
+    for package in given["packages"]:
         top = package.split(".")[0]
         assert sent(folders.get(package, package.replace(".", "/"))), package
         assert top not in folders or sent(folders[top])
-    for module in modules:
+    for module in given["py_modules"]:
         assert sent(f"{module}.py"), module
 
 
-def test_torch_is_the_one_of_make_install(project):
+def test_torch_is_the_one_of_make_install():
     (makefile,) = re.findall(r"^TORCH \?= (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert argument("TORCH") == makefile
-    (needed,) = (requirement for requirement in project[3] if requirement.startswith("torch"))
+    (needed,) = (
+        requirement
+        for requirement in setup_arguments()["install_requires"]
+        if requirement.startswith("torch")
+    )
     (low,), (high,) = re.findall(r">=2\.(\d+)", needed), re.findall(r"<2\.(\d+)", needed)
     (check,) = (rest for name, rest in instructions() if name == "RUN" and "import torch" in rest)
     assert f"not (2, {low}) <= tuple(map(int, v)) < (2, {high})" in check

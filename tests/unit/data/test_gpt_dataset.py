@@ -73,6 +73,11 @@ def test_no_tokens(tmp_path: Path) -> None:
         build(tmp_path, [0, 0], 4, 5)
 
 
+def test_an_index_that_memory_has_no_room_for_is_refused_before_it_is_built(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"corpus: the index of 1,000,0.* GiB while it is built"):
+        build(tmp_path, [5, 8], 4, 10**18)
+
+
 def test_cache_of_other_lengths_is_not_used(tmp_path: Path) -> None:
     cache = IndexCache(tmp_path / "cache")
     first = build(tmp_path, [10, 20], 4, 5, cache=cache)

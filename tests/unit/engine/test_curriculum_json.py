@@ -7,7 +7,8 @@ from deepspeed.runtime.config import DeepSpeedConfig
 
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, RunConfig, resolve
 from megatron.config.kinds.curriculum import CurriculumConfig, sequence_lengths
-from megatron.engine.deepspeed_json import complete, for_engine, merge, read_json
+from megatron.engine.deepspeed_file import read_json
+from megatron.engine.deepspeed_json import complete, for_engine, merge
 
 FLAGS = (
     "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 64 --lr 1 "

@@ -7,16 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, resolve
-from megatron.engine.deepspeed_json import (
-    check_settings,
-    complete,
-    for_engine,
-    merge,
-    output_notes,
-    read_json,
-    stage_notes,
-    stage_of,
-)
+from megatron.engine.deepspeed_file import check_settings, output_notes, read_json
+from megatron.engine.deepspeed_json import complete, for_engine, merge, stage_notes, stage_of
 
 SHIPPED = Path(__file__).parents[3] / "deepspeed_configs"
 

@@ -11,10 +11,13 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from megatron.config import ConfigError
 from megatron.engine import deepspeed_patches as patches
+from megatron.engine import deepspeed_replacements as replacements
 
 ROOT = Path(__file__).parents[3]
 ALL = {
-    name: value for name, value in vars(patches).items() if isinstance(value, patches.Replacement)
+    name: value
+    for name, value in vars(replacements).items()
+    if isinstance(value, replacements.Replacement)
 }
 OUTSIDE = ["0.18.9", "0.19.9", "0.20.0", "1.0"]
 
@@ -22,13 +25,13 @@ OUTSIDE = ["0.18.9", "0.19.9", "0.20.0", "1.0"]
 @pytest.fixture(autouse=True)
 def afresh():
     """Nothing is remembered of earlier tests."""
-    patches.made.cache_clear()
+    replacements.made.cache_clear()
     yield
-    patches.made.cache_clear()
+    replacements.made.cache_clear()
 
 
 newest = pytest.mark.skipif(
-    deepspeed.__version__ != patches.LAST, reason="older versions lack some of it"
+    deepspeed.__version__ != replacements.LAST, reason="older versions lack some of it"
 )
 
 
@@ -36,8 +39,8 @@ newest = pytest.mark.skipif(
 @pytest.mark.parametrize("name", sorted(ALL.keys() - {"NO_COMPILER"}))
 def test_the_installed_deepspeed_looks_as_expected(name, capsys):
     """Muon, which NO_COMPILER is about, is imported already in this process."""
-    assert patches.made(ALL[name])
-    patches.require(ALL[name])
+    assert replacements.made(ALL[name])
+    replacements.require(ALL[name])
     assert not capsys.readouterr().out
 
 
@@ -51,24 +54,24 @@ def test_each_has_a_test(name):
 @pytest.mark.parametrize("name", sorted(ALL))
 def test_other_versions_go_their_own_way_and_say_so_once(monkeypatch, capsys, name, version):
     monkeypatch.setattr(deepspeed, "__version__", version)
-    assert not patches.made(ALL[name]) and not patches.made(ALL[name])
+    assert not replacements.made(ALL[name]) and not replacements.made(ALL[name])
     (line,) = capsys.readouterr().out.splitlines()
-    assert f"DeepSpeed {version} is not one of {patches.FIRST} to {patches.LAST}" in line
+    assert f"DeepSpeed {version} is not one of {replacements.FIRST} to {replacements.LAST}" in line
     assert ALL[name].what in line and ALL[name].otherwise in line
-    with pytest.raises(ConfigError, match=f"deepspeed=={patches.LAST}"):
-        patches.require(ALL[name])
+    with pytest.raises(ConfigError, match=f"deepspeed=={replacements.LAST}"):
+        replacements.require(ALL[name])
 
 
 @pytest.mark.parametrize("version", ["0.19.0", "0.19.4", "0.19.8", "0.19.8+abc123"])
 def test_versions_between_count(monkeypatch, version):
     monkeypatch.setattr(deepspeed, "__version__", version)
-    assert patches.made(patches.NO_COPIES)
+    assert replacements.made(replacements.NO_COPIES)
 
 
 def test_only_the_first_process_says_it(monkeypatch, capsys):
     monkeypatch.setattr(deepspeed, "__version__", OUTSIDE[0])
     monkeypatch.setenv("RANK", "1")
-    assert not patches.made(patches.NO_COPIES)
+    assert not replacements.made(replacements.NO_COPIES)
     assert not capsys.readouterr().out
 
 
@@ -79,23 +82,23 @@ def other_parameters(self, gradients):
 @pytest.mark.parametrize(
     ("owner", "method", "replacement"),
     [
-        (DeepSpeedEngine, "buffered_allreduce_fallback", patches.NO_COPIES),
-        (DeepSpeedZeroOptimizer, "_update_model_bit16_weights", patches.NO_SECOND_VIEWS),
-        (DeepSpeedZeroOptimizer, "initialize_optimizer_states", patches.NO_ZERO_GRADIENTS),
-        (DeepSpeedZeroOptimizer, "_update_scale", patches.SCALE_GROWS_LATER),
-        (DeepSpeedZeroOptimizer, "step", patches.QUEUED_PARTITIONED),
-        (patches.BF16_Optimizer, "clear_hp_grads", patches.QUEUED_ACCUMULATED),
-        (patches.PipelineModule, "_set_bounds", patches.OWN_SCHEDULES),
+        (DeepSpeedEngine, "buffered_allreduce_fallback", replacements.NO_COPIES),
+        (DeepSpeedZeroOptimizer, "_update_model_bit16_weights", replacements.NO_SECOND_VIEWS),
+        (DeepSpeedZeroOptimizer, "initialize_optimizer_states", replacements.NO_ZERO_GRADIENTS),
+        (DeepSpeedZeroOptimizer, "_update_scale", replacements.SCALE_GROWS_LATER),
+        (DeepSpeedZeroOptimizer, "step", replacements.QUEUED_PARTITIONED),
+        (replacements.BF16_Optimizer, "clear_hp_grads", replacements.QUEUED_ACCUMULATED),
+        (replacements.PipelineModule, "_set_bounds", replacements.OWN_SCHEDULES),
     ],
 )
 def test_another_shape_is_noticed(monkeypatch, capsys, owner, method, replacement):
     monkeypatch.setattr(owner, method, other_parameters)
-    assert not patches.made(replacement)
+    assert not replacements.made(replacement)
     assert "has unexpected code" in capsys.readouterr().out
     monkeypatch.delattr(owner, method)
-    patches.made.cache_clear()
+    replacements.made.cache_clear()
     # Inherited methods are found where they come from.
-    assert not patches.made(replacement) or hasattr(owner, method)
+    assert not replacements.made(replacement) or hasattr(owner, method)
 
 
 @pytest.mark.parametrize("unused", [True, False])
@@ -151,7 +154,7 @@ def test_fp16_is_taken_on_every_cpu(monkeypatch):
 
 def test_the_package_asks_for_the_versions_that_were_tried():
     (range_,) = re.findall(r'"deepspeed([^"]*)"', (ROOT / "setup.py").read_text())
-    assert range_ == f">={patches.FIRST},<={patches.LAST}"
+    assert range_ == f">={replacements.FIRST},<={replacements.LAST}"
 
 
 def test_nothing_else_replaces_methods_of_deepspeed():

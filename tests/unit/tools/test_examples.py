@@ -14,7 +14,7 @@ from example_scripts import FOLDER, ROOT, printed, script
 from megatron.config import FLAG_CLASSES, FlagParser, TokenizerConfig, parse_configs, resolve
 from megatron.corpus.preprocessing.config import PreprocessConfig
 from megatron.engine import deepspeed_json
-from megatron.engine.deepspeed_json import read_json
+from megatron.engine.deepspeed_file import read_json
 from megatron.families import family_of
 from megatron.inference.generation.config import GenerateConfig
 from megatron.inference.server.config import ServerConfig

@@ -7,7 +7,7 @@ from tool_modules import load_program
 from megatron.config import FLAG_CLASSES, FlagParser, Setting, resolve
 from megatron.config.kinds.instruction import InstructionConfig
 from megatron.engine import deepspeed_json
-from megatron.engine.deepspeed_json import read_json
+from megatron.engine.deepspeed_file import read_json
 from megatron.formats.conversion.megads import HFConverterConfig
 from megatron.training.run import RunToolParser
 

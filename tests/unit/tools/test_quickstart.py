@@ -8,7 +8,7 @@ from tool_modules import load_program
 
 from megatron.config import FLAG_CLASSES, FlagParser, resolve
 from megatron.engine import deepspeed_json
-from megatron.engine.deepspeed_json import read_json
+from megatron.engine.deepspeed_file import read_json
 from megatron.quickstart import commands
 from megatron.quickstart.commands import QuickstartFolder, training_commands
 from megatron.quickstart.corpus import HeldOut

@@ -129,7 +129,7 @@ def test_the_order_of_events():
         *both("enter"),
         *both("before"), *both("step 1"), *pause,
         *both("settle"), *both(f"validation {loss}"), *resume,
-        *both("before"), *both("step 2"), *pause, *resume,
+        *both("before"), *both("step 2"), *pause, *resume, *both("settle"),
         *reversed(both("ended by None")),
         *both("settle"), *both(f"validation {loss}"), *both(f"test {loss}"),
         *reversed(both("exit")),

@@ -17,17 +17,9 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import EventA
 from tensorboard.summary.writer import event_file_writer
 
 from megatron.config.output import LoggingConfig
+from megatron.training.dashboards import TAGS, TensorBoardWriter, WandbWriter, _tagged
 from megatron.training.metrics import Evaluation, IntervalMetrics, MemoryUse
-from megatron.training.writers import (
-    TAGS,
-    JsonLinesWriter,
-    LastingWriter,
-    TeeWriter,
-    TensorBoardWriter,
-    WandbWriter,
-    _tagged,
-    build_writers,
-)
+from megatron.training.writers import JsonLinesWriter, LastingWriter, TeeWriter, build_writers
 
 
 def interval(iteration: int, loss: float = 2.0) -> IntervalMetrics:

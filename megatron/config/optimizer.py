@@ -1,0 +1,187 @@
+"""The optimizer: learning rate, weight decay and their schedules."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from megatron.config.flags import (
+    FRACTION,
+    NOT_NEGATIVE,
+    POSITIVE,
+    ConfigError,
+    ConfigResolver,
+    option,
+    shared,
+)
+from megatron.config.training import LENGTHS, TrainingConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Optimizer:
+    """Values that need no resolving, but for the lengths of the schedule."""
+
+    optimizer: str = option("adam", choices=("adam", "sgd"), spellings={"adamw": "adam"})
+    """Optimizer; adam or adamw is AdamW (decoupled weight decay), as in Megatron."""
+    min_lr: float = option(0.0, role="schedule")
+    """Minimum learning rate, reached at the end of the decay."""
+    lr_decay_style: str = option(
+        "linear",
+        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+        role="schedule",
+    )
+    """Shape of the learning-rate decay; WSD is warm-up, stable, decay."""
+    lr_decay_iters: int | None = option(None, derived="train-iters", role="schedule")
+    """Iterations over which the learning rate decays to --min-lr."""
+    lr_decay_samples: int | None = option(None, derived="train-samples", role="schedule")
+    """Samples over which the learning rate decays to --min-lr."""
+    lr_decay_tokens: int | None = option(None, derived="train-tokens", role="schedule")
+    """Tokens over which the learning rate decays to --min-lr."""
+    lr_warmup_iters: int = option(0, role="schedule")
+    """Iterations of linear learning-rate warm-up."""
+    lr_warmup_samples: int = option(0, role="schedule")
+    """Samples of linear learning-rate warm-up."""
+    lr_warmup_tokens: int = option(0, role="schedule")
+    """Tokens of linear learning-rate warm-up."""
+    lr_warmup_init: float = option(0.0, role="schedule")
+    """Learning rate at the start of the warm-up."""
+    lr_wsd_decay_style: str = option(
+        "exponential", choices=("exponential", "linear", "cosine", "minus_sqrt"), role="schedule"
+    )
+    """WSD: shape of the decay phase."""
+    lr_wsd_decay_iters: int | None = option(None, role="schedule")
+    """WSD: iterations of the decay phase."""
+    lr_wsd_decay_samples: int | None = option(None, role="schedule")
+    """WSD: samples of the decay phase."""
+    lr_wsd_decay_tokens: int | None = option(None, role="schedule")
+    """WSD: tokens of the decay phase."""
+    weight_decay: float = option(0.01, bounds=NOT_NEGATIVE, role="schedule")
+    """Decoupled weight decay of weight matrices; biases and norms are not decayed."""
+    weight_decay_incr_style: str = option(
+        "constant", choices=("constant", "linear", "cosine"), role="schedule"
+    )
+    """Schedule of the weight decay, from --start-weight-decay to --end-weight-decay."""
+    clip_grad: float = option(1.0, bounds=NOT_NEGATIVE)
+    """Clip gradients to this global L2 norm; 0 turns clipping off."""
+    adam_beta1: float = option(0.9, bounds=FRACTION)
+    """Adam: decay rate of the first moment."""
+    adam_beta2: float = option(0.999, bounds=FRACTION)
+    """Adam: decay rate of the second moment."""
+    adam_eps: float = option(1e-8, bounds=POSITIVE)
+    """Adam: epsilon added to the root of the second moment."""
+    sgd_momentum: float = option(0.9, bounds=FRACTION)
+    """Momentum of SGD."""
+    lr_group: tuple[str, ...] = option((), role="schedule")
+    """PATTERN=FACTOR: multiply the learning rate of the parameters whose canonical names match
+    the pattern (embedding.*=0.1, layers.[01].*=0.5, *.lora_*_b.*=16); of several patterns the
+    first that matches counts."""
+
+    @property
+    def lr_groups(self) -> dict[str, float]:
+        """The factor of each pattern. Raises ConfigError if a value is not PATTERN=FACTOR."""
+        found: dict[str, float] = {}
+        for value in self.lr_group:
+            pattern, _, factor = value.rpartition("=")
+            try:
+                found.setdefault(pattern, float(factor))
+            except ValueError:
+                pattern = ""
+            if not pattern or not 0 <= found[pattern] < math.inf:
+                raise ConfigError(
+                    f"--lr-group {value} must be PATTERN=FACTOR, a pattern of canonical names of "
+                    "parameters and a factor of at least 0, such as embedding.*=0.1"
+                )
+        return found
+
+    def lr_factor(self, name: str) -> float:
+        """What the learning rate of the parameter of this canonical name is multiplied by."""
+        found = (f for pattern, f in self.lr_groups.items() if fnmatchcase(name, pattern))
+        return next(found, 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rates:
+    lr: float | None = option(None, aliases=("--learning-rate",), bounds=POSITIVE, role="schedule")
+    """Peak learning rate."""
+    lr_warmup_fraction: float | None = option(None, aliases=("--warmup",), role="schedule")
+    """Warm-up as a fraction of the decay length (--lr-decay-iters or its like)."""
+    start_weight_decay: float | None = option(None, role="schedule")
+    """Weight decay at the start of its schedule."""
+    end_weight_decay: float | None = option(None, role="schedule")
+    """Weight decay at the end of its schedule."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerFlags(_Optimizer, _Rates):
+    """Optimizer, learning rate and weight decay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(_Optimizer):
+    """Optimizer, learning rate (0 where nothing is trained) and weight decay."""
+
+    lr: float = 0.0
+    start_weight_decay: float = 0.01
+    end_weight_decay: float = 0.01
+
+
+def resolve_optimizer(
+    flags: OptimizerFlags, training: TrainingConfig, resolver: ConfigResolver
+) -> OptimizerConfig:
+    """Completes optimizer and schedules."""
+    if not training.skip_train:
+        resolver.require(lr=flags.lr)
+    lengths = _lengths(flags, training, resolver)
+    if flags.lr is not None:
+        resolver.check(
+            flags.min_lr <= flags.lr, f"{resolver.show('min_lr')} is above {resolver.show('lr')}"
+        )
+    flags.lr_groups  # noqa: B018  # raises for values that are none
+    decay, constant = flags.weight_decay, flags.weight_decay_incr_style == "constant"
+    for name, value in (
+        ("start_weight_decay", flags.start_weight_decay),
+        ("end_weight_decay", flags.end_weight_decay),
+    ):
+        resolver.check(
+            not constant or value in (None, decay),
+            f"{resolver.show(name)} differs from {resolver.show('weight_decay')}; that needs "
+            "--weight-decay-incr-style linear or cosine",
+        )
+    start, end = flags.start_weight_decay, flags.end_weight_decay
+    return OptimizerConfig(
+        **shared(flags, _Optimizer) | lengths,
+        lr=flags.lr or 0.0,
+        start_weight_decay=resolver.fill("start_weight_decay", start, decay, "weight-decay"),
+        end_weight_decay=resolver.fill("end_weight_decay", end, decay, "weight-decay"),
+    )
+
+
+def _lengths(
+    flags: OptimizerFlags, training: TrainingConfig, resolver: ConfigResolver
+) -> dict[str, Any]:
+    """The derived lengths of warm-up and decay, by field."""
+    unit, length = training.length
+    for other in LENGTHS:
+        for name in (f"lr_decay_{other}", f"lr_warmup_{other}", f"lr_wsd_decay_{other}"):
+            resolver.check(
+                other == unit or not getattr(flags, name),
+                f"{resolver.show(name)} goes with --train-{other}, but the run's length is "
+                f"{resolver.show(f'train_{unit}')}; give "
+                f"--{name.replace(other, unit).replace('_', '-')}",
+            )
+    decay, warmup = f"lr_decay_{unit}", f"lr_warmup_{unit}"
+    found: dict[str, Any] = {}
+    span, share = getattr(flags, decay), flags.lr_warmup_fraction
+    if length is not None:
+        span = found[decay] = resolver.fill(decay, span, length, f"train-{unit}")
+    resolver.check(
+        share is None or not getattr(flags, warmup),
+        f"{resolver.show('lr_warmup_fraction')} contradicts {resolver.show(warmup)}",
+    )
+    if share is not None and span is not None:
+        resolver.check(0 <= share < 1, f"{resolver.show('lr_warmup_fraction')} must be in [0, 1)")
+        how = f"lr-warmup-fraction x lr-decay-{unit}"
+        found[warmup] = resolver.put(warmup, int(share * span), how)
+    return found

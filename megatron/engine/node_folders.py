@@ -1,0 +1,192 @@
+"""The folders of a run in the memory of its nodes, and which ranks share one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import stat
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron.checkpoint.files import CheckpointError, write_text
+from megatron.checkpoint.folder import complete_tags, discard, iteration_of, remove_incomplete
+from megatron.parallel.mesh import Group
+
+RUN_ID = ".run-id"
+"""File in ``--save`` with the name of the run's folders in memory. A run whose ``--save`` was
+deleted is another run, and finds nothing of the one before."""
+
+_SHARED_MEMORY = Path("/dev/shm")
+_FLAG = "--non-persistent-local-ckpt-dir"
+_IN_MEMORY = ("tmpfs", "ramfs")
+
+
+@dataclass(frozen=True)
+class NodeFolders:
+    """This rank's view of the folders: ``folder`` is that of its node, ``nodes`` are the ranks of
+    every node, in the order of their first ones."""
+
+    folder: Path
+    nodes: tuple[tuple[int, ...], ...]
+    rank: int
+    group: dist.ProcessGroup | None
+    """Of all ranks, over gloo."""
+
+    @cached_property
+    def node(self) -> int:
+        """Index of this rank's node."""
+        return self.node_of(self.rank)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks of this node."""
+        return self.nodes[self.node]
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank does what one rank of each node does."""
+        return self.rank == self.members[0]
+
+    def node_of(self, rank: int) -> int:
+        return next(node for node, ranks in enumerate(self.nodes) if rank in ranks)
+
+    def copies_of(self, node: int, factor: int) -> list[int]:
+        """The nodes that keep copies of what a node saves, if so many nodes are to have it."""
+        count = len(self.nodes)
+        return [(node + further) % count for further in range(1, min(factor, count))]
+
+    def gather(self, own: object) -> list:
+        """The values of all ranks."""
+        found = [own] * sum(map(len, self.nodes))
+        if len(found) > 1:
+            dist.all_gather_object(found, own, group=self.group)
+        return found
+
+    def require(self, reason: str | None) -> None:
+        """Raises CheckpointError on every rank if one has a reason."""
+        for rank, found in enumerate(self.gather(reason)):
+            if found is not None:
+                raise CheckpointError(f"rank {rank}: {found}")
+
+    def discard_after(self, iteration: int) -> None:
+        """Deletes the checkpoints in memory that are later than this one, and what killed saves
+        left; every rank must call it. Nothing waits for the deletion."""
+        if not self.leads or not self.folder.is_dir():
+            return
+        remove_incomplete(self.folder)
+        for name in complete_tags(self.folder):
+            if (iteration_of(name) or 0) > iteration:
+                with contextlib.suppress(OSError):
+                    discard(self.folder / name)
+
+    def remove(self) -> None:
+        """Deletes the folder of this node, after the run."""
+        if self.leads:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def open_folders(
+    given: str | None, save: Path, world: Group, group: dist.ProcessGroup | None
+) -> NodeFolders:
+    """Makes the folder of the run on every node, below ``given`` or in the shared memory; every
+    rank must call it. Ranks that see each other's files there are a node, whatever the names of
+    their hosts. ``group`` has all ranks, over gloo. Raises CheckpointError on every rank if one
+    cannot write there, or the folder is another user's."""
+    alone = NodeFolders(Path(), (tuple(range(world.size)),), world.rank, group)
+    reason, run = None, ""
+    try:
+        run = _run_id(save) if world.rank == 0 else ""
+    except OSError as error:
+        reason = f"{save / RUN_ID} cannot be written: {error.strerror}"
+    alone.require(reason)
+    run = alone.gather(run)[0]
+    base, mark = base_folder(given), f".rank-{world.rank}-{uuid.uuid4().hex}"
+    folder = base / run
+    try:
+        if given:
+            base.mkdir(parents=True, exist_ok=True)
+        else:
+            _make_own(base)
+        _make_own(folder)
+        (folder / mark).touch()
+    except OSError as error:
+        reason = f"{_FLAG} {base}: {error.strerror}; name a folder in memory, on every node"
+    except CheckpointError as error:
+        reason = str(error)
+    alone.require(reason)
+    marks = alone.gather(mark)
+    seen = tuple(rank for rank, name in enumerate(marks) if (folder / name).exists())
+    nodes = tuple(dict.fromkeys(alone.gather(seen)))
+    (folder / mark).unlink(missing_ok=True)
+    return NodeFolders(folder, nodes, world.rank, group)
+
+
+def base_folder(given: str | None) -> Path:
+    """The folder of a user's runs on a node."""
+    return Path(given) if given else _SHARED_MEMORY / f"megatron-{os.getuid()}"
+
+
+def _run_id(save: Path) -> str:
+    """The identity of the run that saves there, made at its first start."""
+    path = save / RUN_ID
+    with contextlib.suppress(FileNotFoundError):
+        found = path.read_text(errors="replace").strip()
+        if found.isalnum():
+            return found
+    write_text(path, uuid.uuid4().hex)
+    return _run_id(save)
+
+
+def _make_own(folder: Path) -> None:
+    """Makes a folder that only this user can write to. Anybody can make one in shared memory under
+    this name: raises CheckpointError if another user did, or it is a link."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise CheckpointError(
+            f"{folder} belongs to user {found.st_uid}, or is a link: nothing is read from it or "
+            f"written to it; name another folder by {_FLAG}"
+        )
+
+
+def free_bytes(folder: Path) -> int:
+    """What can be written to a folder of this node; in memory no more than the node has left."""
+    found = shutil.disk_usage(folder).free
+    if _type_of_file_system(folder) in _IN_MEMORY:
+        found = min(found, *_memory_left())
+    return found
+
+
+def _memory_left() -> Sequence[int]:
+    """Bytes of memory that the node, and the group of processes that this one is limited with, have
+    left; those that the system says."""
+    left = []
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        left.append(1024 * int(next(x for x in lines if x.startswith("MemAvailable")).split()[1]))
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        own = Path("/proc/self/cgroup").read_text().splitlines()
+        name = next(line for line in own if line.startswith("0::"))[3:].lstrip("/")
+        for group in (Path(name), *Path(name).parents):
+            limits = Path("/sys/fs/cgroup") / group
+            with contextlib.suppress(OSError, ValueError):  # "max" means no limit
+                most = int((limits / "memory.max").read_text())
+                left.append(most - int((limits / "memory.current").read_text()))
+    return left
+
+
+def _type_of_file_system(folder: Path) -> str:
+    """As /proc names it; empty where that does not exist."""
+    found = (0, "")
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/mounts").read_text(errors="replace").splitlines():
+            _, place, kind, *_ = line.split()
+            if folder.resolve().is_relative_to(place):
+                found = max(found, (len(place), kind), key=lambda each: each[0])
+    return found[1]

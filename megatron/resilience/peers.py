@@ -1,0 +1,95 @@
+"""Messages between the guardians of a run: a JSON object a line, over TCP."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+Message = Mapping[str, Any]
+
+KEEP_ALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5))
+"""A host that does not answer for a quarter of a minute is gone. The system answers for processes
+that are stopped: a suspended job is not lost."""
+UNANSWERED_MILLISECONDS = 15_000
+LONGEST_MESSAGE = 2**20
+"""Bytes; no guardian sends a longer one."""
+_RETRY_SECONDS = 0.2
+
+
+class Peer:
+    """One end of a connection, which never waits: for a process that watches several."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        with contextlib.suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in (*KEEP_ALIVE, ("TCP_USER_TIMEOUT", UNANSWERED_MILLISECONDS)):
+                if hasattr(socket, name):
+                    connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        self.connection, self._rest = connection, b""
+
+    def fileno(self) -> int:
+        """For ``select``."""
+        return self.connection.fileno()
+
+    @property
+    def address(self) -> str:
+        """Of the host at the other end."""
+        return str(self.connection.getpeername()[0])
+
+    def send(self, message: Message) -> None:
+        """Raises OSError if the other end is gone, or has not read for very long."""
+        self.connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> list[dict[str, Any]]:
+        """What has come since the last time. Raises OSError if the other end is gone, and
+        ValueError if it is no guardian."""
+        try:
+            found = self.connection.recv(2**16)
+        except BlockingIOError:
+            return []
+        if not found:
+            raise ConnectionResetError("closed")
+        *lines, self._rest = (self._rest + found).split(b"\n")
+        if len(self._rest) > LONGEST_MESSAGE:
+            raise ValueError("a message without end")
+        messages = [json.loads(line) for line in lines]
+        if not all(isinstance(message, dict) for message in messages):
+            raise ValueError("a message that is no object")
+        return messages
+
+    def close(self) -> None:
+        """Ends the connection; the other end learns it."""
+        self.connection.close()
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """A socket at which guardians are accepted. Raises OSError if the port is taken."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(4096)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def connect(address: str, port: int, seconds: float) -> Peer:
+    """A connection, tried again until it is there. Raises OSError after so many seconds."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            return Peer(socket.create_connection((address, port), timeout=max(1.0, seconds)))
+        except OSError:
+            if time.monotonic() >= end:
+                raise
+        time.sleep(_RETRY_SECONDS)

@@ -1,0 +1,102 @@
+"""Whether this process works or waits for other ranks, seen from another of its threads."""
+
+from __future__ import annotations
+
+import dis
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from itertools import islice
+from types import CodeType, FrameType
+
+from megatron.util.phases import activity
+
+_MEETS = ("/torch/distributed/", "/deepspeed/comm/")
+"""Packages whose functions end in a collective, a transfer or a store."""
+_INNERMOST = 4
+"""Frames between a call of those packages and the thread's innermost one, such as an operator's."""
+_PASSES_ON = (
+    "/threading.py",
+    "/queue.py",
+    "/concurrent/futures/_base.py",
+    "/torch/autograd/graph.py",
+)
+"""Where a thread waits for another one of its process, or runs the backward pass in others."""
+
+
+def where_it_waits(frames: Mapping[int, FrameType] | None = None) -> FrameType | None:
+    """The frame in which this process waits for other ranks, in a collective, a transfer or the
+    store at which they meet; None where its main thread works, or waits for something else. Costs
+    some microseconds.
+
+    Where the main thread has left its work to others of its threads, as a backward pass on a GPU
+    and the end of a save do, these are looked at. What a thread does beside a main thread that
+    works, such as a save in the background, does not count.
+
+    Args:
+        frames: innermost frame of each thread by its identifier; those of now by default.
+    """
+    frames = sys._current_frames() if frames is None else frames
+    main = frames.get(threading.main_thread().ident or 0)
+    if main is None:
+        return None
+    if (found := _meets(main)) is not None:
+        return found
+    passes_on = _normal(main.f_code.co_filename).endswith(_PASSES_ON)
+    if not passes_on or activity.phase == "data":  # the other thread reads what it waits for
+        return None
+    others = (frame for frame in frames.values() if frame is not main)
+    return next((found for frame in others if (found := _meets(frame)) is not None), None)
+
+
+def waits_for_ranks() -> bool:
+    """Whether this process waits for other ranks at the moment (:func:`where_it_waits`)."""
+    return where_it_waits() is not None
+
+
+def outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and those that called it."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def call_site(frame: FrameType) -> str:
+    """The function of this project that a frame belongs to or was called from, with what it calls:
+    ``all_reduce in megatron/parallel/mesh.py:97 any_rank``."""
+    name = frame.f_code.co_name
+    for outer in outwards(frame):
+        file = _normal(outer.f_code.co_filename)
+        if "/megatron/" in file and not any(part in file for part in _MEETS):
+            place = f"megatron/{file.rpartition('/megatron/')[2]}:{outer.f_lineno}"
+            return f"{name} in {place} {outer.f_code.co_name}"
+        if any(part in file for part in _MEETS):
+            name = outer.f_code.co_name if outer.f_code.co_name != "wrapper" else name
+    return f"{name} in {_normal(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _meets(frame: FrameType) -> FrameType | None:
+    """The frame of a thread that waits for other ranks, given its innermost one."""
+    for inner in islice(outwards(frame), _INNERMOST):
+        if any(part in _normal(inner.f_code.co_filename) for part in _MEETS):
+            return inner
+    # The handle of a transfer is torch's, without a frame of its own.
+    return frame if _calls_wait(frame.f_code, frame.f_lineno) else None
+
+
+@lru_cache(4096)
+def _calls_wait(code: CodeType, line: int) -> bool:
+    """Whether a line calls a method ``wait``. Those of threads, processes and futures have frames,
+    so that the innermost one is not here."""
+    lines, here = dict(dis.findlinestarts(code)), None
+    for instruction in dis.get_instructions(code):
+        here = lines.get(instruction.offset, here)
+        if here == line and instruction.argval == "wait":
+            return True
+    return False
+
+
+@lru_cache(4096)
+def _normal(file: str) -> str:
+    return file.replace("\\", "/")

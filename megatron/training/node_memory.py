@@ -1,0 +1,168 @@
+"""Checkpoints in the memory of the nodes (``--non-persistent-save-interval``): when a run saves
+them, and when it continues from one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.folder import step_of
+from megatron.config import CheckpointConfig
+from megatron.engine.deepspeed_json import Json
+from megatron.engine.node_folders import NodeFolders, open_folders
+from megatron.engine.node_loading import checkpoints_in, fetch
+from megatron.engine.node_saving import NodeWriter
+from megatron.engine.saving import SaveResult
+from megatron.engine.train_engine import TrainEngine
+from megatron.training.report import Reporter, say
+from megatron.training.resume import ResumeSource
+from megatron.training.trainer import Callback, Trainer
+from megatron.util.phases import phase
+
+
+class NodeCheckpoints(Callback):
+    """The checkpoints of a run in the memory of its nodes, between those in ``--save``. Every rank
+    must create one, and call the methods in the same order. They are deleted at the end of a run
+    that ends without an error."""
+
+    def __init__(self, engine: TrainEngine) -> None:
+        config, world = engine.config, engine.mesh.world
+        self.options, self.engine = config.resilience, engine
+        group = None
+        if world.size > 1:
+            minutes = config.parallel.distributed_timeout_minutes
+            group = dist.new_group(backend="gloo", timeout=timedelta(minutes=minutes))
+        self._save = Path(config.checkpoint.save or "")
+        given = self.options.non_persistent_local_ckpt_dir
+        self.folders: NodeFolders = open_folders(given, self._save, world, group)
+        self._interval = self.options.non_persistent_save_interval or 0
+        self._writer: NodeWriter | None = None
+        self._report: Reporter | None = None
+        self._samples: dict[int, int] = {}
+        self._announced = self._failing = False
+
+    def newest(self, origin: ResumeSource | None) -> ResumeSource | None:
+        """What the run continues from: the newest checkpoint that is whole over the nodes, if it is
+        newer than ``origin``, which the flags name. Later ones in memory, of which too much is
+        lost, are deleted, and so are all if the run does not continue that of ``--save``."""
+        options = self.engine.config.checkpoint
+        begins = -1
+        if continues(options):
+            begins = 0 if origin is None or not origin.continues else _iteration(origin)
+            for wanted in checkpoints_in(self.folders):
+                if wanted.iteration <= begins:
+                    break
+                try:
+                    found = fetch(self.engine, self.folders, wanted)
+                except CheckpointError as error:
+                    self._say(
+                        f"WARNING: the checkpoint of iteration {wanted.iteration} in the memory of "
+                        f"the nodes is not used: {error}"
+                    )
+                    continue
+                self._say(
+                    f"the memory of the nodes has iteration {wanted.iteration}, and --load "
+                    + (f"iteration {begins}" if begins else "none")
+                )
+                origin = ResumeSource(found, "--non-persistent-save-interval", continues=True)
+                begins = wanted.iteration
+                break
+        self.discard_after(begins)
+        return origin
+
+    def discard_after(self, iteration: int) -> None:
+        """Deletes the checkpoints that are later than this one, which a run that was set back must
+        not continue from; every rank must call it."""
+        self._finished(wait=True)
+        self.folders.discard_after(iteration)
+
+    def begin(
+        self,
+        report: Reporter,
+        content: Json,
+        save_tokenizer: Callable[[Path], None],
+        data: Sequence[Json],
+    ) -> NodeCheckpoints:
+        """Says how results are reported, and what is saved beside the engine's state; see
+        :class:`megatron.engine.saving.CheckpointWriter`."""
+        factor = self.options.replication_factor
+        self._report = report
+        self._writer = NodeWriter(self.engine, content, save_tokenizer, data, self.folders, factor)
+        return self
+
+    def between_steps(self, trainer: Trainer) -> None:
+        every, now = self.engine.config.checkpoint.save_interval, trainer.iteration
+        if now % self._interval or trainer.at_end or (every is not None and now % every == 0):
+            return
+        trainer.settle()  # a step that was not finite is never saved
+        with phase("save", str(self.folders.folder)):
+            self._finished(wait=True)
+            self._samples[now] = trainer.consumed_samples
+            assert self._writer is not None, "begin() comes before the first step"
+            self._writer.save(now, {"consumed_samples": trainer.consumed_samples})
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: Any) -> None:
+        for result in [] if self._writer is None else self._writer.close():
+            self._show(result)
+        if error_type is None:
+            self.folders.remove()
+
+    def _finished(self, wait: bool) -> None:
+        for result in [] if self._writer is None else self._writer.finished(wait=wait):
+            self._show(result)
+
+    def _show(self, result: SaveResult) -> None:
+        """Says when the first save succeeded, and when they begin to fail and succeed again."""
+        assert self._report is not None
+        if result.error is not None:
+            if not self._failing:
+                self._report.say(
+                    f"WARNING: no checkpoint in memory at iteration {result.iteration}: "
+                    f"{result.error}"
+                )
+            self._failing = True
+            return
+        values: dict[str, float | None] = {
+            "stall_seconds": result.stall_seconds,
+            "seconds": result.seconds,
+            "bytes": result.bytes,
+        }
+        samples = self._samples.pop(result.iteration)
+        self._report.event("memory_save", result.iteration, samples, values)
+        if self._failing or not self._announced:
+            nodes = len(self.folders.nodes)
+            kept = min(self.options.replication_factor, nodes)
+            where = "its node" if kept == 1 else f"{kept} of {nodes} nodes"
+            self._report.say(
+                f"saved checkpoint in memory at iteration {result.iteration}, and every "
+                f"{self._interval} from now on: each rank's part on {where}, "
+                f"{self.folders.folder} | {result.bytes / 1e6:.1f} MB in {result.seconds:.2f} s | "
+                f"save stall {1000 * result.stall_seconds:.0f} ms"
+            )
+        self._failing, self._announced = False, True
+
+    def _say(self, line: str) -> None:
+        if self.folders.rank == 0:
+            say(line)
+
+
+def continues(options: CheckpointConfig) -> bool:
+    """Whether a run continues the newest checkpoint of the folder that it saves in, so that one in
+    memory may take its place."""
+    other = (options.load_tag, options.finetune, options.reset_iteration)
+    if options.load is None or options.save is None or any(other):
+        return False
+    load, save = Path(options.load), Path(options.save)
+    return load.is_dir() and load.samefile(save) and not options.universal_checkpoint
+
+
+def _iteration(origin: ResumeSource) -> int:
+    iteration = step_of(origin.found.folder.name)
+    if iteration is None:
+        iteration = origin.found.open(verify=False).state.get("iteration", 0)
+    return iteration

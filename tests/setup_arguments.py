@@ -1,0 +1,24 @@
+"""What setup.py gives to setuptools, which builds nothing."""
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+_PROGRAM = """
+import json, setuptools, distutils.core as core
+p = core.run_setup("setup.py", stop_after="init")
+names = ("package_dir", "packages", "py_modules", "install_requires", "extras_require")
+print(json.dumps({name: getattr(p, name) for name in names}))
+"""
+
+
+@cache
+def setup_arguments():
+    """By name: package_dir, packages, py_modules, install_requires and extras_require."""
+    command = [sys.executable, "-c", _PROGRAM]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
