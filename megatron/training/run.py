@@ -93,6 +93,9 @@ imported for such runs only."""
 DISTILLATION = "megatron.training.distillation.callback:Distillation"
 """The callback of ``--kd``, which is made of a run and imported for runs with the flag only."""
 
+SECOND_LOOK = "megatron.training.second_look:SecondLook"
+"""What ``--rerun-on-anomaly`` does with a step before its update; imported for runs with it."""
+
 FINGERPRINT = "megatron.training.fingerprint"
 """What the processes of a run are compared by, imported where there are several."""
 
@@ -301,6 +304,8 @@ def build_trainer(
         replicas.check,
     )
     replicas.newest = lambda: checkpoints.newest_shown
+    for saves in in_memory:
+        saves.check = replicas.check
     guard = NonFiniteGuard(
         device,
         config.precision.fp16,
@@ -312,6 +317,9 @@ def build_trainer(
         replicas=replicas.check,
     )
     spikes = _spike_guard(config, device, checkpoints, begin, checkpoint, files)
+    looks = []
+    if config.resilience.rerun_on_anomaly != "disabled":
+        looks = [resolve_name(SECOND_LOOK)(run, engine, data, report, spikes)]
     return Trainer(
         engine,
         data,
@@ -325,6 +333,7 @@ def build_trainer(
             report,
             guard,
             replicas,
+            *looks,
             *spikes,
             *in_memory,
             checkpoints,
