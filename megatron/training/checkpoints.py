@@ -14,6 +14,7 @@ from megatron.checkpoint.folder import iteration_of, tag
 from megatron.engine.saving import CheckpointWriter, LostRanksError, SaveResult
 from megatron.training.report import Reporter
 from megatron.training.trainer import Callback, Step, Trainer
+from megatron.util.phases import activity, phase
 
 
 class CheckpointManager(Callback):
@@ -35,6 +36,7 @@ class CheckpointManager(Callback):
         self.writer, self.report, self.interval = writer, report, interval
         self._check = check
         self.newest = newest
+        self._show(newest)
         self.error: CheckpointError | None = None
         self.counted: dict[str, Callable[[], Any]] = {}
         """What checkpoints say in ``state.json`` beside the position, by name: JSON values."""
@@ -56,7 +58,8 @@ class CheckpointManager(Callback):
             return
         self._check(iteration)
         self._begun_at, self._samples[iteration] = iteration, consumed_samples
-        self.writer.save(iteration, self.counters(consumed_samples))
+        with phase("save", self.writer.options.save):
+            self.writer.save(iteration, self.counters(consumed_samples))
         self._report_finished()
         # One rank may know the outcome of a save in the background and another not yet; those of
         # the saves before it all know.
@@ -92,6 +95,9 @@ class CheckpointManager(Callback):
         if newest is None:
             return "there is no earlier checkpoint"
         return f"the last good checkpoint is {newest}"
+
+    def _show(self, newest: Path | None) -> None:
+        activity.saved = "" if newest is None else str(newest)
 
     def before_step(self, trainer: Trainer) -> None:
         """Saves the initial state, if that is asked for."""
@@ -163,6 +169,7 @@ class CheckpointManager(Callback):
         folder = Path(self.writer.options.save or "") / tag(result.iteration)
         if result.error is None or result.published:
             self.newest = folder
+            self._show(folder)
         if result.error is not None:
             if self._begun_at == result.iteration:
                 self._begun_at = None  # may be tried again
