@@ -40,12 +40,14 @@ class WarmRuns:
         )  # fmt: skip
         assert self.process.stdout.readline() == "ready\n"
 
-    def start(self, argv: Sequence[object], size: int, output: Path) -> list[int]:
+    def start(
+        self, argv: Sequence[object], size: int, output: Path, **environment: object
+    ) -> list[int]:
         """Starts the processes of one run; their ids."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        environment = {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment |= {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         found = []
         for rank in range(size):
             job = {
