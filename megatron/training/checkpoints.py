@@ -22,7 +22,8 @@ class CheckpointManager(Callback):
     epochs, at the end, and where it is stopped. A failed save leaves the earlier checkpoints and is
     reported; the run fails if its last save did, if ``--max-failed-saves`` fail in a row, or if
     weights or moments were not finite: from those nothing can be trained. ``newest`` is the
-    checkpoint that the run continues from."""
+    checkpoint that the run continues from; ``check`` gets the iteration before every save, on every
+    rank, and raises an error if the state must not be saved."""
 
     def __init__(
         self,
@@ -30,8 +31,10 @@ class CheckpointManager(Callback):
         report: Reporter,
         interval: int | None = None,
         newest: Path | None = None,
+        check: Callable[[int], None] = lambda iteration: None,
     ) -> None:
         self.writer, self.report, self.interval = writer, report, interval
+        self._check = check
         self.newest = newest
         self._show(newest)
         self.error: CheckpointError | None = None
@@ -53,6 +56,7 @@ class CheckpointManager(Callback):
             self._report_finished(wait=True)
         if self._begun_at == iteration:
             return
+        self._check(iteration)
         self._begun_at, self._samples[iteration] = iteration, consumed_samples
         with phase("save", self.writer.options.save):
             self.writer.save(iteration, self.counters(consumed_samples))

@@ -56,6 +56,7 @@ from megatron.training.checkpoints import CheckpointManager
 from megatron.training.launch import start_processes
 from megatron.training.plan import Epochs, TrainingPlan
 from megatron.training.profiling import profiling
+from megatron.training.replicas import ReplicaCheck
 from megatron.training.report import Reporter, say, show_log
 from megatron.training.resume import ResumePoint, ResumeSource
 from megatron.training.spikes import SpikeGuard, stop_at_spike
@@ -97,6 +98,8 @@ WATCHDOG = "megatron.resilience.watchdog:watchdog_of"
 FINGERPRINT = "megatron.training.fingerprint"
 """What the processes of a run are compared by, imported where there are several."""
 
+STRAGGLERS = "megatron.training.stragglers:Stragglers"
+"""The callback that compares the ranks' own times, imported where there are several."""
 ROLLBACK = "megatron.training.rollback:Rollback"
 """What ``--on-spike rollback`` does, imported for it only."""
 NODE_CHECKPOINTS = "megatron.training.node_memory:NodeCheckpoints"
@@ -293,9 +296,18 @@ def build_trainer(
     for teacher in teaching:
         teacher.start(engine, data, plan, begin.consumed_samples)
         report.beside = teacher.flops
+    replicas = ReplicaCheck(engine, config.resilience.check_replicas_interval)
+    compared = []
+    if mesh.world.size > 1:
+        compared = [resolve_name(STRAGGLERS)(config.resilience, mesh, device, report)]
     checkpoints = CheckpointManager(
-        writer, report, config.checkpoint.save_interval, begin.folder if begin.iteration else None
+        writer,
+        report,
+        config.checkpoint.save_interval,
+        begin.folder if begin.iteration else None,
+        replicas.check,
     )
+    replicas.newest = lambda: checkpoints.newest_shown
     guard = NonFiniteGuard(
         device,
         config.precision.fp16,
@@ -304,6 +316,7 @@ def build_trainer(
         ruined=lambda: ruined(engine),
         newest=lambda: checkpoints.newest_shown,
         fresh=begin.iteration == 0,
+        replicas=replicas.check,
     )
     spikes = _spike_guard(config, device, checkpoints, begin, checkpoint, files)
     return Trainer(
@@ -316,9 +329,11 @@ def build_trainer(
             *teaching,
             *tasks,
             Stopping(request, device, mesh.world.size, config.training.exit_interval),
+            *compared,
             report,
             guard,
             *spikes,
+            replicas,
             *in_memory,
             checkpoints,
             *_restarted(config, checkpoints, report, begin),
