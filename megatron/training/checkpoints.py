@@ -21,7 +21,8 @@ class CheckpointManager(Callback):
     epochs, at the end, and where it is stopped. A failed save leaves the earlier checkpoints and is
     reported; the run fails if its last save did, if ``--max-failed-saves`` fail in a row, or if
     weights or moments were not finite: from those nothing can be trained. ``newest`` is the
-    checkpoint that the run continues from."""
+    checkpoint that the run continues from, ``completed`` counts those of this process, in the
+    memory of the nodes too."""
 
     def __init__(
         self,
@@ -31,7 +32,7 @@ class CheckpointManager(Callback):
         newest: Path | None = None,
     ) -> None:
         self.writer, self.report, self.interval = writer, report, interval
-        self.newest = newest
+        self.newest, self.completed = newest, 0
         self.error: CheckpointError | None = None
         self.counted: dict[str, Callable[[], Any]] = {}
         """What checkpoints say in ``state.json`` beside the position, by name: JSON values."""
@@ -159,6 +160,7 @@ class CheckpointManager(Callback):
         folder = Path(self.writer.options.save or "") / tag(result.iteration)
         if result.error is None or result.published:
             self.newest = folder
+            self.completed += 1
         if result.error is not None:
             if self._begun_at == result.iteration:
                 self._begun_at = None  # may be tried again
