@@ -3,6 +3,7 @@ them, and when it continues from one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any

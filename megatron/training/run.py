@@ -264,7 +264,8 @@ def build_trainer(
     data = data or run_data(run)
     if config.data.verify_data:
         verify_checksums([file.path for file in data.files()], mesh.world.rank, mesh.world.size)
-    agreement.compare(lambda: _fingerprint().data_facts(data.files()))
+    files_of = data.files
+    agreement.compare(lambda: _fingerprint().data_facts(files_of()))
     request = StopRequest(
         config.training.exit_duration_in_mins,
         run.launched,
