@@ -100,7 +100,7 @@ class SecondLook(Callback):
         """Forward and backward of micro batches, of this or of another data-parallel rank."""
         mesh = self._engine.mesh
         self._squares.zero_()
-        sums = self._engine.compute(iter(batches), seeds)
+        sums = self._engine.backend.accumulate(iter(batches), seeds)
         weights = torch.tensor(list(self._engine.spec.losses.values()), dtype=torch.float64)
         losses = [float((each.cpu() * weights).sum()) for each in self._engine.backend.losses]
         computed = Computed(
