@@ -4,8 +4,9 @@
 
 imports modules, the first of which is the program, and reads a JSON object a line, ``{"argv":
 [...], "environment": {...}, "output": "file"}``. For each it forks a process that is the program
-with these flags, and prints its id, which is also that of its process group. A run starts in a
-third of a second instead of several.
+with these flags, and prints its id, which is also that of its process group. When it has ended, its
+exit status is in ``file.status``, negative if a signal ended it. A run starts in a third of a second
+instead of several.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
@@ -40,21 +41,26 @@ class WarmRuns:
         )  # fmt: skip
         assert self.process.stdout.readline() == "ready\n"
 
-    def start(self, argv: Sequence[object], size: int, output: Path) -> list[int]:
-        """Starts the processes of one run; their ids."""
+    def start(
+        self,
+        argv: Sequence[object],
+        size: int,
+        output: Path,
+        variables: Callable[[int], Mapping[str, object]] = lambda rank: {},
+    ) -> list[int]:
+        """Starts the processes of one run; their ids. ``variables`` are further ones of the
+        environment of each rank."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         environment = {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         found = []
         for rank in range(size):
+            own = {**environment, "RANK": rank, "LOCAL_RANK": rank, **variables(rank)}
             job = {
                 "argv": list(map(str, argv)),
-                "environment": {
-                    name: str(value)
-                    for name, value in (environment | {"RANK": rank, "LOCAL_RANK": rank}).items()
-                },
-                "output": str(output) if rank == 0 else f"{output}.{rank}",
+                "environment": {name: str(value) for name, value in own.items()},
+                "output": str(output_of(output, rank)),
             }
             self.process.stdin.write(json.dumps(job) + "\n")
             self.process.stdin.flush()
@@ -65,6 +71,18 @@ class WarmRuns:
         """Ends the process that forks."""
         self.process.stdin.close()
         self.process.wait()
+
+
+def output_of(output: Path, rank: int) -> Path:
+    """The file of what a rank prints."""
+    return output if rank == 0 else output.with_name(f"{output.name}.{rank}")
+
+
+def status_of(output: Path, rank: int) -> int | None:
+    """How a rank has ended: its exit status, or a signal's number, negative; None while it runs."""
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        return int(Path(f"{output_of(output, rank)}.status").read_text())
+    return None
 
 
 def alive(processes: Sequence[int]) -> bool:
@@ -106,6 +124,7 @@ def _run(main: Callable[[], None], program: str, job: dict) -> NoReturn:
     os.environ.update(job["environment"])
     sys.argv = [f"{program}.py", *job["argv"]]
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     try:
         main()
     finally:
@@ -123,17 +142,34 @@ def _serve(program: str, *modules: str) -> None:
     for module in (*modules, program):
         import_module(module)
     torch.set_num_threads(1)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a run ended
+    outputs = dict[int, str]()
     assert threading.active_count() == 1 and len(os.listdir("/proc/self/task")) == 1, (
         "a process with threads cannot be forked safely"
     )
+    signal.signal(signal.SIGCHLD, lambda number, frame: _note_ends(outputs))
     print("ready", flush=True)
     for line in sys.stdin:
         job = json.loads(line)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # until its output is known
         child = os.fork()
         if child == 0:
             _run(import_module(program).main, program, job)
+        outputs[child] = job["output"]
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         print(child, flush=True)
+
+
+def _note_ends(outputs: dict[int, str]) -> None:
+    """Writes the exit status of every process that has ended beside its output."""
+    while True:
+        try:
+            child, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if child == 0:
+            return
+        with contextlib.suppress(OSError):  # the folder of a test that is over
+            Path(f"{outputs.pop(child)}.status").write_text(str(os.waitstatus_to_exitcode(status)))
 
 
 if __name__ == "__main__":

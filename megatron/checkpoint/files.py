@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatron.util.files import read_regular, sync, sync_path, write_whole
 from megatron.util.json_text import parse_json
+from megatron.util.phases import moved
 
 _DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
 _BLOCK_BYTES = 2**22
@@ -108,6 +109,7 @@ def write_tensors(
             for block in flat.split(_BLOCK_BYTES // flat.element_size()):
                 if finite_in is not None and not _all_finite(block, finite_in):
                     raise NotFiniteError(f"{path.name}: {not_finite(tensors, finite_in)}")
+                moved()
                 yield block.numpy().data.cast("B")
 
     return _write(path, contents())

@@ -28,6 +28,7 @@ from megatron.checkpoint.manifest import (
 from megatron.checkpoint.slices import Slice
 from megatron.checkpoint.source import TOKENIZER, Source
 from megatron.config import ConfigError, ModelConfig, RunConfig, TokenizerConfig
+from megatron.util.phases import moved
 
 
 class CheckpointReader(Source):
@@ -76,6 +77,7 @@ class CheckpointReader(Source):
 
     def read(self, name: str, kind: str, wanted: Slice) -> Tensor:
         """Reads only the rows that the slice needs."""
+        moved()
         if self.shape(name) != wanted.shape:
             raise CheckpointError(
                 f"{self.folder}: {name} has the shape {self.shape(name)}, the model needs "

@@ -33,7 +33,7 @@ class ResilienceConfig:
     on_spike: str = option("warn", choices=("warn", "rollback", "stop"))
     """What happens when loss or gradient norm leave the range of the steps before: warn and keep
     the checkpoint before; go back to that checkpoint and skip the samples; or stop."""
-    spike_sigma: float = option(10.0, bounds=NOT_NEGATIVE)
+    spike_sigma: float = option(8.0, bounds=NOT_NEGATIVE)
     """Distance from the median of the last steps, in standard deviations over --spike-window, that
     is a spike; 0 turns the rule off."""
     spike_window: int = option(100, bounds=POSITIVE)
@@ -44,10 +44,11 @@ class ResilienceConfig:
     straggler_factor: float = option(
         1.5, aliases=("--log-straggler",), bare=1.5, bounds=NOT_NEGATIVE
     )
-    """A rank that computes this many times as long as the median rank over --straggler-window is
-    named; 0 turns that off."""
+    """A rank that needs this many times as long for its own part of a step, what it computes and
+    reads, as the median rank of its pipeline stage is named; 0 turns that off."""
     straggler_window: int = option(50, bounds=POSITIVE)
-    """Number of steps that --straggler-factor compares."""
+    """Number of steps over which --straggler-factor compares ranks, and 20 seconds of steps at
+    least."""
     inprocess_restart: bool = option(False)
     """Keep a process beside each rank that starts it again when a rank is lost, without the
     launcher: the ranks continue from the newest checkpoint."""

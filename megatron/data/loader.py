@@ -33,9 +33,13 @@ from torch.utils.data import DataLoader
 from megatron.data.build import DataFile, Datasets
 from megatron.data.sampler import MicroBatchSampler, without_samples
 from megatron.data.samples import SampleDataset
-from megatron.util.errors import is_for_users, name_lost_pages
+from megatron.util.errors import FaultError, is_for_users, name_lost_pages
+from megatron.util.phases import activity, phase
 
 Batch = TypeVar("Batch")
+
+_SECONDS_BETWEEN_LOOKS = 0.5
+"""After which a batch that does not come may have been given up."""
 
 
 class MicroBatches(Iterator[Batch], Generic[Batch]):
@@ -82,14 +86,19 @@ class MicroBatches(Iterator[Batch], Generic[Batch]):
         )
         self._device = device if device is not None and device.type == "cuda" else None
         self._prefetcher: Prefetcher[Batch] | None = None
+        self._workers: Callable[[], Sequence[int]] | None = None
+        self._name = f"{len(dataset):,} samples, of which {consumed_samples:,} are consumed"
         with _naming_shared_memory(num_workers):
             self._batches: Iterator[Batch] = iter(loader)
         if num_workers:
+            readers = [worker.pid for worker in getattr(self._batches, "_workers", ())]
+            self._workers = lambda: readers
             self._batches = self._prefetcher = Prefetcher(self._batches, device=self._device)
 
     def __next__(self) -> Batch:
         try:
-            batch = next(self._batches)
+            with phase("data", self._name, self._workers):
+                batch = next(self._batches)
         except StopIteration:
             raise ValueError(
                 f"the dataset has {len(self._dataset)} samples; {self.consumed_samples} are "
@@ -249,6 +258,10 @@ class AsArrays(Generic[Batch]):
         return batch
 
 
+class StalledDataError(FaultError):
+    """The next batch does not come; the message says what holds it up."""
+
+
 class Prefetcher(Iterator[Batch], Generic[Batch]):
     """Takes batches from a source in a thread and converts them to tensors. An error of the source
     is raised in the place of its batch, and ends the iteration. At most `ahead` batches are ready
@@ -272,7 +285,7 @@ class Prefetcher(Iterator[Batch], Generic[Batch]):
     def __next__(self) -> Batch:
         if self._end is not None:
             raise self._end
-        found = self._ready.get()
+        found = self._next_ready()
         if found.error is not None:
             self._end = found.error
             raise self._end
@@ -280,6 +293,14 @@ class Prefetcher(Iterator[Batch], Generic[Batch]):
             _use_on_current_stream(found.batch, found.copied)
         batch: Batch = found.batch
         return batch
+
+    def _next_ready(self) -> _Ready:
+        """The next one; StalledDataError if who watches gives it up."""
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._ready.get(timeout=_SECONDS_BETWEEN_LOOKS)
+            if activity.give_up:
+                raise StalledDataError(activity.give_up)
 
     def close(self) -> None:
         self._end = StopIteration()

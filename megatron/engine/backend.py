@@ -34,6 +34,7 @@ from megatron.parallel.pipeline_schedules import Action, PipelineSchedule
 from megatron.parallel.shard import init_of, parameter, shard_of
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.parallel.timeline import Exchange, work_plan
+from megatron.util.phases import moved
 
 
 class Backend(ABC):
@@ -146,6 +147,7 @@ class PlainBackend(Backend):
         for number, seed in enumerate(seeds):
             last = number == len(seeds) - 1
             engine.set_gradient_accumulation_boundary(last)
+            moved()
             with record_function("megatron::data"):
                 batch = next(batches)
             batch = batch.to(self._device, non_blocking=True)
@@ -165,6 +167,7 @@ class PlainBackend(Backend):
     def evaluate(self, batches: Iterator[Batch], count: int, measure: Measure) -> list[Tensor]:
         found = []
         for _ in range(count):
+            moved()
             batch = next(batches).to(self._device, non_blocking=True)
             if self._graphs:
                 torch.compiler.cudagraph_mark_step_begin()

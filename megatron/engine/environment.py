@@ -20,7 +20,13 @@ import torch
 import torch.distributed as dist
 
 from megatron.config import ConfigError, ParallelConfig
-from megatron.parallel.agreement import Agreement, Facts, agreeing, together_with_others
+from megatron.parallel.agreement import (
+    INIT_METHOD,
+    Agreement,
+    Facts,
+    agreeing,
+    together_with_others,
+)
 from megatron.parallel.mesh import Mesh, build_mesh
 from megatron.util.processes import is_main_process
 
@@ -115,11 +121,14 @@ def distributed(config: ParallelConfig, facts: Callable[[], Facts] | None = None
         if "MASTER_PORT" not in os.environ:
             os.environ["MASTER_PORT"] = str(_free_port())
             opened.callback(os.environ.pop, "MASTER_PORT")  # free now; not for whoever comes later
-        if facts is not None and together_with_others():
+        if together_with_others():
             own = {"the device": device.type, "the backend": backend}
             with _meeting(config):
                 agreement = Agreement(timedelta(minutes=config.distributed_timeout_minutes))
-            opened.enter_context(agreeing(agreement, {**facts(), **own}))
+            if facts is None:
+                agreement.compare(own)
+            else:
+                opened.enter_context(agreeing(agreement, {**facts(), **own}))
         prepare_deepspeed()
         if device.type == "cuda":
             _let_segments_grow()
@@ -154,6 +163,7 @@ def _process_groups(config: ParallelConfig, backend: str) -> Iterator[Mesh]:
             auto_mpi_discovery=False,
             verbose=False,
             timeout=timeout,
+            init_method=INIT_METHOD if together_with_others() else None,
         )
     healthy = False
     try:

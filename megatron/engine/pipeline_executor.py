@@ -24,6 +24,7 @@ from megatron.parallel.mesh import Mesh
 from megatron.parallel.pipeline_schedules import Action
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.parallel.timeline import Exchange, Transfer
+from megatron.util.phases import moved
 
 _Key = tuple[int, int]
 """(stage, micro batch)."""
@@ -80,6 +81,7 @@ class PipelinePasses:
         self._boundaries = self._agree_on_boundaries()
         self.executed = []
         for entry in plan:
+            moved()
             if isinstance(entry, Exchange):
                 self._exchange(entry)
             elif entry.backward:

@@ -37,6 +37,7 @@ from megatron.parallel.mesh import AXES, MODEL, Group, any_rank, first_reason
 from megatron.parallel.random import random_state
 from megatron.parallel.shard import shard_of
 from megatron.util.locks import Lock
+from megatron.util.phases import phase
 
 
 class LostRanksError(CheckpointError):
@@ -158,7 +159,8 @@ class CheckpointWriter:
 
     def _wait(self) -> None:
         if self._running is not None:
-            self._results.append(self._running.result())
+            with phase("save", str(self.folder)):
+                self._results.append(self._running.result())
             self._running = None
 
     def _begin(self, iteration: int, counters: dict[str, Any]) -> SaveJob:
@@ -187,6 +189,10 @@ class CheckpointWriter:
         return jobs[0]
 
     def _write(self, job: SaveJob, began: float, stall: float = 0.0) -> SaveResult:
+        with phase("save", str(job.folder)):
+            return self._written(job, began, stall)
+
+    def _written(self, job: SaveJob, began: float, stall: float) -> SaveResult:
         error, size, notes, completing = None, [0], list[str](), False
         try:
             self.write(job)

@@ -45,6 +45,8 @@ class StepResult:
             device, or a bool.
         scale_exhausted: whether it was skipped at the smallest loss scale, so that the next ones
             will be too.
+        own_loss: sum of the losses of this rank's micro batches, a scalar on the device; 0 on
+            stages of a pipeline that do not compute them.
     """
 
     loss: Tensor
@@ -53,6 +55,7 @@ class StepResult:
     skipped: Tensor | bool
     loss_scale: float
     scale_exhausted: bool = False
+    own_loss: Tensor | float = 0.0
 
 
 class ModelEngine:
@@ -245,7 +248,9 @@ class TrainEngine(ModelEngine):
         norm, held = self.update()
         losses = self.mean_losses(sums, micro_batches)
         exhausted = at_smallest and held is True
-        return StepResult(self.spec.total(losses), losses, norm, held, scale_before, exhausted)
+        return StepResult(
+            self.spec.total(losses), losses, norm, held, scale_before, exhausted, sums.sum()
+        )
 
     def prepare(self, micro_batches: int) -> None:
         if not self.model.training:  # train() visits every module

@@ -5,6 +5,10 @@ its facts, rank 0 compares them and publishes a verdict. Only where digests diff
 each kind publish its facts, so that all ranks end with the same error, which names ranks, key and
 values. A rank that ends for another reason says so in the same place, and the others do not wait
 for it.
+
+A launcher's store outlives the processes that it restarts, and contains what they wrote. So every
+start has a name of its own, which rank 0 makes and tells each rank that asks for it; all keys of
+the start, those of torch.distributed too, begin with it.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
+from uuid import uuid4
 
 import torch.distributed as dist
 
@@ -32,6 +37,8 @@ _PATIENCE = timedelta(seconds=5)
 """How long a rank that ends waits for the others to hear of it."""
 _MARGIN = timedelta(seconds=10)
 """For which others wait longer than rank 0, which knows more."""
+_PAUSE = 0.005
+"""Seconds between two looks of rank 0 at who has come."""
 
 
 class DisagreementError(ConfigError):
@@ -45,6 +52,103 @@ def together_with_others() -> bool:
     return all(text.isdecimal() for text in numbers) and int(os.environ["WORLD_SIZE"]) > 1
 
 
+class Start:
+    """One start of the processes of a run, among the others that a launcher's store has seen.
+
+    Args:
+        server: the store itself.
+        timeout: how long a rank waits for the name of the start.
+    """
+
+    def __init__(self, server: dist.Store, rank: int, timeout: timedelta) -> None:
+        self._server, self._rank, self._timeout = server, rank, timeout
+        self._store: dist.Store | None = None
+        self._name = ""
+        self._seen, self._open = 0, list[int]()
+
+    @property
+    def store(self) -> dist.Store:
+        """What this start has in the store; other ranks than 0 ask for its name first. Raises
+        torch's DistStoreError if rank 0 does not answer."""
+        if self._store is None:
+            self._name = self._asked() if self._rank else self._made()
+            _meeting.start = f"start/{self._name}"
+            self._store = dist.PrefixStore(_meeting.start, self._server)
+        return self._store
+
+    def _made(self) -> str:
+        name = uuid4().hex
+        self._server.set("starts/newest", name)
+        return name
+
+    def _asked(self) -> str:
+        """Only a living rank 0 can answer this token; an answer to another one may be old."""
+        token = uuid4().hex
+        self._server.set(f"starts/caller/{self._server.add('starts/callers', 1)}", token)
+        self._server.wait([f"starts/answer/{token}"], self._timeout)
+        return self._server.get(f"starts/answer/{token}").decode()
+
+    def tell(self) -> None:
+        """Rank 0: answers whoever has asked for the name. Those of earlier starts have ended."""
+        callers = self._server.add("starts/callers", 0)
+        self._open += range(self._seen + 1, callers + 1)
+        self._seen = callers
+        for number in tuple(self._open):
+            caller = f"starts/caller/{number}"
+            if self._server.check([caller]):  # some end between the two steps of asking
+                token = self._server.get(caller).decode()
+                self._server.set(f"starts/answer/{token}", self._name)
+                self._open.remove(number)
+
+    def wait(self, key: str, timeout: timedelta) -> bool:
+        """Rank 0: tells the name until ``key`` is there; whether that was in time. Raises
+        DisagreementError if another process does so, too."""
+        end = time.monotonic() + timeout.total_seconds()
+        while not self.store.check([key]):
+            if self._server.get("starts/newest").decode() != self._name:
+                self._server.set("starts/newest", self._name)
+                raise DisagreementError("two processes have RANK=0; give each its own")
+            if time.monotonic() > end:
+                return False
+            self.tell()
+            time.sleep(_PAUSE)
+        return True
+
+
+def _of_launcher() -> bool:
+    """Whether the store is the launcher's, which all ranks are clients of."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _connection(timeout: timedelta, is_master: bool = False) -> dist.TCPStore:
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=is_master,
+        timeout=timeout,
+        # Without waiting for all of them: the number of processes is compared, too.
+        wait_for_workers=False,
+        multi_tenant=True,  # torch.distributed opens the same one
+    )
+
+
+def connect(timeout: timedelta) -> dist.Store:
+    """Another connection to what this start of the run has in the store, once the ranks have met;
+    one that a thread waits in would block the others."""
+    return dist.PrefixStore(_meeting.start, _connection(timeout))
+
+
+INIT_METHOD = "agreement://"
+"""With which torch.distributed connects the ranks that have met here."""
+
+
+def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
+    yield connect(timeout), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+dist.register_rendezvous_handler(INIT_METHOD.partition(":")[0], _rendezvous)
+
+
 class Agreement:
     """The comparisons of one run, in the same order on every rank.
 
@@ -55,19 +159,13 @@ class Agreement:
     def __init__(self, timeout: timedelta) -> None:
         self._rank, self._size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._timeout = timeout
-        agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        # Without waiting for all of them: the number of processes is compared, too.
-        self._server = dist.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=self._rank == 0 and not agents,
-            timeout=timeout,
-            wait_for_workers=False,
-            multi_tenant=True,  # torch.distributed opens the same one
-        )
-        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._store = dist.PrefixStore(f"agreement/{restarts}", self._server)
+        self._server = _connection(timeout, is_master=self._rank == 0 and not _of_launcher())
+        self._start = Start(self._server, self._rank, timeout)
         self._compared = 0
+
+    @property
+    def _store(self) -> dist.Store:
+        return self._start.store
 
     def compare(self, facts: Facts) -> None:
         """Raises DisagreementError on every rank if they differ in facts or in their number, one of
@@ -130,10 +228,9 @@ class Agreement:
         as it is clear that the run cannot start, whoever has not come yet."""
         digests: dict[int, str] = {}
         for number in range(1, self._size + 1):
-            try:
-                found = self._read(f"{here}/{number}", self._timeout)
-            except dist.DistStoreError:
-                raise DisagreementError(self._missing(digests)) from None
+            if not self._start.wait(f"{here}/{number}", self._timeout):
+                raise DisagreementError(self._missing(digests))
+            found = self._read(f"{here}/{number}")
             rank = found["rank"]
             if found["size"] != self._size:  # which may be why it has ended
                 raise DisagreementError(_sizes(rank, found["size"], self._size))
@@ -159,15 +256,16 @@ class Agreement:
     def _publish(self, key: str, content: object) -> None:
         self._store.set(key, json.dumps(content))
 
-    def _read(self, key: str, timeout: timedelta | None = None) -> Any:
-        self._store.wait([key], timeout or self._timeout + _MARGIN)
+    def _read(self, key: str) -> Any:
+        self._store.wait([key], self._timeout + _MARGIN)
         return json.loads(self._store.get(key))
 
     def _wait_for_listeners(self, here: int, count: int) -> None:
         """Until the others have read why; they could not, if the first rank had ended."""
         end = time.monotonic() + _PATIENCE.total_seconds()
         while self._store.add(f"{here}/heard", 0) < count and time.monotonic() < end:
-            time.sleep(0.01)
+            self._start.tell()
+            time.sleep(_PAUSE)
 
 
 class _Meeting:
@@ -176,6 +274,8 @@ class _Meeting:
     agreement: Agreement | None = None
     """While they may wait for this one."""
     began = False
+    start = "start/alone"
+    """Prefix of all keys of this start in the store."""
 
 
 _meeting = _Meeting()

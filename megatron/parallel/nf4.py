@@ -70,10 +70,14 @@ class QuantisedMatrix:
             columns=slice(columns.start - begin * BLOCK, columns.stop - begin * BLOCK),
         )
 
+    def tensors(self) -> list[Tensor]:
+        """All that is stored."""
+        tensors = (self.codes_OP, self.scales_OK, self.groups_G, self.mean)
+        return [each for each in tensors if each is not None]
+
     @property
     def bytes(self) -> int:
-        tensors = (self.codes_OP, self.scales_OK, self.groups_G, self.mean)
-        return sum(each.numel() * each.element_size() for each in tensors if each is not None)
+        return sum(each.numel() * each.element_size() for each in self.tensors())
 
     def scales(self) -> Tensor:
         """float32 [O, K]."""

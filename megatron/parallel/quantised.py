@@ -50,6 +50,10 @@ class QuantisedWeight:
         """Its memory."""
         return sum(matrix.bytes for matrix in self._matrices)
 
+    def tensors(self) -> list[Tensor]:
+        """All that it consists of, in order."""
+        return [tensor for matrix in self._matrices for tensor in matrix.tensors()]
+
     @torch.no_grad()
     def fill(self, whole_OI: Tensor, device: torch.device) -> None:
         """Takes its share of a whole weight; quantises on ``device``, a matrix at a time."""

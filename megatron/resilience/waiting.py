@@ -14,6 +14,7 @@ from megatron.util.phases import activity
 
 _MEETS = ("/torch/distributed/", "/deepspeed/comm/")
 """Packages whose functions end in a collective, a transfer or a store."""
+_WRAPPERS = ("wrapper", "log_wrapper")
 _INNERMOST = 4
 """Frames between a call of those packages and the thread's innermost one, such as an operator's."""
 _PASSES_ON = (
@@ -55,6 +56,21 @@ def waits_for_ranks() -> bool:
     return where_it_waits() is not None
 
 
+def failed_to_meet(error: BaseException | None) -> bool:
+    """Whether an error, or what caused it, says that other ranks did not answer: a collective, a
+    transfer or the store raised it."""
+    while error is not None:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        if isinstance(error, RuntimeError) and trace is not None:
+            code = trace.tb_frame.f_code
+            if _is_of_packages(code.co_filename) or _calls_wait(code, trace.tb_lineno):
+                return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def outwards(frame: FrameType | None) -> Iterator[FrameType]:
     """A frame and those that called it."""
     while frame is not None:
@@ -68,18 +84,19 @@ def call_site(frame: FrameType) -> str:
     name = frame.f_code.co_name
     for outer in outwards(frame):
         file = _normal(outer.f_code.co_filename)
-        if "/megatron/" in file and not any(part in file for part in _MEETS):
+        meets = _is_of_packages(file)
+        if "/megatron/" in file and not meets:
             place = f"megatron/{file.rpartition('/megatron/')[2]}:{outer.f_lineno}"
             return f"{name} in {place} {outer.f_code.co_name}"
-        if any(part in file for part in _MEETS):
-            name = outer.f_code.co_name if outer.f_code.co_name != "wrapper" else name
+        if meets:
+            name = name if outer.f_code.co_name in _WRAPPERS else outer.f_code.co_name
     return f"{name} in {_normal(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def _meets(frame: FrameType) -> FrameType | None:
     """The frame of a thread that waits for other ranks, given its innermost one."""
     for inner in islice(outwards(frame), _INNERMOST):
-        if any(part in _normal(inner.f_code.co_filename) for part in _MEETS):
+        if _is_of_packages(inner.f_code.co_filename):
             return inner
     # The handle of a transfer is torch's, without a frame of its own.
     return frame if _calls_wait(frame.f_code, frame.f_lineno) else None
@@ -95,6 +112,11 @@ def _calls_wait(code: CodeType, line: int) -> bool:
         if here == line and instruction.argval == "wait":
             return True
     return False
+
+
+@lru_cache(4096)
+def _is_of_packages(file: str) -> bool:
+    return any(part in _normal(file) for part in _MEETS)
 
 
 @lru_cache(4096)

@@ -14,6 +14,7 @@ from megatron.checkpoint.folder import iteration_of, tag
 from megatron.engine.saving import CheckpointWriter, LostRanksError, SaveResult
 from megatron.training.report import Reporter
 from megatron.training.trainer import Callback, Step, Trainer
+from megatron.util.phases import activity, phase
 
 
 class CheckpointManager(Callback):
@@ -22,7 +23,8 @@ class CheckpointManager(Callback):
     reported; the run fails if its last save did, if ``--max-failed-saves`` fail in a row, or if
     weights or moments were not finite: from those nothing can be trained. ``newest`` is the
     checkpoint that the run continues from, ``completed`` counts those of this process, in the
-    memory of the nodes too."""
+    memory of the nodes too; ``check`` gets the iteration before every save, on every rank, and
+    raises an error if the state must not be saved."""
 
     def __init__(
         self,
@@ -30,9 +32,12 @@ class CheckpointManager(Callback):
         report: Reporter,
         interval: int | None = None,
         newest: Path | None = None,
+        check: Callable[[int], None] = lambda iteration: None,
     ) -> None:
         self.writer, self.report, self.interval = writer, report, interval
+        self.check = check
         self.newest, self.completed = newest, 0
+        self._show(newest)
         self.error: CheckpointError | None = None
         self.counted: dict[str, Callable[[], Any]] = {}
         """What checkpoints say in ``state.json`` beside the position, by name: JSON values."""
@@ -52,8 +57,10 @@ class CheckpointManager(Callback):
             self._report_finished(wait=True)
         if self._begun_at == iteration:
             return
+        self.check(iteration)
         self._begun_at, self._samples[iteration] = iteration, consumed_samples
-        self.writer.save(iteration, self.counters(consumed_samples))
+        with phase("save", self.writer.options.save):
+            self.writer.save(iteration, self.counters(consumed_samples))
         self._report_finished()
         # One rank may know the outcome of a save in the background and another not yet; those of
         # the saves before it all know.
@@ -89,6 +96,9 @@ class CheckpointManager(Callback):
         if newest is None:
             return "there is no earlier checkpoint"
         return f"the last good checkpoint is {newest}"
+
+    def _show(self, newest: Path | None) -> None:
+        activity.saved = "" if newest is None else str(newest)
 
     def before_step(self, trainer: Trainer) -> None:
         """Saves the initial state, if that is asked for."""
@@ -161,6 +171,7 @@ class CheckpointManager(Callback):
         if result.error is None or result.published:
             self.newest = folder
             self.completed += 1
+            self._show(folder)
         if result.error is not None:
             if self._begun_at == result.iteration:
                 self._begun_at = None  # may be tried again

@@ -68,10 +68,12 @@ class Opened:
 
 
 @contextmanager
-def opened_checkpoint(settings: Settings, processes: int, what: str) -> Iterator[Opened]:
+def opened_checkpoint(
+    settings: Settings, processes: int, what: str, watched: bool = False
+) -> Iterator[Opened]:
     """The checkpoint of ``--load`` in the layout of the flags, without a training, until the block
-    ends; ``what`` does not use flags about training ("an evaluation"). Raises ConfigError,
-    CheckpointError or OSError if it cannot be used."""
+    ends; ``what`` does not use flags about training ("an evaluation"), and does not wait for users
+    if it is ``watched``. Raises ConfigError, CheckpointError or OSError if it cannot be used."""
     used, unused = evaluation_settings(checkpoint_settings(settings))
     run = evaluated_run(used, processes)
     show_configuration(run)
@@ -83,7 +85,7 @@ def opened_checkpoint(settings: Settings, processes: int, what: str) -> Iterator
         named = run.config.checkpoint.load
         where = f"--load {named} has no checkpoint" if named else "--load is missing"
         raise CheckpointError(f"{where}; name one")
-    with connected(run) as mesh:
+    with connected(run, watched=watched) as mesh:
         compare_checkpoints([origin.found])
         spec = spec_of(run.config.model, run.config.parallel)
         engine = build_evaluator(run.config, spec, mesh, training_device())

@@ -60,6 +60,17 @@ class MemoryUse:
 
 
 @dataclass(frozen=True)
+class RankTimes:
+    """What ranks needed for a step without waiting for each other, in seconds."""
+
+    slowest: int
+    """The rank that needed most."""
+    most: float
+    median: float
+    least: float
+
+
+@dataclass(frozen=True)
 class IntervalMetrics:
     """The steps between two log lines. Rates and sizes without a note are those of the last step;
     consumed counts are since the start of the run.
@@ -72,6 +83,7 @@ class IntervalMetrics:
         hfu: the same of all FLOP/s, recomputed ones included.
         seq_length: tokens of a sample in the last step; None where that does not change.
         trained_tokens_per_second: over all devices, of tokens whose loss counts; None where all do.
+        rank_times: None for a single process, and before the first was measured.
     """
 
     iteration: int
@@ -97,6 +109,7 @@ class IntervalMetrics:
     memory: MemoryUse
     seq_length: int | None = None
     trained_tokens_per_second: float | None = None
+    rank_times: RankTimes | None = None
 
     def line(self) -> str:
         """The console line, with the key texts of Megatron that people's scripts look for."""
@@ -127,11 +140,26 @@ class IntervalMetrics:
         if self.hfu is not None:
             fields.append(f"HFU: {100 * self.hfu:.1f}%")
         fields.append(f"memory (GiB): {self.memory.allocated / 2**30:.2f}")
+        if (ranks := self.rank_times) is not None:
+            fields += [
+                f"slowest rank: {ranks.slowest}",
+                f"own time of ranks (ms): {1000 * ranks.least:.1f} to {1000 * ranks.most:.1f}",
+            ]
         return " " + " | ".join(fields) + " |"
 
     def _trained(self) -> list[str]:
         rate = self.trained_tokens_per_second
         return [] if rate is None else [f"trained tokens per second: {rate:.1f}"]
+
+    def _ranks(self) -> dict[str, float | None]:
+        if (ranks := self.rank_times) is None:
+            return {}
+        return {
+            "slowest_rank": ranks.slowest,
+            "own_seconds_slowest": ranks.most,
+            "own_seconds_median": ranks.median,
+            "own_seconds_fastest": ranks.least,
+        }
 
     def row(self) -> dict[str, float | None]:
         """The values by name, for writers."""
@@ -142,6 +170,7 @@ class IntervalMetrics:
         return (
             growing
             | trained
+            | self._ranks()
             | {
                 "loss": self.loss,
                 **several,

@@ -96,6 +96,7 @@ class NodeCheckpoints(Callback):
             self._finished(wait=True)
             self._samples[now] = trainer.consumed_samples
             assert self._writer is not None, "begin() comes before the first step"
+            self._checkpoints.check(now)
             self._writer.save(now, self._checkpoints.counters(trainer.consumed_samples))
 
     def went_back(self, trainer: Trainer) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pkgutil import resolve_name
 from typing import Any
 
@@ -18,6 +18,7 @@ from megatron.families import family_of
 from megatron.parallel.mesh import Mesh
 from megatron.training.metrics import (
     IntervalMeter,
+    RankTimes,
     Reported,
     StepMetrics,
     measure_matmul_peak,
@@ -73,6 +74,8 @@ class Reporter(Callback):
         self.plan, self.mesh, self.device = plan, mesh, device
         self.beside: Callable[[Step], float] = lambda step: 0.0
         """FLOPs of a step that are no work of the model."""
+        self.rank_times: Callable[[], RankTimes | None] = lambda: None
+        """What the ranks needed for the steps since the last log line, if that is compared."""
         self.log_interval = config.logging.log_interval
         self.meter: IntervalMeter | None = None
         self.main = mesh.world.rank == 0
@@ -203,6 +206,7 @@ class Reporter(Callback):
             consumed_samples=samples,
             consumed_tokens=self.plan.lengths.tokens(samples),
         )
+        metrics = dataclasses.replace(metrics, rank_times=self.rank_times())
         self.say(metrics.line().strip())
         self._write("train", iteration, samples, metrics.row())
 
@@ -226,7 +230,7 @@ class Reporter(Callback):
             self.say(f"stopped by {reason} after iteration {trainer.iteration}")
 
     def event(
-        self, kind: str, iteration: int, consumed_samples: int, values: dict[str, float | None]
+        self, kind: str, iteration: int, consumed_samples: int, values: Mapping[str, float | None]
     ) -> None:
         """Records something that has happened after an iteration."""
         self._write(kind, iteration, consumed_samples, values)
@@ -243,7 +247,7 @@ class Reporter(Callback):
         self._write("restart", iteration, consumed_samples, values)
 
     def _write(
-        self, kind: str, iteration: int, samples: int, values: dict[str, float | None]
+        self, kind: str, iteration: int, samples: int, values: Mapping[str, float | None]
     ) -> None:
         tokens = self.plan.lengths.tokens(samples)
         self.writer.scalars(kind, iteration, values, samples=samples, tokens=tokens)

@@ -9,7 +9,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import import_module
 from pkgutil import resolve_name
@@ -57,6 +56,7 @@ from megatron.training.checkpoints import CheckpointManager
 from megatron.training.launch import start_processes
 from megatron.training.plan import Epochs, TrainingPlan
 from megatron.training.profiling import profiling
+from megatron.training.replicas import ReplicaCheck
 from megatron.training.report import Reporter, say, show_log
 from megatron.training.resume import ResumePoint, ResumeSource
 from megatron.training.spikes import SpikeGuard, stop_at_spike
@@ -92,9 +92,14 @@ imported for such runs only."""
 DISTILLATION = "megatron.training.distillation.callback:Distillation"
 """The callback of ``--kd``, which is made of a run and imported for runs with the flag only."""
 
+WATCHDOG = "megatron.resilience.watchdog:watchdog_of"
+"""What ends a run that does not advance. It is made of the run's configuration."""
+
 FINGERPRINT = "megatron.training.fingerprint"
 """What the processes of a run are compared by, imported where there are several."""
 
+STRAGGLERS = "megatron.training.stragglers:Stragglers"
+"""The callback that compares the ranks' own times, imported where there are several."""
 ROLLBACK = "megatron.training.rollback:Rollback"
 """What ``--on-spike rollback`` does, imported for it only."""
 NODE_CHECKPOINTS = "megatron.training.node_memory:NodeCheckpoints"
@@ -292,7 +297,14 @@ def build_trainer(
     newest = begin.folder if begin.iteration else None
     if checkpoint is not on_disk:
         newest = on_disk.found.folder if on_disk is not None and on_disk.continues else None
-    checkpoints = CheckpointManager(writer, report, config.checkpoint.save_interval, newest)
+    replicas = ReplicaCheck(engine, config.resilience.check_replicas_interval)
+    compared = []
+    if mesh.world.size > 1:
+        compared = [resolve_name(STRAGGLERS)(config.resilience, mesh, device, report)]
+    checkpoints = CheckpointManager(
+        writer, report, config.checkpoint.save_interval, newest, replicas.check
+    )
+    replicas.newest = lambda: checkpoints.newest_shown
     for saves in in_memory:
         saves.begin(checkpoints)
     guard = NonFiniteGuard(
@@ -303,6 +315,7 @@ def build_trainer(
         ruined=lambda: ruined(engine),
         newest=lambda: checkpoints.newest_shown,
         fresh=begin.iteration == 0,
+        replicas=replicas.check,
     )
     spikes = _spike_guard(config, device, checkpoints, begin, checkpoint, files)
     return Trainer(
@@ -315,9 +328,11 @@ def build_trainer(
             *teaching,
             *tasks,
             Stopping(request, device, mesh.world.size, config.training.exit_interval),
+            *compared,
             report,
             guard,
             *spikes,
+            replicas,
             *in_memory,
             checkpoints,
             *_restarted(config, checkpoints, report, begin),
@@ -372,12 +387,23 @@ def best_evaluation(
     return [follow(checkpoints, mesh, config.checkpoint.save, keeps, patience, iteration)]
 
 
-def connected(run: Run, *more: Any) -> AbstractContextManager[Mesh]:
+@contextlib.contextmanager
+def connected(run: Run, *more: Any, watched: bool = True) -> Iterator[Mesh]:
     """The mesh of a run's processes, which are compared first, also by the dataclasses of flags
-    ``more`` of a tool. Raises what :func:`distributed` raises."""
-    return distributed(
-        run.config.parallel, lambda: _fingerprint().run_facts(run.config, run.content, *more)
-    )
+    ``more`` of a tool. A watchdog ends the run where it does not advance, unless it may wait as
+    long as it likes (``watched``). Raises what :func:`distributed` raises, and LostRankError."""
+
+    def facts() -> agreement.Facts:
+        facts: agreement.Facts = _fingerprint().run_facts(run.config, run.content, *more)
+        return facts
+
+    with contextlib.ExitStack() as stack:
+        watchdog = stack.enter_context(resolve_name(WATCHDOG)(run.config)) if watched else None
+        mesh = stack.enter_context(distributed(run.config.parallel, facts))
+        if watchdog is not None:
+            stack.callback(watchdog.part)
+            stack.enter_context(watchdog.explaining())
+        yield mesh
 
 
 def compare_checkpoints(
@@ -429,11 +455,11 @@ def errors_for_users() -> Iterator[None]:
         sys.exit(2)
     except FaultError as error:
         agreement.give_up(str(error))
-        if is_main_process():
+        if is_main_process() or hasattr(error, "status"):
             _print_error(error)
         else:
             time.sleep(1)  # the launcher ends all others as soon as one has ended
-        sys.exit(RESTART_STATUS)
+        sys.exit(getattr(error, "status", RESTART_STATUS))
     except (ValueError, OSError) as error:
         if not is_for_users(error):
             agreement.give_up(repr(error))

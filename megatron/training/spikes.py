@@ -1,8 +1,8 @@
 """Spikes: steps whose loss or gradient norm is far from those of the steps before.
 
 The rule works on logarithms, in which the noise of a loss is about as large at its end as at its
-beginning, and compares a step with the median of the few before it: a curve may fall fast, or
-rise slowly, without an alarm. How far off is far is learned from a window of steps.
+beginning, and compares a step with the level and the trend of the few before it: a curve may fall
+fast, or rise slowly, without an alarm. How far off is far is learned from a window of steps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron.util.files import write_whole
 from megatron.util.json_text import parse_json
 
 LEVEL = 7
-"""Steps whose median is the level that the next one is compared with."""
+"""Steps whose median and trend the next one is compared with."""
 
 PATIENCE = 10
 """Spikes in a row after which their level is the new one."""
@@ -41,14 +41,11 @@ TAIL = 2.0
 """How many times the largest distance is still no spike: by the deviation alone the tail of a
 skewed distribution would be spikes."""
 
-FORGETS = 0.999
-"""What remains of the largest distance after a step: half after 700."""
+FORGETS = 0.9995
+"""What remains of the largest distance after a step: half after 1,400."""
 
 MOST_KEPT = 3
 """Checkpoints that are kept since a spike followed them."""
-
-_NORMAL = 1.4826
-"""From the median of distances to a standard deviation."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ class Spike:
 
 class _Range:
     """The range of one number, learned from its past; :attr:`level` are the logarithms of the last
-    steps, :attr:`distances` how far those of the window were from the level then.
+    steps, :attr:`distances` how far those of the window were from what was expected then.
 
     Args:
         sigma: half of its width, in standard deviations.
@@ -92,17 +89,30 @@ class _Range:
         at = self._scaled(value)
         if at is None or len(self.level) < LEVEL or len(self.distances) < self._armed_after:
             return None
-        middle = median(self.level)
-        off = abs(at - middle)
-        # In most steps the first comparison decides; the median of the window takes longer.
+        low, high = self._expected()
+        off = max(low - at, at - high)
+        # In most steps the first comparison decides; the deviation takes longer.
         width = max(self._least, TAIL * self.largest)
-        if off <= width or (at < middle and not self._below):
+        if off <= width or (at < low and not self._below):
             return None
-        width = max(width, self._sigma * _NORMAL * median(self.distances))
+        width = max(width, self._sigma * self._deviation())
         if off <= width:
             return None
-        low = math.exp(middle - width) - self._offset if self._below else 0.0
-        return max(low, 0.0), math.exp(middle + width) - self._offset
+        least = math.exp(low - width) - self._offset if self._below else 0.0
+        return max(least, 0.0), math.exp(high + width) - self._offset
+
+    def _expected(self) -> tuple[float, float]:
+        """From where the next logarithm would be expected if the last steps had no trend to where
+        it would be with their trend: a curve may fall on, or flatten."""
+        level = self.level
+        middle = median(level)
+        # Between the middles of the first and the last steps are as many as from the middle of all
+        # to the next.
+        trend = median((level[-1], level[-2], level[-3])) - median((level[0], level[1], level[2]))
+        return min(middle, middle + trend), max(middle, middle + trend)
+
+    def _deviation(self) -> float:
+        return math.sqrt(math.fsum(off * off for off in self.distances) / len(self.distances))
 
     def add(self, value: float) -> None:
         """Learns from an ordinary step."""
@@ -110,7 +120,8 @@ class _Range:
         if at is None:
             return
         if len(self.level) == LEVEL:
-            off = abs(at - median(self.level))
+            low, high = self._expected()
+            off = max(low - at, at - high, 0.0)
             self.distances.append(off)
             self.largest = max(off, FORGETS * self.largest)
         self.level.append(at)

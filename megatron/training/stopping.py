@@ -10,12 +10,13 @@ import logging
 import math
 import os
 import signal
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -83,6 +84,8 @@ class NonFiniteGuard(Callback):
         newest: says on every rank which checkpoint is the last good one.
         fresh: whether no step has updated the model before this run; one that only skips steps then
             fails at its end, or with ``fp16`` says so.
+        replicas: raises an error, on every rank, if the ranks' copies of the model differ after an
+            iteration: then one of them is the reason.
     """
 
     def __init__(
@@ -94,7 +97,9 @@ class NonFiniteGuard(Callback):
         ruined: Callable[[], str | None] = lambda: None,
         newest: Callable[[], str] = lambda: "there is no earlier checkpoint",
         fresh: bool = False,
+        replicas: Callable[[int], None] = lambda iteration: None,
     ) -> None:
+        self._replicas = replicas
         self._device, self._fp16, self._check, self._most = device, fp16, check, most
         self._ruined, self._newest, self._fresh = ruined, newest, fresh
         self._skipped = 0
@@ -144,21 +149,42 @@ class NonFiniteGuard(Callback):
         what = "the gradients are not finite" if finite else f"the loss is {loss}"
         where = f"iteration {step.iteration}, samples {step.first_sample} to {last}"
         if step.result.scale_exhausted:
-            raise TrainingStopped(
+            self._stop(
+                step,
                 f"{what} in float16 at {where}, and the loss scale, {step.result.loss_scale:g}, is "
-                f"already the smallest (--min-loss-scale); {self._weights()}. --bf16 has a larger "
-                "range"
+                "already the smallest (--min-loss-scale)",
+                ". --bf16 has a larger range",
             )
         if self._check and not (self._fp16 and finite):
-            raise TrainingStopped(
-                f"{what} at {where}; {self._weights()}. --no-check-for-nan-in-loss-and-grad "
-                "skips such steps, while the weights are finite"
+            self._stop(
+                step,
+                f"{what} at {where}{self._of_ranks(step)}",
+                ". --no-check-for-nan-in-loss-and-grad skips such steps, while the weights are "
+                "finite",
             )
         if self._skipped == self._most:
-            raise TrainingStopped(
+            self._stop(
+                step,
                 f"{self._skipped} steps in a row were skipped (--max-skipped-steps {self._most}): "
-                f"{what} at {where}; {self._weights()}"
+                f"{what} at {where}",
             )
+
+    def _stop(self, step: Step, reason: str, remedy: str = "") -> NoReturn:
+        self._replicas(step.iteration)
+        raise TrainingStopped(f"{reason}; {self._weights()}{remedy}")
+
+    def _of_ranks(self, step: Step) -> str:
+        """Of which ranks the losses are not finite, if others' are; every rank must ask."""
+        own = float(step.result.own_loss)
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return ""
+        found: list[tuple[float, str]] = [(own, "")] * dist.get_world_size()
+        dist.all_gather_object(found, (own, socket.gethostname()))
+        # Stages of a pipeline before the last have 0.
+        wrong = [f"{n} ({host})" for n, (own, host) in enumerate(found) if not math.isfinite(own)]
+        if not wrong or not any(math.isfinite(own) and own for own, _ in found):
+            return ""
+        return f", in the samples of rank {', '.join(wrong)} alone"
 
     def _weights(self) -> str:
         """What has become of the model, and where it can be continued from."""

@@ -10,11 +10,17 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megatron.data.loader import MicroBatches, TrainingData, explaining_lost_workers
+from megatron.data.loader import (
+    MicroBatches,
+    StalledDataError,
+    TrainingData,
+    explaining_lost_workers,
+)
 from megatron.engine.train_engine import StepResult, TrainEngine
 from megatron.training.metrics import Evaluation, Reported
 from megatron.training.plan import TrainingPlan
 from megatron.training.written import WrittenTexts
+from megatron.util.phases import moved, phase
 
 WEIGHED_STEP = "megatron.training.step_batches:weighed_step"
 OF_ONE_LENGTH = "megatron.training.step_batches:of_one_length"
@@ -146,14 +152,21 @@ class Trainer:
         with explaining_lost_workers(), contextlib.ExitStack() as stack:
             for callback in self.callbacks:
                 stack.enter_context(callback)
-            reason = None if self.plan.skip_train else self._train()
-            for callback in reversed(self.callbacks):
-                callback.training_ended(self, reason)
+            try:
+                reason = None if self.plan.skip_train else self._train()
+            except StalledDataError:
+                self._end_training("data that do not come")
+                raise
+            self._end_training(reason)
             if reason is None:
                 self.validate()
-                self._tell("evaluate", True)
+                self._evaluate_otherwise(last=True)
                 self.test()
         return reason
+
+    def _end_training(self, reason: str | None) -> None:
+        for callback in reversed(self.callbacks):
+            callback.training_ended(self, reason)
 
     def _train(self) -> str | None:
         reason = None
@@ -177,9 +190,14 @@ class Trainer:
         batches = self.data.batches(train, **options)
         with contextlib.closing(batches):
             reason = None
+            began = False
             while not self.at_end and reason is None:
-                self.step(batches)
-                reason = self._between_steps()
+                # The first one compiles, and starts what reads data.
+                with phase("step" if began else "start"):
+                    moved(self.iteration + 1)
+                    self.step(batches)
+                    reason = self._between_steps()
+                began = True
             self.settle()
         return reason
 
@@ -212,7 +230,7 @@ class Trainer:
             if self.plan.evaluates_after(self.iteration):
                 self.validate()
             if not self.at_end:
-                self._tell("evaluate", False)
+                self._evaluate_otherwise(last=False)
             for epoch in self.plan.epochs_ended(self.iteration):
                 self._tell("epoch_ended", epoch)
             found = [callback.reason_to_stop(self) for callback in self.callbacks]
@@ -230,7 +248,11 @@ class Trainer:
     def evaluate(self) -> None:
         """All evaluations that follow a step where one is due."""
         self.validate()
-        self._tell("evaluate", False)
+        self._evaluate_otherwise(last=False)
+
+    def _evaluate_otherwise(self, last: bool) -> None:
+        with phase("evaluation"):
+            self._tell("evaluate", last)
 
     def validate(self) -> None:
         """Evaluates on the next samples of each validation set."""
@@ -255,7 +277,8 @@ class Trainer:
         if self.data.weighed and self.engine.mesh.pipeline.size > 1:
             # A pipeline takes batches of one shape; they are token ids, and small.
             found = iter(resolve_name(OF_ONE_LENGTH)([next(batches) for _ in range(count)]))
-        losses = self.engine.evaluate(found, count)
+        with phase("evaluation", name):
+            losses = self.engine.evaluate(found, count)
         spec, total = self.engine.spec, None
         if spec.no_perplexity and losses.keys() == spec.losses.keys():
             total = spec.total(losses)

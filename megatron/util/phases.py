@@ -3,46 +3,82 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 PHASES = ("start", "data", "step", "evaluation", "save")
-"""From the start of the program to the first step; waiting for a batch; computing a step; an
-evaluation; a checkpoint, from its beginning to its end on this rank."""
+"""From the start of the program to the end of the first step; waiting for a batch; computing a
+step; an evaluation; a checkpoint, from its beginning to its end on this rank."""
 
 
 @dataclass
 class Activity:
-    """Where the main thread is. ``moves`` grows with every change and every :func:`moved`: a
-    process in which it does not is waiting, or computing something long."""
+    """Where a thread is. ``moves`` grows with every change and every :func:`moved`: a thread in
+    which it does not is waiting, or computing something long.
+
+    Attributes:
+        detail: what the phase works on, such as a folder.
+        helpers: says which processes the phase waits for, by their ids.
+        iteration: of the step that is computed.
+        saved: the newest checkpoint of the run; empty without one.
+        give_up: why a phase that can be given up shall be, such as that its data do not come; set
+            by who watches.
+    """
 
     phase: str = "start"
     detail: str = ""
+    helpers: Callable[[], Sequence[int]] | None = None
     iteration: int = 0
     moves: int = 0
+    saved: str = ""
+    give_up: str = ""
 
 
 activity = Activity()
-"""That of this process; read by other threads, written by the main one."""
+"""That of the main thread; read by other threads."""
+
+background: dict[int, Activity] = {}
+"""Those of other threads that are in a phase, such as a save, by their identifiers."""
 
 
 @contextlib.contextmanager
-def phase(name: str, detail: str = "") -> Iterator[None]:
-    """Says that the process is in one of :data:`PHASES` until the block ends; ``detail`` is what it
-    works on, such as a file or a data set."""
-    before = activity.phase, activity.detail
-    activity.phase, activity.detail = name, detail
-    activity.moves += 1
+def phase(
+    name: str, detail: str = "", helpers: Callable[[], Sequence[int]] | None = None
+) -> Iterator[None]:
+    """Says that this thread is in one of :data:`PHASES` until the block ends; for the rest see
+    :class:`Activity`."""
+    own = _own()
+    if own is None:
+        ident = threading.get_ident()
+        background[ident] = Activity(name, detail, helpers, activity.iteration)
+        try:
+            yield
+        finally:
+            del background[ident]
+        return
+    before = own.phase, own.detail, own.helpers
+    own.phase, own.detail, own.helpers = name, detail, helpers
+    own.moves += 1
     try:
         yield
     finally:
-        activity.phase, activity.detail = before
-        activity.moves += 1
+        own.phase, own.detail, own.helpers = before
+        own.moves += 1
 
 
 def moved(iteration: int | None = None) -> None:
-    """Says that the phase advances, such as by a micro batch; ``iteration`` is that of the step
-    which is computed from now on."""
+    """Says that the phase of this thread advances, such as by a micro batch; ``iteration`` is that
+    of the step which is computed from now on."""
+    own = _own()
+    if own is None:
+        return
     if iteration is not None:
-        activity.iteration = iteration
-    activity.moves += 1
+        own.iteration = iteration
+    own.moves += 1
+
+
+def _own() -> Activity | None:
+    if threading.current_thread() is threading.main_thread():
+        return activity
+    return background.get(threading.get_ident())

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from import_statements import ROOT, closure, imported_files, sources
 
-MOST_FILES = 156
+MOST_FILES = 160
 """That pretrain_gpt.py and its family import, themselves included."""
 MOST_FRAMES = 14
 """Of ours, from ``main`` to the first matrix product of a step, both ends included."""

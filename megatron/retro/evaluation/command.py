@@ -88,7 +88,9 @@ def run_evaluation(description: str | None, argv: Sequence[str] | None = None) -
     others = _others(options.compare)
     processes = start_processes(settings, argv)
     project = project_of(settings, options.retro_project_dir)
-    with opened_checkpoint(settings, processes, "an evaluation of retrieval") as found:
+    with opened_checkpoint(
+        settings, processes, "an evaluation of retrieval", watched=True
+    ) as found:
         model = found.engine.config.model
         wanted = wanted_neighbors(options.neighbors, model)
         run = project_run(project)

@@ -79,7 +79,7 @@ def opened_model(
     be used."""
     if generates:
         settings = for_generation(settings)
-    with opened_checkpoint(settings, processes, "an evaluation") as found:
+    with opened_checkpoint(settings, processes, "an evaluation", watched=True) as found:
         note = family_of(found.engine.config.model.family).scoring_note
         if note is not None and is_main_process():
             say(note)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 
@@ -11,6 +12,7 @@ import torch
 from megatron.training.metrics import (
     Evaluation,
     IntervalMeter,
+    RankTimes,
     StepMetrics,
     memory_use,
     perplexity,
@@ -262,3 +264,15 @@ def test_memory_on_cuda_is_the_allocators_peak():
     kept = torch.empty(2**24, dtype=torch.uint8, device=device)
     use = memory_use(device)
     assert kept.numel() <= use.allocated <= use.reserved
+
+
+def test_own_times_of_ranks_are_at_the_end_of_the_line():
+    interval = meter(Clock())
+    interval.add(step())
+    metrics = finish(interval)
+    assert "slowest_rank" not in metrics.row()
+    metrics = dataclasses.replace(metrics, rank_times=RankTimes(3, 0.4, 0.3, 0.2))
+    assert metrics.line().endswith("| slowest rank: 3 | own time of ranks (ms): 200.0 to 400.0 |")
+    row = metrics.row()
+    assert (row["slowest_rank"], row["own_seconds_slowest"]) == (3, 0.4)
+    assert (row["own_seconds_median"], row["own_seconds_fastest"]) == (0.3, 0.2)

@@ -18,7 +18,7 @@ from tensorboard.summary.writer import event_file_writer
 
 from megatron.config.output import LoggingConfig
 from megatron.training.dashboards import TAGS, TensorBoardWriter, WandbWriter, _tagged
-from megatron.training.metrics import Evaluation, IntervalMetrics, MemoryUse
+from megatron.training.metrics import Evaluation, IntervalMetrics, MemoryUse, RankTimes
 from megatron.training.writers import JsonLinesWriter, LastingWriter, TeeWriter, build_writers
 
 
@@ -45,6 +45,7 @@ def interval(iteration: int, loss: float = 2.0) -> IntervalMetrics:
         mfu=None,
         hfu=None,
         memory=MemoryUse(2**30, None),
+        rank_times=RankTimes(3, 0.4, 0.3, 0.2),
     )
 
 
@@ -213,7 +214,11 @@ def test_tags_are_megatrons_and_follow_the_flags(tmp_path):
         return set(events(tmp_path / name / "tb"))
 
     throughput = {"samples-per-second", "tokens-per-second-per-device", "throughput"}
-    always = {"lm loss", "lm loss validation", "weight-decay"} | throughput
+    ranks = {
+        "slowest-rank",
+        *(f"own-time-{name}-rank" for name in ("slowest", "median", "fastest")),
+    }
+    always = {"lm loss", "lm loss validation", "weight-decay"} | throughput | ranks
     assert tags("default") == always | {"learning-rate", "loss-scale"}
     assert tags(
         "other",

@@ -1,0 +1,67 @@
+"""What counts as the own time of a rank."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+
+from megatron.resilience.own_time import OwnTime, OwnTimeMeter
+from megatron.util.phases import phase
+
+# A function as in the package in which ranks wait for each other.
+_NAMES: dict[str, object] = {}
+exec(
+    compile("import time\ndef meet(s): time.sleep(s)", "/x/torch/distributed/c10d.py", "exec"),
+    _NAMES,
+)
+meet = _NAMES["meet"]
+
+
+def measured(work) -> OwnTime:
+    meter = OwnTimeMeter(period=0.01)
+    meter.resume()
+    work()
+    meter.pause()
+    meter.close()
+    return meter.take()
+
+
+def test_waiting_for_other_ranks_is_not_a_ranks_own_time():
+    """Where the thread that looks has no processor, that counts."""
+    alone, together = (measured(lambda work=work: work(0.4)) for work in (time.sleep, meet))
+    assert alone.own - alone.unscheduled > 0.2
+    assert together.own - together.unscheduled < 0.1
+
+
+def test_the_interpreters_lock_is_held():
+    found = measured(lambda: [ctypes.PyDLL(None).usleep(200_000) for _ in range(2)])
+    assert found.own > 0.2
+    assert found.unscheduled > 0.2
+
+
+def test_waiting_for_data():
+    def work():
+        with phase("data"):
+            time.sleep(0.3)
+
+    found = measured(work)
+    assert found.reading > 0.1
+
+
+def test_pauses_do_not_count():
+    meter = OwnTimeMeter(period=0.01)
+    meter.resume()
+    meter.pause()
+    time.sleep(0.2)
+    assert meter.take().own < 0.1
+    meter.close()
+
+
+def test_what_is_taken_counts_once():
+    meter = OwnTimeMeter(period=0.01)
+    meter.resume()
+    time.sleep(0.1)
+    assert meter.take().own > 0
+    meter.close()
+    meter.take()
+    assert meter.take() == OwnTime(0.0, 0.0, 0.0)
