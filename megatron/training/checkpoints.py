@@ -22,7 +22,7 @@ class CheckpointManager(Callback):
     epochs, at the end, and where it is stopped. A failed save leaves the earlier checkpoints and is
     reported; the run fails if its last save did, if ``--max-failed-saves`` fail in a row, or if
     weights or moments were not finite: from those nothing can be trained. ``newest`` is the
-    checkpoint that the run continues from, ``completed`` counts those of this process, in the
+    checkpoint that the run continues from; ``completed`` counts those of this process, in the
     memory of the nodes too; ``check`` gets the iteration before every save, on every rank, and
     raises an error if the state must not be saved."""
 
@@ -35,7 +35,7 @@ class CheckpointManager(Callback):
         check: Callable[[int], None] = lambda iteration: None,
     ) -> None:
         self.writer, self.report, self.interval = writer, report, interval
-        self.check = check
+        self._check = check
         self.newest, self.completed = newest, 0
         self._show(newest)
         self.error: CheckpointError | None = None
@@ -57,7 +57,7 @@ class CheckpointManager(Callback):
             self._report_finished(wait=True)
         if self._begun_at == iteration:
             return
-        self.check(iteration)
+        self._check(iteration)
         self._begun_at, self._samples[iteration] = iteration, consumed_samples
         with phase("save", self.writer.options.save):
             self.writer.save(iteration, self.counters(consumed_samples))
@@ -170,8 +170,8 @@ class CheckpointManager(Callback):
         folder = Path(self.writer.options.save or "") / tag(result.iteration)
         if result.error is None or result.published:
             self.newest = folder
-            self.completed += 1
             self._show(folder)
+            self.completed += 1
         if result.error is not None:
             if self._begun_at == result.iteration:
                 self._begun_at = None  # may be tried again

@@ -3,6 +3,7 @@ them, and when it continues from one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,10 @@ from megatron.util.phases import phase
 class NodeCheckpoints(Callback):
     """The checkpoints of a run in the memory of its nodes, between those in ``--save``. Every rank
     must create one, and call the methods in the same order. They are deleted at the end of a run
-    that ends without an error."""
+    that ends without an error. ``check`` gets the iteration before every save, on every rank, and
+    raises an error if the state must not be saved."""
+
+    check: Callable[[int], None] = staticmethod(lambda iteration: None)
 
     def __init__(self, engine: TrainEngine) -> None:
         config, world = engine.config, engine.mesh.world
@@ -92,11 +96,11 @@ class NodeCheckpoints(Callback):
         if now % self._interval or trainer.at_end or (every is not None and now % every == 0):
             return
         trainer.settle()  # a step that was not finite is never saved
+        self.check(now)
         with phase("save", str(self.folders.folder)):
             self._finished(wait=True)
             self._samples[now] = trainer.consumed_samples
             assert self._writer is not None, "begin() comes before the first step"
-            self._checkpoints.check(now)
             self._writer.save(now, self._checkpoints.counters(trainer.consumed_samples))
 
     def went_back(self, trainer: Trainer) -> None:

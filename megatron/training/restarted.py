@@ -89,10 +89,13 @@ class Restarted(Callback):
         self._told = True
         seconds = time.monotonic() - self._generation.failed_at
         lost = max(0, self._generation.lost_iteration - self._begin)
-        self._report.restart(
+        self._report.say(
+            f"restart {self._generation.number}: continues after iteration {self._begin}, "
+            f"{seconds:.1f} s after the failure; {lost} steps are computed again"
+        )
+        self._report.event(
+            "restart",
             step.iteration,
             step.first_sample + step.samples,
-            f"restart {self._generation.number}: continues after iteration {self._begin}, "
-            f"{seconds:.1f} s after the failure; {lost} steps are computed again",
             {"number": self._generation.number, "seconds": seconds, "lost_steps": lost},
         )

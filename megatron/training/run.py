@@ -92,6 +92,9 @@ imported for such runs only."""
 DISTILLATION = "megatron.training.distillation.callback:Distillation"
 """The callback of ``--kd``, which is made of a run and imported for runs with the flag only."""
 
+SECOND_LOOK = "megatron.training.second_look:SecondLook"
+"""What ``--rerun-on-anomaly`` does with a step before its update; imported for runs with it."""
+
 WATCHDOG = "megatron.resilience.watchdog:watchdog_of"
 """What ends a run that does not advance. It is made of the run's configuration."""
 
@@ -261,7 +264,8 @@ def build_trainer(
     data = data or run_data(run)
     if config.data.verify_data:
         verify_checksums([file.path for file in data.files()], mesh.world.rank, mesh.world.size)
-    agreement.compare(lambda: _fingerprint().data_facts(data.files()))
+    files_of = data.files
+    agreement.compare(lambda: _fingerprint().data_facts(files_of()))
     request = StopRequest(
         config.training.exit_duration_in_mins,
         run.launched,
@@ -294,18 +298,18 @@ def build_trainer(
     for teacher in teaching:
         teacher.start(engine, data, plan, begin.consumed_samples)
         report.beside = teacher.flops
-    newest = begin.folder if begin.iteration else None
-    if checkpoint is not on_disk:
-        newest = on_disk.found.folder if on_disk is not None and on_disk.continues else None
     replicas = ReplicaCheck(engine, config.resilience.check_replicas_interval)
     compared = []
     if mesh.world.size > 1:
         compared = [resolve_name(STRAGGLERS)(config.resilience, mesh, device, report)]
-    checkpoints = CheckpointManager(
-        writer, report, config.checkpoint.save_interval, newest, replicas.check
-    )
+    newest = begin.folder if begin.iteration else None
+    if checkpoint is not on_disk:
+        newest = on_disk.found.folder if on_disk is not None and on_disk.continues else None
+    interval = config.checkpoint.save_interval
+    checkpoints = CheckpointManager(writer, report, interval, newest, replicas.check)
     replicas.newest = lambda: checkpoints.newest_shown
     for saves in in_memory:
+        saves.check = replicas.check
         saves.begin(checkpoints)
     guard = NonFiniteGuard(
         device,
@@ -318,6 +322,9 @@ def build_trainer(
         replicas=replicas.check,
     )
     spikes = _spike_guard(config, device, checkpoints, begin, checkpoint, files)
+    looks = []
+    if config.resilience.rerun_on_anomaly != "disabled":
+        looks = [resolve_name(SECOND_LOOK)(run, engine, data, report, spikes)]
     return Trainer(
         engine,
         data,
@@ -331,6 +338,7 @@ def build_trainer(
             *compared,
             report,
             guard,
+            *looks,
             *spikes,
             replicas,
             *in_memory,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -152,12 +152,13 @@ def _attempt(fault: Fault, training: Training, place: Place, undisturbed: Undist
         assert fault.inject is not None
         fault.inject(training, place.tools)
     expected = re.compile(fault.says)
-    training.until(lambda: expected.search(training.texts()), f"{fault.says!r}", PATIENCE)
+    with contextlib.suppress(AssertionError):  # it is silent
+        training.until(lambda: expected.search(training.texts()), "", fault.limit + 3 * GRACE)
     found = expected.search(training.texts())
     seconds = time.monotonic() - begin if found else None
     message = _line_of(training.texts(), found) if found else ""
     if seconds is None:
-        wrong.append(f"silent: nothing like {fault.says!r} in\n{training.texts()[-3000:]}")
+        wrong.append(f"silent: nothing like {fault.says!r} in\n{training.texts()[-1000:]}")
     elif seconds > fault.limit + GRACE:
         wrong.append(f"late: {seconds:.1f} s, the limit is {fault.limit:g} s")
     reached = training.iteration
@@ -189,7 +190,7 @@ def _ended(fault: Fault, training: Training) -> Iterator[str]:
         if status not in expected:
             how = "still runs" if status is None else f"ended with {status}"
             wanted = " or ".join(map(str, sorted(expected)))
-            yield f"rank {rank} {how}, expected {wanted}:\n{training.text(rank)[-2500:]}"
+            yield f"rank {rank} {how}, expected {wanted}:\n{training.text(rank)[-1000:]}"
 
 
 def _blamed(fault: Fault, training: Training) -> Iterator[str]:

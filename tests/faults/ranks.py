@@ -137,7 +137,7 @@ def asked_to_stop() -> Iterator[Fault]:
             yield Fault(
                 f"{number.name.lower()}-{shape.size}",
                 f"{number.name} to rank {shape.size - 1}",
-                f"stopped by (signal )?{number.name}",
+                f"stopped by {'a request to another rank' if shape.size > 1 else number.name}",
                 send(number, shape.size - 1),
                 shape=shape,
                 statuses=frozenset((0,)),
