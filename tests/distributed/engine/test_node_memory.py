@@ -9,6 +9,8 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
+from pool import RankError
 from safetensors.numpy import load_file
 from training_jobs import TINY, run
 
@@ -56,11 +58,11 @@ def dying(at):
     return mock.patch.object(Trainer, "step", step)
 
 
-def run_on_nodes(argv, base, nodes, at=None):
+def run_on_nodes(argv, base, nodes, at=None, fault=dying):
     """A run whose ranks are on nodes, by their numbers, each with a folder of its own."""
     node = nodes[int(os.environ["RANK"])]
     flags = [*argv, "--non-persistent-local-ckpt-dir", f"{base}/node{node}"]
-    return run(flags) if at is None else run(flags, dying, at)
+    return run(flags) if at is None else run(flags, fault, at)
 
 
 class Cluster:
@@ -279,6 +281,30 @@ def test_an_optimizer_on_the_host(pool, tmp_path, undisturbed):
     output, error = cluster.train([0, 1])[0]
     assert error is None and "at iteration 4" in begun(output)[-1]
     same_weights(cluster.save / f"global_step{STEPS}", undisturbed(flags, [0, 1]))
+
+
+def flipping(at):
+    """A bit of a weight of rank 1 changes after a step."""
+    real = Trainer.step
+
+    def step(self, batches):
+        real(self, batches)
+        if self.iteration == at and os.environ["RANK"] == "1":
+            param = next(iter(self.engine.trained))
+            param.data.view(-1).view(torch.int32)[3] ^= 1 << 20
+
+    return mock.patch.object(Trainer, "step", step)
+
+
+@pytest.mark.proof
+def test_replicas_that_differ_are_not_saved(pool, tmp_path):
+    """The checkpoint in memory is the one before, and the run continues from it."""
+    cluster = Cluster(pool, tmp_path, ["--zero-stage", "0"])
+    with pytest.raises(RankError, match=r"after iteration 4 .* differs"):
+        pool.run(2, run_on_nodes, cluster.argv, str(tmp_path), [0, 1], 4, flipping)
+    assert complete_tags(cluster.in_memory(0)) == ["global_step2"]
+    output, error = cluster.train([0, 1])[0]
+    assert error is None and "at iteration 2" in begun(output)[-1]
 
 
 OTHER_LAYOUTS = [
