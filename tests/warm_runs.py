@@ -47,13 +47,14 @@ class WarmRuns:
         size: int,
         output: Path,
         variables: Callable[[int], Mapping[str, object]] = lambda rank: {},
+        **environment: object,
     ) -> list[int]:
-        """Starts the processes of one run; their ids. ``variables`` are further ones of the
-        environment of each rank."""
+        """Starts the processes of one run; their ids. ``environment`` has further variables
+        of all ranks, and ``variables`` those of each."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        environment = {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment |= {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         found = []
         for rank in range(size):
             own = {**environment, "RANK": rank, "LOCAL_RANK": rank, **variables(rank)}

@@ -99,6 +99,10 @@ class MicroBatches(Iterator[Batch], Generic[Batch]):
         try:
             with phase("data", self._name, self._workers):
                 batch = next(self._batches)
+        except StalledDataError:
+            # multiprocessing would wait for them at the end of the process.
+            atexit.register(_kill, self._workers() if self._workers is not None else ())
+            raise
         except StopIteration:
             raise ValueError(
                 f"the dataset has {len(self._dataset)} samples; {self.consumed_samples} are "
@@ -229,6 +233,14 @@ def _begin_worker(ending: Any, worker_id: int) -> None:
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     name_lost_pages()  # torch has a handler of its own in workers
+
+
+def _kill(workers: Sequence[int]) -> None:
+    """Ends workers that do not answer; torch takes the end of one for an error."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for worker in workers:
+        with contextlib.suppress(OSError):
+            os.kill(worker, signal.SIGKILL)
 
 
 def mapped(batch: Any, kind: type, change: Callable[[Any], Any]) -> Any:

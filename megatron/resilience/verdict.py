@@ -16,7 +16,7 @@ LIMIT, SIGNAL, LOST = "limit", "signal", "lost"
 others failed."""
 
 _SHOWN = 4
-_SOON = 5
+_SOON = 2
 """Ticks between questions at least."""
 _NO_LIMIT = 60
 """Ticks after which a rank without a limit is asked about again."""

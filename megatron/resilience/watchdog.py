@@ -231,7 +231,10 @@ class Watchdog:
     def _act(self) -> None:
         exchange = self._exchange
         verdict = exchange.take_verdict() if exchange is not None else None
-        if verdict is not None:
+        if self._failure is not None and self._ending is not None and self._explanation is None:
+            # Another rank has said why it ends, before its connections broke.
+            self._explained_by(self._ending[0])
+        elif verdict is not None:
             self._obey(verdict)
         elif self._ending is not None and self._ending[1] <= 0:
             self._finish(self._ending[0])
@@ -290,7 +293,8 @@ class Watchdog:
         if alone.ranks and not own.lost:
             return alone
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        waits = f"{own.name} waits in {own.place}: {own.site}"
+        failed = f"{own.name} has lost its connections at iteration {own.iteration}"
+        waits = failed if own.error else f"{own.name} waits in {own.place}: {own.site}"
         if not exchange.connected:
             line = f"the store at {address}, where the ranks meet, was never reached; {waits}"
             return HangVerdict((), line)
@@ -306,9 +310,12 @@ class Watchdog:
 
     def _finish(self, verdict: HangVerdict) -> None:
         """Says what is the matter, writes the report, and ends the process."""
-        exchange, failed = self._exchange, self._failure is not None
+        exchange = self._exchange
         answers = exchange.answers if exchange is not None else {}
-        if not failed and self._data_given_up(verdict):
+        if self._failure is not None:
+            self._explained_by(verdict)
+            return
+        if self._data_given_up(verdict):
             return
         who = f"rank {self._rank}: " if exchange is not None else ""
         note = f"{self._signal} cannot be obeyed: " if self._signal else ""
@@ -319,17 +326,17 @@ class Watchdog:
             body = described(answers or {self._rank: self._report()}, silent)
         else:
             body = ""
-        if body or not failed:
-            write_report(line, body, self._save)
-        if failed:
-            self._explanation = verdict
-            self._explained.set()
-            return
+        write_report(line, body, self._save)
         for helper in activity.helpers() if activity.helpers is not None else ():
             with contextlib.suppress(OSError):
                 os.kill(helper, signal.SIGKILL)  # one that is stopped would stay
         self._end(verdict.status)
         self._stopping = True
+
+    def _explained_by(self, verdict: HangVerdict) -> None:
+        """Tells the main thread, which ends by an error, what is the matter."""
+        self._explanation = verdict
+        self._explained.set()
 
     def _data_given_up(self, verdict: HangVerdict) -> bool:
         """Whether the main thread shall save what it has instead: its data do not come, and no
