@@ -27,9 +27,15 @@ class ResilienceConfig:
     )
     """Number of iterations between comparisons of what several ranks have copies of, weights and
     optimizer state, by checksum; 0 turns them off."""
-    rerun_on_anomaly: bool = option(False)
-    """Compute a step whose loss or gradient norm is out of bounds again, from the same state, to
-    tell faulty hardware, bad data and divergence apart."""
+    rerun_on_anomaly: str = option(
+        "disabled",
+        aliases=("--rerun-mode",),
+        choices=("disabled", "validate_results", "report_stats"),
+        bare="validate_results",
+    )
+    """Compute a step whose loss or gradient norm is out of bounds again, from the same state and
+    before its update, to tell faulty hardware, bad data and divergence apart. A rank that computes
+    wrongly ends the run, with report_stats it is only named. The CPU waits for every step."""
     on_spike: str = option("warn", choices=("warn", "rollback", "stop"))
     """What happens when loss or gradient norm leave the range of the steps before: warn and keep
     the checkpoint before; go back to that checkpoint and skip the samples; or stop."""

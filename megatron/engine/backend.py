@@ -43,6 +43,9 @@ class Backend(ABC):
     runs."""
 
     model: nn.Module
+    losses: Sequence[Tensor] = ()
+    """Of each micro batch of the last step, in order, float64 [N]; empty on pipeline stages that do
+    not compute them."""
 
     def __init__(
         self,
@@ -144,6 +147,7 @@ class PlainBackend(Backend):
     def accumulate(self, batches: Iterator[Batch], seeds: Sequence[int | None]) -> Tensor:
         engine, measure = self._engine, self._spec.loss_measure
         sums = torch.zeros(len(measure.names), dtype=torch.float64, device=self._device)
+        self.losses = losses_of_batches = list[Tensor]()
         for number, seed in enumerate(seeds):
             last = number == len(seeds) - 1
             engine.set_gradient_accumulation_boundary(last)
@@ -159,7 +163,8 @@ class PlainBackend(Backend):
                 losses = engine(begin).losses
             with record_function("megatron::backward"):
                 engine.backward(self._spec.total(losses))
-            sums += measure.of(begin.changed(losses=losses), batch)
+            losses_of_batches.append(measure.of(begin.changed(losses=losses), batch))
+            sums += losses_of_batches[-1]
             if not last:
                 engine.step()
         return sums
@@ -229,6 +234,7 @@ class PipelineBackend(Backend):
         measure = self._spec.loss_measure
         found = self.executor.run(plan, batches, seeds, measure)
         sums = torch.zeros(len(measure.names), dtype=torch.float64, device=self._device)
+        self.losses = [found[number] for number in sorted(found)]
         return reduce(add, found.values(), sums)
 
     def evaluate(self, batches: Iterator[Batch], count: int, measure: Measure) -> list[Tensor]:

@@ -184,6 +184,26 @@ def take_clipping_over(
     )
 
 
+def drop_gradients(optimizer: Any) -> None:
+    """Forgets the gradients of a step before its update, as DeepSpeed does after an overflow."""
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        for number in range(len(optimizer.bit16_groups)):
+            optimizer._release_preflattened_grad_buffers(number)
+            optimizer.averaged_gradients[number] = None
+            optimizer.all_grad_tensors[number] = None
+        optimizer.micro_step_id = -1  # before the first micro batch of a step
+        if optimizer.cpu_offload:
+            optimizer.reset_cpu_buffers()
+            optimizer.local_overflow = False
+        optimizer._epilogue_ran_this_backward = False
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        if optimizer.offload_optimizer:
+            optimizer.reset_cpu_buffers()
+        else:
+            optimizer.averaged_gradients = {}
+    optimizer.zero_grad(set_to_none=True)
+
+
 def average_by(engine: Any, average: Callable[[], None]) -> None:
     """Replaces the averaging of an engine's gradients at stage 0: DeepSpeed's refuses float64, in
     which the layouts are compared."""

@@ -80,6 +80,11 @@ class Float8State:
         """Call it when weights change other than by a step."""
         self._stale = True
 
+    def forget_step(self) -> None:
+        """Forgets what the backward passes since the last :meth:`end_step` measured."""
+        if self.history is not None:
+            self.history.forget_step()
+
     def end_step(self) -> None:
         """Call it after the last backward pass of a step; every rank must."""
         self._stale = True
@@ -121,6 +126,10 @@ class AmaxHistory:
         self._history = torch.cat([newest.unsqueeze(0), self._history[:-1]])
         self._current.zero_()
         self._choose()
+
+    def forget_step(self) -> None:
+        """Forgets the magnitudes of a step that is computed again."""
+        self._current.zero_()
 
     def _choose(self) -> None:
         newest, most = self._history[0], self._history.amax(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -17,7 +17,11 @@ from megatron.checkpoint.manifest import BaseRecord
 from megatron.config import RunConfig
 from megatron.config.kinds.instruction import InstructionConfig
 from megatron.engine.backend import Backend
-from megatron.engine.deepspeed_patches import defer_scale_growth, keep_smallest_scale
+from megatron.engine.deepspeed_patches import (
+    defer_scale_growth,
+    drop_gradients,
+    keep_smallest_scale,
+)
 from megatron.engine.float8 import Float8State
 from megatron.engine.update.async_step import AsyncOptimizerStep
 from megatron.engine.update.gradient_norm import clipping_factor, gradient_norm
@@ -184,9 +188,12 @@ class TrainEngine(ModelEngine):
     Attributes:
         look_ahead: makes a step's micro batches of the next ones, before their first pass; None for
             these as they are.
+        judge: computes a step's gradients by :meth:`compute`, perhaps several times, in place of a
+            single call; gets its micro batches, their seeds, and the number of samples before.
     """
 
     look_ahead: Callable[[Iterator[Any], int], Iterator[Any]] | None = None
+    judge: Callable[[list[Any], list[int | None], int], Tensor] | None = None
 
     def __init__(
         self,
@@ -242,7 +249,11 @@ class TrainEngine(ModelEngine):
             batches = self.look_ahead(batches, micro_batches)
         self.prepare(micro_batches)
         seeds = self._dropout_seeds(consumed_samples, micro_batches)
-        sums = self.backend.accumulate(self.taught(batches, micro_batches), seeds)
+        taught = self.taught(batches, micro_batches)
+        if self.judge is None:
+            sums = self.compute(taught, seeds)
+        else:
+            sums = self.judge([next(taught) for _ in seeds], seeds, consumed_samples)
         scale_before = float(getattr(self.optimizer_wrapper, "loss_scale", 1.0))
         at_smallest = self._scale_is_smallest()
         norm, held = self.update()
@@ -251,6 +262,23 @@ class TrainEngine(ModelEngine):
         return StepResult(
             self.spec.total(losses), losses, norm, held, scale_before, exhausted, sums.sum()
         )
+
+    def compute(self, batches: Iterator[Batch], seeds: Sequence[int | None]) -> Tensor:
+        """The gradients of a step's micro batches, and the sums of its losses on this rank; see
+        :meth:`Backend.accumulate`."""
+        return self.backend.accumulate(batches, seeds)
+
+    def drop_gradients(self) -> None:
+        """Forgets what :meth:`compute` has left, so that it can compute again."""
+        drop_gradients(self.optimizer_wrapper)
+        self.float8.forget_step()
+
+    def norm_before_update(self) -> Tensor | None:
+        """The norm of the gradients, a scalar on the device; None where only DeepSpeed's own step
+        finds it (fp16, SGD and offloaded state at ZeRO 1 to 3)."""
+        if self._async_step is not None:
+            return self._async_step.measure()
+        return gradient_norm(list(self.trained), self.mesh) if self.stage == 0 else None
 
     def prepare(self, micro_batches: int) -> None:
         if not self.model.training:  # train() visits every module

@@ -132,6 +132,11 @@ def _connection(timeout: timedelta, is_master: bool = False) -> dist.TCPStore:
     )
 
 
+def met() -> bool:
+    """Whether the ranks have met, and :func:`connect` can be called."""
+    return _meeting.start != _Meeting.start
+
+
 def connect(timeout: timedelta) -> dist.Store:
     """Another connection to what this start of the run has in the store, once the ranks have met;
     one that a thread waits in would block the others."""

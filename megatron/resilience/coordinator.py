@@ -15,11 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.resilience.peers import Message, Peer
+from megatron.util.errors import RESTART_STATUS
 from megatron.util.processes import death
-from megatron.util.statuses import LOST, USER_MISTAKE
 
 logger = logging.getLogger(__name__)
 
+USER_MISTAKE = 2
+"""Exit status after which another start ends in the same way."""
 JUDGING_SECONDS = 0.3
 """After a failure: the rank that fails first is not always the first that is heard of."""
 REPORT_SECONDS = 5.0
@@ -204,7 +206,7 @@ class Coordinator:
                 came = {member.rank for member in self.members}
                 missing = [rank for rank in range(self.size) if rank not in came]
                 self._finish(
-                    LOST,
+                    RESTART_STATUS,
                     f"waited {self.rules.patience / 60:g} minutes (--distributed-timeout-minutes) "
                     f"for ranks {', '.join(map(str, missing[:8]))} to start; see what they print",
                 )
@@ -266,9 +268,9 @@ class Coordinator:
             logger.warning(f"{member.name} gets no more work: {hopeless}")
             self._failures, hopeless = _Failures(), None
         if hopeless:
-            self._finish(LOST, f"{what}; the run ends, since {hopeless}")
+            self._finish(RESTART_STATUS, f"{what}; the run ends, since {hopeless}")
             return
-        self._stop(what, REPORT_SECONDS if status == LOST else 0.0)
+        self._stop(what, REPORT_SECONDS if status == RESTART_STATUS else 0.0)
 
     def _stop(self, why: str, grace: float = 0.0) -> None:
         self.state, self._why = "stopping", why
@@ -283,7 +285,8 @@ class Coordinator:
             return
         if restarts is not None and self.generation >= restarts:
             self._finish(
-                LOST, f"{self._why}; the run ends after --inprocess-max-iterations {restarts}"
+                RESTART_STATUS,
+                f"{self._why}; the run ends after --inprocess-max-iterations {restarts}",
             )
             return
         size = self._usable()
@@ -298,7 +301,7 @@ class Coordinator:
                 f"{least} (--inprocess-min-world-size) that the layout and "
                 f"--global-batch-size {self._layout.global_batch} allow"
             )
-            self._finish(LOST, f"{self._why}; {needed}")
+            self._finish(RESTART_STATUS, f"{self._why}; {needed}")
             return
         self._start(size, self._why)
 
@@ -365,7 +368,7 @@ def _consequence(status: int) -> int:
     hardly; a mistake of the user is found by all ranks, and can be that another rank is gone."""
     if status < 0:
         return 0
-    return {LOST: 1, USER_MISTAKE: 3}.get(status, 2)
+    return {RESTART_STATUS: 1, USER_MISTAKE: 3}.get(status, 2)
 
 
 def choose(members: Sequence[Member], size: int) -> list[Member]:

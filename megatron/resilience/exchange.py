@@ -23,6 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.parallel import agreement
 from megatron.resilience.process_states import GONE, state_letter, state_of
 from megatron.resilience.reports import Report
 from megatron.resilience.verdict import LOST, HangQuestion, HangVerdict, Silent, judge
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 PATIENCE = 5.0
 """Seconds, counted in pauses of the thread, for which an answer is waited for."""
 _PAUSE = 0.2
+_CONNECTING = timedelta(minutes=10)
 _EVERY = 1.0
 _LOOKED_AT = 1.0
 """Seconds for which ranks on a machine may look at the processes of others there."""
@@ -124,17 +126,10 @@ class RankExchange:
 
     def _connect(self) -> Any:
         """A connection of this thread's own: one that another thread waits in would block it."""
-        server = dist.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            timeout=timedelta(days=1),
-            wait_for_workers=False,
-        )
-        # Beside what the ranks agree on, which is cleared by a restart in the same way.
-        return dist.PrefixStore(
-            f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", server
-        )
+        while not agreement.met():
+            if self._stopping.wait(_PAUSE):
+                raise ConnectionError("the ranks have not met")
+        return dist.PrefixStore("watchdog", agreement.connect(_CONNECTING))
 
     def _round(self) -> None:
         self._beat()

@@ -29,7 +29,7 @@ from megatron.resilience import generation
 from megatron.resilience.coordinator import Coordinator, Member, Rules, hello
 from megatron.resilience.generation import RunGeneration, TrainerProgress
 from megatron.resilience.peers import Message, Peer, connect, listen
-from megatron.util.statuses import LOST
+from megatron.util.errors import RESTART_STATUS
 
 logger = logging.getLogger(__name__)
 
@@ -208,7 +208,7 @@ class Guardian:
                 self._forget_closed()
             before = now
             if not self._child and self._launched and os.getppid() != self._launcher:
-                self._end(LOST)
+                self._end(RESTART_STATUS)
             if self._start is not None and not self._child:
                 started = self._fork(self._start)
                 if started is not None:
@@ -228,7 +228,7 @@ class Guardian:
                 f"error: rank {self._rank}: the guardian of rank 0 has ended ({error}); this one "
                 "ends, too"
             )
-            self._end(LOST)
+            self._end(RESTART_STATUS)
         for message in messages:
             if message["kind"] == "start":
                 self._start = message
@@ -290,7 +290,7 @@ class Guardian:
             return None
         ctypes.CDLL(None).prctl(PARENT_DIED, signal.SIGKILL)
         if os.getppid() != guardian:
-            os._exit(LOST)
+            os._exit(RESTART_STATUS)
         self._close()
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         os.environ.update(

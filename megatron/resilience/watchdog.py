@@ -3,9 +3,9 @@
 A thread counts ticks of a second. Time is what it counts, never the clock: a process that was
 stopped and continued, or a machine that slept, is not late. Where the main thread has not advanced
 (:data:`megatron.util.phases.activity`) for as many ticks as its phase may take, or a signal to end
-is not obeyed, it asks the other ranks (:class:`RankExchange`). If their answers say who holds the run
-up, it writes that and what every rank does, and ends the process, so that the launcher starts the
-run again.
+is not obeyed, it asks the other ranks (:class:`RankExchange`). If their answers say who holds the
+run up, it writes that and what every rank does, and ends the process, so that the launcher starts
+the run again.
 """
 
 from __future__ import annotations

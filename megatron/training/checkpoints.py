@@ -22,8 +22,9 @@ class CheckpointManager(Callback):
     epochs, at the end, and where it is stopped. A failed save leaves the earlier checkpoints and is
     reported; the run fails if its last save did, if ``--max-failed-saves`` fail in a row, or if
     weights or moments were not finite: from those nothing can be trained. ``newest`` is the
-    checkpoint that the run continues from; ``check`` gets the iteration before every save, on every
-    rank, and raises an error if the state must not be saved."""
+    checkpoint that the run continues from; ``completed`` counts those of this process, in the
+    memory of the nodes too; ``check`` gets the iteration before every save, on every rank, and
+    raises an error if the state must not be saved."""
 
     def __init__(
         self,
@@ -35,7 +36,7 @@ class CheckpointManager(Callback):
     ) -> None:
         self.writer, self.report, self.interval = writer, report, interval
         self._check = check
-        self.newest = newest
+        self.newest, self.completed = newest, 0
         self._show(newest)
         self.error: CheckpointError | None = None
         self.counted: dict[str, Callable[[], Any]] = {}
@@ -170,6 +171,7 @@ class CheckpointManager(Callback):
         if result.error is None or result.published:
             self.newest = folder
             self._show(folder)
+            self.completed += 1
         if result.error is not None:
             if self._begun_at == result.iteration:
                 self._begun_at = None  # may be tried again

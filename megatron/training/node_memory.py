@@ -3,7 +3,7 @@ them, and when it continues from one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,13 @@ import torch.distributed as dist
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.folder import step_of
 from megatron.config import CheckpointConfig
-from megatron.engine.deepspeed_json import Json
 from megatron.engine.node_folders import NodeFolders, open_folders
 from megatron.engine.node_loading import checkpoints_in, fetch
 from megatron.engine.node_saving import NodeWriter
 from megatron.engine.saving import SaveResult
 from megatron.engine.train_engine import TrainEngine
-from megatron.training.report import Reporter, say
+from megatron.training.checkpoints import CheckpointManager
+from megatron.training.report import say
 from megatron.training.resume import ResumeSource
 from megatron.training.trainer import Callback, Trainer
 from megatron.util.phases import phase
@@ -28,7 +28,10 @@ from megatron.util.phases import phase
 class NodeCheckpoints(Callback):
     """The checkpoints of a run in the memory of its nodes, between those in ``--save``. Every rank
     must create one, and call the methods in the same order. They are deleted at the end of a run
-    that ends without an error."""
+    that ends without an error. ``check`` gets the iteration before every save, on every rank, and
+    raises an error if the state must not be saved."""
+
+    check: Callable[[int], None] = staticmethod(lambda iteration: None)
 
     def __init__(self, engine: TrainEngine) -> None:
         config, world = engine.config, engine.mesh.world
@@ -42,7 +45,6 @@ class NodeCheckpoints(Callback):
         self.folders: NodeFolders = open_folders(given, self._save, world, group)
         self._interval = self.options.non_persistent_save_interval or 0
         self._writer: NodeWriter | None = None
-        self._report: Reporter | None = None
         self._samples: dict[int, int] = {}
         self._announced = self._failing = False
 
@@ -81,30 +83,28 @@ class NodeCheckpoints(Callback):
         self._finished(wait=True)
         self.folders.discard_after(iteration)
 
-    def begin(
-        self,
-        report: Reporter,
-        content: Json,
-        save_tokenizer: Callable[[Path], None],
-        data: Sequence[Json],
-    ) -> NodeCheckpoints:
-        """Says how results are reported, and what is saved beside the engine's state; see
-        :class:`megatron.engine.saving.CheckpointWriter`."""
-        factor = self.options.replication_factor
-        self._report = report
-        self._writer = NodeWriter(self.engine, content, save_tokenizer, data, self.folders, factor)
-        return self
+    def begin(self, checkpoints: CheckpointManager) -> None:
+        """Before the first step: the checkpoints in ``--save``, between which these are."""
+        writer, factor = checkpoints.writer, self.options.replication_factor
+        self._checkpoints = checkpoints
+        self._writer = NodeWriter(
+            self.engine, writer.content, writer.save_tokenizer, writer.data, self.folders, factor
+        )
 
     def between_steps(self, trainer: Trainer) -> None:
         every, now = self.engine.config.checkpoint.save_interval, trainer.iteration
         if now % self._interval or trainer.at_end or (every is not None and now % every == 0):
             return
         trainer.settle()  # a step that was not finite is never saved
+        self.check(now)
         with phase("save", str(self.folders.folder)):
             self._finished(wait=True)
             self._samples[now] = trainer.consumed_samples
             assert self._writer is not None, "begin() comes before the first step"
-            self._writer.save(now, {"consumed_samples": trainer.consumed_samples})
+            self._writer.save(now, self._checkpoints.counters(trainer.consumed_samples))
+
+    def went_back(self, trainer: Trainer) -> None:
+        self.discard_after(trainer.iteration)
 
     def __exit__(self, error_type: type[BaseException] | None, *_: Any) -> None:
         for result in [] if self._writer is None else self._writer.close():
@@ -118,10 +118,10 @@ class NodeCheckpoints(Callback):
 
     def _show(self, result: SaveResult) -> None:
         """Says when the first save succeeded, and when they begin to fail and succeed again."""
-        assert self._report is not None
+        report = self._checkpoints.report
         if result.error is not None:
             if not self._failing:
-                self._report.say(
+                report.say(
                     f"WARNING: no checkpoint in memory at iteration {result.iteration}: "
                     f"{result.error}"
                 )
@@ -133,18 +133,19 @@ class NodeCheckpoints(Callback):
             "bytes": result.bytes,
         }
         samples = self._samples.pop(result.iteration)
-        self._report.event("memory_save", result.iteration, samples, values)
+        report.event("memory_save", result.iteration, samples, values)
         if self._failing or not self._announced:
             nodes = len(self.folders.nodes)
             kept = min(self.options.replication_factor, nodes)
             where = "its node" if kept == 1 else f"{kept} of {nodes} nodes"
-            self._report.say(
+            report.say(
                 f"saved checkpoint in memory at iteration {result.iteration}, and every "
                 f"{self._interval} from now on: each rank's part on {where}, "
                 f"{self.folders.folder} | {result.bytes / 1e6:.1f} MB in {result.seconds:.2f} s | "
                 f"save stall {1000 * result.stall_seconds:.0f} ms"
             )
         self._failing, self._announced = False, True
+        self._checkpoints.completed += 1
 
     def _say(self, line: str) -> None:
         if self.folders.rank == 0:

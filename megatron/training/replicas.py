@@ -31,6 +31,9 @@ class ReplicaCheck(Callback):
             trainer.settle()  # a step that was not finite is named first
             self.check(trainer.iteration)
 
+    def went_back(self, trainer: Trainer) -> None:
+        self._equal_after = None
+
     def check(self, iteration: int) -> None:
         """Raises FaultError, on every rank, if copies differ after so many steps; once for each."""
         if self._interval == 0 or self._equal_after == iteration:

@@ -239,13 +239,6 @@ class Reporter(Callback):
         """Records a finished save."""
         self._write("save", iteration, consumed_samples, values)
 
-    def restart(
-        self, iteration: int, consumed_samples: int, line: str, values: dict[str, float | None]
-    ) -> None:
-        """Says and records that the run continues after a failure."""
-        self.say(line)
-        self._write("restart", iteration, consumed_samples, values)
-
     def _write(
         self, kind: str, iteration: int, samples: int, values: Mapping[str, float | None]
     ) -> None:

@@ -25,10 +25,15 @@ def from_own_checkpoint(settings: Settings) -> Settings:
     generation, save = current(), settings.get("save")
     # Trainers that were built had found no checkpoint of another run in the folder.
     built = generation is not None and generation.batch > 0
-    if not built or save is None or save.value is None or locate_checkpoint(save.value) is None:
+    if not built or save is None or save.value is None:
         return settings
+    own = {"load": Setting(save.value, "--save of this run, which starts again")}
+    if locate_checkpoint(save.value) is None:
+        # There may be one in memory. A run that begins with another checkpoint begins there again.
+        in_memory = "non_persistent_save_interval" in settings
+        return own | settings if in_memory else settings
     kept = {name: setting for name, setting in settings.items() if name not in _BEGINNINGS}
-    return kept | {"load": Setting(save.value, "--save of this run, which starts again")}
+    return kept | own
 
 
 def restarted(
@@ -67,32 +72,30 @@ class Restarted(Callback):
     ) -> None:
         self._progress, self._generation = generation.progress, generation
         self._checkpoints, self._report, self._begin = checkpoints, report, begin
-        self._newest, self._told = checkpoints.newest, generation.failure is None
+        self._told = generation.failure is None
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
         """Counts the step."""
-        self._look()
+        self._progress.saves = self._checkpoints.completed
         self._progress.iteration = step.iteration
         if not self._told:
             self._tell(step)
 
     def between_steps(self, trainer: Trainer) -> None:
-        """Counts a checkpoint."""
-        self._look()
-
-    def _look(self) -> None:
-        if self._checkpoints.newest != self._newest:
-            self._newest = self._checkpoints.newest
-            self._progress.saves += 1
+        """Counts checkpoints."""
+        self._progress.saves = self._checkpoints.completed
 
     def _tell(self, step: Step) -> None:
         self._told = True
         seconds = time.monotonic() - self._generation.failed_at
         lost = max(0, self._generation.lost_iteration - self._begin)
-        self._report.restart(
+        self._report.say(
+            f"restart {self._generation.number}: continues after iteration {self._begin}, "
+            f"{seconds:.1f} s after the failure; {lost} steps are computed again"
+        )
+        self._report.event(
+            "restart",
             step.iteration,
             step.first_sample + step.samples,
-            f"restart {self._generation.number}: continues after iteration {self._begin}, "
-            f"{seconds:.1f} s after the failure; {lost} steps are computed again",
             {"number": self._generation.number, "seconds": seconds, "lost_steps": lost},
         )

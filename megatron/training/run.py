@@ -92,6 +92,9 @@ imported for such runs only."""
 DISTILLATION = "megatron.training.distillation.callback:Distillation"
 """The callback of ``--kd``, which is made of a run and imported for runs with the flag only."""
 
+SECOND_LOOK = "megatron.training.second_look:SecondLook"
+"""What ``--rerun-on-anomaly`` does with a step before its update; imported for runs with it."""
+
 WATCHDOG = "megatron.resilience.watchdog:watchdog_of"
 """What ends a run that does not advance. It is made of the run's configuration."""
 
@@ -261,7 +264,8 @@ def build_trainer(
     data = data or run_data(run)
     if config.data.verify_data:
         verify_checksums([file.path for file in data.files()], mesh.world.rank, mesh.world.size)
-    agreement.compare(lambda: _fingerprint().data_facts(data.files()))
+    files_of = data.files
+    agreement.compare(lambda: _fingerprint().data_facts(files_of()))
     request = StopRequest(
         config.training.exit_duration_in_mins,
         run.launched,
@@ -281,18 +285,16 @@ def build_trainer(
     files = data.files() if checkpoint is not None or config.checkpoint.save else []
     saved = [file._asdict() for file in files]
     writer = checkpoint_writer(engine, run.content, run.tokenizer.save_pretrained, saved)
-    in_memory = []
+    in_memory, on_disk = [], checkpoint
     if config.resilience.non_persistent_save_interval is not None:
         in_memory = [resolve_name(NODE_CHECKPOINTS)(engine)]
-        checkpoint = in_memory[0].newest(checkpoint)
+        checkpoint = in_memory[0].newest(on_disk)
     begin = resume.load(engine, plan, checkpoint, files)
     if begin.skip_samples != config.data.skip_samples:
         data = data.skipping(begin.skip_samples)
     if config.kind(PreferenceConfig).preference == "kto":
         resolve_name(COMPARISONS)(engine)
     report = Reporter(run.resolved, plan, mesh, device, begin)
-    for saves in in_memory:
-        saves.begin(report, run.content, run.tokenizer.save_pretrained, saved)
     for teacher in teaching:
         teacher.start(engine, data, plan, begin.consumed_samples)
         report.beside = teacher.flops
@@ -300,14 +302,15 @@ def build_trainer(
     compared = []
     if mesh.world.size > 1:
         compared = [resolve_name(STRAGGLERS)(config.resilience, mesh, device, report)]
-    checkpoints = CheckpointManager(
-        writer,
-        report,
-        config.checkpoint.save_interval,
-        begin.folder if begin.iteration else None,
-        replicas.check,
-    )
+    newest = begin.folder if begin.iteration else None
+    if checkpoint is not on_disk:
+        newest = on_disk.found.folder if on_disk is not None and on_disk.continues else None
+    interval = config.checkpoint.save_interval
+    checkpoints = CheckpointManager(writer, report, interval, newest, replicas.check)
     replicas.newest = lambda: checkpoints.newest_shown
+    for saves in in_memory:
+        saves.check = replicas.check
+        saves.begin(checkpoints)
     guard = NonFiniteGuard(
         device,
         config.precision.fp16,
@@ -319,6 +322,9 @@ def build_trainer(
         replicas=replicas.check,
     )
     spikes = _spike_guard(config, device, checkpoints, begin, checkpoint, files)
+    looks = []
+    if config.resilience.rerun_on_anomaly != "disabled":
+        looks = [resolve_name(SECOND_LOOK)(run, engine, data, report, spikes)]
     return Trainer(
         engine,
         data,
@@ -332,6 +338,7 @@ def build_trainer(
             *compared,
             report,
             guard,
+            *looks,
             *spikes,
             replicas,
             *in_memory,

@@ -48,7 +48,7 @@ def text(output):
 
 
 def trainers(guardians):
-    """The trainer of each guardian; none where there is none just now."""
+    """The trainer of each guardian; None where it has just ended."""
     found = []
     for guardian in guardians:
         try:

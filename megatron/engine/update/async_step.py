@@ -98,6 +98,11 @@ class AsyncOptimizerStep:
             take_step_over(wrapper, self._step_partitioned)
 
     @torch.no_grad()
+    def measure(self) -> Tensor:
+        """The norm of the gradients, a scalar on the device."""
+        return self._measure()
+
+    @torch.no_grad()
     def prepare(self) -> None:
         """Measures the gradients of a step, so that the following update clips or does nothing."""
         norm = self._measure()

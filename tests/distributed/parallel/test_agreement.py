@@ -121,6 +121,32 @@ def test_a_rank_that_ends_since_it_counts_otherwise_is_told_by_that(pool):
     assert "WORLD_SIZE is 3 on rank 1 and 2 on rank 0" in pool.run(2, one_counts_otherwise)[0]
 
 
+def started_again():
+    """A start on the store of earlier ones, whose ranks have left keys and died anywhere."""
+    rank = int(os.environ["RANK"])
+    # Each node's agent counts the failures of its own processes.
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(rank)
+    first = Agreement(TIMEOUT)
+    found = [refused(first, {"--lr": "0.1"})]
+    if rank == 1:
+        first._server.add("starts/callers", 1)  # ended before it had asked
+        first._server.set(f"starts/caller/{first._server.add('starts/callers', 1)}", "gone")
+    again = Agreement(TIMEOUT)
+    found.append(refused(again, {"--lr": "0.2"}))
+    store = agreement.connect(TIMEOUT)
+    place = f"what {rank} says"
+    found.append(store.check([place]))
+    store.set(place, "something")
+    store.wait(["what 0 says", "what 1 says"], TIMEOUT)
+    return [*found, first._start._name, again._start._name]
+
+
+def test_a_start_sees_nothing_of_earlier_ones_in_the_same_store(pool):
+    first, second = pool.run(2, started_again)
+    assert first == second and first[:3] == [None, None, False]
+    assert first[3] != first[4]
+
+
 def folder_of_weights(path, values):
     path.mkdir()
     (path / "config.json").write_text("{}")
