@@ -115,7 +115,7 @@ class Start:
         return True
 
 
-def _of_launcher() -> bool:
+def of_launcher() -> bool:
     """Whether the store is the launcher's, which all ranks are clients of."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
@@ -164,7 +164,7 @@ class Agreement:
     def __init__(self, timeout: timedelta) -> None:
         self._rank, self._size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._timeout = timeout
-        self._server = _connection(timeout, is_master=self._rank == 0 and not _of_launcher())
+        self._server = _connection(timeout, is_master=self._rank == 0 and not of_launcher())
         self._start = Start(self._server, self._rank, timeout)
         self._compared = 0
 

@@ -64,7 +64,9 @@ class RankExchange:
         self.answers: dict[int, Report] = {}
         self.silent: list[Silent] = []
         self.owner: Silent | None = None
-        """The rank that has the store; None for a launcher's, or until it is known."""
+        """The rank that has the store; None for a launcher's."""
+        if not agreement.of_launcher():
+            self.owner = Silent(0, "", 0, "", 0)
         self.error = ""
         """Why the store cannot be used any more."""
         self._report = report
@@ -118,7 +120,7 @@ class RankExchange:
             self._store = self._connect()
             while not self._stopping.is_set():
                 self._round()
-                self._woken.wait(self._every)
+                self._woken.wait(_PAUSE if self._owner_unknown else self._every)
                 self._woken.clear()
         except Exception as error:  # of any kind: the store has ended, or its network
             self.error = str(error).partition("\n")[0] or repr(error)
@@ -150,9 +152,12 @@ class RankExchange:
     def _beat(self) -> None:
         life = [self._host, os.getpid(), activity.phase, activity.iteration]
         self._store.set(f"life/{self.rank}", json.dumps(life))
-        if self.owner is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            last = self._last_of(0)
-            self.owner = last if last.pid else None
+        if self._owner_unknown:
+            self.owner = self._last_of(0)
+
+    @property
+    def _owner_unknown(self) -> bool:
+        return self.owner is not None and not self.owner.pid
 
     def _last_of(self, rank: int) -> Silent:
         """What a rank has said last."""

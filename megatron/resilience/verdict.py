@@ -45,7 +45,9 @@ class Silent:
 
     @property
     def name(self) -> str:
-        return f"rank {self.rank} ({self.host}, pid {self.pid})"
+        return (
+            f"rank {self.rank} ({self.host}, pid {self.pid})" if self.pid else f"rank {self.rank}"
+        )
 
 
 @dataclass(frozen=True)
