@@ -135,7 +135,12 @@ REFUSED = {
     "--calculate-per-token-loss": "the loss of a batch is the mean of its micro batches",
     "--random-ltd": 'every block sees all tokens; "data_efficiency" in the DeepSpeed JSON has '
     "curricula",
-    "--iterations-to-skip": "--skip-samples FIRST:LAST skips training samples",
+    "--check-for-spiky-loss --check-for-large-grads": (
+        "every run does, by --spike-sigma; --on-spike says what happens then"
+    ),
+    "--iterations-to-skip": (
+        "--skip-samples FIRST:LAST skips training samples, --on-spike rollback those of spikes"
+    ),
     # Data and tokenizers.
     "--train-data-exact-num-epochs": "--train-samples is the number of samples",
     "--sample-rate": "WEIGHT PREFIX WEIGHT PREFIX ... in --data-path says how often each is used",
@@ -195,7 +200,7 @@ REFUSED = {
         "use --inprocess-restart, or torchrun --max-restarts; --hang-seconds finds ranks that hang"
     ),
     "--error-injection-* --fault-injector-* --rerun-mode --result-rejected-tracker-filename "
-    "--check-for-spiky-loss --check-for-large-grads --gpu-sniff-test-interval": (
+    "--gpu-sniff-test-interval": (
         "a run stops at losses and gradients that are not finite; tools/check_parity.py compares "
         "layouts"
     ),
