@@ -251,7 +251,7 @@ def test_equal_copies_are_not_reported(pool, layout, number, flags):
     argv = [*TINY, "--num-layers", "8", "--global-batch-size", batch, *parsed.flags(), *flags]
     argv += ["--zero-stage", str(number), "--train-iters", "3", "--check-replicas-interval", "1"]
     for counts in pool.run(parsed.processes, compared, argv):
-        assert len(counts) == 3 and min(counts) > 10
+        assert len(counts) == 3 and min(counts) > 3  # pipelines alone share little
 
 
 def ruined_weight(rank):
