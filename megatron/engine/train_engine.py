@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -297,11 +298,18 @@ class TrainEngine(ModelEngine):
         seed = self.config.training.seed
         return [dropout_seed(seed, first + n * per_round) for n in range(micro_batches)]
 
-    def forget_steps(self) -> None:
-        """Before another state is loaded: drops what the steps so far have left outside of weights
-        and optimizer state."""
+    @contextmanager
+    def replacing_state(self) -> Iterator[None]:
+        """Within it a checkpoint can be loaded after steps have been trained: they leave more than
+        weights and optimizer state."""
         if self._async_step is not None:
             self._async_step.held = None
+        whole = self.optimizer_wrapper.persistent_parameters if self.stage == 3 else []
+        if whole:  # small ones, of which every rank keeps copies of all values between steps
+            whole[0].partition(whole)
+        yield
+        if whole:
+            whole[0].all_gather(whole)
 
     def prepare_evaluation(self) -> None:
         self.engine.eval()
