@@ -278,6 +278,7 @@ def ended(argv, under, *args):
     return None
 
 
+@pytest.mark.proof
 def test_a_rank_with_a_weight_that_is_not_a_number_is_named(pool):
     """Found by the next step, whose loss is not finite. ZeRO 1 to 3 make the weights again from
     the main weights, whether or not those change; then the rank's own loss tells."""
