@@ -251,7 +251,7 @@ def test_equal_copies_are_not_reported(pool, layout, number, flags):
     argv = [*TINY, "--num-layers", "8", "--global-batch-size", batch, *parsed.flags(), *flags]
     argv += ["--zero-stage", str(number), "--train-iters", "3", "--check-replicas-interval", "1"]
     for counts in pool.run(parsed.processes, compared, argv):
-        assert len(counts) == 3 and min(counts) > 10
+        assert len(counts) == 3 and min(counts) > 3  # pipelines alone share little
 
 
 def ruined_weight(rank):
@@ -278,6 +278,7 @@ def ended(argv, under, *args):
     return None
 
 
+@pytest.mark.proof
 def test_a_rank_with_a_weight_that_is_not_a_number_is_named(pool):
     """Found by the next step, whose loss is not finite. ZeRO 1 to 3 make the weights again from
     the main weights, whether or not those change; then the rank's own loss tells."""

@@ -129,7 +129,7 @@ FAULTS = [
 
 @pytest.mark.parametrize(
     ("layout", "stage", "rank", "always", "factor", "words"),
-    sampled(FAULTS, lambda case: case[:4] in (("dp4", 0, 2, False), ("dp4", 1, 2, True))),
+    sampled(FAULTS, lambda case: case[:4] in (("dp4", 0, 2, False),)),
 )
 def test_a_rank_that_computes_wrongly_is_named(
     pool, tmp_path, layout, stage, rank, always, factor, words
@@ -142,6 +142,7 @@ def test_a_rank_that_computes_wrongly_is_named(
     assert complete_tags(tmp_path) == [f"global_step{n}" for n in range(1, BAD)]
 
 
+@pytest.mark.proof
 def test_report_stats_only_names_it(pool):
     size, argv = layout_flags("dp2", 1)
     argv += ["--train-iters", "5", "--rerun-mode", "report_stats"]
@@ -198,6 +199,7 @@ def high_rate(step):
         yield
 
 
+@pytest.mark.proof
 def test_a_training_that_diverges_is_not_blamed_on_data(pool):
     argv = [*TINY, "--train-iters", "40", "--spike-window", "20", RERUN]
     output, error, _ = pool.run(2, run, [*argv, "--zero-stage", "1"], high_rate, 35)[0]
