@@ -16,6 +16,10 @@ SECONDS = 20.0
 """Of steps that a window has at least, whatever their number: processes of a busy machine take
 turns at being slow for shorter times."""
 
+BUSY = 0.2
+"""Of the others' own time without a processor: the machine has too few of them for all its ranks,
+and which of them gets none for how long means nothing."""
+
 LEAST_SHARE = 0.1
 """Of a step that a rank must be behind the median: less is hardly worth a message."""
 
@@ -132,6 +136,9 @@ class StragglerRule:
         own, others = found.own / steps, self._expected(stage, rank, sums) / steps
         step = max(piece.wall for piece in sums) / steps
         behind = own > self._factor * others and own - others > LEAST_SHARE * step
+        rest = [piece for other, piece in enumerate(sums) if other != rank and piece.own]
+        if found.unscheduled > found.own / 2 and rest:
+            behind = behind and median(piece.unscheduled / piece.own for piece in rest) < BUSY
         alone = len(stage.ranks) == 1
         changes = [Change(rank, behind, own, others, _reason(found), before=alone)]
         devices = [sums[other].device for other in self._all if other != rank]

@@ -96,7 +96,6 @@ def test_a_stage_of_one_rank_is_compared_with_what_it_needed_at_first():
     ("parts", "reason"),
     [
         ({"reading": 0.8}, "reading its data"),
-        ({"unscheduled": 0.7}, "waits for a processor"),
         ({"reading": 0.2}, "the others wait for it"),
     ],
 )
@@ -119,3 +118,19 @@ def test_a_slow_gpu_is_named_on_any_stage():
 def test_a_factor_of_0_names_nobody():
     rule = StragglerRule([range(2)], factor=0, window=50)
     assert run(rule, 100, 0.1, [0.1, 0.9]) == []
+
+
+def pieces_without_processor(own: float, others: float) -> list[StepTimes]:
+    return [StepTimes(1.0, 0.3, 0.0, 0.3 * others), StepTimes(1.0, 0.9, 0.0, 0.9 * own)]
+
+
+def test_a_rank_without_a_processor_is_named():
+    rule = StragglerRule([range(2)], factor=1.5, window=50)
+    found = [c for _ in range(60) for c in rule.add(10, pieces_without_processor(0.8, 0.05))]
+    assert [change.rank for change in found] == [1]
+    assert "waits for a processor" in str(found[0])
+
+
+def test_a_machine_that_is_too_busy_for_all_its_ranks_names_nobody():
+    rule = StragglerRule([range(2)], factor=1.5, window=50)
+    assert not any(rule.add(10, pieces_without_processor(0.8, 0.5)) for _ in range(60))
