@@ -47,9 +47,15 @@ class WarmRuns:
         size: int,
         output: Path,
         variables: Callable[[int], Mapping[str, object]] = lambda rank: {},
+        **environment: object,
     ) -> list[int]:
+<<<<<<< HEAD
+        """Starts the processes of one run; their ids. ``environment`` has further variables
+        of all ranks, and ``variables`` those of each."""
+=======
         """Starts the processes of one run; their ids. ``variables`` are further ones of the
         environment of each rank."""
+>>>>>>> main
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

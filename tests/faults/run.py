@@ -3,6 +3,7 @@
 python tests/faults/run.py --list
 python tests/faults/run.py stop-rank-1-2-stages kill-worker-1
 python tests/faults/run.py
+python tests/faults/run.py --campaign 200 --seed 1 --minutes 25
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
+from faults.campaign import Tally, campaign  # noqa: E402
 from faults.fault import attempt  # noqa: E402
 from faults.table import FAULTS  # noqa: E402
 from faults.training import Undisturbed  # noqa: E402
@@ -26,8 +28,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", help="of faults; all by default")
     parser.add_argument("--list", action="store_true", help="the names, and how each is injected")
+    parser.add_argument("--campaign", type=int, metavar="N", help="N random faults instead")
+    parser.add_argument("--seed", type=int, default=0, help="of --campaign")
+    parser.add_argument("--minutes", type=float, default=25.0, help="of --campaign, at most")
     parser.add_argument("--part", default="1/1", help="I/N: every N-th of them")
     args = parser.parse_args()
+    if args.campaign:
+        sys.exit(bool(_campaign(args.campaign, args.seed, args.minutes).wrong))
     if args.list:
         for fault in FAULTS.values():
             print(f"{fault.name:36} {fault.title} ({fault.shape.name})")
@@ -38,6 +45,16 @@ def main() -> None:
     part, parts = map(int, args.part.split("/"))
     names = (args.names or list(FAULTS))[part - 1 :: parts]
     sys.exit(bool(_try_all(names)))
+
+
+def _campaign(faults: int, seed: int, minutes: float) -> Tally:
+    warm = WarmRuns("faults.program")
+    with tempfile.TemporaryDirectory(prefix="faults-") as scratch:
+        tally = campaign(
+            warm, Path(scratch), faults, seed, minutes, lambda line: print(line, flush=True)
+        )
+    warm.stop()
+    return tally
 
 
 def _try_all(names: list[str]) -> list[str]:

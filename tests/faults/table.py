@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from faults.fault import Fault
 from faults.ranks import RANKS
+from faults.surroundings import SURROUNDINGS
 
-FAULTS: dict[str, Fault] = {fault.name: fault for fault in (*RANKS,)}
+FAULTS: dict[str, Fault] = {fault.name: fault for fault in (*RANKS, *SURROUNDINGS)}

@@ -72,6 +72,8 @@ class Training:
         flags: after those of every training; ``{save}`` is the folder of checkpoints.
         place: what :mod:`faults.program` does in a rank of the first start.
         save: the folder of checkpoints, if it is not below ``folder``.
+        variables: of the environment of each rank.
+        always: whether ``place`` and the pace count in later starts, too.
     """
 
     def __init__(
@@ -83,16 +85,18 @@ class Training:
         place: Callable[[int], Mapping[str, Any]] = lambda rank: {},
         save: Path | None = None,
         variables: Callable[[int], Mapping[str, object]] = lambda rank: {},
+        always: bool = False,
     ) -> None:
         self.warm, self.folder, self.layout = warm, folder, shape
         self.save = save or folder / "save"
         self.flags = [flag.format(save=self.save, folder=folder) for flag in flags]
-        self.place, self.variables = place, variables
+        self.place, self.variables, self._always = place, variables, always
         self.starts = 0
         self.pids: list[int] = []
 
     def start(self, faulty: bool = True) -> None:
         """Starts all ranks; they continue from the newest checkpoint."""
+        faulty = faulty or self._always
         self.folder.mkdir(exist_ok=True, parents=True)
         self.starts += 1
         argv = [*FLAGS, *self.layout.flags, "--save", self.save, "--load", self.save, *self.flags]

@@ -1,0 +1,77 @@
+"""Folders of checkpoints whose disk can be filled, frozen, or made read-only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from faults.fault import Place
+
+
+def _run(*words: object) -> None:
+    subprocess.run(list(map(str, words)), check=True, capture_output=True)
+
+
+@dataclass
+class Disk:
+    """A file system of its own."""
+
+    folder: Path
+
+    def fill(self) -> None:
+        """Leaves no space."""
+        free = os.statvfs(self.folder)
+        with open(self.folder / "filler", "wb") as file, contextlib.suppress(OSError):
+            for _ in range(free.f_bavail + 1):
+                file.write(bytes(free.f_bsize))
+                file.flush()
+
+    def clear(self) -> None:
+        (self.folder / "filler").unlink(missing_ok=True)
+
+    def protect(self) -> None:
+        _run("mount", "-o", "remount,ro", self.folder)
+
+    def allow(self) -> None:
+        _run("mount", "-o", "remount,rw", self.folder)
+
+    def freeze(self) -> None:
+        """Everything that writes waits, and does not end."""
+        _run("fsfreeze", "-f", self.folder)
+
+    def thaw(self) -> None:
+        with contextlib.suppress(subprocess.CalledProcessError):
+            _run("fsfreeze", "-u", self.folder)
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[Place]:
+    """16 MB of memory."""
+    mount = folder.with_name(f"{folder.name}-disk")
+    mount.mkdir(parents=True)
+    _run("mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", mount)
+    try:
+        yield Place(save=mount / "save", tools=Disk(mount))
+    finally:
+        _run("umount", "-l", mount)
+
+
+@contextlib.contextmanager
+def freezable_disk(folder: Path) -> Iterator[Place]:
+    """A file with ext4 in it."""
+    mount, image = folder.with_name(f"{folder.name}-disk"), folder.with_name(f"{folder.name}.ext4")
+    mount.mkdir(parents=True)
+    with open(image, "wb") as file:
+        file.truncate(64 << 20)
+    _run("mkfs.ext4", "-q", image)
+    _run("mount", "-o", "loop", image, mount)
+    disk = Disk(mount)
+    try:
+        yield Place(save=mount / "save", tools=disk)
+    finally:
+        disk.thaw()
+        _run("umount", "-l", mount)
