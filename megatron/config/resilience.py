@@ -59,7 +59,7 @@ class ResilienceConfig:
     """Keep a process beside each rank that starts it again when a rank is lost, without the
     launcher: the ranks continue from the newest checkpoint."""
     inprocess_max_iterations: int | None = option(None, bounds=POSITIVE)
-    """How often --inprocess-restart starts the ranks; no limit by default."""
+    """How often --inprocess-restart starts the ranks again; no limit by default."""
     inprocess_min_world_size: int | None = option(None, bounds=POSITIVE)
     """With --inprocess-restart: continue without ranks that cannot be started again, as long as
     this many are left."""

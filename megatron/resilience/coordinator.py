@@ -239,7 +239,9 @@ class Coordinator:
             if not running and not self._reports:
                 self._finish(0)
             return
-        self._report(member, status, f"{member.name} {death(status)}")
+        found = "has found that the run hangs or a rank is lost (exit status 3)"
+        how = found if status == RESTART_STATUS else death(status)
+        self._report(member, status, f"{member.name} {how}")
 
     def _report(self, member: Member, status: int, what: str) -> None:
         if not self._reports:

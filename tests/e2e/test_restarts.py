@@ -191,6 +191,21 @@ def test_all_ranks_killed_at_once(warm, unbroken, tmp_path):
 
 @pytest.mark.proof
 @pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_is_named_and_replaced(warm, unbroken, tmp_path, rank):
+    size, flags = LAYOUTS["zero 1"]
+    save, output = tmp_path / "save", tmp_path / "output"
+    argv = [*FLAGS, *flags, "--hang-seconds", "10", "--save", save]
+    guardians = warm.start(argv, size, output)
+    wait(guardians, lambda: steps(output)[-1:] > [25])
+    victim = hurt(guardians[rank], signal.SIGSTOP, guardians)
+    printed = finish(guardians, output)
+    assert f"process {victim}) did not end by itself, and was killed" in printed
+    assert printed.count("did not end by itself") == 1
+    assert weights(save) == unbroken("zero 1")
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_guardian_leaves_nothing_behind(warm, tmp_path, rank):
     output = tmp_path / "output"
     guardians = warm.start([*FLAGS, "--save", tmp_path / "save"], 2, output)
