@@ -6,8 +6,8 @@
 
 Each process is a node with a folder of its own in ``/dev/shm``. Runs with one and with two copies
 of every part, and with ``--async-save`` to ``--folder``, follow each other in several rounds; all
-save at every second step. Shown are medians of the stall of training and of the time until a save is
-complete, and their range, for a checkpoint of so many megabytes.
+save at every second step. Shown are medians of the stall of training and of the time until a save
+is complete, and their range, for a checkpoint of so many megabytes.
 """
 
 import argparse

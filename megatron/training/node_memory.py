@@ -47,6 +47,8 @@ class NodeCheckpoints(Callback):
         self._writer: NodeWriter | None = None
         self._samples: dict[int, int] = {}
         self._announced = self._failing = False
+        self._last = 0
+        """The iteration of the newest one."""
 
     def newest(self, origin: ResumeSource | None) -> ResumeSource | None:
         """What the run continues from: the newest checkpoint that is whole over the nodes, if it is
@@ -72,7 +74,7 @@ class NodeCheckpoints(Callback):
                     + (f"iteration {begins}" if begins else "none")
                 )
                 origin = ResumeSource(found, "--non-persistent-save-interval", continues=True)
-                begins = wanted.iteration
+                begins = self._last = wanted.iteration
                 break
         self.discard_after(begins)
         return origin
@@ -81,6 +83,7 @@ class NodeCheckpoints(Callback):
         """Deletes the checkpoints that are later than this one, which a run that was set back must
         not continue from; every rank must call it."""
         self._finished(wait=True)
+        self._last = min(self._last, iteration)
         self.folders.discard_after(iteration)
 
     def begin(self, checkpoints: CheckpointManager) -> None:
@@ -109,7 +112,10 @@ class NodeCheckpoints(Callback):
     def __exit__(self, error_type: type[BaseException] | None, *_: Any) -> None:
         for result in [] if self._writer is None else self._writer.close():
             self._show(result)
-        if error_type is None:
+        newest = None if self._writer is None else self._checkpoints.newest
+        # A run that only evaluates leaves what it has found.
+        on_disk = 0 if newest is None else step_of(newest.name) or 0
+        if error_type is None and on_disk >= self._last:
             self.folders.remove()
 
     def _finished(self, wait: bool) -> None:
@@ -145,6 +151,7 @@ class NodeCheckpoints(Callback):
                 f"save stall {1000 * result.stall_seconds:.0f} ms"
             )
         self._failing, self._announced = False, True
+        self._last = max(self._last, result.iteration)
         self._checkpoints.completed += 1
 
     def _say(self, line: str) -> None:

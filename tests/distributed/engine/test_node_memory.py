@@ -283,6 +283,16 @@ def test_an_optimizer_on_the_host(pool, tmp_path, undisturbed):
     same_weights(cluster.save / f"global_step{STEPS}", undisturbed(flags, [0, 1]))
 
 
+@pytest.mark.proof
+def test_an_evaluation_leaves_what_is_only_in_memory(pool, tmp_path):
+    cluster = Cluster(pool, tmp_path, DP4)
+    cluster.train([0, 1], at=5)
+    evaluated = ["--skip-train", "--eval-iters", "1", "--split", "90,5,5"]
+    output, error = cluster.train([0, 1], more=evaluated)[0]
+    assert error is None and "at iteration 4" in begun(output)[-1]
+    assert complete_tags(cluster.in_memory(0)) == ["global_step4"]
+
+
 def flipping(at):
     """A bit of a weight of rank 1 changes after a step."""
     real = Trainer.step
