@@ -5,8 +5,8 @@
 imports modules, the first of which is the program, and reads a JSON object a line, ``{"argv":
 [...], "environment": {...}, "output": "file"}``. For each it forks a process that is the program
 with these flags, and prints its id, which is also that of its process group. When it has ended, its
-exit status is in ``file.status``, negative if a signal ended it. A run starts in a third of a second
-instead of several.
+exit status is in ``file.status``, negative if a signal ended it. A run starts in a third of a
+second instead of several.
 """
 
 import contextlib
@@ -49,13 +49,8 @@ class WarmRuns:
         variables: Callable[[int], Mapping[str, object]] = lambda rank: {},
         **environment: object,
     ) -> list[int]:
-<<<<<<< HEAD
         """Starts the processes of one run; their ids. ``environment`` has further variables
         of all ranks, and ``variables`` those of each."""
-=======
-        """Starts the processes of one run; their ids. ``variables`` are further ones of the
-        environment of each rank."""
->>>>>>> main
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
