@@ -22,6 +22,7 @@
 #     GPUS         processes on each node (default: as many as there are GPUs)
 #     HOSTFILE     deepspeed: the nodes and their slots
 #     NODES, NODE_RANK, MASTER_ADDR, MASTER_PORT    torchrun on several nodes
+#     RESTARTS     how often a run that has failed is started again (default: 0)
 #     DRY_RUN=1    print the command, do not run it
 
 # shellcheck disable=SC2034 # the scripts read MODEL
@@ -120,9 +121,33 @@ run() {
     if [[ -n ${DRY_RUN:-} ]]; then
         printf '%q ' "$@"
         echo
+    elif ((${RESTARTS:-0})); then
+        restarting "$@"
     else
         exec "$@"
     fi
+}
+
+# Runs a command, and again when it has failed, RESTARTS times at most. Status 2 is a mistake in the
+# command, which a restart does not mend; nor is it started again once a signal has asked it to stop,
+# which is passed on.
+restarting() {
+    local left=$RESTARTS status child='' stopped=''
+    trap 'stopped=1; [[ -z $child ]] || kill -TERM "$child" || true' TERM INT HUP
+    trap 'stopped=1; [[ -z $child ]] || kill -USR1 "$child" || true' USR1
+    while [[ -z $stopped ]]; do
+        "$@" &
+        child=$!
+        # A signal ends a wait, not the command.
+        while status=0 && { wait "$child" || status=$?; } && kill -0 "$child" 2>/dev/null; do :; done
+        if ((status == 0 || status == 2 || left == 0)) || [[ -n $stopped ]]; then
+            break
+        fi
+        left=$((left - 1))
+        echo "${0##*/}: status $status; starting again, $left restarts are left" >&2
+        sleep "${RESTART_PAUSE:-5}"
+    done
+    exit "${status:-0}"
 }
 
 # Starts, or resumes from what is there. Of a flag that comes twice the last one counts.

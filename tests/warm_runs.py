@@ -54,10 +54,10 @@ class WarmRuns:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        environment = {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        of_all = {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         found = []
         for rank in range(size):
-            own = {**environment, "RANK": rank, "LOCAL_RANK": rank, **variables(rank)}
+            own = {**of_all, **environment, "RANK": rank, "LOCAL_RANK": rank, **variables(rank)}
             job = {
                 "argv": list(map(str, argv)),
                 "environment": {name: str(value) for name, value in own.items()},

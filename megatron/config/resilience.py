@@ -39,7 +39,7 @@ class ResilienceConfig:
     on_spike: str = option("warn", choices=("warn", "rollback", "stop"))
     """What happens when loss or gradient norm leave the range of the steps before: warn and keep
     the checkpoint before; go back to that checkpoint and skip the samples; or stop."""
-    spike_sigma: float = option(8.0, bounds=NOT_NEGATIVE)
+    spike_sigma: float = option(10.0, bounds=NOT_NEGATIVE)
     """Distance from the median of the last steps, in standard deviations over --spike-window, that
     is a spike; 0 turns the rule off."""
     spike_window: int = option(100, bounds=POSITIVE)

@@ -183,8 +183,16 @@ REFUSED = {
     "--disable-strict-fsdp-dtensor-load": "a checkpoint loads if nothing is missing or left over",
     # Running.
     "--lazy-mpu-init": "processes are set up by the program itself",
+    "--inprocess-*timeout --inprocess-*interval --inprocess-*-wait --inprocess-*-time": (
+        "--hang-seconds and --hang-limits say how long a rank may take; a rank that ends is "
+        "noticed at once"
+    ),
+    "--inprocess-granularity --inprocess-active-world-size": (
+        "--inprocess-restart starts all ranks again, and uses as many as the layout allows"
+    ),
+    "--inprocess-empty-cuda-cache": "--inprocess-restart starts new processes, without a cache",
     "--enable-ft-package --calc-ft-timeouts --ft-num-warmup-iters": (
-        "a run that is started again continues from --load; torchrun --max-restarts does that"
+        "use --inprocess-restart, or torchrun --max-restarts; --hang-seconds finds ranks that hang"
     ),
     "--error-injection-* --fault-injector-* --rerun-mode --result-rejected-tracker-filename "
     "--check-for-spiky-loss --check-for-large-grads --gpu-sniff-test-interval": (

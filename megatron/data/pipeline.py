@@ -293,7 +293,7 @@ class DataPipeline(ABC):
         wanted = count + sum(map(len, parse_skipped(ranges)))
         for kind in self.acting:
             train = kind.order(self, train, wanted, batch_sizes)
-        return without_samples(train, ranges)
+        return without_samples(train, ranges) if ranges else train
 
     def _unordered(self, sample_counts: tuple[int, int, int]) -> Datasets:
         if not self.config.data.mock_data:

@@ -110,8 +110,8 @@ def without_samples(
 def continued_ranges(
     flags_before: Sequence[str], before: Sequence[str], flags: Sequence[str]
 ) -> tuple[str, ...]:
-    """The ranges of a run that continues another one, whose flags had some and which went on to
-    skip more, ``before`` in all: those, and what this run's flags have beside them."""
+    """The ranges of a run that continues another one, whose flags had some and which then skipped
+    more, ``before`` in all: those, and what this run's flags have beside them."""
     now = tuple(flags)
     for known in (tuple(before), tuple(flags_before)):
         if now[: len(known)] == known:

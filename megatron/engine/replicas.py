@@ -58,14 +58,8 @@ class Replicas:
         self._of_no_parameter: dict[str, list[Tensor]] = {}
         self._has_main = engine.stage > 0 and engine.stored_states is None
         """Whether there are main weights beside those of the model."""
-        self._copies = list(self._all_copies())
-        self._summed = [n for n, copied in enumerate(self._copies) if copied.summed]
-        self._with_main = [
-            n
-            for n, copied in enumerate(self._copies)
-            if self._has_main and copied.kind == WEIGHT and copied.param in engine.trained
-        ]
-        keys = [copied.key for copied in self._copies]
+        copies = list(self._all_copies())
+        keys = [copied.key for copied in copies]
         assert len(set(keys)) == len(keys), "two tensors have one key"
         self._sharded = self._mesh.group(*SHARDED)
         lists = [keys] * self._sharded.size
@@ -73,14 +67,29 @@ class Replicas:
             dist.all_gather_object(lists, keys, group=self._sharded.handle)
         count = Counter(key for of_rank in lists for key in of_rank)
         places = {key: n for n, key in enumerate(sorted(k for k in count if count[k] > 1))}
-        self._common = len(places)
+        replicated = self._mesh.group("data", "context").size > 1
+        self._copies = [
+            copied
+            for copied in copies
+            if copied.key in places
+            or (replicated and not copied.summed)
+            or (self._has_main and copied.kind == WEIGHT and copied.param in engine.trained)
+        ]
+        """What exists once is left out."""
+        self._summed = [n for n, copied in enumerate(self._copies) if copied.summed]
+        self._with_main = [
+            n
+            for n, copied in enumerate(self._copies)
+            if self._has_main and copied.kind == WEIGHT and copied.param in engine.trained
+        ]
+        self._common, keys = len(places), [copied.key for copied in self._copies]
         self._here = [n for n, key in enumerate(keys) if key in places]
         self._there = [places[keys[n]] for n in self._here]
 
     @property
     def compares(self) -> bool:
         """Whether there is anything to compare: one process at stage 0 has one copy of all."""
-        return self._mesh.world.size > 1 or bool(self._with_main)
+        return bool(self._copies)
 
     @torch.no_grad()
     def difference(self) -> str | None:
@@ -189,7 +198,8 @@ class Replicas:
             own = self._own.get(self._copies[n].param)  # type: ignore[arg-type]
             if own is not None:
                 start, rounded = own.slice.start, own.get(WEIGHT).to(own.param.dtype)
-                mine[n] = checksum(self._of_model(own), start)
+                alone = self._mesh.data.size == 1  # its part is all
+                mine[n] = values[n] if alone else checksum(self._of_model(own), start)
                 wanted[n] = checksum(rounded, start)
         marks += (mine != wanted) * OWN_DIFFERS
         self._add(wanted, self._with_main)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -188,8 +189,8 @@ class TrainEngine(ModelEngine):
     Attributes:
         look_ahead: makes a step's micro batches of the next ones, before their first pass; None for
             these as they are.
-        judge: computes a step's gradients by :meth:`compute`, perhaps several times, in place of a
-            single call; gets its micro batches, their seeds, and the number of samples before.
+        judge: calls :meth:`Backend.accumulate` for a step, perhaps several times; gets its micro
+            batches, their seeds, and the number of samples before, and returns the sums.
     """
 
     look_ahead: Callable[[Iterator[Any], int], Iterator[Any]] | None = None
@@ -251,7 +252,7 @@ class TrainEngine(ModelEngine):
         seeds = self._dropout_seeds(consumed_samples, micro_batches)
         taught = self.taught(batches, micro_batches)
         if self.judge is None:
-            sums = self.compute(taught, seeds)
+            sums = self.backend.accumulate(taught, seeds)
         else:
             sums = self.judge([next(taught) for _ in seeds], seeds, consumed_samples)
         scale_before = float(getattr(self.optimizer_wrapper, "loss_scale", 1.0))
@@ -263,13 +264,8 @@ class TrainEngine(ModelEngine):
             self.spec.total(losses), losses, norm, held, scale_before, exhausted, sums.sum()
         )
 
-    def compute(self, batches: Iterator[Batch], seeds: Sequence[int | None]) -> Tensor:
-        """The gradients of a step's micro batches, and the sums of its losses on this rank; see
-        :meth:`Backend.accumulate`."""
-        return self.backend.accumulate(batches, seeds)
-
     def drop_gradients(self) -> None:
-        """Forgets what :meth:`compute` has left, so that it can compute again."""
+        """Forgets what :meth:`Backend.accumulate` has left, so that it can compute it again."""
         drop_gradients(self.optimizer_wrapper)
         self.float8.forget_step()
 
@@ -302,11 +298,18 @@ class TrainEngine(ModelEngine):
         seed = self.config.training.seed
         return [dropout_seed(seed, first + n * per_round) for n in range(micro_batches)]
 
-    def forget_steps(self) -> None:
-        """Before another state is loaded: drops what the steps so far have left outside of weights
-        and optimizer state."""
+    @contextmanager
+    def replacing_state(self) -> Iterator[None]:
+        """Within it a checkpoint can be loaded after steps have been trained: they leave more than
+        weights and optimizer state."""
         if self._async_step is not None:
             self._async_step.held = None
+        whole = self.optimizer_wrapper.persistent_parameters if self.stage == 3 else []
+        if whole:  # small ones, of which every rank keeps copies of all values between steps
+            whole[0].partition(whole)
+        yield
+        if whole:
+            whole[0].all_gather(whole)
 
     def prepare_evaluation(self) -> None:
         self.engine.eval()

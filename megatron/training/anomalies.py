@@ -6,14 +6,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, median_low
 
 TOLERANCE = 1e-3
 """Relative difference of two computations of one number: kernels of GPUs add up in orders that
 differ. What makes a step an anomaly is far larger."""
 
-FAR = 0.5
-"""Difference of the logarithms of a micro batch's loss and the median that makes it stand out."""
+FAR, NEAR, TIMES = 0.5, 0.15, 6.0
+"""How far the logarithm of a micro batch's loss must be from that of the usual loss to stand out:
+more than :data:`NEAR`, and than :data:`TIMES` as far as most of its step. Where most of the step
+are farther than :data:`FAR`, so are all that are."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ def _close(a: float, b: float) -> bool:
 def _off(loss: float, usual: float) -> float:
     if not math.isfinite(loss) or loss <= 0 or usual <= 0:
         return 0.0 if loss == usual else math.inf
-    return abs(math.log(loss / usual))
+    # Where a model knows its data by heart, noise of this size means nothing.
+    return abs(math.log((loss + 0.01) / (usual + 0.01)))
 
 
 def changed(first: Sequence[Computed], again: Sequence[Computed]) -> list[Computed]:
@@ -115,5 +118,8 @@ def odd_batches(computed: Sequence[Computed], usual: float | None) -> OddBatches
     }
     finite = [loss for loss in losses.values() if math.isfinite(loss)]
     middle = usual if usual is not None else median(finite) if finite else 0.0
-    found = [place for place, loss in losses.items() if _off(loss, middle) > FAR]
+    offs = {place: _off(loss, middle) for place, loss in losses.items()}
+    typical = median_low(offs.values()) if offs else 0.0
+    limit = FAR if typical > FAR else max(NEAR, TIMES * typical)
+    found = [place for place, off in offs.items() if off > limit]
     return OddBatches(tuple(sorted(found)), len(losses), middle)

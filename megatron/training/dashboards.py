@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.output import LoggingConfig
-from megatron.training.writers import Values
 from megatron.training.written import WrittenText, WrittenTexts
+
+Values = Mapping[str, float | None]
+"""Values by the names of the ``row`` of ``IntervalMetrics`` and of what is ``Reported``."""
 
 TAGS: dict[str, dict[str, str]] = {
     "train": {

@@ -55,6 +55,8 @@ class Rollback(Callback):
         world = trainer.engine.mesh.world
         # Where a save ended badly on one rank alone, the others know of another one.
         folder = [self._checkpoints.settled()]
+        if folder[0] is not None and not folder[0].is_dir():  # of an earlier run, and deleted
+            folder = [None]
         if world.size > 1:
             dist.broadcast_object_list(folder, src=0, group=world.handle)
         (newest,) = folder
@@ -82,8 +84,8 @@ class Rollback(Callback):
         engine, report = trainer.engine, self._checkpoints.report
         options = engine.config.checkpoint
         origin = ResumeSource(self._found(folder), f"--load {options.load}", continues=True)
-        engine.forget_steps()
-        point = resume.load(engine, trainer.plan, origin, self._files)
+        with engine.replacing_state():
+            point = resume.load(engine, trainer.plan, origin, self._files)
         first = self._first_skipped(step, point.consumed_samples)
         self._new = range(first, step.first_sample + step.samples)
         new = f"{self._new.start}:{self._new.stop}"
@@ -98,8 +100,8 @@ class Rollback(Callback):
         )
 
     def went_back(self, trainer: Trainer) -> None:
-        """Records it beside the metrics, which begin anew at the checkpoint."""
-        values = {
+        """Records it beside the metrics, which begin at the checkpoint then."""
+        values: dict[str, float | None] = {
             "spike_iteration": self._spikes[-1],
             "skipped_from": self._new.start,
             "skipped_to": self._new.stop,

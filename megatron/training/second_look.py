@@ -35,7 +35,7 @@ from megatron.training.trainer import Callback, Trainer
 from megatron.util.errors import FaultError
 
 _SHOWN, _CHARACTERS = 4, 200
-"""Samples that are shown, and characters of each."""
+"""Samples that are shown, and parts of documents and characters of each."""
 
 
 class SecondLook(Callback):
@@ -78,7 +78,7 @@ class SecondLook(Callback):
         norm = self._engine.norm_before_update()
         why = self._anomaly(total, None if norm is None else float(norm))
         if why is None:
-            self._usual = total if self._usual is None else 0.9 * self._usual + 0.1 * total
+            self._usual = total if self._usual is None else 0.7 * self._usual + 0.3 * total
             return sums
         self._explain(why, own, batches, seeds, consumed_samples)
         return self._again(batches, seeds)[0]
@@ -100,7 +100,7 @@ class SecondLook(Callback):
         """Forward and backward of micro batches, of this or of another data-parallel rank."""
         mesh = self._engine.mesh
         self._squares.zero_()
-        sums = self._engine.compute(iter(batches), seeds)
+        sums = self._engine.backend.accumulate(iter(batches), seeds)
         weights = torch.tensor(list(self._engine.spec.losses.values()), dtype=torch.float64)
         losses = [float((each.cpu() * weights).sum()) for each in self._engine.backend.losses]
         computed = Computed(
@@ -225,10 +225,12 @@ class SecondLook(Callback):
         data = family_of(config.model.family).data(config, self._run.tokenizer)
         for number in numbers[:_SHOWN]:
             try:
+                found = train.origin(number)
                 pieces = "; ".join(
                     f"{piece.source} {data.unit} {piece.sequence} tokens {piece.start}:{piece.stop}"
-                    for piece in train.origin(number)
+                    for piece in found[:_SHOWN]
                 )
+                pieces += f"; {len(found) - _SHOWN} more" * (len(found) > _SHOWN)
                 views = data.views(train[number], self._seq_length)
                 text = " | ".join(view.text for view in views)[:_CHARACTERS]
             except (ValueError, OSError, AttributeError, NotImplementedError) as error:

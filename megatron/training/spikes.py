@@ -41,8 +41,8 @@ TAIL = 2.0
 """How many times the largest distance is still no spike: by the deviation alone the tail of a
 skewed distribution would be spikes."""
 
-FORGETS = 0.9995
-"""What remains of the largest distance after a step: half after 1,400."""
+FORGETS = 0.9998
+"""What remains of the largest distance after a step: half after 3,500."""
 
 MOST_KEPT = 3
 """Checkpoints that are kept since a spike followed them."""
@@ -141,7 +141,7 @@ class _Range:
         self.largest = float(state["largest"])
 
     def forget(self) -> None:
-        """Begins anew."""
+        """Drops what it has learned."""
         self.restore({"level": (), "distances": (), "largest": 0.0})
 
 
@@ -150,7 +150,7 @@ class SpikeRule:
 
     After a change of ``seq_length`` the next :data:`LEVEL` steps are not judged. Where
     :data:`PATIENCE` steps of a window were spikes, that is how the run is now, and the rule learns
-    anew from half a window. A loss that is not above 0 is not judged.
+    from the next half of a window. A loss that is not above 0 is not judged.
 
     Args:
         sigma: see ``--spike-sigma``.
@@ -214,7 +214,8 @@ class SpikeRule:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state`; without one, as of an older checkpoint, it begins anew."""
+        """The inverse of :meth:`state`; without one, as of an older checkpoint, it has learned
+        nothing yet."""
         self._loss.forget()
         self._norm.forget()
         self._seq_length, self._since = None, []

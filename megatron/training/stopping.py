@@ -184,7 +184,7 @@ class NonFiniteGuard(Callback):
         wrong = [f"{n} ({host})" for n, (own, host) in enumerate(found) if not math.isfinite(own)]
         if not wrong or not any(math.isfinite(own) and own for own, _ in found):
             return ""
-        return f", in the samples of rank {', '.join(wrong)} alone"
+        return f", on rank {', '.join(wrong)} alone"
 
     def _weights(self) -> str:
         """What has become of the model, and where it can be continued from."""

@@ -53,7 +53,7 @@ class Stragglers(Callback):
         self._due: float | None = None
         """Iteration after which the next exchange is; None before the first step."""
         self._shown = 0, [StepTimes(0.0, 0.0) for _ in mesh.world.ranks]
-        """Steps since the last log line, and their sums; of those before it, if there are none."""
+        """Steps since the last log line, and their sums; before the next exchange, the last line's."""
         self._said = False
         report.rank_times = self._times
 

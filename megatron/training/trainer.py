@@ -170,36 +170,33 @@ class Trainer:
 
     def _train(self) -> str | None:
         reason = None
-        while reason is None and not self.at_end:
-            try:
-                reason = self._train_on()
-            except GoBack as decision:
-                back = decision.to
-            else:
-                continue
-            back(self)
-            self._valid.clear()
-            self._tell("went_back")
+        began = False
+        while not self.at_end and reason is None:
+            back = None
+            with contextlib.closing(self._training_batches()) as batches:
+                try:
+                    while not self.at_end and reason is None:
+                        # The first one compiles, and starts what reads data.
+                        with phase("step" if began else "start"):
+                            moved(self.iteration + 1)
+                            self.step(batches)
+                            reason = self._between_steps()
+                        began = True
+                    self.settle()
+                except GoBack as decision:
+                    back = decision.to
+            if back is not None:
+                reason = None
+                back(self)
+                self._valid.clear()
+                self._tell("went_back")
         return reason
 
-    def _train_on(self) -> str | None:
-        """Trains to the end of the plan, or until a callback wants to stop."""
+    def _training_batches(self) -> MicroBatches:
         train = self.data.datasets.train
         assert train is not None
         options = self.reading(consumed_samples=self.consumed_samples, num_workers=self.num_workers)
-        batches = self.data.batches(train, **options)
-        with contextlib.closing(batches):
-            reason = None
-            began = False
-            while not self.at_end and reason is None:
-                # The first one compiles, and starts what reads data.
-                with phase("step" if began else "start"):
-                    moved(self.iteration + 1)
-                    self.step(batches)
-                    reason = self._between_steps()
-                began = True
-            self.settle()
-        return reason
+        return self.data.batches(train, **options)
 
     def step(self, batches: Iterator[Any]) -> None:
         """Runs the micro batches of one step through the model and updates its weights."""

@@ -19,11 +19,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.config.output import LoggingConfig
+from megatron.training.dashboards import TensorBoardWriter, Values, WandbWriter
 from megatron.training.written import WrittenTexts
 from megatron.util.files import replacing, sync
-
-Values = Mapping[str, float | None]
-"""Values by the names of the ``row`` of ``IntervalMetrics`` and of what is ``Reported``."""
 
 TASK_COSTS = ("examples", "seconds", "tokens_per_second", "share_of_time")
 """What rows of the kind ``task`` say of the evaluation itself, besides the task's metrics."""
@@ -157,8 +155,6 @@ def build_writers(
     if logging.metrics_file is not None:
         writers.append(JsonLinesWriter(Path(logging.metrics_file), resume_iteration))
     if logging.tensorboard_dir is not None:
-        from megatron.training.dashboards import TensorBoardWriter
-
         writers.append(
             LastingWriter(
                 f"--tensorboard-dir {logging.tensorboard_dir}",
@@ -168,8 +164,6 @@ def build_writers(
             )
         )
     if logging.wandb_project is not None:
-        from megatron.training.dashboards import WandbWriter
-
         writers.append(
             LastingWriter(
                 f"--wandb-project {logging.wandb_project}",

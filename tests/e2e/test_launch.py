@@ -1,30 +1,17 @@
 """pretrain_gpt.py as people start it: launchers, nodes, signals, a killed run, a full disk."""
 
 import json
-import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from launched_runs import ADDRESSES, BIN, FLAGS, ROOT, environment, free_port, nodes
 
-ROOT = Path(__file__).parents[2]
-BIN = Path(sys.executable).parent
-FLAGS = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --lr 1e-2 "
-    "--micro-batch-size 1 --global-batch-size 4 --tokenizer-type NullTokenizer --vocab-size 99 "
-    "--mock-data --num-workers 0 --eval-iters 0 --peak-tflops 1 --log-interval 1"
-).split()
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
+__all__ = ["nodes"]  # a fixture
 
 
 def command(launcher, *flags):
@@ -43,13 +30,6 @@ def command(launcher, *flags):
     own = ["--num-gpus-per-node", "2"] if launcher in ("own", "oneflow") else []
     program = ["pretrain_gpt.py"] if launcher != "oneflow" else []
     return [*start, *program, *FLAGS, *own, *map(str, flags)]
-
-
-def environment():
-    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    # The names in compat/ are found in a checkout that is not installed.
-    path = os.pathsep.join([str(ROOT), str(ROOT / "compat")])
-    return kept | {"PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": path}
 
 
 def run(launcher, *flags, **options):
@@ -88,39 +68,6 @@ def test_launchers_train_alike(tmp_path):
     assert losses["torchrun"] == pytest.approx(losses["python"], rel=1e-6)
     for launcher in ("oneflow", "deepspeed", "launch"):
         assert losses[launcher] == losses["torchrun"], launcher
-
-
-ADDRESSES = ("10.77.16.1", "10.77.16.2")
-
-
-@pytest.fixture
-def nodes():
-    """The names of two network namespaces with an address each, and a cable between them."""
-    names = [f"node{rank}-{os.getpid()}" for rank in (0, 1)]
-    cable = [f"v{rank}-{os.getpid()}" for rank in (0, 1)]
-    made = [
-        *(["netns", "add", name] for name in names),
-        ["link", "add", cable[0], "type", "veth", "peer", "name", cable[1]],
-        *(["link", "set", end, "netns", name] for end, name in zip(cable, names, strict=True)),
-    ]
-    for end, name, address in zip(cable, names, ADDRESSES, strict=True):
-        made += [
-            ["-n", name, "address", "add", f"{address}/24", "dev", end],
-            ["-n", name, "link", "set", end, "up"],
-            ["-n", name, "link", "set", "lo", "up"],
-        ]
-    try:
-        for words in made:
-            try:
-                done = subprocess.run(["ip", *words], capture_output=True, text=True)
-            except FileNotFoundError:
-                pytest.skip("iproute2 is not installed")
-            if done.returncode:
-                pytest.skip(f"no network namespaces here: {done.stderr.strip()}")
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
 
 @pytest.mark.proof

@@ -8,8 +8,10 @@ import os
 import random
 import re
 import shutil
+import signal
 import time
 
+import psutil
 import pytest
 from safetensors.numpy import load_file
 from warm_runs import WarmRuns, alive, kill, wait
@@ -102,3 +104,36 @@ def test_killed_at_random_moments(warm, tmp_path, name, record_property):
     assert weights(save) == weights(other)
     record_property("kills", f"{KILLS}, of them {lost} with a node; began at {begun}")
     print(f"{name}: began at {begun}, {lost} nodes lost")
+
+
+def trainer_of(guardian):
+    """The process that a guardian has started, once it has."""
+    found = []
+    wait([guardian], lambda: bool(found.extend(psutil.Process(guardian).children()) or found))
+    return found[0].pid
+
+
+@pytest.mark.parametrize("zero", ["1", "3"])
+def test_a_lost_rank_costs_few_steps(warm, tmp_path, zero):
+    """Without a checkpoint on the disk, and without --load: each time trainers are started again,
+    they continue from memory."""
+    base, save, output = tmp_path / "nodes", tmp_path / "save", tmp_path / "output"
+    flags = [*FLAGS[:-2], "--zero-stage", zero]
+    argv = [base, "0,1", *flags, "--save", save, "--inprocess-restart"]
+    guardians = warm.start(argv, 2, output)
+    goals = (4, 11, 23)
+    for kills, goal in enumerate(goals):
+        wait(guardians, lambda goal=goal: recorded(save) >= goal)
+        os.kill(trainer_of(guardians[kills % 2]), signal.SIGKILL)
+        wait(guardians, lambda kills=kills: text(output).count("resumed from") > kills)
+    wait(guardians, lambda: False, pause=0.01)
+    printed = text(output)
+    begun = re.findall(r"resumed from /dev/shm/\S+ at iteration (\d+)", printed)
+    assert len(begun) == len(goals), printed
+    assert all(int(one) >= goal for one, goal in zip(begun, goals, strict=True)), printed
+    lost = [int(steps) for steps in re.findall(r"(\d+) steps are computed again", printed)]
+    assert len(lost) == len(goals) and max(lost) <= 3, printed
+    other = tmp_path / "undisturbed"
+    processes = warm.start([base, "0,1", *flags, "--save", other], 2, tmp_path / "other")
+    wait(processes, lambda: False, pause=0.01)
+    assert weights(save) == weights(other)

@@ -1,6 +1,7 @@
 """Checkpoints in the memory of the nodes: ranks that die, nodes that are lost, damaged copies."""
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -8,12 +9,15 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
+from pool import RankError
 from safetensors.numpy import load_file
 from training_jobs import TINY, run
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.folder import complete_tags
 from megatron.checkpoint.manifest import verify
+from megatron.checkpoint.source import open_checkpoint
 from megatron.engine import node_folders
 from megatron.parallel.mesh import Group
 from megatron.training.trainer import Trainer
@@ -29,6 +33,12 @@ LAYOUTS = {
     "zero1-tp2": (2, ["--zero-stage", "1", "--tensor-model-parallel-size", "2"]),
     "zero1-pp2": (2, ["--zero-stage", "1", "--pipeline-model-parallel-size", "2"]),
     "zero0-sgd": (1, ["--zero-stage", "0", "--optimizer", "sgd"]),
+    "async": (2, ["--zero-stage", "1", "--async-save", "--save-interval", "7"]),
+    "deepspeed-format": (2, ["--zero-stage", "1", "--checkpoint-format", "deepspeed"]),
+    "float8-delayed": (
+        2,
+        ["--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "delayed", "--zero-stage", "1"],
+    ),
 }
 
 
@@ -48,11 +58,11 @@ def dying(at):
     return mock.patch.object(Trainer, "step", step)
 
 
-def run_on_nodes(argv, base, nodes, at=None):
+def run_on_nodes(argv, base, nodes, at=None, fault=dying):
     """A run whose ranks are on nodes, by their numbers, each with a folder of its own."""
     node = nodes[int(os.environ["RANK"])]
     flags = [*argv, "--non-persistent-local-ckpt-dir", f"{base}/node{node}"]
-    return run(flags) if at is None else run(flags, dying, at)
+    return run(flags) if at is None else run(flags, fault, at)
 
 
 class Cluster:
@@ -83,6 +93,15 @@ def same_weights(ours, theirs, but="nothing"):
             assert np.array_equal(found[key], expected[key]), (file, key)
 
 
+def same_parameters(ours, theirs):
+    """Weights and moments of checkpoints of any format."""
+    own, other = (open_checkpoint(folder, verify=False) for folder in (ours, theirs))
+    assert own.names() == other.names()
+    for name in own.names():
+        for kind in other.kinds(name):
+            assert own.tensor(name, kind).equal(other.tensor(name, kind)), (name, kind)
+
+
 SAMPLE = {"zero3-dp2"}
 
 
@@ -111,7 +130,11 @@ def test_a_node_is_lost_before_the_first_save_to_the_disk(pool, tmp_path, name):
         assert list((tmp_path / f"node{node}").iterdir()) == []
     undisturbed = Cluster(pool, tmp_path / "other", flags)
     undisturbed.train(nodes)
-    same_weights(cluster.save / f"global_step{STEPS}", undisturbed.save / f"global_step{STEPS}")
+    own, other = (each.save / f"global_step{STEPS}" for each in (cluster, undisturbed))
+    if name == "deepspeed-format":
+        same_parameters(own, other)
+    else:
+        same_weights(own, other)
 
 
 DP4 = ["--zero-stage", "1"]
@@ -153,6 +176,7 @@ def test_any_one_of_several_nodes_is_lost(pool, tmp_path, undisturbed, nodes, lo
     same_weights(cluster.save / f"global_step{STEPS}", undisturbed(DP4, nodes))
 
 
+@pytest.mark.proof
 def test_a_node_fetches_only_what_its_ranks_read(pool, tmp_path):
     """Of the optimizer's state only that of its own ranks."""
     nodes = [0, 1, 2, 3]
@@ -192,7 +216,7 @@ def test_a_damaged_copy_is_replaced(pool, tmp_path, undisturbed):
     same_weights(cluster.save / f"global_step{STEPS}", undisturbed(DP4, [0, 1]))
 
 
-@pytest.mark.parametrize("fault", ["damaged", "lost"])
+@pytest.mark.parametrize("fault", ["damaged", pytest.param("lost", marks=pytest.mark.proof)])
 def test_too_much_is_lost(pool, tmp_path, undisturbed, fault):
     """The checkpoint on the disk is taken, and it is said why."""
     cluster = Cluster(pool, tmp_path, [*DP4, "--save-interval", "3"])
@@ -229,6 +253,60 @@ def test_one_copy_after_the_other_is_damaged(pool, tmp_path, undisturbed):
     same_weights(cluster.save / f"global_step{STEPS}", undisturbed(DP4, nodes))
 
 
+@pytest.mark.proof
+@pytest.mark.parametrize("stage", ["1", "3"])
+def test_adapters(pool, tmp_path, undisturbed, stage):
+    """The base is on the disk, the adapters are in memory."""
+    base = str(tmp_path / "base")
+    pool.run(2, run, [*TINY, "--train-iters", "2", "--save", base])
+    lora = ["--zero-stage", stage, "--pretrained-checkpoint", base, "--lora", "--lora-rank", "3"]
+    cluster = Cluster(pool, tmp_path, lora)
+    cluster.train([0, 1], at=5)
+    shutil.rmtree(tmp_path / "node0")
+    output, error = cluster.train([0, 1])[0]
+    assert error is None and "at iteration 4" in begun(output)[-1]
+    same_weights(cluster.save / f"global_step{STEPS}", undisturbed(lora, [0, 1]))
+
+
+@pytest.mark.proof
+def test_an_optimizer_on_the_host(pool, tmp_path, undisturbed):
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    content = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+    config = tmp_path / "offload.json"
+    config.write_text(json.dumps(content))
+    flags = ["--deepspeed_config", str(config)]
+    cluster = Cluster(pool, tmp_path, flags)
+    cluster.train([0, 1], at=5)
+    shutil.rmtree(tmp_path / "node1")
+    output, error = cluster.train([0, 1])[0]
+    assert error is None and "at iteration 4" in begun(output)[-1]
+    same_weights(cluster.save / f"global_step{STEPS}", undisturbed(flags, [0, 1]))
+
+
+def flipping(at):
+    """A bit of a weight of rank 1 changes after a step."""
+    real = Trainer.step
+
+    def step(self, batches):
+        real(self, batches)
+        if self.iteration == at and os.environ["RANK"] == "1":
+            param = next(iter(self.engine.trained))
+            param.data.view(-1).view(torch.int32)[3] ^= 1 << 20
+
+    return mock.patch.object(Trainer, "step", step)
+
+
+@pytest.mark.proof
+def test_replicas_that_differ_are_not_saved(pool, tmp_path):
+    """The checkpoint in memory is the one before, and the run continues from it."""
+    cluster = Cluster(pool, tmp_path, ["--zero-stage", "0"])
+    with pytest.raises(RankError, match=r"after iteration 4 .* differs"):
+        pool.run(2, run_on_nodes, cluster.argv, str(tmp_path), [0, 1], 4, flipping)
+    assert complete_tags(cluster.in_memory(0)) == ["global_step2"]
+    output, error = cluster.train([0, 1])[0]
+    assert error is None and "at iteration 2" in begun(output)[-1]
+
+
 OTHER_LAYOUTS = [
     ([0, 1], ["--zero-stage", "1"], [0], ["--zero-stage", "0"]),
     ([0, 1], ["--zero-stage", "3"], [1], ["--zero-stage", "1"]),
@@ -256,6 +334,7 @@ def test_another_layout_continues(pool, tmp_path, before, flags, after, more):
     same_weights(own, other, but="random")
 
 
+@pytest.mark.proof
 def test_what_another_run_left_is_not_taken(pool, tmp_path):
     """Of a run whose folder of checkpoints was deleted, and of one that begins again."""
     cluster = Cluster(pool, tmp_path, DP4)

@@ -1,6 +1,7 @@
 """A bit that changes in one copy of a run's state is found before it is saved, and its rank is
 named: at every ZeRO stage, dtype and layout. Copies that are equal are never reported."""
 
+import contextlib
 import json
 import re
 from unittest import mock
@@ -14,8 +15,10 @@ from megatron.config.layouts import parse_layout
 from megatron.engine.replicas import Replicas
 from megatron.engine.state import owned_slices
 from megatron.engine.train_engine import TrainEngine
+from megatron.model.mlp import MLP
 from megatron.parallel.checksum import bits_of
 from megatron.parity import runs
+from megatron.training.stopping import TrainingStopped
 from megatron.util.errors import FaultError
 
 STEPS, BAD, PLACE = 4, 3, 5
@@ -249,3 +252,68 @@ def test_equal_copies_are_not_reported(pool, layout, number, flags):
     argv += ["--zero-stage", str(number), "--train-iters", "3", "--check-replicas-interval", "1"]
     for counts in pool.run(parsed.processes, compared, argv):
         assert len(counts) == 3 and min(counts) > 10
+
+
+def ruined_weight(rank):
+    """A context: after a step one weight of one rank's model is not a number."""
+    real, done = TrainEngine.train_step, iter(range(1, STEPS + 1))
+
+    def train_step(self, *args):
+        result = real(self, *args)
+        if next(done) == BAD and self.mesh.world.rank == rank:
+            param = next(param for param, found in self.names.items() if found == UP)
+            param.data.view(-1)[PLACE] = float("nan")
+        return result
+
+    return mock.patch.object(TrainEngine, "train_step", train_step)
+
+
+def ended(argv, under, *args):
+    """How a run in a context ended: the class of its error, and the message."""
+    with under(*args):
+        try:
+            runs.train(argv)
+        except (FaultError, TrainingStopped) as error:
+            return type(error).__name__, str(error)
+    return None
+
+
+def test_a_rank_with_a_weight_that_is_not_a_number_is_named(pool):
+    """Found by the next step, whose loss is not finite. ZeRO 1 to 3 make the weights again from
+    the main weights, whether or not those change; then the rank's own loss tells."""
+    argv = [*TINY, "--train-iters", str(STEPS), "--zero-stage"]
+    for kind, said in pool.run(2, ended, [*argv, "1"], ruined_weight, 1):
+        assert kind == "TrainingStopped" and re.search(r"on rank 1 \(\S+\) alone", said)
+    argv += ["0"]
+    for kind, said in pool.run(2, ended, argv, ruined_weight, 1):
+        assert kind == "FaultError"
+        words = rf"iteration {STEPS} .*{UP} \(weight\): rank 1 \(\S+\) differs from rank 0"
+        assert re.search(words, said), said
+
+
+@contextlib.contextmanager
+def product_not_finite(rank):
+    """The products of one rank's MLPs are not numbers in the last step."""
+    real, forward, done, wrong = TrainEngine.train_step, MLP.forward, iter(range(1, 99)), [False]
+
+    def train_step(self, *args):
+        wrong[0] = next(done) == STEPS and self.mesh.world.rank == rank
+        return real(self, *args)
+
+    def not_finite(self, x):
+        return forward(self, x) * (float("nan") if wrong[0] else 1.0)
+
+    with (
+        mock.patch.object(TrainEngine, "train_step", train_step),
+        mock.patch.object(MLP, "forward", not_finite),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("number", sampled([0, 1, 2, 3], (2).__eq__))
+def test_the_rank_whose_loss_is_not_a_number_is_named(pool, number):
+    argv = [*TINY, "--train-iters", str(STEPS), "--zero-stage", str(number)]
+    for kind, said in pool.run(2, ended, argv, product_not_finite, 1):
+        assert kind == "TrainingStopped"
+        words = r"the loss is nan at .*, on rank 1 \(\S+\) alone; the weights"
+        assert re.search(words, said), said

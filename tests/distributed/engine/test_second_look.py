@@ -13,7 +13,9 @@ from training_jobs import TINY
 
 from megatron.checkpoint.folder import complete_tags
 from megatron.config.layouts import parse_layout
-from megatron.parallel.layers import ParallelLinear
+from megatron.data.indexed import IndexedDatasetWriter
+from megatron.engine.train_engine import TrainEngine
+from megatron.model.mlp import MLP
 from megatron.parity import runs
 from megatron.training import second_look
 from megatron.util.errors import FaultError
@@ -78,3 +80,127 @@ def test_computed_again_the_weights_are_the_same(pool, layout, stage, flags):
         assert before.losses == after.losses and before.state.keys() == after.state.keys()
         for name, values in before.state.items():
             np.testing.assert_array_equal(values, after.state[name], err_msg=name)
+
+
+BAD = 3
+"""The step that is an anomaly."""
+
+
+@contextlib.contextmanager
+def perturbed(rank, always, factor):
+    """The products of one rank's MLPs are too large in the step BAD: the first time that it is
+    computed, or every time if ``always``."""
+    attempts, forward, attempt = [], MLP.forward, second_look.SecondLook._attempt
+
+    def attempted(self, *args):
+        attempts.append(self._iteration)
+        own = self._engine.mesh.world.rank == rank and self._iteration == BAD
+        self._engine.model.wrong = own and (always or attempts.count(BAD) == 1)
+        wrong[0] = self._engine.model.wrong
+        return attempt(self, *args)
+
+    wrong = [False]
+
+    def too_large(self, x):
+        return forward(self, x) * (factor if wrong[0] else 1.0)
+
+    with (
+        judging({BAD: "of the test"}),
+        mock.patch.object(second_look.SecondLook, "_attempt", attempted),
+        mock.patch.object(MLP, "forward", too_large),
+    ):
+        yield
+
+
+FAULTS = [
+    # layout, stage, rank, whether always, factor: who is named
+    ("dp2", 1, 1, False, 1.1, r"rank 1 \(\S+\) computes wrongly \(once\)"),
+    ("dp4", 0, 2, False, 1.1, r"rank 2 \(\S+\) computes wrongly \(once\)"),
+    ("dp2", 3, 0, False, 1.1, r"rank 0 \(\S+\) computes wrongly \(once\)"),
+    ("tp2-dp2", 1, 3, False, 1.1, r"one of the ranks of one model rank 2 .*, rank 3 .*\(once\)"),
+    ("pp2-dp2", 1, 1, False, 1.1, r"one of the ranks of one model rank 1 .*, rank 3 .*\(once\)"),
+    ("dp4", 1, 2, True, 1.1, r"rank 2 \(\S+\) computes wrongly \(every time\)"),
+    ("dp4", 3, 0, True, 1.1, r"rank 0 \(\S+\) computes wrongly \(every time\)"),
+    ("dp2", 2, 1, True, 50.0, r"rank 1 \(\S+\) computes wrongly \(every time\)"),
+    ("dp2", 0, 0, True, 50.0, r"rank 0 \(\S+\) computes wrongly \(every time\)"),
+    ("tp2-dp2", 0, 1, True, 50.0, r"one of the ranks of one model rank 0 .*, rank 1 .*every time"),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "stage", "rank", "always", "factor", "words"),
+    sampled(FAULTS, lambda case: case[:4] in (("dp4", 0, 2, False), ("dp4", 1, 2, True))),
+)
+def test_a_rank_that_computes_wrongly_is_named(
+    pool, tmp_path, layout, stage, rank, always, factor, words
+):
+    size, argv = layout_flags(layout, stage)
+    argv += ["--train-iters", "5", RERUN, "--save", str(tmp_path), "--save-interval", "1"]
+    for _, error, _ in pool.run(size, run, argv, perturbed, rank, always, factor):
+        assert error is not None
+        assert re.search(rf"iteration {BAD} is computed again.*: {words}", error), error
+    assert complete_tags(tmp_path) == [f"global_step{n}" for n in range(1, BAD)]
+
+
+def test_report_stats_only_names_it(pool):
+    size, argv = layout_flags("dp2", 1)
+    argv += ["--train-iters", "5", "--rerun-mode", "report_stats"]
+    plain = pool.run(size, run, argv[:-2])
+    found = pool.run(size, run, argv, perturbed, 1, False, 1.1)
+    assert re.search(r"WARNING: .*rank 1 \(\S+\) computes wrongly \(once\)", found[0][0])
+    # The update is that of the right result.
+    assert [error for _, error, _ in found] == [None, None]
+    assert found[1][2].losses == plain[1][2].losses
+
+
+LENGTH, SAMPLES, RANDOM = 16, 800, (300, 500, 700)
+DATA = [*TINY, "--num-layers", "1", "--train-iters", "180", "--spike-window", "20", RERUN]
+DATA = [flag for flag in DATA if flag != "--mock-data"]
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory):
+    """Documents of about a sample each, all of the same tokens; three of them are random."""
+    found = str(tmp_path_factory.mktemp("data") / "equal")
+    random = np.random.default_rng(1)
+    with IndexedDatasetWriter(found, np.uint16) as writer:
+        for number in range(SAMPLES):
+            tokens = np.arange(LENGTH) % 2
+            if number in RANDOM:
+                tokens = random.integers(0, 90, LENGTH)
+            writer.add_document([tokens.astype(np.uint16)])
+    return found
+
+
+def test_bad_samples_are_named(pool, prefix):
+    """The samples that stand out have documents that are random."""
+    argv = [*DATA, "--data-path", prefix, "--split", "100,0,0", "--hidden-dropout", "0"]
+    argv += ["--attention-dropout", "0", "--lr", "3e-3", "--lr-decay-style", "constant"]
+    output, error, _ = pool.run(2, run, [*argv, "--zero-stage", "1"])[0]
+    assert error is None
+    found = re.findall(r"sample (\d+) \(--skip-samples .*\): (.*): '", output)
+    assert found and "bad data: " in output, output
+    for _, pieces in found:
+        documents = {int(number) for number in re.findall(r"document (\d+) tokens", pieces)}
+        assert documents & set(RANDOM), pieces
+
+
+@contextlib.contextmanager
+def high_rate(step):
+    """The learning rate of one step is far too high."""
+    real, done = TrainEngine.train_step, iter(range(1, 1000))
+
+    def train_step(self, batches, micro_batches, consumed, lr, decay):
+        lr = 3.0 if next(done) == step else lr
+        return real(self, batches, micro_batches, consumed, lr, decay)
+
+    with mock.patch.object(TrainEngine, "train_step", train_step):
+        yield
+
+
+def test_a_training_that_diverges_is_not_blamed_on_data(pool):
+    argv = [*TINY, "--train-iters", "40", "--spike-window", "20", RERUN]
+    output, error, _ = pool.run(2, run, [*argv, "--zero-stage", "1"], high_rate, 35)[0]
+    assert error is None
+    assert re.search("iteration 36 is computed again .*since loss", output), output
+    assert "the result is the same again, on any rank; the training diverges" in output

@@ -4,8 +4,10 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -299,6 +301,68 @@ def test_slurm_script_with_pyxis(slurm, tmp_path):
         *("--container-image", "image.sqsh", "--container-workdir", str(ROOT)),
         *("--container-mounts", f"{ROOT}:{ROOT},/data:/data"),
     ]
+
+
+def restarting(tmp_path, program, restarts):
+    """A process that runs a line of bash as the scripts run a launcher; it counts its runs."""
+    line = f'echo run >>"$0"; {program}'
+    words = ['source examples_deepspeed/common.sh; run bash -c "$0" "$1"', line]
+    environment = {**os.environ, "RESTARTS": str(restarts), "RESTART_PAUSE": "0"}
+    return subprocess.Popen(
+        ["bash", "-c", *words, tmp_path / "runs"],
+        cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("program", "restarts", "status", "runs"),
+    [
+        ('[[ $(wc -l <"$0") -ge 3 ]] || exit 9', 5, 0, 3),
+        ("exit 2", 5, 2, 1),
+        ("exit 3", 2, 3, 3),
+        ("kill -KILL $$", 1, 137, 2),
+    ],
+)
+def test_a_failed_run_is_started_again_unless_it_was_a_mistake(
+    tmp_path, program, restarts, status, runs
+):
+    process = restarting(tmp_path, program, restarts)
+    _, errors = process.communicate()
+    assert process.returncode == status, errors
+    assert (tmp_path / "runs").read_text().count("run") == runs
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_reaches_the_run_which_is_not_started_again(tmp_path, number):
+    asked = f"trap 'echo {number.name}; exit 5' {number.name[3:]}; echo up >>\"$0\"; "
+    process = restarting(tmp_path, asked + "while true; do sleep 0.05; done", 5)
+    while not (tmp_path / "runs").exists() or "up" not in (tmp_path / "runs").read_text():
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(number)
+    _, errors = process.communicate()
+    assert process.returncode == 5 and "again" not in errors
+    assert (tmp_path / "runs").read_text() == "run\nup\n"
+
+
+@pytest.mark.parametrize(
+    ("status", "end", "before", "queued"),
+    [
+        (0, 4102444800, 0, False),  # long before its limit: the run is over
+        (0, 0, 0, True),
+        (3, 4102444800, 9, True),
+        (3, 4102444800, 10, False),
+        (2, 4102444800, 0, False),
+    ],
+)
+def test_a_job_queues_itself_again(slurm, tmp_path, status, end, before, queued):
+    (tmp_path / "srun").write_text(f"#!/bin/bash\nexit {status}\n")
+    (tmp_path / "scontrol").write_text(f'#!/bin/bash\necho "$@" >>{tmp_path}/asked\n')
+    job = {"SLURM_JOB_END_TIME": str(end), "SLURM_RESTART_COUNT": str(before)}
+    path = FOLDER / "slurm" / "pretrain.sbatch"
+    done = script(path, "pretrain_llama_1b.sh", **{**slurm, **job})
+    assert done.returncode == status, done.stderr
+    assert ("requeue 123" in (tmp_path / "asked").read_text()) == queued
 
 
 def detoxifying(name, *flags, **settings):
