@@ -2,8 +2,8 @@
 
 ``faults.program`` is ``pretrain_gpt.py`` with what the variable ``FAULTS_PLACE`` says about this
 rank, a JSON object: ``namespace`` (of the network), ``pace`` (seconds of sleep in each step, so
-that a tiny model lives long enough), and ``fault``, a list of place, rank, iteration and what happens
-there. The product has no such branch.
+that a tiny model lives long enough), and ``fault``, a list of place, rank, iteration and what
+happens there. The product has no such branch.
 """
 
 from __future__ import annotations
