@@ -23,7 +23,8 @@ from warm_runs import WarmRuns
 GRACE = 10.0
 """Seconds after its limit in which a fault is named."""
 NAMED = re.compile(
-    r"rank (\d+) \([^()]*\)(?:, which has the store of the ranks,)?(?= (?:does not answer|has not advanced|has ended|waits in))"
+    r"rank (\d+) \([^()]*\)(?:, which has the store of the ranks,)?"
+    r"(?= (?:does not answer|has not advanced|has ended|waits in))"
 )
 """A rank that the line of a watchdog blames."""
 
