@@ -5,8 +5,8 @@
 imports modules, the first of which is the program, and reads a JSON object a line, ``{"argv":
 [...], "environment": {...}, "output": "file"}``. For each it forks a process that is the program
 with these flags, and prints its id, which is also that of its process group. When it has ended, its
-exit status is in ``file.status``, negative if a signal ended it. A run starts in a third of a second
-instead of several.
+exit status is in ``file.status``, negative if a signal ended it. A run starts in a third of a
+second instead of several.
 """
 
 import contextlib

@@ -2,8 +2,8 @@
 
     python tests/faults/run.py --campaign 200 --seed 1 --minutes 25
 
-Each training has a random layout, saves in the background or not, and keeps checkpoints in memory or
-not; its ranks are on two nodes (namespaces). Some ten faults come at random moments. Whatever
+Each training has a random layout, saves in the background or not, and keeps checkpoints in memory
+or not; its ranks are on two nodes (namespaces). Some ten faults come at random moments. Whatever
 happens, the next start must begin at or after the last step that was said to be saved, and the end
 must have the weights of a training without faults, bit by bit.
 """

@@ -1,9 +1,9 @@
-"""What a fault is, and what must be true after it: found in time, the right one named, nothing lost.
+"""What a fault is, and what is true after it: found in time, the right one named, nothing lost.
 
 A fault is tried on a real training of a tiny model. It happens; some rank must name it within
 ``limit`` seconds and ten more; the run ends with a status that says whether a restart helps, or
-continues; started again it begins at the newest checkpoint or after it, and ends with the weights of
-a training without the fault, bit by bit.
+continues; started again it begins at the newest checkpoint or after it, and ends with the weights
+of a training without the fault, bit by bit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from warm_runs import WarmRuns
 GRACE = 10.0
 """Seconds after its limit in which a fault is named."""
 NAMED = re.compile(
-    r"rank (\d+) \([^()]*\)(?= (?:does not answer|has not advanced|has ended|waits in))"
+    r"rank (\d+) \([^()]*\)(?:, which has the store of the ranks,)?"
+    r"(?= (?:does not answer|has not advanced|has ended|waits in))"
 )
 """A rank that the line of a watchdog blames."""
 

@@ -1,4 +1,4 @@
-"""A network of two nodes on this machine: namespaces, joined by a link that can be cut or slowed."""
+"""Two nodes on this machine: namespaces of the network, with a link that can be cut or slowed."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """A training command that can be tried: paced, in a network of its own, with a fault at a step.
 
 ``faults.program`` is ``pretrain_gpt.py`` with what the variable ``FAULTS_PLACE`` says about this
-rank, a JSON object: ``namespace`` (of the network), ``pace`` (seconds of sleep in each step, so that
-a tiny model lives long enough), and ``fault``, a list of place, rank, iteration and what happens
-there. The product has no such branch.
+rank, a JSON object: ``namespace`` (of the network), ``pace`` (seconds of sleep in each step, so
+that a tiny model lives long enough), and ``fault``, a list of place, rank, iteration and what
+happens there. The product has no such branch.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import deepspeed  # noqa: F401  # imported before the processes are forked
@@ -203,7 +204,7 @@ def _abort(engine: object) -> None:
 def _exhaust(engine: object) -> None:
     import resource
 
-    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + 2**20, used + 2**20))
     torch.ones(2**24)
 

@@ -31,12 +31,12 @@ HANGS = {
     "compute": "multiplies matrices without end",
 }
 DEATHS = {
-    "raise": ("raises an error of a kernel", frozenset((1,))),
-    "exit": ("ends with status 5", frozenset((5,))),
-    "segfault": ("reads address 0", frozenset((-11,))),
-    "abort": ("aborts", frozenset((-6,))),
-    "kill": ("is killed by SIGKILL", frozenset((-9,))),
-    "exhaust": ("asks for more memory than its limit", frozenset((1,))),
+    "raise": "raises an error of a kernel",
+    "exit": "ends with status 5",
+    "segfault": "reads address 0",
+    "abort": "aborts",
+    "kill": "is killed by SIGKILL",
+    "exhaust": "asks for more memory than its limit",
 }
 PLACES = {"start": "while it starts", "save": "in a save", "evaluation": "in an evaluation"}
 PLACES_LOADING = {**PLACES, "load": "while it loads a checkpoint"}
@@ -94,7 +94,7 @@ def hanging() -> Iterator[Fault]:
 
 def dying() -> Iterator[Fault]:
     """A rank that ends, in each way and in each phase."""
-    for what, (words, statuses) in DEATHS.items():
+    for what, words in DEATHS.items():
         for rank in (0, 1):
             yield Fault(
                 f"{what}-in-rank-{rank}",

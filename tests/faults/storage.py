@@ -25,10 +25,9 @@ class Disk:
     def fill(self) -> None:
         """Leaves no space."""
         free = os.statvfs(self.folder)
-        with open(self.folder / "filler", "wb") as file, contextlib.suppress(OSError):
+        with open(self.folder / "filler", "wb", buffering=0) as file, contextlib.suppress(OSError):
             for _ in range(free.f_bavail + 1):
                 file.write(bytes(free.f_bsize))
-                file.flush()
 
     def clear(self) -> None:
         (self.folder / "filler").unlink(missing_ok=True)
