@@ -14,7 +14,7 @@ Every flag of pretrain_gpt.py can be given too.
 import megatron.util.collector
 from megatron.finetune.command import fine_tune, parse
 from megatron.finetune.own_flags import errors_in_own_flags
-from megatron.training.run import ending_process, errors_for_users
+from megatron.training.process import ending_process, errors_for_users
 
 megatron.util.collector.resume()
 

@@ -14,7 +14,9 @@ same way, and plain python runs it on one process.
 """
 
 import megatron.util.collector
-from megatron.training.run import ending_process, errors_for_users, parse_run, train
+from megatron.training.build import train
+from megatron.training.process import ending_process, errors_for_users
+from megatron.training.run import parse_run
 
 megatron.util.collector.resume()
 

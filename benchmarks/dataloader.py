@@ -47,7 +47,8 @@ from megatron.data.kinds.retro.hdf5 import write_arrays
 from megatron.data.loader import MicroBatches
 from megatron.data.samples import SampleDataset
 from megatron.engine.environment import distributed
-from megatron.training.run import build_trainer, parse_run, run_data
+from megatron.training.build import build_trainer
+from megatron.training.run import parse_run, run_data
 
 VOCABULARY = 8_191
 CHUNK = 64

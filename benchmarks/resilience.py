@@ -35,7 +35,9 @@ def rank_main(rounds: int, steps: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from megatron.training.run import build_trainer, connected, parse_run
+    from megatron.training.build import build_trainer
+    from megatron.training.process import connected
+    from megatron.training.run import parse_run
 
     run = parse_run(None, FLAGS)
     with connected(run) as mesh:

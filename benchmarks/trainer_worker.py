@@ -76,13 +76,14 @@ def serve(pipe: Connection, environment: dict[str, str], flags: list[str]) -> No
         status = 1
     sys.stdout.flush()
     # Groups are not taken apart: gloo's threads may still hold tensors, as
-    # megatron.training.run.ending_process says.
+    # megatron.training.process.ending_process says.
     os._exit(status)
 
 
 def _serve(pipe: Connection, flags: list[str]) -> None:
     from megatron.engine.environment import distributed
-    from megatron.training.run import build_trainer, parse_run
+    from megatron.training.build import build_trainer
+    from megatron.training.run import parse_run
 
     run = parse_run(None, flags)
     logging.disable(logging.INFO)

@@ -14,7 +14,7 @@ HF_DATASETS_OFFLINE=0 is set: tasks read files of this machine. Needs the extra 
 """
 
 from megatron.tasks.harness.command import run_evaluation
-from megatron.training.run import ending_process, errors_for_users
+from megatron.training.process import ending_process, errors_for_users
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ neighbours of what it writes, chunk by chunk, and their text and sources follow 
 """
 
 from megatron.inference.generation.command import run_generation
-from megatron.training.run import ending_process, errors_for_users
+from megatron.training.process import ending_process, errors_for_users
 
 
 def main() -> None:

@@ -25,14 +25,10 @@ from megatron.config.flags import option
 from megatron.profiling.breakdown import break_down
 from megatron.profiling.tables import breakdown_text
 from megatron.profiling.trace import read_trace
+from megatron.training.build import train
 from megatron.training.launch import start_processes
-from megatron.training.run import (
-    RunToolParser,
-    ending_process,
-    errors_for_users,
-    run_of,
-    train,
-)
+from megatron.training.process import ending_process, errors_for_users
+from megatron.training.run import RunToolParser, run_of
 from megatron.util.errors import one_line
 from megatron.util.files import write_whole
 

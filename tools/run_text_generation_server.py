@@ -17,7 +17,7 @@ http://localhost:5000/v1. SIGTERM and Ctrl-C let running requests end. Needs the
 """
 
 from megatron.inference.server.command import run_server
-from megatron.training.run import ending_process, errors_for_users
+from megatron.training.process import ending_process, errors_for_users
 
 
 def main() -> None:

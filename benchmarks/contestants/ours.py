@@ -10,7 +10,8 @@ from contestants.drawn import drawn_on_device
 from contestants.registry import AfterStep, Contestant, NoMoreSteps
 from contestants.setting import BETAS, CLIP, EPS, LEARNING_RATE, SEED, WEIGHT_DECAY, Setting
 from megatron.engine.environment import distributed
-from megatron.training.run import build_trainer, parse_run
+from megatron.training.build import build_trainer
+from megatron.training.run import parse_run
 from megatron.training.trainer import Callback, Step, Trainer
 
 NEVER = 10**9

@@ -11,7 +11,7 @@ It takes all flags of pretrain_gpt.py, and is started as that is.
 """
 
 from megatron.tasks.detoxify.fine_tuning import fine_tune
-from megatron.training.run import ending_process, errors_for_users
+from megatron.training.process import ending_process, errors_for_users
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ r"""Generates texts from a training checkpoint, as tools/generate.py does.
 """
 
 from megatron.inference.generation.command import run_generation
-from megatron.training.run import ending_process, errors_for_users
+from megatron.training.process import ending_process, errors_for_users
 
 
 def main() -> None:

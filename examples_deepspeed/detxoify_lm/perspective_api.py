@@ -7,7 +7,7 @@ r"""Scores continuations of prompts; Expected Maximum Toxicity and Toxicity Prob
 """
 
 from megatron.tasks.detoxify.measures import run_measures
-from megatron.training.run import errors_for_users
+from megatron.training.process import errors_for_users
 
 
 def main() -> None:

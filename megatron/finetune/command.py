@@ -23,17 +23,12 @@ from megatron.finetune.settings import (
     is_weighted,
 )
 from megatron.finetune.summary import TuningSummary
+from megatron.training.build import build_trainer
 from megatron.training.launch import start_processes
 from megatron.training.plan import Epochs
 from megatron.training.plots import read_metrics
-from megatron.training.run import (
-    Run,
-    RunToolParser,
-    build_trainer,
-    connected,
-    run_of,
-    show_configuration,
-)
+from megatron.training.process import connected
+from megatron.training.run import Run, RunToolParser, run_of, show_configuration
 from megatron.util.files import write_whole
 from megatron.util.processes import is_main_process
 from megatron.util.progress import say

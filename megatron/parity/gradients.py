@@ -34,8 +34,9 @@ from megatron.parallel.mesh import ALONE, SHARDED, Coordinates, Mesh
 from megatron.parallel.random import dropout_seed
 from megatron.parallel.shard import Init, Shard, shard_of
 from megatron.parity.runs import PlainTraining, teaching
+from megatron.training.build import add_reference
 from megatron.training.plan import TrainingPlan
-from megatron.training.run import Run, add_reference, parse_run, run_data
+from megatron.training.run import Run, parse_run, run_data
 from megatron.training.step_batches import weighed_step
 
 INIT = Init(std=0.3)

@@ -23,9 +23,10 @@ from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import dropout_seed
 from megatron.parallel.shard import Init, shard_of
 from megatron.parallel.tensor_parallel import TensorParallel
+from megatron.training.build import add_reference, build_trainer
 from megatron.training.distillation.teacher import find_teacher
 from megatron.training.plan import TrainingPlan
-from megatron.training.run import Run, add_reference, build_trainer, parse_run, run_data
+from megatron.training.run import Run, parse_run, run_data
 from megatron.training.trainer import Callback, Step, Trainer
 
 ORDERS = 5

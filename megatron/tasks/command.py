@@ -21,7 +21,8 @@ from megatron.tasks.config import TaskConfig
 from megatron.tasks.registry import TASKS, task_named
 from megatron.training.evaluation import checkpoint_settings
 from megatron.training.launch import start_processes
-from megatron.training.run import RunToolParser, ending_process, errors_for_users
+from megatron.training.process import ending_process, errors_for_users
+from megatron.training.run import RunToolParser
 
 
 def main() -> None:

@@ -29,14 +29,9 @@ from megatron.engine.evaluator import build_evaluator
 from megatron.engine.loading import load_checkpoint
 from megatron.engine.train_engine import ModelEngine
 from megatron.families import spec_of
+from megatron.training.process import compare_checkpoints, connected
 from megatron.training.resume import ResumeSource, find_origin
-from megatron.training.run import (
-    Run,
-    compare_checkpoints,
-    connected,
-    run_of,
-    show_configuration,
-)
+from megatron.training.run import Run, run_of, show_configuration
 from megatron.util.processes import is_main_process
 from megatron.util.progress import say
 

@@ -22,7 +22,7 @@ from megatron.families import family_names, family_of
 from megatron.families.gpt import GPT
 from megatron.families.t5 import T5
 from megatron.tokenizer import Tokenizer
-from megatron.training import run as training_run
+from megatron.training import build as training_build
 
 FOLDER = str(Path(__file__).parent / "preference_families")
 VOCAB = 99
@@ -131,7 +131,7 @@ def has_reference(run: Any, mesh: Any, data: Any) -> None:
     """Drawn samples have the reference's log-probabilities."""
 
 
-_evaluated = training_run.REFERENCE
+_evaluated = training_build.REFERENCE
 
 
 def known() -> None:
@@ -139,10 +139,10 @@ def known() -> None:
     if FOLDER not in families.__path__:
         families.__path__.append(FOLDER)
         family_names.cache_clear()
-        training_run.REFERENCE = f"{__name__}:has_reference"
+        training_build.REFERENCE = f"{__name__}:has_reference"
 
 
 def unknown() -> None:
     families.__path__.remove(FOLDER)
     family_names.cache_clear()
-    training_run.REFERENCE = _evaluated
+    training_build.REFERENCE = _evaluated

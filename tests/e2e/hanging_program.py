@@ -69,7 +69,7 @@ def main():
             elif where == "save":
                 hang_in(CheckpointWriter, "write_own", lambda *_: True, how)
             elif where == "start":
-                from megatron.training import run
+                from megatron.training import build
 
-                hang_in(run, "build_engine", lambda *_: True, how)
+                hang_in(build, "build_engine", lambda *_: True, how)
     pretrain_gpt.main()

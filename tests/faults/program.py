@@ -25,7 +25,7 @@ import torch
 import pretrain_gpt
 from megatron.engine.saving import CheckpointWriter
 from megatron.engine.train_engine import TrainEngine
-from megatron.training import run
+from megatron.training import build, resume
 from megatron.training.trainer import Trainer
 
 BEGUN = "here the fault begins"
@@ -123,23 +123,23 @@ def _in_evaluation(iteration: int, happens: Happens) -> None:
 
 def _in_start(iteration: int, happens: Happens) -> None:
     """Where the engine is built."""
-    build = run.build_engine
+    before = build.build_engine
 
     def changed(*arguments: Any) -> Any:
         _begin(happens, None)
-        return build(*arguments)
+        return before(*arguments)
 
-    run.build_engine = changed
+    build.build_engine = changed
 
 
 def _in_load(iteration: int, happens: Happens) -> None:
-    load = run.resume.load
+    load = resume.load
 
     def changed(*arguments: Any) -> Any:
         _begin(happens, None)
         return load(*arguments)
 
-    run.resume.load = changed
+    resume.load = changed
 
 
 PLACES = {

@@ -65,7 +65,8 @@ def no_waiting() -> Iterator[None]:
 def trainer(argv: Sequence[str]) -> Iterator[Trainer]:
     """The trainer of a run with these flags, in this process; closed at the end."""
     from megatron.engine.environment import distributed
-    from megatron.training.run import build_trainer, parse_run
+    from megatron.training.build import build_trainer
+    from megatron.training.run import parse_run
 
     with own_environment():
         run = parse_run(None, argv)

@@ -44,7 +44,7 @@ NAME = re.compile(r"megatron(\.\w+)+(:\w+)?")
 REGISTRIES = {
     "megatron/checkpoint/source.py": frozenset({"formats"}),
     "megatron/model/adapters.py": frozenset({"formats"}),
-    "megatron/training/run.py": frozenset({"tasks"}),
+    "megatron/training/build.py": frozenset({"tasks"}),
     "megatron/inference/generation/command.py": frozenset({"retro"}),
 }
 """Files that name modules of packages above them, which are imported when they are needed."""

@@ -16,7 +16,7 @@ neighbours and where it is from. An interactive Python has the same:
 """
 
 from megatron.retro.inspection import RetroInspector, run_inspection
-from megatron.training.run import errors_for_users
+from megatron.training.process import errors_for_users
 
 retro = RetroInspector()
 """For an interactive Python."""

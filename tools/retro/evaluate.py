@@ -14,7 +14,7 @@ takes a Retro or a GPT of any format, in any layout.
 """
 
 from megatron.retro.evaluation.command import run_evaluation
-from megatron.training.run import ending_process, errors_for_users
+from megatron.training.process import ending_process, errors_for_users
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ was killed continues where it was when it is started again. Needs the extra "ret
 """
 
 from megatron.retro.command import run_preprocessing
-from megatron.training.run import ending_process, errors_for_users
+from megatron.training.process import ending_process, errors_for_users
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ r"""Keeps the least toxic half of scored texts.
 """
 
 from megatron.tasks.detoxify.filtering import run_filter
-from megatron.training.run import errors_for_users
+from megatron.training.process import errors_for_users
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ A command that was interrupted continues when it is started again.
 """
 
 from megatron.tasks.detoxify.annotate import run_annotation
-from megatron.training.run import errors_for_users
+from megatron.training.process import errors_for_users
 
 
 def main() -> None:

@@ -10,13 +10,13 @@ from megatron.config import ConfigError, RunConfig, Setting
 from megatron.config.flags import option
 from megatron.data.loader import TrainingData
 from megatron.families import family_of
+from megatron.training.build import build_trainer
 from megatron.training.launch import start_processes
 from megatron.training.plan import TrainingPlan
+from megatron.training.process import connected
 from megatron.training.run import (
     Run,
     RunToolParser,
-    build_trainer,
-    connected,
     run_data,
     run_of,
     show_configuration,

@@ -36,17 +36,12 @@ from megatron.tasks.fine_tuning.order import ShuffledEpochs
 from megatron.tasks.fine_tuning.task import FineTuning, TaskRun, TrainingSamples
 from megatron.tasks.inputs import check_inputs, wanted_checkpoints
 from megatron.tasks.report import EvaluatedModel, ModelResults, finish
+from megatron.training.build import build_trainer
 from megatron.training.evaluation import evaluation_settings
 from megatron.training.outputs import check_output
 from megatron.training.plan import Epochs, TrainingPlan
-from megatron.training.run import (
-    Run,
-    build_trainer,
-    compare_checkpoints,
-    connected,
-    run_of,
-    show_configuration,
-)
+from megatron.training.process import compare_checkpoints, connected
+from megatron.training.run import Run, run_of, show_configuration
 from megatron.util.processes import is_main_process
 
 

@@ -25,7 +25,8 @@ from megatron.tasks.report import EvaluatedModel, ModelResults, finish
 from megatron.tasks.zeroshot import ZeroShotTask, prepare
 from megatron.training.evaluation import evaluation_settings
 from megatron.training.outputs import check_output
-from megatron.training.run import Run, compare_checkpoints, connected, run_of, show_configuration
+from megatron.training.process import compare_checkpoints, connected
+from megatron.training.run import Run, run_of, show_configuration
 from megatron.util.processes import is_main_process
 from megatron.util.progress import progress_bar, say
 

@@ -17,7 +17,9 @@ BASE = [*TINY, "--train-iters", "4"]
 
 def run_main(argv):
     """(exit status, stderr) of pretrain_gpt.py with these flags; for the pool."""
-    from megatron.training.run import errors_for_users, parse_run, train
+    from megatron.training.build import train
+    from megatron.training.process import errors_for_users
+    from megatron.training.run import parse_run
 
     errors = io.StringIO()
     sys.argv = ["pretrain_gpt.py", *argv]

@@ -10,7 +10,7 @@ from megatron.data.kinds.curriculum.analysis import read_rows
 from megatron.data.loader import TrainingData
 from megatron.engine.environment import distributed
 from megatron.parity.runs import RunRecord, watched_trainer
-from megatron.training import run as run_module
+from megatron.training import build as build_module
 from megatron.training.run import parse_run, run_data
 from tools import analyze_data
 
@@ -28,7 +28,7 @@ def train_drawn(argv):
     """A run's record, and the tokens of all its batches, in the order of their making; for the
     pool."""
     run, record, seen = parse_run(None, argv), RunRecord(), []
-    read = run_module.run_data
+    read = build_module.run_data
 
     def watched_data(run):
         datasets, collate = read(run)[:2]
@@ -39,12 +39,12 @@ def train_drawn(argv):
 
         return TrainingData(datasets, noted)
 
-    run_module.run_data = watched_data
+    build_module.run_data = watched_data
     try:
         with distributed(run.config.parallel) as mesh:
             watched_trainer(run, mesh, record.add).fit()
     finally:
-        run_module.run_data = read
+        build_module.run_data = read
     return record, seen
 
 

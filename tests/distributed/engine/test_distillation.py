@@ -15,7 +15,8 @@ from megatron.checkpoint.source import open_checkpoint
 from megatron.config.layouts import parse_layout
 from megatron.engine.environment import distributed
 from megatron.parity.runs import Drift, rounding_noise
-from megatron.training.run import build_trainer, parse_run
+from megatron.training.build import build_trainer
+from megatron.training.run import parse_run
 
 STEPS = 6
 DROPOUT = {

@@ -13,7 +13,7 @@ from megatron.checkpoint.reader import CheckpointReader
 from megatron.engine.environment import distributed
 from megatron.engine.state import owned_slices
 from megatron.parity.runs import PlainTraining, RunRecord, watched_trainer
-from megatron.training import run as training_run
+from megatron.training import build as training_build
 from megatron.training.run import parse_run, trained_spec
 
 STEPS = 3
@@ -81,7 +81,7 @@ def run(argv):
     optimizer has; for the pool."""
     record, parsed, with_grads = RunRecord(), parse_run(None, argv), set()
     with distributed(parsed.config.parallel) as mesh, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training_run, "trained_spec", frozen_spec)
+        patch.setattr(training_build, "trained_spec", frozen_spec)
         trainer = watched_trainer(parsed, mesh, record.add)
         engine = trainer.engine
         update = engine.update

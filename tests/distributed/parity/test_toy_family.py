@@ -22,8 +22,9 @@ from megatron.model.spec import Measure
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.parity.gradients import first_difference, reference_gradients
 from megatron.parity.runs import Drift, rounding_noise, train_plainly
+from megatron.training.build import build_trainer
 from megatron.training.measuring import measure_samples
-from megatron.training.run import build_trainer, parse_run
+from megatron.training.run import parse_run
 
 FLAGS = [
     *TINY, "--model-family", "toy", "--num-layers", "4", "--micro-batch-size", "2",

@@ -32,7 +32,7 @@ LENGTH = 24
 def run_main(argv: list[str]) -> tuple[int, str, str]:
     """Exit status and output of tasks/main.py with these flags; for the pool."""
     from megatron.tasks.command import run_task
-    from megatron.training.run import errors_for_users
+    from megatron.training.process import errors_for_users
 
     output, errors = io.StringIO(), io.StringIO()
     sys.argv = ["tasks/main.py", *argv]

@@ -19,7 +19,7 @@ from megatron.training.run import parse_run, run_data, run_of
 
 PROGRAM = """
 import atexit, sys
-from megatron.training.run import ending_process
+from megatron.training.process import ending_process
 atexit.register(print, "handler")
 
 class Finalised:

@@ -1,0 +1,247 @@
+"""From a run to a trainer: data, engine, checkpoints, and what happens around the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pkgutil import resolve_name
+
+import torch
+
+from megatron.config import (
+    RunConfig,
+)
+from megatron.config.kinds.preference import PreferenceConfig
+from megatron.data.build import DataFile
+from megatron.data.indexed.dataset_checks import verify_checksums
+from megatron.data.loader import TrainingData
+from megatron.engine.build import build_engine
+from megatron.engine.deepspeed_folder import checkpoint_writer
+from megatron.engine.environment import training_device
+from megatron.engine.saving import hold_folder, ruined
+from megatron.engine.train_engine import TrainEngine
+from megatron.objectives import trained_spec
+from megatron.parallel.mesh import Mesh
+from megatron.resilience.generation import current
+from megatron.training import resume
+from megatron.training.checkpoints import CheckpointManager
+from megatron.training.plan import Epochs, TrainingPlan
+from megatron.training.process import compare_checkpoints, compare_data, connected
+from megatron.training.profiling import profiling
+from megatron.training.replicas import ReplicaCheck
+from megatron.training.report import Reporter, say
+from megatron.training.resume import ResumePoint, ResumeSource
+from megatron.training.run import Run, run_data
+from megatron.training.spikes import SpikeGuard, stop_at_spike
+from megatron.training.stopping import NonFiniteGuard, Stopping, StopRequest
+from megatron.training.trainer import Callback, Position, Trainer
+from megatron.util.locks import Lock
+
+BEST_EVALUATION = "megatron.training.best:BestEvaluation"
+"""The callback of ``--keep-best`` and ``--early-stopping-patience``, imported for them only."""
+
+EVAL_TASKS = "megatron.tasks.during_training:EvalTasks"
+"""The callback of ``--eval-tasks``, which is made of the run's configuration and its tokenizer. It
+uses training and is imported for runs with the flag only."""
+
+REFERENCE = "megatron.training.reference:add_reference"
+"""Adds what a reference model finds to the data of a run whose loss needs it. It is called with the
+run, the mesh and the data, and imported for such runs only."""
+
+COMPARISONS = "megatron.training.comparisons:compare_ahead"
+"""Makes an engine compute what kto compares answers with. It is called with the engine, and
+imported for such runs only."""
+
+DISTILLATION = "megatron.training.distillation.callback:Distillation"
+"""The callback of ``--kd``, which is made of a run and imported for runs with the flag only."""
+
+SECOND_LOOK = "megatron.training.second_look:SecondLook"
+"""What ``--rerun-on-anomaly`` does with a step before its update; imported for runs with it."""
+
+STRAGGLERS = "megatron.training.stragglers:Stragglers"
+"""The callback that compares the ranks' own times, imported where there are several."""
+ROLLBACK = "megatron.training.rollback:Rollback"
+"""What ``--on-spike rollback`` does, imported for it only."""
+NODE_CHECKPOINTS = "megatron.training.node_memory:NodeCheckpoints"
+"""The callback of ``--non-persistent-save-interval``, which is made of the engine and imported for
+runs with the flag only."""
+RESTARTED = "megatron.training.restarted:restarted"
+"""The callback of ``--inprocess-restart``, imported for runs with the flag only."""
+
+EXAMPLE_CHECKS = "megatron.training.example_checks:warn_of_examples"
+"""Warns of what is probably wrong with instructions and preferences. It is called with the run and
+its data, and imported for such data only."""
+
+
+def add_reference(run: Run, mesh: Mesh, data: TrainingData) -> None:
+    """Adds what a reference model finds to the data, if the loss of the run needs it. Raises
+    ValueError or OSError, naming the flag, if there is no reference or it cannot be used."""
+    if run.config.kind(PreferenceConfig).needs_reference:
+        resolve_name(REFERENCE)(run, mesh, data)
+
+
+def build_trainer(
+    run: Run,
+    mesh: Mesh,
+    callbacks: Sequence[Callback] = (),
+    data: TrainingData | None = None,
+    epochs: Epochs | None = None,
+) -> Trainer:
+    """The trainer of a run: model, data, checkpoints, logging and signals. ``callbacks`` are called
+    before those of the run; ``data`` take the place of the run's own, and ``epochs`` that of its
+    length. Raises ValueError or OSError if data or checkpoints cannot be used; the message names
+    them."""
+    config, device = run.config, training_device()
+    tasks = [resolve_name(EVAL_TASKS)(config, run.tokenizer)] if config.tasks.eval_tasks else []
+    data = data or run_data(run)
+    if config.data.verify_data:
+        verify_checksums([file.path for file in data.files()], mesh.world.rank, mesh.world.size)
+    compare_data(data)
+    request = StopRequest(
+        config.training.exit_duration_in_mins,
+        run.launched,
+        config.training.kill_switch_file,
+        started=None if (guarded := current()) is None else guarded.started,
+    )
+    plan = TrainingPlan(config, epochs)
+    lock = hold_folder(config.checkpoint.save, mesh.world, device, say)
+    checkpoint = resume.locate(config)
+    compare_checkpoints([None if checkpoint is None else checkpoint.found], config)
+    if data.weighed:
+        resolve_name(EXAMPLE_CHECKS)(run, data)
+    add_reference(run, mesh, data)
+    teaching = [resolve_name(DISTILLATION)(run)] if config.distillation.kd else []
+    spec = trained_spec(config)
+    engine = build_engine(config, run.content, spec, mesh, device)
+    files = data.files() if checkpoint is not None or config.checkpoint.save else []
+    saved = [file._asdict() for file in files]
+    writer = checkpoint_writer(engine, run.content, run.tokenizer.save_pretrained, saved)
+    in_memory, on_disk = [], checkpoint
+    if config.resilience.non_persistent_save_interval is not None:
+        in_memory = [resolve_name(NODE_CHECKPOINTS)(engine)]
+        checkpoint = in_memory[0].newest(on_disk)
+    begin = resume.load(engine, plan, checkpoint, files)
+    if begin.skip_samples != config.data.skip_samples:
+        data = data.skipping(begin.skip_samples)
+    if config.kind(PreferenceConfig).preference == "kto":
+        resolve_name(COMPARISONS)(engine)
+    report = Reporter(run.resolved, plan, mesh, device, begin)
+    for teacher in teaching:
+        teacher.start(engine, data, plan, begin.consumed_samples)
+        report.beside = teacher.flops
+    replicas = ReplicaCheck(engine, config.resilience.check_replicas_interval)
+    compared = []
+    if mesh.world.size > 1:
+        compared = [resolve_name(STRAGGLERS)(config.resilience, mesh, device, report)]
+    newest = begin.folder if begin.iteration else None
+    if checkpoint is not on_disk:
+        newest = on_disk.found.folder if on_disk is not None and on_disk.continues else None
+    interval = config.checkpoint.save_interval
+    checkpoints = CheckpointManager(writer, report, interval, newest, replicas.check)
+    replicas.newest = lambda: checkpoints.newest_shown
+    for saves in in_memory:
+        saves.check = replicas.check
+        saves.begin(checkpoints)
+    guard = NonFiniteGuard(
+        device,
+        config.precision.fp16,
+        config.training.check_for_nan_in_loss_and_grad,
+        config.training.max_skipped_steps,
+        ruined=lambda: ruined(engine),
+        newest=lambda: checkpoints.newest_shown,
+        fresh=begin.iteration == 0,
+        replicas=replicas.check,
+    )
+    spikes = _spike_guard(config, device, checkpoints, begin, checkpoint, files)
+    looks = []
+    if config.resilience.rerun_on_anomaly != "disabled":
+        looks = [resolve_name(SECOND_LOOK)(run, engine, data, report, spikes)]
+    return Trainer(
+        engine,
+        data,
+        plan,
+        (
+            _Closing(engine, lock),
+            *callbacks,
+            *teaching,
+            *tasks,
+            Stopping(request, device, mesh.world.size, config.training.exit_interval),
+            *compared,
+            report,
+            guard,
+            *looks,
+            *spikes,
+            replicas,
+            *in_memory,
+            checkpoints,
+            *_restarted(config, checkpoints, report, begin),
+            *best_evaluation(config, checkpoints, mesh, begin.iteration),
+            *profiling(config, engine, begin.iteration),
+        ),
+        Position(begin.iteration, begin.consumed_samples),
+        config.data.num_workers,
+    )
+
+
+def _spike_guard(
+    config: RunConfig,
+    device: torch.device,
+    checkpoints: CheckpointManager,
+    begin: ResumePoint,
+    origin: ResumeSource | None,
+    files: Sequence[DataFile],
+) -> list[Callback]:
+    """What judges the steps of a run, and acts on spikes as ``--on-spike`` says."""
+    flags = config.resilience
+    if not flags.spike_sigma:
+        return []
+    found = SpikeGuard(device, flags, checkpoints, begin.spikes)
+    if flags.on_spike == "stop":
+        found.act = stop_at_spike(checkpoints)
+    elif flags.on_spike == "rollback":
+        most = flags.spike_rollbacks
+        rollback = resolve_name(ROLLBACK)(most, found.rule, checkpoints, begin, origin, files)
+        found.act = rollback
+        return [found, rollback]
+    return [found]
+
+
+def _restarted(
+    config: RunConfig, checkpoints: CheckpointManager, report: Reporter, begin: ResumePoint
+) -> list[Callback]:
+    if not config.resilience.inprocess_restart:
+        return []
+    found: list[Callback] = resolve_name(RESTARTED)(config, checkpoints, report, begin)
+    return found
+
+
+def best_evaluation(
+    config: RunConfig, checkpoints: CheckpointManager, mesh: Mesh, iteration: int
+) -> list[Callback]:
+    """What follows the best evaluation, for runs that need it and begin after so many steps."""
+    keeps, patience = config.checkpoint.keep_best, config.training.early_stopping_patience
+    if not keeps and patience is None:
+        return []
+    follow = resolve_name(BEST_EVALUATION)
+    return [follow(checkpoints, mesh, config.checkpoint.save, keeps, patience, iteration)]
+
+
+def train(run: Run) -> None:
+    """Trains from the checkpoint that the run loads, or the first step, to its end. Raises what
+    :func:`build_trainer` raises."""
+    with connected(run) as mesh:
+        build_trainer(run, mesh).fit()
+
+
+class _Closing(Callback):
+    """Releases the folder and the engine at the end of a run. Not after an error: closing waits for
+    the device, which may wait for another rank."""
+
+    def __init__(self, engine: TrainEngine, lock: Lock | None) -> None:
+        self._engine, self._lock = engine, lock
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        if error_type is not None:
+            return
+        if self._lock is not None:
+            self._lock.release()
+        self._engine.close()
