@@ -24,7 +24,7 @@ GRACE = 10.0
 """Seconds after its limit in which a fault is named."""
 NAMED = re.compile(
     r"rank (\d+) \([^()]*\)(?:, which has the store of the ranks,)?"
-    r"(?= (?:does not answer|has not advanced|has ended|waits in))"
+    r"(?= (?:does not answer|has not advanced|has ended))"
 )
 """A rank that the line of a watchdog blames."""
 
