@@ -99,6 +99,20 @@ def _from_step(iteration: int, happens: Happens) -> None:
     TrainEngine.train_step = changed  # type: ignore[method-assign]
 
 
+def _after_step(iteration: int, happens: Happens) -> None:
+    """Between the update of this step and what follows it."""
+    step, done = TrainEngine.train_step, []
+
+    def changed(self: TrainEngine, *arguments: Any) -> Any:
+        result = step(self, *arguments)
+        done.append(True)
+        if len(done) == iteration:
+            _begin(happens, self)
+        return result
+
+    TrainEngine.train_step = changed  # type: ignore[method-assign]
+
+
 def _in_save(iteration: int, happens: Happens) -> None:
     save = CheckpointWriter.save
 
@@ -145,6 +159,7 @@ def _in_load(iteration: int, happens: Happens) -> None:
 PLACES = {
     "step": _in_step,
     "steps": _from_step,
+    "after": _after_step,
     "save": _in_save,
     "evaluation": _in_evaluation,
     "start": _in_start,
@@ -221,14 +236,14 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 def _flip_weight(engine: TrainEngine | None) -> None:
     """One bit of a weight, the largest of its mantissa."""
     assert engine is not None
-    first = next(iter(engine.parameters().values()))
+    first = next(iter(engine.names))
     bits = _bits(first.data)
     bits[3] ^= 1 << (6 if first.element_size() == 2 else 22)
 
 
 def _nan_weight(engine: TrainEngine | None) -> None:
     assert engine is not None
-    next(iter(engine.parameters().values())).data.view(-1)[3] = float("nan")
+    next(iter(engine.names)).data.view(-1)[3] = float("nan")
 
 
 WHAT: dict[str, Callable[[Any], object]] = {

@@ -171,7 +171,7 @@ def of_numbers() -> Iterator[Fault]:
             f"flip-{short}",
             "one bit of a weight of rank 1 flipped",
             r"rank 1\b[^\n]*differ|differ[^\n]*rank 1\b",
-            inside=("step", 1, 8, "flip weight"),
+            inside=("after", 1, 8, "flip weight"),
             shape=shape,
             flags=compared,
             limit=10.0,
