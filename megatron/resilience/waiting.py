@@ -15,6 +15,7 @@ from megatron.util.phases import activity
 _MEETS = ("/torch/distributed/", "/deepspeed/comm/")
 """Packages whose functions end in a collective, a transfer or a store."""
 _WRAPPERS = ("wrapper", "log_wrapper")
+_IMPORT = "<frozen importlib"
 _INNERMOST = 4
 """Frames between a call of those packages and the thread's innermost one, such as an operator's."""
 _PASSES_ON = (
@@ -97,9 +98,14 @@ def _meets(frame: FrameType) -> FrameType | None:
     """The frame of a thread that waits for other ranks, given its innermost one."""
     for inner in islice(outwards(frame), _INNERMOST):
         if _is_of_packages(inner.f_code.co_filename):
-            return inner
+            return None if _is_imported(inner) else inner
     # The handle of a transfer is torch's, without a frame of its own.
     return frame if _calls_wait(frame.f_code, frame.f_lineno) else None
+
+
+def _is_imported(frame: FrameType) -> bool:
+    """Whether a frame runs because a module is imported, which is work."""
+    return any(outer.f_code.co_filename.startswith(_IMPORT) for outer in outwards(frame))
 
 
 @lru_cache(4096)

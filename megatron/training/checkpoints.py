@@ -156,7 +156,7 @@ class CheckpointManager(Callback):
                 )
             if isinstance(result.error, LostRanksError) and not self.writer.options.async_save:
                 # Saves in the background have connections of their own; here training has none now.
-                raise CheckpointError(f"{result.error}; {self.newest_shown}")
+                raise CheckpointError(f"{result.error}; {self.newest_shown}") from result.error
             if len(self._failed) == limit:
                 which = ", ".join(str(failed.iteration) for failed in self._failed)
                 raise CheckpointError(

@@ -24,7 +24,7 @@ GRACE = 10.0
 """Seconds after its limit in which a fault is named."""
 NAMED = re.compile(
     r"rank (\d+) \([^()]*\)(?:, which has the store of the ranks,)?"
-    r"(?= (?:does not answer|has not advanced|has ended|waits in))"
+    r"(?= (?:does not answer|has not advanced|has ended))"
 )
 """A rank that the line of a watchdog blames."""
 
@@ -70,6 +70,7 @@ class Fault:
             continues to its end.
         victims: ranks whose exit status does not count.
         mend: undoes the fault before the training is started again.
+        mended_first: whether the ranks can end only then, as those that the system keeps waiting.
         same: whether it ends with the weights of a training without the fault.
         place: where the training runs.
         lost: most steps that may be lost, by default those since the newest checkpoint.
@@ -88,6 +89,7 @@ class Fault:
     statuses: frozenset[int] = frozenset((3,))
     victims: frozenset[int] = frozenset()
     mend: Callable[[Training, Any], object] = lambda training, tools: None
+    mended_first: bool = False
     same: bool = True
     place: Callable[[Path], AbstractContextManager[Place]] = usual
     earlier: bool = False
@@ -133,8 +135,8 @@ def attempt(fault: Fault, warm: WarmRuns, folder: Path, undisturbed: Undisturbed
         try:
             return _attempt(fault, training, place, undisturbed)
         finally:
-            training.end()
             fault.mend(training, place.tools)
+            training.end()
 
 
 def _attempt(fault: Fault, training: Training, place: Place, undisturbed: Undisturbed) -> Outcome:
@@ -163,6 +165,8 @@ def _attempt(fault: Fault, training: Training, place: Place, undisturbed: Undist
     elif seconds > fault.limit + GRACE:
         wrong.append(f"late: {seconds:.1f} s, the limit is {fault.limit:g} s")
     reached = training.iteration
+    if fault.mended_first:
+        fault.mend(training, place.tools)
     wrong += _ended(fault, training)
     wrong += _blamed(fault, training)
     saved = max(training.saved, default=10 if fault.earlier else 0)

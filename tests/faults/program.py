@@ -86,17 +86,17 @@ def _in_step(iteration: int, happens: Happens) -> None:
 
 def _from_step(iteration: int, happens: Happens) -> None:
     """In this step and all that follow."""
-    step, begun = Trainer.step, []
+    step, begun = TrainEngine.train_step, []
 
-    def changed(self: Trainer, batches: Any) -> None:
-        if self.iteration >= iteration:
-            if not begun:
-                os.write(2, f"{BEGUN}\n".encode())
-                begun.append(True)
-            happens(self.engine)
-        step(self, batches)
+    def changed(self: TrainEngine, *arguments: Any) -> Any:
+        begun.append(True)
+        if len(begun) == iteration:
+            os.write(2, f"{BEGUN}\n".encode())
+        if len(begun) >= iteration:
+            happens(self)
+        return step(self, *arguments)
 
-    Trainer.step = changed  # type: ignore[method-assign]
+    TrainEngine.train_step = changed  # type: ignore[method-assign]
 
 
 def _in_save(iteration: int, happens: Happens) -> None:
@@ -157,7 +157,7 @@ def _sleep(engine: object) -> None:
 
 
 def _nap(engine: object) -> None:
-    time.sleep(0.3)
+    time.sleep(0.8)
 
 
 def _loop(engine: object) -> NoReturn:

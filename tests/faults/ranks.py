@@ -23,6 +23,8 @@ from faults.training import (
     Training,
 )
 
+STORE = "(?:, which has the store of the ranks,)?"
+"""What a message may say of rank 0."""
 HANGS = {
     "sleep": "sleeps",
     "loop": "loops in Python",
@@ -55,7 +57,7 @@ def stopped() -> Iterator[Fault]:
             yield Fault(
                 f"stop-rank-{rank}-{short}",
                 f"SIGSTOP of rank {rank}",
-                rf"rank {rank} \([^)]*\) does not answer",
+                rf"rank {rank} \([^)]*\){STORE} does not answer",
                 send(signal.SIGSTOP, rank),
                 shape=shape,
                 limit=HANG_SECONDS,
@@ -72,7 +74,7 @@ def hanging() -> Iterator[Fault]:
             yield Fault(
                 f"{what}-rank-{rank}",
                 f"rank {rank} {words} in a step",
-                rf"rank {rank} \([^)]*\) (does not answer|has not advanced)",
+                rf"rank {rank} \([^)]*\){STORE} (does not answer|has not advanced)",
                 inside=("step", rank, 8, what),
                 limit=HANG_SECONDS,
                 culprits=frozenset((rank,)),
@@ -103,6 +105,8 @@ def dying() -> Iterator[Fault]:
                 inside=("step", rank, 8, what),
                 limit=0.0,
                 culprits=frozenset((rank,)),
+                # all ranks end with the status of an error that one has raised
+                statuses=frozenset((1, 2)) if what in ("raise", "exhaust") else frozenset((3,)),
                 victims=frozenset((rank,)),
             )
     for place, words in PLACES_LOADING.items():

@@ -89,6 +89,7 @@ def of_storage() -> Iterator[Fault]:
             mend=lambda training, disk: disk.thaw(),
             flags=(*often, "--hang-limits", "start=120", f"save={HANG_SECONDS}"),
             limit=HANG_SECONDS,
+            mended_first=True,
             place=freezable_disk,
         )
         yield Fault(
@@ -185,11 +186,11 @@ def of_numbers() -> Iterator[Fault]:
     )
     yield Fault(
         "straggler",
-        "rank 1 sleeps 0.3 s in every step",
-        r"rank 1\b[^\n]*(slow|times)",
+        "rank 1 sleeps 0.8 s in every step",
+        r"rank 1 \([^\n]*times as long for its own part of a step",
         inside=("steps", 1, 4, "nap"),
         flags=("--save-interval", "5", "--straggler-window", "5"),
-        limit=20.0,
+        limit=30.0,
         statuses=frozenset(),
     )
 

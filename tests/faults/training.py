@@ -70,10 +70,10 @@ class Training:
     Args:
         warm: the process that its ranks are forked from.
         flags: after those of every training; ``{save}`` is the folder of checkpoints.
-        place: what :mod:`faults.program` does in a rank of the first start.
+        place: what :mod:`faults.program` does in a rank; a fault in the first start only.
         save: the folder of checkpoints, if it is not below ``folder``.
         variables: of the environment of each rank.
-        always: whether ``place`` and the pace count in later starts, too.
+        always: whether its fault and the pace count in later starts, too.
     """
 
     def __init__(
@@ -102,7 +102,9 @@ class Training:
         argv = [*FLAGS, *self.layout.flags, "--save", self.save, "--load", self.save, *self.flags]
 
         def variables(rank: int) -> dict[str, object]:
-            place = {"pace": PACE if faulty else 0.0, **(self.place(rank) if faulty else {})}
+            place = {"pace": PACE if faulty else 0.0, **self.place(rank)}
+            if not faulty:
+                place.pop("fault", None)
             return {VARIABLE: json.dumps(place), **self.variables(rank)}
 
         self.pids = self.warm.start(argv, self.layout.size, self.output, variables)
