@@ -15,6 +15,8 @@ from megatron.util.phases import activity
 
 _MEETS = ("/torch/distributed/", "/deepspeed/comm/")
 """Packages whose functions end in a collective, a transfer or a store."""
+_MEETS_NOBODY = ("/torch/distributed/tensor/", "/torch/distributed/fsdp/")
+"""Some of their modules register thousands of operators when they are imported."""
 _WRAPPERS = ("wrapper", "log_wrapper")
 _INNERMOST = 4
 """Frames between a call of those packages and the thread's innermost one, such as an operator's."""
@@ -109,6 +111,8 @@ def call_site(frame: FrameType) -> str:
 def _meets(frame: FrameType) -> FrameType | None:
     """The frame of a thread that waits for other ranks, given its innermost one."""
     for inner in islice(outwards(frame), _INNERMOST):
+        if inner.f_code.co_name == "<module>":  # it imports, which may be slow
+            return None
         if _is_of_packages(inner.f_code.co_filename):
             return inner
     # The handle of a transfer is torch's, without a frame of its own.
@@ -129,7 +133,8 @@ def _calls_wait(code: CodeType, line: int) -> bool:
 
 @lru_cache(4096)
 def _is_of_packages(file: str) -> bool:
-    return any(part in _normal(file) for part in _MEETS)
+    path = _normal(file)
+    return any(part in path for part in _MEETS) and not any(part in path for part in _MEETS_NOBODY)
 
 
 @lru_cache(4096)
