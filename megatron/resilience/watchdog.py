@@ -25,7 +25,7 @@ from megatron.resilience.hang_report import described, write_report
 from megatron.resilience.process_states import GONE, state_of
 from megatron.resilience.reports import Report, report_of
 from megatron.resilience.verdict import LIMIT, LOST, SIGNAL, HangQuestion, HangVerdict, judge
-from megatron.resilience.waiting import failed_to_meet, where_it_waits
+from megatron.resilience.waiting import collectives_begun, failed_to_meet, where_it_waits
 from megatron.util.errors import FaultError, one_line
 from megatron.util.phases import PHASES, Activity, activity, background, phase
 
@@ -92,6 +92,8 @@ class Idleness:
     def count(self) -> None:
         """A tick."""
         found = self.watched.moves
+        if self.watched is activity:  # a library's collectives advance, too
+            found += collectives_begun()
         if self.watched.phase == "save":  # which may wait for the one in the background
             found += sum(other.moves for other in list(background.values()))
         if found == self._moves:
