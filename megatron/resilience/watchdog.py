@@ -11,6 +11,7 @@ the run again.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import signal
@@ -69,7 +70,7 @@ def hang_limits(config: RunConfig) -> dict[str, int]:
                 f"--hang-limits {item}: expected PHASE=SECONDS with one of {', '.join(PHASES)}"
             )
         try:
-            limits[name] = round(float(value))
+            limits[name] = math.ceil(float(value))
         except (ValueError, OverflowError):
             limits[name] = -1
         if limits[name] < 0:
