@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from megatron.config.flags import NOT_NEGATIVE, POSITIVE, ConfigResolver, option
+from megatron.config.flags import NOT_NEGATIVE, POSITIVE, Bounds, ConfigResolver, option
+
+SECONDS = Bounds(
+    lambda value: value == 0 or 1 <= value < math.inf, "must be 0 or at least one second"
+)
+FACTOR = Bounds(lambda value: value == 0 or 1 < value < math.inf, "must be 0 or more than 1")
+SHORTEST_WINDOW = Bounds(
+    lambda value: value >= 20, "must be at least 20: the rule learns from a half of it"
+)
 
 
 @dataclass(frozen=True)
@@ -12,7 +21,7 @@ class ResilienceConfig:
     """Unattended runs: watchdog, replicas, spikes, stragglers, restarts."""
 
     hang_seconds: float | None = option(
-        None, derived="nine tenths of --distributed-timeout-minutes", bounds=NOT_NEGATIVE
+        None, derived="nine tenths of --distributed-timeout-minutes", bounds=SECONDS
     )
     """Seconds without progress after which every rank writes what it does and its Python stacks,
     the rank that the others wait for is named, and the run ends; 0 for no limit."""
@@ -42,14 +51,12 @@ class ResilienceConfig:
     spike_sigma: float = option(10.0, bounds=NOT_NEGATIVE)
     """Distance from the median of the last steps, in standard deviations over --spike-window, that
     is a spike; 0 turns the rule off."""
-    spike_window: int = option(100, bounds=POSITIVE)
+    spike_window: int = option(100, bounds=SHORTEST_WINDOW)
     """Number of steps that --spike-sigma compares with; the first half of them is not judged."""
     spike_rollbacks: int = option(5, bounds=POSITIVE)
     """With --on-spike rollback: how often the run goes back to the same checkpoint; after further
     spikes it ends."""
-    straggler_factor: float = option(
-        1.5, aliases=("--log-straggler",), bare=1.5, bounds=NOT_NEGATIVE
-    )
+    straggler_factor: float = option(1.5, aliases=("--log-straggler",), bare=1.5, bounds=FACTOR)
     """A rank that needs this many times as long for its own part of a step, what it computes and
     reads, as the median rank of its pipeline stage is named; 0 turns that off."""
     straggler_window: int = option(50, bounds=POSITIVE)
@@ -75,7 +82,7 @@ class ResilienceConfig:
     """Number of nodes that keep what a rank saves by --non-persistent-save-interval, its own
     included, as far as there are so many."""
 
-    def check(self, save: str | None, resolver: ConfigResolver) -> None:
+    def check(self, save: str | None, processes: int, resolver: ConfigResolver) -> None:
         """Refuses values that contradict each other; ``save`` is the folder of checkpoints."""
         resolver.check(
             self.non_persistent_save_interval is None or save is not None,
@@ -85,3 +92,26 @@ class ResilienceConfig:
         if self.non_persistent_save_interval is None:
             for name in ("non_persistent_local_ckpt_dir", "replication_factor"):
                 resolver.check_unused(name, "--non-persistent-save-interval")
+        timeout = 60 * resolver.values["distributed_timeout_minutes"]
+        if processes > 1 and (self.hang_seconds or 0) > timeout:
+            resolver.notes.append(
+                f"{resolver.show('hang_seconds')} is longer than "
+                f"{resolver.show('distributed_timeout_minutes')}: collectives end first, and name "
+                "no rank; give more minutes"
+            )
+        if self.on_spike == "rollback":
+            resolver.check(
+                save is not None,
+                f"{resolver.show('on_spike')} returns to a checkpoint in --save, and needs that "
+                "folder",
+            )
+        else:
+            resolver.check_unused("spike_rollbacks", "--on-spike rollback")
+        resolver.check(
+            self.spike_sigma > 0 or self.on_spike == "warn",
+            f"{resolver.show('spike_sigma')} turns the rule for spikes off, and "
+            f"{resolver.show('on_spike')} needs it: leave one of them out",
+        )
+        if not self.inprocess_restart:
+            for name in ("inprocess_max_iterations", "inprocess_min_world_size"):
+                resolver.check_unused(name, "--inprocess-restart")

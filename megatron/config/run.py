@@ -269,7 +269,7 @@ def resolve(settings: Settings, world_size: int) -> Resolved:
             "them off: give a larger number",
         )
     config.checkpoint.check(config.precision.states is not None, resolver)
-    config.resilience.check(config.checkpoint.save, resolver)
+    config.resilience.check(config.checkpoint.save, world_size, resolver)
     config.kind(PreferenceConfig).check(resolver)
     config.distillation.check(config.kind(PreferenceConfig).preference is not None, resolver)
     check_fast_paths(

@@ -35,6 +35,7 @@ from megatron.data.sampler import MicroBatchSampler, without_samples
 from megatron.data.samples import SampleDataset
 from megatron.util.errors import FaultError, is_for_users, name_lost_pages
 from megatron.util.phases import activity, phase
+from megatron.util.processes import die_with_parent
 
 Batch = TypeVar("Batch")
 
@@ -223,7 +224,8 @@ _LOST_WORKER = re.compile(
 def _begin_worker(ending: Any, worker_id: int) -> None:
     """In a worker: ignore all signals but the trainer's own at its end. Schedulers signal every
     process of a job. The trainer then saves and stops; a worker that died first would make the save
-    fail."""
+    fail. It ends with the trainer, even when it is stopped."""
+    die_with_parent()
 
     def on_terminate(number: int, frame: object) -> None:
         if ending.value:

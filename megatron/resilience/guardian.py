@@ -9,7 +9,6 @@ must not have threads, nor a context of CUDA; so a guardian computes nothing.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import logging
 import os
@@ -30,14 +29,13 @@ from megatron.resilience.coordinator import Coordinator, Member, Rules, hello
 from megatron.resilience.generation import RunGeneration, TrainerProgress
 from megatron.resilience.peers import Message, Peer, connect, listen
 from megatron.util.errors import RESTART_STATUS
+from megatron.util.processes import die_with_parent
 
 logger = logging.getLogger(__name__)
 
 LOOP_SECONDS = 0.1
 """How long a guardian sleeps at most; signals wait as long."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-PARENT_DIED = 1
-"""``PR_SET_PDEATHSIG``."""
 FROM_TERMINAL = 0x80
 """``SI_KERNEL``: all processes of the terminal's group have got the signal."""
 
@@ -288,7 +286,7 @@ class Guardian:
                 handle = os.pidfd_open(child)
                 self._selector.register(handle, selectors.EVENT_READ, lambda: self._ended(handle))
             return None
-        ctypes.CDLL(None).prctl(PARENT_DIED, signal.SIGKILL)
+        die_with_parent()
         if os.getppid() != guardian:
             os._exit(RESTART_STATUS)
         self._close()

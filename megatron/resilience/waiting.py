@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import sys
 import threading
@@ -14,6 +15,8 @@ from megatron.util.phases import activity
 
 _MEETS = ("/torch/distributed/", "/deepspeed/comm/")
 """Packages whose functions end in a collective, a transfer or a store."""
+_MEETS_NOBODY = ("/torch/distributed/tensor/", "/torch/distributed/fsdp/")
+"""Some of their modules register thousands of operators when they are imported."""
 _WRAPPERS = ("wrapper", "log_wrapper")
 _IMPORT = "<frozen importlib"
 _INNERMOST = 4
@@ -57,6 +60,18 @@ def waits_for_ranks() -> bool:
     return where_it_waits() is not None
 
 
+def collectives_begun() -> int:
+    """How many collectives this process has begun in all its groups: some are a library's own, such
+    as those in which an engine is set up. Costs some microseconds, and does not wait."""
+    torch = sys.modules.get("torch.distributed.distributed_c10d")
+    begun = 0
+    if torch is not None:
+        with contextlib.suppress(RuntimeError):  # a group that is just made
+            for group in list(torch._world.pg_map):
+                begun += group._get_sequence_number_for_group()
+    return begun
+
+
 def failed_to_meet(error: BaseException | None) -> bool:
     """Whether an error, or what caused it, says that other ranks did not answer: a collective, a
     transfer or the store raised it."""
@@ -97,6 +112,8 @@ def call_site(frame: FrameType) -> str:
 def _meets(frame: FrameType) -> FrameType | None:
     """The frame of a thread that waits for other ranks, given its innermost one."""
     for inner in islice(outwards(frame), _INNERMOST):
+        if inner.f_code.co_name == "<module>":  # it imports, which may be slow
+            return None
         if _is_of_packages(inner.f_code.co_filename):
             return None if _is_imported(inner) else inner
     # The handle of a transfer is torch's, without a frame of its own.
@@ -122,7 +139,8 @@ def _calls_wait(code: CodeType, line: int) -> bool:
 
 @lru_cache(4096)
 def _is_of_packages(file: str) -> bool:
-    return any(part in _normal(file) for part in _MEETS)
+    path = _normal(file)
+    return any(part in path for part in _MEETS) and not any(part in path for part in _MEETS_NOBODY)
 
 
 @lru_cache(4096)

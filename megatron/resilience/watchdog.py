@@ -11,6 +11,7 @@ the run again.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import signal
@@ -25,7 +26,7 @@ from megatron.resilience.hang_report import described, write_report
 from megatron.resilience.process_states import GONE, state_of
 from megatron.resilience.reports import Report, report_of
 from megatron.resilience.verdict import LIMIT, LOST, SIGNAL, HangQuestion, HangVerdict, judge
-from megatron.resilience.waiting import failed_to_meet, where_it_waits
+from megatron.resilience.waiting import collectives_begun, failed_to_meet, where_it_waits
 from megatron.util.errors import FaultError, one_line
 from megatron.util.phases import PHASES, Activity, activity, background, phase
 
@@ -69,7 +70,7 @@ def hang_limits(config: RunConfig) -> dict[str, int]:
                 f"--hang-limits {item}: expected PHASE=SECONDS with one of {', '.join(PHASES)}"
             )
         try:
-            limits[name] = round(float(value))
+            limits[name] = math.ceil(float(value))
         except (ValueError, OverflowError):
             limits[name] = -1
         if limits[name] < 0:
@@ -92,6 +93,8 @@ class Idleness:
     def count(self) -> None:
         """A tick."""
         found = self.watched.moves
+        if self.watched is activity:  # a library's collectives advance, too
+            found += collectives_begun()
         if self.watched.phase == "save":  # which may wait for the one in the background
             found += sum(other.moves for other in list(background.values()))
         if found == self._moves:

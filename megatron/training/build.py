@@ -11,6 +11,7 @@ from megatron.config import (
     RunConfig,
 )
 from megatron.config.kinds.preference import PreferenceConfig
+from megatron.config.resilience import ResilienceConfig
 from megatron.data.build import DataFile
 from megatron.data.indexed.dataset_checks import verify_checksums
 from megatron.data.loader import TrainingData
@@ -141,20 +142,6 @@ def build_trainer(
     for saves in in_memory:
         saves.check = replicas.check
         saves.begin(checkpoints)
-    guard = NonFiniteGuard(
-        device,
-        config.precision.fp16,
-        config.training.check_for_nan_in_loss_and_grad,
-        config.training.max_skipped_steps,
-        ruined=lambda: ruined(engine),
-        newest=lambda: checkpoints.newest_shown,
-        fresh=begin.iteration == 0,
-        replicas=replicas.check,
-    )
-    spikes = _spike_guard(config, device, checkpoints, begin, checkpoint, files)
-    looks = []
-    if config.resilience.rerun_on_anomaly != "disabled":
-        looks = [resolve_name(SECOND_LOOK)(run, engine, data, report, spikes)]
     return Trainer(
         engine,
         data,
@@ -167,10 +154,7 @@ def build_trainer(
             Stopping(request, device, mesh.world.size, config.training.exit_interval),
             *compared,
             report,
-            guard,
-            *looks,
-            *spikes,
-            replicas,
+            *_judges(run, engine, data, report, checkpoints, replicas, begin, checkpoint, files),
             *in_memory,
             checkpoints,
             *_restarted(config, checkpoints, report, begin),
@@ -182,16 +166,46 @@ def build_trainer(
     )
 
 
+def _judges(
+    run: Run,
+    engine: TrainEngine,
+    data: TrainingData,
+    report: Reporter,
+    checkpoints: CheckpointManager,
+    replicas: ReplicaCheck,
+    begin: ResumePoint,
+    origin: ResumeSource | None,
+    files: Sequence[DataFile],
+) -> list[Callback]:
+    """What judges the steps of a run, in the order in which it does: whether they are finite, far
+    from those before, and the same on all ranks that must have the same."""
+    training, flags = run.config.training, run.config.resilience
+    guard = NonFiniteGuard(
+        engine.device,
+        run.config.precision.fp16,
+        training.check_for_nan_in_loss_and_grad,
+        training.max_skipped_steps,
+        ruined=lambda: ruined(engine),
+        newest=lambda: checkpoints.newest_shown,
+        fresh=begin.iteration == 0,
+        replicas=replicas.check,
+    )
+    spikes = _spike_guard(flags, engine.device, checkpoints, begin, origin, files)
+    looks = []
+    if flags.rerun_on_anomaly != "disabled":
+        looks = [resolve_name(SECOND_LOOK)(run, engine, data, report, spikes)]
+    return [guard, *looks, *spikes, replicas]
+
+
 def _spike_guard(
-    config: RunConfig,
+    flags: ResilienceConfig,
     device: torch.device,
     checkpoints: CheckpointManager,
     begin: ResumePoint,
     origin: ResumeSource | None,
     files: Sequence[DataFile],
 ) -> list[Callback]:
-    """What judges the steps of a run, and acts on spikes as ``--on-spike`` says."""
-    flags = config.resilience
+    """What finds spikes, and acts on them as ``--on-spike`` says."""
     if not flags.spike_sigma:
         return []
     found = SpikeGuard(device, flags, checkpoints, begin.spikes)

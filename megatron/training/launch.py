@@ -91,9 +91,14 @@ def _guarded(size: int, flags: ParallelFlags, settings: Settings) -> int:
     if wanted is None or not wanted.value or "explain_config" in settings:
         return size
     options = build(ResilienceConfig, settings)
+    least = options.inprocess_min_world_size
+    if least is not None and least > size:
+        raise ConfigError(
+            f"--inprocess-min-world-size {least} is more than the {size} processes of the run"
+        )
     rules = resolve_name(f"{GUARDIAN}:Rules")(
         options.inprocess_max_iterations,
-        options.inprocess_min_world_size,
+        least,
         flags.distributed_timeout_minutes * 60,
     )
     trainers: int = resolve_name(f"{GUARDIAN}:guard")(rules, prepare_deepspeed)

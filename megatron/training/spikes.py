@@ -39,10 +39,15 @@ means nothing."""
 
 TAIL = 2.0
 """How many times the largest distance is still no spike: by the deviation alone the tail of a
-skewed distribution would be spikes."""
+skewed distribution would be spikes. A single step makes the largest distance at most so many times
+larger."""
 
-FORGETS = 0.9998
-"""What remains of the largest distance after a step: half after 3,500."""
+RARE = 3.5
+"""The same up to a limit, that of a loss or a norm which nobody calls ordinary: one batch in 10,000
+is of a kind that none was before."""
+
+FORGETS = 0.9999
+"""What remains of the largest distance after a step: half after 7,000."""
 
 MOST_KEPT = 3
 """Checkpoints that are kept since a spike followed them."""
@@ -69,12 +74,16 @@ class _Range:
         sigma: half of its width, in standard deviations.
         window: number of steps from which the deviation is learned.
         least: what is always within it, as a difference of logarithms.
+        rare: how far :data:`RARE` reaches, likewise.
         offset: see :data:`_LEAST_LOSS`.
         below: whether there is a lower end.
     """
 
-    def __init__(self, sigma: float, window: int, least: float, offset: float, below: bool) -> None:
-        self._sigma, self._least, self._offset, self._below = sigma, least, offset, below
+    def __init__(
+        self, sigma: float, window: int, least: float, rare: float, offset: float, below: bool
+    ) -> None:
+        self._sigma, self._least, self._rare = sigma, least, rare
+        self._offset, self._below, self._window = offset, below, window
         self._armed_after = max(LEVEL, window // 2)
         self.level: deque[float] = deque(maxlen=LEVEL)
         self.distances: deque[float] = deque(maxlen=window)
@@ -92,10 +101,13 @@ class _Range:
         low, high = self._expected()
         off = max(low - at, at - high)
         # In most steps the first comparison decides; the deviation takes longer.
-        width = max(self._least, TAIL * self.largest)
+        # While few steps are known, as in the warm-up, in which norms rise, they say less.
+        unsure = max(1.0, self._window / len(self.distances))
+        tail = max(TAIL * self.largest, min(RARE * self.largest, self._rare))
+        width = unsure * max(self._least, tail)
         if off <= width or (at < low and not self._below):
             return None
-        width = max(width, self._sigma * self._deviation())
+        width = max(width, unsure * self._sigma * self._deviation())
         if off <= width:
             return None
         least = math.exp(low - width) - self._offset if self._below else 0.0
@@ -123,6 +135,8 @@ class _Range:
             low, high = self._expected()
             off = max(low - at, at - high, 0.0)
             self.distances.append(off)
+            if off > self.largest:
+                off = min(off, TAIL * max(self.largest, self._deviation()))
             self.largest = max(off, FORGETS * self.largest)
         self.level.append(at)
 
@@ -159,10 +173,11 @@ class SpikeRule:
 
     def __init__(self, sigma: float, window: int) -> None:
         self._window = window
-        # What is always ordinary: a tenth more or less of a loss, twice a gradient norm. A norm
-        # falls for good reasons, and has no lower end.
-        self._loss = _Range(sigma, window, math.log(1.1), _LEAST_LOSS, below=True)
-        self._norm = _Range(sigma, window, math.log(2.0), 1e-12, below=False)
+        # What is always ordinary: a fifth more or less of a loss, five times a gradient norm: it is
+        # clipped, and what hurts shows in the loss. A norm falls for good reasons, and has no lower
+        # end.
+        self._loss = _Range(sigma, window, math.log(1.2), math.log(2.25), _LEAST_LOSS, below=True)
+        self._norm = _Range(sigma, window, math.log(5.0), math.log(10.0), 1e-12, below=False)
         self._seq_length: int | None = None
         self._since: list[int] = []
         """How many steps ago the spikes of the window were, oldest first; 0 for the last step."""

@@ -3,6 +3,8 @@ several."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -20,6 +22,8 @@ _SPAWN = multiprocessing.get_context("spawn")
 """A forked child of a process with threads (Rust's, in tokenizers) may hang."""
 _SECONDS_TO_END = 5.0
 """For which a process whose pipe is closed may still run; its exit status is known then."""
+_PARENT_DEATH_SIGNAL = 1
+"""``PR_SET_PDEATHSIG`` of Linux."""
 _ITEMS_PER_WORKER = 4
 """Under way at a time, so that a worker need not wait for a slower one."""
 
@@ -34,6 +38,13 @@ def usable_processors() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def die_with_parent() -> None:
+    """In a forked process: the system kills it when the thread that forked it has ended, also while
+    it is stopped. Only Linux does so."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 class Worker(Generic[Request, Answer]):

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 import deepspeed  # noqa: F401  # imported before the processes are forked
 import torch
+import torch._dynamo  # likewise: ZeRO 3 needs it
 
 import pretrain_gpt
 from megatron.engine.saving import CheckpointWriter
