@@ -120,3 +120,13 @@ def read(path: str) -> Page:
 def pages() -> Iterator[Page]:
     """All pages, parsed."""
     yield from map(read, paths())
+
+
+def table_rows(text: str, width: int) -> list[list[str]]:
+    """The cells of the rows of all tables of this width, without those of their heads."""
+    lines, found = text.splitlines(), []
+    for line, after in zip(lines, [*lines[1:], ""], strict=True):
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if line.startswith("| ") and len(cells) == width and not after.startswith("|---"):
+            found.append(cells)
+    return found

@@ -3,20 +3,17 @@
 import re
 from collections import Counter
 
-from doc_pages import ROOT
+from doc_pages import ROOT, table_rows
 
 TEXT = (ROOT / "docs/reference/attacks.md").read_text()
 
 
-def rows():
-    """Attack, what happens, verdict and test of every row."""
-    lines = [line for line in TEXT.splitlines() if line.startswith("| ")]
-    cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
-    return [row for row in cells if len(row) == 4 and row[0] != "attack or fault"]
+ROWS = table_rows(TEXT, 4)
+"""Attack, what happens, verdict and test."""
 
 
 def test_every_row_has_a_verdict_and_a_test():
-    for attack, now, verdict, test in rows():
+    for attack, now, verdict, test in ROWS:
         assert attack and now
         assert verdict in ("held", "weak", "open"), attack
         named = re.findall(r"`tests/[\w/]+\.py::test_\w+`", test)
@@ -24,7 +21,7 @@ def test_every_row_has_a_verdict_and_a_test():
 
 
 def test_the_numbers_are_those_of_the_rows():
-    found = Counter(verdict for _, _, verdict, _ in rows())
+    found = Counter(verdict for _, _, verdict, _ in ROWS)
     (sentence,) = re.findall(
         r"^Of (\d+) rows (\d+) are held, (\d+) weak and (\d+) open", TEXT, re.M
     )
