@@ -127,6 +127,7 @@ def _status(error: Exception | None) -> int:
 def _waited_for(activity: Activity, watched: int) -> str:
     """Also where the main thread waits for what another one does, such as a save."""
     idents = {thread.ident: thread.native_id for thread in threading.enumerate()}
+    idents[threading.main_thread().ident] = os.getpid()  # in a fork Python has the parent's
     threads = [idents.get(ident) for ident in (watched, *list(background))]
     files = (awaited_file(os.getpid(), thread) for thread in threads if thread is not None)
     found = list(dict.fromkeys(file for file in files if file is not None))

@@ -307,6 +307,8 @@ class Watchdog:
         here = owner is not None and owner.host == own.host
         state = state_of(owner.pid) if owner is not None and here else ""
         what = "does not answer" + (f": its process {state}" if state else "")
+        if owner is not None and not here:
+            what += f": it is stopped, or machine or network of {owner.host} is gone"
         if state == GONE or (exchange.error and not state):
             what = "has ended"
         return HangVerdict(ranks, f"{name}, which has the store of the ranks, {what}; {waits}")

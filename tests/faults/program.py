@@ -12,6 +12,7 @@ import ctypes
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -53,6 +54,9 @@ def _enter(namespace: str) -> None:
     if ctypes.CDLL(None, use_errno=True).setns(opened, 0x40000000):
         raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
     os.close(opened)
+    if ctypes.CDLL(None, use_errno=True).unshare(0x04000000):  # a host name of its own
+        raise OSError(ctypes.get_errno(), f"cannot name the host {namespace}")
+    socket.sethostname(namespace)
 
 
 def _pace(seconds: float) -> None:
