@@ -12,8 +12,8 @@ from pathlib import Path
 from faults.fault import Place
 
 
-def _run(*words: object) -> None:
-    subprocess.run(list(map(str, words)), check=True, capture_output=True)
+def _run(*words: object) -> str:
+    return subprocess.run(list(map(str, words)), check=True, capture_output=True, text=True).stdout
 
 
 @dataclass
@@ -21,6 +21,9 @@ class Disk:
     """A file system of its own."""
 
     folder: Path
+    image: Path | None = None
+    """A file with ext4 in it, if that is what it is."""
+    failed: bool = False
 
     def fill(self) -> None:
         """Leaves no space."""
@@ -32,11 +35,22 @@ class Disk:
     def clear(self) -> None:
         (self.folder / "filler").unlink(missing_ok=True)
 
-    def protect(self) -> None:
-        _run("mount", "-o", "remount,ro", self.folder)
+    def fail(self) -> None:
+        """An error of the disk, after which the system only reads from it."""
+        source = _run("findmnt", "-no", "SOURCE", self.folder).strip()
+        Path(f"/sys/fs/ext4/{Path(source).name}/trigger_fs_error").write_text("1")
+        self.failed = True
 
-    def allow(self) -> None:
-        _run("mount", "-o", "remount,rw", self.folder)
+    def repair(self) -> None:
+        """Once nobody has files open there."""
+        if self.failed:
+            _run("umount", self.folder)
+            subprocess.run(["e2fsck", "-fy", str(self.image)], check=False, capture_output=True)
+            self.attach()
+            self.failed = False
+
+    def attach(self) -> None:
+        _run("mount", "-o", "loop,errors=remount-ro", self.image, self.folder)
 
     def freeze(self) -> None:
         """Everything that writes waits, and does not end."""
@@ -67,8 +81,8 @@ def freezable_disk(folder: Path) -> Iterator[Place]:
     with open(image, "wb") as file:
         file.truncate(64 << 20)
     _run("mkfs.ext4", "-q", image)
-    _run("mount", "-o", "loop", image, mount)
-    disk = Disk(mount)
+    disk = Disk(mount, image)
+    disk.attach()
     try:
         yield Place(save=mount / "save", tools=disk)
     finally:

@@ -116,14 +116,14 @@ def of_storage() -> Iterator[Fault]:
     )
     yield Fault(
         "read-only",
-        "the file system of --save becomes read-only",
+        "an error of the disk of --save, which the system then mounts read-only (ext4)",
         r"Read-only file system",
-        _make_read_only,
-        mend=lambda training, disk: disk.allow(),
+        lambda training, disk: disk.fail(),
+        mend=lambda training, disk: disk.repair(),
         flags=("--save-interval", "2"),
         limit=10.0,
         statuses=frozenset((2,)),
-        place=small_disk,
+        place=freezable_disk,
     )
     yield Fault(
         "deleted-folder",
@@ -147,18 +147,6 @@ def _fill_shortly(training: Training, disk: Disk) -> None:
     disk.fill()
     training.until(lambda: "WARNING: no checkpoint" in training.texts(), "failed save")
     disk.clear()
-
-
-def _make_read_only(training: Training, disk: Disk) -> None:
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        try:
-            disk.protect()
-            return
-        except OSError:
-            raise
-        except Exception:  # a save has a file open at this moment
-            time.sleep(0.01)
 
 
 def of_numbers() -> Iterator[Fault]:
