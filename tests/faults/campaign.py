@@ -28,13 +28,15 @@ from pathlib import Path
 from faults.fault import NAMED
 from faults.network import Network, network
 from faults.storage import Disk
-from faults.training import HANG_SECONDS, LAYOUTS, STEPS, Layout, Training, Undisturbed, weights
+from faults.training import LAYOUTS, STEPS, Layout, Training, Undisturbed, weights
 from warm_runs import WarmRuns
 
 FAULTS_OF_A_TRAINING = 10
-ENDING_SECONDS = 90.0
+ENDING_SECONDS = 240.0
 """After a deadly fault, however busy the machine is, all ranks have started again or ended."""
-TRAINING_SECONDS = 600.0
+LIMIT = 12
+"""Of ``--hang-seconds``: a rank of four on a busy machine may take seconds for a step."""
+TRAINING_SECONDS = 1800.0
 KILLED = re.compile(r"rank (\d+) \([^()]*\) (?:was killed by|ended with exit|did not end)")
 """A rank that a guardian names."""
 _SAVED = r"saved checkpoint (?:in memory )?at iteration (\d+)"
@@ -138,7 +140,7 @@ def _stop_all(scene: Scene) -> Victims:
 def _cut(scene: Scene) -> Victims:
     """For longer than the limit of ranks that wait."""
     scene.net.cut()
-    time.sleep(HANG_SECONDS + scene.chance.uniform(3, 8))
+    time.sleep(LIMIT + scene.chance.uniform(3, 8))
     scene.net.join()
     return frozenset()
 
@@ -157,7 +159,7 @@ def _slow_down(scene: Scene) -> Victims:
 def _suspend(scene: Scene) -> Victims:
     """Guardians and trainers, sometimes for longer than the limit."""
     scene.all(signal.SIGSTOP)
-    time.sleep(scene.chance.uniform(0.5, 1.5 * HANG_SECONDS))
+    time.sleep(scene.chance.uniform(0.5, 1.5 * LIMIT))
     scene.all(signal.SIGCONT)
     return frozenset()
 
@@ -252,8 +254,8 @@ class Story:
             self.extra += ["--non-persistent-save-interval", "2"]
             self.extra += ["--non-persistent-local-ckpt-dir", "{folder}/memory"]
         flags = ["--save-interval", "4", "--keep-last", "3", "--max-failed-saves", "0"]
-        flags += ["--inprocess-restart", "--distributed-timeout-minutes", "1.5"]
-        flags += ["--hang-limits", "start=60", "save=20"]
+        flags += ["--inprocess-restart", "--distributed-timeout-minutes", "5"]
+        flags += ["--hang-seconds", str(LIMIT), "--hang-limits", "start=200", "save=100"]
         self.training = Training(
             warm,
             folder,
@@ -359,7 +361,7 @@ class Story:
 
         if not deadly:
             with contextlib.suppress(AssertionError):  # what follows from it, if anything does
-                training.until(lambda: training.iteration != at, "step", 2 * HANG_SECONDS)
+                training.until(lambda: training.iteration != at, "step", 2 * LIMIT)
         elif victims or name in NAMES_NOBODY:
             again = "; all ranks start again"
             harmless = name == "network cut"  # it may have been in a save of one node

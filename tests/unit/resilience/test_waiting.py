@@ -14,7 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.resilience.waiting import call_site, where_it_waits
+from megatron.resilience.waiting import call_site, collectives_begun, where_it_waits
+from megatron.resilience.watchdog import Idleness
+from megatron.util.phases import activity
 
 
 @contextlib.contextmanager
@@ -121,3 +123,30 @@ def test_a_collective_in_the_background_counts_only_while_the_main_thread_waits_
         second.allreduce([torch.ones(3)]).wait()
         saving.join()
         ended.set()
+
+
+def test_a_rank_that_imports_what_has_to_do_with_ranks_does_not_wait():
+    work = threading.Event()
+    for place in ("torch/distributed/elsewhere.py", "torch/distributed/tensor/ops.py"):
+        imported = compile("work.wait(30)", f"/anywhere/{place}", "exec")
+        with in_thread(lambda code=imported: exec(code, {"work": work})) as frames:
+            time.sleep(0.05)
+            assert where_it_waits(frames()) is None
+            work.set()
+        work.clear()
+
+
+def test_collectives_of_a_library_are_progress(pair, monkeypatch):
+    first, second = pair
+    groups = dist.distributed_c10d._world.pg_map
+    monkeypatch.setitem(groups, first, ("gloo", None))
+    idleness, before = Idleness(activity), collectives_begun()
+    idleness.count()
+    idleness.count()
+    assert idleness.ticks > 0
+    handles = [group.allreduce([torch.ones(3)]) for group in pair]
+    for handle in handles:
+        handle.wait()
+    assert collectives_begun() == before + 1
+    idleness.count()
+    assert idleness.ticks == 0
