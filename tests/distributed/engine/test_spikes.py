@@ -4,6 +4,9 @@ import contextlib
 import io
 import json
 import re
+import threading
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -61,6 +64,24 @@ def spiked(argv):
     return output.getvalue(), error, record
 
 
+def overwritten(argv, data, rows):
+    """Trains, and overwrites the data with zeros once so many rows of metrics are there. For the
+    pool."""
+    metrics = Path(argv[argv.index("--metrics-file") + 1])
+
+    def overwrite():
+        while not metrics.exists() or metrics.read_bytes().count(b"\n") < rows:
+            time.sleep(0.001)
+        with data.open("r+b") as file:
+            file.write(bytes(data.stat().st_size))
+
+    thread = threading.Thread(target=overwrite, daemon=True)
+    thread.start()
+    result = spiked(argv)
+    thread.join(10)
+    return result
+
+
 def lines(text, what):
     return [line.partition("] ")[2] for line in text.splitlines() if what in line]
 
@@ -94,6 +115,24 @@ def test_a_warning_names_the_samples_and_keeps_the_checkpoint_before(pool, data,
     (row,) = [row for row in rows if row["kind"] == "spike"]
     assert row["iteration"] == at and row["high"] < row["loss"]
     assert f"iteration {at + 1} is in the range again, after 1 step" in text
+
+
+def test_data_that_are_overwritten_with_zeros_are_a_spike_at_once(pool, tmp_path):
+    prefix, metrics = tmp_path / "data", tmp_path / "metrics.jsonl"
+    rng = np.random.default_rng(4)
+    with IndexedDatasetWriter(prefix, "uint16") as writer:
+        for _ in range(300):
+            writer.add_document([rng.integers(1, 40) + np.arange(TOKENS)])
+    flags = [*FLAGS, "--data-path", str(prefix), "--metrics-file", str(metrics)]
+    flags += "--log-interval 1 --train-iters 300 --spike-window 40 --save-interval 300".split()
+    flags += ["--save", str(tmp_path / "save")]
+    ((text, error, _),) = pool.run(1, overwritten, flags, prefix.with_suffix(".bin"), 150)
+    assert error is None
+    rows = [json.loads(row) for row in metrics.read_text().splitlines()]
+    losses = [row["loss"] for row in rows if row["kind"] == "train"]
+    ordinary = max(losses[100:150])
+    first = next(n for n, loss in enumerate(losses, start=1) if n > 150 and loss > 1.5 * ordinary)
+    assert f"spike at iteration {first}," in lines(text, "WARNING")[0]
 
 
 def test_a_stop_saves_nothing_after_the_spike(pool, data, tmp_path):

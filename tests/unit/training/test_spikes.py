@@ -55,6 +55,20 @@ def test_warm_up_plateau_and_growing_batches_are_none():
     assert spikes(SpikeRule(10.0, 100), losses, norms / np.sqrt(size)) == []
 
 
+def test_norms_that_rise_in_the_warm_up_are_none():
+    rng = np.random.default_rng(4)
+    rise = np.interp(np.arange(600), [0, 40, 75, 90, 200, 600], [2, 1.5, 1.6, 5.7, 2, 1])
+    assert spikes(SpikeRule(10.0, 100), CURVE[:600], rise * np.exp(rng.normal(0, 0.05, 600))) == []
+
+
+def test_a_batch_of_another_kind_is_none():
+    """Such as a table between paragraphs, at few tokens a batch: rare, and not far off."""
+    losses = CURVE * np.exp(np.random.default_rng(5).normal(0, 0.06, STEPS))
+    losses[[4228, 9000, 9003]] *= 1.85
+    losses[15_000] *= 5.5
+    assert spikes(SpikeRule(10.0, 100), losses, np.ones(STEPS)) == [15_000]
+
+
 @pytest.mark.parametrize(
     ("at", "loss", "norm", "what"),
     [
