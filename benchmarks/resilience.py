@@ -5,10 +5,10 @@
     python benchmarks/resilience.py --processes 2 --models tiny --rounds 40
 
 Two measures follow from the same steps. The threads of the checks and what the main thread does for
-them have clocks of their own; their sum, as a share of the steps, is exact to some hundredths of a
-percent. Steps with and without the checks take turns, too, and the quotient of their CPU times has
-all that the clocks may miss, but the noise of the machine as well. The comparison of replicas, which
-precedes every save, is shown beside a step and a save.
+them have clocks of their own; their sum is shown as a share of the steps. Steps with and without
+the checks take turns, too, and the quotient of their CPU times has all that the clocks may miss,
+but the noise of the machine as well. The comparison of replicas, which precedes every save, is
+shown beside a step and a save.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--rounds", type=int, default=20, help="turns with, and without, the checks")
+    parser.add_argument("--rounds", type=int, default=20, help="turns with and without the checks")
     options = parser.parse_args()
     if "RANK" in os.environ:
         rank_main(options.models[0], options.rounds, os.environ["SAVE"])

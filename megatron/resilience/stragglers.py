@@ -12,9 +12,9 @@ from typing import NamedTuple
 BLOCKS = 5
 """Parts of a window; a rank must be slow in every one, so that a single pause names nobody."""
 
-SECONDS = 20.0
+SECONDS = 30.0
 """Of steps that a window has at least, whatever their number: processes of a busy machine take
-turns at being slow for shorter times."""
+turns at being slow for shorter times, and a part of it needs sixty looks at the main thread."""
 
 BUSY = 0.2
 """Of the others' own time without a processor: the machine has too few of them for all its ranks,

@@ -25,7 +25,7 @@ from megatron.training.report import Reporter
 from megatron.training.stopping import DelayedReads
 from megatron.training.trainer import Callback, Trainer
 
-_SECONDS = 1.0
+_SECONDS = 2.0
 """Of steps between two exchanges, at least: one costs as much as a small collective."""
 
 _SAME_WORK = ("data", "context", "expert", "tensor")
@@ -33,8 +33,8 @@ _SAME_WORK = ("data", "context", "expert", "tensor")
 
 
 class Stragglers(Callback):
-    """Exchanges the own times of all ranks about once a second, without waiting for the device, and
-    tells ``report`` of them, and of ranks that become slow or no longer are. It must be called
+    """Exchanges the own times of all ranks every two seconds or so, without waiting for the device,
+    and tells ``report`` of them, and of ranks that become slow or no longer are. It must be called
     before ``report``; for several ranks only."""
 
     def __init__(
