@@ -409,7 +409,7 @@ class Story:
 
 
 def _groups(processes: Sequence[int]) -> list[int]:
-    """The groups of processes of which there are any; a guardian and its trainer are one."""
+    """The groups that still have processes; a guardian and its trainer are one group."""
     found = []
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
