@@ -57,7 +57,7 @@ def test_warm_up_plateau_and_growing_batches_are_none():
 
 def test_norms_that_rise_in_the_warm_up_are_none():
     rng = np.random.default_rng(4)
-    rise = np.interp(np.arange(600), [0, 40, 75, 90, 200, 600], [2, 1.5, 1.6, 5.7, 2, 1])
+    rise = np.interp(np.arange(600), [0, 40, 70, 71, 200, 600], [2, 1.5, 1.6, 5.7, 2, 1])
     assert spikes(SpikeRule(10.0, 100), CURVE[:600], rise * np.exp(rng.normal(0, 0.05, 600))) == []
 
 
