@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -128,6 +129,8 @@ def _run(main: Callable[[], None], program: str, job: dict) -> NoReturn:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     try:
         main()
+    except Exception:
+        traceback.print_exc()
     finally:
         os._exit(70)
 

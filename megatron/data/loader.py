@@ -92,8 +92,11 @@ class MicroBatches(Iterator[Batch], Generic[Batch]):
         with _naming_shared_memory(num_workers):
             self._batches: Iterator[Batch] = iter(loader)
         if num_workers:
-            readers = [worker.pid for worker in getattr(self._batches, "_workers", ())]
+            workers = getattr(self._batches, "_workers", ())
+            readers = [worker.pid for worker in workers]
             self._workers = lambda: readers
+            # Before the hook of multiprocessing, which would wait for one that is stopped.
+            atexit.register(_continue, workers)
             self._batches = self._prefetcher = Prefetcher(self._batches, device=self._device)
 
     def __next__(self) -> Batch:
@@ -235,6 +238,14 @@ def _begin_worker(ending: Any, worker_id: int) -> None:
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     name_lost_pages()  # torch has a handler of its own in workers
+
+
+def _continue(workers: Sequence[Any]) -> None:
+    """Lets workers that are stopped end with the others."""
+    for worker in workers:
+        with contextlib.suppress(OSError):
+            if worker.is_alive():
+                os.kill(worker.pid, signal.SIGCONT)
 
 
 def _kill(workers: Sequence[int]) -> None:

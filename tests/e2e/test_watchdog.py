@@ -167,6 +167,7 @@ def test_a_rank_that_ends_by_an_error_is_named_with_it(start):
     run = start(hang="1:step:20:raises")
     (line,) = run.errors(0)
     assert "error: rank 1 (" in line and "has ended: 'some weight'" in line
+    run.errors(1)
     assert run.status(0) == 1 and "KeyError" in run.printed(1)
 
 
