@@ -17,8 +17,10 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import EventA
 from tensorboard.summary.writer import event_file_writer
 
 from megatron.config.output import LoggingConfig
-from megatron.training.dashboards import TAGS, TensorBoardWriter, WandbWriter, _tagged
 from megatron.training.metrics import Evaluation, IntervalMetrics, MemoryUse, RankTimes
+from megatron.training.trackers.tags import TAGS, tagged
+from megatron.training.trackers.tensorboard import TensorBoardWriter
+from megatron.training.trackers.wandb import WandbWriter
 from megatron.training.writers import JsonLinesWriter, LastingWriter, TeeWriter, build_writers
 
 
@@ -82,10 +84,10 @@ def test_row_has_kind_clock_and_values(tmp_path):
 
 def test_what_a_run_reports_beside_its_losses_has_tags():
     values = {"loss": 1.0, "dpo loss": 1.0, "rewards/margins": 2.0, "lm loss PPL": 3.0, "mfu": 0.5}
-    assert dict(_tagged("train", values)) == {
+    assert dict(tagged("train", values)) == {
         "loss": 1.0, "dpo loss": 1.0, "rewards/margins": 2.0, "mfu": 0.5,
     }  # fmt: skip
-    assert dict(_tagged("validation more", values)) == {
+    assert dict(tagged("validation more", values)) == {
         "loss validation more": 1.0,
         "dpo loss validation more": 1.0,
         "rewards/margins validation more": 2.0,
