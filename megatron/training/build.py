@@ -65,6 +65,8 @@ ROLLBACK = "megatron.training.rollback:Rollback"
 NODE_CHECKPOINTS = "megatron.training.node_memory:NodeCheckpoints"
 """The callback of ``--non-persistent-save-interval``, which is made of the engine and imported for
 runs with the flag only."""
+RUN_RECORD = "megatron.training.run_record.callback:RunRecorder"
+"""The callback that records how a run was started, imported for runs that save."""
 RESTARTED = "megatron.training.restarted:restarted"
 """The callback of ``--inprocess-restart``, imported for runs with the flag only."""
 
@@ -129,6 +131,9 @@ def build_trainer(
     for teacher in teaching:
         teacher.start(engine, data, plan, begin.consumed_samples)
         report.beside = teacher.flops
+    recorded = []
+    if config.checkpoint.save:
+        recorded = [resolve_name(RUN_RECORD)(run, mesh, device, begin, files)]
     replicas = ReplicaCheck(engine, config.resilience.check_replicas_interval)
     compared = []
     if mesh.world.size > 1:
@@ -148,6 +153,7 @@ def build_trainer(
         plan,
         (
             _Closing(engine, lock),
+            *recorded,
             *callbacks,
             *teaching,
             *tasks,
