@@ -75,8 +75,13 @@ DETOXIFY = ["alt-profanity-check>=1.8; python_version >= '3.11'"]
 # Retro: its files are HDF5; without faiss the search for neighbours is exact.
 RETRO = ["faiss-cpu>=1.9", "h5py>=3.10"]
 
-# For --report-to; each is imported by runs that name it.
-TRACKERS = ["mlflow>=3,<4", "trackio>=0.20,<1", "wandb>=0.19"]
+# For --report-to; each is imported by runs that name it. Of mlflow what writes its databases: its
+# pages come with the package of that name, which holds pyarrow back.
+TRACKERS = [
+    *("alembic", "mlflow-skinny>=3,<4", "sqlalchemy>=2"),
+    "trackio>=0.20,<1",
+    "wandb>=0.19",
+]
 
 # References of the adapters and preferences: what `--lora` writes is read by the first.
 TUNE = ["peft>=0.17", "trl>=1.16,<2; python_version >= '3.11'"]

@@ -61,9 +61,10 @@ class StartRecord:
         self._redactor = Redactor(environment)
         starts = save / FOLDER
         starts.mkdir(parents=True, exist_ok=True)
-        number = 1 + max(
-            (int(path.name) for path in starts.iterdir() if path.name.isdigit()), default=0
-        )
+        for left in starts.glob("*.partial-*"):  # by a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        taken = [int(path.name) for path in starts.iterdir() if path.name.isdigit()]
+        number = 1 + max(taken, default=0)
         self.folder = starts / f"{number:03d}"
         tree = source_tree(Path(megatron.__file__).parent)
         self._record = self._redactor.tree(

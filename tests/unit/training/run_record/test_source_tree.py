@@ -78,7 +78,7 @@ def test_settings_of_the_folder_start_no_program(tree, tmp_path):
     assert not started.exists()
 
 
-def test_elsewhere_there_is_none(tmp_path, monkeypatch):
+def test_elsewhere_git_knows_of_no_tree(tmp_path, monkeypatch):
     assert source_tree(tmp_path) is None
     assert source_tree(tmp_path / "missing") is None
     monkeypatch.setenv("PATH", str(tmp_path))
