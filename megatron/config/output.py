@@ -139,6 +139,12 @@ class LoggingConfig:
     """JSON-lines file for the metrics of every log line and evaluation."""
     peak_tflops: float | None = option(None, derived="the accelerator's, or measured on CPU")
     """Peak TFLOP/s of one device, from which the log computes the model FLOP utilisation."""
+    cost_per_gpu_hour: float | None = option(None, bounds=NOT_NEGATIVE)
+    """Price of an hour of one device, on CPU of one process, in any currency: the log then has the
+    cost so far, over all starts of the run, and the cost to finish."""
+    grid_gco2_per_kwh: float | None = option(None, bounds=NOT_NEGATIVE)
+    """Grams of CO2 for a kWh of electricity, from which the log computes those of the run, where
+    its energy is counted."""
     report_to: tuple[str, ...] = option(())
     """Where metrics are also reported, several separated by commas: tensorboard, wandb, mlflow,
     trackio; none for none of them, also where --tensorboard-dir or --wandb-project is given."""

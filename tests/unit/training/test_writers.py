@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import EventA
 from tensorboard.summary.writer import event_file_writer
 
 from megatron.config.output import LoggingConfig
-from megatron.training.metrics import Evaluation, IntervalMetrics, MemoryUse, RankTimes
+from megatron.training.metrics import Evaluation, IntervalMetrics, MemoryUse, RankTimes, Spending
 from megatron.training.trackers.tags import TAGS, tagged
 from megatron.training.trackers.tensorboard import TensorBoardWriter
 from megatron.training.trackers.wandb import WandbWriter
@@ -48,6 +48,8 @@ def interval(iteration: int, loss: float = 2.0) -> IntervalMetrics:
         hfu=None,
         memory=MemoryUse(2**30, None),
         rank_times=RankTimes(3, 0.4, 0.3, 0.2),
+        seconds_left=50.0,
+        spending=Spending(7.2e6, 7e6, 0.2e6, 100.0, 1.5, 300.0, 2.5),
     )
 
 
@@ -220,7 +222,8 @@ def test_tags_are_megatrons_and_follow_the_flags(tmp_path):
         "slowest-rank",
         *(f"own-time-{name}-rank" for name in ("slowest", "median", "fastest")),
     }
-    always = {"lm loss", "lm loss validation", "weight-decay"} | throughput | ranks
+    spent = {"energy-joules", "co2-grams", "cost", "cost-left", "seconds-left"}
+    always = {"lm loss", "lm loss validation", "weight-decay"} | throughput | ranks | spent
     assert tags("default") == always | {"learning-rate", "loss-scale"}
     assert tags(
         "other",
