@@ -54,12 +54,17 @@ class EnergyMeter:
         if counters:
             threading.Thread(target=self._read_often, name="energy", daemon=True).start()
 
-    def used(self, kind: str) -> float:
-        """Joules of the counters of a kind."""
+    def used(self, kinds: Sequence[str]) -> list[float]:
+        """Joules of the counters of each kind."""
         with self._lock:
             self._read()
-            pairs = zip(self._counters, self._first, self._last, strict=True)
-            return sum(last - first for (name, _), first, last in pairs if name == kind)
+            pairs = [
+                (kind, last - first)
+                for (kind, _), first, last in zip(
+                    self._counters, self._first, self._last, strict=True
+                )
+            ]
+        return [sum(joules for kind, joules in pairs if kind == wanted) for wanted in kinds]
 
     def close(self) -> None:
         self._end.set()
@@ -137,7 +142,7 @@ class RunEnergy:
         """Of all ranks, since the start."""
         if not self.counted:
             return Joules(None, None)
-        sums = self._sum([self._meter.used(kind) for kind in self.KINDS])
+        sums = self._sum(self._meter.used(self.KINDS))
         return Joules(*(s if n else None for s, n in zip(sums, self._known, strict=True)))
 
     def close(self) -> None:

@@ -26,11 +26,11 @@ def test_a_meter_counts_from_its_start_by_kind(caplog):
     gpu, host, second = Counter(100), Counter(7), Counter(0)
     meter = EnergyMeter([("devices", gpu), ("processors", host), ("devices", second)])
     gpu.value, host.value, second.value = 130, 8, 5
-    assert (meter.used("devices"), meter.used("processors")) == (35, 1)
+    assert meter.used(["devices", "processors"]) == [35, 1]
     second.value = None
     gpu.value = 140
-    assert meter.used("devices") == 45
-    assert meter.used("devices") == 45
+    assert meter.used(["devices"]) == [45]
+    assert meter.used(["devices"]) == [45]
     assert [record.getMessage() for record in caplog.records] == [
         "energy of devices is no longer counted: the driver has gone"
     ]
