@@ -5,13 +5,23 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import Any
+
+_QUIET = {
+    "mlflow": ("MLFLOW_DISABLE_TELEMETRY", "true"),
+    "wandb": ("WANDB_ERROR_REPORTING", "false"),
+}
+"""Variables, read at the import, without which a package tells its makers of its use or errors,
+also where a run reports to files only."""
 
 
 def package(name: str, asked: str, remedy: str) -> Any:
     """The module of a tracker. Raises ValueError, naming the flag that asked for it and what to do,
     if it is not installed."""
+    if name in _QUIET:
+        os.environ.setdefault(*_QUIET[name])
     try:
         return import_module(name)
     except ImportError as error:

@@ -12,6 +12,8 @@ from megatron.training.written import WrittenTexts
 
 MOST_WAITING = 10_000
 """Rows that wait for a program."""
+SECONDS_TO_OPEN = 30.0
+"""For which a new run waits for a program; it may open later, or fail then."""
 SECONDS_TO_CLOSE = 30.0
 """For which the end of a run waits for the last rows."""
 
@@ -22,7 +24,8 @@ class BackgroundWriter:
 
     Args:
         open: makes the writer, in the thread.
-        wait: whether to wait for ``open`` and raise its errors.
+        wait: whether to wait for ``open`` and raise its errors, though not longer than some
+            seconds.
         seconds: to wait for the last calls in :meth:`close`.
     """
 
@@ -39,7 +42,7 @@ class BackgroundWriter:
         self._thread = threading.Thread(target=self._run, args=(open,), name="tracker", daemon=True)
         self._thread.start()
         if wait:
-            self._opened.wait()
+            self._opened.wait(SECONDS_TO_OPEN)
             self._raise()
 
     def scalars(self, kind: str, step: int, values: Values, *, samples: int, tokens: int) -> None:

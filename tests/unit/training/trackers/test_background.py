@@ -45,6 +45,22 @@ def test_training_does_not_wait_for_a_slow_program():
     assert (recorder.steps, recorder.closed) == ([1, 2, 3], True)
 
 
+def test_a_new_run_does_not_wait_for_a_server_without_limit(monkeypatch):
+    monkeypatch.setattr(background, "SECONDS_TO_OPEN", 0.01)
+    answers, recorder = threading.Event(), Recorder()
+
+    def open() -> Recorder:
+        assert answers.wait(60)
+        return recorder
+
+    writer = BackgroundWriter(open, wait=True)
+    write(writer, 1, 2)
+    recorder.released.set()
+    answers.set()
+    writer.close()
+    assert recorder.steps == [1, 2]
+
+
 def test_the_end_of_a_run_does_not_wait_without_limit():
     recorder = Recorder()
     writer = BackgroundWriter(lambda: recorder, wait=True, seconds=0.05)
