@@ -21,6 +21,9 @@ from megatron.util.errors import one_line
 
 logger = logging.getLogger(__name__)
 
+_SECONDS = 10.0
+"""Between two writes of the sums, which wait for the disk."""
+
 
 class SpendingCounter(Callback):
     """Counts energy, and time of devices from the start of the processes; with a run that continues
@@ -42,6 +45,7 @@ class SpendingCounter(Callback):
         self._began = time.monotonic() - (time.time() - psutil.Process().create_time())
         self._save = None if config.checkpoint.save is None else Path(config.checkpoint.save)
         self._before, self._warned = Totals(), False
+        self._totals, self._write_at = Totals(), 0.0
         if self._main and begin.iteration:
             self._before = self._spent_before(begin)
         report.spending = self._spending
@@ -60,19 +64,23 @@ class SpendingCounter(Callback):
         """For the log line; every rank calls it."""
         joules = self._energy.used()
         device_seconds = self._devices * (time.monotonic() - self._began)
-        totals = self._before.plus(self._prices.totals(joules, device_seconds))
-        if self._main and self._save is not None:
-            self._write(self._save, totals)
+        self._totals = self._before.plus(self._prices.totals(joules, device_seconds))
+        if time.monotonic() >= self._write_at:
+            self._write()
         cost_left = self._prices.cost(self._devices * seconds_left)
-        return self._prices.spending(totals, joules, cost_left)
+        return self._prices.spending(self._totals, joules, cost_left)
 
-    def _write(self, save: Path, totals: Totals) -> None:
+    def _write(self) -> None:
+        self._write_at = time.monotonic() + _SECONDS
+        if self._save is None or not self._main or self._totals == Totals():
+            return
         try:
-            write_totals(save, totals)
+            write_totals(self._save, self._totals)
         except OSError as error:
             if not self._warned:
                 logger.warning("what the run has spent is not kept: %s", one_line(error))
             self._warned = True
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        self._write()
         self._energy.close()
