@@ -152,7 +152,11 @@ setup(
         "megatron.tools.retro",
         *COMPAT,
     ],
-    package_data={"megatron.inference.server": ["page/*"]},
+    package_data={
+        "megatron.dashboard": ["page/*"],
+        "megatron.inference.server": ["page/*"],
+        "megatron.util": ["page/*"],
+    },
     package_dir={"megatron.tools": "tools", **{name: f"compat/{name}" for name in COMPAT}},
     py_modules=[
         *("pretrain_gpt", "pretrain_gpt2", "pretrain_bert", "pretrain_t5", "pretrain_retro"),
