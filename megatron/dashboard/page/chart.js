@@ -9,6 +9,7 @@ import { Plot } from "./plot.js";
 import { state } from "./state.js";
 
 const NEAR_MARK = 6; // pixels
+const MOST_EVENTS = 3;
 
 /** The index of the value of a rising list that is next to `x`. */
 function nearest(list, x) {
@@ -22,7 +23,8 @@ function nearest(list, x) {
 }
 
 /**
- * Draws a panel of panels.js. `zoomed` and `pointed` are those of `Plot`; `csv` gives the address of
+ * Draws a panel of panels.js. `zoomed` is that of `Plot`;
+ * `pointed` gets the position of the pointer, or null, and words about the events there; `csv` gives the address of
  * the table of what is seen, for a run.
  */
 export class Chart {
@@ -57,11 +59,15 @@ export class Chart {
       zoomed,
       pointed: (x) => {
         this.#readout(x);
-        pointed(x);
+        if (this.element.matches(":hover, :focus-within")) pointed(x, this.#eventsAt(x));
       },
     });
     this.place.addEventListener("keydown", (event) => this.#walk(event));
-    this.place.addEventListener("blur", () => this.plot.leave());
+    this.place.addEventListener("blur", () => {
+      this.plot.leave();
+      pointed(null, "");
+    });
+    this.element.addEventListener("pointerleave", () => pointed(null, ""));
   }
 
   /**
@@ -144,8 +150,7 @@ export class Chart {
     const entries = this.#values.map(([value, line]) =>
       element("li", {}, swatch(line), element("span", { class: "label", dir: "auto" }, line.label), value),
     );
-    this.event = element("li", { class: "event" });
-    this.legend.replaceChildren(...entries, this.event);
+    this.legend.replaceChildren(...entries);
     this.#readout(null);
   }
 
@@ -160,9 +165,13 @@ export class Chart {
       const mean = smooth && write(this.panel.unit, smooth.y[x === null ? smooth.x.length - 1 : nearest(smooth.x, x)]);
       place.textContent = outside ? "" : smooth ? `${mean} (${raw})` : raw;
     }
-    if (!this.event) return;
-    const near = x === null || !state.marks ? [] : this.#marks.filter((mark) => this.plot.distance(mark.x, x) <= NEAR_MARK);
-    this.event.textContent = near.slice(0, 3).map((mark) => eventText(mark)).join("; ");
+  }
+
+  /** Words of the events at a position. */
+  #eventsAt(x) {
+    if (x === null || !state.marks) return "";
+    const near = this.#marks.filter((mark) => this.plot.distance(mark.x, x) <= NEAR_MARK);
+    return [...new Set(near.map(eventText))].slice(0, MOST_EVENTS).join(" · ");
   }
 
   #summary() {

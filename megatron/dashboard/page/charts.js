@@ -1,6 +1,7 @@
 // All charts: which there are, which are seen, and the data of those.
 
 import { Chart } from "./chart.js";
+import { lineStyle } from "./colours.js";
 import { element } from "./element.js";
 import { panelsOf } from "./panels.js";
 import { state } from "./state.js";
@@ -157,7 +158,12 @@ export class Charts {
   async #fetch(chart) {
     const stopping = new AbortController();
     this.#loading.set(chart, stopping);
-    const asked = { x: state.x, smooth: state.smooth, zoom: state.zoom, points: Math.round(chart.place.clientWidth) || 600 };
+    const asked = {
+      x: state.x,
+      zoom: state.zoom,
+      smooth: chart.panel.noisy ? state.smooth : 0,
+      points: Math.round(chart.place.clientWidth) || 600,
+    };
     try {
       const parts = await Promise.all(
         this.#partsOf(chart).map(async ({ run, members }) => {
@@ -182,7 +188,8 @@ export class Charts {
       (run.events ?? []).map((event) => ({
         ...event,
         x: event[state.x],
-        values: one ? event.values : { run: run.name, ...event.values },
+        run: one ? null : run,
+        colour: one ? null : lineStyle(run.number).colour,
       })),
     );
     return all.filter(({ x }) => Number.isFinite(x)).sort((a, b) => a.x - b.x);

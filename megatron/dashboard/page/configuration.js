@@ -2,6 +2,7 @@
 
 import { element } from "./element.js";
 import { lineStyle, swatch } from "./colours.js";
+import { recordCards } from "./records.js";
 
 const ABSENT = "–";
 const text = (value) => (value === undefined ? ABSENT : typeof value === "string" ? value : JSON.stringify(value));
@@ -26,12 +27,14 @@ export class ConfigurationView {
     this.only = element("label", {}, this.differences, " Differences only");
     this.table = element("div", { class: "wide", tabindex: "0", role: "group", "aria-label": "Table of the configuration" });
     this.tools = element("p", { class: "moment" }, this.find, this.only);
-    place.replaceChildren(this.tools, this.table);
+    this.records = element("div", { class: "records" });
+    place.replaceChildren(this.records, this.tools, this.table);
   }
 
   show(runs) {
     this.#runs = runs;
     this.only.hidden = runs.length < 2;
+    this.records.replaceChildren(...recordCards(runs));
     this.#draw();
   }
 

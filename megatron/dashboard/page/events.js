@@ -36,7 +36,7 @@ export function eventsView(runs, without, changed) {
       element(
         "table",
         {},
-        element("thead", {}, element("tr", {}, ["Step", "Event", several && "Run", "Values"].filter(Boolean).map((name) => element("th", { scope: "col" }, name)))),
+        element("thead", {}, element("tr", {}, ["Step", "Event", several && "Run", "Values"].filter(Boolean).map((name) => element("th", { scope: "col", class: name === "Step" ? "number" : null }, name)))),
         element("tbody", {}, shown.slice(0, MOST).map((event) => row(event, several))),
       ),
     ),

@@ -2,7 +2,6 @@
 
 const MINUS = "\u2212";
 const THIN = "\u2009";
-const LARGE = ["", "k", "M", "G", "T", "P"];
 const COUNTS = ["", "K", "M", "B", "T"]; // of tokens and steps, as the field writes them
 const BINARY = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
 
@@ -53,6 +52,7 @@ export function duration(seconds) {
 export const UNITS = {
   number: plain,
   count: (value) => scaled(value, 1000, COUNTS, 4),
+  rate: (value) => scaled(value, 1000, COUNTS, 4),
   bytes: (value) => scaled(value, 1024, BINARY, 4, " "),
   seconds: duration,
   share: (value) => (Number.isFinite(value) ? `${plain(100 * value, 3)}${THIN}%` : plain(value)),
@@ -61,7 +61,6 @@ export const UNITS = {
     : `${scaled(value, 1000, ["", "k", "M"], 4, " ")}J`),
   grams: (value) => scaled(value, 1000, ["g", "kg", "t"], 4, " "),
   money: (value) => (Number.isFinite(value) ? value.toFixed(2) : plain(value)),
-  rate: (value) => scaled(value, 1000, LARGE, 4),
 };
 
 export const write = (unit, value) => (UNITS[unit] ?? plain)(value);

@@ -26,8 +26,9 @@ const announce = (words) => {
   byId("announcer").textContent = words;
 };
 const charts = new Charts(byId("charts"), api, {
-  pointed: (x) => {
-    byId("position").textContent = x === null ? "" : position(state.x, x);
+  pointed: (x, events) => {
+    byId("position").hidden = x === null;
+    byId("position").textContent = x === null ? "" : [position(state.x, x), events].filter(Boolean).join(" · ");
   },
   announce,
 });

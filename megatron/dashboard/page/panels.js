@@ -4,20 +4,26 @@ import { title } from "./format.js";
 
 const EVALUATION_COSTS = new Set(["examples", "seconds", "tokens_per_second", "share_of_time"]);
 
-/** Of the kind `train`: section, title, unit and the series of each panel. */
+/** Values that differ from step to step for no reason, which a smoothed line makes readable. */
+const NOISY = true;
+
+/** Of the kind `train`: section, title, unit, the series of each panel, whether they are noisy. */
 const TRAINING = [
-  ["Loss", "Training loss", "number", ["loss"]],
+  ["Loss", "Training loss", "number", ["loss"], NOISY],
   ["Optimization", "Learning rate", "number", ["learning_rate"]],
-  ["Optimization", "Gradient norm", "number", ["grad_norm"]],
-  ["Speed", "Tokens per second and device", "rate", ["tokens_per_second_per_device"]],
-  ["Speed", "FLOP utilization", "share", ["mfu", "hfu"]],
-  ["Speed", "Time of a step", "seconds", ["seconds_per_iteration"]],
-  ["Speed", "Own time of ranks", "seconds", ["own_seconds_slowest", "own_seconds_median", "own_seconds_fastest"]],
-  ["Speed", "Slowest rank", "number", ["slowest_rank"]],
-  ["Speed", "TFLOP/s per device", "number", ["tflops_per_device"]],
-  ["Speed", "Samples per second", "rate", ["samples_per_second"]],
-  ["Speed", "Trained tokens per second", "rate", ["trained_tokens_per_second"]],
-  ["Memory", "Peak memory", "bytes", ["memory_allocated_bytes", "memory_reserved_bytes"]],
+  ["Optimization", "Gradient norm", "number", ["grad_norm"], NOISY],
+  ["Speed and memory", "Tokens per second and device", "rate", ["tokens_per_second_per_device"], NOISY],
+  ["Speed and memory", "FLOP utilization", "share", ["mfu", "hfu"], NOISY],
+  ["Speed and memory", "Time of a step", "seconds", ["seconds_per_iteration"], NOISY],
+  [
+    "Speed and memory", "Own time of ranks", "seconds",
+    ["own_seconds_slowest", "own_seconds_median", "own_seconds_fastest"], NOISY,
+  ],
+  ["Speed and memory", "Slowest rank", "number", ["slowest_rank"]],
+  ["Speed and memory", "Peak memory", "bytes", ["memory_allocated_bytes", "memory_reserved_bytes"]],
+  ["Speed and memory", "TFLOP/s per device", "number", ["tflops_per_device"], NOISY],
+  ["Speed and memory", "Samples per second", "rate", ["samples_per_second"], NOISY],
+  ["Speed and memory", "Trained tokens per second", "rate", ["trained_tokens_per_second"], NOISY],
   ["Energy and cost", "Energy", "joules", ["energy_joules"]],
   ["Energy and cost", "Cost", "money", ["cost", "cost_left"]],
   ["Energy and cost", "CO₂", "grams", ["co2_grams"]],
@@ -29,7 +35,7 @@ const TRAINING = [
   ["Schedule", "Skipped and NaN steps", "count", ["skipped_steps", "nan_steps"]],
 ];
 const SECTIONS = [
-  "Loss", "Evaluation", "Tasks", "Optimization", "Speed", "Memory", "Data", "Energy and cost", "Schedule",
+  "Loss", "Evaluation", "Optimization", "Speed and memory", "Data", "Energy and cost", "Schedule",
   "Checkpoints", "Other",
 ];
 
@@ -46,8 +52,8 @@ const LABELS = {
 };
 
 const BY_TRAINING_NAME = new Map(
-  TRAINING.flatMap(([section, heading, unit, names], order) =>
-    names.map((name) => [name, { section, heading, unit, order }]),
+  TRAINING.flatMap(([section, heading, unit, names, noisy], order) =>
+    names.map((name) => [name, { section, heading, unit, order, noisy }]),
   ),
 );
 
@@ -58,7 +64,7 @@ function unitOf(name) {
   return /share/.test(name) ? "share" : "number";
 }
 
-/** Where a series is drawn: `{section, heading, unit, order, label}`, or null for what is not. */
+/** Where a series is drawn: `{section, heading, unit, order, label, noisy?}`, or null for what is not. */
 function placed({ kind, name }) {
   const [family, ...rest] = kind.split(" ");
   const set = rest.join(" ");
@@ -66,7 +72,9 @@ function placed({ kind, name }) {
   if (family === "train") {
     const known = BY_TRAINING_NAME.get(name);
     if (known) return { ...known, label };
-    if (/loss/.test(name)) return { section: "Loss", heading: "Parts of the loss", unit: "number", order: 50, label: name };
+    if (/loss/.test(name)) {
+      return { section: "Loss", heading: "Parts of the loss", unit: "number", order: 50, label: name, noisy: NOISY };
+    }
     if (/^(data|mix|share)[ _/]/.test(name)) {
       return { section: "Data", heading: "Data mix", unit: "share", order: 50, label: name.replace(/^\w+[ _/]/, "") };
     }
@@ -74,12 +82,13 @@ function placed({ kind, name }) {
   }
   if (family === "validation" || family === "test") {
     const heading = `${title(family)} ${name.replaceAll("_", " ")}`;
-    const order = (family === "test" ? 2 : 0) + (name === "loss" ? 0 : 1);
-    return { section: "Evaluation", heading, unit: "number", order, label: set || "all" };
+    const order = (family === "test" ? 60 : 40) + (name === "loss" ? 0 : 1);
+    const section = heading === "Validation loss" ? "Loss" : "Evaluation";
+    return { section, heading, unit: "number", order, label: set || "all" };
   }
   if (family === "task") {
     if (EVALUATION_COSTS.has(name) || name.endsWith("ratio")) return null;
-    return { section: "Tasks", heading: title(name), unit: "number", order: 0, label: set };
+    return { section: "Evaluation", heading: title(name), unit: "number", order: 0, label: set };
   }
   if (family === "save" || family === "memory_save") {
     if (name === "bytes") return null;
@@ -90,7 +99,7 @@ function placed({ kind, name }) {
 }
 
 /**
- * Panels `{id, section, heading, unit, members: [{kind, name, label}]}` for series `{kind, name}`
+ * Panels `{id, section, heading, unit, noisy, members: [{kind, name, label}]}` for series `{kind, name}`
  * of all runs, each named once.
  */
 export function panelsOf(series) {
@@ -98,9 +107,9 @@ export function panelsOf(series) {
   for (const one of series) {
     const place = placed(one);
     if (!place) continue;
-    const { section, heading, unit, order, label } = place;
+    const { section, heading, unit, order, label, noisy = false } = place;
     const id = `${section}/${heading}`;
-    if (!panels.has(id)) panels.set(id, { id, section, heading, unit, order, members: [] });
+    if (!panels.has(id)) panels.set(id, { id, section, heading, unit, order, noisy, members: [] });
     const { members } = panels.get(id);
     if (!members.some(({ kind, name }) => kind === one.kind && name === one.name)) {
       members.push({ kind: one.kind, name: one.name, label });

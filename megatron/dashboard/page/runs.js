@@ -35,23 +35,24 @@ export function runList(runs) {
 function progressOf({ state: now, progress, last, planned }) {
   if (now === "loading") return `${STATES.loading} · ${Math.floor(100 * (progress ?? 0))} %`;
   const step = last?.iteration;
-  const far = step === undefined ? "" : planned ? `${grouped(step)} of ${grouped(planned)}` : `step ${grouped(step)}`;
+  const far = step === undefined ? "" : planned ? `${grouped(step)} / ${grouped(planned)}` : `step ${grouped(step)}`;
   return [far, STATES[now]].filter(Boolean).join(" · ");
 }
 
-/** Columns of the table: heading, unit and value of a run. */
+/** Columns of the table: heading, unit and value of a run; the last says what phones leave out of several. */
+const MINOR = true;
 const COLUMNS = [
   ["Loss", "number", ({ totals }) => totals.loss],
   ["Validation", "number", ({ totals }) => totals.validation_loss],
-  ["Tokens", "count", ({ last }) => last?.tokens],
-  ["Tokens/s", "rate", ({ totals }) => totals.tokens_per_second],
-  ["MFU", "share", ({ totals }) => totals.mfu],
-  ["Time", "seconds", ({ last }) => last?.seconds],
+  ["Tokens", "count", ({ last }) => last?.tokens, MINOR],
+  ["Tokens/s", "rate", ({ totals }) => totals.tokens_per_second, MINOR],
+  ["MFU", "share", ({ totals }) => totals.mfu, MINOR],
+  ["Time", "seconds", ({ last }) => last?.seconds, MINOR],
   ["Time left", "seconds", ({ totals }) => totals.seconds_left],
-  ["Energy", "joules", ({ totals }) => totals.energy_joules],
-  ["CO₂", "grams", ({ totals }) => totals.co2_grams],
-  ["Cost", "money", ({ totals }) => totals.cost],
-  ["To finish", "money", ({ totals }) => totals.cost_left],
+  ["Energy", "joules", ({ totals }) => totals.energy_joules, MINOR],
+  ["CO₂", "grams", ({ totals }) => totals.co2_grams, MINOR],
+  ["Cost", "money", ({ totals }) => totals.cost, MINOR],
+  ["To finish", "money", ({ totals }) => totals.cost_left, MINOR],
 ];
 
 /** The table of runs and what they have reached; columns that no run has are left out. */
@@ -60,9 +61,10 @@ export function overview(runs) {
   const columns = COLUMNS.filter(([, , value]) => runs.some((run) => known(value(run))));
   if (!columns.length) return [];
   const rows = runs.map((run) => {
-    const cells = columns.map(([heading, unit, value]) =>
-      element("td", { "data-heading": heading }, known(value(run)) ? write(unit, value(run)) : plain(undefined)),
-    );
+    const cells = columns.map(([heading, unit, value, minor]) => {
+      const text = known(value(run)) ? write(unit, value(run)) : plain(undefined);
+      return element("td", { class: minor && "minor", "data-heading": heading }, text);
+    });
     return element("tr", {}, element("th", { scope: "row", dir: "auto" }, swatch(lineStyle(run.number)), run.name), ...cells);
   });
   const head = columns.map(([heading]) => element("th", { scope: "col" }, heading));
