@@ -52,7 +52,7 @@ function command(words) {
 
 function codeOf(git) {
   if (!git?.commit) return null;
-  const changed = git.changed && (git.changed.length !== 0) ? ", with changes" : "";
+  const changed = git.changed ? ", with changes" : "";
   return `${git.commit.slice(0, 12)}${git.branch ? ` on ${git.branch}` : ""}${changed}`;
 }
 
