@@ -1,5 +1,7 @@
 // The server of the page: what it is asked, what it answers, and the words of its refusals.
 
+const RETRY_MS = 3000;
+
 /** What the server refused or failed at. */
 export class ServerError extends Error {}
 
@@ -61,10 +63,18 @@ export async function series(run, members, { x, zoom, smooth, points }, signal) 
 export const csv = (run, members, state) =>
   address(`api/runs/${encodeURIComponent(run.id)}/csv`, { id: namesOf(run, members), ...part(state) });
 
-/** Calls `changed` with every list of runs that differs from the last; `state` says "up" or "down". */
+/**
+ * Calls `changed` with every list of runs that differs from the last; `state` gets "up", or "down" and
+ * the words of a refusal if there is one.
+ */
 export function follow(changed, state) {
   const source = new EventSource(address("api/updates"));
   source.addEventListener("message", (event) => changed(JSON.parse(event.data)));
-  source.addEventListener("open", () => state("up"));
-  source.addEventListener("error", () => state("down"));
+  source.addEventListener("open", () => state("up", ""));
+  source.addEventListener("error", async () => {
+    state("down", "");
+    if (source.readyState !== EventSource.CLOSED) return; // else the browser tries again by itself
+    setTimeout(() => follow(changed, state), RETRY_MS);
+    await runs().catch((error) => state("down", error.message));
+  });
 }

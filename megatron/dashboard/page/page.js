@@ -170,7 +170,8 @@ prepareControls();
 showControls();
 listenToKeys({ charts, runs: () => runs });
 draw();
-api.follow(take, (now) => {
+api.follow(take, (now, words) => {
   byId("health").dataset.state = now;
   byId("health").textContent = HEALTH[now];
+  complain(words);
 });
