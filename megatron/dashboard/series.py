@@ -47,8 +47,8 @@ def rising(x: Column, y: Column) -> Curve:
 
 
 def smoothed(curve: Curve, factor: float) -> Curve:
-    """The exponential mean of a curve, with ``factor`` the weight of what was before, 0 to 1: as if
-    the first value had been there always. Gaps are left out."""
+    """The exponential mean of a curve, each value weighing ``factor`` (0 to 1) of the one after it,
+    divided by the sum of the weights. Gaps are left out."""
     known = np.isfinite(curve.y)
     x, y = curve.x[known], curve.y[known]
     if not len(y) or factor <= 0:

@@ -72,8 +72,8 @@ def train_row(step: int, seed: int = 0, **values: object) -> str:
 def write_run(
     path: Path, steps: int = 2000, seed: int = 0, spike: int | None = None, broken: int = 0
 ) -> Path:
-    """A run with validation sets, a task, texts, saves, a resume; with ``spike`` one step of loss 30,
-    with ``broken`` lines that are no rows."""
+    """A run with validation sets, a task, texts, saves, a resume; with ``spike`` one step of loss
+    30, with ``broken`` lines that are no rows."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         for step in range(1, steps + 1):
