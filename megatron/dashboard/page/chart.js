@@ -28,6 +28,8 @@ function nearest(list, x) {
  * the table of what is seen, for a run.
  */
 export class Chart {
+  static #pointed = null; // the chart that speaks for all
+
   #lines = [];
   #marks = [];
   #values = []; // [element, line], the legend's
@@ -36,13 +38,19 @@ export class Chart {
     this.panel = panel;
     this.announce = announce;
     this.csv = csv;
-    this.place = element("div", { class: "plot", tabindex: "0", role: "application", "aria-roledescription": "chart" });
+    this.place = element("div", {
+      class: "plot",
+      tabindex: "0",
+      role: "application",
+      "aria-roledescription": "chart",
+      "aria-label": panel.heading,
+    });
     this.legend = element("ul", { class: "values" });
     this.note = element("p", { class: "note", hidden: true });
     this.log = this.#button("log", "Logarithmic axis (L)", () => state.toggle("log", panel.id));
     this.element = element(
       "figure",
-      { class: "chart", "aria-busy": "true" },
+      { class: "chart", "aria-busy": "true", "aria-label": panel.heading },
       element(
         "figcaption",
         {},
@@ -59,7 +67,7 @@ export class Chart {
       zoomed,
       pointed: (x) => {
         this.#readout(x);
-        if (this.element.matches(":hover, :focus-within")) pointed(x, this.#eventsAt(x));
+        if (Chart.#pointed === this) pointed(x, this.#eventsAt(x));
       },
     });
     this.place.addEventListener("keydown", (event) => this.#walk(event));
@@ -67,7 +75,12 @@ export class Chart {
       this.plot.leave();
       pointed(null, "");
     });
-    this.element.addEventListener("pointerleave", () => pointed(null, ""));
+    for (const kind of ["pointerenter", "pointerdown", "focusin"]) {
+      this.element.addEventListener(kind, () => (Chart.#pointed = this), true); // before the plot's
+    }
+    this.element.addEventListener("pointerleave", (event) => {
+      if (event.pointerType === "mouse") pointed(null, ""); // a finger may leave its line there
+    });
   }
 
   /**
