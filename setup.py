@@ -130,6 +130,7 @@ COMMANDS = [
     "megatron-schedule = megatron.tools.schedule:main",
     "megatron-plan = megatron.tools.plan:main",
     "megatron-plot-runs = megatron.tools.plot_runs:main",
+    "megatron-dashboard = megatron.tools.dashboard:main",
     "megatron-profile-step = megatron.tools.profile_step:main",
     "megatron-evaluate = megatron.tools.evaluate:main",
     "megatron-check-parity = megatron.tools.check_parity:main",

@@ -22,7 +22,7 @@ from typing import Any
 
 from megatron.config import ConfigError, FlagParser
 from megatron.config.flags import build, option
-from megatron.dashboard.runs import Run, find_runs
+from megatron.dashboard.runs import WatchedRun, find_runs
 from megatron.dashboard.server import LOCAL_NAMES, Dashboard
 from megatron.util.errors import one_line
 
@@ -76,9 +76,9 @@ def show(words: Sequence[str], config: DashboardConfig) -> None:
         server.server_close()
 
 
-def _open(id: str, name: str, path: Path) -> Run:
+def _open(id: str, name: str, path: Path) -> WatchedRun:
     try:
-        return Run(id, name, path)
+        return WatchedRun(id, name, path)
     except OSError as error:
         raise OSError(
             f"{path}: {error.strerror or error}; the dashboard must be able to read it"

@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from megatron.dashboard.tables import Table, TableState
+from megatron.dashboard.tables import MetricTable, MetricTableState
 from megatron.util.digests import digest
 from megatron.util.files import open_regular, replacing
 from megatron.util.locks import Lock, LockTakenError
@@ -29,7 +29,7 @@ _MOST_STEPS = 1 << 53
 _MANIFEST, _LOCK = "index.json", "lock"
 
 
-class Index:
+class MetricIndex:
     """The rows of the file ``path``. Used by one thread at a time.
 
     Attributes:
@@ -54,7 +54,7 @@ class Index:
 
     def clear(self) -> None:
         """Forgets all rows."""
-        self.tables: dict[str, Table] = {}
+        self.tables: dict[str, MetricTable] = {}
         self.texts: list[dict[str, Any]] = []
         self.broken = self.lines = self.offset = self._last = 0
         self._source: dict[str, Any] = {}
@@ -157,7 +157,7 @@ class Index:
                     self.broken += len(rows)
                     continue
                 number = len(self.tables)
-                self.tables[kind] = Table(self._folder, number, TableState(kind, 0, []))
+                self.tables[kind] = MetricTable(self._folder, number, MetricTableState(kind, 0, []))
             self.tables[kind].append(rows)
         self._waiting = {}
 
@@ -181,9 +181,9 @@ class Index:
             content = orjson.loads((self._folder / _MANIFEST).read_bytes())
             if content["format"] != FORMAT:
                 return False
-            states = [TableState(*state) for state in content["tables"]]
+            states = [MetricTableState(*state) for state in content["tables"]]
             for number, state in enumerate(states):
-                self.tables[state.kind] = Table(self._folder, number, state)
+                self.tables[state.kind] = MetricTable(self._folder, number, state)
             self._source, self.texts = content["source"], content["texts"]
             self.offset, self.lines = content["offset"], content["lines"]
             self.broken, self._last = content["broken"], content["last"]

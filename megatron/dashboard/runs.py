@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron.dashboard.index import Index
+from megatron.dashboard.index import MetricIndex
 from megatron.dashboard.records import newest_record, read_record
 from megatron.dashboard.series import Curve, clock, part, rising, smoothed, thinned
-from megatron.dashboard.tables import CLOCKS, Column, Table
+from megatron.dashboard.tables import CLOCKS, Column, MetricTable
 from megatron.util.errors import one_line
 
 AXES = (*CLOCKS, "seconds")
@@ -27,7 +27,7 @@ _LOOK_SECONDS = 20.0
 _RECENT = 100
 
 
-class Run:
+class WatchedRun:
     """One run; its methods may be called by several threads.
 
     Args:
@@ -38,7 +38,7 @@ class Run:
 
     def __init__(self, id: str, name: str, path: Path) -> None:
         self.id, self.name, self.path = id, name, path
-        self._index = Index(path)
+        self._index = MetricIndex(path)
         self._lock = threading.RLock()
         self._progress: float | None = 0.0
         self._error: str | None = None
@@ -200,7 +200,7 @@ class Run:
             return "ended"
         return "live" if quiet < _QUIET_SECONDS else "ended"
 
-    def _series(self, id: str) -> tuple[Table, str]:
+    def _series(self, id: str) -> tuple[MetricTable, str]:
         number, _, name = id.partition("-")
         tables = list(self._index.tables.values())
         if not number.isdecimal() or int(number) >= len(tables):
@@ -219,7 +219,7 @@ class Run:
             self._last = self._index.version, found
         return found
 
-    def _ends(self, train: Table, at: int) -> dict[str, float]:
+    def _ends(self, train: MetricTable, at: int) -> dict[str, float]:
         found = {name: float(clock(name, train, train)[at]) for name in AXES}
         return {name: value for name, value in found.items() if math.isfinite(value)}
 

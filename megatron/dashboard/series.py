@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.dashboard.tables import Column, Table
+from megatron.dashboard.tables import Column, MetricTable
 
 
 class Curve(NamedTuple):
@@ -18,7 +18,7 @@ class Curve(NamedTuple):
     y: Column
 
 
-def clock(name: str, table: Table, train: Table | None) -> Column:
+def clock(name: str, table: MetricTable, train: MetricTable | None) -> Column:
     """The positions of the rows of a table on the axis ``name``: their iteration, samples or
     tokens, or the seconds that training took until then."""
     if name != "seconds":

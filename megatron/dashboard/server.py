@@ -16,7 +16,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import orjson
 
-from megatron.dashboard.runs import AXES, Run
+from megatron.dashboard.runs import AXES, WatchedRun
 from megatron.util.digests import hash64
 from megatron.util.pages import PAGE_HEADERS, page_files
 
@@ -51,7 +51,9 @@ class Dashboard(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, runs: Sequence[Run], host: str, port: int, token: str | None = None) -> None:
+    def __init__(
+        self, runs: Sequence[WatchedRun], host: str, port: int, token: str | None = None
+    ) -> None:
         super().__init__((host, port), _Handler)
         self.runs, self.host, self.token = list(runs), host, token
         self.files = page_files(PAGE)
@@ -162,18 +164,18 @@ class _Handler(BaseHTTPRequestHandler):
         )
         return True
 
-    def _run(self, id: str) -> Run:
+    def _run(self, id: str) -> WatchedRun:
         for run in self.server.runs:
             if run.id == id:
                 return run
         raise RefusedError(HTTPStatus.NOT_FOUND, "no run has this number")
 
-    def _series(self, run: Run, query: dict[str, list[str]]) -> dict[str, Any]:
+    def _series(self, run: WatchedRun, query: dict[str, list[str]]) -> dict[str, Any]:
         points = int(_number(query, "points", 700.0, 10, _MOST_POINTS))
         factor = _number(query, "smooth", 0.0, 0.0, 0.9999)
         return _known(run.series, *_part(query), points, factor)
 
-    def _table(self, run: Run, query: dict[str, list[str]]) -> None:
+    def _table(self, run: WatchedRun, query: dict[str, list[str]]) -> None:
         lines = _known(lambda *part: "".join(run.table(*part)), *_part(query))
         headers = {"Content-Disposition": 'attachment; filename="run.csv"'}
         self._send(lines.encode(), "text/csv; charset=utf-8", headers)

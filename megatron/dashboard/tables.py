@@ -18,7 +18,7 @@ MOST_COLUMNS = 400
 _BYTES = 8
 
 
-class TableState(NamedTuple):
+class MetricTableState(NamedTuple):
     """What is known of a table besides its files."""
 
     kind: str
@@ -26,7 +26,7 @@ class TableState(NamedTuple):
     columns: list[str]
 
 
-class Table:
+class MetricTable:
     """The rows of one kind; NaN where a row lacks a value.
 
     Args:
@@ -37,7 +37,7 @@ class Table:
     Raises OSError if files cannot be written; ValueError if they are shorter than the state says.
     """
 
-    def __init__(self, folder: Path, number: int, state: TableState) -> None:
+    def __init__(self, folder: Path, number: int, state: MetricTableState) -> None:
         self._folder, self._number = folder, number
         self.kind, self.rows, self.columns = state.kind, state.rows, list(state.columns)
         for place in range(len(self.columns)):
@@ -47,9 +47,9 @@ class Table:
         self.cut(self.rows)
 
     @property
-    def state(self) -> TableState:
-        """What :class:`Table` opens it with again."""
-        return TableState(self.kind, self.rows, self.columns)
+    def state(self) -> MetricTableState:
+        """What :class:`MetricTable` opens it with again."""
+        return MetricTableState(self.kind, self.rows, self.columns)
 
     def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Adds rows of a file of metrics; what is not a number counts as absent."""

@@ -270,6 +270,7 @@ def test_on_a_phone(scheme, visit, four_runs):
         assert one.width() <= 360, tab
     page.check("[name=tab][value=charts]", force=True)
     assert not one.outside()
+    settled(one)
     page.locator(f"{LOSS} .u-over").tap()
     playwright.expect(page.locator("#position")).to_be_visible()
 
