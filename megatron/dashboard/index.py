@@ -29,7 +29,7 @@ _MOST_STEPS = 1 << 53
 _MANIFEST, _LOCK = "index.json", "lock"
 
 
-class MetricIndex:
+class RunIndex:
     """The rows of the file ``path``. Used by one thread at a time.
 
     Attributes:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.dashboard.index import MetricIndex
+from megatron.dashboard.index import RunIndex
 from megatron.dashboard.records import newest_record, read_record
 from megatron.dashboard.series import Curve, clock, part, rising, smoothed, thinned
 from megatron.dashboard.tables import CLOCKS, Column, MetricTable
@@ -38,7 +38,7 @@ class WatchedRun:
 
     def __init__(self, id: str, name: str, path: Path) -> None:
         self.id, self.name, self.path = id, name, path
-        self._index = MetricIndex(path)
+        self._index = RunIndex(path)
         self._lock = threading.RLock()
         self._progress: float | None = 0.0
         self._error: str | None = None
