@@ -29,6 +29,7 @@ function nearest(list, x) {
  */
 export class Chart {
   static #pointed = null; // the chart that speaks for all
+  static #touched = false; // by a finger, whose position stays when it is lifted
 
   #lines = [];
   #marks = [];
@@ -66,6 +67,7 @@ export class Chart {
     this.plot = new Plot(this.place, {
       zoomed,
       pointed: (x) => {
+        if (x === null && Chart.#touched) return;
         this.#readout(x);
         if (Chart.#pointed === this) pointed(x, this.#eventsAt(x));
       },
@@ -76,10 +78,11 @@ export class Chart {
       pointed(null, "");
     });
     for (const kind of ["pointerenter", "pointerdown", "focusin"]) {
-      this.element.addEventListener(kind, () => (Chart.#pointed = this), true); // before the plot's
+      // In the capturing phase, which is before the plot's own.
+      this.element.addEventListener(kind, (event) => this.#speak(event), true);
     }
     this.element.addEventListener("pointerleave", (event) => {
-      if (event.pointerType === "mouse") pointed(null, ""); // a finger may leave its line there
+      if (event.pointerType === "mouse" && !Chart.#touched) pointed(null, "");
     });
   }
 
@@ -146,6 +149,11 @@ export class Chart {
       const members = this.#lines.filter((line) => line.run === run).map((line) => line.member);
       element("a", { href: this.csv(run, members), download: `${fileName(run.name, this.panel.heading)}.csv` }).click();
     }
+  }
+
+  #speak({ pointerType }) {
+    Chart.#pointed = this;
+    if (pointerType) Chart.#touched = pointerType === "touch";
   }
 
   #button(text, name, act) {

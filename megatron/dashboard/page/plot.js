@@ -165,7 +165,7 @@ export class Plot {
 
   #resize() {
     const { width, height } = this.#size();
-    if (this.#plot && (this.#plot.width !== width || this.#plot.height !== height)) {
+    if (this.place.clientWidth && this.#plot && (this.#plot.width !== width || this.#plot.height !== height)) {
       this.#plot.setSize({ width, height });
     }
   }
