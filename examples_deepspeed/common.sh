@@ -21,7 +21,8 @@
 #     LAUNCHER     deepspeed (default), torchrun or python (one process)
 #     GPUS         processes on each node (default: as many as there are GPUs)
 #     HOSTFILE     deepspeed: the nodes and their slots
-#     NODES, NODE_RANK, MASTER_ADDR, MASTER_PORT    torchrun on several nodes
+#     NODES, NODE_RANK, MASTER_ADDR, MASTER_PORT    torchrun on several nodes; NODES=2:4 is a number
+#                  that may change during the run (JOB_ID tells one such run from others)
 #     RESTARTS     how often a run that has failed is started again (default: 0)
 #     DRY_RUN=1    print the command, do not run it
 
@@ -102,8 +103,14 @@ launcher() {
             ;;
         torchrun)
             LAUNCH=(torchrun --nproc-per-node "${GPUS:-gpu}" --nnodes "${NODES:-1}")
-            LAUNCH+=(--node-rank "${NODE_RANK:-0}" --master-addr "${MASTER_ADDR:-127.0.0.1}")
-            LAUNCH+=(--master-port "${MASTER_PORT:-29500}")
+            local address=${MASTER_ADDR:-127.0.0.1} port=${MASTER_PORT:-29500}
+            if [[ ${NODES:-1} == *:* ]]; then
+                LAUNCH+=(--rdzv-backend c10d --rdzv-endpoint "$address:$port")
+                LAUNCH+=(--rdzv-id "${JOB_ID:-pretrain}" --max-restarts "${MAX_RESTARTS:-100}")
+            else
+                LAUNCH+=(--node-rank "${NODE_RANK:-0}" --master-addr "$address")
+                LAUNCH+=(--master-port "$port")
+            fi
             ;;
         python) LAUNCH=(python) ;;
         *) fail "LAUNCHER $LAUNCHER: deepspeed, torchrun or python" ;;
