@@ -105,8 +105,12 @@ launcher() {
             LAUNCH=(torchrun --nproc-per-node "${GPUS:-gpu}" --nnodes "${NODES:-1}")
             local address=${MASTER_ADDR:-127.0.0.1} port=${MASTER_PORT:-29500}
             if [[ ${NODES:-1} == *:* ]]; then
+                # Every restart for a node that comes or leaves counts. A node that comes later waits in
+                # vain for the address of a store that torchrun shares with the ranks (torch 2.13).
+                export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
                 LAUNCH+=(--rdzv-backend c10d --rdzv-endpoint "$address:$port")
-                LAUNCH+=(--rdzv-id "${JOB_ID:-pretrain}" --max-restarts "${MAX_RESTARTS:-100}")
+                LAUNCH+=(--rdzv-id "${JOB_ID:-pretrain}" --rdzv-conf last_call_timeout=5)
+                LAUNCH+=(--max-restarts "${MAX_RESTARTS:-100}")
             else
                 LAUNCH+=(--node-rank "${NODE_RANK:-0}" --master-addr "$address")
                 LAUNCH+=(--master-port "$port")

@@ -26,7 +26,8 @@ class Elastic:
 
     def start(self, *which):
         variables = {"NODES": "1:4", "GPUS": "1", "LAUNCHER": "torchrun",
-                     "MASTER_ADDR": "node-1", "MASTER_PORT": self.port}  # fmt: skip
+                     "MASTER_ADDR": "node-1", "MASTER_PORT": self.port,
+                     "OMP_NUM_THREADS": "1"}  # fmt: skip
         script = 'source examples_deepspeed/common.sh; start pretrain_gpt.py "$@"'
         save = ["--save", self.folder / "save", "--load", self.folder / "save"]
         words = [*MODEL, *save, "--train-iters", 1000000, "--keep-last", 2]
@@ -34,7 +35,7 @@ class Elastic:
             with (self.folder / f"log.{node}").open("a") as log:
                 self.agents[node] = self.machines[node - 1].start(
                     "bash", "-c", script, ROOT / "examples_deepspeed" / "elastic.sh", *words,
-                    cwd=ROOT, env=environment() | variables | {"OMP_NUM_THREADS": "1"}, stdout=log, stderr=log,
+                    cwd=ROOT, env=environment() | variables, stdout=log, stderr=log,
                 )  # fmt: skip
 
     def said(self):
