@@ -226,11 +226,12 @@ def test_a_signal_to_end_is_obeyed_while_a_rank_is_stopped(start):
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_suspended_run_continues(start, size):
-    run = start(size=size).trains()
+@pytest.mark.parametrize(("size", "seconds"), [(1, 2 * LIMIT), (2, 2 * LIMIT), (2, 75)])
+def test_a_suspended_run_continues(start, size, seconds):
+    """Also where it was suspended for longer than gloo waits."""
+    run = start(["--distributed-timeout-minutes", "1"], size).trains()
     run.signal(signal.SIGSTOP)
-    time.sleep(2 * LIMIT)
+    time.sleep(seconds)
     run.signal(signal.SIGCONT)
     time.sleep(1.5 * LIMIT)
     before = run.printed()
