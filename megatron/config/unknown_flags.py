@@ -220,7 +220,7 @@ REFUSED = {
         "--profile records shapes, and NVTX ranges under nsys; --profile pt-full adds call stacks"
     ),
     "--flight-recorder-* --no-flight-recorder-* --disable-flight-recorder-*": (
-        "set TORCH_NCCL_TRACE_BUFFER_SIZE and the like in the environment"
+        "collectives are recorded; TORCH_FR_BUFFER_SIZE in the environment says how many"
     ),
     "--distributed-timeout-seconds-after-init": "use --distributed-timeout-minutes",
     "--enable-experimental": "everything here is available without it",
