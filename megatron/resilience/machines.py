@@ -12,9 +12,9 @@ import errno
 import socket
 from collections.abc import Callable, Hashable, Mapping
 
-SECONDS = 6.0
+SECONDS = 4.0
 """For which a machine may not answer: three tries of the system's."""
-_STALE = 3
+_STALE = 5
 """Looks after which a process that says nothing new is looked into."""
 _UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ETIMEDOUT}
 _ANY_PORT = 9

@@ -121,5 +121,5 @@ def keep_alive(variables: MutableMapping[str, str]) -> None:
     say when; by default it would wait for many."""
     given = variables.get("PDSH_SSH_ARGS_APPEND", "")
     if "ServerAlive" not in given:
-        ours = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3 -o ConnectTimeout=10"
+        ours = "-o ServerAliveInterval=4 -o ServerAliveCountMax=3 -o ConnectTimeout=10"
         variables["PDSH_SSH_ARGS_APPEND"] = f"{given} {ours}".strip()

@@ -263,7 +263,7 @@ class Watchdog:
         waits = where_it_waits() is not None
         if waits and idle == _LOOKS_AROUND and self._exchange is not None:
             self._exchange.look_at_neighbours()
-        if waits and idle % _LOOKS_AROUND == 0 and self._exchange is not None:
+        if waits and idle >= _LOOKS_AROUND and self._exchange is not None:
             self._exchange.look_at_machines()
             if self._silence >= _STORE_PATIENCE:
                 self._look_at_store()

@@ -46,7 +46,7 @@ def test_shells_and_choices(machines, tmp_path):
     assert "ranks: node-1 0-1, node-2 2-3, node-3 4-5\n" in done.stderr
     assert done.stdout == (
         f"told: --hostfile {tmp_path}/hosts train.py\n"
-        "-o ServerAliveInterval=5 -o ServerAliveCountMax=3 -o ConnectTimeout=10\n"
+        "-o ServerAliveInterval=4 -o ServerAliveCountMax=3 -o ConnectTimeout=10\n"
     )
     done = started(machines[0], tmp_path, "--exclude", "node-1:0@node-3")
     assert "ranks: node-1 0, node-2 1-2\n" in done.stderr
