@@ -145,7 +145,8 @@ def run(command: Sequence[str], nodes: Slots, config: NodesConfig) -> int:
 def launch_of(command: Sequence[str], nodes: Slots) -> str:
     """A regular expression for the process of this run that deepspeed starts on each node."""
     world = base64.urlsafe_b64encode(json.dumps(nodes).encode()).decode()
-    return f"deepspeed.launcher.launch --world_info={world} .*--master_port={port_of(command)}( |$)"
+    program = "^[^ ]*python[^ ]* -u -m deepspeed.launcher.launch"  # not the shell that starts it
+    return f"{program} --world_info={world} .*--master_port={port_of(command)}( |$)"
 
 
 def launcher_of(command: Sequence[str]) -> str:

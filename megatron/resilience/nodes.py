@@ -70,8 +70,7 @@ def stop(names: Sequence[str], launcher: str, seconds: int, options: Sequence[st
     Args:
         launcher: a regular expression for the command line of their parent, which hears nothing.
     """
-    # The brackets keep the expression from finding the shell that looks for it.
-    script = f'for parent in $(pgrep -f "[{launcher[0]}]{launcher[1:]}"); do pkill -P $parent; done'
+    script = f'for parent in $(pgrep -f "{launcher}"); do pkill -P $parent; done'
     _on_all(names, f"sh -c {shlex.quote(script)}", seconds, options)
 
 
