@@ -124,7 +124,7 @@ def test_an_array_with_flags_of_a_file(slurm, tmp_path):
 def test_in_a_container(slurm, tmp_path):
     """Pyxis itself is not here: its flags are taken out before slurm's own srun sees them."""
     (tmp_path / "srun").write_text(
-        '#!/bin/bash\nwords=()\nwhile [[ $1 != bash ]]; do\n    if [[ $1 == --container-* ]]; then\n'
+        "#!/bin/bash\nwords=()\nwhile [[ $1 != bash ]]; do\n    if [[ $1 == --container-* ]]; then\n"
         f'        echo "$1 $2" >>{tmp_path}/container; shift 2\n'
         '    else words+=("$1"); shift; fi\ndone\nexec /usr/bin/srun "${words[@]}" "$@"\n'
     )
@@ -164,7 +164,7 @@ def test_requeued_by_its_signal_and_resumed_on_two_nodes(slurm, corpus, tmp_path
     text = log.read_text()
     assert text.count("the run saves and ends") == text.count("queued again, to continue") == 2
     assert 12 < len(losses(tmp_path)) < steps, "the job was over before its signal"
-    layout = ["--tensor-model-parallel-size", "2", "--zero-stage", "0"]
+    layout = ["--tensor-model-parallel-size", "2"]
     options = ["--nodes", "2", "--exclude", "node-1"]
     second, log = submit(slurm, tmp_path, [*flags, *layout], options, **corpus)
     assert slurm.end(second) == "COMPLETED", log.read_text()
@@ -212,7 +212,7 @@ FORMS = {
 def test_other_forms(slurm, tmp_path, form):
     """In a script of one's own, as docs/tasks/several-nodes.md shows them."""
     flags = "--tokenizer-type NullTokenizer --vocab-size 99 --mock-data --train-iters 3 --lr 1e-2"
-    words = [*FLAGS, *flags.split(), "--metrics-jsonl", tmp_path / "metrics"]
+    words = [*FLAGS, *flags.split(), "--metrics-file", tmp_path / "metrics"]
     line = FORMS[form].replace("FLAGS", " ".join(map(str, words)))
     script = tmp_path / "job.sh"
     script.write_text(f"#!/bin/bash\n{line.replace('HOSTFILE', str(tmp_path / 'hostfile'))}\n")
