@@ -1,19 +1,16 @@
 """examples_deepspeed/slurm/pretrain.sbatch and srun on a slurm cluster of namespaces."""
 
 import json
-import os
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
-
 from launched_runs import ROOT, environment
+from nodes.slurm import cluster, missing
+
 from megatron.data.indexed import IndexedDatasetWriter
 from megatron.tokenizer.gpt2_bpe import CHARACTER_OF_BYTE
-from nodes.slurm import cluster, missing
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "-")
 SCRIPT = "examples_deepspeed/slurm/pretrain.sbatch"
@@ -124,8 +121,8 @@ def test_an_array_with_flags_of_a_file(slurm, tmp_path):
 def test_in_a_container(slurm, tmp_path):
     """Pyxis itself is not here: its flags are taken out before slurm's own srun sees them."""
     (tmp_path / "srun").write_text(
-        "#!/bin/bash\nwords=()\nwhile [[ $1 != bash ]]; do\n    if [[ $1 == --container-* ]]; then\n"
-        f'        echo "$1 $2" >>{tmp_path}/container; shift 2\n'
+        "#!/bin/bash\nwords=()\nwhile [[ $1 != bash ]]; do\n    if [[ $1 == --container-* ]]; "
+        f'then echo "$1 $2" >>{tmp_path}/container; shift 2\n'
         '    else words+=("$1"); shift; fi\ndone\nexec /usr/bin/srun "${words[@]}" "$@"\n'
     )
     (tmp_path / "srun").chmod(0o755)
