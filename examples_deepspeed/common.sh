@@ -23,7 +23,8 @@
 #     HOSTFILE     deepspeed: the nodes and their slots; INCLUDE or EXCLUDE choose among them
 #     MIN_NODES    with HOSTFILE: leave out nodes that do not answer, as long as so many remain
 #     DEEPSPEED_FLAGS    further flags of deepspeed, such as "--launcher openmpi"
-#     NODES, NODE_RANK, MASTER_ADDR, MASTER_PORT    torchrun on several nodes
+#     NODES, NODE_RANK, MASTER_ADDR, MASTER_PORT    torchrun on several nodes; NODES=2:4 is a number
+#                  that may change during the run (JOB_ID tells one such run from others)
 #     RESTARTS     how often a run that has failed is started again (default: 0)
 #     DRY_RUN=1    print the command, do not run it
 
@@ -115,8 +116,18 @@ launcher() {
             ;;
         torchrun)
             LAUNCH=(torchrun --nproc-per-node "${GPUS:-gpu}" --nnodes "${NODES:-1}")
-            LAUNCH+=(--node-rank "${NODE_RANK:-0}" --master-addr "${MASTER_ADDR:-127.0.0.1}")
-            LAUNCH+=(--master-port "${MASTER_PORT:-29500}")
+            local address=${MASTER_ADDR:-127.0.0.1} port=${MASTER_PORT:-29500}
+            if [[ ${NODES:-1} == *:* ]]; then
+                # Every restart for a node that comes or leaves counts. A node that comes later waits in
+                # vain for the address of a store that torchrun shares with the ranks (torch 2.13).
+                export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+                LAUNCH+=(--rdzv-backend c10d --rdzv-endpoint "$address:$port")
+                LAUNCH+=(--rdzv-id "${JOB_ID:-pretrain}" --rdzv-conf last_call_timeout=5)
+                LAUNCH+=(--max-restarts "${MAX_RESTARTS:-100}")
+            else
+                LAUNCH+=(--node-rank "${NODE_RANK:-0}" --master-addr "$address")
+                LAUNCH+=(--master-port "$port")
+            fi
             ;;
         python) LAUNCH=(python) ;;
         *) fail "LAUNCHER $LAUNCHER: deepspeed, torchrun or python" ;;
