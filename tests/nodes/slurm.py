@@ -24,7 +24,7 @@ from nodes.namespaces import Node, nodes
 
 SLURMD_TIMEOUT = 10
 """Seconds after which a node that does not answer counts as down."""
-REQUEUE_DELAY = 5
+REQUEUE_DELAY = 2
 """Seconds before which a requeued job is not started again; slurm's default is 120."""
 _PROCESSORS = 8
 """Of each node, as slurm is told: more than there are."""
