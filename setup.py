@@ -139,9 +139,11 @@ COMMANDS = [
     "megatron-schedule = megatron.tools.schedule:main",
     "megatron-plan = megatron.tools.plan:main",
     "megatron-plot-runs = megatron.tools.plot_runs:main",
+    "megatron-dashboard = megatron.tools.dashboard:main",
     "megatron-profile-step = megatron.tools.profile_step:main",
     "megatron-evaluate = megatron.tools.evaluate:main",
     "megatron-check-parity = megatron.tools.check_parity:main",
+    "megatron-start-nodes = megatron.tools.start_nodes:main",
     "megatron-launch-container = megatron.tools.launch_container:main",
 ]
 
@@ -161,7 +163,11 @@ setup(
         "megatron.tools.retro",
         *COMPAT,
     ],
-    package_data={"megatron.inference.server": ["page/*"]},
+    package_data={
+        "megatron.dashboard": ["page/*"],
+        "megatron.inference.server": ["page/*"],
+        "megatron.util": ["page/*"],
+    },
     package_dir={"megatron.tools": "tools", **{name: f"compat/{name}" for name in COMPAT}},
     py_modules=[
         *("pretrain_gpt", "pretrain_gpt2", "pretrain_bert", "pretrain_t5", "pretrain_retro"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from importlib import import_module
 from pkgutil import resolve_name
 
 import torch
@@ -26,7 +28,12 @@ from megatron.resilience.generation import current
 from megatron.training import resume
 from megatron.training.checkpoints import CheckpointManager
 from megatron.training.plan import Epochs, TrainingPlan
-from megatron.training.process import compare_checkpoints, compare_data, connected
+from megatron.training.process import (
+    compare_checkpoints,
+    compare_data,
+    compare_folders,
+    connected,
+)
 from megatron.training.profiling import profiling
 from megatron.training.replicas import ReplicaCheck
 from megatron.training.report import Reporter, say
@@ -60,6 +67,9 @@ SECOND_LOOK = "megatron.training.second_look:SecondLook"
 
 STRAGGLERS = "megatron.training.stragglers:Stragglers"
 """The callback that compares the ranks' own times, imported where there are several."""
+ELASTIC = "megatron.training.elastic"
+"""The callback of runs whose number of nodes may change, imported where torchrun has started
+several processes."""
 ROLLBACK = "megatron.training.rollback:Rollback"
 """What ``--on-spike rollback`` does, imported for it only."""
 NODE_CHECKPOINTS = "megatron.training.node_memory:NodeCheckpoints"
@@ -97,6 +107,7 @@ def build_trainer(
     them."""
     config, device = run.config, training_device()
     tasks = [resolve_name(EVAL_TASKS)(config, run.tokenizer)] if config.tasks.eval_tasks else []
+    compare_folders(config)
     data = data or run_data(run)
     if config.data.verify_data:
         verify_checksums([file.path for file in data.files()], mesh.world.rank, mesh.world.size)
@@ -160,6 +171,7 @@ def build_trainer(
             _Closing(engine, lock),
             *recorded,
             *counted,
+            *_elastic(mesh),
             *callbacks,
             *teaching,
             *tasks,
@@ -176,6 +188,13 @@ def build_trainer(
         Position(begin.iteration, begin.consumed_samples),
         config.data.num_workers,
     )
+
+
+def _elastic(mesh: Mesh) -> list[Callback]:
+    if mesh.world.size == 1 or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return []
+    elastic = import_module(ELASTIC)
+    return [elastic.ElasticNodes()] if elastic.is_elastic() else []
 
 
 def _judges(
