@@ -20,9 +20,9 @@ from typing import Any
 import megatron
 from megatron.data.build import DataFile
 from megatron.training.fingerprint import tokenizer_digest, versions
+from megatron.training.hosts import RankPlace, by_host
 from megatron.training.resume import ResumePoint
 from megatron.training.run import Run
-from megatron.training.run_record.hosts import RankPlace, by_host
 from megatron.training.run_record.secrets import Redactor
 from megatron.training.run_record.source_tree import SourceTree, source_tree
 from megatron.training.run_record.surroundings import (

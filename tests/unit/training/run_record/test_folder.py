@@ -8,10 +8,10 @@ import pytest
 
 from megatron.config import RunConfig
 from megatron.data.build import DataFile
+from megatron.training.hosts import RankPlace, by_host, rank_map
 from megatron.training.resume import ResumePoint
 from megatron.training.run import parse_run
 from megatron.training.run_record.folder import StartRecord
-from megatron.training.run_record.hosts import RankPlace, by_host
 
 FLAGS = (
     "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --lr 1e-3 "
@@ -107,3 +107,11 @@ def test_hosts():
         {"host": "two", "ranks": [2], "devices": ["H200"], "numbers": [0], "processors": 32,
          "memory_bytes": 20},
     ]  # fmt: skip
+
+
+def test_the_map_of_ranks():
+    assert rank_map(PLACES) == ["one has ranks 0 to 1: 2 x H100", "two has rank 2: 1 x H200"]
+    turns = [RankPlace("ab"[rank % 2], "CPU", None, 1, 1) for rank in range(4)]
+    assert rank_map(turns) == ["a has ranks 0, 2: 2 x CPU", "b has ranks 1, 3: 2 x CPU"]
+    many = rank_map([RankPlace(str(rank), "CPU", None, 1, 1) for rank in range(70)])
+    assert (len(many), many[-1]) == (65, "and 6 hosts more")
