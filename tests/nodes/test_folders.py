@@ -77,7 +77,8 @@ def train(both, *flags, processes=1, program="pretrain_gpt.py"):
 
 def test_indices_are_built_once_for_each_cache(machines):
     """An entry of a shared cache is built by one process of one node, of nodes with caches of their
-    own by one on each. Both train alike, and leave no probes."""
+    own by one on each. Both train alike, and leave no probes. The log and the record of the run
+    say which node has which ranks."""
     folder, both = machines
     data, program = corpus(folder / "shared"), folder / "counting.py"
     program.write_text(COUNTING)

@@ -64,6 +64,7 @@ def test_what_is_in_the_folder(run, tmp_path):
     assert stat.S_IMODE(os.stat(script).st_mode) & stat.S_IXUSR
     text = script.read_text()
     assert "export NCCL_DEBUG=INFO\n" in text and "RANK" not in text
+    assert "; the command of one of 3 processes\n" in text
     assert "# HF_TOKEN was set, and is secret\n" in text
     for file in record.folder.iterdir():
         content = file.read_text(errors="replace")
