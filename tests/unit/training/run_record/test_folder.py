@@ -1,8 +1,10 @@
 """The folder of a start: whole, numbered, without secrets."""
 
+import dataclasses
 import json
 import os
 import stat
+import types
 
 import pytest
 
@@ -11,6 +13,7 @@ from megatron.data.build import DataFile
 from megatron.training.hosts import RankPlace, by_host, rank_map
 from megatron.training.resume import ResumePoint
 from megatron.training.run import parse_run
+from megatron.training.run_record.callback import RunRecorder
 from megatron.training.run_record.folder import StartRecord
 
 FLAGS = (
@@ -99,6 +102,19 @@ def test_what_cannot_be_written_leaves_nothing(run, tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         start(run, tmp_path)
     assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_record_that_cannot_be_written_is_said(run, tmp_path, caplog):
+    saving = dataclasses.replace(run.config.checkpoint, save=str(tmp_path))
+    config = dataclasses.replace(run.config, checkpoint=saving)
+    own = dataclasses.replace(run, config=config)
+    (tmp_path / "run").write_text("a file")
+    mesh = types.SimpleNamespace(world=types.SimpleNamespace(rank=0))
+    with RunRecorder(own, mesh, ResumePoint(), FILES, PLACES):
+        pass
+    (record,) = caplog.records
+    assert record.getMessage().startswith("the record of this start is missing: ")
+    assert (tmp_path / "run").read_text() == "a file"
 
 
 def test_hosts():
