@@ -25,7 +25,7 @@ def train(*flags, **variables):
 
 
 def test_all_four_of_a_run_that_is_resumed(tmp_path):
-    for name in ("mlflow", "trackio", "wandb"):
+    for name in ("mlflow", "trackio", "wandb.sdk"):
         pytest.importorskip(name)
     save = tmp_path / "save"
     variables = {"WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path / "trackio")}
