@@ -75,6 +75,14 @@ DETOXIFY = ["alt-profanity-check>=1.8; python_version >= '3.11'"]
 # Retro: its files are HDF5; without faiss the search for neighbours is exact.
 RETRO = ["faiss-cpu>=1.9", "h5py>=3.10"]
 
+# For --report-to; each is imported by runs that name it. Of mlflow what writes its databases: its
+# pages come with the package of that name, which holds pyarrow back.
+TRACKERS = [
+    *("alembic", "mlflow-skinny>=3,<4", "sqlalchemy>=2"),
+    "trackio>=0.20,<1",
+    "wandb>=0.19",
+]
+
 # References of the adapters and preferences: what `--lora` writes is read by the first.
 TUNE = ["peft>=0.17", "trl>=1.16,<2; python_version >= '3.11'"]
 
@@ -91,6 +99,7 @@ EXTRAS = {
     "retro": RETRO,
     "s3": ["s3fs"],
     "serve": SERVE,
+    "trackers": TRACKERS,
     "tune": TUNE,
     "wandb": ["wandb"],
     "test": [
@@ -134,6 +143,7 @@ COMMANDS = [
     "megatron-profile-step = megatron.tools.profile_step:main",
     "megatron-evaluate = megatron.tools.evaluate:main",
     "megatron-check-parity = megatron.tools.check_parity:main",
+    "megatron-start-nodes = megatron.tools.start_nodes:main",
     "megatron-launch-container = megatron.tools.launch_container:main",
 ]
 

@@ -60,7 +60,7 @@ class ResilienceConfig:
     """A rank that needs this many times as long for its own part of a step, what it computes and
     reads, as the median rank of its pipeline stage is named; 0 turns that off."""
     straggler_window: int = option(50, bounds=POSITIVE)
-    """Number of steps over which --straggler-factor compares ranks, and 30 seconds of steps at
+    """Number of steps over which --straggler-factor compares ranks, and 60 seconds of steps at
     least."""
     inprocess_restart: bool = option(False)
     """Keep a process beside each rank that starts it again when a rank is lost, without the

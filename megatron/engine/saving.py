@@ -383,18 +383,18 @@ def hold_folder(
     return lock
 
 
-def check_writable(save: str) -> None:
-    """Checks before training that checkpoints can be written. Raises CheckpointError if ``--save``
-    cannot be created or written to."""
+def check_writable(save: str, flag: str = "--save") -> None:
+    """Checks before training that checkpoints can be written. Raises CheckpointError if the folder
+    of ``flag`` cannot be created or written to."""
     try:
         Path(save).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=save) as probe:
             probe.write(b"probe")
     except OSError as error:
-        raise _cannot_write(save, error) from None
+        raise _cannot_write(save, error, flag) from None
 
 
-def _cannot_write(save: str, error: OSError) -> CheckpointError:
+def _cannot_write(save: str, error: OSError, flag: str = "--save") -> CheckpointError:
     return CheckpointError(
-        f"--save {save}: cannot write to it ({error.strerror}); choose a folder with write access"
+        f"{flag} {save}: cannot write to it ({error.strerror}); choose a folder with write access"
     )

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -32,6 +33,7 @@ Facts = Mapping[str, str]
 
 _SHOWN_KEYS = 4
 _SHOWN_RANKS = 8
+_SHOWN_HOSTS = 3
 _SHOWN_CHARACTERS = 120
 _PATIENCE = timedelta(seconds=5)
 """How long a rank that ends waits for the others to hear of it."""
@@ -43,6 +45,20 @@ _PAUSE = 0.005
 
 class DisagreementError(ConfigError):
     """The ranks of a run differ, or one of them has ended. All of them raise it."""
+
+
+def on_several_nodes() -> bool:
+    """Whether the processes of the run are on more than one node, as far as the launcher says."""
+    if not together_with_others():
+        return False
+    here = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", ""))
+    return not here.isdecimal() or int(here) < int(os.environ["WORLD_SIZE"])
+
+
+def own_name() -> str:
+    """This rank in words, with its node where there are several."""
+    rank = f"rank {os.environ.get('RANK', '0')}"
+    return f"{rank} (node {socket.gethostname()})" if on_several_nodes() else rank
 
 
 def together_with_others() -> bool:
@@ -132,6 +148,12 @@ def _connection(timeout: timedelta, is_master: bool = False) -> dist.TCPStore:
     )
 
 
+def start_name() -> str:
+    """The name of this start of the run, the same on all ranks and on no other start, once the
+    ranks have met."""
+    return _meeting.start.rpartition("/")[2]
+
+
 def met() -> bool:
     """Whether the ranks have met, and :func:`connect` can be called."""
     return _meeting.start != _Meeting.start
@@ -167,6 +189,7 @@ class Agreement:
         self._server = _connection(timeout, is_master=self._rank == 0 and not of_launcher())
         self._start = Start(self._server, self._rank, timeout)
         self._compared = 0
+        self._hosts = {self._rank: socket.gethostname()}
 
     @property
     def _store(self) -> dist.Store:
@@ -197,7 +220,7 @@ class Agreement:
             self._hand_in(self._compared, {"reason": reason})
             self._store.add(f"{self._compared}/heard", 1)
             return
-        self._publish(f"{self._compared}/verdict", {"message": f"rank 0: {reason}"})
+        self._publish(f"{self._compared}/verdict", {"message": f"{own_name()}: {reason}"})
         self._wait_for_listeners(self._compared, self._size - 1)
 
     def _verdict(self, here: int, own: str, facts: Facts) -> dict[str, Any]:
@@ -219,13 +242,13 @@ class Agreement:
             self._publish(f"{here}/facts/{self._rank}", dict(facts))
         if self._rank == 0:
             told = [self._read(f"{here}/facts/{ranks}") for ranks in verdict["speakers"]]
-            self._publish(f"{here}/message", {"message": _explained(kinds, told)})
+            self._publish(f"{here}/message", {"message": self._explained(kinds, told)})
         message: dict[str, Any] = self._read(f"{here}/message")
         return message
 
     def _hand_in(self, here: int, content: Mapping[str, Any]) -> None:
         number = self._store.add(f"{here}/handed in", 1)
-        own = {"rank": self._rank, "size": self._size}
+        own = {"rank": self._rank, "size": self._size, "host": self._hosts[self._rank]}
         self._publish(f"{here}/{number}", {**own, **content})
 
     def _kinds(self, here: int) -> list[list[int]]:
@@ -237,10 +260,11 @@ class Agreement:
                 raise DisagreementError(self._missing(digests))
             found = self._read(f"{here}/{number}")
             rank = found["rank"]
+            self._hosts[rank] = found["host"]
             if found["size"] != self._size:  # which may be why it has ended
                 raise DisagreementError(_sizes(rank, found["size"], self._size))
             if "reason" in found:
-                raise DisagreementError(f"rank {rank}: {found['reason']}")
+                raise DisagreementError(f"{self._named([rank])}: {found['reason']}")
             if rank in digests:
                 raise DisagreementError(f"two processes have RANK={rank}; give each its own")
             digests[rank] = found["digest"]
@@ -249,12 +273,41 @@ class Agreement:
             kinds.setdefault(digests[rank], []).append(rank)
         return sorted(kinds.values(), key=len, reverse=True)  # that of rank 0 first among equals
 
+    def _explained(self, kinds: Sequence[Sequence[int]], told: Sequence[Facts]) -> str:
+        """The error of all ranks: ``told`` are the facts of the first rank of each of ``kinds``."""
+        (most, *minorities), (usual, *others) = kinds, told
+        shown, more = list[str](), 0
+        for ranks, found in zip(minorities, others, strict=False):
+            for key in sorted(usual.keys() | found.keys()):
+                if usual.get(key) == found.get(key):
+                    continue
+                if len(shown) == _SHOWN_KEYS:
+                    more += 1
+                    continue
+                its, theirs = _excerpts(found.get(key), usual.get(key))
+                who, all_else = self._named(ranks), self._named(most)
+                shown.append(f"{key} is {its} on {who} and {theirs} on {all_else}")
+        tail = f", and {more} more" if more else ""
+        return (
+            f"the processes of this run differ, and none of them starts: {'; '.join(shown)}{tail}; "
+            "start all of them with the same flags, code, packages and files"
+        )
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        """Ranks in words, with their nodes where the run is known to have several."""
+        named = _some("rank", list(map(str, ranks)), _SHOWN_RANKS)
+        hosts = list(dict.fromkeys(self._hosts[rank] for rank in ranks if rank in self._hosts))
+        if len(set(self._hosts.values())) == 1 or not hosts:
+            return named
+        return f"{named} ({_some('node', hosts, _SHOWN_HOSTS)})"
+
     def _missing(self, came: Mapping[int, str]) -> str:
         missing = [rank for rank in range(self._size) if rank not in came]
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        minutes, which = self._timeout.total_seconds() / 60, self._named(missing)
         return (
-            f"process 0 of {self._size} waited {self._timeout.total_seconds() / 60:g} minutes "
-            f"(--distributed-timeout-minutes) at {address} for {_named(missing)}; start all with "
+            f"process 0 of {self._size} waited {minutes:g} minutes "
+            f"(--distributed-timeout-minutes) at {address} for {which}; start all with "
             "the same address and port, and see whether they print an error"
         )
 
@@ -337,32 +390,11 @@ def _sizes(rank: int, its: int, size: int) -> str:
     )
 
 
-def _explained(kinds: Sequence[Sequence[int]], told: Sequence[Facts]) -> str:
-    """The error of all ranks: ``told`` are the facts of the first rank of each of ``kinds``."""
-    (most, *minorities), (usual, *others) = kinds, told
-    shown, more = list[str](), 0
-    for ranks, found in zip(minorities, others, strict=False):
-        for key in sorted(usual.keys() | found.keys()):
-            if usual.get(key) == found.get(key):
-                continue
-            if len(shown) == _SHOWN_KEYS:
-                more += 1
-                continue
-            its, theirs = _excerpts(found.get(key), usual.get(key))
-            shown.append(f"{key} is {its} on {_named(ranks)} and {theirs} on {_named(most)}")
-    tail = f", and {more} more" if more else ""
-    return (
-        f"the processes of this run differ, and none of them starts: {'; '.join(shown)}{tail}; "
-        "start all of them with the same flags, code, packages and files"
-    )
-
-
-def _named(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    first = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
-    more = len(ranks) - _SHOWN_RANKS
-    return f"ranks {first}" + (f" and {more} more" if more > 0 else "")
+def _some(noun: str, names: Sequence[str], most: int) -> str:
+    if len(names) == 1:
+        return f"{noun} {names[0]}"
+    more = len(names) - most
+    return f"{noun}s {', '.join(names[:most])}" + (f" and {more} more" if more > 0 else "")
 
 
 def _excerpts(*values: str | None) -> list[str]:

@@ -17,9 +17,9 @@ from typing import NamedTuple
 from megatron.resilience.waiting import where_it_waits
 from megatron.util.phases import activity
 
-PERIOD = 0.1
+PERIOD = 0.3
 """Seconds from one look at the main thread to the next. To wake up and look costs a tenth of a
-millisecond of a processor: a thousandth of it at this pace."""
+millisecond of a processor, twice that where processes share one."""
 
 _LATE = 0.02
 """Seconds beyond the period that the thread may wake up late on a busy machine."""

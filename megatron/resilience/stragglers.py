@@ -12,9 +12,10 @@ from typing import NamedTuple
 BLOCKS = 5
 """Parts of a window; a rank must be slow in every one, so that a single pause names nobody."""
 
-SECONDS = 30.0
+SECONDS = 60.0
 """Of steps that a window has at least, whatever their number: processes of a busy machine take
-turns at being slow for shorter times, and a part of it needs sixty looks at the main thread."""
+turns at being slow for shorter times, and a part of it needs forty looks at the main thread: with
+fifteen, equal ranks looked different once in a thousand windows."""
 
 BUSY = 0.2
 """Of the others' own time without a processor: the machine has too few of them for all its ranks,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from importlib import import_module
 from pkgutil import resolve_name
 
 import torch
@@ -26,7 +28,12 @@ from megatron.resilience.generation import current
 from megatron.training import resume
 from megatron.training.checkpoints import CheckpointManager
 from megatron.training.plan import Epochs, TrainingPlan
-from megatron.training.process import compare_checkpoints, compare_data, connected
+from megatron.training.process import (
+    compare_checkpoints,
+    compare_data,
+    compare_folders,
+    connected,
+)
 from megatron.training.profiling import profiling
 from megatron.training.replicas import ReplicaCheck
 from megatron.training.report import Reporter, say
@@ -60,11 +67,18 @@ SECOND_LOOK = "megatron.training.second_look:SecondLook"
 
 STRAGGLERS = "megatron.training.stragglers:Stragglers"
 """The callback that compares the ranks' own times, imported where there are several."""
+ELASTIC = "megatron.training.elastic"
+"""The callback of runs whose number of nodes may change, imported where torchrun has started
+several processes."""
 ROLLBACK = "megatron.training.rollback:Rollback"
 """What ``--on-spike rollback`` does, imported for it only."""
 NODE_CHECKPOINTS = "megatron.training.node_memory:NodeCheckpoints"
 """The callback of ``--non-persistent-save-interval``, which is made of the engine and imported for
 runs with the flag only."""
+SPENDING = "megatron.training.energy.callback:SpendingCounter"
+"""The callback that counts energy and cost. It is imported for runs that train."""
+RUN_RECORD = "megatron.training.run_record.callback:RunRecorder"
+"""The callback that records how a run was started, imported for runs that save."""
 RESTARTED = "megatron.training.restarted:restarted"
 """The callback of ``--inprocess-restart``, imported for runs with the flag only."""
 
@@ -93,6 +107,7 @@ def build_trainer(
     them."""
     config, device = run.config, training_device()
     tasks = [resolve_name(EVAL_TASKS)(config, run.tokenizer)] if config.tasks.eval_tasks else []
+    compare_folders(config)
     data = data or run_data(run)
     if config.data.verify_data:
         verify_checksums([file.path for file in data.files()], mesh.world.rank, mesh.world.size)
@@ -129,6 +144,12 @@ def build_trainer(
     for teacher in teaching:
         teacher.start(engine, data, plan, begin.consumed_samples)
         report.beside = teacher.flops
+    counted = []
+    if not config.training.skip_train:
+        counted = [resolve_name(SPENDING)(config, mesh, device, report, begin)]
+    recorded = []
+    if config.checkpoint.save:
+        recorded = [resolve_name(RUN_RECORD)(run, mesh, device, begin, files)]
     replicas = ReplicaCheck(engine, config.resilience.check_replicas_interval)
     compared = []
     if mesh.world.size > 1:
@@ -148,6 +169,9 @@ def build_trainer(
         plan,
         (
             _Closing(engine, lock),
+            *recorded,
+            *counted,
+            *_elastic(mesh),
             *callbacks,
             *teaching,
             *tasks,
@@ -164,6 +188,13 @@ def build_trainer(
         Position(begin.iteration, begin.consumed_samples),
         config.data.num_workers,
     )
+
+
+def _elastic(mesh: Mesh) -> list[Callback]:
+    if mesh.world.size == 1 or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return []
+    elastic = import_module(ELASTIC)
+    return [elastic.ElasticNodes()] if elastic.is_elastic() else []
 
 
 def _judges(

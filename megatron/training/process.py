@@ -33,6 +33,9 @@ from megatron.util.processes import is_main_process
 WATCHDOG = "megatron.resilience.watchdog:watchdog_of"
 """What ends a run that does not advance. It is made of the run's configuration."""
 
+FOLDERS = "megatron.training.shared_folders:check_folders"
+"""Looks for folders that not every node sees, imported where there are several nodes."""
+
 FINGERPRINT = "megatron.training.fingerprint"
 """What the processes of a run are compared by, imported where there are several."""
 
@@ -54,6 +57,13 @@ def connected(run: Run, *more: Any, watched: bool = True) -> Iterator[Mesh]:
             stack.callback(watchdog.part)
             stack.enter_context(watchdog.explaining())
         yield mesh
+
+
+def compare_folders(config: RunConfig) -> None:
+    """Checks that the folders in which the processes of a run meet are the same on all of its
+    nodes. Raises ConfigError where one is not, and DisagreementError on the other nodes."""
+    if agreement.on_several_nodes():
+        resolve_name(FOLDERS)(config)
 
 
 def compare_data(data: TrainingData) -> None:
@@ -116,7 +126,7 @@ def errors_for_users() -> Iterator[None]:
 
 
 def _print_error(error: Exception) -> None:
-    who = "" if is_main_process() else f"rank {os.environ['RANK']}: "
+    who = "" if is_main_process() else f"{agreement.own_name()}: "
     print(f"{who}error: {one_line(error)}", file=sys.stderr, flush=True)
 
 

@@ -26,7 +26,8 @@ from megatron.training.stopping import DelayedReads
 from megatron.training.trainer import Callback, Trainer
 
 _SECONDS = 2.0
-"""Of steps between two exchanges, at least: one costs as much as a small collective."""
+"""Of steps between two exchanges: one costs as much as a small collective. A window of fast steps
+has one too, or steps that become slow would not be seen for long."""
 
 _SAME_WORK = ("data", "context", "expert", "tensor")
 """The axes along which ranks do the same work."""
@@ -46,6 +47,7 @@ class Stragglers(Callback):
             config.straggler_factor,
             config.straggler_window,
         )
+        self._window = config.straggler_window
         self._meter, self._probe = OwnTimeMeter(), DeviceProbe(device)
         self._reads: DelayedReads[int] = DelayedReads.on(device)
         """Of what the ranks exchanged, with the number of steps."""
@@ -105,7 +107,8 @@ class Stragglers(Callback):
         width = len(StepTimes._fields)
         pieces = [StepTimes(*values[at : at + width]) for at in range(0, len(values), width)]
         step = max(piece.wall for piece in pieces) / steps
-        self._due = trainer.iteration + max(1, math.ceil(_SECONDS / max(step, 1e-9)))
+        until = min(math.ceil(_SECONDS / max(step, 1e-9)), self._window)
+        self._due = trainer.iteration + max(1, until)
         shown, sums = self._shown
         if self._said:
             shown, sums, self._said = 0, [StepTimes(0.0, 0.0) for _ in sums], False

@@ -12,13 +12,24 @@ from doc_pages import COMMANDS, ROOT, pages, paths, read
 from programs import PROGRAMS, Refused, flags_of, parse, parser_of
 
 OTHERS = {
-    "deepspeed": {"--hostfile", "--num_gpus", "--include", "--exclude", "--master_port"},
-    "torchrun": {"--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port"},
+    "deepspeed": {
+        *("--hostfile", "--num_gpus", "--include", "--exclude", "--master_port", "--master_addr"),
+        *("--launcher", "--launcher_args", "--no_ssh", "--node_rank", "--venv_script"),
+        *("--ssh_port", "--force_multi"),
+    },
+    "torchrun": {
+        *("--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port"),
+        *("--max-restarts", "--rdzv-backend", "--rdzv-id", "--rdzv-endpoint", "--rdzv-conf"),
+        "--local-addr",
+    },
     "sbatch": {"--nodes"},
     "docker": {"--build-arg", "--user", "--device"},
     "podman": {"--userns"},
     "apptainer": {"--nv"},
-    "srun": {"--container-image", "--container-mounts", "--container-workdir"},
+    "srun": {
+        *("--container-image", "--container-mounts", "--container-workdir"),
+        "--kill-on-bad-exit",
+    },
     "nvidia-ctk": {"--output"},
     "nsys": {"--capture-range"},
     "pip": {"--no-deps", "--target"},

@@ -177,7 +177,7 @@ def _sleep(engine: object) -> None:
 
 
 def _nap(engine: object) -> None:
-    time.sleep(0.8)
+    time.sleep(2.0)
 
 
 def _loop(engine: object) -> NoReturn:

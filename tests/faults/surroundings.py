@@ -174,11 +174,11 @@ def of_numbers() -> Iterator[Fault]:
     )
     yield Fault(
         "straggler",
-        "rank 1 sleeps 0.8 s in every step",
+        "rank 1 sleeps 2 s in every step",
         r"rank 1 \([^\n]*times as long for its own part of a step",
         inside=("steps", 1, 4, "nap"),
         flags=("--save-interval", "5", "--straggler-window", "5"),
-        limit=30.0,
+        limit=70.0,
         statuses=frozenset(),
     )
 

@@ -99,6 +99,7 @@ def train_and_save(argv, save):
     from megatron.engine.deepspeed_folder import EngineFolderWriter
     from megatron.engine.environment import distributed
     from megatron.parity.runs import watched_trainer
+    from megatron.training.checkpoints import CheckpointManager
     from megatron.training.run import parse_run
 
     run = parse_run(None, [*argv, "--save", save])
@@ -108,8 +109,9 @@ def train_and_save(argv, save):
         engine = trainer.engine
         options = dataclasses.replace(engine.config.checkpoint, save=f"{save}/deepspeed")
         engine.config = dataclasses.replace(engine.config, checkpoint=options)
+        checkpoints = next(c for c in trainer.callbacks if isinstance(c, CheckpointManager))
         writer = EngineFolderWriter(engine, run.content, run.tokenizer.save_pretrained)
-        writer.save(STEPS, {"consumed_samples": trainer.consumed_samples})
+        writer.save(STEPS, checkpoints.counters(trainer.consumed_samples))
         (result,) = writer.close()
         assert result.error is None, result.error
 

@@ -18,6 +18,7 @@ from megatron.parallel.mesh import MODEL
 
 STEPS, BAD = 6, 4
 FLAGS = [*TINY, "--train-iters", str(STEPS), "--save-interval", "2", "--keep-last", "1"]
+FLAGS += ["--check-replicas-interval", "0"]  # which would find and name it first
 ASYNC = ["--async-save"]
 FOLDERS = ["--checkpoint-format", "deepspeed"]
 PRECISE = ["--use-precision-aware-optimizer", "--bf16", "--exp-avg-sq-dtype", "bf16"]

@@ -5,6 +5,7 @@ import platform
 import subprocess
 import sys
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -114,6 +115,8 @@ def test_a_process_that_sees_one_gpu_takes_it(monkeypatch, visible, index):
         assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
     monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    alone = SimpleNamespace(compare=lambda facts: None)  # the other processes are not started
+    monkeypatch.setattr(environment, "Agreement", lambda timeout: alone)
     monkeypatch.setattr(environment, "prepare_deepspeed", lambda: None)
     monkeypatch.setattr("deepspeed.init_distributed", start_deepspeed)
     monkeypatch.setattr(environment, "own_cores", lambda where: nullcontext(seen.append(where)))

@@ -1,0 +1,60 @@
+"""Runs on a number of nodes that may change: a node that is asked to leave does not end the run."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron.training.stopping import STOP_SIGNALS, launcher_chain
+from megatron.training.trainer import Callback, Trainer
+from megatron.util.errors import FaultError
+
+_SIGNALS = frozenset(signal.Signals(number).name for number in STOP_SIGNALS)
+
+
+class NodeLeftError(FaultError):
+    """Other ranks were asked to stop, and this one was not; its launcher starts it again."""
+
+
+def is_elastic() -> bool:
+    """Whether the torchrun that has started this process may continue with fewer nodes: it was
+    given ``--nnodes MIN:MAX``, in its command line or in ``PET_NNODES``."""
+    try:
+        line = Path(f"/proc/{launcher_chain()[0]}/cmdline").read_bytes()
+    except OSError:
+        return False
+    words = [word.decode(errors="replace").replace("_", "-") for word in line.split(b"\0")]
+    given = os.environ.get("PET_NNODES", "")
+    for word, value in zip(words, [*words[1:], ""], strict=True):
+        if word == "--nnodes":
+            given = value
+        elif word.startswith("--nnodes="):
+            given = word.partition("=")[2]
+    least, _, most = given.partition(":")
+    return least.isdecimal() and most.isdecimal() and int(least) < int(most)
+
+
+class ElasticNodes(Callback):
+    """After the last step and its save: where signals have stopped some nodes of an elastic run and
+    not others, the others end as after a fault, so that their launchers continue without them."""
+
+    def training_ended(self, trainer: Trainer, reason: str | None) -> None:
+        """Raises NodeLeftError on the ranks that continue."""
+        reasons: list[str | None] = [reason] * dist.get_world_size()
+        dist.all_gather_object(reasons, reason)
+        leaving = [n for n, why in enumerate(reasons) if why is not None and _is_leaving(why)]
+        own = reasons[dist.get_rank()]
+        asked = {why for why in reasons if why is not None and why.startswith("--")}
+        if leaving and not asked and own is not None and not _is_leaving(own):
+            ranks = ", ".join(map(str, leaving))
+            raise NodeLeftError(
+                f"the nodes of ranks {ranks} leave after iteration {trainer.iteration} "
+                f"({reasons[leaving[0]]}); the others start again without them"
+            )
+
+
+def _is_leaving(reason: str) -> bool:
+    return reason in _SIGNALS or reason.startswith("end of the launcher")
