@@ -3,8 +3,8 @@
 
     python benchmarks/dashboard.py --steps 1000000
 
-Writes a run of so many steps, opens the page in chromium for the first time, when the index is made,
-and five more times, each with a dashboard of its own. Needs playwright and chromium.
+Writes a run of so many steps, opens the page in chromium for the first time, when the index is
+made, and five more times, each with a dashboard of its own. Needs playwright and chromium.
 """
 
 from __future__ import annotations
