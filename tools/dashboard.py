@@ -73,6 +73,8 @@ def show(words: Sequence[str], config: DashboardConfig) -> None:
     except KeyboardInterrupt:
         pass
     finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)  # the end has begun
         server.server_close()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +47,16 @@ class WatchedRun:
         self._look_at = 0.0
         self._last: tuple[str, dict[str, float] | None] = "", None
 
-    def refresh(self) -> None:
-        """Reads what was written since the last time."""
+    def refresh(self, ended: Callable[[], bool] = lambda: False) -> None:
+        """Reads what was written since the last time, until ``ended`` says that nobody wants it."""
         try:
             pieces = self._index.update(self._told)
-            while True:
+            while not ended():
                 with self._lock:
                     if next(pieces, self) is self:
                         break
+            with self._lock:
+                pieces.close()
             self._error = self._complaint()
         except OSError as error:
             self._error = one_line(f"{self.path}: {error.strerror or error}")

@@ -96,8 +96,7 @@ class Dashboard(ThreadingHTTPServer):
     def _read(self) -> None:
         while not self._ended.is_set():
             for run in self.runs:
-                if not self._ended.is_set():
-                    run.refresh()
+                run.refresh(self._ended.is_set)
             self._ended.wait(0.5)
 
 

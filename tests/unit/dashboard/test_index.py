@@ -118,6 +118,20 @@ class Counted:
         return self.function(*arguments)
 
 
+def test_what_was_read_before_the_end_is_kept(path, monkeypatch):
+    monkeypatch.setattr(module, "_CHUNK_BYTES", 200)
+    path.write_bytes(train(*range(1, 50)))
+    index = RunIndex(path)
+    pieces = index.update()
+    next(pieces)
+    pieces.close()
+    index.close()
+    again = RunIndex(path)
+    assert 1 <= again.tables["train"].rows < 10
+    read(again)
+    assert column(again, "train") == list(range(1, 50))
+
+
 def test_rows_that_a_killed_process_wrote_without_counting(path):
     path.write_bytes(train(1, 2))
     index = opened(path)
