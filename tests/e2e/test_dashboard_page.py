@@ -142,6 +142,7 @@ def test_a_run_and_its_values(visit, one_run):
     assert "from" not in page.url and steps_of(hover(one, 0.0)) < 10
 
 
+@pytest.mark.proof
 def test_a_spike_is_seen(visit, one_run):
     """One step among thousands stays a point of the line, and is a mark with its values."""
     one = visit(f"{one_run}#smooth=0")
@@ -159,6 +160,7 @@ def test_a_spike_is_seen(visit, one_run):
     assert "Spike" in words and "30" in words, words
 
 
+@pytest.mark.proof
 def test_axes(visit, one_run):
     """Steps, tokens, samples and time; logarithmic ones keep the values."""
     one = visit(one_run)
@@ -223,6 +225,7 @@ def test_a_live_run(visit, browser, tmp_path):
         assert canvas.evaluate("canvas => canvas.isConnected")
 
 
+@pytest.mark.proof
 def test_exports(visit, one_run):
     """A picture with title and legend; a table with every row of what is seen."""
     one = visit(one_run)
