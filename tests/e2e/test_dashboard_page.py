@@ -279,6 +279,38 @@ def test_on_a_phone(scheme, visit, four_runs):
 
 
 @pytest.mark.proof
+def test_fingers(visit, one_run):
+    """One goes along the curve, two apart show less of it."""
+    one = visit(one_run, viewport=PHONE, has_touch=True)
+    page = one.page
+    page.locator(LOSS).scroll_into_view_if_needed()
+    box = page.locator(f"{LOSS} .u-over").bounding_box()
+    session = one.context.new_cdp_session(page)
+
+    def touch(kind: str, *shares: float) -> None:
+        height = box["y"] + box["height"] / 2
+        points = [
+            {"x": box["x"] + share * box["width"], "y": height, "id": number}
+            for number, share in enumerate(shares)
+        ]
+        session.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+        page.wait_for_timeout(100)
+
+    touch("touchStart", 0.25)
+    assert abs(steps_of(page.inner_text("#position")) - 575) < 20
+    touch("touchMove", 0.5)
+    touch("touchMove", 0.75)
+    assert abs(steps_of(page.inner_text("#position")) - 1725) < 20
+    touch("touchEnd")
+    touch("touchStart", 0.4, 0.6)
+    touch("touchMove", 0.2, 0.8)
+    touch("touchEnd")
+    settled(one)
+    low, high = (float(re.search(rf"{word}=([\d.]+)", page.url)[1]) for word in ("from", "to"))
+    assert abs(low - 767) < 60 and abs(high - 1533) < 60
+
+
+@pytest.mark.proof
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_contrast(scheme, visit, four_runs):
     """Text has the 4.5 of WCAG AA on its ground, the colours of runs have 3."""

@@ -91,7 +91,12 @@ def test_a_resume_voids_later_steps(announced, path):
     path.write_bytes(first + line("text", 40, prompt="p", answer="a"))
     index = opened(path)
     with path.open("ab") as file:
-        file.write((line("resume", 20) if announced else b"") + train(30, 40))
+        if announced:
+            file.write(line("resume", 20))
+            file.flush()
+            read(index)
+            assert column(index, "train") == [10, 20]
+        file.write(train(30, 40))
     read(index)
     assert column(index, "train") == [10, 20, 30, 40]
     assert column(index, "validation") == [] and column(index, "save") == [20]
@@ -138,7 +143,9 @@ def test_rows_that_a_killed_process_wrote_without_counting(path):
     table = index.tables["train"]
     table.append([{"iteration": 9, "loss": 9.0}])
     index.close()
-    assert column(opened(path), "train") == [1, 2]
+    with path.open("ab") as file:
+        file.write(train(3))
+    assert column(opened(path), "train") == [1, 2, 3]
 
 
 @pytest.mark.parametrize("damage", ["column", "manifest", "format"])
