@@ -346,6 +346,22 @@ def test_by_keyboard(visit, four_runs):
     assert not unnamed
 
 
+def test_nothing_to_draw(browser, tmp_path):
+    """A run without rows, and a file of something else, say so; a first row is drawn."""
+    for name, content in (("empty", ""), ("other", "hello\n")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text(content)
+    with dashboard(tmp_path) as url:
+        one = Visit(browser, url)
+        playwright.expect(one.page.locator("#charts .note")).to_have_text("No values yet.")
+        error = one.page.locator(".run[data-state=error] .trouble")
+        playwright.expect(error).to_contain_text("none of the 1 lines")
+        (tmp_path / "empty" / "metrics.jsonl").write_text(train_row(1))
+        one.page.wait_for_selector("figure.chart[aria-busy=false] canvas")
+        assert not one.page.locator("#charts > .note").count()
+        one.close()
+
+
 @pytest.mark.proof
 def test_a_server_that_has_gone(visit, runs):
     with dashboard(runs[0]) as url:

@@ -54,6 +54,7 @@ export class Charts {
     state.set({ zoom: part && this.#inside(part) });
   }
 
+  /** The panels that there are. */
   get ids() {
     return [...this.#charts.keys()];
   }
@@ -117,9 +118,6 @@ export class Charts {
         ),
       ),
     );
-    if (!panels.length && this.#runs.length) {
-      this.place.append(element("p", { class: "note" }, state.find ? `No chart is called “${state.find}”.` : "No values yet."));
-    }
   }
 
   #forget(chart) {

@@ -192,7 +192,7 @@ def test_a_file_of_something_else_is_an_error_of_the_run(tmp_path):
     path.write_text("iteration 1 loss 2\n" * 4)
     with served(str(path)) as server:
         (listed,) = asked(server, "/api/runs")
-        assert listed["state"] == "error" and "none of its 4 lines" in listed["error"]
+        assert listed["state"] == "error" and "none of the 4 lines" in listed["error"]
 
 
 def test_folders_and_names(tmp_path):
