@@ -84,6 +84,14 @@ PEERS = [
 # Retro: its files are HDF5; without faiss the search for neighbours is exact.
 RETRO = ["faiss-cpu>=1.9", "h5py>=3.10"]
 
+# For --report-to; each is imported by runs that name it. Of mlflow what writes its databases: its
+# pages come with the package of that name, which holds pyarrow back.
+TRACKERS = [
+    *("alembic", "mlflow-skinny>=3,<4", "sqlalchemy>=2"),
+    "trackio>=0.20,<1",
+    "wandb>=0.19",
+]
+
 # References of the adapters and preferences: what `--lora` writes is read by the first.
 TUNE = ["peft>=0.17", "trl>=1.16,<2; python_version >= '3.11'"]
 
@@ -101,6 +109,7 @@ EXTRAS = {
     "retro": RETRO,
     "s3": ["s3fs"],
     "serve": SERVE,
+    "trackers": TRACKERS,
     "tune": TUNE,
     "wandb": ["wandb"],
     "test": [
@@ -140,9 +149,11 @@ COMMANDS = [
     "megatron-schedule = megatron.tools.schedule:main",
     "megatron-plan = megatron.tools.plan:main",
     "megatron-plot-runs = megatron.tools.plot_runs:main",
+    "megatron-dashboard = megatron.tools.dashboard:main",
     "megatron-profile-step = megatron.tools.profile_step:main",
     "megatron-evaluate = megatron.tools.evaluate:main",
     "megatron-check-parity = megatron.tools.check_parity:main",
+    "megatron-start-nodes = megatron.tools.start_nodes:main",
     "megatron-launch-container = megatron.tools.launch_container:main",
 ]
 
@@ -162,7 +173,11 @@ setup(
         "megatron.tools.retro",
         *COMPAT,
     ],
-    package_data={"megatron.inference.server": ["page/*"]},
+    package_data={
+        "megatron.dashboard": ["page/*"],
+        "megatron.inference.server": ["page/*"],
+        "megatron.util": ["page/*"],
+    },
     package_dir={"megatron.tools": "tools", **{name: f"compat/{name}" for name in COMPAT}},
     py_modules=[
         *("pretrain_gpt", "pretrain_gpt2", "pretrain_bert", "pretrain_t5", "pretrain_retro"),

@@ -20,7 +20,9 @@
 #     ONEFLOW_GPT_NODE_IPS, ONEFLOW_GPT_DATASET    OneFlow GPT's: the nodes; as DATA_PATH
 #     LAUNCHER     deepspeed (default), torchrun or python (one process)
 #     GPUS         processes on each node (default: as many as there are GPUs)
-#     HOSTFILE     deepspeed: the nodes and their slots
+#     HOSTFILE     deepspeed: the nodes and their slots; INCLUDE or EXCLUDE choose among them
+#     MIN_NODES    with HOSTFILE: leave out nodes that do not answer, as long as so many remain
+#     DEEPSPEED_FLAGS    further flags of deepspeed, such as "--launcher openmpi"
 #     NODES, NODE_RANK, MASTER_ADDR, MASTER_PORT    torchrun on several nodes; NODES=2:4 is a number
 #                  that may change during the run (JOB_ID tells one such run from others)
 #     RESTARTS     how often a run that has failed is started again (default: 0)
@@ -95,11 +97,22 @@ data() {
 }
 
 launcher() {
+    local flags
     case ${LAUNCHER:-deepspeed} in
         deepspeed)
-            LAUNCH=(deepspeed)
-            [[ -z ${HOSTFILE:-} ]] || LAUNCH+=(--hostfile "$HOSTFILE")
-            [[ -z ${GPUS:-} ]] || LAUNCH+=(--num_gpus "$GPUS")
+            if [[ -n ${HOSTFILE:-} ]]; then
+                LAUNCH=(python tools/start_nodes.py --hostfile "$HOSTFILE")
+                [[ -z ${INCLUDE:-} ]] || LAUNCH+=(--include "$INCLUDE")
+                [[ -z ${EXCLUDE:-} ]] || LAUNCH+=(--exclude "$EXCLUDE")
+                [[ -z ${MIN_NODES:-} ]] || LAUNCH+=(--min-nodes "$MIN_NODES")
+                [[ -z ${GPUS:-} ]] || LAUNCH+=(--num-gpus "$GPUS")
+                LAUNCH+=(deepspeed)
+            else
+                LAUNCH=(deepspeed)
+                [[ -z ${GPUS:-} ]] || LAUNCH+=(--num_gpus "$GPUS")
+            fi
+            read -ra flags <<<"${DEEPSPEED_FLAGS:-}"
+            LAUNCH+=("${flags[@]}")
             ;;
         torchrun)
             LAUNCH=(torchrun --nproc-per-node "${GPUS:-gpu}" --nnodes "${NODES:-1}")

@@ -35,7 +35,8 @@ from megatron.util.files import write_whole
 _LENGTHS = ("train_iters", "train_samples", "train_tokens")
 _OUTPUTS = (
     "save", "save_interval", "async_save", "save_universal", "keep_last", "keep_every",
-    "metrics_file", "tensorboard_dir", "wandb_project", "eval_interval", "exit_interval",
+    "metrics_file", "tensorboard_dir", "wandb_project", "report_to",
+    "eval_interval", "exit_interval",
 )  # fmt: skip
 
 

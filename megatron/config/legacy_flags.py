@@ -58,6 +58,7 @@ _UNUSED = {
     "--log-params-norm": "only the gradient norm is logged, always",
     "--log-num-zeros-in-grad": "zeros in gradients are not counted",
     "--log-throughput": "throughput is always logged",
+    "--log-energy": "energy is always logged where counters of devices or processors can be read",
     "--log-progress": "--metrics-file records the progress of a run",
     "--log-world-size-to-tensorboard": "checkpoints contain the number of processes",
     "--log-optimizer-states-to-tensorboard": "optimizer state is in the checkpoints only",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 
 from megatron.config.flags import NOT_NEGATIVE, POSITIVE, ConfigResolver, option
 
@@ -136,7 +139,22 @@ class LoggingConfig:
     """JSON-lines file for the metrics of every log line and evaluation."""
     peak_tflops: float | None = option(None, derived="the accelerator's, or measured on CPU")
     """Peak TFLOP/s of one device, from which the log computes the model FLOP utilisation."""
-    tensorboard_dir: str | None = option(None)
+    cost_per_gpu_hour: float | None = option(None, bounds=NOT_NEGATIVE)
+    """Price of an hour of one device, on CPU of one process, in any currency: the log then has the
+    cost so far, over all starts of the run, and the cost to finish."""
+    grid_gco2_per_kwh: float | None = option(None, bounds=NOT_NEGATIVE)
+    """Grams of CO2 for a kWh of electricity, from which the log computes those of the run, where
+    its energy is counted."""
+    report_to: tuple[str, ...] = option(())
+    """Where metrics are also reported, several separated by commas: tensorboard, wandb, mlflow,
+    trackio; none for none of them, also where --tensorboard-dir or --wandb-project is given."""
+    tracker_project: str = option("megatron")
+    """Project of the run in Weights & Biases and trackio, its experiment in MLflow."""
+    run_name: str | None = option(None)
+    """Name of the run in these programs, in which a resumed run is one more of that name."""
+    tensorboard_dir: str | None = option(
+        None, derived="tensorboard in --save, with --report-to tensorboard"
+    )
     """Folder for TensorBoard; turns its writer on."""
     tensorboard_log_interval: int = option(1)
     """Number of iterations between TensorBoard points."""
@@ -168,16 +186,74 @@ class LoggingConfig:
     """Folder for the local files of Weights & Biases."""
     wandb_entity: str | None = option(None)
     """Team or user in Weights & Biases."""
+    mlflow_tracking_uri: str | None = option(
+        None, derived="mlflow.db in --save, or MLFLOW_TRACKING_URI in the environment"
+    )
+    """Store or server of MLflow, such as sqlite:////folder/mlflow.db or https://host:5000."""
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """What to report to."""
+        names = _names(self.report_to)
+        named = {"tensorboard": self.tensorboard_dir, "wandb": self.wandb_project}
+        if "none" in names:
+            return ()
+        return tuple(name for name in TRACKERS if name in names or named.get(name) is not None)
+
+
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+"""Programs for experiments, by the names of ``--report-to``."""
+
+
+def _names(values: Sequence[str]) -> list[str]:
+    return [name for value in values for name in value.split(",") if name]
 
 
 def resolve_logging(
     flags: LoggingConfig, save: str | None, resolver: ConfigResolver
 ) -> LoggingConfig:
     """Completes the logging of a run with checkpoints in ``save``."""
-    if flags.metrics_file is not None or save is None:
-        return flags
-    file = resolver.put("metrics_file", f"{save.rstrip('/')}/metrics.jsonl", "in --save")
-    return replace(flags, metrics_file=file)
+    names = _names(flags.report_to)
+    unknown = [name for name in names if name not in (*TRACKERS, "none")]
+    near = [*(get_close_matches(name, TRACKERS, 1) for name in unknown), []][0]
+    meant = f" (did you mean {near[0]}?)" if near else ""
+    resolver.check(
+        not unknown,
+        f"--report-to {','.join(names)}: {', '.join(unknown)} is not known{meant}; known are "
+        f"{', '.join(TRACKERS)}, none",
+    )
+    resolver.check(
+        "none" not in names or len(names) == 1,
+        f"--report-to {','.join(names)}: none contradicts the others; leave one out",
+    )
+    inside = "" if save is None else save.rstrip("/")
+    if save is not None and flags.metrics_file is None:
+        file = resolver.put("metrics_file", f"{inside}/metrics.jsonl", "in --save")
+        flags = replace(flags, metrics_file=file)
+    if "tensorboard" in names and flags.tensorboard_dir is None:
+        resolver.check(
+            save is not None,
+            "--report-to tensorboard needs a folder: --tensorboard-dir, or --save, in which it is "
+            "tensorboard",
+        )
+        folder = resolver.put("tensorboard_dir", f"{inside}/tensorboard", "in --save")
+        flags = replace(flags, tensorboard_dir=folder)
+    resolver.check(
+        "@" not in (flags.mlflow_tracking_uri or ""),
+        "--mlflow-tracking-uri has a name or password in it, which checkpoints would have too: set "
+        "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment",
+    )
+    if "mlflow" in names and flags.mlflow_tracking_uri is None:
+        resolver.check(
+            save is not None or "MLFLOW_TRACKING_URI" in os.environ,
+            "--report-to mlflow needs a store: --mlflow-tracking-uri, or --save, in which it is "
+            "mlflow.db",
+        )
+        if "MLFLOW_TRACKING_URI" not in os.environ:
+            database = f"sqlite:///{os.path.abspath(inside)}/mlflow.db"
+            uri = resolver.put("mlflow_tracking_uri", database, "in --save")
+            flags = replace(flags, mlflow_tracking_uri=uri)
+    return flags
 
 
 @dataclass(frozen=True)

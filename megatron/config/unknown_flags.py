@@ -211,7 +211,7 @@ REFUSED = {
     "--yaml-cfg": "flags are given on the command line",
     "--run-workload-inspector-server --straggler-ctrlr-port --straggler-minmax-count "
     "--disable-straggler-on-startup": "tools/profile_step.py says where the time of a step goes",
-    "--log-max-attention-logit --log-energy --log-device-memory-used --log-memory-interval "
+    "--log-max-attention-logit --log-device-memory-used --log-memory-interval "
     "--log-params-std": "--log-memory-to-tensorboard and --metrics-file have what is measured",
     "--enable-one-logger --no-one-logger --one-logger-* --app-tag-run-* --enable-onelogger": (
         "metrics go to --metrics-file, --tensorboard-dir and --wandb-project"

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -33,13 +34,18 @@ from megatron.util.processes import is_main_process
 logger = logging.getLogger(__name__)
 
 STALE_LOCK_SECONDS = 600.0
+SCHEDULER = "megatron.engine.scheduler:variables_of_scheduler"
+"""Imported in processes that srun or mpirun has started."""
 
 
 def world_size() -> int:
-    """Number of processes that the launcher started; 1 without a launcher. Raises ConfigError if
-    srun or mpirun started several processes that are not connected, or a variable by which
-    launchers describe a process makes no sense."""
+    """Number of processes that the launcher started; 1 without a launcher. Where srun or mpirun
+    has, sets the variables of torch.distributed. Raises ConfigError if these started several
+    processes and do not say which this one is, or a variable by which launchers describe a process
+    makes no sense."""
     name, tasks = tasks_of_scheduler()
+    if "WORLD_SIZE" not in os.environ and tasks > 1:
+        os.environ.update(resolve_name(SCHEDULER)(os.environ))
     if "WORLD_SIZE" not in os.environ and tasks > 1:
         raise ConfigError(
             f"{name} is {tasks} and WORLD_SIZE is not set: every process would "

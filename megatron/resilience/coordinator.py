@@ -176,8 +176,10 @@ class Coordinator:
             member.running, member.status = False, message["status"]
             member.port = message["port"]
             if message.get("killed"):
-                if message.get("late"):
-                    logger.warning(f"{member.name} did not end by itself, and was killed")
+                if state := message.get("state"):
+                    # One that is stopped has held up the others; one that works was only slow.
+                    tell = logger.warning if "stopped" in state else logger.info
+                    tell(f"{member.name} {state}; it was killed, since it had not ended in time")
             elif self.state == "running":
                 self._ended(member, message["status"])
         elif kind == "saved" and self.state == "running":

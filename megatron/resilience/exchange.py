@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 PATIENCE = 5.0
 """Seconds, counted in pauses of the thread, for which an answer is waited for."""
 _PAUSE = 0.2
+_LINGERS = 10.0
+"""Seconds, counted likewise, for which a store stays after a verdict for ranks that are slow."""
+_COUNTS = ("heard", "answers")
 _CONNECTING = timedelta(minutes=10)
 _EVERY = 1.0
 _LOOKED_AT = 1.0
@@ -76,6 +79,8 @@ class RankExchange:
         self._asked = 0
         self._stopping = threading.Event()
         self._woken = threading.Event()
+        self._heard = threading.Event()
+        self._heard.set()
         self._thread = threading.Thread(target=self._run, name="exchange", daemon=True)
         self._neighbours: dict[int, int] = {}
         self._every = max(_EVERY, size / _RANKS_PER_SECOND)
@@ -94,10 +99,16 @@ class RankExchange:
 
     def stop(self) -> None:
         """Leaves the others alone from now on, as before the store ends."""
+        self.wait_until_heard()
         self._stopping.set()
         self._woken.set()
         if self._thread.is_alive():
             self._thread.join(2.0)
+
+    def wait_until_heard(self) -> None:
+        """Before this process ends by a verdict: if it has the store, until all ranks that answered
+        have read the verdict. Without the store a slow one would take this end for the cause."""
+        self._heard.wait(2 * _LINGERS)
 
     def ask(self, question: HangQuestion) -> None:
         """Asks all ranks, unless somebody does already."""
@@ -208,10 +219,7 @@ class RankExchange:
         verdict = judge(answers, silent, question)
         self.answers, self.silent = answers, silent
         self._store.set(f"{number}/verdict", json.dumps(verdict.to_json()))
-        # The store may be this process's, and the others could not read it any more.
-        for _ in self._pauses(PATIENCE if verdict.ends else 0):
-            if self._store.add(f"{number}/heard", 0) >= len(answers) - 1:
-                break
+        self._store.add(f"{number}/heard", 1)
         self._close(number, verdict)
 
     def _read_answers(self, number: int, read: int, answers: dict[int, Report]) -> int:
@@ -250,7 +258,18 @@ class RankExchange:
 
     def _close(self, number: int, verdict: HangVerdict) -> None:
         self._asked, self._question = number + 1, None
+        if not (verdict.ends and self.owner is not None and self.rank == 0):
+            self.verdict = verdict
+            return
+        self._heard.clear()
         self.verdict = verdict
+        try:
+            for _ in self._pauses(_LINGERS):
+                heard, answers = (self._store.add(f"{number}/{what}", 0) for what in _COUNTS)
+                if heard >= answers:
+                    break
+        finally:
+            self._heard.set()
 
     def _pauses(self, seconds: float) -> Iterator[None]:
         """Begins a round of its loop every fifth of a second for so long; pauses are counted, so

@@ -28,6 +28,7 @@ from megatron.resilience import generation
 from megatron.resilience.coordinator import Coordinator, Member, Rules, hello
 from megatron.resilience.generation import RunGeneration, TrainerProgress
 from megatron.resilience.peers import Message, Peer, connect, listen
+from megatron.resilience.process_states import state_of
 from megatron.util.errors import RESTART_STATUS
 from megatron.util.processes import die_with_parent
 
@@ -97,6 +98,8 @@ class Guardian:
         self._start: Message | None = None
         self._kill_at: float | None = None
         self._killed = self._late = False
+        self._state = ""
+        """What the trainer did when it was killed."""
         self._told, self._stopped_at = (0, 0), 0.0
 
     # Meeting ------------------------------------------------------------------------------------
@@ -328,14 +331,14 @@ class Guardian:
             "ended",
             status=os.waitstatus_to_exitcode(status),
             killed=self._killed or self._kill_at is not None,
-            late=self._killed and self._late,
+            state=self._state if self._killed and self._late else "",
             port=self._port,
         )
         self._child, self._kill_at = 0, None
 
     def _kill(self) -> None:
         if self._child and not self._killed:
-            self._killed = True
+            self._killed, self._state = True, state_of(self._child)
             os.kill(self._child, signal.SIGKILL)
 
     def _close(self) -> None:

@@ -335,6 +335,8 @@ class Watchdog:
         for helper in activity.helpers() if activity.helpers is not None else ():
             with contextlib.suppress(OSError):
                 os.kill(helper, signal.SIGKILL)  # one that is stopped would stay
+        if exchange is not None:
+            exchange.wait_until_heard()
         self._end(verdict.status)
         self._stopping = True
 

@@ -75,6 +75,10 @@ ROLLBACK = "megatron.training.rollback:Rollback"
 NODE_CHECKPOINTS = "megatron.training.node_memory:NodeCheckpoints"
 """The callback of ``--non-persistent-save-interval``, which is made of the engine and imported for
 runs with the flag only."""
+SPENDING = "megatron.training.energy.callback:SpendingCounter"
+"""The callback that counts energy and cost. It is imported for runs that train."""
+RUN_RECORD = "megatron.training.run_record.callback:RunRecorder"
+"""The callback that records how a run was started, imported for runs that save."""
 RESTARTED = "megatron.training.restarted:restarted"
 """The callback of ``--inprocess-restart``, imported for runs with the flag only."""
 
@@ -140,6 +144,12 @@ def build_trainer(
     for teacher in teaching:
         teacher.start(engine, data, plan, begin.consumed_samples)
         report.beside = teacher.flops
+    counted = []
+    if not config.training.skip_train:
+        counted = [resolve_name(SPENDING)(config, mesh, device, report, begin)]
+    recorded = []
+    if config.checkpoint.save:
+        recorded = [resolve_name(RUN_RECORD)(run, mesh, device, begin, files)]
     replicas = ReplicaCheck(engine, config.resilience.check_replicas_interval)
     compared = []
     if mesh.world.size > 1:
@@ -159,6 +169,8 @@ def build_trainer(
         plan,
         (
             _Closing(engine, lock),
+            *recorded,
+            *counted,
             *_elastic(mesh),
             *callbacks,
             *teaching,

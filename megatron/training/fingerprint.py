@@ -77,7 +77,7 @@ def program_facts() -> Facts:
     variables = (*_VARIABLES, *(_ON_CPUS if on_cpu else ()))
     return {
         **_code(),
-        **_versions(),
+        **{f"the version of {name}": version for name, version in versions().items()},
         **{f"{name} in the environment": os.environ.get(name, "not set") for name in variables},
     }
 
@@ -231,15 +231,16 @@ def _digest_of(path: str) -> str:
         return digest(file.read())
 
 
-def _versions() -> Facts:
+def versions() -> dict[str, str]:
+    """The versions of what computes, by their names."""
     found = {
-        "the version of python": platform.python_version(),
-        "the version of torch": f"{torch.__version__} ({torch.version.git_version})",
-        "the version of torch's CUDA": str(torch.version.cuda or torch.version.hip),
+        "python": platform.python_version(),
+        "torch": f"{torch.__version__} ({torch.version.git_version})",
+        "torch's CUDA": str(torch.version.cuda or torch.version.hip),
     }
     if torch.cuda.is_available() and torch.distributed.is_nccl_available():
-        found["the version of NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found | {f"the version of {name}": _version(name) for name in _PACKAGES}
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found | {name: _version(name) for name in _PACKAGES}
 
 
 def _version(package: str) -> str:

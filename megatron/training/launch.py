@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import signal
@@ -101,7 +102,15 @@ def _guarded(size: int, flags: ParallelFlags, settings: Settings) -> int:
         least,
         flags.distributed_timeout_minutes * 60,
     )
-    trainers: int = resolve_name(f"{GUARDIAN}:guard")(rules, prepare_deepspeed)
+
+    def prepare() -> None:
+        prepare_deepspeed()
+        stage = settings.get("zero_stage")
+        if "deepspeed_config" in settings or (stage is not None and stage.value == 3):
+            # ZeRO 3 imports it, which would take seconds of each restart.
+            importlib.import_module("torch._dynamo")
+
+    trainers: int = resolve_name(f"{GUARDIAN}:guard")(rules, prepare)
     return trainers
 
 

@@ -4,14 +4,17 @@ the interval ends."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import resource
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Protocol
 
 import torch
@@ -71,6 +74,44 @@ class RankTimes:
 
 
 @dataclass(frozen=True)
+class Spending:
+    """What a run has spent over all its starts; None where nothing counts it, or without a price.
+
+    Args:
+        energy_joules: of all devices and processors that have counters.
+        devices_joules, processors_joules: its parts.
+        device_seconds: from the start of the processes, over all devices.
+        cost: in the currency of the price of a device.
+        cost_left: of the rest of the run at its present speed.
+    """
+
+    energy_joules: float | None = None
+    devices_joules: float | None = None
+    processors_joules: float | None = None
+    device_seconds: float | None = None
+    cost: float | None = None
+    co2_grams: float | None = None
+    cost_left: float | None = None
+
+    def fields(self) -> list[str]:
+        """Of the console line."""
+        found = []
+        if self.energy_joules is not None:
+            found.append(f"energy (kWh): {self.energy_joules / 3.6e6:.4g}")
+        if self.co2_grams is not None:
+            found.append(f"CO2 (kg): {self.co2_grams / 1000:.4g}")
+        if self.cost is not None:
+            found.append(f"cost: {_amount(self.cost)}")
+        if self.cost_left is not None:
+            found.append(f"cost to finish: {_amount(self.cost_left)}")
+        return found
+
+
+def _amount(money: float) -> str:
+    return f"{money:.2f}" if money >= 10 else f"{money:.3g}"
+
+
+@dataclass(frozen=True)
 class IntervalMetrics:
     """The steps between two log lines. Rates and sizes without a note are those of the last step;
     consumed counts are since the start of the run.
@@ -84,6 +125,8 @@ class IntervalMetrics:
         seq_length: tokens of a sample in the last step; None where that does not change.
         trained_tokens_per_second: over all devices, of tokens whose loss counts; None where all do.
         rank_times: None for a single process, and before the first was measured.
+        seconds_left: until the last iteration, at the present speed; None if not known.
+        spending: None where nothing is counted.
     """
 
     iteration: int
@@ -110,6 +153,8 @@ class IntervalMetrics:
     seq_length: int | None = None
     trained_tokens_per_second: float | None = None
     rank_times: RankTimes | None = None
+    seconds_left: float | None = None
+    spending: Spending | None = None
 
     def line(self) -> str:
         """The console line, with the key texts of Megatron that people's scripts look for."""
@@ -145,7 +190,16 @@ class IntervalMetrics:
                 f"slowest rank: {ranks.slowest}",
                 f"own time of ranks (ms): {1000 * ranks.least:.1f} to {1000 * ranks.most:.1f}",
             ]
+        if self.seconds_left is not None:
+            fields.append(f"time left: {timedelta(seconds=round(self.seconds_left))}")
+        if self.spending is not None:
+            fields += self.spending.fields()
         return " " + " | ".join(fields) + " |"
+
+    def _spent(self) -> dict[str, float | None]:
+        spent = {} if self.spending is None else dataclasses.asdict(self.spending)
+        left = {"seconds_left": self.seconds_left}
+        return {name: value for name, value in (left | spent).items() if value is not None}
 
     def _trained(self) -> list[str]:
         rate = self.trained_tokens_per_second
@@ -190,6 +244,7 @@ class IntervalMetrics:
                 "memory_allocated_bytes": self.memory.allocated,
                 "memory_reserved_bytes": self.memory.reserved,
             }
+            | self._spent()
         )
 
 
@@ -260,6 +315,35 @@ class Evaluation:
 def perplexity(loss: float) -> float:
     """exp(loss), with a loss of 20 at most, as in Megatron, so that it does not overflow."""
     return math.nan if math.isnan(loss) else math.exp(min(20.0, loss))
+
+
+class TimeLeft:
+    """How long a run still takes: the remaining iterations at the mean speed of the last log
+    intervals, evaluations and saves included, without the first interval, which compiles."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lines: deque[tuple[int, float]] = deque(maxlen=_INTERVALS)
+
+    def begin(self, iteration: int) -> None:
+        """At the first step of a process, and after the training went back."""
+        self._lines.clear()
+        self._lines.append((iteration, self._clock()))
+        self._first = True
+
+    def seconds(self, iteration: int, train_iters: int) -> float:
+        """At a log line."""
+        self._lines.append((iteration, self._clock()))
+        (earlier, then), (_, now) = self._lines[0], self._lines[-1]
+        speed = (now - then) / max(iteration - earlier, 1)
+        if self._first:
+            self._lines.popleft()
+            self._first = False
+        return speed * max(train_iters - iteration, 0)
+
+
+_INTERVALS = 20
+"""Whose speed counts."""
 
 
 class IntervalMeter:

@@ -20,7 +20,9 @@ from megatron.training.metrics import (
     IntervalMeter,
     RankTimes,
     Reported,
+    Spending,
     StepMetrics,
+    TimeLeft,
     measure_matmul_peak,
     peak_flops,
 )
@@ -76,6 +78,9 @@ class Reporter(Callback):
         """FLOPs of a step that are no work of the model."""
         self.rank_times: Callable[[], RankTimes | None] = lambda: None
         """What the ranks needed for the steps since the last log line, if that is compared."""
+        self.spending: Callable[[float], Spending | None] = lambda seconds_left: None
+        """What the run has spent, given the seconds that are left. Every rank calls it."""
+        self.time_left = TimeLeft()
         self.log_interval = config.logging.log_interval
         self.meter: IntervalMeter | None = None
         self.main = mesh.world.rank == 0
@@ -148,6 +153,7 @@ class Reporter(Callback):
     def before_step(self, trainer: Trainer) -> None:
         """Starts the clock at the first step."""
         if self.meter is None:
+            self.time_left.begin(trainer.iteration)
             self.meter = IntervalMeter(
                 train_iters=self.plan.train_iters,
                 flops_per_token=self.flops_per_token,
@@ -206,7 +212,13 @@ class Reporter(Callback):
             consumed_samples=samples,
             consumed_tokens=self.plan.lengths.tokens(samples),
         )
-        metrics = dataclasses.replace(metrics, rank_times=self.rank_times())
+        left = self.time_left.seconds(iteration, self.plan.train_iters)
+        metrics = dataclasses.replace(
+            metrics,
+            rank_times=self.rank_times(),
+            seconds_left=left,
+            spending=self.spending(left),
+        )
         self.say(metrics.line().strip())
         self._write("train", iteration, samples, metrics.row())
 

@@ -1,4 +1,4 @@
-"""Where metrics go: TensorBoard, a JSON-lines file, Weights & Biases.
+"""Where metrics go: a JSON-lines file, and the programs for experiments in ``trackers``.
 
 One process of a run builds the writers. On a resume each of them drops what an earlier process
 reported past the resumed step, which would otherwise be drawn twice.
@@ -16,12 +16,19 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Protocol
 
 from megatron.config.output import LoggingConfig
-from megatron.training.dashboards import TensorBoardWriter, Values, WandbWriter
 from megatron.training.written import WrittenTexts
 from megatron.util.files import replacing, sync
+
+Values = Mapping[str, float | None]
+"""Values by the names of the ``row`` of ``IntervalMetrics`` and of what is ``Reported``."""
+
+TRACKER = "megatron.training.trackers.{}:open_writer"
+"""Makes the writer of a tracker, imported for runs with it only: a function of the flags, the
+configuration, and the iteration and number of samples before what it gets."""
 
 TASK_COSTS = ("examples", "seconds", "tokens_per_second", "share_of_time")
 """What rows of the kind ``task`` say of the evaluation itself, besides the task's metrics."""
@@ -71,8 +78,8 @@ class LastingWriter:
     Args:
         name: of what is written, for messages.
         open: makes a writer; its arguments are the last iteration and number of samples before what
-            it gets. The first one's errors are raised.
-        iteration: the last before the run.
+            it gets. The first one's errors are raised, but those of a run that is resumed are not.
+        iteration: the last before the run; above 0 in a run that is resumed.
         samples: consumed before the run.
         pause: seconds after a failure until the next attempt.
         clock: seconds.
@@ -88,10 +95,16 @@ class LastingWriter:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._name, self._open, self._pause, self._clock = name, open, pause, clock
-        self._writer: Writer | None = open(iteration, samples)
+        self._writer: Writer | None = None
         self._written = iteration, samples
         self._failures: list[str] = []
         self._retry_at = 0.0
+        try:
+            self._writer = open(iteration, samples)
+        except Exception as error:
+            if not iteration:
+                raise
+            self._failed(error)
 
     def scalars(self, kind: str, step: int, values: Values, *, samples: int, tokens: int) -> None:
         self._pass(
@@ -149,29 +162,34 @@ def build_writers(
     configuration: Mapping[str, Any] | None = None,
 ) -> Writer:
     """The writers that ``logging`` selects; on a resume, after the iteration and samples of the
-    loaded checkpoint. Weights & Biases shows ``configuration``. Raises ValueError if Weights &
-    Biases is requested and not installed. Raises OSError if a folder or file cannot be written."""
+    loaded checkpoint. Trackers show ``configuration``. Raises ValueError or OSError if a new run
+    asks for a tracker that is not installed or does not start, or for a file that cannot be
+    written."""
     writers: list[Writer] = []
     if logging.metrics_file is not None:
         writers.append(JsonLinesWriter(Path(logging.metrics_file), resume_iteration))
-    if logging.tensorboard_dir is not None:
-        writers.append(
-            LastingWriter(
-                f"--tensorboard-dir {logging.tensorboard_dir}",
-                lambda iteration, samples: TensorBoardWriter(logging, iteration, samples),
-                resume_iteration,
-                resume_samples,
-            )
-        )
-    if logging.wandb_project is not None:
-        writers.append(
-            LastingWriter(
-                f"--wandb-project {logging.wandb_project}",
-                lambda iteration, samples: WandbWriter(logging, configuration),
-                pause=math.inf,  # it waits for its server for minutes when it starts
-            )
-        )
+    begin = resume_iteration, resume_samples
+    trackers = logging.trackers
+    writers += [_tracker(name, logging, begin, dict(configuration or {})) for name in trackers]
     return TeeWriter(writers)
+
+
+def _tracker(
+    name: str, logging: LoggingConfig, begin: tuple[int, int], configuration: Mapping[str, Any]
+) -> Writer:
+    shown = {
+        "tensorboard": f"--tensorboard-dir {logging.tensorboard_dir}",
+        "wandb": f"--wandb-project {logging.wandb_project}" if logging.wandb_project else "",
+    }
+    return LastingWriter(
+        shown.get(name) or f"--report-to {name}",
+        lambda iteration, samples: resolve_name(TRACKER.format(name))(
+            logging, configuration, iteration, samples
+        ),
+        *begin,
+        # Weights & Biases waits for its server for minutes when it starts.
+        pause=math.inf if name == "wandb" else 60.0,
+    )
 
 
 _START_OF_ROW = b'{"kind"'

@@ -12,7 +12,11 @@ from doc_pages import COMMANDS, ROOT, pages, paths, read
 from programs import PROGRAMS, Refused, flags_of, parse, parser_of
 
 OTHERS = {
-    "deepspeed": {"--hostfile", "--num_gpus", "--include", "--exclude", "--master_port"},
+    "deepspeed": {
+        *("--hostfile", "--num_gpus", "--include", "--exclude", "--master_port", "--master_addr"),
+        *("--launcher", "--launcher_args", "--no_ssh", "--node_rank", "--venv_script"),
+        *("--ssh_port", "--force_multi"),
+    },
     "torchrun": {
         *("--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port"),
         *("--max-restarts", "--rdzv-backend", "--rdzv-id", "--rdzv-endpoint", "--rdzv-conf"),

@@ -6,7 +6,6 @@ writes the pictures of the guide.
 """
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -23,14 +22,12 @@ for name in ("fastapi", "uvicorn", "prometheus_client", "llguidance"):
 pytest.importorskip("httpx", reason="pip install httpx")
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
 
+from browser import MARKUP, PHONE, SHOTS, assert_no_markup_is_made, chromium  # noqa: E402
+from browser import Visit as PageVisit  # noqa: E402
 from counted_server import CountedServer, counted_server  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "megatron" / "inference" / "server" / "page"
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
-SHOTS = os.environ.get("MEGATRON_SHOTS")
-PHONE, DESK = {"width": 360, "height": 740}, {"width": 1280, "height": 800}
-MARKUP = "<img src=x onerror=document.title='owned'><script>document.title='owned'</script>"
+PAGE = ROOT / "megatron" / "inference" / "server" / "page"
 COMPLETIONS = re.compile("completions$")
 PROMPT = "The checkpoint of a"
 
@@ -50,35 +47,16 @@ def slow() -> Iterator[CountedServer]:
 
 @pytest.fixture(scope="module")
 def browser():
-    if CHROMIUM is None:
-        pytest.skip("there is no chromium on this machine")
-    with playwright.sync_playwright() as started:
-        running = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    with chromium() as running:
         yield running
-        running.close()
 
 
-class Visit:
-    """A page that somebody has opened, in a browser profile of its own."""
+class Visit(PageVisit):
+    """The page of the server, opened in one of its modes."""
 
     def __init__(self, browser, url: str, mode: str = "completion", **context) -> None:
-        context = {"viewport": DESK, "reduced_motion": "reduce", **context}
-        self.context = browser.new_context(**context)
-        self.context.set_default_timeout(10_000)
-        self.page = self.context.new_page()
-        self.asked: list[str] = []
-        self.complaints: list[str] = []
-        self.page.on("request", lambda request: self.asked.append(request.url))
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("console", self._note)
-        self.url = url
-        self.context.add_init_script(f"localStorage['megatron.mode'] ??= '\"{mode}\"'")
-        self.page.goto(url)
-
-    def _note(self, message) -> None:
-        # What the server refuses is listed there too; the page shows it.
-        if message.type == "error" and "status of" not in message.text:
-            self.complaints.append(message.text)
+        script = f"localStorage['megatron.mode'] ??= '\"{mode}\"'"
+        super().__init__(browser, url, script, **context)
 
     def ready(self):
         self.page.wait_for_selector("#health[data-state=up]")
@@ -93,10 +71,6 @@ class Visit:
                 control.select_option(value)
             else:
                 control.fill(str(value))
-
-    def click(self, button: str) -> None:
-        """The first button with this name."""
-        self.page.get_by_role("button", name=button, exact=True).first.click()
 
     def send(self, text: str) -> None:
         self.page.fill("#draft", text)
@@ -116,11 +90,6 @@ class Visit:
     def shown(self) -> str:
         """Text of the last turn as it is seen."""
         return self.page.locator(".turn .text").last.text_content()
-
-    def close(self) -> None:
-        assert not self.complaints
-        assert all(url.startswith(self.url) for url in self.asked), self.asked
-        self.context.close()
 
 
 @pytest.fixture
@@ -253,12 +222,9 @@ def test_on_a_phone(scheme, visit, server):
     one = visit(server.url, viewport=PHONE, color_scheme=scheme, has_touch=True).ready()
     page = one.page
 
-    def wide() -> int:
-        return page.evaluate("document.documentElement.scrollWidth")
-
     page.click("#open-settings")
     one.set(probabilities=True, max_tokens=20, temperature=0, format="schema")
-    assert wide() <= 360
+    assert one.width() <= 360
     assert page.locator("main").evaluate("main => main.inert")
     page.keyboard.press("Escape")
     assert page.evaluate("document.activeElement.id") == "open-settings"
@@ -269,16 +235,10 @@ def test_on_a_phone(scheme, visit, server):
     one.ended()
     page.locator(".turn .token").nth(4).tap()
     page.locator("#card").wait_for()
-    assert wide() <= 360
+    assert one.width() <= 360
     box = page.locator("#card").bounding_box()
     assert box["x"] >= 0 and box["x"] + box["width"] <= 360
-    outside = page.evaluate(
-        "[...document.querySelectorAll('main *, header *')].filter(one => {"
-        "  const box = one.getBoundingClientRect();"
-        "  const drawn = getComputedStyle(one).position !== 'absolute';"
-        "  return drawn && (box.left < 0 || box.right > 361);"
-        "}).map(one => one.outerHTML.slice(0, 80))"
-    )
+    outside = one.outside()
     assert not outside
 
 
@@ -306,10 +266,7 @@ def test_output_is_text(visit, server):
             assert MARKUP in one.page.locator("#card").inner_text()
     assert one.page.locator(".turn img, .turn script, #card img").count() == 0
     assert one.page.title() != "owned"
-    code = "".join(path.read_text("utf-8") for path in FOLDER.glob("*.js"))
-    assert not re.search(
-        r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|Function\(", code
-    )
+    assert_no_markup_is_made(PAGE)
 
 
 @pytest.mark.proof
@@ -491,41 +448,12 @@ def test_contrast(scheme, visit, server):
     one.set(max_tokens=10**6)
     one.send(PROMPT)
     page.wait_for_selector(".error:visible")
-    found = page.evaluate(CONTRASTS)
+    found = one.contrasts()
     assert len(found) > 40
     low = [item for item in found if item[0] < 4.5]
     assert not low
     page.reload()
     assert page.evaluate("document.documentElement.dataset.theme") == scheme
-
-
-CONTRASTS = """() => {
-  const paint = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
-  const rgb = (color) => {
-    paint.fillStyle = color;
-    paint.fillRect(0, 0, 1, 1);
-    return [...paint.getImageData(0, 0, 1, 1).data].slice(0, 3);
-  };
-  const light = (color) => {
-    const [r, g, b] = rgb(color).map((v) => v / 255)
-      .map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  const ground = (one) => {
-    for (let at = one; at; at = at.parentElement) {
-      const color = getComputedStyle(at).backgroundColor;
-      if (color !== "rgba(0, 0, 0, 0)") return color;
-    }
-    return "white";
-  };
-  const texts = [...document.querySelectorAll("body *")].filter((one) =>
-    one.checkVisibility() && !one.disabled &&
-    [...one.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim()));
-  return texts.map((one) => {
-    const [a, b] = [light(getComputedStyle(one).color), light(ground(one))].sort((x, y) => y - x);
-    return [(a + 0.05) / (b + 0.05), `${one.tagName} ${one.className} ${one.textContent}`];
-  });
-}"""
 
 
 @pytest.mark.proof

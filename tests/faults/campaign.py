@@ -37,7 +37,9 @@ ENDING_SECONDS = 240.0
 LIMIT = 12
 """Of ``--hang-seconds``: a rank of four on a busy machine may take seconds for a step."""
 TRAINING_SECONDS = 1800.0
-KILLED = re.compile(r"rank (\d+) \([^()]*\) (?:was killed by|ended with exit|did not end)")
+KILLED = re.compile(
+    r"rank (\d+) \([^()]*\) (?:was killed by|ended with exit|is stopped .*it was killed)"
+)
 """A rank that a guardian names."""
 _SAVED = r"saved checkpoint (?:in memory )?at iteration (\d+)"
 _BEGUN = r"resumed from \S+ at iteration (\d+)"

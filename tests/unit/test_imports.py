@@ -23,7 +23,7 @@ BELOW = {
     "engine": {"config", "util", "parallel", "tokenizer", "data", "model", "checkpoint"},
 }
 BELOW["families"] = set(BELOW["engine"])
-BELOW["profiling"] = {"util"}
+BELOW["profiling"] = BELOW["dashboard"] = {"util"}
 BELOW["objectives"] = BELOW["engine"] | {"families"}
 BELOW["training"] = BELOW["engine"] | {
     "engine",

@@ -6,41 +6,20 @@ from pathlib import Path
 
 from fastapi import APIRouter, HTTPException, Response
 
+from megatron.util.pages import PAGE_HEADERS, page_files
+
 FOLDER = Path(__file__).parent / "page"
 FIRST = "index.html"
-TYPES = {
-    "css": "text/css; charset=utf-8",
-    "html": "text/html; charset=utf-8",
-    "js": "text/javascript; charset=utf-8",
-    "svg": "image/svg+xml",
-}
-"""Media type by ending; files with other endings are not served."""
-
-HEADERS = {
-    "Cache-Control": "no-cache",
-    "Content-Security-Policy": (
-        "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-        "object-src 'none'"
-    ),
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-}
-"""Of every file: nothing from elsewhere, no inline script, not inside another page."""
 
 
 def page_router() -> APIRouter:
-    """Routes of the page, ``/`` and ``/page/NAME``.
-
-    The files are read here, once. A request chooses among them by name, and opens none.
-    """
-    files = {
-        file.name: file.read_bytes() for file in FOLDER.iterdir() if _ending(file.name) in TYPES
-    }
+    """Routes of the page, ``/`` and ``/page/NAME``."""
+    files = page_files(FOLDER)
     router = APIRouter(include_in_schema=False)
 
     def answer(name: str) -> Response:
-        return Response(files[name], media_type=TYPES[_ending(name)], headers=HEADERS)
+        file = files[name]
+        return Response(file.content, media_type=file.media_type, headers=PAGE_HEADERS)
 
     @router.api_route("/", methods=["GET", "HEAD"])
     async def first() -> Response:
@@ -53,7 +32,3 @@ def page_router() -> APIRouter:
         return answer(name)
 
     return router
-
-
-def _ending(name: str) -> str:
-    return name.rpartition(".")[2]

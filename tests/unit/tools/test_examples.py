@@ -207,8 +207,12 @@ def test_a_flag_behind_the_script_replaces_its_own(path):
 def test_launchers():
     path = FOLDER / "pretrain_llama_1b.sh"
     assert printed(path, LAUNCHER="python")[0] == ["python"]
-    hosts = printed(path, HOSTFILE="hosts", GPUS="4")[0]
-    assert hosts == ["deepspeed", "--hostfile", "hosts", "--num_gpus", "4"]
+    assert printed(path, GPUS="4")[0] == ["deepspeed", "--num_gpus", "4"]
+    nodes = {"HOSTFILE": "hosts", "GPUS": "4", "EXCLUDE": "n2@n3:0", "MIN_NODES": "2"}
+    assert printed(path, **nodes, DEEPSPEED_FLAGS="--launcher openmpi")[0] == shlex.split(
+        "python tools/start_nodes.py --hostfile hosts --exclude n2@n3:0 --min-nodes 2 --num-gpus 4 "
+        "deepspeed --launcher openmpi"
+    )
     rank = {"NODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "n0", "MASTER_PORT": "1", "GPUS": "8"}
     assert printed(path, LAUNCHER="torchrun", **rank)[0] == shlex.split(
         "torchrun --nproc-per-node 8 --nnodes 2 --node-rank 1 --master-addr n0 --master-port 1"

@@ -8,7 +8,6 @@ from matplotlib.image import imread
 from torch.utils.tensorboard import SummaryWriter
 
 from megatron.config.output import LoggingConfig
-from megatron.training.dashboards import TensorBoardWriter
 from megatron.training.run_curves import (
     RunCurve,
     plot_curves,
@@ -16,6 +15,7 @@ from megatron.training.run_curves import (
     read_evaluations,
     write_csv,
 )
+from megatron.training.trackers.tensorboard import TensorBoardWriter
 from tools import plot_runs
 
 SAVED, RESUMED = "bf16/tp2_pp2_dp2_sp1_toy_save", "bf16/tp2_pp2_dp1_sp1_toy_uni_load2_2_2_1"

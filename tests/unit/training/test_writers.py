@@ -17,8 +17,10 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import EventA
 from tensorboard.summary.writer import event_file_writer
 
 from megatron.config.output import LoggingConfig
-from megatron.training.dashboards import TAGS, TensorBoardWriter, WandbWriter, _tagged
-from megatron.training.metrics import Evaluation, IntervalMetrics, MemoryUse, RankTimes
+from megatron.training.metrics import Evaluation, IntervalMetrics, MemoryUse, RankTimes, Spending
+from megatron.training.trackers.tags import TAGS, tagged
+from megatron.training.trackers.tensorboard import TensorBoardWriter
+from megatron.training.trackers.wandb import WandbWriter
 from megatron.training.writers import JsonLinesWriter, LastingWriter, TeeWriter, build_writers
 
 
@@ -46,6 +48,8 @@ def interval(iteration: int, loss: float = 2.0) -> IntervalMetrics:
         hfu=None,
         memory=MemoryUse(2**30, None),
         rank_times=RankTimes(3, 0.4, 0.3, 0.2),
+        seconds_left=50.0,
+        spending=Spending(7.2e6, 7e6, 0.2e6, 100.0, 1.5, 300.0, 2.5),
     )
 
 
@@ -82,10 +86,10 @@ def test_row_has_kind_clock_and_values(tmp_path):
 
 def test_what_a_run_reports_beside_its_losses_has_tags():
     values = {"loss": 1.0, "dpo loss": 1.0, "rewards/margins": 2.0, "lm loss PPL": 3.0, "mfu": 0.5}
-    assert dict(_tagged("train", values)) == {
+    assert dict(tagged("train", values)) == {
         "loss": 1.0, "dpo loss": 1.0, "rewards/margins": 2.0, "mfu": 0.5,
     }  # fmt: skip
-    assert dict(_tagged("validation more", values)) == {
+    assert dict(tagged("validation more", values)) == {
         "loss validation more": 1.0,
         "dpo loss validation more": 1.0,
         "rewards/margins validation more": 2.0,
@@ -218,7 +222,8 @@ def test_tags_are_megatrons_and_follow_the_flags(tmp_path):
         "slowest-rank",
         *(f"own-time-{name}-rank" for name in ("slowest", "median", "fastest")),
     }
-    always = {"lm loss", "lm loss validation", "weight-decay"} | throughput | ranks
+    spent = {"energy-joules", "co2-grams", "cost", "cost-left", "seconds-left"}
+    always = {"lm loss", "lm loss validation", "weight-decay"} | throughput | ranks | spent
     assert tags("default") == always | {"learning-rate", "loss-scale"}
     assert tags(
         "other",

@@ -34,7 +34,7 @@ get_preprocess_cmd() { # --flag value ...
     launcher
     PREPROCESS_CMD=("${LAUNCH[@]}" tools/retro/preprocess_data.py
         --retro-project-dir "$RETRO_PROJECT_DIR" --retro-tasks "${RETRO_TASKS:-build}"
-        "${FLAGS[@]}" --split 98,2,0 --seq-length 2048 --retro-gpt-chunk-length 64
+        "${FLAGS[@]}" --split "98,2,0" --seq-length 2048 --retro-gpt-chunk-length 64
         --train-samples 200000 --global-batch-size 256 --eval-interval 2000 --eval-iters 100 "$@")
 }
 

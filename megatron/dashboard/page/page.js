@@ -1,0 +1,177 @@
+// The page of the runs: what the server knows is fetched, and shown as the state says.
+//
+// A run is `{id, name, path, number, state, progress, error, broken, planned, version, last, extent,
+// series, events, totals, configuration}`; what follows `version` comes with its summary.
+
+import * as api from "./api.js";
+import { Charts } from "./charts.js";
+import { onTheme } from "./colours.js";
+import { ConfigurationView } from "./configuration.js";
+import { byId, element } from "./element.js";
+import { eventsView } from "./events.js";
+import { CLOCKS, position } from "./format.js";
+import { listenToKeys } from "./keys.js";
+import { overview, runList } from "./runs.js";
+import { SMOOTHINGS, TABS, state } from "./state.js";
+import { TextsView } from "./texts.js";
+
+const HEALTH = { up: "Live", down: "The server does not answer" };
+const RELOADED = new Set(["x", "smooth", "zoom", "off", "find"]); // whose change needs other data
+
+let runs = [];
+const known = new Map(); // id -> version of the summary that is shown
+const hiddenKinds = new Set();
+
+const announce = (words) => {
+  byId("announcer").textContent = words;
+};
+const charts = new Charts(byId("charts"), api, {
+  pointed: (x, events) => {
+    byId("position").hidden = x === null;
+    byId("position").textContent = x === null ? "" : [position(state.x, x), events].filter(Boolean).join(" · ");
+  },
+  announce,
+});
+const texts = new TextsView(byId("texts"));
+const configuration = new ConfigurationView(byId("configuration"));
+
+const chosen = () => runs.filter((run) => run.series && !state.off.has(run.id));
+
+// Data
+
+/** Takes the list of runs, and fetches what is new of each. */
+async function take(list) {
+  const before = new Map(runs.map((run) => [run.id, run]));
+  runs = list.map((run, number) => ({ ...before.get(run.id), ...run, number }));
+  drawRuns();
+  const changed = new Set();
+  await Promise.all(
+    runs.map(async (run) => {
+      if (run.state === "loading" || run.state === "error" || known.get(run.id) === run.version) return;
+      const { version } = run;
+      try {
+        const found = await api.summary(run);
+        const current = runs.find(({ id }) => id === run.id);
+        if (!current) return;
+        Object.assign(current, found);
+        known.set(run.id, version);
+        changed.add(run.id);
+      } catch (error) {
+        complain(error.message);
+      }
+    }),
+  );
+  if (changed.size) draw(changed);
+}
+
+function complain(words) {
+  byId("trouble").textContent = words;
+  byId("trouble").hidden = !words;
+}
+
+// Drawing
+
+function drawRuns() {
+  const focused = document.activeElement?.closest?.("[data-run]")?.dataset.run;
+  byId("runs").replaceChildren(...runList(runs));
+  if (focused) byId("runs").querySelector(`[data-run="${CSS.escape(focused)}"] input`)?.focus();
+  const name = runs.length === 1 ? runs[0].name : `${runs.length} runs`;
+  byId("heading").textContent = name;
+  document.title = runs.length ? name : "Runs";
+}
+
+/** Draws the part of the page that is chosen; charts again where runs in `changed` have other data. */
+function draw(changed = null) {
+  const shown = chosen();
+  for (const tab of TABS) byId(tab).hidden = tab !== state.tab;
+  byId("chart-tools").hidden = state.tab !== "charts";
+  byId("overview").hidden = state.tab !== "charts";
+  byId("overview").replaceChildren(...overview(shown));
+  if (state.tab === "charts") {
+    charts.show(shown, changed);
+    if (!shown.length) byId("charts").replaceChildren(element("p", { class: "note" }, emptyWords()));
+  }
+  if (state.tab === "events") drawEvents();
+  if (state.tab === "texts") drawTexts();
+  if (state.tab === "configuration") configuration.show(shown);
+}
+
+function emptyWords() {
+  if (!runs.length) return "No runs here.";
+  if (runs.every((run) => run.state === "error")) return "None of the files can be read.";
+  if (runs.some((run) => run.state === "loading")) return "Reading the runs for the first time. An index is kept, and the next time is quick.";
+  return "No run is chosen.";
+}
+
+function drawEvents() {
+  byId("events").replaceChildren(
+    ...eventsView(chosen(), hiddenKinds, (kind) => {
+      if (!hiddenKinds.delete(kind)) hiddenKinds.add(kind);
+      drawEvents();
+    }),
+  );
+}
+
+async function drawTexts() {
+  const shown = chosen();
+  try {
+    const found = await Promise.all(shown.map(async (run) => (await api.texts(run)).map((text) => ({ ...text, run }))));
+    if (state.tab === "texts") texts.show(found.flat());
+  } catch (error) {
+    complain(error.message);
+  }
+}
+
+// Controls
+
+function showControls() {
+  byId("x").value = state.x;
+  byId("smooth").value = String(SMOOTHINGS.indexOf(state.smooth));
+  byId("smooth-value").textContent = state.smooth ? String(state.smooth) : "none";
+  byId("logx").checked = state.logX;
+  byId("marks").checked = state.marks;
+  byId("all").hidden = !state.zoom;
+  if (byId("find") !== document.activeElement) byId("find").value = state.find;
+  for (const choice of document.querySelectorAll("[name=tab]")) choice.checked = choice.value === state.tab;
+}
+
+function prepareControls() {
+  byId("x").replaceChildren(...Object.entries(CLOCKS).map(([value, { name }]) => element("option", { value }, name.toLowerCase())));
+  byId("smooth").max = String(SMOOTHINGS.length - 1);
+  byId("x").addEventListener("change", () => state.set({ x: byId("x").value, zoom: null }));
+  byId("smooth").addEventListener("input", () => state.set({ smooth: SMOOTHINGS[byId("smooth").value] }));
+  byId("logx").addEventListener("change", () => state.set({ logX: byId("logx").checked }));
+  byId("marks").addEventListener("change", () => state.set({ marks: byId("marks").checked }));
+  byId("find").addEventListener("input", () => state.set({ find: byId("find").value }));
+  byId("all").addEventListener("click", () => state.set({ zoom: null }));
+  byId("tabs").addEventListener("change", (event) => state.set({ tab: event.target.value }));
+  byId("skip").addEventListener("click", (event) => {
+    event.preventDefault(); // the address has the state
+    byId("main").focus();
+  });
+}
+
+state.onChange((names) => {
+  showControls();
+  if (names.has("off")) drawRuns();
+  if (names.has("zoom")) charts.redraw();
+  if (names.has("tab") || [...names].some((name) => RELOADED.has(name))) {
+    draw(names.size === 1 && (names.has("tab") || names.has("find")) ? new Set() : null);
+  } else {
+    charts.redraw();
+  }
+});
+onTheme(() => {
+  drawRuns();
+  draw(new Set(runs.map(({ id }) => id)));
+});
+
+prepareControls();
+showControls();
+listenToKeys({ charts, runs: () => runs });
+draw();
+api.follow(take, (now, words) => {
+  byId("health").dataset.state = now;
+  byId("health").textContent = HEALTH[now];
+  complain(words);
+});

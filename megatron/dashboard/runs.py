@@ -1,0 +1,323 @@
+"""Runs as the dashboard shows them: an index of metrics each, and what people ask of it."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.dashboard.index import RunIndex
+from megatron.dashboard.records import newest_record, read_record
+from megatron.dashboard.series import Curve, clock, part, rising, smoothed, thinned
+from megatron.dashboard.tables import CLOCKS, Column, MetricTable
+from megatron.util.errors import one_line
+
+AXES = (*CLOCKS, "seconds")
+METRICS = "metrics.jsonl"
+_DRAWN = frozenset({"train", "validation", "test", "task"})
+_SAVES = frozenset({"save", "memory_save"})
+_MOST_EVENTS = 2000
+_QUIET_SECONDS = 600.0
+_LOOK_SECONDS = 20.0
+_RECENT = 100
+
+
+class WatchedRun:
+    """One run; its methods may be called by several threads.
+
+    Args:
+        id: in addresses.
+        name: for people.
+        path: of the file of metrics. Raises OSError if it cannot be read.
+    """
+
+    def __init__(self, id: str, name: str, path: Path) -> None:
+        self.id, self.name, self.path = id, name, path
+        self._index = RunIndex(path)
+        self._lock = threading.RLock()
+        self._progress: float | None = 0.0
+        self._error: str | None = None
+        self._record: dict[str, Any] | None = None
+        self._configuration: dict[str, Any] = {}
+        self._look_at = 0.0
+        self._last: tuple[str, dict[str, float] | None] = "", None
+
+    def refresh(self) -> None:
+        """Reads what was written since the last time."""
+        try:
+            pieces = self._index.update(self._told)
+            while True:
+                with self._lock:
+                    if next(pieces, self) is self:
+                        break
+            self._error = self._complaint()
+        except OSError as error:
+            self._error = one_line(f"{self.path}: {error.strerror or error}")
+        self._progress = None
+        if time.monotonic() >= self._look_at:
+            self._look()
+
+    def _look(self) -> None:
+        """Reads the record of the last start, which is not looked for all the time."""
+        if (folder := newest_record(self.path)) is not None:
+            record, configuration = read_record(folder)
+            with self._lock:
+                self._record, self._configuration = record, configuration
+        self._look_at = time.monotonic() + _LOOK_SECONDS
+
+    def close(self) -> None:
+        """Lets another process continue the index."""
+        with self._lock:
+            self._index.close()
+
+    def listing(self) -> dict[str, Any]:
+        """Its entry in the list of runs."""
+        with self._lock:
+            return {
+                "id": self.id,
+                "name": self.name,
+                "path": str(self.path),
+                "state": self._state(),
+                "progress": self._progress,
+                "error": self._error,
+                "rows": self._index.lines - self._index.broken,
+                "broken": self._index.broken,
+                "planned": self._configuration.get("training.train_iters"),
+                "version": f"{self._index.version} {len(self._configuration)}",
+                "last": self._newest(),
+            }
+
+    def summary(self) -> dict[str, Any]:
+        """What else is known of it but the points of its curves."""
+        with self._lock:
+            tables = self._index.tables
+            train = tables.get("train")
+            first_last = (0, -1)
+            ends = (
+                [self._ends(train, at) for at in first_last]
+                if train is not None and train.rows
+                else []
+            )
+            return {
+                "extent": {
+                    name: [end[name] for end in ends] for name in AXES if ends and name in ends[1]
+                },
+                "series": [
+                    {"id": f"{number}-{name}", "kind": table.kind, "name": name}
+                    for number, table in enumerate(tables.values())
+                    if table.kind.partition(" ")[0] in _DRAWN or table.kind in _SAVES
+                    for name in table.columns
+                    if name not in CLOCKS
+                ],
+                "events": self._events(),
+                "totals": self._totals(),
+                "configuration": self._configuration,
+                "record": self._record,
+            }
+
+    def series(
+        self,
+        ids: Sequence[str],
+        axis: str,
+        first: float | None,
+        last: float | None,
+        points: int,
+        factor: float,
+    ) -> dict[str, Any]:
+        """Curves over ``axis`` from ``first`` to ``last``, each of about ``points`` points, and
+        smoothed by ``factor`` if that is not 0 and they are of training. Raises KeyError for an id
+        of no series."""
+        found: dict[str, Any] = {}
+        for id in ids:
+            with self._lock:
+                table, name = self._series(id)
+                train = self._index.tables.get("train")
+                curve = rising(clock(axis, table, train), table.column(name))
+            found[id] = _shown(thinned(part(curve, first, last), points))
+            if factor and table.kind == "train":
+                mean = part(smoothed(curve, factor), first, last)
+                found[id]["smooth"] = _shown(thinned(mean, points))
+        return found
+
+    def table(
+        self, ids: Sequence[str], axis: str, first: float | None, last: float | None
+    ) -> Iterator[str]:
+        """The lines of a CSV file of the rows from ``first`` to ``last`` that have one of the
+        values. Raises KeyError for an id of no series."""
+        with self._lock:
+            chosen = [self._series(id) for id in ids]
+            train = self._index.tables.get("train")
+            places: dict[float, dict[str, float]] = {}
+            names = []
+            for table, name in chosen:
+                x = clock(axis, table, train)
+                inside = np.isfinite(x)
+                inside &= x >= (-math.inf if first is None else first)
+                inside &= x <= (math.inf if last is None else last)
+                names.append(name if table.kind == "train" else f"{table.kind} {name}")
+                columns = [table.column(each)[inside].tolist() for each in (*CLOCKS, name)]
+                for step, samples, tokens, value in zip(*columns, strict=True):
+                    row = places.setdefault(step, {"samples": samples, "tokens": tokens})
+                    row[names[-1]] = value
+        yield ",".join((*CLOCKS, *map(_field, names))) + "\n"
+        for step, row in sorted(places.items()):
+            counts = (step, row["samples"], row["tokens"])
+            values = (_cell(row.get(name)) for name in names)
+            yield ",".join((*(_cell(count, whole=True) for count in counts), *values)) + "\n"
+
+    def texts(self) -> list[dict[str, Any]]:
+        """What the model wrote."""
+        return self._index.texts
+
+    def _told(self, share: float) -> None:
+        if self._progress is not None:
+            self._progress = share
+
+    def _complaint(self) -> str | None:
+        index = self._index
+        if index.lines and index.broken == index.lines:
+            return (
+                f"{self.path}: none of its {index.lines:,} lines is a row of metrics, which "
+                "--metrics-file of a run writes"
+            )
+        return None
+
+    def _state(self) -> str:
+        if self._error is not None:
+            return "error"
+        if self._progress is not None:
+            return "loading"
+        if self._record is not None and self._record.get("ended"):
+            return "ended"
+        try:
+            quiet = time.time() - self.path.stat().st_mtime
+        except OSError:
+            return "ended"
+        return "live" if quiet < _QUIET_SECONDS else "ended"
+
+    def _series(self, id: str) -> tuple[MetricTable, str]:
+        number, _, name = id.partition("-")
+        tables = list(self._index.tables.values())
+        if not number.isdecimal() or int(number) >= len(tables):
+            raise KeyError(id)
+        table = tables[int(number)]
+        if name not in table.columns or name in CLOCKS:
+            raise KeyError(id)
+        return table, name
+
+    def _newest(self) -> dict[str, float] | None:
+        """The position that the run has reached."""
+        version, found = self._last
+        if version != self._index.version:
+            train = self._index.tables.get("train")
+            found = None if train is None or not train.rows else self._ends(train, -1)
+            self._last = self._index.version, found
+        return found
+
+    def _ends(self, train: MetricTable, at: int) -> dict[str, float]:
+        found = {name: float(clock(name, train, train)[at]) for name in AXES}
+        return {name: value for name, value in found.items() if math.isfinite(value)}
+
+    def _events(self) -> list[dict[str, Any]]:
+        train = self._index.tables.get("train")
+        events = []
+        for table in self._index.tables.values():
+            if table.kind.partition(" ")[0] in _DRAWN:
+                continue
+            kept = slice(max(0, table.rows - _MOST_EVENTS), None)
+            clocks = {name: clock(name, table, train)[kept].tolist() for name in AXES}
+            names = [name for name in table.columns if name not in CLOCKS]
+            values = {name: table.column(name)[kept].tolist() for name in names}
+            for row in range(len(clocks["iteration"])):
+                events.append(
+                    {
+                        "kind": table.kind,
+                        **{name: clocks[name][row] for name in AXES},
+                        "values": {name: values[name][row] for name in names},
+                    }
+                )
+        return sorted(events, key=lambda event: event["iteration"])
+
+    def _totals(self) -> dict[str, float | None]:
+        tables = self._index.tables
+        train = tables.get("train")
+        if train is None or not train.rows:
+            return {}
+        seconds = clock("seconds", train, train)[-_RECENT:]
+        tokens = train.column("tokens")[-_RECENT:]
+        rate = None
+        if len(seconds) > 1 and seconds[-1] > seconds[0]:
+            rate = float((tokens[-1] - tokens[0]) / (seconds[-1] - seconds[0]))
+        held_out = next((t for k, t in tables.items() if k.partition(" ")[0] == "validation"), None)
+        names = ("seconds_left", "energy_joules", "co2_grams", "cost", "cost_left")
+        return {
+            "loss": _mean(train.column("loss")[-_RECENT:]),
+            "validation_loss": None if held_out is None else _least(held_out.column("loss")),
+            "tokens_per_second": rate,
+            "mfu": _mean(train.column("mfu")[-_RECENT:]),
+            **{name: _last(train.column(name)) for name in names},
+        }
+
+
+def find_runs(words: Sequence[str]) -> list[tuple[str, Path]]:
+    """Names and files of metrics of what somebody named: a file, a folder with ``metrics.jsonl`` in
+    it or in its folders, or NAME=PATH. Raises FileNotFoundError."""
+    found: list[tuple[str, Path]] = []
+    for word in words:
+        name, equals, rest = word.partition("=")
+        named = bool(equals) and not Path(word).exists()
+        path = Path(rest if named else word)
+        files = [path]
+        if path.is_dir():
+            files = sorted(path.glob(METRICS)) or sorted(path.glob(f"*/{METRICS}"))
+            files = files or sorted(path.glob(f"*/*/{METRICS}"))
+            if not files:
+                raise FileNotFoundError(
+                    f"{path}: no {METRICS} here or in its folders; a run writes it with "
+                    "--metrics-file"
+                )
+        elif not path.exists():
+            raise FileNotFoundError(
+                f"{path}: no such file or folder; give the file that a run wrote with "
+                "--metrics-file, or the folder it is in"
+            )
+        for file in files:
+            own = file.parent.name if file.name == METRICS else file.stem
+            found.append((name if named and len(files) == 1 else own or str(file), file))
+    names = [name for name, _ in found]
+    return [(name if names.count(name) == 1 else str(path), path) for name, path in found]
+
+
+def _shown(curve: Curve) -> dict[str, Column]:
+    return {"x": np.ascontiguousarray(curve.x), "y": np.ascontiguousarray(curve.y)}
+
+
+def _mean(values: Column) -> float | None:
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if len(finite) else None
+
+
+def _least(values: Column) -> float | None:
+    finite = values[np.isfinite(values)]
+    return float(finite.min()) if len(finite) else None
+
+
+def _last(values: Column) -> float | None:
+    return float(values[-1]) if len(values) and np.isfinite(values[-1]) else None
+
+
+def _cell(value: float | None, whole: bool = False) -> str:
+    if value is None or not math.isfinite(value):
+        return ""
+    return str(int(value)) if whole else repr(value)
+
+
+def _field(name: str) -> str:
+    """A heading, which is the first of a CSV file's lines: quoted, and no formula."""
+    text = name if name[:1] not in "=+-@\t\r" else f"'{name}"
+    return '"' + text.replace('"', '""') + '"' if any(c in text for c in ',"\n\r') else text

@@ -1,0 +1,269 @@
+"""The HTTP server of the page: its files, and what it asks about runs."""
+
+from __future__ import annotations
+
+import gzip
+import hmac
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from http import HTTPStatus
+from http.cookies import SimpleCookie
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import orjson
+
+from megatron.dashboard.runs import AXES, WatchedRun
+from megatron.util.digests import hash64
+from megatron.util.pages import PAGE_HEADERS, page_files
+
+PAGE = Path(__file__).parent / "page"
+LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+_COOKIE = "megatron_dashboard"
+_JSON = "application/json"
+_BEAT_SECONDS = 15.0
+_MOST_POINTS = 20_000
+_PACKED_BYTES = 1024
+
+
+class RefusedError(Exception):
+    """A request that is not answered, with its HTTP status and words."""
+
+    def __init__(self, status: int, words: str) -> None:
+        super().__init__(words)
+        self.status = status
+
+
+class Dashboard(ThreadingHTTPServer):
+    """Shows runs until it is shut down; a thread reads what they write.
+
+    Args:
+        runs: their ids are those of addresses.
+        host: address to listen on.
+        port: 0 takes a free one.
+        token: that every request must have; None for none.
+
+    Raises OSError if the address cannot be used.
+    """
+
+    daemon_threads = True
+
+    def __init__(
+        self, runs: Sequence[WatchedRun], host: str, port: int, token: str | None = None
+    ) -> None:
+        super().__init__((host, port), _Handler)
+        self.runs, self.host, self.token = list(runs), host, token
+        self.files = page_files(PAGE)
+        self._ended = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def url(self) -> str:
+        """Where the page is."""
+        name = f"[{self.host}]" if ":" in self.host else self.host
+        key = "" if self.token is None else f"?token={self.token}"
+        return f"http://{name}:{self.server_address[1]}/{key}"
+
+    def listing(self) -> bytes:
+        """The list of runs."""
+        return orjson.dumps([run.listing() for run in self.runs])
+
+    def wait(self, seconds: float) -> bool:
+        """Whether the server still runs after some time."""
+        return not self._ended.wait(seconds)
+
+    def server_close(self) -> None:
+        self._ended.set()
+        super().server_close()
+        self._reader.join()
+        for run in self.runs:
+            run.close()
+
+    def _read(self) -> None:
+        while not self._ended.is_set():
+            for run in self.runs:
+                if not self._ended.is_set():
+                    run.refresh()
+            self._ended.wait(0.5)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Dashboard
+    protocol_version = "HTTP/1.1"
+    timeout = 60
+
+    def do_GET(self) -> None:
+        """Answers, or says why not."""
+        try:
+            self._answer()
+        except RefusedError as error:
+            body = orjson.dumps({"error": str(error)})
+            self._send(body, _JSON, status=error.status)
+        except (BrokenPipeError, ConnectionResetError, TimeoutError):
+            self.close_connection = True
+
+    do_HEAD = do_GET
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Requests are not listed."""
+
+    def _answer(self) -> None:
+        url = urlsplit(self.path)
+        query = parse_qs(url.query)
+        parts = [unquote(each) for each in url.path.split("/")[1:]]
+        if self._entered(parts, query):
+            return
+        if parts == [""]:
+            parts = ["page", "index.html"]
+        match parts:
+            case ["page", name] if name in self.server.files:
+                file = self.server.files[name]
+                self._send(file.content, file.media_type, PAGE_HEADERS)
+            case ["api", "updates"]:
+                self._follow()
+            case ["api", "runs"]:
+                self._send(self.server.listing(), _JSON)
+            case ["api", "runs", id]:
+                self._json(self._run(id).summary())
+            case ["api", "runs", id, "texts"]:
+                self._json(self._run(id).texts())
+            case ["api", "runs", id, "series"]:
+                self._json(self._series(self._run(id), query))
+            case ["api", "runs", id, "csv"]:
+                self._table(self._run(id), query)
+            case _:
+                raise RefusedError(HTTPStatus.NOT_FOUND, "nothing is at this address")
+
+    def _entered(self, parts: list[str], query: dict[str, list[str]]) -> bool:
+        """Refuses who may not read; True if a cookie was sent, which takes the token's place."""
+        token = self.server.token
+        if token is None:
+            host = urlsplit(f"//{self.headers.get('Host', 'localhost')}").hostname
+            if host not in LOCAL_NAMES and host != self.server.host:
+                words = "this name is not the server's; it is read under others with --token only"
+                raise RefusedError(HTTPStatus.FORBIDDEN, words)
+            return False
+        given = query.get("token", [""])[0]
+        cookies = SimpleCookie(self.headers.get("Cookie", ""))
+        kept = cookies[_COOKIE].value if _COOKIE in cookies else ""
+        bearer = self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        if not any(
+            hmac.compare_digest(each.encode(), token.encode()) for each in (given, kept, bearer)
+        ):
+            words = "a token is needed: open the address that tools/dashboard.py printed"
+            raise RefusedError(HTTPStatus.UNAUTHORIZED, words)
+        if not given or parts != [""]:
+            return False
+        cookie = f"{_COOKIE}={token}; HttpOnly; SameSite=Strict; Path=/"
+        self._send(
+            b"", "text/plain", {"Location": "./", "Set-Cookie": cookie}, HTTPStatus.SEE_OTHER
+        )
+        return True
+
+    def _run(self, id: str) -> WatchedRun:
+        for run in self.server.runs:
+            if run.id == id:
+                return run
+        raise RefusedError(HTTPStatus.NOT_FOUND, "no run has this number")
+
+    def _series(self, run: WatchedRun, query: dict[str, list[str]]) -> dict[str, Any]:
+        points = int(_number(query, "points", 700.0, 10, _MOST_POINTS))
+        factor = _number(query, "smooth", 0.0, 0.0, 0.9999)
+        return _known(run.series, *_part(query), points, factor)
+
+    def _table(self, run: WatchedRun, query: dict[str, list[str]]) -> None:
+        lines = _known(lambda *part: "".join(run.table(*part)), *_part(query))
+        headers = {"Content-Disposition": 'attachment; filename="run.csv"'}
+        self._send(lines.encode(), "text/csv; charset=utf-8", headers)
+
+    def _json(self, content: Any) -> None:
+        body = orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+        self._send(body, _JSON)
+
+    def _follow(self) -> None:
+        """Events, each the list of runs as it has become."""
+        self.send_response(HTTPStatus.OK)
+        for name, value in (("Content-Type", "text/event-stream"), ("Cache-Control", "no-store")):
+            self.send_header(name, value)
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.close_connection = True
+        shown, beat = b"", time.monotonic()
+        while True:
+            listing = self.server.listing()
+            if listing != shown:
+                self.wfile.write(b"data: " + listing + b"\n\n")
+                shown, beat = listing, time.monotonic()
+            elif time.monotonic() - beat > _BEAT_SECONDS:
+                self.wfile.write(b": beat\n\n")
+                beat = time.monotonic()
+            self.wfile.flush()
+            if not self.server.wait(0.5):
+                return
+
+    def _send(
+        self,
+        body: bytes,
+        media_type: str,
+        headers: dict[str, str] | None = None,
+        status: int = HTTPStatus.OK,
+    ) -> None:
+        headers = {**PAGE_HEADERS, **(headers or {}), "Vary": "Accept-Encoding, Cookie"}
+        if status == HTTPStatus.OK:
+            headers["ETag"] = tag = f'"{hash64(body):016x}"'
+            if self.headers.get("If-None-Match") == tag:
+                status, body = HTTPStatus.NOT_MODIFIED, b""
+        packs = "gzip" in self.headers.get("Accept-Encoding", "")
+        if packs and len(body) > _PACKED_BYTES:
+            body = gzip.compress(body, 1, mtime=0)
+            headers["Content-Encoding"] = "gzip"
+        self.send_response(status)
+        self.send_header("Content-Type", media_type)
+        self.send_header("Content-Length", str(len(body)))
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+def _known(answer: Any, *arguments: Any) -> Any:
+    try:
+        return answer(*arguments)
+    except KeyError as error:
+        words = f"the run has no series {str(error)[:200]}"
+        raise RefusedError(HTTPStatus.NOT_FOUND, words) from None
+
+
+def _part(
+    query: dict[str, list[str]],
+) -> tuple[Iterable[str], str, float | None, float | None]:
+    """Which series, over which axis, from where to where."""
+    axis = query.get("x", ["iteration"])[0]
+    if axis not in AXES:
+        words = f"x={axis[:100]}: an axis is one of {', '.join(AXES)}"
+        raise RefusedError(HTTPStatus.BAD_REQUEST, words)
+    first, last = (_number(query, name, 0.0) if name in query else None for name in ("from", "to"))
+    return query.get("id", [])[:200], axis, first, last
+
+
+def _number(
+    query: dict[str, list[str]],
+    name: str,
+    default: float,
+    least: float = float("-inf"),
+    most: float = float("inf"),
+) -> float:
+    text = query.get(name, [str(default)])[0]
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not least <= value <= most:  # also NaN
+        words = f"{name}={text[:100]}: expected a number"
+        raise RefusedError(HTTPStatus.BAD_REQUEST, words)
+    return value

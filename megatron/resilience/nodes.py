@@ -1,0 +1,107 @@
+"""Whether the nodes of a run can take part: asked by ssh, as launchers start processes there."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import time
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
+
+_NO_FOLDER, _NO_PYTHON, _NO_EXPORT = 41, 42, 43
+"""Exit statuses of the question that a node answers."""
+_REMEDIES = (
+    ("connection refused", "start sshd there (systemctl start ssh), or give its --ssh-port"),
+    ("timed out", "see whether the machine is on, and the network and firewall between"),
+    ("no route", "see whether the machine is on, and the network between"),
+    ("could not resolve", "correct the name in the hostfile, or add it to /etc/hosts or DNS"),
+    ("permission denied", "allow ssh without a password: ssh-copy-id {name}"),
+    ("host key", "add its key: ssh-keyscan {name} >> ~/.ssh/known_hosts"),
+    ("remote host identification", "the machine is another one now: ssh-keygen -R {name}"),
+)
+_GONE = 3
+"""The first of these are about machines that may come back; the others are mistakes."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a node cannot take part, and what to do about it; ``gone`` if it may come back by
+    itself."""
+
+    name: str
+    reason: str
+    remedy: str
+    gone: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}; {self.remedy}"
+
+
+def ask(
+    names: Sequence[str], folder: str, python: str, seconds: int, options: Sequence[str] = ()
+) -> list[Refusal]:
+    """Asks all nodes at once, and returns those that cannot take part, in their order.
+
+    Args:
+        folder: in which processes start, the same on every node.
+        python: the program that they run.
+        seconds: for which a node may think.
+        options: further words for ssh, such as ``-p 2222``.
+    """
+    ssh = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={seconds}", *options]
+    asked = [
+        subprocess.Popen(
+            [*ssh, name, _question(folder, python)],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )
+        for name in names
+    ]  # fmt: skip
+    deadline = time.monotonic() + 2 * seconds
+    refusals = []
+    for name, process in zip(names, asked, strict=True):
+        try:
+            _, said = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            said = f"ssh timed out after {2 * seconds} s"
+        if process.returncode:
+            refusals.append(_refusal(name, process.returncode, said, folder, python))
+    return refusals
+
+
+def _question(folder: str, python: str) -> str:
+    """Sets a variable as pdsh's launcher does, in whatever the user's shell is."""
+    script = (
+        f"test -d {shlex.quote(folder)} || exit {_NO_FOLDER}; "
+        f"test -x {shlex.quote(python)} || exit {_NO_PYTHON}; "
+        f'test "$MEGATRON_NODE" || exit {_NO_EXPORT}'
+    )
+    return f"export MEGATRON_NODE=1; sh -c {shlex.quote(script)}"
+
+
+def _refusal(name: str, status: int, said: str, folder: str, python: str) -> Refusal:
+    if status == _NO_FOLDER:
+        remedy = "mount or copy it: processes start in the same folder on every node"
+        return Refusal(name, f"no folder {folder}", remedy)
+    if status == _NO_PYTHON:
+        remedy = "install the same environment at the same path on every node"
+        return Refusal(name, f"no program {python}", remedy)
+    if status == _NO_EXPORT:
+        remedy = "chsh -s /bin/bash there: DeepSpeed's launcher sends `export`"
+        return Refusal(name, "the login shell does not know `export`", remedy)
+    lines = [line.strip() for line in said.splitlines() if line.strip() and set(line) != {"@"}]
+    reason = lines[-1] if lines else f"ssh ended with status {status}"
+    for index, (pattern, remedy) in enumerate(_REMEDIES):
+        if pattern in said.lower():
+            return Refusal(name, reason, remedy.format(name=name), gone=index < _GONE)
+    return Refusal(name, reason, f"see what `ssh {name} true` prints")
+
+
+def keep_alive(variables: MutableMapping[str, str]) -> None:
+    """Makes pdsh notice within a quarter of a minute that a node is gone, unless the user's options
+    say when; by default it would wait for many."""
+    given = variables.get("PDSH_SSH_ARGS_APPEND", "")
+    if "ServerAlive" not in given:
+        ours = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3 -o ConnectTimeout=10"
+        variables["PDSH_SSH_ARGS_APPEND"] = f"{given} {ours}".strip()

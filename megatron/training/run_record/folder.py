@@ -1,0 +1,161 @@
+"""The folder of a start of a run, ``run/001`` and so on in the folder of its checkpoints:
+
+- ``record.json``: command, variables, versions, git, data, hosts, and how it ended;
+- ``config.json``: the completed configuration, by its sections, and ``deepspeed.json``;
+- ``requirements.txt``: the packages; ``command.sh``: the same command again;
+- ``changes.patch``: what git's commit does not have, if anything.
+
+No secrets are in it, and it appears whole.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import megatron
+from megatron.data.build import DataFile
+from megatron.training.fingerprint import tokenizer_digest, versions
+from megatron.training.resume import ResumePoint
+from megatron.training.run import Run
+from megatron.training.run_record.hosts import RankPlace, by_host
+from megatron.training.run_record.secrets import Redactor
+from megatron.training.run_record.source_tree import SourceTree, source_tree
+from megatron.training.run_record.surroundings import (
+    as_json,
+    installed_packages,
+    launcher_command,
+    own_command,
+    shell_script,
+    variables_that_count,
+)
+from megatron.util.files import sync_path, write_whole
+
+FORMAT = 1
+FOLDER = "run"
+"""In the folder of checkpoints."""
+
+
+class StartRecord:
+    """Writes the folder of this start. Raises OSError if it cannot be written.
+
+    Args:
+        save: the folder of checkpoints.
+        files: of the data.
+        places: of all ranks, in their order.
+    """
+
+    def __init__(
+        self,
+        save: Path,
+        run: Run,
+        begin: ResumePoint,
+        files: Sequence[DataFile],
+        places: Sequence[RankPlace],
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
+        self._redactor = Redactor(environment)
+        starts = save / FOLDER
+        starts.mkdir(parents=True, exist_ok=True)
+        for left in starts.glob("*.partial-*"):  # by a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        taken = [int(path.name) for path in starts.iterdir() if path.name.isdigit()]
+        number = 1 + max(taken, default=0)
+        self.folder = starts / f"{number:03d}"
+        tree = source_tree(Path(megatron.__file__).parent)
+        self._record = self._redactor.tree(
+            {
+                "format": FORMAT,
+                "start": number,
+                "began": _now(),
+                "ended": None,
+                "end": None,
+                "iteration": begin.iteration,
+                "consumed_samples": begin.consumed_samples,
+                "loaded": None if begin.folder is None else str(begin.folder),
+                "folder": os.getcwd(),
+                "environment": self._redactor.variables(variables_that_count(environment)),
+                "given": _given(run.resolved.origins),
+                "versions": {"megatron": megatron.__version__, **versions()},
+                "git": None if tree is None else _git_state(tree),
+                "data": [file._asdict() for file in files],
+                "tokenizer": tokenizer_digest(run.config.tokenizer),
+                "world_size": len(places),
+                "hosts": by_host(places),
+            }
+        )
+        command, launcher = own_command(), launcher_command()
+        self._record |= {
+            "command": self._redactor.arguments(command),
+            "launcher": None if launcher is None else self._redactor.arguments(launcher),
+        }
+        self._publish(self._files(run, tree))
+
+    def end(self, iteration: int, reason: str) -> None:
+        """Adds when and why the run ended, after which iteration."""
+        self._record |= {
+            "ended": _now(),
+            "end": self._redactor.text(reason),
+            "last_iteration": iteration,
+        }
+        write_whole(self.folder / "record.json", as_json(self._record))
+
+    def _files(self, run: Run, tree: SourceTree | None) -> dict[str, bytes]:
+        record, hide = self._record, self._redactor
+        title = (
+            f"start {record['start']} of {self.folder.parent.parent}, {record['began']}; *** is "
+        )
+        script = shell_script(
+            f"{title}what was secret",
+            record["folder"],
+            record["environment"],
+            record["launcher"] or record["command"],
+        )
+        packages = [hide.text(line) for line in installed_packages()]
+        files = {
+            "record.json": as_json(record),
+            "config.json": as_json(hide.tree(run.config.to_dict())),
+            "deepspeed.json": as_json(hide.tree(run.content)),
+            "requirements.txt": "".join(f"{line}\n" for line in packages).encode(),
+            "command.sh": os.fsencode(script),
+        }
+        if tree is not None and tree.patch:
+            patch = hide.text(tree.patch.decode(errors="surrogateescape"))
+            files["changes.patch"] = patch.encode(errors="surrogateescape")
+        return files
+
+    def _publish(self, files: Mapping[str, bytes]) -> None:
+        part = self.folder.with_name(f"{self.folder.name}.partial-{os.urandom(8).hex()}")
+        part.mkdir()
+        try:
+            for name, content in files.items():
+                (part / name).write_bytes(content)
+                sync_path(part / name)
+            (part / "command.sh").chmod(0o755)
+            part.rename(self.folder)
+        except OSError:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+
+
+def _git_state(tree: SourceTree) -> dict[str, Any]:
+    return {
+        "commit": tree.commit,
+        "branch": tree.branch,
+        "remote": tree.remote,
+        "changed": bool(tree.patch or tree.left_out),
+        "left_out": list(tree.left_out),
+    }
+
+
+def _given(origins: Mapping[str, str]) -> dict[str, str]:
+    """Where values come from that are no defaults."""
+    return {name: origin for name, origin in origins.items() if origin != "default"}
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

@@ -1,0 +1,112 @@
+"""Texts without passwords, tokens and keys, which a folder that is shared must not have."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+HIDDEN = "***"
+
+_SECRET = frozenset(
+    "apikey auth authorization cookie credential credentials passphrase passwd password "
+    "pwd secret secrets sig signature".split()
+)
+"""Words of a name whose value is a secret."""
+_PERHAPS = frozenset(("key", "pat", "token"))
+_WITH = frozenset(
+    "access account api aws azure bearer client encryption gcp github gitlab hf hub huggingface "
+    "mlflow openai private read refresh session ssh trackio upload user wandb write".split()
+)
+"""Words beside which those of ``_PERHAPS`` mean a secret: ``--eod-token`` has none."""
+
+_IN_TEXT = (
+    (re.compile(r"(?<=://)[^/\s@'\"]+@"), f"{HIDDEN}@"),
+    (
+        re.compile(
+            r"([?&][^=&\s]*(?:auth|credential|key|passw|secret|sig|token)[^=&\s]*=)[^&\s'\"]+",
+            re.IGNORECASE,
+        ),
+        rf"\1{HIDDEN}",
+    ),
+    (re.compile(r"\b(Bearer|Basic) [\w.~+/=-]{8,}"), rf"\1 {HIDDEN}"),
+    (
+        re.compile(
+            r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.S
+        ),
+        HIDDEN,
+    ),
+    (
+        re.compile(
+            r"\b(?:hf_\w{20,}|gh[opsur]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|"
+            r"sk-[\w-]{20,}|xox[abeprs]-[\w-]{10,}|A[KS]IA[A-Z0-9]{16}|AIza[\w-]{35}|"
+            r"wandb_v\d_\w{20,}|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]*)"
+        ),
+        HIDDEN,
+    ),
+)
+"""Addresses with a name or password, or a key in their query, and forms that services give keys."""
+_LEAST = 8
+"""Characters of a secret that is looked for everywhere."""
+
+
+def is_secret(name: str) -> bool:
+    """Whether a flag, variable or key of this name has a value that nobody else may see."""
+    words = set(re.split(r"[^a-z0-9]+", name.lower())) - {""}
+    return bool(words & _SECRET) or bool(words & _PERHAPS and (len(words) == 1 or words & _WITH))
+
+
+class Redactor:
+    """Replaces secrets by ``***``: those of known forms, and the values of an environment's secret
+    variables wherever they are."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        values = {
+            value
+            for name, value in environment.items()
+            if is_secret(name) and len(value) >= _LEAST and not value.startswith("/")
+        }
+        longest_first = sorted(values, key=len, reverse=True)
+        self._values = re.compile("|".join(map(re.escape, longest_first))) if values else None
+
+    def text(self, text: str) -> str:
+        if self._values is not None:
+            text = self._values.sub(HIDDEN, text)
+        for pattern, replacement in _IN_TEXT:
+            text = pattern.sub(replacement, text)
+        return text
+
+    def tree(self, value: Any) -> Any:
+        """A JSON value without secrets."""
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, Mapping):
+            return {
+                key: HIDDEN if isinstance(inner, str) and is_secret(str(key)) else self.tree(inner)
+                for key, inner in value.items()
+            }
+        if isinstance(value, Iterable) and not isinstance(value, bytes):
+            return [self.tree(inner) for inner in value]
+        return value
+
+    def arguments(self, words: Sequence[str]) -> list[str]:
+        """The words of a command line."""
+        shown: list[str] = []
+        hide = False
+        for word in words:
+            name, equals, _ = word.partition("=")
+            flag = is_secret(name) and bool(re.fullmatch(r"-{1,2}[\w-]+|\w+", name))
+            if hide and not word.startswith("--"):
+                shown.append(HIDDEN)
+            elif flag and equals:
+                shown.append(f"{name}={HIDDEN}")
+            else:
+                shown.append(self.text(word))
+            hide = flag and not equals and word.startswith("--")
+        return shown
+
+    def variables(self, environment: Mapping[str, str]) -> dict[str, str]:
+        return {
+            name: HIDDEN if is_secret(name) else self.text(value)
+            for name, value in environment.items()
+        }

@@ -1,0 +1,31 @@
+"""Programs for experiments that a run reports to, one file each, imported where a run uses it.
+
+``open_writer`` of each file makes its writer; what all of them have in common is in ``tags``.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from typing import Any
+
+_QUIET = {
+    "mlflow": ("MLFLOW_DISABLE_TELEMETRY", "true"),
+    "wandb": ("WANDB_ERROR_REPORTING", "false"),
+}
+"""Variables, read at the import, without which a package tells its makers of its use or errors,
+also where a run reports to files only."""
+
+
+def package(name: str, asked: str, remedy: str) -> Any:
+    """The module of a tracker. Raises ValueError, naming the flag that asked for it and what to do,
+    if it is not installed."""
+    if name in _QUIET:
+        os.environ.setdefault(*_QUIET[name])
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise ValueError(
+            f"{asked} needs the package {name}, which is not installed: run `pip install {name}`, "
+            f"or {remedy}"
+        ) from error

@@ -1,0 +1,87 @@
+"""What the values of a run are called in the trackers, and texts for people in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron.training.writers import Values
+from megatron.training.written import WrittenText
+
+TAGS: dict[str, dict[str, str]] = {
+    "train": {
+        "loss": "lm loss",
+        "grad_norm": "grad-norm",
+        "learning_rate": "learning-rate",
+        "weight_decay": "weight-decay",
+        "global_batch_size": "batch-size",
+        "loss_scale": "loss-scale",
+        "seconds_per_iteration": "iteration-time",
+        "samples_per_second": "samples-per-second",
+        "tokens_per_second_per_device": "tokens-per-second-per-device",
+        "tflops_per_device": "throughput",
+        "mfu": "mfu",
+        "hfu": "hfu",
+        "memory_allocated_bytes": "mem-max-allocated-bytes",
+        "memory_reserved_bytes": "mem-max-reserved-bytes",
+        "energy_joules": "energy-joules",
+        "co2_grams": "co2-grams",
+        "cost": "cost",
+        "cost_left": "cost-left",
+        "seconds_left": "seconds-left",
+        "slowest_rank": "slowest-rank",
+        "own_seconds_slowest": "own-time-slowest-rank",
+        "own_seconds_median": "own-time-median-rank",
+        "own_seconds_fastest": "own-time-fastest-rank",
+    },
+    "validation": {"loss": "lm loss validation", "perplexity": "lm loss validation ppl"},
+    "test": {"loss": "lm loss test", "perplexity": "lm loss test ppl"},
+}
+"""Tags of TensorBoard and Weights & Biases by kind and value; Megatron's, where it has one."""
+
+
+def tagged(kind: str, values: Values) -> Iterator[tuple[str, float]]:
+    """The values of a row by their tags, without those that are None or have none."""
+    kind, _, dataset = kind.partition(" ")  # one of several validation sets, or a task
+    if kind == "task":
+        # The part before the slash is a group in both programs.
+        for name, value in values.items():
+            if value is not None:
+                yield f"tasks/{dataset} {name.replace('_', ' ')}", value
+        return
+    tags = TAGS.get(kind, {})
+    after = "" if kind == "train" else f" {kind}"
+    if any(name.endswith(" loss") for name in values):
+        # A run with several losses: their sum is not its "lm loss".
+        tags = tags | {"loss": f"loss{after}"}
+    # What a run reports under names of its own, with spaces or a group before a slash.
+    named = (name for name in values if set(name) & set(" /") and not name.endswith(" PPL"))
+    tags = tags | {name: f"{name}{after}" for name in named}
+    for name, tag in tags.items():
+        value = values.get(name)
+        if value is not None:
+            yield f"{tag} {dataset}".rstrip(), value
+
+
+def as_markdown(text: WrittenText) -> str:
+    """As blocks of code, in which nothing is markup."""
+
+    def block(content: str) -> str:
+        return "".join(f"    {line}\n" for line in content.splitlines() or [""])
+
+    end = "" if text.ended else " (not ended)"
+    parts = [f"**prompt**\n\n{block(text.prompt)}", f"**answer**{end}\n\n{block(text.answer)}"]
+    if text.reference:
+        parts.append(f"**in the data**\n\n{block(text.reference)}")
+    return "\n".join(parts)
+
+
+def flat(configuration: Mapping[str, Any]) -> dict[str, str]:
+    """The values of a configuration by their dotted names, as texts."""
+    found: dict[str, str] = {}
+    for name, value in configuration.items():
+        if isinstance(value, Mapping):
+            found |= {f"{name}.{inner}": text for inner, text in flat(value).items()}
+        else:
+            found[name] = str(value)
+    return found

@@ -1,0 +1,66 @@
+"""Weights & Biases."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.config.output import LoggingConfig
+from megatron.training.trackers import package
+from megatron.training.trackers.tags import tagged
+from megatron.training.writers import Values
+from megatron.training.written import WrittenText, WrittenTexts
+
+
+def open_writer(
+    logging: LoggingConfig, configuration: Mapping[str, Any], iteration: int, samples: int
+) -> WandbWriter:
+    """The writer of a run of its own."""
+    return WandbWriter(logging, configuration)
+
+
+class WandbWriter:
+    """Weights & Biases, under the tags of TensorBoard; a ValueError if it is not installed. A
+    resumed process is a new run in the same group, so that no curve has a step twice. Weights &
+    Biases' environment variables apply, such as ``WANDB_MODE=offline``."""
+
+    def __init__(
+        self, logging: LoggingConfig, configuration: Mapping[str, Any] | None = None
+    ) -> None:
+        project = logging.wandb_project
+        asked = f"--wandb-project {project}" if project else "--report-to wandb"
+        remedy = "leave out wandb, --wandb-project and the other --wandb-* flags"
+        self._wandb = package("wandb", asked, remedy)
+        if logging.wandb_save_dir is not None:
+            # Without the folder wandb would only warn and use a temporary one.
+            Path(logging.wandb_save_dir).mkdir(parents=True, exist_ok=True)
+        name = logging.wandb_exp_name or logging.run_name
+        try:
+            self._run: Any = self._wandb.init(
+                project=project or os.environ.get("WANDB_PROJECT") or logging.tracker_project,
+                entity=logging.wandb_entity,
+                name=name,
+                group=name,
+                dir=logging.wandb_save_dir,
+                config=dict(configuration or {}),
+            )
+        except Exception as error:  # it has many classes
+            raise ValueError(
+                f"{asked}: Weights & Biases does not start ({' '.join(str(error).split())}); run "
+                "`wandb login`, or set WANDB_MODE=offline"
+            ) from error
+
+    def scalars(self, kind: str, step: int, values: Values, *, samples: int, tokens: int) -> None:
+        shown = dict(tagged(kind, values))
+        if shown:
+            self._run.log(shown | {"samples": samples, "tokens": tokens}, step=step)
+
+    def texts(self, written: WrittenTexts, *, samples: int, tokens: int) -> None:
+        rows = [list(text) for text in written.texts]
+        table = self._wandb.Table(columns=list(WrittenText._fields), data=rows)
+        self._run.log({"samples of text": table}, step=written.iteration)
+
+    def close(self) -> None:
+        self._run.finish()

@@ -1,0 +1,338 @@
+"""The page of runs, in a browser.
+
+    MEGATRON_SHOTS=docs/pictures pytest tests/e2e/test_dashboard_page.py -k pictures
+
+writes the pictures of the guide.
+"""
+
+import csv
+import io
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+
+from browser import (  # noqa: E402
+    MARKUP,
+    PHONE,
+    SHOTS,
+    Visit,
+    assert_no_markup_is_made,
+    chromium,
+)
+from dashboards import BATCH, LENGTH, dashboard, row, train_row, write_run  # noqa: E402
+
+PAGE = Path(__file__).parents[2] / "megatron" / "dashboard" / "page"
+SPIKE = 1234
+LOSS = "figure:has(h3:text-is('Training loss'))"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> list[str]:
+    """Four runs as the command gets them; one has a spike, one has broken lines."""
+    folder = tmp_path_factory.mktemp("runs")
+    names = ("baseline", "wider", "deeper", "warm-up")
+    paths = [folder / name / "metrics.jsonl" for name in names]
+    for seed, path in enumerate(paths):
+        spike = SPIKE if seed == 1 else None
+        write_run(path, 2000 + 300 * seed, seed, spike, broken=3 * (seed == 2))
+    return [f"{name}={path}" for name, path in zip(names, paths, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def one_run(runs) -> Iterator[str]:
+    with dashboard(runs[1]) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def four_runs(runs) -> Iterator[str]:
+    with dashboard(*runs) as url:
+        yield url
+
+
+@pytest.fixture
+def visit(browser):
+    """Opens pages, and checks when the test is over that no script failed and nothing was asked of
+    another machine."""
+    visits = []
+
+    def opened(url: str, **context) -> Visit:
+        visits.append(Visit(browser, url, **context))
+        visits[-1].page.wait_for_selector("figure.chart[aria-busy=false] canvas")
+        return visits[-1]
+
+    yield opened
+    for one in visits:
+        one.close()
+
+
+def settled(one: Visit) -> None:
+    """Waits until the charts that are seen have their data."""
+    one.page.wait_for_timeout(400)
+    one.page.wait_for_selector(f"{LOSS}[aria-busy=false] canvas")
+
+
+def hover(one: Visit, share: float, chart: str = LOSS) -> str:
+    """Points at a part of a chart's width; what is said of the position."""
+    box = one.page.locator(f"{chart} .u-over").bounding_box()
+    across = min(share * box["width"], box["width"] - 1)
+    one.page.mouse.move(box["x"] + across, box["y"] + box["height"] / 2)
+    one.page.wait_for_timeout(100)
+    return one.page.inner_text("#position")
+
+
+def drag(one: Visit, start: float, end: float) -> None:
+    box = one.page.locator(f"{LOSS} .u-over").bounding_box()
+    height = box["y"] + box["height"] / 2
+    one.page.mouse.move(box["x"] + start * box["width"], height)
+    one.page.mouse.down()
+    one.page.mouse.move(box["x"] + (start + end) / 2 * box["width"], height)
+    one.page.mouse.move(box["x"] + end * box["width"], height)
+    one.page.mouse.up()
+    settled(one)
+
+
+def steps_of(text: str) -> int:
+    return int(re.sub(r"\D", "", text.split("·")[0]))
+
+
+def test_a_run_and_its_values(visit, one_run):
+    """Each kind of value has its chart; the pointer's position is the same in all of them; a part
+    is chosen by dragging, and is in the address."""
+    one = visit(one_run)
+    page = one.page
+    titles = page.locator("figure h3").all_inner_texts()
+    assert {
+        *("Training loss", "Validation loss", "Learning rate", "Gradient norm", "Accuracy"),
+        *("Tokens per second and device", "FLOP utilization", "Own time of ranks", "Peak memory"),
+        *("Energy", "Cost", "CO₂", "Saving a checkpoint"),
+    } <= set(titles)
+    assert page.locator(".totals td").count() >= 8
+
+    at = hover(one, 0.5)
+    step = steps_of(at)
+    assert abs(step - 1150) < 20, at
+    value = float(page.inner_text(f"{LOSS} .values output").split("(")[1].rstrip(")"))
+    assert abs(value - float(re.search(r'"loss": ([\d.]+)', train_row(step, 1))[1])) < 0.5
+    assert page.inner_text("figure:has(h3:text-is('Validation loss')) .values output")
+
+    drag(one, 0.4, 0.6)
+    low, high = (float(re.search(rf"{word}=([\d.]+)", page.url)[1]) for word in ("from", "to"))
+    assert abs(low - 920) < 30 and abs(high - 1380) < 30
+    assert abs(steps_of(hover(one, 0.5)) - 1150) < 20
+    page.reload()
+    settled(one)
+    assert abs(steps_of(hover(one, 0.0)) - low) < 5
+    page.keyboard.press("Escape")
+    settled(one)
+    assert "from" not in page.url and steps_of(hover(one, 0.0)) < 10
+
+
+def test_a_spike_is_seen(visit, one_run):
+    """One step among thousands stays a point of the line, and is a mark with its values."""
+    one = visit(f"{one_run}#smooth=0")
+    page = one.page
+    drawn = page.evaluate(
+        "async () => { const runs = await (await fetch('api/runs')).json();"
+        " const run = await (await fetch(`api/runs/${runs[0].id}`)).json();"
+        " const id = run.series.find(one => one.kind === 'train' && one.name === 'loss').id;"
+        " const query = new URLSearchParams({ id, x: 'iteration', points: 100 });"
+        " return (await (await fetch(`api/runs/${runs[0].id}/series?${query}`)).json())[id]; }"
+    )
+    assert max(drawn["y"]) == 30 and len(drawn["x"]) < 1000
+    assert drawn["x"][drawn["y"].index(30)] == SPIKE
+    words = hover(one, (SPIKE - 1) / 2299)
+    assert "Spike" in words and "30" in words, words
+
+
+def test_axes(visit, one_run):
+    """Steps, tokens, samples and time; logarithmic ones keep the values."""
+    one = visit(one_run)
+    page = one.page
+    for clock, factor in (("tokens", BATCH * LENGTH), ("samples", BATCH)):
+        page.select_option("#x", clock)
+        settled(one)
+        assert abs(steps_of(hover(one, 0.5)) / factor - 1150) < 20
+    page.select_option("#x", "seconds")
+    settled(one)
+    assert re.search(r"time 7 min 4\d s|time 7 min 5\d s", hover(one, 0.5))
+    page.keyboard.press("x")
+    page.locator(f"{LOSS} .plot").hover()
+    page.keyboard.press("l")
+    settled(one)
+    assert page.get_attribute(f"{LOSS} figcaption button", "aria-pressed") == "true"
+    assert "log=" in page.url and abs(steps_of(hover(one, 0.5)) - 1150) < 20
+
+
+def test_runs_compared(visit, four_runs):
+    """Four runs share charts, each with its colour; each is hidden and shown; broken lines are
+    counted; configurations and texts stand beside each other."""
+    one = visit(four_runs)
+    page = one.page
+    labels = page.locator(f"{LOSS} .values .label")
+    assert labels.all_inner_texts() == ["baseline", "wider", "deeper", "warm-up"]
+    colours = page.locator(f"{LOSS} .values .swatch").evaluate_all(
+        "all => all.map(one => getComputedStyle(one).backgroundColor)"
+    )
+    assert len(set(colours)) == 4
+    assert "3 broken lines passed over" in page.inner_text("#runs li:nth-child(3)")
+    page.keyboard.press("2")
+    playwright.expect(labels).to_have_text(["baseline", "deeper", "warm-up"])
+    page.reload()
+    playwright.expect(labels).to_have_text(["baseline", "deeper", "warm-up"])
+    page.keyboard.press("t")
+    assert page.locator("#events tbody tr").count() > 20
+    page.keyboard.press("t")
+    playwright.expect(page.locator("#texts dd").first).to_have_text("after 2000 steps")
+    assert page.locator("#texts dt").count() == 4
+
+
+def test_a_live_run(visit, browser, tmp_path):
+    """What is written is drawn soon, also after half a line, in the plots that are there."""
+    path = write_run(tmp_path / "live" / "metrics.jsonl", 300)
+    with dashboard(path) as url:
+        one = visit(url)
+        page = one.page
+        canvas = page.locator(f"{LOSS} canvas").element_handle()
+        assert abs(steps_of(hover(one, 1.0)) - 300) < 5
+        line = train_row(400)
+        with path.open("a") as file:
+            file.write("".join(train_row(step) for step in range(301, 400)) + line[:40])
+        playwright.expect(page.locator(".far")).to_contain_text("399")
+        with path.open("a") as file:
+            file.write(line[40:] + row("save", 400, seconds=1.0))
+        playwright.expect(page.locator(".far")).to_contain_text("400")
+        deadline = time.monotonic() + 10
+        while steps_of(hover(one, 1.0)) < 395 and time.monotonic() < deadline:
+            page.mouse.move(5, 5)
+        assert steps_of(hover(one, 1.0)) >= 395
+        assert canvas.evaluate("canvas => canvas.isConnected")
+
+
+def test_exports(visit, one_run):
+    """A picture with title and legend; a table with every row of what is seen."""
+    one = visit(one_run)
+    drag(one, 0.4, 0.6)
+    with one.page.expect_download() as saved:
+        one.page.click(f"{LOSS} button:text-is('PNG')")
+    picture = Path(saved.value.path()).read_bytes()
+    assert saved.value.suggested_filename == "training-loss.png"
+    assert picture.startswith(b"\x89PNG") and len(picture) > 5000
+    with one.page.expect_download() as saved:
+        one.page.click(f"{LOSS} button:text-is('CSV')")
+    table = list(csv.DictReader(io.StringIO(Path(saved.value.path()).read_text())))
+    steps = [int(entry["iteration"]) for entry in table]
+    assert steps == list(range(steps[0], steps[-1] + 1)) and 400 < len(steps) < 520
+    name = next(column for column in table[0] if "loss" in column)
+    written = float(re.search(r'"loss": ([\d.]+)', train_row(steps[0], 1))[1])
+    assert float(table[0][name]) == pytest.approx(written, rel=1e-6)
+
+
+def test_texts_of_runs_are_no_markup(visit, tmp_path):
+    path = write_run(tmp_path / "metrics.jsonl", 40)
+    with path.open("a") as file:
+        file.write(row(f"validation {MARKUP}", 40, loss=2.0))
+        file.write(row("text", 40, prompt=MARKUP, answer=MARKUP, reference=MARKUP, ended=True))
+        file.write(row(f"odd {MARKUP}", 40, value=1.0))
+    with dashboard(f"<b onload>{MARKUP.partition('=')[0]}={path}") as url:
+        one = visit(url)
+        page = one.page
+        page.keyboard.press("t")
+        page.keyboard.press("t")
+        playwright.expect(page.locator("#texts h3")).to_have_text(MARKUP)
+        assert page.locator("main img, main script, aside img, aside script").count() == 0
+        assert page.title() != "owned"
+    assert_no_markup_is_made(PAGE)
+
+
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.proof)])
+def test_on_a_phone(scheme, visit, four_runs):
+    """Nothing is wider than 360 pixels; a finger reads values."""
+    one = visit(four_runs, viewport=PHONE, color_scheme=scheme, has_touch=True)
+    page = one.page
+    for tab in ("charts", "events", "texts", "configuration"):
+        page.check(f"[name=tab][value={tab}]", force=True)
+        page.wait_for_timeout(200)
+        assert one.width() <= 360, tab
+    page.check("[name=tab][value=charts]", force=True)
+    assert not one.outside()
+    settled(one)
+    page.locator(f"{LOSS} .u-over").tap()
+    playwright.expect(page.locator("#position")).to_be_visible()
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_contrast(scheme, visit, four_runs):
+    """Text has the 4.5 of WCAG AA on its ground, the colours of runs have 3."""
+    one = visit(four_runs, color_scheme=scheme)
+    for _ in range(4):
+        found = one.contrasts()
+        assert len(found) > 15
+        assert not [item for item in found if item[0] < 4.5]
+        one.page.keyboard.press("t")
+        one.page.wait_for_timeout(300)
+
+
+@pytest.mark.proof
+def test_by_keyboard(visit, four_runs):
+    """The help lists the keys; arrows read values aloud; every control has a name."""
+    one = visit(four_runs)
+    page = one.page
+    page.keyboard.press("?")
+    assert page.locator("#help").is_visible() and page.locator("#keys dt").count() > 10
+    page.keyboard.press("Escape")
+    page.locator(f"{LOSS} .plot").focus()
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowRight")
+    assert re.match(r"step [2-9]: baseline .*warm-up ", page.text_content("#announcer"))
+    page.keyboard.press("+")
+    settled(one)
+    assert "from=" in page.url
+    unnamed = page.evaluate(
+        "[...document.querySelectorAll('input, select, button, [tabindex=\"0\"]')].filter(one =>"
+        " !one.labels?.length && !one.ariaLabel && !one.textContent.trim())"
+        ".map(one => one.outerHTML)"
+    )
+    assert not unnamed
+
+
+@pytest.mark.proof
+def test_a_server_that_has_gone(visit, runs):
+    with dashboard(runs[0]) as url:
+        one = visit(url)
+    one.page.wait_for_selector("#health[data-state=down]")
+    assert one.page.locator(f"{LOSS} canvas").is_visible()
+    one.complaints = [words for words in one.complaints if "ERR_" not in words]
+
+
+@pytest.mark.skipif(not SHOTS, reason="MEGATRON_SHOTS names no folder for pictures")
+def test_pictures(visit, one_run, four_runs):
+    folder = Path(SHOTS or "")
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def take(name: str, url: str, pointed: float = 0.6, **context) -> None:
+        one = visit(url, **context)
+        settled(one)
+        hover(one, pointed)
+        one.page.screenshot(path=folder / f"dashboard-{name}.png")
+
+    small = {"width": 1180, "height": 760}
+    take("one", one_run, (SPIKE - 1) / 2299, viewport=small)
+    take("four", four_runs, viewport=small)
+    take("dark", four_runs, viewport=small, color_scheme="dark")
+    take("phone", one_run, viewport=PHONE, has_touch=True, device_scale_factor=1.5)

@@ -1,0 +1,118 @@
+"""Trackers that answer late, fail, or are not there: training neither waits nor ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import threading
+
+import pytest
+
+from megatron.config.output import LoggingConfig
+from megatron.training.trackers import background
+from megatron.training.trackers.background import BackgroundWriter
+from megatron.training.writers import LastingWriter, build_writers
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.released, self.closed = threading.Event(), False
+
+    def scalars(self, kind, step, values, *, samples, tokens):
+        assert self.released.wait(60)
+        self.steps.append(step)
+
+    def texts(self, written, *, samples, tokens):
+        raise RuntimeError("the server has gone away")
+
+    def close(self):
+        self.closed = True
+
+
+def write(writer, *steps) -> None:
+    for step in steps:
+        writer.scalars("train", step, {"loss": 1.0}, samples=step, tokens=step)
+
+
+def test_training_does_not_wait_for_a_slow_program():
+    recorder = Recorder()
+    writer = BackgroundWriter(lambda: recorder, wait=True)
+    write(writer, 1, 2, 3)
+    assert recorder.steps == []
+    recorder.released.set()
+    writer.close()
+    assert (recorder.steps, recorder.closed) == ([1, 2, 3], True)
+
+
+def test_a_new_run_does_not_wait_for_a_server_without_limit(monkeypatch):
+    monkeypatch.setattr(background, "SECONDS_TO_OPEN", 0.01)
+    answers, recorder = threading.Event(), Recorder()
+
+    def open() -> Recorder:
+        assert answers.wait(60)
+        return recorder
+
+    writer = BackgroundWriter(open, wait=True)
+    write(writer, 1, 2)
+    recorder.released.set()
+    answers.set()
+    writer.close()
+    assert recorder.steps == [1, 2]
+
+
+def test_the_end_of_a_run_does_not_wait_without_limit():
+    recorder = Recorder()
+    writer = BackgroundWriter(lambda: recorder, wait=True, seconds=0.05)
+    write(writer, 1)
+    with pytest.raises(TimeoutError, match="did not take the last rows"):
+        writer.close()
+    recorder.released.set()
+
+
+def test_rows_do_not_fill_the_memory(monkeypatch):
+    monkeypatch.setattr(background, "MOST_WAITING", 2)
+    recorder = Recorder()
+    writer = BackgroundWriter(lambda: recorder, wait=True)
+    with pytest.raises(TimeoutError, match="2 rows wait for it"):
+        write(writer, *range(10))
+    recorder.released.set()
+
+
+def test_an_error_is_raised_by_the_next_call_and_said_once(caplog):
+    opened: list[Recorder] = []
+
+    def open(iteration: int, samples: int) -> BackgroundWriter:
+        opened.append(Recorder())
+        opened[-1].released.set()
+        return BackgroundWriter(lambda: opened[-1], wait=True)
+
+    writer = LastingWriter("--report-to mlflow", open)
+    failing = writer._writer
+    failing.texts(None, samples=0, tokens=0)
+    failing._thread.join(60)
+    write(writer, 1, 2)
+    writer.close()
+    failed, missing = [record.getMessage() for record in caplog.records]
+    assert failed.startswith("--report-to mlflow cannot be written (RuntimeError: the server has")
+    assert "is missing there" in missing
+    assert len(opened) == 1
+
+
+@pytest.mark.parametrize("name", ["mlflow", "trackio", "wandb"])
+def test_a_missing_package_ends_a_new_run_only(monkeypatch, caplog, name):
+    monkeypatch.setitem(sys.modules, name, None)
+    config = dataclasses.replace(
+        LoggingConfig(), report_to=(name,), mlflow_tracking_uri="sqlite:///mlflow.db"
+    )
+    asked = f"--report-to {name}"
+    with pytest.raises(ValueError, match=f"{asked} needs .*pip install {name}`, or leave"):
+        build_writers(config)
+    writer = build_writers(config, resume_iteration=5, resume_samples=5)
+    for part in writer._writers:
+        if isinstance(part._writer, BackgroundWriter):
+            part._writer._thread.join(60)
+    write(writer, 6)
+    writer.close()
+    failed, _ = [record.getMessage() for record in caplog.records]
+    assert failed.startswith(f"{asked} cannot be written (ValueError: {asked} needs")
