@@ -72,15 +72,6 @@ SERVE = [
 # The scorer of examples_deepspeed/detxoify_lm that runs here.
 DETOXIFY = ["alt-profanity-check>=1.8; python_version >= '3.11'"]
 
-# Parsers of what examples_deepspeed/ has for clusters; only tests use them, better in an environment of
-# their own.
-PEERS = [
-    "dstack>=0.20",
-    "kubeflow-trainer-api>=2.0",  # JobSet's fields
-    "kubernetes-validate>=1.33",
-    "skypilot>=0.10",
-]
-
 # Retro: its files are HDF5; without faiss the search for neighbours is exact.
 RETRO = ["faiss-cpu>=1.9", "h5py>=3.10"]
 
@@ -105,7 +96,6 @@ EXTRAS = {
     "http": HTTP,
     "numba": ["numba"],
     "parquet": PARQUET,
-    "peers": PEERS,
     "retro": RETRO,
     "s3": ["s3fs"],
     "serve": SERVE,

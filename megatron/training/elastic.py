@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -20,21 +21,32 @@ class NodeLeftError(FaultError):
 
 
 def is_elastic() -> bool:
-    """Whether the torchrun that has started this process may continue with fewer nodes: it was
-    given ``--nnodes MIN:MAX``, in its command line or in ``PET_NNODES``."""
+    """Whether nodes may leave the torchrun that has started this process, and return: it was given
+    ``--nnodes MIN:MAX``, in its command line or in ``PET_NNODES``."""
     try:
-        line = Path(f"/proc/{launcher_chain()[0]}/cmdline").read_bytes()
+        line = Path(f"/proc/{launcher_chain()[0]}/cmdline").read_text(errors="replace")
     except OSError:
         return False
-    words = [word.decode(errors="replace").replace("_", "-") for word in line.split(b"\0")]
-    given = os.environ.get("PET_NNODES", "")
+    return is_range(given_nodes(line.split("\0")) or os.environ.get("PET_NNODES", ""))
+
+
+def given_nodes(words: Sequence[str]) -> str | None:
+    """The value of ``--nnodes`` in a command line, as torchrun reads it; None without one."""
+    found = None
     for word, value in zip(words, [*words[1:], ""], strict=True):
+        if word.endswith(".py"):  # what follows is the program's
+            break
         if word == "--nnodes":
-            given = value
+            found = value
         elif word.startswith("--nnodes="):
-            given = word.partition("=")[2]
-    least, _, most = given.partition(":")
-    return least.isdecimal() and most.isdecimal() and int(least) < int(most)
+            found = word.partition("=")[2]
+    return found
+
+
+def is_range(nodes: str) -> bool:
+    """Whether a number of nodes is ``MIN:MAX``."""
+    least, _, most = nodes.partition(":")
+    return least.isdecimal() and most.isdecimal()
 
 
 class ElasticNodes(Callback):
