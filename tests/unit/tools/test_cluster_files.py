@@ -117,8 +117,8 @@ def test_dstack_starts_a_torchrun_on_each_node():
 
 
 PACKAGES = "dstack==0.22.5 kubeflow-trainer-api==2.3.0 kubernetes-validate==1.37.0 skypilot==0.14.1"
-"""What these tests ran with. It is no extra of setup.py, since it would hold other packages back: an
-environment of its own has it, whose python MEGATRON_TEST_PEERS names."""
+"""What these tests ran with. It is no extra of setup.py, since it would hold other packages back:
+an environment of its own has it, whose python MEGATRON_TEST_PEERS names."""
 
 PARSING = {
     "kubernetes-validate": """
