@@ -12,7 +12,7 @@ from .namespaces import missing, nodes
 pytestmark = [pytest.mark.proof, pytest.mark.skipif(bool(missing()), reason=missing())]
 SCRIPT = "examples_deepspeed/distribute_pretrain_4n8d_2x4x4_512_2304x24.sh"
 SMALL = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 99 "
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100 "
     "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 "
     "--micro-batch-size 1 --global-batch-size 2 --train-iters 3 --log-interval 1 "
     "--eval-iters 0 --num-workers 0 --loss-scale 1"
