@@ -42,8 +42,9 @@ def test_a_folder_of_the_node_alone_is_named_at_once(mounts, tmp_path, monkeypat
     with pytest.raises(ConfigError) as error:
         shared_folders.look_for(tmp_path / ".probe-1", "--save")
     assert str(error.value) == (
-        f"--save {tmp_path}: node {socket.gethostname()} does not see what rank 0 has written there, "
-        "and has it on overlay (overlay); name a folder of a file system that all nodes mount"
+        f"--save {tmp_path}: node {socket.gethostname()} does not see what rank 0 has written "
+        "there, and has it on overlay (overlay); name a folder of a file system that all nodes "
+        "mount"
     )
     with pytest.raises(ConfigError, match="and has no such folder; name"):
         shared_folders.look_for(tmp_path / "missing" / ".probe-1", "--save")
