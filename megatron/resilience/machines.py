@@ -57,7 +57,8 @@ def _family(address: str) -> int:
 
 
 def is_gone(host: str, port: int, seconds: float = SECONDS) -> bool:
-    """Whether nothing answers there; a refusal is an answer, an unknown name or port 0 says nothing."""
+    """Whether nothing answers there. A refusal is an answer; an unknown name, or port 0, says
+    nothing."""
     if port == 0:
         return False
     try:
