@@ -22,7 +22,12 @@ from types import TracebackType
 
 from megatron.config import ConfigError, RunConfig
 from megatron.resilience.exchange import PATIENCE, RankExchange, several_ranks
-from megatron.resilience.hang_report import described, write_report
+from megatron.resilience.hang_report import (
+    described,
+    record_collectives,
+    write_collectives,
+    write_report,
+)
 from megatron.resilience.machines import is_gone
 from megatron.resilience.process_states import GONE, state_of
 from megatron.resilience.reports import Report, report_of
@@ -353,6 +358,8 @@ class Watchdog:
         else:
             body = ""
         write_report(line, body, self._save)
+        if exchange is not None and self._save is not None:
+            write_collectives(self._save, self._rank)
         for helper in activity.helpers() if activity.helpers is not None else ():
             with contextlib.suppress(OSError):
                 os.kill(helper, signal.SIGKILL)  # one that is stopped would stay
@@ -406,6 +413,7 @@ def _newest() -> str:
 def watchdog_of(config: RunConfig) -> Iterator[Watchdog]:
     """The watchdog of a run that begins in this process, until the block ends. Raises what
     :func:`hang_limits` raises."""
+    record_collectives(config.checkpoint.save)
     with phase("start"), Watchdog(hang_limits(config), config.checkpoint.save) as watchdog:
         activity.saved = activity.give_up = ""
         activity.iteration = 0

@@ -23,7 +23,7 @@ OTHERS = {
         "--local-addr",
     },
     "mpirun": {"--allow-run-as-root", "--mca"},
-    "sbatch": {"--nodes"},
+    "sbatch": {"--array", "--nodes", "--signal"},
     "docker": {"--build-arg", "--user", "--device"},
     "podman": {"--userns"},
     "apptainer": {"--nv"},
