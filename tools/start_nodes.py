@@ -124,21 +124,26 @@ def run(command: Sequence[str], nodes: Slots, config: NodesConfig) -> int:
     """Runs deepspeed to its end, and returns its exit status. A signal that asks to stop reaches
     the processes on the nodes, which save and end: deepspeed would first cut the connections over
     which they print. A second signal is deepspeed's."""
-    with subprocess.Popen(command, start_new_session=True) as launcher:
-        handed: list[int] = []
+    started: list[subprocess.Popen[bytes]] = []
+    handed: list[int] = []
 
-        def hand_on(number: int, _: object) -> None:
-            handed.append(number)
-            if launcher_of(command) == "pdsh" and len(handed) == 1:
-                tell(f"{signal.Signals(number).name}: the processes on all nodes save and end")
-                options = [] if config.ssh_port is None else ["-p", str(config.ssh_port)]
-                stop(list(nodes), launch_of(command, nodes), config.ssh_timeout, options)
-            else:
-                launcher.send_signal(signal.SIGTERM)
+    def hand_on(number: int, _: object) -> None:
+        handed.append(number)
+        if not started:
+            return  # it is being started, and hears of it then
+        if launcher_of(command) == "pdsh" and len(handed) == 1:
+            tell(f"{signal.Signals(number).name}: the processes on all nodes save and end")
+            options = [] if config.ssh_port is None else ["-p", str(config.ssh_port)]
+            stop(list(nodes), launch_of(command, nodes), config.ssh_timeout, options)
+        else:
+            started[0].send_signal(signal.SIGTERM)
 
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, hand_on)
-        status = launcher.wait()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, hand_on)
+    started.append(subprocess.Popen(command, start_new_session=True))
+    if handed:
+        hand_on(handed.pop(), None)
+    status = started[0].wait()
     return status if status >= 0 else 128 - status
 
 

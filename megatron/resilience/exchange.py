@@ -137,9 +137,9 @@ class RankExchange:
         self._far = self.rank == 0
 
     def _run(self) -> None:
+        self._door = Door(os.environ.get("MASTER_ADDR", "127.0.0.1"))
         try:
             self._store = self._connect()
-            self._door = Door(os.environ["MASTER_ADDR"])
             while not self._stopping.is_set():
                 self._round()
                 self._woken.wait(_PAUSE if self._owner_unknown else self._every)
@@ -147,6 +147,8 @@ class RankExchange:
         except Exception as error:  # of any kind: the store has ended, or its network
             self.error = str(error).partition("\n")[0] or repr(error)
             logger.debug("the watchdog's store ended", exc_info=True)
+        finally:
+            self._door.close()
 
     def _connect(self) -> Any:
         """A connection of this thread's own: one that another thread waits in would block it."""

@@ -29,21 +29,27 @@ class Door:
     """
 
     def __init__(self, towards: str) -> None:
-        with socket.socket(_family(towards), socket.SOCK_DGRAM) as probe:
-            probe.connect((towards, _ANY_PORT))  # sends nothing
-            own = probe.getsockname()[0]
-        self._socket = socket.create_server((own, 0), family=_family(own))
-        self._socket.setblocking(False)
-        self.address: tuple[str, int] = self._socket.getsockname()[:2]
+        self.address: tuple[str, int] = ("", 0)
+        """Host and port; port 0 where there can be none, which says nothing about the machine."""
+        self._socket: socket.socket | None = None
+        with contextlib.suppress(OSError):
+            family = _family(towards)
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((towards, _ANY_PORT))  # sends nothing
+                own = probe.getsockname()[0]
+            self._socket = socket.create_server((own, 0), family=family)
+            self._socket.setblocking(False)
+            self.address = self._socket.getsockname()[:2]
 
     def clear(self) -> None:
         """Lets those go that have connected."""
         with contextlib.suppress(BlockingIOError):
-            while True:
+            while self._socket is not None:
                 self._socket.accept()[0].close()
 
     def close(self) -> None:
-        self._socket.close()
+        if self._socket is not None:
+            self._socket.close()
 
 
 def _family(address: str) -> int:
@@ -51,7 +57,10 @@ def _family(address: str) -> int:
 
 
 def is_gone(host: str, port: int, seconds: float = SECONDS) -> bool:
-    """Whether nothing answers there; a refusal is an answer, and an unknown name says nothing."""
+    """Whether nothing answers there. A refusal is an answer; an unknown name, or port 0, says
+    nothing."""
+    if port == 0:
+        return False
     try:
         socket.create_connection((host, port), seconds).close()
     except OSError as error:

@@ -22,6 +22,7 @@ OTHERS = {
         *("--max-restarts", "--rdzv-backend", "--rdzv-id", "--rdzv-endpoint", "--rdzv-conf"),
         "--local-addr",
     },
+    "mpirun": {"--allow-run-as-root", "--mca"},
     "sbatch": {"--array", "--nodes", "--signal"},
     "docker": {"--build-arg", "--user", "--device"},
     "podman": {"--userns"},

@@ -53,6 +53,7 @@ def test_shells_and_choices(machines, tmp_path):
     assert " --include node-1:1@node-2:0,1 train.py" in done.stdout
 
 
+@pytest.mark.proof
 def test_a_whole_hostfile_for_mpirun(machines, tmp_path):
     mpi = ["--launcher", "openmpi"]
     line = words(tmp_path, hostfile(tmp_path / "hosts", NAMES), "--include", "node-2:0@node-3",
@@ -83,6 +84,7 @@ def test_nodes_that_cannot_take_part(machines, tmp_path):
         machines[2].start_sshd()
 
 
+@pytest.mark.proof
 def test_a_folder_that_a_node_does_not_have(machines, tmp_path):
     head = machines[0]
     head.run("mkdir", head.private / "run").check_returncode()
@@ -93,6 +95,7 @@ def test_a_folder_that_a_node_does_not_have(machines, tmp_path):
     assert f"node-2: no folder {head.private}/run; mount or copy it" in done.stderr
 
 
+@pytest.mark.proof
 def test_a_signal_reaches_deepspeed_once_more(machines, tmp_path):
     line = words(tmp_path, hostfile(tmp_path / "hosts", NAMES), script=SLEEP)
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

@@ -40,6 +40,7 @@ def test_an_address_without_a_machine_is_gone():
         with socket.create_connection(address):
             assert is_gone(*address, 0.2)  # the system takes no further one, and says nothing
     assert not is_gone("no-such-host.invalid", 1, 0.2)
+    assert not is_gone(*Door("no-such-host.invalid").address)
 
 
 def test_only_silent_machines_are_looked_into():
