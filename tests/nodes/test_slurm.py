@@ -170,6 +170,26 @@ def test_requeued_by_its_signal_and_resumed_on_two_nodes(slurm, corpus, tmp_path
 
 
 @pytest.mark.proof
+@pytest.mark.parametrize(
+    ("launcher", "signal", "end"),
+    [("srun", [], "SIGTERM"), ("torchrun", ["--batch", "--signal=USR1"], "SIGUSR1")],
+)
+def test_a_run_that_is_asked_to_end_saves(slurm, corpus, tmp_path, launcher, signal, end):
+    """By scancel, and by its signal where torchrun is between slurm and the run."""
+    flags, options = [*FLAGS, "--train-iters", "100000"], ["--nodes", "2"]
+    number, log = submit(slurm, tmp_path, flags, options, **corpus, LAUNCHER=launcher)
+    until(lambda: len(losses(tmp_path)) > 3, log)
+    slurm.output("scancel", *signal, number)
+    until(lambda: f"stopped by {end}" in log.read_text(), log)
+    until(lambda: not slurm.output("squeue", "--noheader", "--states", "R,CG"), log)
+    shown = slurm.job(number)["JobState"]
+    slurm.output("scancel", number)
+    assert shown == ("CANCELLED" if end == "SIGTERM" else "PENDING"), log.read_text()
+    newest = (tmp_path / "runs" / "llama-1b" / "latest").read_text()
+    assert newest == f"global_step{losses(tmp_path)[-1][0]}"
+
+
+@pytest.mark.proof
 def test_a_node_is_lost(corpus, tmp_path):
     with cluster(3) as slurm:
         flags = [*FLAGS, "--train-iters", "100000"]
