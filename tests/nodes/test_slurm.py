@@ -1,6 +1,7 @@
 """examples_deepspeed/slurm/pretrain.sbatch and srun on a slurm cluster of namespaces."""
 
 import json
+import re
 import subprocess
 import time
 
@@ -94,12 +95,13 @@ def test_each_process_gets_its_command(slurm, tmp_path, launcher):
     settings = {"DATA_PATH": "d", "TOKENIZER": "t", "DRY_RUN": 1, "GPUS": 2, "LAUNCHER": launcher}
     number, log = submit(slurm, tmp_path, ["--lr", "1"], ["--nodes", "2"], **settings)
     assert slurm.end(number) == "COMPLETED", log.read_text()
-    lines = [line for line in log.read_text().splitlines() if "pretrain_gpt.py" in line]
+    # Slurm may mix the tasks' lines after 1024 characters.
+    found = sorted(re.findall(r"((?:python|torchrun [^/]*?) pretrain_gpt\.py)", log.read_text()))
     if launcher == "srun":
-        assert len(lines) == 4 and all(line.startswith("python pretrain_gpt.py") for line in lines)
+        assert found == ["python pretrain_gpt.py"] * 4
     else:
-        place = f"--master-addr node-1 --master-port {20000 + number}"
-        assert sorted(line.partition(" pretrain_gpt.py")[0] for line in lines) == [
+        place = f"--master-addr node-1 --master-port {20000 + number} pretrain_gpt.py"
+        assert found == [
             f"torchrun --nproc-per-node 2 --nnodes 2 --node-rank {rank} {place}" for rank in (0, 1)
         ]
 
@@ -167,6 +169,26 @@ def test_requeued_by_its_signal_and_resumed_on_two_nodes(slurm, corpus, tmp_path
     assert slurm.end(second) == "COMPLETED", log.read_text()
     assert slurm.job(second)["NodeList"] == "node-[2-3]"
     assert_same_course(losses(tmp_path), reference(tmp_path / "one", corpus, steps))
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    ("launcher", "signal", "end"),
+    [("srun", [], "SIGTERM"), ("torchrun", ["--batch", "--signal=USR1"], "SIGUSR1")],
+)
+def test_a_run_that_is_asked_to_end_saves(slurm, corpus, tmp_path, launcher, signal, end):
+    """By scancel, and by its signal where torchrun is between slurm and the run."""
+    flags, options = [*FLAGS, "--train-iters", "100000"], ["--nodes", "2"]
+    number, log = submit(slurm, tmp_path, flags, options, **corpus, LAUNCHER=launcher)
+    until(lambda: len(losses(tmp_path)) > 3, log)
+    slurm.output("scancel", *signal, number)
+    until(lambda: f"stopped by {end}" in log.read_text(), log)
+    until(lambda: not slurm.output("squeue", "--noheader", "--states", "R,CG"), log)
+    shown = slurm.job(number)["JobState"]
+    slurm.output("scancel", number)
+    assert shown == ("CANCELLED" if end == "SIGTERM" else "PENDING"), log.read_text()
+    newest = (tmp_path / "runs" / "llama-1b" / "latest").read_text()
+    assert newest == f"global_step{losses(tmp_path)[-1][0]}"
 
 
 @pytest.mark.proof
