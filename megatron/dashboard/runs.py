@@ -13,7 +13,15 @@ import numpy as np
 
 from megatron.dashboard.index import RunIndex
 from megatron.dashboard.records import newest_record, read_record
-from megatron.dashboard.series import Curve, clock, part, rising, smoothed, thinned
+from megatron.dashboard.series import (
+    Curve,
+    clock,
+    part,
+    rising,
+    smoothed,
+    thinned,
+    training_seconds,
+)
 from megatron.dashboard.tables import CLOCKS, Column, MetricTable
 from megatron.util.errors import one_line
 
@@ -45,6 +53,7 @@ class WatchedRun:
         self._record: dict[str, Any] | None = None
         self._configuration: dict[str, Any] = {}
         self._look_at, self._looked_in = 0.0, -1
+        self._time: tuple[str, Curve] = "", training_seconds(None)
         self._last: tuple[str, dict[str, float] | None] = "", None
 
     def refresh(self, ended: Callable[[], bool] = lambda: False) -> None:
@@ -100,12 +109,7 @@ class WatchedRun:
         with self._lock:
             tables = self._index.tables
             train = tables.get("train")
-            first_last = (0, -1)
-            ends = (
-                [self._ends(train, at) for at in first_last]
-                if train is not None and train.rows
-                else []
-            )
+            ends = [] if train is None or not train.rows else self._ends(train)
             return {
                 "extent": {
                     name: [end[name] for end in ends] for name in AXES if ends and name in ends[1]
@@ -139,8 +143,7 @@ class WatchedRun:
         for id in ids:
             with self._lock:
                 table, name = self._series(id)
-                train = self._index.tables.get("train")
-                curve = rising(clock(axis, table, train), table.column(name))
+                curve = rising(clock(axis, table, self._seconds()), table.column(name))
             found[id] = _shown(thinned(part(curve, first, last), points))
             if factor and table.kind == "train":
                 mean = part(smoothed(curve, factor), first, last)
@@ -154,11 +157,10 @@ class WatchedRun:
         values. Raises KeyError for an id of no series."""
         with self._lock:
             chosen = [self._series(id) for id in ids]
-            train = self._index.tables.get("train")
             places: dict[float, dict[str, float]] = {}
             names = []
             for table, name in chosen:
-                x = clock(axis, table, train)
+                x = clock(axis, table, self._seconds())
                 inside = np.isfinite(x)
                 inside &= x >= (-math.inf if first is None else first)
                 inside &= x <= (math.inf if last is None else last)
@@ -218,22 +220,35 @@ class WatchedRun:
         version, found = self._last
         if version != self._index.version:
             train = self._index.tables.get("train")
-            found = None if train is None or not train.rows else self._ends(train, -1)
+            found = None if train is None or not train.rows else self._ends(train)[1]
             self._last = self._index.version, found
         return found
 
-    def _ends(self, train: MetricTable, at: int) -> dict[str, float]:
-        found = {name: float(clock(name, train, train)[at]) for name in AXES}
-        return {name: value for name, value in found.items() if math.isfinite(value)}
+    def _ends(self, train: MetricTable) -> list[dict[str, float]]:
+        """The positions of the first and the last row of training."""
+        ends: list[dict[str, float]] = [{}, {}]
+        for name in AXES:
+            column = clock(name, train, self._seconds())
+            for end, value in zip(ends, (column[0], column[-1]), strict=True):
+                if math.isfinite(value):
+                    end[name] = float(value)
+        return ends
+
+    def _seconds(self) -> Curve:
+        """The time of training, which many curves need, computed once for the rows there are."""
+        version, found = self._time
+        if version != self._index.version:
+            found = training_seconds(self._index.tables.get("train"))
+            self._time = self._index.version, found
+        return found
 
     def _events(self) -> list[dict[str, Any]]:
-        train = self._index.tables.get("train")
         events = []
         for table in self._index.tables.values():
             if table.kind.partition(" ")[0] in _DRAWN:
                 continue
             kept = slice(max(0, table.rows - _MOST_EVENTS), None)
-            clocks = {name: clock(name, table, train)[kept].tolist() for name in AXES}
+            clocks = {name: clock(name, table, self._seconds())[kept].tolist() for name in AXES}
             names = [name for name in table.columns if name not in CLOCKS]
             values = {name: table.column(name)[kept].tolist() for name in names}
             for row in range(len(clocks["iteration"])):
@@ -251,19 +266,19 @@ class WatchedRun:
         train = tables.get("train")
         if train is None or not train.rows:
             return {}
-        seconds = clock("seconds", train, train)[-_RECENT:]
-        tokens = train.column("tokens")[-_RECENT:]
+        seconds = self._seconds().y[-_RECENT:]
+        tokens = train.column("tokens", _RECENT)
         rate = None
         if len(seconds) > 1 and seconds[-1] > seconds[0]:
             rate = float((tokens[-1] - tokens[0]) / (seconds[-1] - seconds[0]))
         held_out = next((t for k, t in tables.items() if k.partition(" ")[0] == "validation"), None)
         names = ("seconds_left", "energy_joules", "co2_grams", "cost", "cost_left")
         return {
-            "loss": _mean(train.column("loss")[-_RECENT:]),
+            "loss": _mean(train.column("loss", _RECENT)),
             "validation_loss": None if held_out is None else _least(held_out.column("loss")),
             "tokens_per_second": rate,
-            "mfu": _mean(train.column("mfu")[-_RECENT:]),
-            **{name: _last(train.column(name)) for name in names},
+            "mfu": _mean(train.column("mfu", _RECENT)),
+            **{name: _last(train.column(name, 1)) for name in names},
         }
 
 

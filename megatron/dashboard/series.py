@@ -18,19 +18,25 @@ class Curve(NamedTuple):
     y: Column
 
 
-def clock(name: str, table: MetricTable, train: MetricTable | None) -> Column:
+def training_seconds(train: MetricTable | None) -> Curve:
+    """The seconds that training took, over its steps; no points if the rows do not say."""
+    if train is None or "seconds_per_iteration" not in train.columns:
+        return Curve(np.empty(0), np.empty(0))
+    steps = train.column("iteration")
+    each = np.nan_to_num(train.column("seconds_per_iteration"))
+    return Curve(steps, np.cumsum(each * np.diff(steps, prepend=0.0)))
+
+
+def clock(name: str, table: MetricTable, seconds: Curve) -> Column:
     """The positions of the rows of a table on the axis ``name``: their iteration, samples or
     tokens, or the seconds that training took until then."""
     if name != "seconds":
         return table.column(name)
-    if train is None or "seconds_per_iteration" not in train.columns:
+    if not len(seconds.x):
         return np.full(table.rows, np.nan)
-    steps = train.column("iteration")
-    each = np.nan_to_num(train.column("seconds_per_iteration"))
-    seconds = np.cumsum(each * np.diff(steps, prepend=0.0))
-    if table is train or not len(steps):
-        return seconds
-    return np.interp(table.column("iteration"), steps, seconds)
+    if table.kind == "train":
+        return seconds.y
+    return np.interp(table.column("iteration"), *seconds)
 
 
 def rising(x: Column, y: Column) -> Curve:

@@ -81,11 +81,13 @@ class MetricTable:
         if len(later):
             self.cut(int(later[0]))
 
-    def column(self, name: str) -> Column:
-        """The values of all rows; NaN for a name that no row has."""
+    def column(self, name: str, last: int | None = None) -> Column:
+        """The values of all rows, or of the ``last``; NaN for a name that no row has."""
+        count = self.rows if last is None else min(last, self.rows)
         if name not in self.columns:
-            return np.full(self.rows, np.nan)
-        return np.fromfile(self._path(self.columns.index(name)), np.float64, self.rows)
+            return np.full(count, np.nan)
+        path, offset = self._path(self.columns.index(name)), (self.rows - count) * _BYTES
+        return np.fromfile(path, np.float64, count, offset=offset)
 
     def _write(self, place: int, values: Column) -> None:
         with self._path(place).open("ab") as file:

@@ -106,6 +106,12 @@ def drag(one: Visit, start: float, end: float) -> None:
     settled(one)
 
 
+def high(one: Visit) -> float:
+    """The upper end of the vertical axis of the training loss."""
+    label = one.page.get_attribute(f"{LOSS} .plot", "aria-label")
+    return float(re.search(r"from \S+ to ([\d.]+)\.", label)[1])
+
+
 def steps_of(text: str) -> int:
     return int(re.sub(r"\D", "", text.split("·")[0]))
 
@@ -169,6 +175,9 @@ def test_axes(visit, one_run):
         page.select_option("#x", clock)
         settled(one)
         assert abs(steps_of(hover(one, 0.5)) / factor - 1150) < 20
+    assert high(one) > 30
+    page.keyboard.press("o")
+    assert high(one) < 12 and "cut=1" in page.url
     page.select_option("#x", "seconds")
     settled(one)
     assert re.search(r"time 7 min 4\d s|time 7 min 5\d s", hover(one, 0.5))
@@ -384,10 +393,10 @@ def test_pictures(visit, one_run, four_runs):
         hover(one, pointed)
         path = folder / f"dashboard-{name}.png"
         one.page.screenshot(path=path)
-        Image.open(path).convert("RGB").quantize(96).save(path, optimize=True)  # a third as large
+        Image.open(path).convert("RGB").quantize(200).save(path, optimize=True)  # a third as large
 
     small = {"width": 1180, "height": 760}
     take("one", one_run, (SPIKE - 1) / 2299, viewport=small)
-    take("four", four_runs, viewport=small)
+    take("four", f"{four_runs}#cut=1", viewport=small)
     take("dark", four_runs, viewport=small, color_scheme="dark")
     take("phone", one_run, viewport=PHONE, has_touch=True, device_scale_factor=1.5)

@@ -66,6 +66,7 @@ export class Chart {
     );
     this.plot = new Plot(this.place, {
       zoomed,
+      drawn: () => this.place.setAttribute("aria-label", this.#summary()),
       pointed: (x) => {
         if (x === null && Chart.#touched) return;
         this.#readout(x);
@@ -115,7 +116,7 @@ export class Chart {
 
   /** The same data, after a change of colours or axes. */
   redraw() {
-    const { log, logX, x: clock, marks } = state;
+    const { log, logX, cut, x: clock, marks } = state;
     const on = log.has(this.panel.id);
     this.log.setAttribute("aria-pressed", String(on));
     if (!this.#lines.length) return;
@@ -127,9 +128,9 @@ export class Chart {
       unit: this.panel.unit,
       log: on,
       logX,
+      cut,
       dark: isDark(),
     });
-    this.place.setAttribute("aria-label", this.#summary());
   }
 
   /** Says why there is nothing to see. */
@@ -197,7 +198,9 @@ export class Chart {
 
   #summary() {
     const ends = this.#lines.map(({ label, y }) => `${label} ${write(this.panel.unit, y.at(-1))}`);
-    return `${this.panel.heading}. Last values: ${ends.join(", ")}. Arrow keys read values.`;
+    const [low, high] = this.plot.heights.map((value) => write(this.panel.unit, value));
+    const words = `${this.panel.heading}, from ${low} to ${high}. Last values: ${ends.join(", ")}.`;
+    return `${words} Arrow keys read values.`;
   }
 
   /** Arrow keys go from value to value, which are read aloud. */

@@ -17,6 +17,7 @@ const KEYS = [
   [["<", ","], "To the left", ({ charts }) => look(charts, 1, -PART)],
   [[">", "."], "To the right", ({ charts }) => look(charts, 1, PART)],
   [["Escape", "a"], "Show all", () => state.set({ zoom: null })],
+  [["o"], "Cut spikes off, so that the rest fills the chart", () => state.set({ cut: !state.cut })],
   [["m"], "Show or hide events", () => state.set({ marks: !state.marks })],
   [["p"], "Picture of the chart under the pointer", ({ charts }) => charts.current?.savePicture()],
   [["c"], "Its table as CSV", ({ charts }) => charts.current?.saveTable()],

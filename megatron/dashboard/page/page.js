@@ -133,6 +133,7 @@ function showControls() {
   byId("smooth").value = String(SMOOTHINGS.indexOf(state.smooth));
   byId("smooth-value").textContent = state.smooth ? String(state.smooth) : "none";
   byId("logx").checked = state.logX;
+  byId("cut").checked = state.cut;
   byId("marks").checked = state.marks;
   byId("all").hidden = !state.zoom;
   if (byId("find") !== document.activeElement) byId("find").value = state.find;
@@ -145,6 +146,7 @@ function prepareControls() {
   byId("x").addEventListener("change", () => state.set({ x: byId("x").value, zoom: null }));
   byId("smooth").addEventListener("input", () => state.set({ smooth: SMOOTHINGS[byId("smooth").value] }));
   byId("logx").addEventListener("change", () => state.set({ logX: byId("logx").checked }));
+  byId("cut").addEventListener("change", () => state.set({ cut: byId("cut").checked }));
   byId("marks").addEventListener("change", () => state.set({ marks: byId("marks").checked }));
   byId("find").addEventListener("input", () => state.set({ find: byId("find").value }));
   byId("all").addEventListener("click", () => state.set({ zoom: null }));

@@ -14,7 +14,19 @@ const PALE = 0.3;
 /** The values of a line as uPlot takes them: null is a gap. */
 const drawable = (values, log) => values.map((value) => (value === null || (log && value <= 0) ? null : value));
 
-const rangeOf = (log) => (plot, least, most) => {
+const OUTLIERS = 0.01; // the share at either end that is left out where spikes are cut off
+
+/** The least and greatest values that are seen but the outliers. */
+function usual(plot) {
+  const [from, to] = plot.series[0].idxs;
+  const values = plot.data.slice(1).flatMap((ys) => Array.from(ys.slice(from, to + 1)).filter(Number.isFinite));
+  values.sort((a, b) => a - b);
+  const out = Math.floor(OUTLIERS * values.length);
+  return values.length ? [values[out], values[values.length - 1 - out]] : [null, null];
+}
+
+const rangeOf = (log, cut) => (plot, first, last) => {
+  const [least, most] = cut ? usual(plot) : [first, last];
   if (least === null || most === null) return [log ? 0.1 : 0, 1];
   if (log) return least === most ? [least / 2, most * 2] : [least * 0.94, most * 1.06];
   const margin = 0.06 * (most - least) || 0.05 * Math.abs(most) || 1;
@@ -33,26 +45,27 @@ function logTicks(plot, values, axis) {
 /**
  * uPlot with what this page needs of it. A line is `{key, name, colour, dash, x, y, smooth?}`, the
  * latter a `{x, y}`; x rises. `zoomed` gets `[from, to]`, or null where all is to be seen;
- * `pointed` a position, or null where the pointer has left.
+ * `pointed` a position, or null where the pointer has left; `drawn` is called after each drawing.
  */
 export class Plot {
   #plot = null;
   #shape = "";
   #content = null;
 
-  constructor(place, { zoomed, pointed }) {
+  constructor(place, { zoomed, pointed, drawn }) {
     this.place = place;
+    this.drawn = drawn;
     this.zoomed = zoomed;
     this.pointed = pointed;
     new ResizeObserver(() => this.#resize()).observe(place);
   }
 
-  /** Draws `{lines, marks, range, clock, unit, log, logX, dark}`; the same ones without flicker. */
+  /** Draws `{lines, marks, range, clock, unit, log, logX, cut, dark}`; the same ones without flicker. */
   show(content) {
     this.#content = content;
-    const { lines, clock, unit, log, logX, dark } = content;
+    const { lines, clock, unit, log, logX, cut, dark } = content;
     const styles = lines.map(({ key, colour, dash, smooth, x }) => [key, colour, dash, !!smooth, x.length < FEW_POINTS]);
-    const shape = JSON.stringify([clock, unit, log, logX, dark, styles]);
+    const shape = JSON.stringify([clock, unit, log, logX, cut, dark, styles]);
     const data = this.#data();
     if (this.#plot && shape === this.#shape) {
       this.#plot.batch(() => {
@@ -83,6 +96,12 @@ export class Plot {
     return this.#plot?.ctx.canvas ?? null;
   }
 
+  /** The ends of the vertical axis. */
+  get heights() {
+    const { min, max } = this.#plot.scales.y;
+    return [min, max];
+  }
+
   /** Pixels of the page between two positions. */
   distance(a, b) {
     return Math.abs(this.#plot.valToPos(a, "x") - this.#plot.valToPos(b, "x"));
@@ -102,7 +121,7 @@ export class Plot {
   }
 
   #options() {
-    const { lines, clock, unit, log, logX } = this.#content;
+    const { lines, clock, unit, log, logX, cut } = this.#content;
     const [text, grid] = [themeColour("faint"), themeColour("line")];
     const axis = { stroke: text, font: FONT, grid: { stroke: grid, width: 1 }, ticks: { show: false } };
     const words = (name) => (plot, values) => values.map((value) => (value === null ? "" : write(name, value)));
@@ -112,7 +131,7 @@ export class Plot {
       padding: [10, 12, 0, 0],
       scales: {
         x: { time: false, distr: logX ? 3 : 1, range: () => this.#range() },
-        y: { distr: log ? 3 : 1, range: rangeOf(log) },
+        y: { distr: log ? 3 : 1, range: rangeOf(log, cut) },
       },
       axes: [
         { ...axis, space: 70, size: 28, values: words(CLOCKS[clock].unit), ...(logX && { filter: logTicks }) },
@@ -126,7 +145,7 @@ export class Plot {
         y: false,
       },
       hooks: {
-        draw: [(plot) => drawMarks(plot, this.#content.marks)],
+        draw: [(plot) => drawMarks(plot, this.#content.marks), () => this.drawn()],
         setCursor: [(plot) => this.#pointed(plot)],
         setSelect: [(plot) => this.#selected(plot)],
       },
