@@ -144,9 +144,10 @@ start() {
 }
 
 run() {
+    local line
     if [[ -n ${DRY_RUN:-} ]]; then
-        printf '%q ' "$@"
-        echo
+        printf -v line '%q ' "$@"
+        echo "$line" # in one write: several nodes may have one log
     elif ((${RESTARTS:-0})); then
         restarting "$@"
     else

@@ -77,6 +77,8 @@ NODE_CHECKPOINTS = "megatron.training.unattended.node_memory:NodeCheckpoints"
 runs with the flag only."""
 SPENDING = "megatron.training.energy.callback:SpendingCounter"
 """The callback that counts energy and cost. It is imported for runs that train."""
+HOSTS = "megatron.training.hosts"
+"""Where the ranks of a run are, imported where there are several, or a record is written."""
 RUN_RECORD = "megatron.training.run_record.callback:RunRecorder"
 """The callback that records how a run was started, imported for runs that save."""
 RESTARTED = "megatron.training.unattended.restarted:restarted"
@@ -147,9 +149,7 @@ def build_trainer(
     counted = []
     if not config.training.skip_train:
         counted = [resolve_name(SPENDING)(config, mesh, device, report, begin)]
-    recorded = []
-    if config.checkpoint.save:
-        recorded = [resolve_name(RUN_RECORD)(run, mesh, device, begin, files)]
+    recorded = _recorded(run, mesh, device, report, begin, files)
     replicas = ReplicaCheck(engine, config.resilience.check_replicas_interval)
     compared = []
     if mesh.world.size > 1:
@@ -195,6 +195,25 @@ def _elastic(mesh: Mesh) -> list[Callback]:
         return []
     elastic = import_module(ELASTIC)
     return [elastic.ElasticNodes()] if elastic.is_elastic() else []
+
+
+def _recorded(
+    run: Run,
+    mesh: Mesh,
+    device: torch.device,
+    report: Reporter,
+    begin: ResumePoint,
+    files: Sequence[DataFile],
+) -> list[Callback]:
+    """Says where the ranks of a run are; the record of its start, if it saves."""
+    saves = bool(run.config.checkpoint.save)
+    if mesh.world.size == 1 and not saves:
+        return []
+    places = resolve_name(f"{HOSTS}:places_of_ranks")(mesh, device)
+    if mesh.world.size > 1:
+        for line in resolve_name(f"{HOSTS}:rank_map")(places):
+            report.say(line)
+    return [resolve_name(RUN_RECORD)(run, mesh, begin, files, places)] if saves else []
 
 
 def _judges(

@@ -1,5 +1,6 @@
-"""torchrun starts ranks again that were killed, with every rendezvous and on two nodes: the run
-continues from its newest checkpoint and ends with the weights of a run that was never killed."""
+"""torchrun starts ranks again that were killed or stopped, with every rendezvous and on two nodes:
+the run continues from its newest checkpoint and ends with the weights of a run that was never
+killed. deepspeed ends the others."""
 
 import contextlib
 import os
@@ -47,7 +48,9 @@ class Run:
             own = {**environment(), "OMP_NUM_THREADS": "1"}
             own.pop("GLOO_SOCKET_IFNAME", None)
             start = [str(BIN / "torchrun"), "--max-restarts", "3"]
-            if self.names is None:
+            if self.rendezvous == "deepspeed":
+                start = [str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", self.port]
+            elif self.names is None:
                 start += ["--nproc-per-node", "2"]
                 start += {
                     "c10d": ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"],
@@ -79,6 +82,8 @@ class Run:
     def processes(self, node=None):
         """The ranks of the run, those of a node or all, by their ids."""
         agents = {str(self.agents[n].pid) for n in self.agents if node in (None, n)}
+        if self.rendezvous == "deepspeed":  # has a process of its own for each node
+            agents = {pid for agent in agents for pid in children_of(agent)}
         found = {}
         for folder in Path("/proc").iterdir():
             if folder.name.isdecimal():
@@ -100,6 +105,10 @@ class Run:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(agent.pid, signal.SIGTERM)
                 agent.wait(timeout=60)
+
+
+def children_of(pid):
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
 def interface_of(name):
@@ -158,6 +167,40 @@ def test_a_killed_rank_is_started_again(tmp_path, rendezvous, layout, rank):
     first, second = resumed_at(run.said())
     assert first >= 40 and second >= 140
     assert weights(run.save) == undisturbed(tmp_path / "undisturbed", LAYOUTS[layout])
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(("rendezvous", "rank"), [("c10d", 0), ("c10d", 1), ("static", 0)])
+def test_a_stopped_rank_is_started_again(tmp_path, rendezvous, rank):
+    """torchrun ends it by SIGKILL, half a minute after the others have named it."""
+    layout = [*LAYOUTS["zero1-dp2"], "--hang-seconds", "6"]
+    with a_run(tmp_path, rendezvous, layout) as run:
+        run.wait_for(r"iteration +60/")
+        stopped = run.processes()[rank]
+        os.kill(stopped, signal.SIGSTOP)
+        run.ends_well()
+    named = f"error: rank {rank} \\([^)]*pid {stopped}\\) does not answer: its process is stopped"
+    assert re.search(named, run.said())
+    assert not re.search(f"error: rank {1 - rank} ", run.said()), "the wrong one is blamed"
+    (resumed,) = resumed_at(run.said())
+    assert resumed >= 40
+    assert weights(run.save) == undisturbed(tmp_path / "undisturbed", LAYOUTS["zero1-dp2"])
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_ends_a_run_of_deepspeed(tmp_path, rank):
+    """With status 3, by which the scripts start it again."""
+    layout = [*LAYOUTS["zero1-dp2"], "--hang-seconds", "6"]
+    with a_run(tmp_path, "deepspeed", layout) as run:
+        run.wait_for(r"iteration +60/")
+        ranks = run.processes()
+        os.kill(ranks[rank], signal.SIGSTOP)
+        assert run.agents[0].wait(timeout=300) == 3, run.said()[-4000:]
+        assert not [pid for pid in ranks.values() if Path(f"/proc/{pid}").exists()]
+    (line,) = re.findall(r".*error: rank .*", run.said())
+    assert f"error: rank {rank} (" in line and f"pid {ranks[rank]})" in line
+    assert "its process is stopped" in line
 
 
 @pytest.mark.proof

@@ -3,6 +3,7 @@ processes that read data and do not, in every layout. A run that was suspended a
 continues."""
 
 import os
+import pickle
 import re
 import signal
 import sys
@@ -136,6 +137,11 @@ def test_a_rank_that_hangs_is_named(start, tmp_path, where, how, argv):
     (report,) = (tmp_path / "save").glob("hang-*.txt")
     text = report.read_text()
     assert "hanging_program.py" in text and text.count("thread MainThread:") == 2
+    if where != "start":
+        records = tmp_path / "save" / "collectives"
+        assert {file.name for file in records.iterdir()} == {"rank_0", "rank_1"}
+        entries = pickle.loads((records / "rank_0").read_bytes())["entries"]
+        assert any(not entry["retired"] for entry in entries)
     if "--async-save" in argv:
         assert "the save in the background" in run.printed(1)
 
@@ -196,6 +202,9 @@ def test_a_run_whose_data_do_not_come_saves_its_last_step(start, tmp_path, termi
     (reader,) = run.readers()
     os.kill(reader, signal.SIGSTOP)
     if terminated:
+        before = None  # what it has read already is trained on; the signal would end it there
+        while before != (before := run.printed()):
+            time.sleep(3)
         run.signal(signal.SIGTERM)
     (line,) = run.errors()
     assert f"process {reader} of --num-workers, which is stopped" in line
@@ -217,11 +226,12 @@ def test_a_signal_to_end_is_obeyed_while_a_rank_is_stopped(start):
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_suspended_run_continues(start, size):
-    run = start(size=size).trains()
+@pytest.mark.parametrize(("size", "seconds"), [(1, 2 * LIMIT), (2, 2 * LIMIT), (2, 75)])
+def test_a_suspended_run_continues(start, size, seconds):
+    """Also where it was suspended for longer than gloo waits."""
+    run = start(["--distributed-timeout-minutes", "1"], size).trains()
     run.signal(signal.SIGSTOP)
-    time.sleep(2 * LIMIT)
+    time.sleep(seconds)
     run.signal(signal.SIGCONT)
     time.sleep(1.5 * LIMIT)
     before = run.printed()
