@@ -21,21 +21,24 @@ MODEL = [
 
 
 class Elastic:
-    """A run of one to four nodes, one process on each, started by a script of examples_deepspeed;
-    each agent writes what it prints to a file."""
+    """A run of as many nodes as ``number`` says, one process on each, started by a script of
+    examples_deepspeed; each agent writes what it prints to a file."""
 
-    def __init__(self, machines, folder):
+    def __init__(self, machines, folder, number):
         self.machines, self.folder, self.port = machines, folder, free_port()
+        self.number = number
         self.agents = {}
 
     def start(self, *which):
-        variables = {"NODES": "1:4", "GPUS": "1", "LAUNCHER": "torchrun",
+        variables = {"NODES": self.number, "GPUS": "1", "LAUNCHER": "torchrun",
                      "MASTER_ADDR": "node-1", "MASTER_PORT": self.port,
                      "OMP_NUM_THREADS": "1"}  # fmt: skip
         script = 'source examples_deepspeed/common.sh; start pretrain_gpt.py "$@"'
         save = ["--save", self.folder / "save", "--load", self.folder / "save"]
         words = [*MODEL, *save, "--train-iters", 1000000, "--keep-last", 2]
         for node in which:
+            if self.number == "2:2":  # as the Job of Kubernetes
+                variables["NODE_RANK"] = str(node - 1)
             with (self.folder / f"log.{node}").open("a") as log:
                 self.agents[node] = self.machines[node - 1].start(
                     "bash", "-c", script, ROOT / "examples_deepspeed" / "elastic.sh", *words,
@@ -72,7 +75,7 @@ def test_nodes_leave_and_return(tmp_path):
     """One is asked to leave, which saves; one is lost; both return. Every sample is read once, in
     the order of a run of one process."""
     with nodes(4, tmp_path / "nodes", sshd=False) as machines:
-        run = Elastic(machines, tmp_path)
+        run = Elastic(machines, tmp_path, "1:4")
         run.start(1, 2, 3, 4)
         run.trains_on([4])
         send(run.agents[4], signal.SIGTERM)
@@ -85,13 +88,38 @@ def test_nodes_leave_and_return(tmp_path):
             send(agent, signal.SIGTERM)
         for agent in run.agents.values():
             agent.wait(timeout=120)
-    found = losses(tmp_path / "save")
+    as_undisturbed(tmp_path)
+
+
+def as_undisturbed(folder):
+    """Whether a run had the losses of one process that nothing has disturbed."""
+    found = losses(folder / "save")
     undisturbed = subprocess.run(
         ["python", "pretrain_gpt.py", *MODEL, "--micro-batch-size", "12",
-         "--train-iters", str(len(found)), "--save", str(tmp_path / "undisturbed")],
+         "--train-iters", str(len(found)), "--save", str(folder / "undisturbed")],
         cwd=ROOT, env=environment(), capture_output=True, text=True,
     )  # fmt: skip
     assert undisturbed.returncode == 0, undisturbed.stderr
-    expected = losses(tmp_path / "undisturbed")
+    expected = losses(folder / "undisturbed")
     assert found == pytest.approx(expected, rel=1e-4)
     assert statistics.stdev(expected) > 1e-3 * expected[0]  # other samples would be seen
+
+
+def test_an_evicted_pod_is_waited_for(tmp_path):
+    """As many nodes as at the start are needed: the one that stays begins again when the other has
+    come back, and no step is lost."""
+    with nodes(2, tmp_path / "nodes", sshd=False) as machines:
+        run = Elastic(machines, tmp_path, "2:2")
+        run.start(1, 2)
+        run.trains_on([2])
+        send(run.agents[2], signal.SIGTERM)
+        run.agents[2].wait(timeout=60)
+        run.start(2)
+        run.trains_on([2, 2])
+        for agent in run.agents.values():
+            send(agent, signal.SIGTERM)
+        for agent in run.agents.values():
+            agent.wait(timeout=120)
+    (left,) = re.findall(r"rank 1 left the run after iteration (\d+)", run.said())
+    assert f"at iteration {left}" in run.said()
+    as_undisturbed(tmp_path)

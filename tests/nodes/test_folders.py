@@ -2,7 +2,9 @@
 built once where nodes share the cache, and once for each node where it is the node's own."""
 
 import json
+import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 from launched_runs import ROOT, environment, free_port
@@ -23,7 +25,7 @@ def machines(tmp_path_factory):
     folder = tmp_path_factory.mktemp("folders")
     for name in ("own", "shared", "nodes"):
         (folder / name).mkdir()
-    with nodes(2, folder / "nodes", private=[folder / "own"], sshd=False) as both:
+    with nodes(2, folder / "nodes", private=[folder / "own"]) as both:
         yield folder, both
 
 
@@ -132,3 +134,34 @@ def test_a_folder_that_one_node_does_not_see_is_named(machines, flag):
     for said in outputs:
         lines = [line for line in said.splitlines() if "error: " in line and flag in line]
         assert lines and all(str(own) in line and "node-2" in line for line in lines), outputs
+
+
+SFTP = "/usr/lib/openssh/sftp-server"
+
+
+@pytest.mark.skipif(
+    not (shutil.which("sshfs") and Path(SFTP).exists() and Path("/dev/fuse").exists()),
+    reason="sshfs, openssh-sftp-server or FUSE are not here",
+)
+def test_a_network_file_system_that_remembers_what_a_folder_had(machines):
+    """One node has the folder and the other mounts it, and has listed it before: for twenty seconds
+    it believes what it saw. Both train, save there and resume."""
+    folder, both = machines
+    data, own = corpus(folder / "shared"), folder / "own"
+    save = own / "remembered"
+    both[0].run("mkdir", save).check_returncode()
+    remembers = (
+        ",".join(f"dcache_{what}timeout=20" for what in ("", "stat_", "dir_", "link_"))
+        + f",entry_timeout=20,attr_timeout=20,negative_timeout=20,sftp_server={SFTP}"
+    )
+    both[1].run("sshfs", "-o", remembers, f"node-1:{own}", own).check_returncode()
+    try:
+        assert both[1].run("ls", own, save).returncode == 0
+        for last in ("2", "4"):
+            flags = ["--data-path", data, "--save", save, "--load", save, "--train-iters", last]
+            outputs, statuses = train(both, *flags)
+            assert statuses == [0, 0], outputs
+        assert "at iteration 2" in outputs[0]
+        assert not both[1].run("sh", "-c", f"ls -a {save} | grep probe").stdout
+    finally:
+        both[1].run("fusermount", "-u", own)
