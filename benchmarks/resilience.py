@@ -75,8 +75,8 @@ def rank_main(model: str, rounds: int, save: str) -> None:
     from megatron.training.build import build_trainer
     from megatron.training.checkpoints import CheckpointManager
     from megatron.training.process import connected
-    from megatron.training.replicas import ReplicaCheck
     from megatron.training.run import parse_run
+    from megatron.training.unattended.replicas import ReplicaCheck
 
     flags, steps = MODELS[model]
     run = parse_run(None, [*COMMON.split(), *flags.split(), "--save", save])

@@ -118,12 +118,14 @@ launcher() {
             LAUNCH=(torchrun --nproc-per-node "${GPUS:-gpu}" --nnodes "${NODES:-1}")
             local address=${MASTER_ADDR:-127.0.0.1} port=${MASTER_PORT:-29500}
             if [[ ${NODES:-1} == *:* ]]; then
-                # Every restart for a node that comes or leaves counts. A node that comes later waits in
-                # vain for the address of a store that torchrun shares with the ranks (torch 2.13).
+                # A node that comes later waits in vain for the address of a store that torchrun shares
+                # with the ranks (torch 2.13). A node that leaves costs the others a restart.
                 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
                 LAUNCH+=(--rdzv-backend c10d --rdzv-endpoint "$address:$port")
-                LAUNCH+=(--rdzv-id "${JOB_ID:-pretrain}" --rdzv-conf last_call_timeout=5)
-                LAUNCH+=(--max-restarts "${MAX_RESTARTS:-100}")
+                local conf=last_call_timeout=5
+                [[ -z ${NODE_RANK:-} ]] || conf+=,is_host=$((NODE_RANK == 0))
+                LAUNCH+=(--rdzv-id "${JOB_ID:-pretrain}" --rdzv-conf "$conf")
+                LAUNCH+=(--max-restarts "${MAX_RESTARTS:-20}")
             else
                 LAUNCH+=(--node-rank "${NODE_RANK:-0}" --master-addr "$address")
                 LAUNCH+=(--master-port "$port")
@@ -142,9 +144,10 @@ start() {
 }
 
 run() {
+    local line
     if [[ -n ${DRY_RUN:-} ]]; then
-        printf '%q ' "$@"
-        echo
+        printf -v line '%q ' "$@"
+        echo "$line" # in one write: several nodes may have one log
     elif ((${RESTARTS:-0})); then
         restarting "$@"
     else

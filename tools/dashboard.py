@@ -4,13 +4,16 @@
 
     python tools/dashboard.py runs/small/metrics.jsonl
     python tools/dashboard.py small=runs/a large=runs/b --port 8000
+    python tools/dashboard.py runs/a --follow
 
 RUN is a file that a run wrote with --metrics-file, a folder with metrics.jsonl in it or in its
 folders, or NAME=PATH. Prints the address of the page, which needs no network, and runs until
-Ctrl+C. An index is kept beside each file, so that a run of a million steps opens at once the next
-time. Exit status: 2 if a run cannot be read or the port is taken.
+Ctrl+C; with --follow it shows the runs in the terminal instead. An index is kept beside each file,
+so that a run of a million steps opens at once the next time. Exit status: 2 if a run cannot be read
+or the port is taken.
 """
 
+import contextlib
 import errno
 import secrets
 import signal
@@ -22,6 +25,7 @@ from typing import Any
 
 from megatron.config import ConfigError, FlagParser
 from megatron.config.flags import build, option
+from megatron.dashboard.follow import follow
 from megatron.dashboard.runs import WatchedRun, find_runs
 from megatron.dashboard.server import LOCAL_NAMES, Dashboard
 from megatron.util.errors import one_line
@@ -38,6 +42,9 @@ class DashboardConfig:
     """Port to listen on; 0 takes a free one."""
     token: str | None = option(None)
     """Secret without which the page is not shown; it is a part of the printed address."""
+    follow: bool = option(False)
+    """Show curves, last values and events in the terminal, and no page; where the output is not a
+    terminal, a line for each run that has new steps."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -62,17 +69,25 @@ def show(words: Sequence[str], config: DashboardConfig) -> None:
     if config.host not in LOCAL_NAMES and not token:
         token = secrets.token_urlsafe(18)
     runs = [_open(str(n), name, path) for n, (name, path) in enumerate(find_runs(words), 1)]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if config.follow:
+        with contextlib.suppress(KeyboardInterrupt):
+            follow(runs)
+        for run in runs:
+            run.close()
+        return
     try:
         server = Dashboard(runs, config.host, config.port, token)
     except OSError as error:
         raise _address_error(error, config) from None
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     print(f"{server.url} shows {len(runs)} run{'s' * (len(runs) > 1)}; Ctrl+C ends it", flush=True)
     try:
         server.serve_forever()
     except KeyboardInterrupt:
         pass
     finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)  # the end has begun
         server.server_close()
 
 

@@ -11,14 +11,19 @@ Mistakes in the hostfile and in the choice of nodes are named before anything st
 asked by ssh: it must answer, and have the current folder and this Python. The ranks of each node
 are printed. With --min-nodes nodes that do not answer are left out, as long as so many remain: a
 run that is started again after a node was lost continues on the others. pdsh then also notices a
-lost node within 15 seconds. What follows `deepspeed` is passed on.
+lost node within 15 seconds. SIGTERM, SIGUSR1 and Ctrl-C let the processes on all nodes save and
+end. What follows `deepspeed` is passed on.
 
 Exit status: that of deepspeed; 2 if the command line or the hostfile is wrong; 3 if too few nodes
 can take part.
 """
 
+import base64
+import json
 import os
 import shutil
+import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +31,7 @@ from itertools import accumulate
 
 from megatron.config import ConfigError, FlagParser
 from megatron.config.flags import POSITIVE, build, option
-from megatron.resilience.nodes import ask, keep_alive
+from megatron.resilience.nodes import ask, keep_alive, stop
 from megatron.util.errors import RESTART_STATUS, FaultError, one_line
 from megatron.util.hostfile import Slots, as_include, chosen, read_hostfile
 
@@ -55,7 +60,7 @@ class NodesConfig:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command; it becomes the launcher's."""
+    """The command."""
     words = list(sys.argv[1:] if argv is None else argv)
     place = next((i for i, word in enumerate(words) if os.path.basename(word) == "deepspeed"), None)
     own, command = (words, []) if place is None else (words[:place], words[place:])
@@ -79,8 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(2)
     tell(ranks(nodes))
     keep_alive(os.environ)
-    sys.stderr.flush()
-    os.execv(program, [program, *options, *command[1:]])  # signals and the status are deepspeed's
+    sys.exit(run([program, *options, *command[1:]], nodes, config))
 
 
 def tell(text: str) -> None:
@@ -116,14 +120,51 @@ def reachable(nodes: Slots, config: NodesConfig) -> Slots:
     return left
 
 
+def run(command: Sequence[str], nodes: Slots, config: NodesConfig) -> int:
+    """Runs deepspeed to its end, and returns its exit status. A signal that asks to stop reaches
+    the processes on the nodes, which save and end: deepspeed would first cut the connections over
+    which they print. A second signal is deepspeed's."""
+    with subprocess.Popen(command, start_new_session=True) as launcher:
+        handed: list[int] = []
+
+        def hand_on(number: int, _: object) -> None:
+            handed.append(number)
+            if launcher_of(command) == "pdsh" and len(handed) == 1:
+                tell(f"{signal.Signals(number).name}: the processes on all nodes save and end")
+                options = [] if config.ssh_port is None else ["-p", str(config.ssh_port)]
+                stop(list(nodes), launch_of(command, nodes), config.ssh_timeout, options)
+            else:
+                launcher.send_signal(signal.SIGTERM)
+
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, hand_on)
+        status = launcher.wait()
+    return status if status >= 0 else 128 - status
+
+
+def launch_of(command: Sequence[str], nodes: Slots) -> str:
+    """A regular expression for the process of this run that deepspeed starts on each node."""
+    world = base64.urlsafe_b64encode(json.dumps(nodes).encode()).decode()
+    program = "^[^ ]*python[^ ]* -u -m deepspeed.launcher.launch"  # not the shell that starts it
+    return f"{program} --world_info={world} .*--master_port={port_of(command)}( |$)"
+
+
 def launcher_of(command: Sequence[str]) -> str:
-    """The value of deepspeed's ``--launcher``."""
+    return value_of("--launcher", command, "pdsh").lower()
+
+
+def port_of(command: Sequence[str]) -> str:
+    return value_of("--master_port", command, "29500")
+
+
+def value_of(flag: str, command: Sequence[str], default: str) -> str:
+    """Of a flag of deepspeed."""
     for word, following in zip(command, [*command[1:], ""], strict=True):
-        if word == "--launcher":
-            return following.lower()
-        if word.startswith("--launcher="):
-            return word.partition("=")[2].lower()
-    return "pdsh"
+        if word == flag:
+            return following
+        if word.startswith(f"{flag}="):
+            return word.partition("=")[2]
+    return default
 
 
 def launcher_options(
@@ -142,7 +183,7 @@ def launcher_options(
                 f"--launcher {launcher} cannot take slots {slots} of {name}: it takes the first "
                 "ones; choose those, or use pdsh"
             )
-    # mpirun reads the file later; it is there as long as this process, which becomes deepspeed.
+    # mpirun reads the file later; it is there as long as this process.
     file = os.memfd_create("hostfile", 0)
     text = "".join(f"{name} slots={len(slots)}\n" for name, slots in nodes.items())
     os.write(file, text.encode())

@@ -214,7 +214,7 @@ REFUSED = {
     "--log-max-attention-logit --log-device-memory-used --log-memory-interval "
     "--log-params-std": "--log-memory-to-tensorboard and --metrics-file have what is measured",
     "--enable-one-logger --no-one-logger --one-logger-* --app-tag-run-* --enable-onelogger": (
-        "metrics go to --metrics-file, --tensorboard-dir and --wandb-project"
+        "metrics go to --metrics-file and to what --report-to names"
     ),
     "--pytorch-profiler-collect-* --record-shapes --nvtx-ranges": (
         "--profile records shapes, and NVTX ranges under nsys; --profile pt-full adds call stacks"

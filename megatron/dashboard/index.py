@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ class RunIndex:
         """Differs whenever rows do."""
         return f"{self.generation}-{self.offset}"
 
-    def update(self, told: Callable[[float], None] = lambda share: None) -> Iterator[None]:
+    def update(self, told: Callable[[float], None] = lambda share: None) -> Generator[None]:
         """Reads what is new, a piece at a time; between two of them other threads may read tables.
         ``told`` gets the share of the file that was read. Raises OSError if it cannot be read."""
         with open_regular(self.path) as file:
@@ -83,25 +83,23 @@ class RunIndex:
                 return
             file.seek(self.offset)
             before = self.offset
-            while lines := file.readlines(_CHUNK_BYTES):
-                if not lines[-1].endswith(b"\n"):
-                    lines.pop()  # half a row, whose rest is still to be written
-                if not lines:
-                    break
-                self._take(lines)
-                self.offset += sum(map(len, lines))
-                told(min(1.0, self.offset / max(1, now.st_size)))
-                yield
-            if self.offset == before:
-                return
-            file.seek(0)
-            beginning = file.read(min(_BEGINNING_BYTES, self.offset))
-        self._source = {
-            "inode": now.st_ino,
-            "bytes": len(beginning),
-            "digest": digest(beginning),
-        }
-        self._save()
+            try:
+                while lines := file.readlines(_CHUNK_BYTES):
+                    if not lines[-1].endswith(b"\n"):
+                        lines.pop()  # half a row, whose rest is still to be written
+                    if not lines:
+                        break
+                    self._take(lines)
+                    self.offset += sum(map(len, lines))
+                    told(min(1.0, self.offset / max(1, now.st_size)))
+                    yield
+            finally:  # also if nobody wants the rest
+                if self.offset != before:
+                    file.seek(0)
+                    beginning = file.read(min(_BEGINNING_BYTES, self.offset))
+                    size = len(beginning)
+                    self._source = {"inode": now.st_ino, "bytes": size, "digest": digest(beginning)}
+                    self._save()
 
     def _is_same(self, file: Any, inode: int) -> bool:
         if not self._source:

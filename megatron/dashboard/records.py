@@ -14,12 +14,31 @@ _LEVELS = ("", "*/", "*/*/")
 
 
 def newest_record(metrics: Path) -> Path | None:
-    """The folder of the last start's record near a file of metrics, None if nothing is there."""
+    """The folder of the last start's record near a file of metrics, None if nothing is there: of
+    several runs in one place that whose configuration names the file."""
     for level in _LEVELS:
-        found = sorted(metrics.parent.glob(f"{level}run/[0-9]*/record.json"))
-        if found:
-            return max((path.parent for path in found), key=lambda folder: int(folder.name))
+        runs = {
+            path.parent.parent for path in metrics.parent.glob(f"{level}run/[0-9]*/record.json")
+        }
+        newest = [max(_starts(run), key=lambda start: int(start.name)) for run in sorted(runs)]
+        named = [start for start in newest if _names(start, metrics)]
+        if named or len(newest) == 1:
+            return (named or newest)[0]
     return None
+
+
+def _starts(run: Path) -> list[Path]:
+    return [path for path in run.iterdir() if path.name.isdecimal()]
+
+
+def _names(start: Path, metrics: Path) -> bool:
+    """Whether a start wrote this file, by the path in its configuration."""
+    record, configuration = read_record(start)
+    name = configuration.get("logging.metrics_file")
+    folder = (record or {}).get("folder")
+    if not isinstance(name, str) or not isinstance(folder, str):
+        return False
+    return Path(folder, name).resolve() == metrics.resolve()
 
 
 def read_record(folder: Path) -> tuple[dict[str, Any] | None, dict[str, Any]]:

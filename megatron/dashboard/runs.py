@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,22 +44,24 @@ class WatchedRun:
         self._error: str | None = None
         self._record: dict[str, Any] | None = None
         self._configuration: dict[str, Any] = {}
-        self._look_at = 0.0
+        self._look_at, self._looked_in = 0.0, -1
         self._last: tuple[str, dict[str, float] | None] = "", None
 
-    def refresh(self) -> None:
-        """Reads what was written since the last time."""
+    def refresh(self, ended: Callable[[], bool] = lambda: False) -> None:
+        """Reads what was written since the last time, until ``ended`` says that nobody wants it."""
         try:
             pieces = self._index.update(self._told)
-            while True:
+            while not ended():
                 with self._lock:
                     if next(pieces, self) is self:
                         break
+            with self._lock:
+                pieces.close()
             self._error = self._complaint()
         except OSError as error:
-            self._error = one_line(f"{self.path}: {error.strerror or error}")
+            self._error = one_line(f"cannot be read: {error.strerror or error}")
         self._progress = None
-        if time.monotonic() >= self._look_at:
+        if time.monotonic() >= self._look_at or self._index.generation != self._looked_in:
             self._look()
 
     def _look(self) -> None:
@@ -69,6 +71,7 @@ class WatchedRun:
             with self._lock:
                 self._record, self._configuration = record, configuration
         self._look_at = time.monotonic() + _LOOK_SECONDS
+        self._looked_in = self._index.generation  # a start of the run may have replaced the file
 
     def close(self) -> None:
         """Lets another process continue the index."""
@@ -182,8 +185,8 @@ class WatchedRun:
         index = self._index
         if index.lines and index.broken == index.lines:
             return (
-                f"{self.path}: none of its {index.lines:,} lines is a row of metrics, which "
-                "--metrics-file of a run writes"
+                f"none of the {index.lines:,} lines of {self.path.name} is a row of metrics, which "
+                "a run writes with --metrics-file"
             )
         return None
 

@@ -53,19 +53,15 @@ def smoothed(curve: Curve, factor: float) -> Curve:
     x, y = curve.x[known], curve.y[known]
     if not len(y) or factor <= 0:
         return Curve(x, y)
-    # Within a block powers of the factor stay in range; each continues from the one before.
+    # Within a block powers of the factor stay in range; of what was before it only the block
+    # before still weighs something.
     length = max(1, min(len(y), int(math.log(1e-12) / math.log(factor))))
     blocks = -(-len(y) // length)
     filled = np.zeros(blocks * length)
     filled[: len(y)] = y
     powers = factor ** np.arange(length)
     sums = np.cumsum(filled.reshape(blocks, length) / powers, axis=1) * powers * (1 - factor)
-    carried, value = np.empty(blocks), 0.0
-    ends = sums[:, -1].tolist()
-    whole = factor**length
-    for block in range(blocks):
-        carried[block] = value
-        value = value * whole + ends[block]
+    carried = np.append(0.0, sums[:-1, -1])
     mean = (sums + carried[:, None] * (powers * factor)).ravel()[: len(y)]
     weights = -np.expm1(np.arange(1, len(y) + 1) * math.log(factor))
     return Curve(x, mean / weights)

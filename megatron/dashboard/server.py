@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import gzip
 import hmac
+import socket
 import threading
 import time
 from collections.abc import Iterable, Sequence
 from http import HTTPStatus
-from http.cookies import SimpleCookie
+from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import TCPServer
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import orjson
 
 from megatron.dashboard.runs import AXES, WatchedRun
-from megatron.util.digests import hash64
+from megatron.util.digests import hash64, sha256
+from megatron.util.errors import one_line
 from megatron.util.pages import PAGE_HEADERS, page_files
 
 PAGE = Path(__file__).parent / "page"
@@ -54,18 +57,19 @@ class Dashboard(ThreadingHTTPServer):
     def __init__(
         self, runs: Sequence[WatchedRun], host: str, port: int, token: str | None = None
     ) -> None:
-        super().__init__((host, port), _Handler)
         self.runs, self.host, self.token = list(runs), host, token
         self.files = page_files(PAGE)
         self._ended = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), _Handler)
         self._reader.start()
 
     @property
     def url(self) -> str:
         """Where the page is."""
         name = f"[{self.host}]" if ":" in self.host else self.host
-        key = "" if self.token is None else f"?token={self.token}"
+        key = "" if self.token is None else f"?token={quote(self.token)}"
         return f"http://{name}:{self.server_address[1]}/{key}"
 
     def listing(self) -> bytes:
@@ -76,18 +80,23 @@ class Dashboard(ThreadingHTTPServer):
         """Whether the server still runs after some time."""
         return not self._ended.wait(seconds)
 
+    def server_bind(self) -> None:
+        """Without HTTPServer's look-up of the machine's name, which may wait for a network."""
+        TCPServer.server_bind(self)
+
     def server_close(self) -> None:
+        """Ends the reading as well, and lets other processes continue the indices."""
         self._ended.set()
         super().server_close()
-        self._reader.join()
+        if self._reader.ident is not None:
+            self._reader.join()
         for run in self.runs:
             run.close()
 
     def _read(self) -> None:
         while not self._ended.is_set():
             for run in self.runs:
-                if not self._ended.is_set():
-                    run.refresh()
+                run.refresh(self._ended.is_set)
             self._ended.wait(0.5)
 
 
@@ -105,6 +114,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(body, _JSON, status=error.status)
         except (BrokenPipeError, ConnectionResetError, TimeoutError):
             self.close_connection = True
+        except (ValueError, CookieError):  # of what is no address, name or cookie
+            self._send(orjson.dumps({"error": "not a request"}), _JSON, status=400)
+        except OSError as error:
+            self._send(orjson.dumps({"error": one_line(error)}), _JSON, status=500)
 
     do_HEAD = do_GET
 
@@ -147,20 +160,19 @@ class _Handler(BaseHTTPRequestHandler):
                 words = "this name is not the server's; it is read under others with --token only"
                 raise RefusedError(HTTPStatus.FORBIDDEN, words)
             return False
-        given = query.get("token", [""])[0]
+        given, kept = query.get("token", [""])[0], sha256(token)
         cookies = SimpleCookie(self.headers.get("Cookie", ""))
-        kept = cookies[_COOKIE].value if _COOKIE in cookies else ""
+        cookie = cookies[_COOKIE].value if _COOKIE in cookies else ""
         bearer = self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        if not any(
-            hmac.compare_digest(each.encode(), token.encode()) for each in (given, kept, bearer)
-        ):
+        pairs = ((given, token), (bearer, token), (cookie, kept))
+        if not any(hmac.compare_digest(a.encode(), b.encode()) for a, b in pairs):
             words = "a token is needed: open the address that tools/dashboard.py printed"
             raise RefusedError(HTTPStatus.UNAUTHORIZED, words)
         if not given or parts != [""]:
             return False
-        cookie = f"{_COOKIE}={token}; HttpOnly; SameSite=Strict; Path=/"
+        set_cookie = f"{_COOKIE}={kept}; HttpOnly; SameSite=Strict; Path=/"
         self._send(
-            b"", "text/plain", {"Location": "./", "Set-Cookie": cookie}, HTTPStatus.SEE_OTHER
+            b"", "text/plain", {"Location": "./", "Set-Cookie": set_cookie}, HTTPStatus.SEE_OTHER
         )
         return True
 

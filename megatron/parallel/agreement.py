@@ -58,7 +58,7 @@ def on_several_nodes() -> bool:
 def own_name() -> str:
     """This rank in words, with its node where there are several."""
     rank = f"rank {os.environ.get('RANK', '0')}"
-    return f"{rank} (node {socket.gethostname()})" if on_several_nodes() else rank
+    return f"{rank} ({socket.gethostname()})" if on_several_nodes() else rank
 
 
 def together_with_others() -> bool:
@@ -295,11 +295,12 @@ class Agreement:
 
     def _named(self, ranks: Sequence[int]) -> str:
         """Ranks in words, with their nodes where the run is known to have several."""
-        named = _some("rank", list(map(str, ranks)), _SHOWN_RANKS)
+        noun = "rank" if len(ranks) == 1 else "ranks"
+        named = f"{noun} {_some(list(map(str, ranks)), _SHOWN_RANKS)}"
         hosts = list(dict.fromkeys(self._hosts[rank] for rank in ranks if rank in self._hosts))
         if len(set(self._hosts.values())) == 1 or not hosts:
             return named
-        return f"{named} ({_some('node', hosts, _SHOWN_HOSTS)})"
+        return f"{named} ({_some(hosts, _SHOWN_HOSTS)})"
 
     def _missing(self, came: Mapping[int, str]) -> str:
         missing = [rank for rank in range(self._size) if rank not in came]
@@ -390,11 +391,9 @@ def _sizes(rank: int, its: int, size: int) -> str:
     )
 
 
-def _some(noun: str, names: Sequence[str], most: int) -> str:
-    if len(names) == 1:
-        return f"{noun} {names[0]}"
+def _some(names: Sequence[str], most: int) -> str:
     more = len(names) - most
-    return f"{noun}s {', '.join(names[:most])}" + (f" and {more} more" if more > 0 else "")
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def _excerpts(*values: str | None) -> list[str]:

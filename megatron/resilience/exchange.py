@@ -24,6 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.parallel import agreement
+from megatron.resilience.machines import Door, SilentMachines
 from megatron.resilience.process_states import GONE, state_letter, state_of
 from megatron.resilience.reports import Report
 from megatron.resilience.verdict import LOST, HangQuestion, HangVerdict, Silent, judge
@@ -76,6 +77,11 @@ class RankExchange:
         self._host = socket.gethostname()
         self._question: HangQuestion | None = None
         self._look = False
+        self._far = False
+        self._machines = SilentMachines()
+        self._firsts: dict[str, int] = {}
+        """A rank on each other machine."""
+        self._beats = 0
         self._asked = 0
         self._stopping = threading.Event()
         self._woken = threading.Event()
@@ -126,9 +132,14 @@ class RankExchange:
         self._look = True
         self._woken.set()
 
+    def look_at_machines(self) -> None:
+        """Asks soon, if the machine of other ranks does not answer; rank 0 looks for all."""
+        self._far = self.rank == 0
+
     def _run(self) -> None:
         try:
             self._store = self._connect()
+            self._door = Door(os.environ["MASTER_ADDR"])
             while not self._stopping.is_set():
                 self._round()
                 self._woken.wait(_PAUSE if self._owner_unknown else self._every)
@@ -158,10 +169,16 @@ class RankExchange:
         elif self._look:
             self._look = False
             self._look_around()
+        elif self._far:
+            self._far = False
+            self._look_far()
         self.rounds += 1
 
     def _beat(self) -> None:
+        self._beats += 1
+        self._door.clear()
         life = [self._host, os.getpid(), activity.phase, activity.iteration]
+        life += [*self._door.address, self._beats]
         self._store.set(f"life/{self.rank}", json.dumps(life))
         if self._owner_unknown:
             self.owner = self._last_of(0)
@@ -174,7 +191,7 @@ class RankExchange:
         """What a rank has said last."""
         if not self._store.check([f"life/{rank}"]):
             return Silent(rank, "", 0, "", 0)
-        host, pid, phase, iteration = json.loads(self._store.get(f"life/{rank}"))
+        host, pid, phase, iteration, *_ = json.loads(self._store.get(f"life/{rank}"))
         return Silent(rank, host, pid, phase, iteration)
 
     def _hand_in(self, number: int) -> None:
@@ -288,6 +305,21 @@ class RankExchange:
                 if one.host == self._host
             }
         if any(state_letter(pid) in (None, "Z", "X") for pid in self._neighbours.values()):
+            self._question = self._question or HangQuestion(LOST)
+            self._woken.set()
+
+    def _look_far(self) -> None:
+        """Asks, if a machine with other ranks of the run does not answer."""
+        if not self._firsts:
+            hosts = {rank: self._last_of(rank).host for rank in reversed(range(self.size))}
+            if not all(hosts.values()):
+                return  # a rank has not begun
+            self._firsts = {host: rank for rank, host in hosts.items() if host != self._host}
+        said = {}
+        for host, rank in self._firsts.items():
+            *_, address, port, beats = json.loads(self._store.get(f"life/{rank}"))
+            said[host] = (beats, (address, port))
+        if self._machines.look(said):
             self._question = self._question or HangQuestion(LOST)
             self._woken.set()
 

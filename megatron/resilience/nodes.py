@@ -1,4 +1,5 @@
-"""Whether the nodes of a run can take part: asked by ssh, as launchers start processes there."""
+"""The nodes of a run over ssh, by which launchers start processes there: whether they can take
+part, and how their processes are asked to stop."""
 
 from __future__ import annotations
 
@@ -48,14 +49,7 @@ def ask(
         seconds: for which a node may think.
         options: further words for ssh, such as ``-p 2222``.
     """
-    ssh = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={seconds}", *options]
-    asked = [
-        subprocess.Popen(
-            [*ssh, name, _question(folder, python)],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        )
-        for name in names
-    ]  # fmt: skip
+    asked = _on_all(names, _question(folder, python), seconds, options)
     deadline = time.monotonic() + 2 * seconds
     refusals = []
     for name, process in zip(names, asked, strict=True):
@@ -68,6 +62,29 @@ def ask(
         if process.returncode:
             refusals.append(_refusal(name, process.returncode, said, folder, python))
     return refusals
+
+
+def stop(names: Sequence[str], launcher: str, seconds: int, options: Sequence[str] = ()) -> None:
+    """Asks the processes of a run on all nodes to save and end, by SIGTERM, and does not wait.
+
+    Args:
+        launcher: a regular expression for the command line of their parent, which hears nothing.
+    """
+    script = f'for parent in $(pgrep -f "{launcher}"); do pkill -P $parent; done'
+    _on_all(names, f"sh -c {shlex.quote(script)}", seconds, options)
+
+
+def _on_all(
+    names: Sequence[str], command: str, seconds: int, options: Sequence[str]
+) -> list[subprocess.Popen[str]]:
+    ssh = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={seconds}", *options]
+    return [
+        subprocess.Popen(
+            [*ssh, name, command],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )
+        for name in names
+    ]  # fmt: skip
 
 
 def _question(folder: str, python: str) -> str:
@@ -103,5 +120,5 @@ def keep_alive(variables: MutableMapping[str, str]) -> None:
     say when; by default it would wait for many."""
     given = variables.get("PDSH_SSH_ARGS_APPEND", "")
     if "ServerAlive" not in given:
-        ours = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3 -o ConnectTimeout=10"
+        ours = "-o ServerAliveInterval=4 -o ServerAliveCountMax=3 -o ConnectTimeout=10"
         variables["PDSH_SSH_ARGS_APPEND"] = f"{given} {ours}".strip()

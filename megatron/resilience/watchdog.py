@@ -28,6 +28,7 @@ from megatron.resilience.hang_report import (
     write_collectives,
     write_report,
 )
+from megatron.resilience.machines import is_gone
 from megatron.resilience.process_states import GONE, state_of
 from megatron.resilience.reports import Report, report_of
 from megatron.resilience.verdict import LIMIT, LOST, SIGNAL, HangQuestion, HangVerdict, judge
@@ -138,6 +139,9 @@ class Watchdog:
         """Ticks before which it does not ask again."""
         self._silence, self._rounds = 0, 0
         """Ticks in which the store has said nothing, and what it had said before."""
+        self._looking: threading.Thread | None = None
+        self._store_gone = False
+        """Whether the machine with the store does not answer."""
         self._signal, self._since_signal = "", 0
         self._failure: Exception | None = None
         """By which the main thread ends."""
@@ -264,6 +268,12 @@ class Watchdog:
         waits = where_it_waits() is not None
         if waits and idle == _LOOKS_AROUND and self._exchange is not None:
             self._exchange.look_at_neighbours()
+        if waits and idle >= _LOOKS_AROUND and self._exchange is not None:
+            self._exchange.look_at_machines()
+            if self._silence >= _STORE_PATIENCE:
+                self._look_at_store()
+        if self._store_gone:
+            return HangQuestion(LOST)
         # Who waits for a rank that builds an index does not know that; the answers say so.
         limit = self._limits["step" if waits else activity.phase]
         if limit and idle >= limit:
@@ -271,6 +281,15 @@ class Watchdog:
         if self._signal and self._since_signal >= self._grace:
             return HangQuestion(SIGNAL, self._grace)
         return None
+
+    def _look_at_store(self) -> None:
+        """Learns, in a thread of its own, whether the machine with the store still answers."""
+        if self._looking is None or not self._looking.is_alive():
+            self._looking = threading.Thread(target=self._ask_for_store, daemon=True)
+            self._looking.start()
+
+    def _ask_for_store(self) -> None:
+        self._store_gone = is_gone(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 
     @property
     def _grace(self) -> int:
@@ -312,7 +331,9 @@ class Watchdog:
         here = owner is not None and owner.host == own.host
         state = state_of(owner.pid) if owner is not None and here else ""
         what = "does not answer" + (f": its process {state}" if state else "")
-        if owner is not None and not here:
+        if owner is not None and not here and self._store_gone:
+            what += f": machine or network of {owner.host} is gone"
+        elif owner is not None and not here:
             what += f": it is stopped, or machine or network of {owner.host} is gone"
         if state == GONE or (exchange.error and not state):
             what = "has ended"

@@ -35,13 +35,13 @@ from megatron.training.process import (
     connected,
 )
 from megatron.training.profiling import profiling
-from megatron.training.replicas import ReplicaCheck
 from megatron.training.report import Reporter, say
 from megatron.training.resume import ResumePoint, ResumeSource
 from megatron.training.run import Run, run_data
-from megatron.training.spikes import SpikeGuard, stop_at_spike
 from megatron.training.stopping import NonFiniteGuard, Stopping, StopRequest
 from megatron.training.trainer import Callback, Position, Trainer
+from megatron.training.unattended.replicas import ReplicaCheck
+from megatron.training.unattended.spikes import SpikeGuard, stop_at_spike
 from megatron.util.locks import Lock
 
 BEST_EVALUATION = "megatron.training.best:BestEvaluation"
@@ -62,24 +62,26 @@ imported for such runs only."""
 DISTILLATION = "megatron.training.distillation.callback:Distillation"
 """The callback of ``--kd``, which is made of a run and imported for runs with the flag only."""
 
-SECOND_LOOK = "megatron.training.second_look:SecondLook"
+SECOND_LOOK = "megatron.training.unattended.second_look:SecondLook"
 """What ``--rerun-on-anomaly`` does with a step before its update; imported for runs with it."""
 
-STRAGGLERS = "megatron.training.stragglers:Stragglers"
+STRAGGLERS = "megatron.training.unattended.stragglers:Stragglers"
 """The callback that compares the ranks' own times, imported where there are several."""
 ELASTIC = "megatron.training.elastic"
 """The callback of runs whose number of nodes may change, imported where torchrun has started
 several processes."""
-ROLLBACK = "megatron.training.rollback:Rollback"
+ROLLBACK = "megatron.training.unattended.rollback:Rollback"
 """What ``--on-spike rollback`` does, imported for it only."""
-NODE_CHECKPOINTS = "megatron.training.node_memory:NodeCheckpoints"
+NODE_CHECKPOINTS = "megatron.training.unattended.node_memory:NodeCheckpoints"
 """The callback of ``--non-persistent-save-interval``, which is made of the engine and imported for
 runs with the flag only."""
 SPENDING = "megatron.training.energy.callback:SpendingCounter"
 """The callback that counts energy and cost. It is imported for runs that train."""
+HOSTS = "megatron.training.hosts"
+"""Where the ranks of a run are, imported where there are several, or a record is written."""
 RUN_RECORD = "megatron.training.run_record.callback:RunRecorder"
 """The callback that records how a run was started, imported for runs that save."""
-RESTARTED = "megatron.training.restarted:restarted"
+RESTARTED = "megatron.training.unattended.restarted:restarted"
 """The callback of ``--inprocess-restart``, imported for runs with the flag only."""
 
 EXAMPLE_CHECKS = "megatron.training.example_checks:warn_of_examples"
@@ -147,9 +149,7 @@ def build_trainer(
     counted = []
     if not config.training.skip_train:
         counted = [resolve_name(SPENDING)(config, mesh, device, report, begin)]
-    recorded = []
-    if config.checkpoint.save:
-        recorded = [resolve_name(RUN_RECORD)(run, mesh, device, begin, files)]
+    recorded = _recorded(run, mesh, device, report, begin, files)
     replicas = ReplicaCheck(engine, config.resilience.check_replicas_interval)
     compared = []
     if mesh.world.size > 1:
@@ -195,6 +195,25 @@ def _elastic(mesh: Mesh) -> list[Callback]:
         return []
     elastic = import_module(ELASTIC)
     return [elastic.ElasticNodes()] if elastic.is_elastic() else []
+
+
+def _recorded(
+    run: Run,
+    mesh: Mesh,
+    device: torch.device,
+    report: Reporter,
+    begin: ResumePoint,
+    files: Sequence[DataFile],
+) -> list[Callback]:
+    """Says where the ranks of a run are; the record of its start, if it saves."""
+    saves = bool(run.config.checkpoint.save)
+    if mesh.world.size == 1 and not saves:
+        return []
+    places = resolve_name(f"{HOSTS}:places_of_ranks")(mesh, device)
+    if mesh.world.size > 1:
+        for line in resolve_name(f"{HOSTS}:rank_map")(places):
+            report.say(line)
+    return [resolve_name(RUN_RECORD)(run, mesh, begin, files, places)] if saves else []
 
 
 def _judges(

@@ -40,7 +40,7 @@ from megatron.util.processes import is_main_process
 
 Config = TypeVar("Config")
 
-OWN_CHECKPOINT = "megatron.training.restarted:from_own_checkpoint"
+OWN_CHECKPOINT = "megatron.training.unattended.restarted:from_own_checkpoint"
 """Changes what a run that has been started again loads; imported likewise."""
 
 

@@ -22,10 +22,11 @@ _LOCAL = frozenset(
     "bcachefs btrfs ext2 ext3 ext4 f2fs jfs overlay ramfs squashfs tmpfs vfat xfs zfs".split()
 )
 """File systems of one node, which show at once what is there."""
-_PATIENCE = 75.0
+MOUNTS = Path("/proc/self/mountinfo")
+PATIENCE = 75.0
 """Seconds until a network file system must show a new file: NFS may believe for a minute that a
 folder has not changed (``acdirmax``)."""
-_LOCAL_PATIENCE = 1.0
+LOCAL_PATIENCE = 1.0
 _PAUSE = 0.1
 
 
@@ -36,11 +37,13 @@ def check_folders(config: RunConfig) -> None:
     named = {flag: Path(path) for flag, path in folders.items() if path}
     if not named or not agreement.met():
         return
+    # Rank 0 must not give up before this node has found out.
+    most = config.parallel.distributed_timeout_minutes * 60 / 2
     with _probes(named) as probes:
         agreement.compare(dict)  # rank 0 has written
         if not is_main_process() and os.environ.get("LOCAL_RANK", "0") == "0":
             for flag, probe in probes.items():
-                _look_for(probe, flag)
+                look_for(probe, flag, most)
         agreement.compare(dict)  # all have looked
 
 
@@ -63,10 +66,12 @@ def _probes(folders: Mapping[str, Path]) -> Iterator[dict[str, Path]]:
                 probe.unlink()
 
 
-def _look_for(probe: Path, flag: str) -> None:
+def look_for(probe: Path, flag: str, most: float = PATIENCE) -> None:
+    """Waits until a file is there, ``most`` seconds or less. Raises ConfigError, which names its
+    folder, where it does not come in a time that suits the file system."""
     folder = probe.parent
-    kind, source = _file_system(folder)
-    patience = _LOCAL_PATIENCE if kind in _LOCAL else _PATIENCE
+    kind, source = file_system(folder)
+    patience = min(most, LOCAL_PATIENCE if kind in _LOCAL else PATIENCE)
     began = time.monotonic()
     told = False
     while not _is_there(probe):
@@ -92,12 +97,12 @@ def _is_there(probe: Path) -> bool:
         return False
 
 
-def _file_system(folder: Path) -> tuple[str, str]:
+def file_system(folder: str | Path) -> tuple[str, str]:
     """Kind and source of the file system of a folder, or of the one in which it would be."""
     found, longest = ("an unknown file system", "unknown"), -1
     real = os.path.realpath(folder)
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        for line in MOUNTS.read_text().splitlines():
             fields, _, kind = line.partition(" - ")
             place = fields.split()[4].replace("\\040", " ")
             inside = real == place or real.startswith(place.rstrip("/") + "/")

@@ -31,6 +31,9 @@ Subject = TypeVar("Subject")
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
+ASKED_ELSEWHERE = "a request to another rank"
+"""Why a rank stops that was not asked itself."""
+
 GPU_LAG = 2
 """Steps that the CPU is ahead of a GPU: while it waits for the step before the last, the GPU still
 has the last one to do."""
@@ -303,7 +306,7 @@ class Stopping(Callback):
             return f"--exit-interval {interval}"
         requested = self._request.requested
         if self._agreement.reached(requested is not None, trainer.at_end):
-            return requested or "a request to another rank"
+            return requested or ASKED_ELSEWHERE
         return None
 
 

@@ -22,7 +22,7 @@ OTHERS = {
         *("--max-restarts", "--rdzv-backend", "--rdzv-id", "--rdzv-endpoint", "--rdzv-conf"),
         "--local-addr",
     },
-    "sbatch": {"--nodes"},
+    "sbatch": {"--array", "--nodes", "--signal"},
     "docker": {"--build-arg", "--user", "--device"},
     "podman": {"--userns"},
     "apptainer": {"--nv"},

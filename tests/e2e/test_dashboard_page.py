@@ -142,6 +142,7 @@ def test_a_run_and_its_values(visit, one_run):
     assert "from" not in page.url and steps_of(hover(one, 0.0)) < 10
 
 
+@pytest.mark.proof
 def test_a_spike_is_seen(visit, one_run):
     """One step among thousands stays a point of the line, and is a mark with its values."""
     one = visit(f"{one_run}#smooth=0")
@@ -159,6 +160,7 @@ def test_a_spike_is_seen(visit, one_run):
     assert "Spike" in words and "30" in words, words
 
 
+@pytest.mark.proof
 def test_axes(visit, one_run):
     """Steps, tokens, samples and time; logarithmic ones keep the values."""
     one = visit(one_run)
@@ -223,6 +225,7 @@ def test_a_live_run(visit, browser, tmp_path):
         assert canvas.evaluate("canvas => canvas.isConnected")
 
 
+@pytest.mark.proof
 def test_exports(visit, one_run):
     """A picture with title and legend; a table with every row of what is seen."""
     one = visit(one_run)
@@ -276,6 +279,38 @@ def test_on_a_phone(scheme, visit, four_runs):
 
 
 @pytest.mark.proof
+def test_fingers(visit, one_run):
+    """One goes along the curve, two apart show less of it."""
+    one = visit(one_run, viewport=PHONE, has_touch=True)
+    page = one.page
+    page.locator(LOSS).scroll_into_view_if_needed()
+    box = page.locator(f"{LOSS} .u-over").bounding_box()
+    session = one.context.new_cdp_session(page)
+
+    def touch(kind: str, *shares: float) -> None:
+        height = box["y"] + box["height"] / 2
+        points = [
+            {"x": box["x"] + share * box["width"], "y": height, "id": number}
+            for number, share in enumerate(shares)
+        ]
+        session.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+        page.wait_for_timeout(100)
+
+    touch("touchStart", 0.25)
+    assert abs(steps_of(page.inner_text("#position")) - 575) < 20
+    touch("touchMove", 0.5)
+    touch("touchMove", 0.75)
+    assert abs(steps_of(page.inner_text("#position")) - 1725) < 20
+    touch("touchEnd")
+    touch("touchStart", 0.4, 0.6)
+    touch("touchMove", 0.2, 0.8)
+    touch("touchEnd")
+    settled(one)
+    low, high = (float(re.search(rf"{word}=([\d.]+)", page.url)[1]) for word in ("from", "to"))
+    assert abs(low - 767) < 60 and abs(high - 1533) < 60
+
+
+@pytest.mark.proof
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_contrast(scheme, visit, four_runs):
     """Text has the 4.5 of WCAG AA on its ground, the colours of runs have 3."""
@@ -311,6 +346,22 @@ def test_by_keyboard(visit, four_runs):
     assert not unnamed
 
 
+def test_nothing_to_draw(browser, tmp_path):
+    """A run without rows, and a file of something else, say so; a first row is drawn."""
+    for name, content in (("empty", ""), ("other", "hello\n")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text(content)
+    with dashboard(tmp_path) as url:
+        one = Visit(browser, url)
+        playwright.expect(one.page.locator("#charts .note")).to_have_text("No values yet.")
+        error = one.page.locator(".run[data-state=error] .trouble")
+        playwright.expect(error).to_contain_text("none of the 1 lines")
+        (tmp_path / "empty" / "metrics.jsonl").write_text(train_row(1))
+        one.page.wait_for_selector("figure.chart[aria-busy=false] canvas")
+        assert not one.page.locator("#charts > .note").count()
+        one.close()
+
+
 @pytest.mark.proof
 def test_a_server_that_has_gone(visit, runs):
     with dashboard(runs[0]) as url:
@@ -322,6 +373,8 @@ def test_a_server_that_has_gone(visit, runs):
 
 @pytest.mark.skipif(not SHOTS, reason="MEGATRON_SHOTS names no folder for pictures")
 def test_pictures(visit, one_run, four_runs):
+    from PIL import Image
+
     folder = Path(SHOTS or "")
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -329,7 +382,9 @@ def test_pictures(visit, one_run, four_runs):
         one = visit(url, **context)
         settled(one)
         hover(one, pointed)
-        one.page.screenshot(path=folder / f"dashboard-{name}.png")
+        path = folder / f"dashboard-{name}.png"
+        one.page.screenshot(path=path)
+        Image.open(path).convert("RGB").quantize(96).save(path, optimize=True)  # a third as large
 
     small = {"width": 1180, "height": 760}
     take("one", one_run, (SPIKE - 1) / 2299, viewport=small)

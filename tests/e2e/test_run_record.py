@@ -4,16 +4,20 @@ import json
 import subprocess
 
 import pytest
-from launched_runs import FLAGS, ROOT, environment
+from launched_runs import FLAGS, ROOT, environment, free_port
 
 pytestmark = pytest.mark.proof
 
 
-@pytest.mark.parametrize("launcher", ["own", "torchrun"])
+@pytest.mark.parametrize("launcher", ["own", "torchrun", "deepspeed"])
 def test_the_script_repeats_the_run(tmp_path, launcher):
     save = tmp_path / "a folder" / "save"
     start = {
         "own": ["python", "pretrain_gpt.py", "--num-gpus-per-node", "2"],
+        "deepspeed": [
+            *("deepspeed", "--num_gpus", "2", "--master_port", free_port()),
+            "pretrain_gpt.py",
+        ],
         "torchrun": ["torchrun", "--standalone", "--nproc-per-node", "2", "pretrain_gpt.py"],
     }[launcher]
     flags = ["--train-iters", "4", "--save", str(save)]

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 INTERFACE = "eth0"
 _PROGRAMS = {
     "ip": "iproute2",
@@ -73,6 +75,15 @@ def missing() -> str:
     return f"no namespaces here: {tried.stderr.strip()}" if tried.returncode else ""
 
 
+def require(*programs: str) -> None:
+    """Skips a test where nodes, or these programs, are not to be had."""
+    reason = missing() or next(
+        (f"no {name} here" for name in programs if not shutil.which(name)), ""
+    )
+    if reason:
+        pytest.skip(reason)
+
+
 @dataclass
 class Node:
     """One of the machines.
@@ -115,7 +126,9 @@ class Node:
         self._must("sh", "-c", "kill $(cat /run/sshd.pid)")
 
     def die(self) -> None:
-        """As when the power fails: all processes end, and nothing answers at its address."""
+        """As when the power fails: all processes end, and nothing answers at its address. No other
+        node hears of it."""
+        self.cut()
         os.kill(self.first, signal.SIGKILL)
         self._holder.wait()
 

@@ -25,7 +25,8 @@ from nodes.namespaces import Node, nodes
 SLURMD_TIMEOUT = 10
 """Seconds after which a node that does not answer counts as down."""
 REQUEUE_DELAY = 5
-"""Seconds before which a requeued job is not started again; slurm's default is 120."""
+"""Seconds before which a requeued job is not started again. Slurm takes 120, its default, in place
+of less than 5."""
 _PROCESSORS = 8
 """Of each node, as slurm is told: more than there are."""
 _PROGRAMS = {
@@ -53,6 +54,7 @@ SlurmdLogFile={folder}/slurmd-%n.log
 SlurmctldDebug=verbose
 SlurmdDebug=verbose
 SlurmdTimeout={timeout}
+MessageTimeout=3
 InactiveLimit=0
 KillWait=5
 MinJobAge=600

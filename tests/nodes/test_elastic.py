@@ -13,7 +13,11 @@ from launched_runs import FLAGS, ROOT, environment, free_port
 from .namespaces import missing, nodes, send
 
 pytestmark = [pytest.mark.proof, pytest.mark.skipif(bool(missing()), reason=missing())]
-MODEL = [*FLAGS, "--global-batch-size", "12", "--lr", "1e-4", "--save-interval", "50"]
+MODEL = [
+    *FLAGS,
+    *"--global-batch-size 12 --lr 1e-4 --lr-decay-style constant --save-interval 50".split(),
+    *"--attention-dropout 0 --hidden-dropout 0".split(),
+]
 
 
 class Elastic:

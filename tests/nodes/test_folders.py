@@ -77,7 +77,8 @@ def train(both, *flags, processes=1, program="pretrain_gpt.py"):
 
 def test_indices_are_built_once_for_each_cache(machines):
     """An entry of a shared cache is built by one process of one node, of nodes with caches of their
-    own by one on each. Both train alike, and leave no probes."""
+    own by one on each. Both train alike, and leave no probes. The log and the record of the run
+    say which node has which ranks."""
     folder, both = machines
     data, program = corpus(folder / "shared"), folder / "counting.py"
     program.write_text(COUNTING)
@@ -95,6 +96,13 @@ def test_indices_are_built_once_for_each_cache(machines):
             listed = machine.run("ls", cache).stdout.split()
             assert sorted(built) == sorted(n for n in listed if not n.endswith(".lock"))
         assert not list(save.glob(".probe*"))
+        assert "node-1 has ranks 0 to 1: 2 x " in outputs[0]
+        assert "node-2 has ranks 2 to 3: 2 x " in outputs[0] and "node-2 has" not in outputs[1]
+        record = json.loads((save / "run" / "001" / "record.json").read_text())
+        hosts = {host["host"]: host["ranks"] for host in record["hosts"]}
+        assert hosts == {"node-1": [0, 1], "node-2": [2, 3]}
+        assert [file["path"] for file in record["data"]] == [str(data)]
+        assert "torchrun" in " ".join(record["launcher"])
     assert losses["own"] == losses["shared"] and len(losses["own"]) == 2
 
 

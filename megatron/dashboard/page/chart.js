@@ -96,7 +96,7 @@ export class Chart {
     this.#lines = parts.flatMap(({ run, number, data }) =>
       members.flatMap((member, place) => {
         const points = data(member);
-        if (!points?.x.length) return [];
+        if (!points?.y.some(Number.isFinite)) return [];
         const style = lineStyle(alone ? place + number : number);
         const dash = alone ? style.dash : seriesDash(place);
         const name = members.length > 1 ? member.label : "";

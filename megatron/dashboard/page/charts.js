@@ -7,7 +7,7 @@ import { panelsOf } from "./panels.js";
 import { state } from "./state.js";
 
 const AHEAD = "300px"; // below what is seen
-const AT_ONCE = 4; // charts whose data is asked for together
+const AT_ONCE = 3; // charts whose data is asked for together, after the first one
 
 /** Keeps the charts of `{runs}`, the chosen ones, in `place`. */
 export class Charts {
@@ -17,6 +17,7 @@ export class Charts {
   #loading = new Map(); // chart -> AbortController
   #runs = [];
   #shape = "";
+  #drawn = false; // the first chart, which gets the server for itself
 
   constructor(place, api, { pointed, announce }) {
     this.place = place;
@@ -53,6 +54,7 @@ export class Charts {
     state.set({ zoom: part && this.#inside(part) });
   }
 
+  /** The panels that there are. */
   get ids() {
     return [...this.#charts.keys()];
   }
@@ -116,9 +118,6 @@ export class Charts {
         ),
       ),
     );
-    if (!panels.length && this.#runs.length) {
-      this.place.append(element("p", { class: "note" }, state.find ? `No chart is called “${state.find}”.` : "No values yet."));
-    }
   }
 
   #forget(chart) {
@@ -148,7 +147,7 @@ export class Charts {
   /** Asks for the data of charts that are seen and have older data, a few at once, from the top. */
   #load() {
     for (const chart of this.#charts.values()) {
-      if (this.#loading.size >= AT_ONCE) return;
+      if (this.#loading.size >= (this.#drawn ? AT_ONCE : 1)) return;
       if (!this.#stale.has(chart) || !this.#seen.has(chart) || this.#loading.has(chart)) continue;
       this.#stale.delete(chart);
       this.#fetch(chart);
@@ -177,6 +176,7 @@ export class Charts {
     } catch (error) {
       if (error.name !== "AbortError") chart.fail(error.message);
     } finally {
+      this.#drawn = true;
       this.#loading.delete(chart);
       this.#load();
     }

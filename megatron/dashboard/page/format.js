@@ -60,7 +60,7 @@ export const UNITS = {
     ? `${scaled(value / 3600, 1000, ["Wh", "kWh", "MWh", "GWh"], 4, " ")}`
     : `${scaled(value, 1000, ["", "k", "M"], 4, " ")}J`),
   grams: (value) => scaled(value, 1000, ["g", "kg", "t"], 4, " "),
-  money: (value) => (Number.isFinite(value) ? value.toFixed(2) : plain(value)),
+  money: (value) => (Math.abs(value) >= 1 ? value.toFixed(2) : plain(value, 3)),
 };
 
 export const write = (unit, value) => (UNITS[unit] ?? plain)(value);

@@ -19,6 +19,7 @@ const HEALTH = { up: "Live", down: "The server does not answer" };
 const RELOADED = new Set(["x", "smooth", "zoom", "off", "find"]); // whose change needs other data
 
 let runs = [];
+let listed = false; // whether the server has said which there are
 const known = new Map(); // id -> version of the summary that is shown
 const hiddenKinds = new Set();
 
@@ -42,6 +43,7 @@ const chosen = () => runs.filter((run) => run.series && !state.off.has(run.id));
 /** Takes the list of runs, and fetches what is new of each. */
 async function take(list) {
   const before = new Map(runs.map((run) => [run.id, run]));
+  listed = true;
   runs = list.map((run, number) => ({ ...before.get(run.id), ...run, number }));
   drawRuns();
   const changed = new Set();
@@ -61,7 +63,7 @@ async function take(list) {
       }
     }),
   );
-  if (changed.size) draw(changed);
+  if (changed.size || !charts.ids.length) draw(changed);
 }
 
 function complain(words) {
@@ -89,14 +91,16 @@ function draw(changed = null) {
   byId("overview").replaceChildren(...overview(shown));
   if (state.tab === "charts") {
     charts.show(shown, changed);
-    if (!shown.length) byId("charts").replaceChildren(element("p", { class: "note" }, emptyWords()));
+    if (!charts.ids.length) byId("charts").replaceChildren(element("p", { class: "note" }, emptyWords(shown)));
   }
   if (state.tab === "events") drawEvents();
   if (state.tab === "texts") drawTexts();
   if (state.tab === "configuration") configuration.show(shown);
 }
 
-function emptyWords() {
+function emptyWords(shown) {
+  if (!listed) return "";
+  if (shown.length) return state.find ? `No chart is called “${state.find}”.` : "No values yet.";
   if (!runs.length) return "No runs here.";
   if (runs.every((run) => run.state === "error")) return "None of the files can be read.";
   if (runs.some((run) => run.state === "loading")) return "Reading the runs for the first time. An index is kept, and the next time is quick.";

@@ -25,6 +25,7 @@ const TRAINING = [
   ["Speed and memory", "Samples per second", "rate", ["samples_per_second"], NOISY],
   ["Speed and memory", "Trained tokens per second", "rate", ["trained_tokens_per_second"], NOISY],
   ["Energy and cost", "Energy", "joules", ["energy_joules"]],
+  ["Energy and cost", "Device time", "seconds", ["device_seconds"]],
   ["Energy and cost", "Cost", "money", ["cost", "cost_left"]],
   ["Energy and cost", "CO₂", "grams", ["co2_grams"]],
   ["Energy and cost", "Time left", "seconds", ["seconds_left"]],

@@ -18,7 +18,7 @@ function card(run) {
   const { record } = run;
   const entries = [
     ["Start", startOf(record)],
-    ["Command", command([record.launcher, record.command].flat().filter(Boolean))],
+    ["Command", command(record.launcher ?? record.command ?? [])],
     ["Code", codeOf(record.git)],
     ["Versions", VERSIONS.filter((name) => record.versions?.[name]).map((name) => `${name} ${record.versions[name]}`).join(", ")],
     ["Machines", machinesOf(record)],
@@ -59,8 +59,8 @@ function codeOf(git) {
 function machinesOf({ hosts, world_size: size }) {
   if (!hosts?.length) return null;
   const devices = [...new Set(hosts.flatMap((host) => host.devices ?? []))];
-  const named = hosts.map(({ host, ranks }) => (ranks?.length ? `${host} (ranks ${ranks[0]} to ${ranks.at(-1)})` : host));
-  return [`${size} processes on ${named.join(", ")}`, devices.join(", ")].filter(Boolean).join("; ");
+  const named = hosts.map(({ host, ranks }) => (ranks?.length > 1 ? `${host} (ranks ${ranks[0]} to ${ranks.at(-1)})` : host));
+  return [`${size} process${size === 1 ? "" : "es"} on ${named.join(", ")}`, devices.join(", ")].filter(Boolean).join("; ");
 }
 
 /** The data sets with their shares of the training data. */

@@ -13,7 +13,7 @@ export function runList(runs) {
     const shown = !state.off.has(run.id);
     return element(
       "li",
-      { class: `run ${run.state}`, "data-run": run.id },
+      { class: "run", "data-state": run.state, "data-run": run.id },
       element(
         "label",
         { title: run.path },
@@ -25,7 +25,7 @@ export function runList(runs) {
       run.state === "loading" &&
         element("progress", { max: "1", value: String(run.progress ?? 0), "aria-label": `Reading ${run.name}` }),
       run.error && element("p", { class: "trouble" }, run.error),
-      run.broken > 0 &&
+      run.broken > 0 && !run.error &&
         element("p", { class: "trouble", title: "They are passed over; the rest of the file is shown." },
           `${grouped(run.broken)} broken line${run.broken === 1 ? "" : "s"} passed over`),
     );

@@ -42,7 +42,8 @@ class SpendingCounter(Callback):
         self._prices = Prices(flags.cost_per_gpu_hour, flags.grid_gco2_per_kwh)
         self._energy = RunEnergy(mesh, device)
         # The processes were there before this object; a wait for a scheduler is not counted.
-        self._began = time.monotonic() - (time.time() - psutil.Process().create_time())
+        age = max(0.0, time.time() - psutil.Process().create_time())
+        self._began = time.monotonic() - age
         self._save = None if config.checkpoint.save is None else Path(config.checkpoint.save)
         self._before, self._warned = Totals(), False
         self._totals, self._write_at = Totals(), 0.0

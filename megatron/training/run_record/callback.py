@@ -6,15 +6,13 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from megatron.data.build import DataFile
 from megatron.parallel.mesh import Mesh
+from megatron.training.hosts import RankPlace
 from megatron.training.report import say
 from megatron.training.resume import ResumePoint
 from megatron.training.run import Run
 from megatron.training.run_record.folder import StartRecord
-from megatron.training.run_record.hosts import places_of_ranks
 from megatron.training.trainer import Callback, Trainer
 from megatron.util.errors import one_line
 
@@ -23,17 +21,16 @@ logger = logging.getLogger(__name__)
 
 class RunRecorder(Callback):
     """Writes the record of this start on the main process, for a run that saves. A folder that
-    cannot be written does not end a run; that is said. Every rank makes one."""
+    cannot be written does not end a run; that is said."""
 
     def __init__(
         self,
         run: Run,
         mesh: Mesh,
-        device: torch.device,
         begin: ResumePoint,
         files: Sequence[DataFile],
+        places: Sequence[RankPlace],
     ) -> None:
-        places = places_of_ranks(mesh, device)
         self._record: StartRecord | None = None
         self._iteration, self._reason = begin.iteration, "the end of its plan"
         if mesh.world.rank:

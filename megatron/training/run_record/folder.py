@@ -20,10 +20,10 @@ from typing import Any
 import megatron
 from megatron.data.build import DataFile
 from megatron.training.fingerprint import tokenizer_digest, versions
+from megatron.training.hosts import RankPlace, by_host
 from megatron.training.resume import ResumePoint
 from megatron.training.run import Run
-from megatron.training.run_record.hosts import RankPlace, by_host
-from megatron.training.run_record.secrets import Redactor
+from megatron.training.run_record.secrets import HIDDEN, Redactor
 from megatron.training.run_record.source_tree import SourceTree, source_tree
 from megatron.training.run_record.surroundings import (
     as_json,
@@ -106,11 +106,14 @@ class StartRecord:
 
     def _files(self, run: Run, tree: SourceTree | None) -> dict[str, bytes]:
         record, hide = self._record, self._redactor
-        title = (
-            f"start {record['start']} of {self.folder.parent.parent}, {record['began']}; *** is "
-        )
+        title = [
+            f"start {record['start']} of {self.folder.parent.parent}, {record['began']}",
+            f"{HIDDEN} is what was secret",
+        ]
+        if record["launcher"] is None and record["world_size"] > 1:
+            title.append(f"the command of one of {record['world_size']} processes")
         script = shell_script(
-            f"{title}what was secret",
+            "; ".join(title),
             record["folder"],
             record["environment"],
             record["launcher"] or record["command"],

@@ -23,9 +23,13 @@ def package(name: str, asked: str, remedy: str) -> Any:
     if name in _QUIET:
         os.environ.setdefault(*_QUIET[name])
     try:
-        return import_module(name)
+        module = import_module(name)
+        spec = module.__spec__
+        if spec is not None and spec.origin is None:  # a folder of this name, as wandb makes
+            raise ImportError(f"{name} is a folder")
     except ImportError as error:
         raise ValueError(
             f"{asked} needs the package {name}, which is not installed: run `pip install {name}`, "
             f"or {remedy}"
         ) from error
+    return module

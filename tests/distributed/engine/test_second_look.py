@@ -17,7 +17,7 @@ from megatron.data.indexed import IndexedDatasetWriter
 from megatron.engine.train_engine import TrainEngine
 from megatron.model.mlp import MLP
 from megatron.parity import runs
-from megatron.training import second_look
+from megatron.training.unattended import second_look
 from megatron.util.errors import FaultError
 
 RERUN = "--rerun-on-anomaly"

@@ -278,19 +278,19 @@ def slurm(tmp_path):
     return {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         **{"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_NODELIST": "node-[7-8]"},
-        **{"SLURM_JOB_ID": "123", "SLURM_JOB_END_TIME": "4102444800"},
+        "SLURM_JOB_ID": "123",
     }
 
 
 def test_slurm_starts_a_torchrun_on_each_node(slurm, tmp_path):
     path = FOLDER / "slurm" / "pretrain.sbatch"
-    launcher, flags = printed(path, "pretrain_llama_1b.sh", "--lr", "1e-3", **slurm)
+    words = ["pretrain_llama_1b.sh", "--lr", "1e-3"]
+    launcher, flags = printed(path, *words, **slurm, LAUNCHER="torchrun")
     assert " ".join(launcher).startswith("torchrun --nproc-per-node 8 --nnodes 2 --node-rank 1")
     assert launcher[-4:] == ["--master-addr", "node-7", "--master-port", "20123"]
-    settings = FlagParser(*FLAG_CLASSES).settings(flags)
-    assert settings["lr"].value == 1e-3
-    assert settings["exit_duration_in_mins"].value > 1000
-    assert (tmp_path / "srun.flags").read_text().split() == ["--kill-on-bad-exit=1"]
+    assert FlagParser(*FLAG_CLASSES).settings(flags)["lr"].value == 1e-3
+    shown = " ".join((tmp_path / "srun.flags").read_text().split())
+    assert shown.startswith("--nodes 2 --ntasks 2 --ntasks-per-node 1 ")
 
 
 def test_slurm_script_with_pyxis(slurm, tmp_path):
@@ -298,13 +298,14 @@ def test_slurm_script_with_pyxis(slurm, tmp_path):
     container = {"CONTAINER_IMAGE": "image.sqsh", "CONTAINER_MOUNTS": "/data:/data"}
     path = FOLDER / "pretrain_gpt3_175B.sh"
     launcher, flags = printed(path, "--lr", "1e-3", **slurm, **container)
-    assert " ".join(launcher).startswith("torchrun --nproc-per-node 8 --nnodes 2 --node-rank 1")
+    assert launcher == ["python"]
     assert FlagParser(*FLAG_CLASSES).settings(flags)["lr"].value == 1e-3
-    assert (tmp_path / "srun.flags").read_text().splitlines() == [
-        "--kill-on-bad-exit=1",
-        *("--container-image", "image.sqsh", "--container-workdir", str(ROOT)),
-        *("--container-mounts", f"{ROOT}:{ROOT},/data:/data"),
-    ]
+    shown = " ".join((tmp_path / "srun.flags").read_text().split())
+    assert shown.startswith("--nodes 2 --ntasks 16 --ntasks-per-node 8 ")
+    assert shown.endswith(
+        f"--container-image image.sqsh --container-workdir {ROOT} "
+        f"--container-mounts {ROOT}:{ROOT},/data:/data"
+    )
 
 
 def restarting(tmp_path, program, restarts):
@@ -350,23 +351,28 @@ def test_a_signal_reaches_the_run_which_is_not_started_again(tmp_path, number):
 
 
 @pytest.mark.parametrize(
-    ("status", "end", "before", "queued"),
+    ("status", "asked", "before", "queued"),
     [
-        (0, 4102444800, 0, False),  # long before its limit: the run is over
-        (0, 0, 0, True),
-        (3, 4102444800, 9, True),
-        (3, 4102444800, 10, False),
-        (2, 4102444800, 0, False),
+        (0, False, 0, False),  # the run is over
+        (0, True, 10, True),
+        (3, False, 9, True),
+        (3, False, 10, False),
+        (2, False, 0, False),
     ],
 )
-def test_a_job_queues_itself_again(slurm, tmp_path, status, end, before, queued):
-    (tmp_path / "srun").write_text(f"#!/bin/bash\nexit {status}\n")
-    (tmp_path / "scontrol").write_text(f'#!/bin/bash\necho "$@" >>{tmp_path}/asked\n')
-    job = {"SLURM_JOB_END_TIME": str(end), "SLURM_RESTART_COUNT": str(before)}
+def test_a_job_queues_itself_again(slurm, tmp_path, status, asked, before, queued):
+    ask = "kill -USR1 $PPID; sleep 0.1; " if asked else ""
+    (tmp_path / "srun").write_text(f"#!/bin/bash\n{ask}exit {status}\n")
+    for name in ("scontrol", "scancel"):
+        text = f'#!/bin/bash\necho {name} "$@" >>{tmp_path}/asked\n'
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
     path = FOLDER / "slurm" / "pretrain.sbatch"
-    done = script(path, "pretrain_llama_1b.sh", **{**slurm, **job})
+    done = script(path, "pretrain_llama_1b.sh", **{**slurm, "SLURM_RESTART_COUNT": str(before)})
     assert done.returncode == status, done.stderr
-    assert ("requeue 123" in (tmp_path / "asked").read_text()) == queued
+    calls = (tmp_path / "asked").read_text()
+    assert ("scontrol requeue 123" in calls) == queued
+    assert ("scancel --signal=USR1 123" in calls) == asked
 
 
 def detoxifying(name, *flags, **settings):

@@ -1,17 +1,20 @@
 """The folder of a start: whole, numbered, without secrets."""
 
+import dataclasses
 import json
 import os
 import stat
+import types
 
 import pytest
 
 from megatron.config import RunConfig
 from megatron.data.build import DataFile
+from megatron.training.hosts import RankPlace, by_host, rank_map
 from megatron.training.resume import ResumePoint
 from megatron.training.run import parse_run
+from megatron.training.run_record.callback import RunRecorder
 from megatron.training.run_record.folder import StartRecord
-from megatron.training.run_record.hosts import RankPlace, by_host
 
 FLAGS = (
     "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --lr 1e-3 "
@@ -64,6 +67,7 @@ def test_what_is_in_the_folder(run, tmp_path):
     assert stat.S_IMODE(os.stat(script).st_mode) & stat.S_IXUSR
     text = script.read_text()
     assert "export NCCL_DEBUG=INFO\n" in text and "RANK" not in text
+    assert "; the command of one of 3 processes\n" in text
     assert "# HF_TOKEN was set, and is secret\n" in text
     for file in record.folder.iterdir():
         content = file.read_text(errors="replace")
@@ -100,6 +104,19 @@ def test_what_cannot_be_written_leaves_nothing(run, tmp_path, monkeypatch):
     assert list((tmp_path / "run").iterdir()) == []
 
 
+def test_a_record_that_cannot_be_written_is_said(run, tmp_path, caplog):
+    saving = dataclasses.replace(run.config.checkpoint, save=str(tmp_path))
+    config = dataclasses.replace(run.config, checkpoint=saving)
+    own = dataclasses.replace(run, config=config)
+    (tmp_path / "run").write_text("a file")
+    mesh = types.SimpleNamespace(world=types.SimpleNamespace(rank=0))
+    with RunRecorder(own, mesh, ResumePoint(), FILES, PLACES):
+        pass
+    (record,) = caplog.records
+    assert record.getMessage().startswith("the record of this start is missing: ")
+    assert (tmp_path / "run").read_text() == "a file"
+
+
 def test_hosts():
     assert by_host(PLACES) == [
         {"host": "one", "ranks": [0, 1], "devices": ["H100"] * 2, "numbers": [0, 1],
@@ -107,3 +124,11 @@ def test_hosts():
         {"host": "two", "ranks": [2], "devices": ["H200"], "numbers": [0], "processors": 32,
          "memory_bytes": 20},
     ]  # fmt: skip
+
+
+def test_the_map_of_ranks():
+    assert rank_map(PLACES) == ["one has ranks 0 to 1: 2 x H100", "two has rank 2: 1 x H200"]
+    turns = [RankPlace("ab"[rank % 2], "CPU", None, 1, 1) for rank in range(4)]
+    assert rank_map(turns) == ["a has ranks 0, 2: 2 x CPU", "b has ranks 1, 3: 2 x CPU"]
+    many = rank_map([RankPlace(str(rank), "CPU", None, 1, 1) for rank in range(70)])
+    assert (len(many), many[-1]) == (65, "and 6 hosts more")

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from megatron.config.output import LoggingConfig
-from megatron.training.trackers import background
+from megatron.training.trackers import background, package
 from megatron.training.trackers.background import BackgroundWriter
 from megatron.training.writers import LastingWriter, build_writers
 
@@ -116,3 +116,13 @@ def test_a_missing_package_ends_a_new_run_only(monkeypatch, caplog, name):
     writer.close()
     failed, _ = [record.getMessage() for record in caplog.records]
     assert failed.startswith(f"{asked} cannot be written (ValueError: {asked} needs")
+
+
+def test_a_folder_is_no_package(tmp_path, monkeypatch):
+    """W&B makes one of its name where a run is started."""
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(ValueError, match="needs the package wandb, which is not installed"):
+        package("wandb", "--report-to wandb", "leave out wandb")
+    sys.modules.pop("wandb", None)

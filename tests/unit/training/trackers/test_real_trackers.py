@@ -2,54 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
-import struct
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from megatron.config.output import LoggingConfig
-from megatron.training.writers import build_writers
-from megatron.training.written import WrittenText, WrittenTexts
+from .reported import FIRST, SECOND, write
+from .wandb_server import wandb_server
 
 pytestmark = pytest.mark.proof
 """Each of the packages takes seconds to import."""
-
-FLAGS = {"tracker_project": "tests", "run_name": "small"}
-CONFIGURATION = {"model": {"hidden_size": 32}, "training": {"lr": [1, 2], "long": "x" * 9000}}
-TEXTS = WrittenTexts(2, (WrittenText("Once", " upon\na time", "", True),))
-
-
-def write(report_to: str, **flags) -> None:
-    """Two steps of a run that reaches step 4, and continues from the checkpoint of step 2."""
-    config = dataclasses.replace(LoggingConfig(), report_to=(report_to,), **FLAGS, **flags)
-    for first, last, offset in ((1, 4, 0.0), (3, 5, 10.0)):
-        writer = build_writers(
-            config,
-            resume_iteration=first - 1,
-            resume_samples=8 * (first - 1),
-            configuration=CONFIGURATION,
-        )
-        if first > 1:
-            writer.scalars("resume", first - 1, {}, samples=8 * (first - 1), tokens=0)
-        for step in range(first, last + 1):
-            samples = 8 * step
-            row = {"loss": offset + step, "grad_norm": None, "mfu": 0.5, "rewards/margins": 1.0}
-            writer.scalars("train", step, row, samples=samples, tokens=100 * step)
-        writer.scalars("validation more", last, {"loss": 7.0}, samples=8 * last, tokens=0)
-        writer.scalars("task a", last, {"bits_per_byte": 0.5}, samples=8 * last, tokens=0)
-        if first == 1:
-            writer.texts(TEXTS, samples=16, tokens=200)
-        writer.close()
-
-
-FIRST, SECOND = [(step, float(step)) for step in range(1, 5)], [(3, 13.0), (4, 14.0), (5, 15.0)]
-"""The loss of the two runs by their steps."""
 
 
 def test_mlflow(tmp_path):
@@ -87,7 +52,7 @@ def test_trackio(tmp_path):
     for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
         environment.pop(name, None)
     here = str(Path(__file__).parent)
-    program = "import test_real_trackers; test_real_trackers.write('trackio')"
+    program = "import reported; reported.write('trackio')"
     paths = [here, *sys.path]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     subprocess.run([sys.executable, "-c", program], check=True, env=environment, timeout=300)
@@ -120,9 +85,9 @@ def test_trackio(tmp_path):
 
 
 def test_wandb(tmp_path, monkeypatch):
-    """Its files have a frame around each record, which is read here; the records are its own."""
-    wandb = pytest.importorskip("wandb")
-    from wandb.proto.wandb_internal_pb2 import Record
+    """`wandb sync` reads the files, and tells a server on this machine what is in them."""
+    pytest.importorskip("wandb.sdk")  # a folder wandb is easily made, and importable
+    import wandb
 
     for name in list(os.environ):
         if name.startswith("WANDB_"):
@@ -130,40 +95,29 @@ def test_wandb(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     write("wandb", wandb_save_dir=str(tmp_path))
     wandb.teardown()
-    found = []
-    for file in tmp_path.glob("wandb/offline-run-*/*.wandb"):
-        records = [Record.FromString(content) for content in frames(file.read_bytes())]
-        (run,) = [record.run for record in records if record.HasField("run")]
-        rows = [
-            {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in row}
-            for record in records
-            if record.HasField("history") and (row := record.history.item)
-        ]
-        losses = [(row["_step"], row["lm loss"]) for row in rows if "lm loss" in row]
-        found.append((losses, rows))
-        assert (run.project, run.run_group, run.display_name) == ("tests", "small", "small")
-        config = {item.key: json.loads(item.value_json) for item in run.config.update}
-        assert config["model"] == {"hidden_size": 32}
-        assert any(row.get("tasks/a bits per byte") == 0.5 for row in rows)
-        assert [record.exit.exit_code for record in records if record.HasField("exit")] == [0]
-    assert sorted(losses for losses, _ in found) == [FIRST, SECOND]
-
-
-def frames(content: bytes) -> Iterator[bytes]:
-    """The records of a log in LevelDB's format, after W&B's header of 7 bytes."""
-    assert content[:4] == b":W&B"
-    at, whole = 7, b""
-    while at + 7 <= len(content):
-        left = 32768 - at % 32768
-        if left < 7:
-            at += left
-            continue
-        _, length, kind = struct.unpack_from("<IHB", content, at)
-        whole += content[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # whole, or the last part
-            yield whole
-            whole = b""
+    monkeypatch.delenv("WANDB_MODE")
+    folders = sorted(tmp_path.glob("wandb/offline-run-*"))
+    with wandb_server() as (address, runs):
+        own = {"WANDB_BASE_URL": address, "WANDB_API_KEY": "a" * 40, "HOME": str(tmp_path)}
+        for folder in folders:
+            subprocess.run(
+                [sys.executable, "-m", "wandb", "sync", str(folder)],
+                cwd=tmp_path, env=os.environ | own, timeout=120, stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+    assert len(folders) == 2
+    for folder, expected in zip(folders, (FIRST, SECOND), strict=True):
+        run = runs[folder.name.rpartition("-")[2]]
+        rows = [run.rows[number] for number in sorted(run.rows)]
+        assert [(row["_step"], row["lm loss"]) for row in rows if "lm loss" in row] == expected
+        assert [row["samples"] for row in rows if "lm loss" in row] == [8 * n for n, _ in expected]
+        assert rows[-1]["tasks/a bits per byte"] == 0.5
+        assert rows[-1]["lm loss validation more"] == 7.0
+        shown = run.described
+        assert (shown["project"], shown["groupName"]) == ("tests", "small")
+        assert shown["displayName"] == "small"
+        configuration = json.loads(shown["config"])
+        assert configuration["model"]["value"] == {"hidden_size": 32}
 
 
 def test_tensorboard(tmp_path):

@@ -15,9 +15,9 @@ from megatron.data.build import DataFile
 from megatron.training import resume
 from megatron.training.checkpoints import CheckpointManager
 from megatron.training.resume import SKIPPED, ResumePoint, ResumeSource
-from megatron.training.spikes import LEVEL, Spike, SpikeRule
 from megatron.training.stopping import TrainingStopped
 from megatron.training.trainer import Callback, GoBack, Step, Trainer
+from megatron.training.unattended.spikes import LEVEL, Spike, SpikeRule
 
 
 class Rollback(Callback):

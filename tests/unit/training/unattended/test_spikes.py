@@ -10,8 +10,8 @@ import pytest
 
 from megatron.checkpoint.folder import KEPT, superseded
 from megatron.data.sampler import continued_ranges
-from megatron.training.rollback import Rollback
-from megatron.training.spikes import LEVEL, PATIENCE, SpikeRule
+from megatron.training.unattended.rollback import Rollback
+from megatron.training.unattended.spikes import LEVEL, PATIENCE, SpikeRule
 
 STEPS = 20_000
 CURVE = 2 + 8 * np.exp(-np.arange(STEPS) / 300) + 0.5 * np.exp(-np.arange(STEPS) / 5000)

@@ -2,7 +2,7 @@
 
 import math
 
-from megatron.training.anomalies import Computed, changed, odd_batches, wrong_ranks
+from megatron.training.unattended.anomalies import Computed, changed, odd_batches, wrong_ranks
 
 
 def computed(rank, of, *losses, squares=1.0):

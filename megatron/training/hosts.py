@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import platform
 import socket
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -49,7 +51,31 @@ def places_of_ranks(mesh: Mesh, device: torch.device) -> list[RankPlace]:
     return places
 
 
-def by_host(places: Sequence[RankPlace]) -> list[dict[str, object]]:
+def rank_map(places: Sequence[RankPlace]) -> list[str]:
+    """A line for each host, for the log; the last hosts of very many are only counted."""
+    lines = []
+    for host in by_host(places):
+        devices = Counter(host["devices"])
+        what = ", ".join(f"{count} x {device}" for device, count in devices.items())
+        lines.append(f"{host['host']} has {_ranks(host['ranks'])}: {what}")
+    more = len(lines) - _MOST_LINES
+    return lines if more <= 0 else [*lines[:_MOST_LINES], f"and {more} hosts more"]
+
+
+_MOST_LINES = 64
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """In words: rank 5, ranks 0 to 3, ranks 0, 2, 4."""
+    first, last = ranks[0], ranks[-1]
+    if first == last:
+        return f"rank {first}"
+    if list(ranks) == list(range(first, last + 1)):
+        return f"ranks {first} to {last}"
+    return f"ranks {', '.join(map(str, ranks))}"
+
+
+def by_host(places: Sequence[RankPlace]) -> list[dict[str, Any]]:
     """The ranks of each host, as JSON values."""
     hosts = dict.fromkeys(place.host for place in places)
     found = []

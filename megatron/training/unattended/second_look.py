@@ -21,17 +21,17 @@ from torch import Tensor
 from megatron.data.loader import TrainingData, mapped
 from megatron.engine.train_engine import TrainEngine
 from megatron.families import family_of
-from megatron.training.anomalies import (
+from megatron.training.report import Reporter
+from megatron.training.run import Run
+from megatron.training.trainer import Callback, Trainer
+from megatron.training.unattended.anomalies import (
     Computed,
     OddBatches,
     changed,
     odd_batches,
     wrong_ranks,
 )
-from megatron.training.report import Reporter
-from megatron.training.run import Run
-from megatron.training.spikes import SpikeGuard
-from megatron.training.trainer import Callback, Trainer
+from megatron.training.unattended.spikes import SpikeGuard
 from megatron.util.errors import FaultError
 
 _SHOWN, _CHARACTERS = 4, 200

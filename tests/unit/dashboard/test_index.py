@@ -1,0 +1,208 @@
+"""The index of a file of metrics: whatever becomes of the file, its tables have the rows that are
+in it now."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+
+from megatron.dashboard import index as module
+from megatron.dashboard.index import RunIndex
+
+
+def line(kind: str, step: int, **values: object) -> bytes:
+    row = {"kind": kind, "iteration": step, "consumed_samples": 8 * step}
+    return json.dumps({**row, "consumed_tokens": 64 * step, **values}).encode() + b"\n"
+
+
+def train(*steps: int) -> bytes:
+    return b"".join(line("train", step, loss=1 / step) for step in steps)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "metrics.jsonl"
+
+
+def opened(path) -> RunIndex:
+    index = RunIndex(path)
+    read(index)
+    return index
+
+
+def read(index: RunIndex) -> int:
+    """Reads what is new; the number of pieces."""
+    return sum(1 for _ in index.update())
+
+
+def column(index: RunIndex, kind: str, name: str = "iteration") -> list[float]:
+    return index.tables[kind].column(name).tolist()
+
+
+def test_rows_by_kind_with_gaps(path):
+    path.write_bytes(
+        line("train", 1, loss=2.0)
+        + line("validation web", 1, loss=3.0)
+        + line("train", 2, loss=None, late=5.0)
+        + line("text", 2, prompt="a", answer="b", ended=False)
+    )
+    index = opened(path)
+    assert column(index, "train", "loss")[0] == 2.0 and np.isnan(column(index, "train", "loss")[1])
+    assert np.isnan(column(index, "train", "late")[0]) and column(index, "train", "late")[1] == 5
+    assert column(index, "validation web", "samples") == [8]
+    assert index.texts == [
+        {"iteration": 2, "prompt": "a", "answer": "b", "reference": "", "ended": False}
+    ]
+
+
+def test_broken_lines_are_counted_and_half_a_line_waits(path):
+    broken = (
+        b"{\n",
+        b"[1]\n",
+        b'{"kind": 3, "iteration": 1}\n',
+        b'{"kind": "train", "iteration": -1}\n',
+        b'{"kind": "train", "iteration": true}\n',
+        b'{"kind": "train", "iteration": 1e3}\n',
+        b"\x00\xff\n",
+        b"\n",
+    )
+    last = train(3)
+    path.write_bytes(train(1) + b"".join(broken) + train(2) + last[:20])
+    index = opened(path)
+    assert column(index, "train") == [1, 2] and index.broken == len(broken)
+    with path.open("ab") as file:
+        file.write(last[20:])
+    read(index)
+    assert column(index, "train") == [1, 2, 3] and index.broken == len(broken)
+
+
+def test_values_that_are_no_numbers_are_absent(path):
+    path.write_bytes(line("train", 1, loss="x", many=[1], flag=True) + line("train", 2, loss=1.5))
+    index = opened(path)
+    assert np.isnan(column(index, "train", "loss")[0]) and column(index, "train", "loss")[1] == 1.5
+    assert column(index, "train", "flag")[0] == 1
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_resume_voids_later_steps(announced, path):
+    """Of every kind, whether the run says that it resumed or its steps are simply there again."""
+    first = train(10, 20, 30, 40) + line("save", 20, seconds=1.0) + line("validation", 40, loss=1.0)
+    path.write_bytes(first + line("text", 40, prompt="p", answer="a"))
+    index = opened(path)
+    with path.open("ab") as file:
+        if announced:
+            file.write(line("resume", 20))
+            file.flush()
+            read(index)
+            assert column(index, "train") == [10, 20]
+        file.write(train(30, 40))
+    read(index)
+    assert column(index, "train") == [10, 20, 30, 40]
+    assert column(index, "validation") == [] and column(index, "save") == [20]
+    assert not index.texts
+
+
+def test_kept_and_continued(path, monkeypatch):
+    path.write_bytes(train(*range(1, 50)))
+    opened(path).close()
+    monkeypatch.setattr(module.orjson, "loads", counted := Counted(module.orjson.loads))
+    with path.open("ab") as file:
+        file.write(train(50))
+    again = opened(path)
+    assert column(again, "train") == list(range(1, 51))
+    assert counted.calls == 2, "the manifest, and the new line"
+
+
+class Counted:
+    def __init__(self, function):
+        self.function, self.calls = function, 0
+
+    def __call__(self, *arguments):
+        self.calls += 1
+        return self.function(*arguments)
+
+
+def test_what_was_read_before_the_end_is_kept(path, monkeypatch):
+    monkeypatch.setattr(module, "_CHUNK_BYTES", 200)
+    path.write_bytes(train(*range(1, 50)))
+    index = RunIndex(path)
+    pieces = index.update()
+    next(pieces)
+    pieces.close()
+    index.close()
+    again = RunIndex(path)
+    assert 1 <= again.tables["train"].rows < 10
+    read(again)
+    assert column(again, "train") == list(range(1, 50))
+
+
+def test_rows_that_a_killed_process_wrote_without_counting(path):
+    path.write_bytes(train(1, 2))
+    index = opened(path)
+    table = index.tables["train"]
+    table.append([{"iteration": 9, "loss": 9.0}])
+    index.close()
+    with path.open("ab") as file:
+        file.write(train(3))
+    assert column(opened(path), "train") == [1, 2, 3]
+
+
+@pytest.mark.parametrize("damage", ["column", "manifest", "format"])
+def test_a_damaged_index_is_made_again(damage, path):
+    path.write_bytes(train(1, 2, 3))
+    index = opened(path)
+    index.close()
+    folder = path.with_name(f".{path.name}.index")
+    if damage == "column":
+        os.truncate(next(folder.glob("*.f64")), 8)
+    elif damage == "manifest":
+        (folder / "index.json").write_bytes(b"{")
+    else:
+        content = json.loads((folder / "index.json").read_bytes())
+        (folder / "index.json").write_text(json.dumps({**content, "format": 0}))
+    assert column(opened(path), "train") == [1, 2, 3]
+
+
+@pytest.mark.parametrize("how", ["replaced", "shorter", "other beginning"])
+def test_another_file_under_the_name(how, path):
+    path.write_bytes(train(1, 2, 3))
+    index = opened(path)
+    if how == "replaced":
+        other = path.with_name("other")
+        other.write_bytes(train(1, 2, 3, 4))
+        other.replace(path)
+    elif how == "shorter":
+        path.write_bytes(train(1))
+    else:
+        path.write_bytes(train(5, 6, 7, 8))
+    read(index)
+    expected = {"replaced": [1, 2, 3, 4], "shorter": [1], "other beginning": [5, 6, 7, 8]}
+    assert column(index, "train") == expected[how]
+
+
+def test_two_dashboards_of_a_run(path):
+    path.write_bytes(train(1, 2))
+    first, second = opened(path), opened(path)
+    with path.open("ab") as file:
+        file.write(train(3))
+    assert read(first) == read(second) == 1
+    assert column(first, "train") == column(second, "train") == [1, 2, 3]
+    folder = second._folder
+    second.close()
+    assert not folder.exists()
+
+
+def test_a_folder_that_nobody_may_write(path, tmp_path, monkeypatch):
+    path.write_bytes(train(1))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path.with_name(f".{path.name}.index").write_text("a file, where the folder would be")
+    opened(path).close()
+    assert list((tmp_path / "cache").rglob("*.f64"))
+
+
+def test_a_file_without_rights_or_that_is_none(tmp_path):
+    with pytest.raises(OSError):
+        RunIndex(tmp_path / "missing")
+    with pytest.raises(OSError):
+        RunIndex(tmp_path)

@@ -1,0 +1,47 @@
+"""The record of a run's last start, which is found near its metrics."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.dashboard.records import newest_record, read_record
+
+
+def start(save: Path, number: int, metrics: str, **more: object) -> Path:
+    folder = save / "run" / f"{number:03d}"
+    folder.mkdir(parents=True)
+    record = {"format": 1, "start": number, "folder": str(save.parent), **more}
+    (folder / "record.json").write_text(json.dumps(record))
+    config = {"logging": {"metrics_file": metrics}, "model": {"num_layers": number, "empty": {}}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_the_last_start(tmp_path):
+    for number in (1, 2, 10):
+        last = start(tmp_path / "save", number, "m.jsonl")
+    assert newest_record(tmp_path / "m.jsonl") == last
+    record, configuration = read_record(last)
+    assert record is not None and record["start"] == 10
+    assert configuration == {
+        "logging.metrics_file": "m.jsonl",
+        "model.num_layers": 10,
+        "model.empty": {},
+    }
+
+
+def test_of_several_runs_that_which_wrote_the_file(tmp_path):
+    mine = start(tmp_path / "a", 1, "a.jsonl")
+    start(tmp_path / "b", 7, "b.jsonl")
+    assert newest_record(tmp_path / "a.jsonl") == mine
+    assert newest_record(tmp_path / "c.jsonl") is None
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff"])
+def test_broken_records_are_passed_over(content, tmp_path):
+    folder = start(tmp_path / "save", 1, "m.jsonl")
+    for name in ("record.json", "config.json"):
+        (folder / name).write_bytes(content)
+    assert newest_record(tmp_path / "m.jsonl") == folder
+    assert read_record(folder) == (None, {})

@@ -1,0 +1,230 @@
+"""What the server of the dashboard answers, and what it refuses."""
+
+import gzip
+import http.client
+import json
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from megatron.dashboard.runs import WatchedRun, find_runs
+from megatron.dashboard.server import Dashboard
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "e2e"))
+from dashboards import row, train_row, write_run  # noqa: E402
+
+
+@contextmanager
+def served(*words: str, token: str | None = None) -> Iterator[Dashboard]:
+    """A server that has read its runs."""
+    runs = [WatchedRun(str(n), *found) for n, found in enumerate(find_runs(words), 1)]
+    for run in runs:
+        run.refresh()
+    server = Dashboard(runs, "127.0.0.1", 0, token)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    return write_run(tmp_path_factory.mktemp("run") / "metrics.jsonl", 600, spike=321, broken=2)
+
+
+@pytest.fixture(scope="module")
+def server(run) -> Iterator[Dashboard]:
+    with served(f"one={run}") as running:
+        yield running
+
+
+def get(server: Dashboard, path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=20)
+    connection.request("GET", path, headers={k.replace("_", "-"): v for k, v in headers.items()})
+    answer = connection.getresponse()
+    found = answer.status, dict(answer.getheaders()), answer.read()
+    connection.close()
+    return found
+
+
+def asked(server: Dashboard, path: str, status: int = 200):
+    found, _, body = get(server, path)
+    assert found == status, body
+    return json.loads(body)
+
+
+def series_id(server: Dashboard, kind: str = "train", name: str = "loss") -> str:
+    listed = asked(server, "/api/runs/1")["series"]
+    return next(one["id"] for one in listed if (one["kind"], one["name"]) == (kind, name))
+
+
+def test_what_is_known_of_a_run(server):
+    (listed,) = asked(server, "/api/runs")
+    assert listed["name"] == "one" and listed["broken"] == 2 and listed["state"] == "live"
+    assert listed["last"]["iteration"] == 600
+    found = asked(server, "/api/runs/1")
+    assert found["extent"]["iteration"] == [1, 600]
+    kinds = [event["kind"] for event in found["events"]]
+    assert kinds.count("spike") == 1 and kinds.count("resume") == 1 and kinds.count("save") == 2
+    spike = next(event for event in found["events"] if event["kind"] == "spike")
+    assert spike["values"]["loss"] == 30 and spike["iteration"] == 321
+    assert found["totals"]["energy_joules"] == 8 * 400.0 * 600
+    assert found["totals"]["validation_loss"] == pytest.approx(3.1473, abs=1e-3)
+    assert asked(server, "/api/runs/1/texts")[-1]["answer"] == "after 500 steps"
+
+
+def test_curves_and_their_parts(server):
+    id = series_id(server)
+    whole = asked(server, f"/api/runs/1/series?id={id}&points=50")[id]
+    assert max(whole["y"]) == 30 and len(whole["x"]) < 120 and "smooth" not in whole
+    part = asked(server, f"/api/runs/1/series?id={id}&points=500&from=100&to=110&smooth=0.9")[id]
+    assert part["x"] == list(range(99, 112)) == part["smooth"]["x"]
+    expected = [json.loads(train_row(step))["loss"] for step in range(99, 112)]
+    assert part["y"] == pytest.approx(expected)
+    seconds = asked(server, f"/api/runs/1/series?id={id}&x=seconds&points=5000")[id]["x"]
+    each = [json.loads(train_row(step))["seconds_per_iteration"] for step in range(1, 601)]
+    assert seconds[-1] == pytest.approx(sum(each), rel=0.01)
+    other = series_id(server, "validation web")
+    assert asked(server, f"/api/runs/1/series?id={other}&smooth=0.9")[other]["x"][0] == 100
+
+
+def test_table(server):
+    ids = series_id(server), series_id(server, "validation web")
+    _, headers, body = get(server, f"/api/runs/1/csv?id={ids[0]}&id={ids[1]}&from=99&to=101")
+    lines = body.decode().splitlines()
+    assert lines[0] == "iteration,samples,tokens,loss,validation web loss"
+    assert [line.split(",")[0] for line in lines[1:]] == ["99", "100", "101"]
+    assert lines[1].endswith(",") and not lines[2].endswith(",")
+    assert headers["Content-Type"].startswith("text/csv")
+
+
+def test_names_are_no_formulas_or_columns(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(row("train", 1, loss=1.0, **{'=cmd()|"a",b': 2.0}))
+    with served(str(path)) as server:
+        id = series_id(server, name='=cmd()|"a",b').replace("=", "%3D").replace("|", "%7C")
+        id = id.replace('"', "%22").replace(",", "%2C")
+        _, _, body = get(server, f"/api/runs/1/csv?id={id}")
+        assert body.decode().splitlines()[0] == 'iteration,samples,tokens,"\'=cmd()|""a"",b"'
+
+
+def test_unchanged_and_packed(server):
+    _, headers, body = get(server, "/api/runs/1")
+    status, _, nothing = get(server, "/api/runs/1", If_None_Match=headers["ETag"])
+    assert status == 304 and not nothing
+    _, packed, small = get(server, "/api/runs/1", Accept_Encoding="gzip")
+    assert packed["Content-Encoding"] == "gzip" and gzip.decompress(small) == body
+
+
+@pytest.mark.parametrize("path", ["/", "/page/page.js", "/page/uPlot.iife.min.js", "/api/runs"])
+def test_every_answer_has_the_policy(path, server):
+    status, headers, _ = get(server, path)
+    assert status == 200 and "default-src 'self'" in headers["Content-Security-Policy"]
+    assert headers["X-Content-Type-Options"] == "nosniff"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/page/../server.py", "/page/..%2fserver.py", "/page/%2e%2e/%2e%2e/etc/passwd"),
+        *("/page//etc/passwd", "/page/uPlot.LICENSE", "/server.py", "/page/", "//etc/passwd"),
+        *("/api/runs/2", "/api/runs/..%2f1", "/api/runs/1/other", "/api", "/api/runs/1/series/x"),
+        *("/api/runs/1/series?id=99-loss", "/api/runs/1/series?id=0-iteration"),
+        *("/api/runs/1/series?id=-1-loss", "/api/runs/1/csv?id=0-none"),
+    ],
+)
+def test_nothing_else_is_found(path, server):
+    assert asked(server, path, status=404)["error"]
+
+
+@pytest.mark.parametrize("query", ["x=loss", "points=1e9", "points=x", "smooth=1", "from=nan"])
+def test_unknown_values_are_refused_by_name(query, server):
+    words = asked(server, f"/api/runs/1/series?id=0-loss&{query}", status=400)["error"]
+    assert words.startswith(query.partition("=")[0])
+
+
+def test_other_names_of_this_machine(server):
+    """A page of another site, whose name leads here, reads nothing."""
+    assert get(server, "/api/runs", Host="evil.example")[0] == 403
+    assert get(server, "/api/runs", Host="localhost:1")[0] == 200
+    assert get(server, "/api/runs", Host="[")[0] == 400
+
+
+def test_token(run, tmp_path):
+    with served(str(run), token="secret word") as server:
+        assert get(server, "/")[0] == get(server, "/api/runs")[0] == 401
+        assert get(server, "/?token=other")[0] == 401
+        status, headers, _ = get(server, "/?token=secret%20word")
+        assert status == 303 and headers["Location"] == "./"
+        cookie = headers["Set-Cookie"]
+        assert "HttpOnly" in cookie and "SameSite=Strict" in cookie
+        assert get(server, "/api/runs", Cookie=cookie.split(";")[0])[0] == 200
+        assert get(server, "/api/runs", Authorization="Bearer secret word")[0] == 200
+
+
+def test_updates_are_told(tmp_path):
+    path = write_run(tmp_path / "metrics.jsonl", 30)
+    with served(str(path)) as server:
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=20)
+        connection.request("GET", "/api/updates")
+        stream = connection.getresponse()
+        first = json.loads(stream.readline().removeprefix(b"data: "))
+        with path.open("a") as file:
+            file.write(train_row(31))
+        stream.readline()
+        second = json.loads(stream.readline().removeprefix(b"data: "))
+        assert first[0]["version"] != second[0]["version"]
+        assert second[0]["last"]["iteration"] == 31
+        connection.close()
+
+
+def test_a_file_of_something_else_is_an_error_of_the_run(tmp_path):
+    path = tmp_path / "log.txt"
+    path.write_text("iteration 1 loss 2\n" * 4)
+    with served(str(path)) as server:
+        (listed,) = asked(server, "/api/runs")
+        assert listed["state"] == "error" and "none of the 4 lines" in listed["error"]
+
+
+def test_folders_and_names(tmp_path):
+    for name in ("a", "b"):
+        write_run(tmp_path / "runs" / name / "metrics.jsonl", 1)
+    assert [name for name, _ in find_runs([str(tmp_path / "runs")])] == ["a", "b"]
+    assert find_runs([f"x={tmp_path / 'runs' / 'a'}"])[0][0] == "x"
+    twice = find_runs([str(tmp_path / "runs" / "a"), str(tmp_path / "runs" / "a")])
+    assert twice[0][0].endswith("metrics.jsonl")
+    for word in ("missing", f"x={tmp_path}/missing", str(tmp_path / "runs" / "a" / ".none")):
+        with pytest.raises(FileNotFoundError, match="--metrics-file"):
+            find_runs([word])
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--port", "{taken}"], "--port {taken} is taken; give another one"),
+        (["--port", "70000"], "--port 70000: expected 0 to 65535"),
+        (["--host", "203.0.113.9", "--port", "0"], "--host 203.0.113.9: "),
+        (["--port", "many"], "--port"),
+        (["--colour", "red"], "--colour"),
+    ],
+)
+def test_mistakes_of_the_command(flags, words, run, capsys):
+    from tools import dashboard
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        with pytest.raises(SystemExit) as ended:
+            dashboard.main([str(run), *(flag.replace("{taken}", port) for flag in flags)])
+    assert ended.value.code == 2
+    assert words.replace("{taken}", port) in capsys.readouterr().err
