@@ -243,4 +243,4 @@ def test_a_lost_node_leaves_a_smaller_run(undisturbed, nodes, tmp_path):
     assert ours.keys() == theirs.keys()
     # Sums of gradients over one rank are rounded otherwise than over two. Weights show it less:
     # the bias of keys has no gradient but rounding, of which Adam makes whole steps.
-    assert list(ours.values()) == pytest.approx(list(theirs.values()), rel=1e-3)
+    assert list(ours.values()) == pytest.approx(list(theirs.values()), rel=1e-5)
