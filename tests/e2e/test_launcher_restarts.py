@@ -3,6 +3,7 @@ the run continues from its newest checkpoint and ends with the weights of a run 
 killed. deepspeed ends the others."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -11,14 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from launched_runs import ADDRESSES, BIN, FLAGS, ROOT, environment, free_port, nodes
 from safetensors.numpy import load_file
 
-from megatron.checkpoint.source import open_checkpoint
-
 __all__ = ["nodes"]  # a fixture
-STEPS = 400
+STEPS = 240
 LAYOUTS = {
     "zero1-dp2": ["--zero-stage", "1"],
     "zero3-dp2": ["--zero-stage", "3"],
@@ -134,13 +132,28 @@ def weights(save):
             for name, tensor in load_file(path).items()}  # fmt: skip
 
 
-def undisturbed(folder, layout):
-    start = [str(BIN / "torchrun"), "--nproc-per-node", "2", "--master-port", free_port()]
-    done = subprocess.run(
-        [*start, *words(folder, layout)], cwd=ROOT, env=environment(), capture_output=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return weights(folder)
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The folder of a run of two processes that nothing happens to, by its layout."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+
+    def trained(layout="zero1-dp2"):
+        save = folder / layout
+        if not save.exists():
+            start = [str(BIN / "torchrun"), "--nproc-per-node", "2", "--master-port", free_port()]
+            done = subprocess.run(
+                [*start, *words(save, LAYOUTS[layout])],
+                cwd=ROOT, env=environment(), capture_output=True,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr[-3000:]
+        return save
+
+    return trained
+
+
+def losses(save):
+    rows = map(json.loads, (save / "metrics.jsonl").read_text().splitlines())
+    return {row["iteration"]: row["loss"] for row in rows if row["kind"] == "train"}
 
 
 def resumed_at(said):
@@ -157,21 +170,21 @@ def resumed_at(said):
         ("c10d", "pp2", 0),
     ],
 )
-def test_a_killed_rank_is_started_again(tmp_path, rendezvous, layout, rank):
+def test_a_killed_rank_is_started_again(undisturbed, tmp_path, rendezvous, layout, rank):
     """Twice: the second start has the keys of the first in its store."""
     with a_run(tmp_path, rendezvous, LAYOUTS[layout]) as run:
-        for least in (60, 160):
+        for least in (60, 140):
             run.wait_for(rf"iteration +{least}/")
             os.kill(run.processes()[rank], signal.SIGKILL)
         run.ends_well()
     first, second = resumed_at(run.said())
-    assert first >= 40 and second >= 140
-    assert weights(run.save) == undisturbed(tmp_path / "undisturbed", LAYOUTS[layout])
+    assert first >= 40 and second >= 120
+    assert weights(run.save) == weights(undisturbed(layout))
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize(("rendezvous", "rank"), [("c10d", 0), ("c10d", 1), ("static", 0)])
-def test_a_stopped_rank_is_started_again(tmp_path, rendezvous, rank):
+def test_a_stopped_rank_is_started_again(undisturbed, tmp_path, rendezvous, rank):
     """torchrun ends it by SIGKILL, half a minute after the others have named it."""
     layout = [*LAYOUTS["zero1-dp2"], "--hang-seconds", "6"]
     with a_run(tmp_path, rendezvous, layout) as run:
@@ -184,7 +197,7 @@ def test_a_stopped_rank_is_started_again(tmp_path, rendezvous, rank):
     assert not re.search(f"error: rank {1 - rank} ", run.said()), "the wrong one is blamed"
     (resumed,) = resumed_at(run.said())
     assert resumed >= 40
-    assert weights(run.save) == undisturbed(tmp_path / "undisturbed", LAYOUTS["zero1-dp2"])
+    assert weights(run.save) == weights(undisturbed())
 
 
 @pytest.mark.proof
@@ -205,7 +218,7 @@ def test_a_stopped_rank_ends_a_run_of_deepspeed(tmp_path, rank):
 
 @pytest.mark.proof
 @pytest.mark.parametrize("node", [0, 1])
-def test_a_rank_killed_on_one_of_two_nodes(nodes, tmp_path, node):
+def test_a_rank_killed_on_one_of_two_nodes(undisturbed, nodes, tmp_path, node):
     """The agents then count different numbers of restarts."""
     with a_run(tmp_path, "c10d", names=nodes) as run:
         run.wait_for(r"iteration +60/")
@@ -213,11 +226,11 @@ def test_a_rank_killed_on_one_of_two_nodes(nodes, tmp_path, node):
         run.ends_well()
     (at,) = resumed_at(run.said())
     assert at >= 40
-    assert weights(run.save) == undisturbed(tmp_path / "undisturbed", LAYOUTS["zero1-dp2"])
+    assert weights(run.save) == weights(undisturbed())
 
 
 @pytest.mark.proof
-def test_a_lost_node_leaves_a_smaller_run(nodes, tmp_path):
+def test_a_lost_node_leaves_a_smaller_run(undisturbed, nodes, tmp_path):
     """Of one to two nodes the second is lost, agent and rank; the first continues alone, in the
     same order of samples."""
     with a_run(tmp_path, "c10d", names=nodes, nnodes="1:2") as run:
@@ -226,8 +239,8 @@ def test_a_lost_node_leaves_a_smaller_run(nodes, tmp_path):
         os.killpg(run.agents.pop(1).pid, signal.SIGKILL)
         run.ends_well()
     assert resumed_at(run.said()) and "layout: 1 process" in run.said()
-    undisturbed(tmp_path / "undisturbed", LAYOUTS["zero1-dp2"])
-    ours, theirs = (open_checkpoint(path) for path in (run.save, tmp_path / "undisturbed"))
-    for name in theirs.names():
-        # Sums of gradients over one rank are rounded otherwise than over two.
-        torch.testing.assert_close(ours.tensor(name), theirs.tensor(name), rtol=1e-3, atol=1e-4)
+    ours, theirs = losses(run.save), losses(undisturbed())
+    assert ours.keys() == theirs.keys()
+    # Sums of gradients over one rank are rounded otherwise than over two. Weights show it less:
+    # the bias of keys has no gradient but rounding, of which Adam makes whole steps.
+    assert list(ours.values()) == pytest.approx(list(theirs.values()), rel=1e-5)

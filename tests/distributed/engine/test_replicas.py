@@ -250,8 +250,13 @@ def test_equal_copies_are_not_reported(pool, layout, number, flags):
     batch = str(2 * parsed.fewest_micro_batches * parsed.data)
     argv = [*TINY, "--num-layers", "8", "--global-batch-size", batch, *parsed.flags(), *flags]
     argv += ["--zero-stage", str(number), "--train-iters", "3", "--check-replicas-interval", "1"]
-    for counts in pool.run(parsed.processes, compared, argv):
-        assert len(counts) == 3 and min(counts) > 3  # pipelines alone share little
+    found = pool.run(parsed.processes, compared, argv)
+    # Stages that nobody has copies of share what is no parameter, and the outer ones an embedding.
+    alone = number == 0 and parsed.processes == parsed.pipeline
+    for counts in found:
+        assert len(counts) == 3 and min(counts) > (0 if alone else 3)
+    if "dualpipev" not in layout:  # has both ends in one stage
+        assert min(found[0] + found[-1]) > 3
 
 
 def ruined_weight(rank):
