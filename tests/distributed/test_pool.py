@@ -113,7 +113,7 @@ def test_failures_are_told_and_the_pool_continues(pool, function, told):
     pool.run(2, find_traces)
     started = time.monotonic()
     with pytest.raises(RankError) as raised:
-        pool.run(2, function, timeout=3.0)
+        pool.run(2, function, timeout=3.0 if function is hang_on_one else 20.0)
     assert time.monotonic() - started < 30
     assert all(text in str(raised.value) for text in told), str(raised.value)
     assert pool.run(2, total, Addend(0.0)) == [Addend(1.0)] * 2
