@@ -97,14 +97,21 @@ class OwnTimeMeter:
             if not self._counting:
                 continue
             late = max(0.0, passed - pause - _LATE)
-            frames = sys._current_frames()
-            main = frames[threading.main_thread().ident or 0]
-            if where_it_waits(frames) or main.f_code.co_filename.endswith(_DEVICE_WAITS):
+            if _waits():
                 self._own, self._late = self._own + late, self._late + late
                 continue
             self._own, self._late = self._own + passed, self._late + late
             if activity.phase == "data":
                 self._reading += passed - late
+
+
+def _waits() -> bool:
+    """Whether the main thread waits for other ranks or its device. The frames must not outlive
+    this function: they keep the tensors of calls that have returned meanwhile."""
+    frames = sys._current_frames()
+    main = frames[threading.main_thread().ident or 0]
+    waits = where_it_waits(frames) is not None
+    return waits or main.f_code.co_filename.endswith(_DEVICE_WAITS)
 
 
 def _run_delay() -> float:

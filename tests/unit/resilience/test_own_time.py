@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+import weakref
 
 from megatron.resilience.own_time import OwnTime, OwnTimeMeter
 from megatron.util.phases import phase
@@ -65,3 +66,20 @@ def test_what_is_taken_counts_once():
     meter.close()
     meter.take()
     assert meter.take() == OwnTime(0.0, 0.0, 0.0)
+
+
+def test_it_keeps_nothing_of_calls_that_have_returned():
+    class Thing:
+        pass
+
+    def call():
+        thing = Thing()
+        time.sleep(0.5)  # in which the thread looks at this frame
+        return weakref.ref(thing)
+
+    meter = OwnTimeMeter(period=0.2)
+    meter.resume()
+    try:
+        assert call()() is None
+    finally:
+        meter.close()
