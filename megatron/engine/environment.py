@@ -316,13 +316,26 @@ def prepare_deepspeed() -> None:
     # Users can do nothing about deprecations inside DeepSpeed and torch.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     _refuse_stale_locks(Path(os.environ["TORCH_EXTENSIONS_DIR"]))
-    from deepspeed.utils import logger
+    with _not_installed("mlflow"):  # an import of seconds, for DeepSpeed's autotuning
+        from deepspeed.utils import logger
 
     from megatron.engine.deepspeed_patches import start_without_compiler
 
     if os.environ["DS_LOG_LEVEL"] == "warning":
         logger.setLevel(logging.WARNING)
     start_without_compiler()
+
+
+@contextmanager
+def _not_installed(name: str) -> Iterator[None]:
+    """A package that is not imported yet cannot be."""
+    before = name in sys.modules
+    sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        if not before:
+            del sys.modules[name]
 
 
 def _refuse_stale_locks(folder: Path) -> None:

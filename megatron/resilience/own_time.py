@@ -8,13 +8,12 @@ product of matrices that the device computes now and then says how fast it is.
 from __future__ import annotations
 
 import random
-import sys
 import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.resilience.waiting import where_it_waits
+from megatron.resilience.waiting import frames_of_others, where_it_waits
 from megatron.util.phases import activity
 
 PERIOD = 0.3
@@ -106,9 +105,9 @@ class OwnTimeMeter:
 
 
 def _waits() -> bool:
-    """Whether the main thread waits for other ranks or its device. The frames must not outlive
-    this function: they keep the tensors of calls that have returned meanwhile."""
-    frames = sys._current_frames()
+    """Whether the main thread waits for other ranks or its device. A function of its own, as frames
+    keep the tensors of calls that have returned meanwhile."""
+    frames = frames_of_others()
     main = frames[threading.main_thread().ident or 0]
     waits = where_it_waits(frames) is not None
     return waits or main.f_code.co_filename.endswith(_DEVICE_WAITS)

@@ -42,7 +42,7 @@ def where_it_waits(frames: Mapping[int, FrameType] | None = None) -> FrameType |
     Args:
         frames: innermost frame of each thread by its identifier; those of now by default.
     """
-    frames = sys._current_frames() if frames is None else frames
+    frames = frames_of_others() if frames is None else frames
     main = frames.get(threading.main_thread().ident or 0)
     if main is None:
         return None
@@ -53,6 +53,15 @@ def where_it_waits(frames: Mapping[int, FrameType] | None = None) -> FrameType |
         return None
     others = (frame for frame in frames.values() if frame is not main)
     return next((found for frame in others if (found := _meets(frame)) is not None), None)
+
+
+def frames_of_others() -> dict[int, FrameType]:
+    """Innermost frame of each other thread by its identifier. They keep what the functions have in
+    their variables: a caller lets go of them at once."""
+    frames = sys._current_frames()
+    # A frame in one of its own variables lives, with all others, until cycles are looked for.
+    frames.pop(threading.get_ident())
+    return frames
 
 
 def waits_for_ranks() -> bool:
