@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from contestants.flags import flags_of
 from contestants.setting import SEED, Setting
 from megatron.config import ModelConfig
 from megatron.engine import backend
@@ -92,7 +93,6 @@ def samples(setting: Setting) -> Sequence[Any]:
 
 
 def _run(setting: Setting) -> Any:
-    from contestants.ours import flags_of
     from megatron.training.run import parse_run
 
     return parse_run(None, flags_of(setting, 0), setting.family)

@@ -4,82 +4,14 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-import torch
-
 from contestants.drawn import drawn_on_device
+from contestants.flags import flags_of
 from contestants.registry import AfterStep, Contestant, NoMoreSteps
-from contestants.setting import BETAS, CLIP, EPS, LEARNING_RATE, SEED, WEIGHT_DECAY, Setting
+from contestants.setting import Setting
 from megatron.engine.environment import distributed
 from megatron.training.build import build_trainer
 from megatron.training.run import parse_run
 from megatron.training.trainer import Callback, Step, Trainer
-
-NEVER = 10**9
-FEW = 10**4
-"""Iterations of data whose order is drawn in advance."""
-LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
-UNTIED = "--untie-embeddings-and-output-weights"
-QWEN2 = f"{LLAMA} --add-qkv-bias --rotary-base 1000000 --norm-epsilon 1e-6"
-
-BERT = "--apply-residual-connection-post-layernorm --no-bias-gelu-fusion"
-T5 = (
-    "--position-embedding-type relative --normalization RMSNorm --norm-epsilon 1e-6 --relu "
-    "--disable-bias-linear --query-pre-attn-scalar 1 --scale-head-input"
-)
-RETRO = "--retro-add-retriever --retro-encoder-hidden-dropout 0 --retro-encoder-attention-dropout 0"
-
-
-def flags_of(setting: Setting, stage: int, extra: tuple[str, ...] = ()) -> list[str]:
-    """The command line of the setting."""
-    # Without worker processes on a CPU the loader's time is in the process that is measured.
-    workers = "--num-workers 0" if not torch.cuda.is_available() else ""
-    flags = (
-        f"--num-layers {setting.layers} --hidden-size {setting.hidden_size} "
-        f"--ffn-hidden-size {setting.ffn_hidden_size} --num-attention-heads {setting.heads} "
-        f"--num-query-groups {setting.kv_heads} --seq-length {setting.seq_length} "
-        f"--micro-batch-size {setting.micro_batch} "
-        f"--global-batch-size {setting.micro_batch * setting.micro_batches} "
-        f"--attention-dropout 0 --hidden-dropout 0 --seed {SEED} "
-        f"--lr {LEARNING_RATE} --lr-decay-style constant --weight-decay {WEIGHT_DECAY} "
-        f"--adam-beta1 {BETAS[0]} --adam-beta2 {BETAS[1]} --adam-eps {EPS} --clip-grad {CLIP} "
-        f"{_tokens(setting)} --train-iters {NEVER} --log-interval {NEVER} --eval-iters 0 "
-        f"--peak-tflops 1 --zero-stage {stage} {workers} {_architecture(setting)} "
-        f"{'--bf16' if setting.dtype == 'bf16' else ''}"
-    )
-    return [*flags.split(), *_task(setting), *extra]
-
-
-def _tokens(setting: Setting) -> str:
-    if setting.task == "dpo":
-        return ""
-    return f"--tokenizer-type NullTokenizer --vocab-size {setting.vocab_size - 1} --mock-data"
-
-
-def _task(setting: Setting) -> list[str]:
-    """The flags of a fine-tuning, which replace those before them."""
-    if setting.task == "pretrain":
-        return []
-    flags = ["--pretrained-checkpoint", str(setting.weights)]
-    if setting.task == "lora":
-        return [*flags, "--lora", "--lora-rank", str(setting.lora_rank)]
-    return [
-        *(*flags, "--preference", "dpo", "--data-path", str(setting.pairs), "--split", "100,0,0"),
-        *("--tokenizer-type", "HFTokenizer", "--tokenizer-model", str(setting.weights)),
-        *("--train-iters", str(FEW)),
-    ]
-
-
-def _architecture(setting: Setting) -> str:
-    if setting.architecture == "gpt2":
-        return ""
-    if setting.architecture == "bert":
-        return BERT
-    if setting.architecture == "retro":
-        return RETRO
-    if setting.architecture == "t5":
-        return f"{T5} --decoder-seq-length {setting.decoder_length}"
-    untied = "" if setting.tied else UNTIED
-    return f"{QWEN2 if setting.architecture == 'qwen2' else LLAMA} {untied}"
 
 
 class Steps(Callback):

@@ -14,8 +14,8 @@ import torch
 from machine import machine
 from torch import Tensor
 
+from contestants.flags import flags_of
 from contestants.inputs import parts
-from contestants.ours import flags_of
 from contestants.setting import SEED, Setting
 from megatron.checkpoint.files import write_json
 from megatron.checkpoint.source import Source

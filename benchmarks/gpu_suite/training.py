@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from contestants.ours import flags_of
+from contestants.flags import flags_of
 from contestants.registry import Contestant, contestant, is_ours
 from contestants.setting import Setting
 

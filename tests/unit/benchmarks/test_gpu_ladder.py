@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from contestants.ours import flags_of
+from contestants.flags import flags_of
 from contestants.process import environment
 from contestants.registry import contestant, is_ours
 from contestants.report import shape_of

@@ -159,7 +159,7 @@ def test_drawn_samples_are_the_trainers():
 
 
 def drawn_flags() -> list[str]:
-    from contestants.ours import flags_of
+    from contestants.flags import flags_of
 
     return flags_of(SETTING, 0)
 

@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 from contestants import hf
-from contestants.ours import flags_of
+from contestants.flags import flags_of
 from contestants.plain import MainWeights, build
 from contestants.prepare import write_weights
 from contestants.setting import Setting
