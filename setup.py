@@ -143,6 +143,7 @@ COMMANDS = [
     "megatron-profile-step = megatron.tools.profile_step:main",
     "megatron-evaluate = megatron.tools.evaluate:main",
     "megatron-check-parity = megatron.tools.check_parity:main",
+    "megatron-doctor = megatron.tools.doctor:main",
     "megatron-start-nodes = megatron.tools.start_nodes:main",
     "megatron-launch-container = megatron.tools.launch_container:main",
 ]

@@ -25,6 +25,7 @@
 #     DEEPSPEED_FLAGS    further flags of deepspeed, such as "--launcher openmpi"
 #     NODES, NODE_RANK, MASTER_ADDR, MASTER_PORT    torchrun on several nodes; NODES=2:4 is a number
 #                  that may change during the run (JOB_ID tells one such run from others)
+#     DOCTOR=1     examine the nodes first (tools/doctor.py), and start nothing if something is wrong
 #     RESTARTS     how often a run that has failed is started again (default: 0)
 #     DRY_RUN=1    print the command, do not run it
 
@@ -136,18 +137,50 @@ launcher() {
     esac
 }
 
+# Examines the nodes of a run, and what its flags name there. DOCTOR=only ends here: slurm's script
+# does this once for all tasks.
+examine() { # PROGRAM --flag value ...
+    local doctor=(python tools/doctor.py) flag='' word
+    [[ -z ${HOSTFILE:-} ]] || doctor+=(--hostfile "$HOSTFILE")
+    [[ -z ${INCLUDE:-} ]] || doctor+=(--include "$INCLUDE")
+    [[ -z ${EXCLUDE:-} ]] || doctor+=(--exclude "$EXCLUDE")
+    [[ -z ${MASTER_PORT:-} ]] || doctor+=(--master-port "$MASTER_PORT")
+    for word in "${@:2}"; do
+        if [[ $word == --* ]]; then
+            flag=$word
+            [[ $flag != --data-path ]] || doctor+=(--data-path)
+        elif [[ $flag == --data-path ]]; then
+            doctor+=("$word")
+        elif [[ $flag == --save ]]; then
+            doctor+=(--save "$word")
+        fi
+    done
+    if [[ -n ${DRY_RUN:-} ]]; then
+        show "${doctor[@]}"
+    else
+        "${doctor[@]}" || exit
+    fi
+    [[ $DOCTOR != only ]] || exit 0
+}
+
 # start PROGRAM --flag value ...
 start() {
     local LAUNCH=()
+    [[ -z ${DOCTOR:-} ]] || examine "$@"
     launcher
     run "${LAUNCH[@]}" "$@"
 }
 
-run() {
+# Prints a command in one write, as several nodes may have one log.
+show() {
     local line
+    printf -v line '%q ' "$@"
+    echo "$line"
+}
+
+run() {
     if [[ -n ${DRY_RUN:-} ]]; then
-        printf -v line '%q ' "$@"
-        echo "$line" # in one write: several nodes may have one log
+        show "$@"
     elif ((${RESTARTS:-0})); then
         restarting "$@"
     else

@@ -12,7 +12,7 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --output=slurm-%j.log
-if [[ -n ${SLURM_JOB_ID:-} && -z ${SLURM_STEP_ID:-} ]]; then # a step runs this file on each node
+if [[ -n ${SLURM_JOB_ID:-} && -z ${SLURM_STEP_ID:-} && ${DOCTOR:-} != only ]]; then # steps run this file
     exec bash examples_deepspeed/slurm/pretrain.sbatch pretrain_gpt3_175B.sh "$@"
 fi
 source "$(dirname "$0")/common.sh"

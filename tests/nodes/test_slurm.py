@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+import sys
 import time
 
 import numpy as np
@@ -88,6 +89,43 @@ def assert_same_course(found, wanted):
     """Every step once and in order, with the losses of the reference but for rounding."""
     assert [step for step, _ in found] == [step for step, _ in wanted]
     np.testing.assert_allclose([x for _, x in found], [x for _, x in wanted], rtol=2e-4)
+
+
+@pytest.mark.proof
+def test_an_allocation_is_examined(slurm, tmp_path):
+    doctor = [sys.executable, "tools/doctor.py", "--json", "--save", tmp_path / "save"]
+    words = ["salloc", "--nodes", 4, *doctor, "--data-path", tmp_path / "text"]
+    settings = {**environment(), "SLURM_CONF": slurm.folder / "slurm.conf"}
+    settings = {name: str(value) for name, value in settings.items()}
+
+    def findings():
+        answer = json.loads(slurm.run(*words, env=settings, cwd=ROOT).stdout)
+        assert answer["nodes"] == [f"node-{number}" for number in (1, 2, 3, 4)]
+        assert len(answer["links"]) == 12
+        return [(one["node"], one["check"], one["value"]) for one in answer["findings"]]
+
+    files = [tmp_path / "text.bin", tmp_path / "text.idx"]
+    for file in files:
+        file.write_text("text")
+    assert findings() == []
+    files[0].unlink()
+    assert findings() == [
+        (f"node-{number}", f"data {files[0]}", "cannot be read") for number in (1, 2, 3, 4)
+    ]
+
+
+@pytest.mark.proof
+def test_a_job_begins_once_its_nodes_are_examined(slurm, corpus, tmp_path):
+    flags, nodes = [*FLAGS, "--train-iters", "3"], ["--nodes", "2"]
+    number, log = submit(slurm, tmp_path, flags, nodes, **corpus, DOCTOR=1)
+    assert slurm.end(number) == "COMPLETED", log.read_text()
+    assert "doctor.py: 2 nodes: nothing is wrong" in log.read_text()
+    assert [step for step, _ in losses(tmp_path)] == [1, 2, 3]
+    missing = corpus | {"DATA_PATH": tmp_path / "other"}
+    number, log = submit(slurm, tmp_path, flags, nodes, **missing, DOCTOR=1)
+    assert slurm.end(number) == "FAILED" and slurm.job(number)["Restarts"] == "0"
+    assert f"data {tmp_path}/other.bin: cannot be read" in log.read_text()
+    assert "do not pass tools/doctor.py" in log.read_text()
 
 
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])

@@ -219,6 +219,17 @@ def test_launchers():
     )
 
 
+def test_nodes_are_examined_first():
+    path = FOLDER / "pretrain_llama_1b.sh"
+    nodes = {"HOSTFILE": "hosts", "EXCLUDE": "n2", "MASTER_PORT": "1", "RUNS": "r"}
+    lines = script(path, DOCTOR="1", DATA_PATH="0.3 a 0.7 b", **nodes).stdout.splitlines()
+    assert lines[0].split() == shlex.split(
+        "python tools/doctor.py --hostfile hosts --exclude n2 --master-port 1 "
+        "--data-path 0.3 a 0.7 b --save r/llama-1b"
+    )
+    assert len(lines) == 2 and lines[1].startswith("python tools/start_nodes.py --hostfile hosts")
+
+
 def test_tokenizer_folder():
     _, flags = printed(FOLDER / "pretrain_llama_1b.sh", TOKENIZER="tokenizers/a b")
     settings = FlagParser(*FLAG_CLASSES).settings(flags)
@@ -291,6 +302,14 @@ def test_slurm_starts_a_torchrun_on_each_node(slurm, tmp_path):
     assert FlagParser(*FLAG_CLASSES).settings(flags)["lr"].value == 1e-3
     shown = " ".join((tmp_path / "srun.flags").read_text().split())
     assert shown.startswith("--nodes 2 --ntasks 2 --ntasks-per-node 1 ")
+
+
+@pytest.mark.parametrize("name", ["pretrain_llama_1b.sh", "pretrain_gpt3_175B.sh"])
+def test_slurm_examines_the_nodes_once(slurm, name):
+    said = script(FOLDER / "slurm" / "pretrain.sbatch", name, **slurm, DOCTOR="1").stdout
+    programs = [line.split()[:2] for line in said.splitlines()]
+    assert programs == [["python", "tools/doctor.py"], ["python", "pretrain_gpt.py"]]
+    assert "--master-port 20123 --data-path " in said
 
 
 def test_slurm_script_with_pyxis(slurm, tmp_path):

@@ -1,0 +1,309 @@
+"""What runs on every node: it answers requests, one line of JSON each, until its input ends.
+
+It is sent to the node and needs nothing there but Python: not this project, and no package. So it
+can say what is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import resource
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from megatron.util.digests import digest, digest_of_sample
+
+_GPU_FIELDS = (
+    *("index", "name", "driver_version", "temperature.gpu"),
+    *("ecc.errors.uncorrected.volatile.total", "retired_pages.pending"),
+    "clocks_throttle_reasons.hw_thermal_slowdown",
+    "clocks_throttle_reasons.hw_power_brake_slowdown",
+)
+_XIDS_OF_PROGRAMS = ("13", "31", "43", "45", "68", "69")
+"""NVIDIA's numbers of errors that programs make."""
+_CHUNK = bytes(2**18)
+_PINGS = 20
+_MESSAGES = 10
+_MEETING = timedelta(seconds=20)
+_held: dict[str, Any] = {}
+"""What stays open between requests: sockets, the locked file."""
+
+
+def report(folder: str, packages: list[str], data: list[str], places: list[str]) -> dict[str, Any]:
+    """What this node is. Sizes are in bytes.
+
+    Args:
+        folder: of this project.
+        data: files that training reads.
+        places: folders that training writes into, or that it will make.
+    """
+    return {
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in packages},
+        "code": _code(Path(folder)),
+        "data": {path: _file(Path(path)) for path in data},
+        "places": {path: _place(path) for path in [*places, tempfile.gettempdir()]},
+        "shm": os.statvfs("/dev/shm").f_frsize * os.statvfs("/dev/shm").f_blocks
+        if os.path.isdir("/dev/shm")
+        else None,
+        "nofile": resource.getrlimit(resource.RLIMIT_NOFILE)[1],
+        "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        "infiniband": os.path.isdir("/dev/infiniband"),
+        "own_address": _own_address(),
+        "interface": os.environ.get("GLOO_SOCKET_IFNAME", ""),
+        "gpus": _gpus(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _code(folder: Path) -> dict[str, str]:
+    """A digest of each file of the trainer."""
+    files = [*folder.glob("*.py"), *folder.glob("megatron/**/*.py")]
+    return {str(file.relative_to(folder)): digest(file.read_bytes())[:12] for file in files}
+
+
+def _file(path: Path) -> str | None:
+    try:
+        return f"{path.stat().st_size:,} bytes, {digest_of_sample(path)[:12]}"
+    except OSError:
+        return None
+
+
+def _place(path: str) -> dict[str, Any]:
+    """The nearest folder that exists, and what it has room for."""
+    found = os.path.abspath(path)
+    while not os.path.isdir(found):
+        found = os.path.dirname(found)
+    room = os.statvfs(found)
+    answer = {"folder": found, "free": room.f_bavail * room.f_frsize, "refused": ""}
+    answer["inodes"] = room.f_favail / room.f_files if room.f_files else 1.0
+    try:
+        with tempfile.TemporaryFile(dir=found) as file:
+            file.write(b"0" * 4096)
+    except OSError as error:
+        answer["refused"] = error.strerror
+    return answer
+
+
+def _own_address() -> str:
+    with contextlib.suppress(OSError):
+        return socket.gethostbyname(socket.gethostname())
+    return ""
+
+
+def _gpus() -> dict[str, Any]:
+    """A row for each GPU, or why there is no answer; ``rows`` is empty where no driver is."""
+    said = _nvidia_smi()
+    return {**said, "xids": _xids() if said["rows"] or said["error"] else []}
+
+
+def _nvidia_smi() -> dict[str, Any]:
+    query = ["nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, timeout=30)
+    except FileNotFoundError:
+        return {"rows": [], "error": ""}
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return {"rows": [], "error": str(error)}
+    if said.returncode:
+        return {"rows": [], "error": (said.stderr or said.stdout).strip()}
+    lines = [line.split(", ") for line in said.stdout.splitlines()]
+    return {"rows": [dict(zip(_GPU_FIELDS, line, strict=True)) for line in lines], "error": ""}
+
+
+def _xids() -> list[str]:
+    """The last error of each GPU that the driver has written to the kernel's log, where this user
+    may read it."""
+    try:
+        said = subprocess.run(["dmesg"], capture_output=True, text=True, timeout=30).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    found = re.findall(r"NVRM: (Xid \((.*?)\): (\d+).*)", said)
+    return list(
+        {gpu: line for line, gpu, number in found if number not in _XIDS_OF_PROGRAMS}.values()
+    )
+
+
+def clock() -> float:
+    """Seconds since 1970."""
+    return time.time()
+
+
+def mark(folder: str, name: str) -> None:
+    """Leaves a file in a folder, and locks it until :func:`unmark`."""
+    file = _held["mark"] = open(os.path.join(folder, name), "w")  # noqa: SIM115
+    file.write(name)
+    file.flush()
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def unmark() -> None:
+    file = _held.pop("mark")
+    os.unlink(file.name)
+    file.close()
+
+
+def look(folder: str, name: str, seconds: float) -> str:
+    """Whether a file that another node has marked is seen, and its lock: ``locked``, ``not
+    locked``, or ``not seen`` after so long; network file systems take a while."""
+    deadline = time.monotonic() + seconds
+    while name not in (os.listdir(folder) if os.path.isdir(folder) else []):
+        if time.monotonic() > deadline:
+            return "not seen"
+        time.sleep(0.1)
+    with open(os.path.join(folder, name), "r+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return "locked"
+    return "not locked"
+
+
+def listen(port: int) -> int:
+    """Accepts connections at a port, or at any if it is 0; each is measured by :func:`send`."""
+    server = _held["server"] = socket.socket()
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    server.bind(("", port))
+    server.listen()
+    threading.Thread(target=_accept, args=(server,), daemon=True).start()
+    return int(server.getsockname()[1])
+
+
+def close() -> None:
+    server = _held.pop("server")
+    with contextlib.suppress(OSError):
+        server.shutdown(socket.SHUT_RDWR)
+    server.close()
+
+
+def _accept(server: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            threading.Thread(target=_receive, args=(server.accept()[0],), daemon=True).start()
+
+
+def _receive(other: socket.socket) -> None:
+    other.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with other, contextlib.suppress(OSError):
+        for _ in range(_PINGS):
+            other.sendall(other.recv(1) or b"0")
+        count, space = 0, bytearray(2**18)
+        while got := other.recv_into(space):
+            count += got
+        other.sendall(count.to_bytes(8, "little"))
+
+
+def connect(host: str, port: int, seconds: float) -> None:
+    socket.create_connection((host, port), seconds).close()
+
+
+def send(host: str, port: int, seconds: float) -> dict[str, float]:
+    """Sends for so long. Returns bytes per second, as they arrive, and the shortest round trip in
+    seconds."""
+    with socket.create_connection((host, port), 5) as other:
+        other.settimeout(30)
+        other.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        trips = []
+        for _ in range(_PINGS):
+            start = time.perf_counter()
+            other.sendall(b"1")
+            other.recv(1)
+            trips.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        while time.perf_counter() - start < seconds:
+            other.sendall(_CHUNK)
+        other.shutdown(socket.SHUT_WR)
+        count = int.from_bytes(other.recv(8), "little")
+        return {"rate": count / (time.perf_counter() - start), "trip": min(trips)}
+
+
+def store() -> int:
+    """Opens the store at which a pair of nodes meets for :func:`meet`; returns its port."""
+    import torch.distributed as dist
+
+    _held["store"] = dist.TCPStore(
+        "0.0.0.0", 0, 2, is_master=True, wait_for_workers=False, timeout=_MEETING
+    )
+    return int(_held["store"].port)
+
+
+def meet(backend: str, host: str, port: int, rank: int, seconds: float) -> dict[str, float] | None:
+    """Rank 0 sends to rank 1 with torch.distributed, which both call, for about so long; the first
+    GPU's memory is sent with nccl. Returns on rank 0 what :func:`send` does."""
+    import torch
+    import torch.distributed as dist
+
+    device = torch.device("cuda:0" if backend == "nccl" else "cpu")
+    meeting = _held.pop("store", None) or dist.TCPStore(host, port, 2, timeout=_MEETING)
+    dist.init_process_group(backend, store=meeting, rank=rank, world_size=2, timeout=_MEETING)
+    try:
+        one, few = (torch.ones(size, device=device) for size in (1, 2**14))
+
+        def round_trip(there: Any) -> float:
+            start = time.perf_counter()
+            if rank == 0:
+                dist.send(there, 1)
+                dist.recv(one, 1)
+            else:
+                dist.recv(there, 0)
+                dist.send(one, 0)
+            one.item()  # it is there
+            return time.perf_counter() - start
+
+        trips = [round_trip(one) for _ in range(_PINGS)]
+        round_trip(few)  # buffers are made
+        length = torch.tensor([_length(few.nbytes / round_trip(few), seconds)], device=device)
+        round_trip(length)
+        many = torch.ones(int(length.item()), device=device)
+        round_trip(many)
+        taken = sum(round_trip(many) for _ in range(_MESSAGES))
+        return {"rate": _MESSAGES * many.nbytes / taken, "trip": min(trips)} if rank == 0 else None
+    finally:
+        dist.destroy_process_group()
+
+
+def _length(rate: float, seconds: float) -> int:
+    """Numbers in each message, for all to take about so long at so many bytes per second."""
+    return max(2**14, min(2**24, int(rate * seconds / _MESSAGES / 4)))
+
+
+REQUESTS: dict[str, Callable[..., Any]] = {
+    function.__name__: function
+    for function in (report, clock, mark, unmark, look, listen, close, connect, send, store, meet)
+}
+
+
+def serve() -> None:
+    """Answers until the input ends."""
+    answers, sys.stdout = sys.stdout, sys.stderr  # libraries print, too
+    print("ready", file=answers, flush=True)
+    for line in sys.stdin:
+        number, name, values = json.loads(line)
+        answer: dict[str, Any] = {"number": number}
+        try:
+            answer["answer"] = REQUESTS[name](**values)
+        except OSError as error:
+            answer["error"] = error.strerror or str(error)
+        except Exception as error:
+            answer["error"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        print(json.dumps(answer), file=answers, flush=True)
