@@ -1,32 +1,41 @@
 """An index of a file of metrics: its rows by kind, in columns that are read without the file.
 
 It is kept in a folder beside the file, ``.NAME.index``, or in the user's cache where nobody may
-write there. What is appended to the file is added; a file that was replaced is read again.
+write there, or nothing more fits. What is appended to the file is added; a file that was replaced is
+read again, and one that was copied is not. A folder that somebody else may have made is not trusted
+with more than numbers: one with links in it is left alone.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from megatron.dashboard.tables import MetricTable, MetricTableState
-from megatron.util.digests import digest
-from megatron.util.files import open_regular, replacing
+from megatron.util.digests import digest, digest_of_parts
+from megatron.util.files import open_regular, remove_partial, replacing
 from megatron.util.locks import Lock, LockTakenError
 
-FORMAT = 1
+FORMAT = 2
 MOST_KINDS = 500
 MOST_TEXTS = 2000
 _CHUNK_BYTES = 1 << 22
-_BEGINNING_BYTES = 1 << 16
+_KNOWN_BYTES = 1 << 16
 _MOST_STEPS = 1 << 53
 _MANIFEST, _LOCK = "index.json", "lock"
+_OWN = re.compile(r"lock|index\.json(\.partial-[0-9a-f]+)?|\d+-\d+\.f64")
+
+
+class _UnwritableError(OSError):
+    """Nothing more can be written where the index is."""
 
 
 class RunIndex:
@@ -39,7 +48,7 @@ class RunIndex:
         lines: read so far.
         generation: grows whenever the file was read from its beginning.
 
-    Raises OSError if the file cannot be read.
+    Raises OSError if the file cannot be read, or no place takes its index.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,7 +56,12 @@ class RunIndex:
         self.generation = 0
         with open_regular(path):
             pass  # so that a file without rights is named before anything else
-        self._folder, self._lock = _open_folder(path)
+        self._open(_places(path))
+
+    def _open(self, places: list[Path]) -> None:
+        """Takes the first of the folders that can be written, or one of this process alone."""
+        self._places = places
+        self._folder, self._lock = _open_folder(places)
         self.clear()
         if not self._restore():
             self._begin()
@@ -57,7 +71,7 @@ class RunIndex:
         self.tables: dict[str, MetricTable] = {}
         self.texts: list[dict[str, Any]] = []
         self.broken = self.lines = self.offset = self._last = 0
-        self._source: dict[str, Any] = {}
+        self._mark = ""
         self._waiting: dict[str, list[dict[str, Any]]] = {}
 
     def close(self) -> None:
@@ -74,12 +88,27 @@ class RunIndex:
 
     def update(self, told: Callable[[float], None] = lambda share: None) -> Generator[None]:
         """Reads what is new, a piece at a time; between two of them other threads may read tables.
-        ``told`` gets the share of the file that was read. Raises OSError if it cannot be read."""
+        ``told`` gets the share of the file that was read. Where nothing more fits, as on a full
+        disk, the index is made again elsewhere. Raises OSError if the file cannot be read, or no
+        place takes its index."""
+        while True:
+            try:
+                yield from self._read(told)
+                return
+            except _UnwritableError as error:
+                own = self._lock is None
+                self._leave()
+                if own:
+                    self._open([])  # for the next time
+                    raise OSError(error.errno, f"no room for its index: {error.strerror}") from None
+                self._open(self._places)
+
+    def _read(self, told: Callable[[float], None]) -> Generator[None]:
         with open_regular(self.path) as file:
-            now = os.fstat(file.fileno())
-            if now.st_size < self.offset or not self._is_same(file, now.st_ino):
+            size = os.fstat(file.fileno()).st_size
+            if size < self.offset or self._mark != _mark(file, self.offset):
                 self._begin()
-            if now.st_size == self.offset:
+            if size == self.offset:
                 return
             file.seek(self.offset)
             before = self.offset
@@ -89,30 +118,33 @@ class RunIndex:
                         lines.pop()  # half a row, whose rest is still to be written
                     if not lines:
                         break
-                    self._take(lines)
+                    try:
+                        self._take(lines)
+                    except OSError as error:
+                        before = (
+                            self.offset
+                        )  # a part of the piece is in the tables: nothing is saved
+                        raise _UnwritableError(error.errno, error.strerror) from None
                     self.offset += sum(map(len, lines))
-                    told(min(1.0, self.offset / max(1, now.st_size)))
+                    told(min(1.0, self.offset / max(1, size)))
                     yield
             finally:  # also if nobody wants the rest
                 if self.offset != before:
-                    file.seek(0)
-                    beginning = file.read(min(_BEGINNING_BYTES, self.offset))
-                    size = len(beginning)
-                    self._source = {"inode": now.st_ino, "bytes": size, "digest": digest(beginning)}
-                    self._save()
+                    self._mark = _mark(file, self.offset)
+                    with suppress(OSError):  # an earlier one is as good: its tables are cut to it
+                        self._save()
 
-    def _is_same(self, file: Any, inode: int) -> bool:
-        if not self._source:
-            return self.offset == 0
-        file.seek(0)
-        beginning = digest(file.read(self._source["bytes"]))
-        return bool(self._source["inode"] == inode and self._source["digest"] == beginning)
+    def _leave(self) -> None:
+        """Gives back the place where nothing more fits, and what the index took of it."""
+        with suppress(OSError):
+            self._begin()
+        self.close()
 
     def _begin(self) -> None:
         self.generation += 1
         self.clear()
         for path in self._folder.iterdir():
-            if path.name != _LOCK:
+            if path.name != _LOCK and _OWN.fullmatch(path.name):
                 path.unlink()
 
     def _take(self, lines: list[bytes]) -> None:
@@ -162,7 +194,7 @@ class RunIndex:
     def _save(self) -> None:
         content = {
             "format": FORMAT,
-            "source": self._source,
+            "mark": self._mark,
             "offset": self.offset,
             "lines": self.lines,
             "broken": self.broken,
@@ -182,11 +214,12 @@ class RunIndex:
             states = [MetricTableState(*state) for state in content["tables"]]
             for number, state in enumerate(states):
                 self.tables[state.kind] = MetricTable(self._folder, number, state)
-            self._source, self.texts = content["source"], content["texts"]
-            self.offset, self.lines = content["offset"], content["lines"]
-            self.broken, self._last = content["broken"], content["last"]
+            self.texts = [_text(row) for row in content["texts"]]
+            self.offset, self.lines = int(content["offset"]), int(content["lines"])
+            self.broken, self._last = int(content["broken"]), int(content["last"])
+            self._mark = content["mark"]
             with open_regular(self.path) as file:
-                same = self._is_same(file, os.fstat(file.fileno()).st_ino)
+                same = self._mark == _mark(file, self.offset)
         except (OSError, ValueError, KeyError, TypeError, IndexError):
             return False
         return same
@@ -197,17 +230,50 @@ def _text(row: dict[str, Any]) -> dict[str, Any]:
     return {"iteration": row["iteration"], **words, "ended": bool(row.get("ended", True))}
 
 
-def _open_folder(path: Path) -> tuple[Path, Lock | None]:
-    """Where the index of a file is kept, and the lock on it; a folder of this process alone,
-    without a lock, where another one has locked it or no place can be written."""
+def _mark(file: Any, offset: int) -> str:
+    """Tells a file from others by the beginning and the end of what was read of it."""
+    if not offset:
+        return ""
+    parts = []
+    for start in (0, max(0, offset - _KNOWN_BYTES)):
+        file.seek(start)
+        parts.append(file.read(min(_KNOWN_BYTES, offset)))
+    return digest_of_parts(parts)
+
+
+def _places(path: Path) -> list[Path]:
+    """Where the index of a file may be kept."""
     path = path.resolve()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron-dashboard"
-    for folder in (path.with_name(f".{path.name}.index"), cache / digest(str(path))):
+    return [path.with_name(f".{path.name}.index"), cache / digest(os.fsencode(path))]
+
+
+def _open_folder(places: list[Path]) -> tuple[Path, Lock | None]:
+    """The first of the folders that can be written, which is taken from the list, and the lock on
+    it; a folder of this process alone, without a lock, where another one has locked it or no place
+    is left."""
+    while places:
+        folder = places.pop(0)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            return folder, Lock(folder / _LOCK)
+            if not _is_index(folder):
+                continue
+            lock = Lock(folder / _LOCK)
         except LockTakenError:
             break
         except OSError:
             continue
+        remove_partial(folder)
+        return folder, lock
     return Path(tempfile.mkdtemp(prefix="megatron-dashboard-")), None
+
+
+def _is_index(folder: Path) -> bool:
+    """Whether a folder has files of an index and nothing else. Runs are passed on in folders, in
+    which one with a link would lead to files that are not to be changed."""
+    if folder.is_symlink():
+        return False
+    with os.scandir(folder) as entries:
+        return all(
+            _OWN.fullmatch(entry.name) and entry.is_file(follow_symlinks=False) for entry in entries
+        )

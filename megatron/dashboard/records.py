@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from megatron.util.files import read_regular
 from megatron.util.json_text import parse_json
 
@@ -17,18 +19,15 @@ def newest_record(metrics: Path) -> Path | None:
     """The folder of the last start's record near a file of metrics, None if nothing is there: of
     several runs in one place that whose configuration names the file."""
     for level in _LEVELS:
-        runs = {
-            path.parent.parent for path in metrics.parent.glob(f"{level}run/[0-9]*/record.json")
-        }
-        newest = [max(_starts(run), key=lambda start: int(start.name)) for run in sorted(runs)]
+        runs: dict[Path, list[Path]] = {}
+        for path in metrics.parent.glob(f"{level}run/*/record.json"):
+            if path.parent.name.isdecimal():
+                runs.setdefault(path.parent.parent, []).append(path.parent)
+        newest = [max(runs[run], key=lambda start: int(start.name)) for run in sorted(runs)]
         named = [start for start in newest if _names(start, metrics)]
         if named or len(newest) == 1:
             return (named or newest)[0]
     return None
-
-
-def _starts(run: Path) -> list[Path]:
-    return [path for path in run.iterdir() if path.name.isdecimal()]
 
 
 def _names(start: Path, metrics: Path) -> bool:
@@ -38,7 +37,10 @@ def _names(start: Path, metrics: Path) -> bool:
     folder = (record or {}).get("folder")
     if not isinstance(name, str) or not isinstance(folder, str):
         return False
-    return Path(folder, name).resolve() == metrics.resolve()
+    try:
+        return Path(folder, name).resolve() == metrics.resolve()
+    except (OSError, ValueError):  # of what is not a path
+        return False
 
 
 def read_record(folder: Path) -> tuple[dict[str, Any] | None, dict[str, Any]]:
@@ -51,7 +53,8 @@ def read_record(folder: Path) -> tuple[dict[str, Any] | None, dict[str, Any]]:
 def _read(path: Path) -> dict[str, Any] | None:
     try:
         content = parse_json(read_regular(path), str(path), lenient=True)
-    except (OSError, ValueError):
+        orjson.dumps(content)  # as the page gets it, which takes no numbers beyond 64 bits
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +33,7 @@ _SAVES = frozenset({"save", "memory_save"})
 _MOST_EVENTS = 2000
 _QUIET_SECONDS = 600.0
 _LOOK_SECONDS = 20.0
+_RETRY_SECONDS = 2.0
 _RECENT = 100
 
 
@@ -52,12 +54,14 @@ class WatchedRun:
         self._error: str | None = None
         self._record: dict[str, Any] | None = None
         self._configuration: dict[str, Any] = {}
-        self._look_at, self._looked_in = 0.0, -1
+        self._look_at, self._looked_in, self._retry_at = 0.0, -1, 0.0
         self._time: tuple[str, Curve] = "", training_seconds(None)
         self._last: tuple[str, dict[str, float] | None] = "", None
 
     def refresh(self, ended: Callable[[], bool] = lambda: False) -> None:
         """Reads what was written since the last time, until ``ended`` says that nobody wants it."""
+        if time.monotonic() < self._retry_at:
+            return
         try:
             pieces = self._index.update(self._told)
             while not ended():
@@ -69,6 +73,7 @@ class WatchedRun:
             self._error = self._complaint()
         except OSError as error:
             self._error = one_line(f"cannot be read: {error.strerror or error}")
+            self._retry_at = time.monotonic() + _RETRY_SECONDS
         self._progress = None
         if time.monotonic() >= self._look_at or self._index.generation != self._looked_in:
             self._look()
@@ -93,7 +98,7 @@ class WatchedRun:
             return {
                 "id": self.id,
                 "name": self.name,
-                "path": str(self.path),
+                "path": _shown_name(str(self.path)),
                 "state": self._state(),
                 "progress": self._progress,
                 "error": self._error,
@@ -308,7 +313,14 @@ def find_runs(words: Sequence[str]) -> list[tuple[str, Path]]:
             own = file.parent.name if file.name == METRICS else file.stem
             found.append((name if named and len(files) == 1 else own or str(file), file))
     names = [name for name, _ in found]
-    return [(name if names.count(name) == 1 else str(path), path) for name, path in found]
+    return [
+        (_shown_name(name if names.count(name) == 1 else str(path)), path) for name, path in found
+    ]
+
+
+def _shown_name(name: str) -> str:
+    """A name with a mark in place of what is not UTF-8, as those of files may be."""
+    return os.fsencode(name).decode(errors="replace")
 
 
 def _shown(curve: Curve) -> dict[str, Column]:

@@ -20,11 +20,14 @@ class Curve(NamedTuple):
 
 def training_seconds(train: MetricTable | None) -> Curve:
     """The seconds that training took, over its steps; no points if the rows do not say."""
-    if train is None or "seconds_per_iteration" not in train.columns:
+    if train is None or not train.rows or "seconds_per_iteration" not in train.columns:
         return Curve(np.empty(0), np.empty(0))
     steps = train.column("iteration")
     each = np.nan_to_num(train.column("seconds_per_iteration"))
-    return Curve(steps, np.cumsum(each * np.diff(steps, prepend=0.0)))
+    counts = np.diff(steps, prepend=0.0)
+    # A file may begin late, where a run was resumed: its first row is for as many steps as others.
+    counts[0] = min(counts[:2])
+    return Curve(steps, np.cumsum(each * counts))
 
 
 def clock(name: str, table: MetricTable, seconds: Curve) -> Column:

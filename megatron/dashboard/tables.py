@@ -16,6 +16,7 @@ CLOCKS = {"iteration": "iteration", "samples": "consumed_samples", "tokens": "co
 """The clocks of every row, and their names in it."""
 MOST_COLUMNS = 400
 _BYTES = 8
+_NUMBERS = frozenset({int, float, bool, type(None)})
 
 
 class MetricTableState(NamedTuple):
@@ -62,7 +63,7 @@ class MetricTable:
         }
         for name in found:
             if name not in self.columns and len(self.columns) < MOST_COLUMNS:
-                self._write(len(self.columns), np.full(self.rows, np.nan))
+                self._write(len(self.columns), np.full(self.rows, np.nan), "wb")
                 self.columns.append(name)
         absent = np.full(len(rows), np.nan)
         for place, name in enumerate(self.columns):
@@ -89,8 +90,8 @@ class MetricTable:
         path, offset = self._path(self.columns.index(name)), (self.rows - count) * _BYTES
         return np.fromfile(path, np.float64, count, offset=offset)
 
-    def _write(self, place: int, values: Column) -> None:
-        with self._path(place).open("ab") as file:
+    def _write(self, place: int, values: Column, mode: str = "ab") -> None:
+        with self._path(place).open(mode) as file:
             file.write(values.tobytes())
 
     def _path(self, place: int) -> Path:
@@ -98,10 +99,12 @@ class MetricTable:
 
 
 def _numbers(values: list[Any]) -> Column:
-    try:
-        return np.array(values, dtype=np.float64)
-    except (TypeError, ValueError, OverflowError):
-        return np.array([_number(value) for value in values], dtype=np.float64)
+    if _NUMBERS.issuperset(map(type, values)):  # lists and text would be converted as well
+        try:
+            return np.array(values, dtype=np.float64)
+        except OverflowError:
+            pass
+    return np.array([_number(value) for value in values], dtype=np.float64)
 
 
 def _number(value: Any) -> float:

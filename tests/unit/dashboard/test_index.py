@@ -1,14 +1,19 @@
 """The index of a file of metrics: whatever becomes of the file, its tables have the rows that are
 in it now."""
 
+import errno
 import json
 import os
+import random
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron.dashboard import index as module
 from megatron.dashboard.index import RunIndex
+from megatron.dashboard.tables import MetricTable
 
 
 def line(kind: str, step: int, **values: object) -> bytes:
@@ -78,10 +83,13 @@ def test_broken_lines_are_counted_and_half_a_line_waits(path):
 
 
 def test_values_that_are_no_numbers_are_absent(path):
-    path.write_bytes(line("train", 1, loss="x", many=[1], flag=True) + line("train", 2, loss=1.5))
+    odd = {"loss": "x", "text": "1.5", "many": [1, 2], "big": 1, "flag": True}
+    path.write_bytes(line("train", 1, **odd) + line("train", 2, **{**odd, "loss": 1.5}))
     index = opened(path)
     assert np.isnan(column(index, "train", "loss")[0]) and column(index, "train", "loss")[1] == 1.5
-    assert column(index, "train", "flag")[0] == 1
+    assert column(index, "train", "flag") == column(index, "train", "big") == [1, 1]
+    for name in ("text", "many"):
+        assert np.isnan(column(index, "train", name)).tolist() == [True, True], name
 
 
 @pytest.mark.parametrize("announced", [True, False])
@@ -179,6 +187,141 @@ def test_another_file_under_the_name(how, path):
     read(index)
     expected = {"replaced": [1, 2, 3, 4], "shorter": [1], "other beginning": [5, 6, 7, 8]}
     assert column(index, "train") == expected[how]
+
+
+def test_a_copied_run_has_its_index(path, tmp_path, monkeypatch):
+    """As after rsync: the file is another one, with more rows."""
+    path.write_bytes(train(*range(1, 50)))
+    opened(path).close()
+    copied = tmp_path / "copy" / "metrics.jsonl"
+    copied.parent.mkdir()
+    shutil.copytree(path.with_name(f".{path.name}.index"), copied.parent / f".{path.name}.index")
+    copied.write_bytes(path.read_bytes() + train(50))
+    monkeypatch.setattr(module.orjson, "loads", counted := Counted(module.orjson.loads))
+    assert column(opened(copied), "train") == list(range(1, 51))
+    assert counted.calls == 2, "the manifest, and the new line"
+
+
+def test_a_copy_of_which_the_end_differs_is_read_again(path):
+    path.write_bytes(train(*range(1, 50)))
+    index = opened(path)
+    path.write_bytes(train(*range(1, 49)) + line("train", 49, loss=7) + train(50))
+    assert len(train(49)) != len(line("train", 49, loss=7))
+    read(index)
+    assert column(index, "train", "loss")[48] == 7
+
+
+@pytest.fixture
+def full(monkeypatch):
+    """Folders in which nothing can be written any more."""
+    folders: list[Path] = []
+    written = MetricTable._write
+
+    def write(table, place, *arguments):
+        if place and table._folder in folders:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written(table, place, *arguments)
+
+    monkeypatch.setattr(MetricTable, "_write", write)
+    return folders
+
+
+def test_a_disk_that_becomes_full(path, tmp_path, monkeypatch, full):
+    """Nothing is left of the index there, and it is made again in the user's cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path.write_bytes(train(1, 2))
+    index = opened(path)
+    full.append(index._folder)
+    with path.open("ab") as file:
+        file.write(train(3) + line("validation", 3, loss=1.0))
+    read(index)
+    assert column(index, "train") == [1, 2, 3] and column(index, "validation") == [3]
+    assert [each.name for each in full[0].iterdir()] == ["lock"]
+    assert (tmp_path / "cache") in index._folder.parents
+    index.close()
+    assert column(opened(path), "validation") == [3]
+
+
+def test_no_room_anywhere(path, tmp_path, monkeypatch, full):
+    """Named, and read once there is room again."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path.write_bytes(train(1, 2))
+    index = RunIndex(path)
+    with monkeypatch.context() as patched:
+        patched.setattr(MetricTable, "_write", no_room)
+        for _ in range(2):
+            with pytest.raises(OSError, match="no room for its index: No space left"):
+                read(index)
+    read(index)
+    assert column(index, "train") == [1, 2]
+    index.close()
+
+
+def no_room(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("link", ["folder", "column", "manifest", "lock", "other file"])
+def test_links_in_a_folder_of_somebody_else(link, path, tmp_path, monkeypatch):
+    """A run that was passed on leads to no files that are then cut off or removed."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path.write_bytes(train(1, 2, 3))
+    opened(path).close()
+    folder, mine = path.with_name(f".{path.name}.index"), tmp_path / "mine"
+    mine.mkdir()
+    (mine / "notes").write_text("notes")
+    if link == "folder":
+        shutil.rmtree(folder)
+        folder.symlink_to(mine)
+    else:
+        name = {"column": "0-0.f64", "manifest": "index.json", "lock": "lock"}.get(link, "more")
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(mine / "notes")
+    with path.open("ab") as file:
+        file.write(train(4))
+    index = opened(path)
+    assert column(index, "train") == [1, 2, 3, 4]
+    index.close()
+    assert [each.name for each in mine.iterdir()] == ["notes"]
+    assert (mine / "notes").read_text() == "notes"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_file_is_read_alike_at_once_and_by_pieces(seed, tmp_path, monkeypatch):
+    """Rows, resumes and ruined bytes in any order, with ends of the dashboard between them: the
+    tables are those of the whole file read by itself."""
+    monkeypatch.setattr(module, "_CHUNK_BYTES", 300)
+    draw = random.Random(seed)
+    path, alone = tmp_path / "a" / "metrics.jsonl", tmp_path / "b" / "metrics.jsonl"
+    path.parent.mkdir()
+    alone.parent.mkdir()
+    path.write_bytes(b"")
+    index, step = RunIndex(path), 0
+    for _ in range(30):
+        step = max(0, step + draw.choice([1, 1, 1, 1, 2, -3]))
+        name = draw.choice(["loss", "mfu", "\u00e4", "iteration", "kind"])
+        value = draw.choice([1.5, None, "2", [1, 2], 10**30, -0.0, True, {"a": 1}, step])
+        kind = draw.choice(["train", "train", "train", "resume", "validation", "text", "save"])
+        row = bytearray(line(kind, step, **({name: value} if name != "kind" else {})))
+        if draw.random() < 0.15:
+            row[draw.randrange(len(row))] = draw.randrange(256)
+        with path.open("ab") as file:
+            file.write(row[: draw.choice([len(row), len(row), 7])])
+        match draw.randrange(6):
+            case 0:
+                index.close()
+                index = RunIndex(path)
+            case 1 | 2:
+                read(index)
+    read(index)
+    shutil.copy(path, alone)
+    whole = opened(alone)
+    assert list(index.tables) == list(whole.tables) and index.texts == whole.texts
+    assert (index.lines, index.broken) == (whole.lines, whole.broken)
+    for kind, table in whole.tables.items():
+        assert set(table.columns) == set(index.tables[kind].columns)
+        for name in table.columns:
+            np.testing.assert_array_equal(column(index, kind, name), column(whole, kind, name))
 
 
 def test_two_dashboards_of_a_run(path):

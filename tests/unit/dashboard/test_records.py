@@ -38,7 +38,24 @@ def test_of_several_runs_that_which_wrote_the_file(tmp_path):
     assert newest_record(tmp_path / "c.jsonl") is None
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff"])
+def test_a_start_that_is_being_recorded(tmp_path):
+    """Its folder has no record yet; folders of other names are none of a start."""
+    folder = start(tmp_path / "save", 1, "m.jsonl")
+    for name in ("002", "3-partial", "notes"):
+        (folder.parent / name).mkdir()
+    (folder.parent / "3-partial" / "record.json").write_text("{}")
+    assert newest_record(tmp_path / "m.jsonl") == folder
+
+
+def test_a_path_in_a_record_that_is_none(tmp_path):
+    start(tmp_path / "a", 1, "a\0.jsonl")
+    mine = start(tmp_path / "b", 1, "m.jsonl")
+    assert newest_record(tmp_path / "m.jsonl") == mine
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{", b"\xff", b'{"a": 1%s}' % (b"0" * 30), b'{"a": "\\ud800"}']
+)
 def test_broken_records_are_passed_over(content, tmp_path):
     folder = start(tmp_path / "save", 1, "m.jsonl")
     for name in ("record.json", "config.json"):
