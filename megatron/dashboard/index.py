@@ -1,9 +1,9 @@
 """An index of a file of metrics: its rows by kind, in columns that are read without the file.
 
 It is kept in a folder beside the file, ``.NAME.index``, or in the user's cache where nobody may
-write there, or nothing more fits. What is appended to the file is added; a file that was replaced is
-read again, and one that was copied is not. A folder that somebody else may have made is not trusted
-with more than numbers: one with links in it is left alone.
+write there or nothing more fits. What is appended to the file is added; a file that was replaced is
+read again, and one that was copied with its index is not. A folder with links in it, which somebody
+else may have made, is left alone.
 """
 
 from __future__ import annotations
@@ -121,9 +121,7 @@ class RunIndex:
                     try:
                         self._take(lines)
                     except OSError as error:
-                        before = (
-                            self.offset
-                        )  # a part of the piece is in the tables: nothing is saved
+                        before = self.offset  # half the piece is in the tables: nothing is saved
                         raise _UnwritableError(error.errno, error.strerror) from None
                     self.offset += sum(map(len, lines))
                     told(min(1.0, self.offset / max(1, size)))

@@ -269,21 +269,22 @@ def test_links_in_a_folder_of_somebody_else(link, path, tmp_path, monkeypatch):
     opened(path).close()
     folder, mine = path.with_name(f".{path.name}.index"), tmp_path / "mine"
     mine.mkdir()
-    (mine / "notes").write_text("notes")
+    notes = mine / "notes"
+    notes.write_text("notes" * 100)
     if link == "folder":
         shutil.rmtree(folder)
         folder.symlink_to(mine)
     else:
         name = {"column": "0-0.f64", "manifest": "index.json", "lock": "lock"}.get(link, "more")
         (folder / name).unlink(missing_ok=True)
-        (folder / name).symlink_to(mine / "notes")
+        (folder / name).symlink_to(notes)
     with path.open("ab") as file:
         file.write(train(4))
     index = opened(path)
     assert column(index, "train") == [1, 2, 3, 4]
     index.close()
     assert [each.name for each in mine.iterdir()] == ["notes"]
-    assert (mine / "notes").read_text() == "notes"
+    assert notes.read_text() == "notes" * 100
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -3,7 +3,15 @@
 import numpy as np
 import pytest
 
-from megatron.dashboard.series import Curve, part, rising, smoothed, thinned
+from megatron.dashboard.series import (
+    Curve,
+    part,
+    rising,
+    smoothed,
+    thinned,
+    training_seconds,
+)
+from megatron.dashboard.tables import MetricTable, MetricTableState
 
 
 def curve(count: int, seed: int = 0) -> Curve:
@@ -68,3 +76,19 @@ def test_rising_positions_are_unique():
     x = np.array([1.0, 3.0, np.nan, 2.0, 3.0])
     found = rising(x, np.array([10.0, 30.0, 0.0, 20.0, 31.0]))
     assert found.x.tolist() == [1, 2, 3] and found.y.tolist() == [10, 20, 31]
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ([10, 20, 30], [5, 10, 15]),
+        ([5010, 5020], [5, 10]),
+        ([1, 10, 20], [0.5, 5, 10]),
+        ([7], [3.5]),
+    ],
+)
+def test_the_time_of_a_file_that_begins_late(steps, expected, tmp_path):
+    """Steps before the first row were another run's, unless there are no more than in others."""
+    table = MetricTable(tmp_path, 0, MetricTableState("train", 0, []))
+    table.append([{"iteration": step, "seconds_per_iteration": 0.5} for step in steps])
+    assert training_seconds(table).y.tolist() == expected
