@@ -17,6 +17,7 @@ import contextlib
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -89,6 +90,7 @@ class Start:
         if self._store is None:
             self._name = self._asked() if self._rank else self._made()
             _meeting.start = f"start/{self._name}"
+            _meeting.met.set()
             self._store = dist.PrefixStore(_meeting.start, self._server)
         return self._store
 
@@ -154,9 +156,10 @@ def start_name() -> str:
     return _meeting.start.rpartition("/")[2]
 
 
-def met() -> bool:
-    """Whether the ranks have met, and :func:`connect` can be called."""
-    return _meeting.start != _Meeting.start
+def met(seconds: float = 0.0) -> bool:
+    """Whether the ranks have met, now or within so many seconds, and :func:`connect` can be
+    called."""
+    return _meeting.met.wait(seconds)
 
 
 def connect(timeout: timedelta) -> dist.Store:
@@ -330,11 +333,13 @@ class Agreement:
 class _Meeting:
     """Where this process stands with the others of its run."""
 
-    agreement: Agreement | None = None
-    """While they may wait for this one."""
-    began = False
-    start = "start/alone"
-    """Prefix of all keys of this start in the store."""
+    def __init__(self) -> None:
+        self.agreement: Agreement | None = None
+        """While they may wait for this one."""
+        self.began = False
+        self.start = "start/alone"
+        """Prefix of all keys of this start in the store."""
+        self.met = threading.Event()
 
 
 _meeting = _Meeting()

@@ -152,8 +152,9 @@ class RankExchange:
 
     def _connect(self) -> Any:
         """A connection of this thread's own: one that another thread waits in would block it."""
-        while not agreement.met():
-            if self._stopping.wait(_PAUSE):
+        # Woken at once: a rank may be stopped in its first steps, and is named by its sign of life.
+        while not agreement.met(_PAUSE):
+            if self._stopping.is_set():
                 raise ConnectionError("the ranks have not met")
         return dist.PrefixStore("watchdog", agreement.connect(_CONNECTING))
 

