@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.model import cpu_kernels
+from megatron.model.attention_flex import DTYPES as FLEX_DTYPES
 from megatron.model.attention_flex import flex
 from megatron.model.attention_masks import AttentionMasks, AttentionScoring, causal_mask
 from megatron.model.torch_kernels import (
@@ -50,7 +51,7 @@ def sdpa(
     queries, causal = q_BNSD.shape[2], scores.causal
     if causal == masks.causal and not dropout and queries == k_BKTD.shape[2]:
         block_mask = masks.blocks.get(scores.window)
-        if block_mask is not None:
+        if block_mask is not None and q_BNSD.dtype in FLEX_DTYPES:
             return flex(q_BNSD, k_BKTD, v_BKTD, scores, block_mask)
     if scores.softcap is not None:
         return eager(q_BNSD, k_BKTD, v_BKTD, scores, masks, dropout, bias)

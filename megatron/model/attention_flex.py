@@ -29,6 +29,9 @@ BLOCK = 128
 DEVICES = ("cuda",)
 """For which torch generates the kernel and its gradient."""
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""In which Triton multiplies; float64 is for comparisons."""
+
 _MOST_LENGTHS = 64
 
 SMALLEST_HEAD = 16
@@ -151,7 +154,9 @@ def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Of each row of a bool [B, 1, Q, Q]: how many are chosen, int32 [B, 1, Q], and all columns,
     int32 [B, 1, Q, Q], the chosen ones first, each part in rising order."""
     order = torch.argsort(chosen.to(torch.int8), dim=-1, descending=True, stable=True)
-    return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32)
+    # The kernels read a row as neighbours in memory, and sorting keeps the strides of a transpose.
+    order = order.to(torch.int32, memory_format=torch.contiguous_format)
+    return chosen.sum(-1, dtype=torch.int32), order
 
 
 def flex(

@@ -10,17 +10,11 @@ import contextlib
 import functools
 import importlib.util
 import os
-import warnings
 from collections import Counter
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
-from torch.backends.cuda import (
-    SDPAParams,
-    can_use_efficient_attention,
-    can_use_flash_attention,
-)
 from torch.nn import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -281,11 +275,12 @@ def _kernel(
             q, k, v, mask, dropout, not masked, scale=scores.scale, enable_gqa=heads != groups
         )
         kernel = SDPBackend(found)
-        reasons = ""
-        if kernel == SDPBackend.MATH and device.type == "cuda":
-            inputs = SDPAParams(q, k, v, mask, dropout, not masked, heads != groups)
-            reasons = f", since {_reasons(inputs)}"
-    said = _name(kernel) + reasons
+    said = _name(kernel)
+    if kernel == SDPBackend.MATH:
+        said += (
+            f": no fused kernel supports {str(dtype).removeprefix('torch.')} with {heads} query "
+            f"heads on {groups} key heads of {shape.kv_channels} channels here"
+        )
     return f"{said}, with a dense mask since {why}" if masked else said
 
 
@@ -299,13 +294,3 @@ def _name(kernel: SDPBackend) -> str:
     if kernel == SDPBackend.EFFICIENT_ATTENTION:
         return "memory-efficient attention"
     return "torch's slow math kernel, which writes out all scores"
-
-
-def _reasons(inputs: SDPAParams) -> str:
-    """What torch says against its fused kernels."""
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        for check in (can_use_flash_attention, can_use_efficient_attention):
-            check(inputs, True)
-    texts = (str(each.message).split(" (Triggered")[0].strip() for each in said)
-    return " ".join(dict.fromkeys(texts)) or "no fused kernel supports these shapes"

@@ -167,7 +167,7 @@ class Float8:
         assert left is not None and right is not None
         with _without_autocast(left.values):
             if self.recipe == "blockwise":
-                found = _multiply_blocks(left, right, squares, fast)
+                found = _multiply_blocks(left, right, squares)
             else:
                 found = self._multiply_scaled(left, right, dtype, fast)
         # Compiled by torch 2.11, a function whose result went through a cast that changes nothing
@@ -190,12 +190,12 @@ class Float8:
         )
 
 
-def _multiply_blocks(left: Operand, right: Operand, squares: bool, fast: bool) -> Tensor:
-    """The product of a left factor scaled by blocks with a right one scaled by blocks or
-    squares."""
+def _multiply_blocks(left: Operand, right: Operand, squares: bool) -> Tensor:
+    """The product of a left factor scaled by blocks with a right one scaled by blocks or squares.
+    Faster accumulation is not offered for such scales."""
     # GPUs round the result to bfloat16; a CPU would round it several times.
     dtype = torch.float32 if left.values.device.type == "cpu" else torch.bfloat16
-    return torch.ops.megatron.multiply_blocks(*left, *right, squares, fast, dtype)
+    return torch.ops.megatron.multiply_blocks(*left, *right, squares, dtype)
 
 
 def _multiply_blocks_on_gpu(
@@ -204,7 +204,6 @@ def _multiply_blocks_on_gpu(
     right: Tensor,
     right_scale: Tensor,
     squares: bool,
-    fast: bool,
     dtype: torch.dtype,
 ) -> Tensor:
     kinds = F.ScalingType
@@ -216,7 +215,6 @@ def _multiply_blocks_on_gpu(
         right_scale.t() if squares else right_scale,
         kinds.BlockWise128x128 if squares else kinds.BlockWise1x128,
         output_dtype=dtype,
-        use_fast_accum=fast,
     )
 
 
@@ -226,7 +224,6 @@ def _multiply_blocks_on_cpu(
     right: Tensor,
     right_scale: Tensor,
     squares: bool,
-    fast: bool,
     dtype: torch.dtype,
 ) -> Tensor:
     left = _restored(Operand(left, left_scale), 1)
@@ -239,7 +236,7 @@ def _multiply_blocks_on_cpu(
 _LIBRARY = torch.library.Library("megatron", "FRAGMENT")
 _LIBRARY.define(
     "multiply_blocks(Tensor left, Tensor left_scale, Tensor right, Tensor right_scale, "
-    "bool squares, bool fast, ScalarType dtype) -> Tensor",
+    "bool squares, ScalarType dtype) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
 )
 _LIBRARY.impl("multiply_blocks", _multiply_blocks_on_cpu, "CPU")

@@ -186,7 +186,9 @@ def test_block_masks_wait_for_nothing():
 def test_the_line_names_the_kernel_that_runs(name):
     """By the operators that the profiler sees."""
     attend = kernel(name)
-    model = small_config(attention_backend=name, kv_channels=64, seq_length=256)
+    model = small_config(
+        attention_backend=name, kv_channels=64, seq_length=256, max_position_embeddings=256
+    )
     line = describe_attention(model, torch.bfloat16, DEVICE, 1, False)
     inputs, _ = drawn(256, 64, torch.bfloat16)
     with torch.profiler.profile() as profile:

@@ -1,9 +1,10 @@
 """One step in float64 on a GPU and on the CPU: any difference beyond rounding is an error."""
 
 import pytest
-from gpu_runs import TINY, forget_engines, own_environment
+from gpu_runs import CPU, TINY, forget_engines, own_environment
 
 from megatron.families import spec_of
+from megatron.model import rope
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.parity.gradients import first_difference, gradients, reference_gradients
 from megatron.training.run import parse_run
@@ -34,6 +35,17 @@ MASKED = (
     "--lr 1e-3 --tokenizer-type NullTokenizer --vocab-size 127 --mock-data --short-seq-prob 0.4 "
     "--num-workers 0 --eval-iters 0 --hidden-dropout 0 --attention-dropout 0 --peak-tflops 1"
 ).split()
+
+
+@pytest.fixture(autouse=True)
+def angles_of_the_cpu(monkeypatch):
+    """The tables of rotary positions are float32, and each device rounds them in its own way."""
+    made = rope._table
+    monkeypatch.setattr(
+        rope,
+        "_table",
+        lambda rotation, long, device: tuple(x.to(device) for x in made(rotation, long, CPU)),
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)

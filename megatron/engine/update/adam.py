@@ -150,8 +150,9 @@ class ElementwiseAdam:
         self._compiled = False
         self._update = torch.compile(self.update, dynamic=True, fullgraph=True)  # imports it
         first = self._arranged(own(grad), own(elements), tuple(map(own, stored)))
-        # The betas and epsilon become constants. As inputs, torch 2.11 would begin once more.
-        with torch._dynamo.config.patch(specialize_float=True):
+        # The betas, epsilon and a format's numbers become constants. As inputs, torch 2.11 would
+        # begin once more, and a sum of int32 with such a number would be int64 on a GPU.
+        with torch._dynamo.config.patch(specialize_float=True, specialize_int=True):
             self._update(*first, *rates)
 
     def _rates(

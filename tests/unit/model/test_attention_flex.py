@@ -21,6 +21,15 @@ CPU = torch.device("cpu")
 HEADS, WIDTH = 4, 16
 
 
+TABLES = [
+    f"{full}{kind}_{what}"
+    for full in ("", "full_")
+    for kind in ("kv", "q")
+    for what in ("num_blocks", "indices")
+]
+"""Of a block mask."""
+
+
 def documents(length: int, kind: str) -> Tensor | None:
     """Two samples: documents of many lengths, one of a block's, or numbers in any order."""
     draw = torch.Generator().manual_seed(length)
@@ -59,6 +68,8 @@ def test_block_masks_against_masks(causal, length, window, kind):
     assert (in_whole <= whole).all() and (some <= (in_part | in_whole)).all()
     assert dense(found.q_num_blocks, found.q_indices).equal(in_part.mT)
     assert dense(found.full_q_num_blocks, found.full_q_indices).equal(in_whole.mT)
+    # Kernels step through a row by one element, whatever its stride.
+    assert all(getattr(found, name).is_contiguous() for name in TABLES)
     places = torch.arange(length)
     visible = torch.stack(
         [found.mask_mod(b, 0, places[:, None], places) for b in range(len(expected))]
@@ -77,8 +88,12 @@ def test_block_masks_are_those_of_torch(window):
     """Which it makes from a dense mask."""
     ours = block_mask(400, window, None, CPU)
     theirs = flex_attention.create_block_mask(ours.mask_mod, 1, 1, 400, 400, device="cpu")
-    for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
-        assert getattr(ours, name).equal(getattr(theirs, name)), name
+    for name in TABLES:
+        mine, its = getattr(ours, name), getattr(theirs, name)
+        if name.endswith("indices"):
+            counts = name.replace("indices", "num_blocks")
+            mine, its = dense(getattr(ours, counts), mine), dense(getattr(theirs, counts), its)
+        assert mine.equal(its), name
     assert ours.shape == theirs.shape
 
 

@@ -26,7 +26,6 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import google_crc32c
 import numpy as np
 import numpy.typing as npt
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
@@ -85,6 +84,8 @@ message_type { name: "Example"
 
 def masked_crc(data: bytes) -> int:
     """The checksum that a TFRecord file has of some bytes."""
+    import google_crc32c  # not needed by what only reads batches of this kind
+
     crc = google_crc32c.value(data)
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 

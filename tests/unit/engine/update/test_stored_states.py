@@ -2,6 +2,7 @@
 the bytes that they move."""
 
 import re
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -182,6 +183,26 @@ def test_one_update_against_float32_states(name):
         error = ((found - expected) / expected.abs().mean()).double()
         assert abs(error.mean()) < 5 * error.std() / COUNT**0.5
     assert torch.equal(stored[0], form.model_weights(after.weight))
+
+
+def test_compiled_code_has_no_number_of_a_format_as_input(monkeypatch):
+    """Added to int32 it would be int64 in code for GPUs, whose bits are not those of a float32."""
+    inputs: list[list] = []
+
+    def note(graph, example_inputs):
+        inputs.append(list(example_inputs))
+        return graph
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=note))
+    form = StoredStates(DTYPES["C"])
+    adam = ElementwiseAdam(form, BETAS, EPS, compiled=True)
+    grad, *numbers = drawn(1)
+    stored = state_of(form, *numbers)
+    update(adam, grad, stored)
+    update(adam, grad[: 3 * BLOCK], sliced(stored, 0, 3))
+    torch.compiler.reset()
+    (found,) = inputs
+    assert sum(not isinstance(each, Tensor) for each in found) == 1  # the number of blocks
 
 
 class Compiled(NamedTuple):
