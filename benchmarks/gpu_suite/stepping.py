@@ -97,6 +97,8 @@ def split(trace: Path) -> dict[str, Any]:
         found = break_down(read_trace(trace))
     except TraceError as error:
         return {"failed": str(error)}
+    except Exception as error:  # rented minutes are not lost to an error of the table
+        return {"failed": repr(error)}
     named = {
         title: [[each.name, each.phase, each.calls, each.time / 1e3] for each in entries[:KERNELS]]
         for title, entries in (("kernels", found.operators), ("products", found.gemms))

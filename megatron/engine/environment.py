@@ -179,7 +179,7 @@ def _process_groups(config: ParallelConfig, backend: str) -> Iterator[Mesh]:
         }
         yield build_mesh(sizes, timeout)
         # A process that exits while another is still in a collective can crash that one.
-        dist.barrier()
+        dist.barrier(device_ids=[torch.cuda.current_device()] if backend == "nccl" else None)
         healthy = True
     finally:
         # NCCL's shutdown waits for all ranks, some of which may be waiting for this one. After an

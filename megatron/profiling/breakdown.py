@@ -375,7 +375,9 @@ def _device_work(grid: _Grid) -> tuple[list[Work], float]:
     times, work = grid.times(owners, grid.window, len(order)), []
     for kernel, time in zip(order, times, strict=True):
         launch = grid.trace.launches.get(kernel.args.get("correlation", -1))
-        found = grid.threads[launch.thread].find(launch.start) if launch else None
+        # Threads that only copy, as that of pinned batches, have no operators.
+        thread = grid.threads.get(launch.thread) if launch else None
+        found = thread.find(launch.start) if launch and thread else None
         category = kernel_category(kernel.name, found and found[1])
         phase = grid.label(launch.thread, launch.start).phase if launch and found else REST
         event, launched = (found[0], found[1].category) if found else (None, "")

@@ -11,13 +11,12 @@ from megatron.training.energy.nvml import NvmlCounter, uuid_of
 
 @needs_gpu
 def test_the_counter_of_this_gpu():
-    device = torch.device(DEVICE, torch.cuda.current_device())
-    uuid = uuid_of(device)
+    uuid = uuid_of(DEVICE)
     if uuid.startswith("MIG-"):
         pytest.skip("a part of a GPU has no counter")
     counter = NvmlCounter(uuid)
     began, first = time.monotonic(), counter.joules()
-    a = torch.randn(4096, 4096, device=device)
+    a = torch.randn(4096, 4096, device=DEVICE)
     while (seconds := time.monotonic() - began) < 3:
         a = (a @ a).clamp(-1, 1)
         torch.cuda.synchronize()

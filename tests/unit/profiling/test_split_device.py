@@ -1,4 +1,4 @@
-"""A GPU's step, by traces in Kineto's form that were built by hand; no GPU wrote them."""
+"""A GPU's step, by traces in Kineto's form that were built by hand."""
 
 import pytest
 from kineto import MAIN, event, kernel, launch, scope, step, write
@@ -110,13 +110,15 @@ def test_the_table_names_the_device(found):
 
 
 def test_kernels_at_once_count_once(tmp_path):
-    """Two streams: the kernel that began first counts; a copy that nothing started is known by its
-    name; a collective inside a product is hidden whole."""
+    """Two streams: the kernel that began first counts; a copy that nothing started, or a thread
+    without operators, is known by its name; a collective inside a product is hidden whole."""
     events = [
         step(1, 0, 50),
         launch(1, 1, tid=MAIN),
         kernel("sm90_xmma_gemm", 1, 10, 30),
-        kernel("Memcpy HtoD (Pinned -> Device)", 50, 20, 40, stream=9),
+        kernel("Memcpy HtoD (Pinned -> Device)", 50, 20, 36, stream=9),
+        launch(49, 2, tid=300),
+        kernel("Memcpy HtoD (Pageable -> Device)", 49, 36, 40, stream=9),
         kernel("ncclDevKernel_AllReduce_Sum_f32", 51, 12, 28, stream=20),
         kernel("ncclDevKernel_AllReduce_Sum_f32", 52, 35, 46, stream=20),
         kernel("ncclDevKernel_AllGather_RING", 53, 44, 48, stream=21),
