@@ -188,9 +188,7 @@ def test_products_by_blocks_are_laid_out_as_gpus_take_them(monkeypatch, kept):
     assert x.grad.shape == x.shape and weight.grad.shape == weight.shape
     lines, squares = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
     forward, backward = torch.float8_e4m3fn, torch.float8_e5m2
-    assert calls == [
-        (forward, squares, True), (backward, squares, False), (backward, lines, False)
-    ]  # fmt: skip
+    assert calls == [(forward, squares), (backward, squares), (backward, lines)]
 
 
 @pytest.mark.parametrize("backend", ["eager", "cudnn", "flash"])
