@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass
 
@@ -27,7 +28,7 @@ class ResilienceConfig:
     the rank that the others wait for is named, and the run ends; 0 for no limit."""
     hang_limits: tuple[str, ...] = option(())
     """PHASE=SECONDS ...: other limits than --hang-seconds for phases: start, data, step,
-    evaluation, save."""
+    evaluation, save, end."""
     check_replicas_interval: int | None = option(
         None,
         aliases=("--check-weight-hash-across-dp-replicas-interval",),
@@ -93,12 +94,16 @@ class ResilienceConfig:
             for name in ("non_persistent_local_ckpt_dir", "replication_factor"):
                 resolver.check_unused(name, "--non-persistent-save-interval")
         timeout = 60 * resolver.values["distributed_timeout_minutes"]
-        if processes > 1 and (self.hang_seconds or 0) > timeout:
-            resolver.notes.append(
-                f"{resolver.show('hang_seconds')} is longer than "
-                f"{resolver.show('distributed_timeout_minutes')}: collectives end first, and name "
-                "no rank; give more minutes"
-            )
+        limits = {resolver.show("hang_seconds"): self.hang_seconds or 0}
+        for item in self.hang_limits:  # whoever makes limits of them refuses other values
+            with contextlib.suppress(ValueError):
+                limits[f"--hang-limits {item}"] = float(item.partition("=")[2])
+        for shown, seconds in limits.items():
+            if processes > 1 and seconds > timeout:
+                resolver.notes.append(
+                    f"{shown} is longer than {resolver.show('distributed_timeout_minutes')}: "
+                    "collectives end first, and name no rank; give more minutes"
+                )
         if self.on_spike == "rollback":
             resolver.check(
                 save is not None,

@@ -229,6 +229,7 @@ def _begin_worker(ending: Any, worker_id: int) -> None:
     process of a job. The trainer then saves and stops; a worker that died first would make the save
     fail. It ends with the trainer, even when it is stopped."""
     die_with_parent()
+    signal.set_wakeup_fd(-1)  # that of the trainer's watchdog, which would take signals for its own
 
     def on_terminate(number: int, frame: object) -> None:
         if ending.value:

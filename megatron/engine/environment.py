@@ -29,6 +29,7 @@ from megatron.parallel.agreement import (
     together_with_others,
 )
 from megatron.parallel.mesh import Mesh, build_mesh
+from megatron.util.phases import activity
 from megatron.util.processes import is_main_process
 
 logger = logging.getLogger(__name__)
@@ -94,9 +95,14 @@ def training_device() -> torch.device:
 
 
 @contextmanager
-def distributed(config: ParallelConfig, facts: Callable[[], Facts] | None = None) -> Iterator[Mesh]:
+def distributed(
+    config: ParallelConfig,
+    facts: Callable[[], Facts] | None = None,
+    at_end: Callable[[], None] = lambda: None,
+) -> Iterator[Mesh]:
     """torch.distributed and the layout's groups, until the block ends. The processes first compare
-    ``facts``, which must be the same in all of them. Raises ConfigError if they are not,
+    ``facts``, which must be the same in all of them, and do ``at_end`` when all of them have come
+    to the end of the block, or this one has an error. Raises ConfigError if they are not,
     ``--local_rank`` contradicts the environment, nccl is asked for and torch does not see the GPUs,
     the processes do not meet, or a killed build of a DeepSpeed operator left a lock."""
     local = os.environ.setdefault("LOCAL_RANK", str(config.local_rank or 0))
@@ -140,10 +146,11 @@ def distributed(config: ParallelConfig, facts: Callable[[], Facts] | None = None
             _let_segments_grow()
             torch.cuda.set_device(device)
             _tell_deepspeed(device)
+            activity.device_busy = lambda: not torch.cuda.default_stream(device).query()
         else:
             _keep_freed_memory()
         opened.enter_context(own_cores(device))
-        yield opened.enter_context(_process_groups(config, backend))
+        yield opened.enter_context(_process_groups(config, backend, at_end))
 
 
 def _meeting(config: ParallelConfig) -> AbstractContextManager[None]:
@@ -159,7 +166,9 @@ def _meeting(config: ParallelConfig) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _process_groups(config: ParallelConfig, backend: str) -> Iterator[Mesh]:
+def _process_groups(
+    config: ParallelConfig, backend: str, at_end: Callable[[], None]
+) -> Iterator[Mesh]:
     import deepspeed
 
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
@@ -182,6 +191,7 @@ def _process_groups(config: ParallelConfig, backend: str) -> Iterator[Mesh]:
         dist.barrier(device_ids=[torch.cuda.current_device()] if backend == "nccl" else None)
         healthy = True
     finally:
+        at_end()
         # NCCL's shutdown waits for all ranks, some of which may be waiting for this one. After an
         # error this process ends, and the launcher ends the others.
         if dist.is_initialized() and (healthy or backend != "nccl"):

@@ -37,7 +37,7 @@ from megatron.parallel.mesh import AXES, MODEL, Group, any_rank, first_reason
 from megatron.parallel.random import random_state
 from megatron.parallel.shard import shard_of
 from megatron.util.locks import Lock
-from megatron.util.phases import phase
+from megatron.util.phases import background_groups, phase
 
 
 class LostRanksError(CheckpointError):
@@ -118,6 +118,7 @@ class CheckpointWriter:
                 minutes = engine.config.parallel.distributed_timeout_minutes
                 timeout = timedelta(minutes=minutes)
                 self._group = dist.new_group(backend="gloo", timeout=timeout)
+                background_groups.add(self._group)
 
     def save(self, iteration: int, counters: dict[str, Any]) -> None:
         """Saves a checkpoint, or begins to in the background; :meth:`finished` has the result. It

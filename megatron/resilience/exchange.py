@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from megatron.parallel import agreement
 from megatron.resilience.machines import Door, SilentMachines
-from megatron.resilience.process_states import GONE, state_letter, state_of
+from megatron.resilience.process_states import GONE, process_space, state_letter, state_of
 from megatron.resilience.reports import Report
 from megatron.resilience.verdict import LOST, HangQuestion, HangVerdict, Silent, judge
 from megatron.util.phases import activity
@@ -74,7 +74,7 @@ class RankExchange:
         self.error = ""
         """Why the store cannot be used any more."""
         self._report = report
-        self._host = socket.gethostname()
+        self._host, self._space = socket.gethostname(), process_space()
         self._question: HangQuestion | None = None
         self._look = False
         self._far = False
@@ -180,7 +180,7 @@ class RankExchange:
     def _beat(self) -> None:
         self._beats += 1
         self._door.clear()
-        life = [self._host, os.getpid(), activity.phase, activity.iteration]
+        life = [self._host, self._space, os.getpid(), activity.phase, activity.iteration]
         life += [*self._door.address, self._beats]
         self._store.set(f"life/{self.rank}", json.dumps(life))
         if self._owner_unknown:
@@ -194,8 +194,8 @@ class RankExchange:
         """What a rank has said last."""
         if not self._store.check([f"life/{rank}"]):
             return Silent(rank, "", 0, "", 0)
-        host, pid, phase, iteration, *_ = json.loads(self._store.get(f"life/{rank}"))
-        return Silent(rank, host, pid, phase, iteration)
+        host, space, pid, phase, iteration, *_ = json.loads(self._store.get(f"life/{rank}"))
+        return Silent(rank, host, pid, phase, iteration, space=space)
 
     def _hand_in(self, number: int) -> None:
         place = self._store.add(f"{number}/answers", 1)
@@ -214,8 +214,8 @@ class RankExchange:
                 return
             if not looked and self._store.check([f"{number}/silent"]):
                 looked = True
-                for rank, host, pid in json.loads(self._store.get(f"{number}/silent")):
-                    if host == self._host and pid:
+                for rank, space, pid in json.loads(self._store.get(f"{number}/silent")):
+                    if space == self._space and pid:
                         self._store.set(f"{number}/state/{rank}", state_of(pid))
         # The rank that asked has ended, or was stopped; whoever still waits asks again.
         self._close(number, HangVerdict((), "", ends=False, again=1))
@@ -231,7 +231,7 @@ class RankExchange:
                 break
         silent = [self._last_of(rank) for rank in range(self.size) if rank not in answers]
         if silent:
-            asked = [[one.rank, one.host, one.pid] for one in silent]
+            asked = [[one.rank, one.space, one.pid] for one in silent]
             self._store.set(f"{number}/silent", json.dumps(asked))
             silent = self._with_states(number, silent, answers)
             self._read_answers(number, read, answers)  # one that was only slow
@@ -251,21 +251,21 @@ class RankExchange:
         return read
 
     def _all_others_gone(self, answers: Mapping[int, Report]) -> bool:
-        """Whether no more answers come, because the processes have ended, on this machine."""
+        """Whether no more answers come, because the processes, which are known here, have ended."""
         missing = [rank for rank in range(self.size) if rank not in answers]
         if len(missing) > _NEIGHBOURS:
             return False
         last = [self._last_of(rank) for rank in missing]
-        return all(one.host == self._host and state_of(one.pid) == GONE for one in last)
+        return all(one.space == self._space and state_of(one.pid) == GONE for one in last)
 
     def _with_states(
         self, number: int, silent: Sequence[Silent], answers: Mapping[int, Report]
     ) -> list[Silent]:
-        hosts = {report.host for report in answers.values()}
+        spaces = {report.space for report in answers.values()}
         for one in silent:
-            if one.host == self._host and one.pid:
+            if one.space == self._space and one.pid:
                 self._store.set(f"{number}/state/{one.rank}", state_of(one.pid))
-        expected = [f"{number}/state/{one.rank}" for one in silent if one.host in hosts]
+        expected = [f"{number}/state/{one.rank}" for one in silent if one.space in spaces]
         for _ in self._pauses(_LOOKED_AT if expected else 0):
             if self._store.check(expected):
                 break
@@ -305,7 +305,7 @@ class RankExchange:
             self._neighbours = {
                 one.rank: one.pid
                 for one in map(self._last_of, self._likely_neighbours())
-                if one.host == self._host
+                if one.space == self._space
             }
         if any(state_letter(pid) in (None, "Z", "X") for pid in self._neighbours.values()):
             self._question = self._question or HangQuestion(LOST)
@@ -314,14 +314,14 @@ class RankExchange:
     def _look_far(self) -> None:
         """Asks, if a machine with other ranks of the run does not answer."""
         if not self._firsts:
-            hosts = {rank: self._last_of(rank).host for rank in reversed(range(self.size))}
-            if not all(hosts.values()):
+            spaces = {rank: self._last_of(rank).space for rank in reversed(range(self.size))}
+            if not all(spaces.values()):
                 return  # a rank has not begun
-            self._firsts = {host: rank for rank, host in hosts.items() if host != self._host}
+            self._firsts = {there: rank for rank, there in spaces.items() if there != self._space}
         said = {}
-        for host, rank in self._firsts.items():
+        for there, rank in self._firsts.items():
             *_, address, port, beats = json.loads(self._store.get(f"life/{rank}"))
-            said[host] = (beats, (address, port))
+            said[there] = (beats, (address, port))
         if self._machines.look(said):
             self._question = self._question or HangQuestion(LOST)
             self._woken.set()

@@ -33,6 +33,8 @@ def described(reports: Mapping[int, Report], silent: Sequence[Silent]) -> str:
     for rank in sorted(reports):
         found = reports[rank]
         does = "waits for other ranks in" if found.waits else "works in"
+        if found.device:
+            does = f"has a device that is busy, and {does}"
         detail = f" ({found.detail})" if found.detail else ""
         lines.append(
             f"{found.name}: {found.place}{detail}, {found.idle} s without progress; it {does} "

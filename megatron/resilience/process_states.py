@@ -6,6 +6,7 @@ import ctypes
 import os
 import platform
 import sys
+from functools import cache
 from pathlib import Path
 
 _WORDS = {
@@ -41,6 +42,17 @@ _PATH_SECOND = {
                 34: "mkdir", 48: "access", 439: "access", 78: "readlink"},
 }  # fmt: skip
 _LONGEST = 4096
+
+
+@cache
+def process_space() -> str:
+    """Where this process's ids mean something: its machine since it was started, and its namespace,
+    as containers on one machine have their own. Host names may be the same on both."""
+    try:
+        started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{started} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return platform.node()
 
 
 def state_letter(pid: int, thread: int | None = None) -> str | None:

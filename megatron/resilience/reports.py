@@ -12,8 +12,14 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from megatron.resilience.process_states import awaited_file, state_of
-from megatron.resilience.waiting import call_site, failed_to_meet, outwards, where_it_waits
+from megatron.resilience.process_states import awaited_file, process_space, state_of
+from megatron.resilience.waiting import (
+    call_site,
+    device_is_busy,
+    failed_to_meet,
+    outwards,
+    where_it_waits,
+)
 from megatron.util.errors import RESTART_STATUS, FaultError, one_line
 from megatron.util.phases import Activity, background
 
@@ -29,6 +35,9 @@ class Report:
         idle: ticks of its watchdog since it has last advanced.
         limit: ticks after which that is too long where it works, 0 for no limit.
         waits: whether it waits for other ranks.
+        device: whether its device has not done what was queued. That may be a transfer in which
+            other ranks do not take part: a GPU's rank queues them and hardly ever waits itself.
+        space: where its process id means something.
         site: the call in which it waits, or the function that works.
         waited_for: what it waits for beside ranks: a file, or processes that read data.
         error: the error by which it ends, if it does.
@@ -53,6 +62,8 @@ class Report:
     lost: bool = False
     status: int = 0
     stacks: str = ""
+    device: bool = False
+    space: str = ""
 
     @property
     def name(self) -> str:
@@ -114,6 +125,8 @@ def report_of(
         lost=lost,
         status=_status(error),
         stacks=stacks_of(frames, without),
+        device=thread is None and device_is_busy(),
+        space=process_space(),
     )
 
 

@@ -33,8 +33,9 @@ class HangQuestion:
 
 @dataclass(frozen=True)
 class Silent:
-    """A rank that does not answer, with what it said last; ``state`` is what a rank on the same
-    machine knows of its process, empty if none answers there."""
+    """A rank that does not answer, with what it said last; ``state`` is what a rank in the same
+    ``space`` (:func:`~megatron.resilience.process_states.process_space`) knows of its process,
+    empty if none answers there."""
 
     rank: int
     host: str
@@ -42,6 +43,7 @@ class Silent:
     phase: str
     iteration: int
     state: str = ""
+    space: str = ""
 
     @property
     def name(self) -> str:
@@ -96,13 +98,15 @@ def judge(
         return HangVerdict(tuple(s.rank for s in silent), _of_silent(silent, reports))
     if question.reason == LOST:
         return _lost(reports)
-    waiting = [r for r in reports.values() if r.waits]
-    working = {r.rank: _left(r, question) for r in reports.values() if not r.waits}
+    waiting = [r for r in reports.values() if r.waits or (r.device and len(reports) > 1)]
+    working = {r.rank: _left(r, question) for r in reports.values() if r not in waiting}
     late = [reports[rank] for rank, left in working.items() if left <= 0]
     if late:
         return HangVerdict(_ranks(late), _of_late(late, waiting))
-    if working:
-        again = min(max(_SOON, left) for left in working.values())
+    # A device that is busy may compute what is long.
+    lefts = [*working.values()] or [_left(r, question) for r in waiting if not r.waits]
+    if any(left > 0 for left in lefts):
+        again = min(max(_SOON, left) for left in lefts if left > 0)
         return HangVerdict((), "", ends=False, again=again)
     return _all_wait(waiting)
 
@@ -118,10 +122,11 @@ def _left(report: Report, question: HangQuestion) -> int:
 def _lost(reports: Mapping[int, Report]) -> HangVerdict:
     """Ranks that lost a connection to others, all of which answer."""
     failed = [r for r in reports.values() if r.error]
+    if not failed:  # what did not answer does so again
+        return HangVerdict((), "", ends=False, again=_SOON)
     hosts = sorted({r.host for r in reports.values()})
-    said = "; ".join(f"{r.name}: {r.error}" for r in failed[:1])
     line = f"all ranks answer, but a connection between them failed (network of {', '.join(hosts)})"
-    return HangVerdict((), f"{line}: {said}" if said else line)
+    return HangVerdict((), f"{line}: {failed[0].name}: {failed[0].error}")
 
 
 def _of_silent(silent: Sequence[Silent], reports: Mapping[int, Report]) -> str:
@@ -145,7 +150,7 @@ def _of_silent(silent: Sequence[Silent], reports: Mapping[int, Report]) -> str:
         if one.iteration:
             last += f" at iteration {one.iteration}"
         said.append(f"{one.name} {what}{last}")
-    return _listed(said) + _waiting([r for r in reports.values() if r.waits])
+    return _listed(said) + _waiting([r for r in reports.values() if r.waits or r.device])
 
 
 def _of_late(late: Sequence[Report], waiting: Sequence[Report]) -> str:
@@ -161,6 +166,15 @@ def _of_late(late: Sequence[Report], waiting: Sequence[Report]) -> str:
 
 
 def _all_wait(waiting: Sequence[Report]) -> HangVerdict:
+    if any(r.device and not r.waits for r in waiting):
+        # Ranks run ahead of their devices, each as far as it can: where they are says nothing.
+        nodes = ", ".join(sorted({r.host for r in waiting})[:_SHOWN])
+        line = (
+            f"all {len(waiting)} ranks wait, {_named([r for r in waiting if r.device])} for what "
+            f"is queued on their devices: a transfer or a kernel does not end ({nodes}); the "
+            "collectives that each has recorded tell whose"
+        )
+        return HangVerdict((), line)
     places = Counter((r.iteration, r.phase) for r in waiting)
     if len(places) > 1:
         first = min(r.iteration for r in waiting)
@@ -193,6 +207,9 @@ def _waiting(reports: Sequence[Report]) -> str:
     if not reports:
         return ""
     verb = "waits" if len(reports) == 1 else "wait"
+    if all(r.device and not r.waits for r in reports):
+        whose = "its device" if len(reports) == 1 else "their devices"
+        return f"; {_named(reports)} {verb} for what is queued on {whose}"
     site = f" in {reports[0].site}" if len({r.site for r in reports}) == 1 else ""
     return f"; {_named(reports)} {verb} for others{site}"
 

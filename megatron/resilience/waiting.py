@@ -11,12 +11,13 @@ from functools import lru_cache
 from itertools import islice
 from types import CodeType, FrameType
 
-from megatron.util.phases import activity
+from megatron.util.phases import activity, background_groups
 
 _MEETS = ("/torch/distributed/", "/deepspeed/comm/")
 """Packages whose functions end in a collective, a transfer or a store."""
 _MEETS_NOBODY = ("/torch/distributed/tensor/", "/torch/distributed/fsdp/")
 """Some of their modules register thousands of operators when they are imported."""
+_DEVICE_SECONDS = 1.0
 _WRAPPERS = ("wrapper", "log_wrapper")
 _IMPORT = "<frozen importlib"
 _INNERMOST = 4
@@ -64,20 +65,37 @@ def frames_of_others() -> dict[int, FrameType]:
     return frames
 
 
-def waits_for_ranks() -> bool:
-    """Whether this process waits for other ranks at the moment (:func:`where_it_waits`)."""
-    return where_it_waits() is not None
+def device_is_busy() -> bool:
+    """Whether this process's GPU has not done all that was queued: it computes, or waits for the
+    GPUs of other ranks. Where the main thread hangs by itself, its GPU soon has nothing to do. A
+    driver that does not answer within a second counts as busy."""
+    asked, answers = activity.device_busy, list[bool]()
+    if asked is None:
+        return False
+
+    def ask() -> None:
+        try:
+            answers.append(asked())
+        except RuntimeError:  # an error of the device's, with which this rank will end
+            answers.append(False)
+
+    thread = threading.Thread(target=ask, name="device", daemon=True)
+    thread.start()
+    thread.join(_DEVICE_SECONDS)
+    return not answers or answers[0]
 
 
 def collectives_begun() -> int:
-    """How many collectives this process has begun in all its groups: some are a library's own, such
-    as those in which an engine is set up. Costs some microseconds, and does not wait."""
+    """How many collectives this process has begun in all its groups but those of threads in the
+    background: some are a library's own, such as those in which an engine is set up. Costs some
+    microseconds, and does not wait."""
     torch = sys.modules.get("torch.distributed.distributed_c10d")
     begun = 0
     if torch is not None:
         with contextlib.suppress(RuntimeError):  # a group that is just made
             for group in list(torch._world.pg_map):
-                begun += group._get_sequence_number_for_group()
+                if group not in background_groups:
+                    begun += group._get_sequence_number_for_group()
     return begun
 
 

@@ -32,7 +32,12 @@ from megatron.resilience.machines import is_gone
 from megatron.resilience.process_states import GONE, state_of
 from megatron.resilience.reports import Report, report_of
 from megatron.resilience.verdict import LIMIT, LOST, SIGNAL, HangQuestion, HangVerdict, judge
-from megatron.resilience.waiting import collectives_begun, failed_to_meet, where_it_waits
+from megatron.resilience.waiting import (
+    collectives_begun,
+    device_is_busy,
+    failed_to_meet,
+    where_it_waits,
+)
 from megatron.util.errors import FaultError, one_line
 from megatron.util.phases import PHASES, Activity, activity, background, phase
 
@@ -266,6 +271,8 @@ class Watchdog:
         if not idle or self._tries_again:
             return None
         waits = where_it_waits() is not None
+        if self._exchange is not None and idle >= _LOOKS_AROUND:
+            waits = waits or device_is_busy()
         if waits and idle == _LOOKS_AROUND and self._exchange is not None:
             self._exchange.look_at_neighbours()
         if waits and idle >= _LOOKS_AROUND and self._exchange is not None:
@@ -317,7 +324,7 @@ class Watchdog:
         """What this rank makes of a store that does not answer, and so of the others."""
         own = self._report()
         alone = judge({self._rank: own}, [], question)
-        if alone.ranks and not own.lost:
+        if alone.ranks and not own.lost and not own.device:
             return alone
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         failed = f"{own.name} has lost its connections at iteration {own.iteration}"
@@ -328,7 +335,7 @@ class Watchdog:
         owner = exchange.owner
         ranks = (0,) if owner is not None else ()
         name = owner.name if owner is not None else f"the launcher at {address}"
-        here = owner is not None and owner.host == own.host
+        here = owner is not None and owner.space == own.space
         state = state_of(owner.pid) if owner is not None and here else ""
         what = "does not answer" + (f": its process {state}" if state else "")
         if owner is not None and not here and self._store_gone:
@@ -357,16 +364,18 @@ class Watchdog:
             body = described(answers or {self._rank: self._report()}, silent)
         else:
             body = ""
-        write_report(line, body, self._save)
-        if exchange is not None and self._save is not None:
-            write_collectives(self._save, self._rank)
-        for helper in activity.helpers() if activity.helpers is not None else ():
-            with contextlib.suppress(OSError):
-                os.kill(helper, signal.SIGKILL)  # one that is stopped would stay
-        if exchange is not None:
-            exchange.wait_until_heard()
-        self._end(verdict.status)
-        self._stopping = True
+        try:
+            write_report(line, body, self._save)
+            if exchange is not None and self._save is not None:
+                write_collectives(self._save, self._rank)
+            for helper in activity.helpers() if activity.helpers is not None else ():
+                with contextlib.suppress(OSError):
+                    os.kill(helper, signal.SIGKILL)  # one that is stopped would stay
+            if exchange is not None:
+                exchange.wait_until_heard()
+        finally:  # whatever a report fails by, the launcher must start the run again
+            self._end(verdict.status)
+            self._stopping = True
 
     def _explained_by(self, verdict: HangVerdict) -> None:
         """Tells the main thread, which ends by an error, what is the matter."""

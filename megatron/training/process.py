@@ -51,11 +51,12 @@ def connected(run: Run, *more: Any, watched: bool = True) -> Iterator[Mesh]:
         return facts
 
     with contextlib.ExitStack() as stack:
-        watchdog = stack.enter_context(resolve_name(WATCHDOG)(run.config)) if watched else None
-        mesh = stack.enter_context(distributed(run.config.parallel, facts))
-        if watchdog is not None:
-            stack.callback(watchdog.part)
-            stack.enter_context(watchdog.explaining())
+        if not watched:
+            yield stack.enter_context(distributed(run.config.parallel, facts))
+            return
+        watchdog = stack.enter_context(resolve_name(WATCHDOG)(run.config))
+        mesh = stack.enter_context(distributed(run.config.parallel, facts, watchdog.part))
+        stack.enter_context(watchdog.explaining())
         yield mesh
 
 

@@ -20,7 +20,7 @@ from megatron.engine.train_engine import StepResult, TrainEngine
 from megatron.training.metrics import Evaluation, Reported
 from megatron.training.plan import TrainingPlan
 from megatron.training.written import WrittenTexts
-from megatron.util.phases import moved, phase
+from megatron.util.phases import ending, moved, phase
 
 WEIGHED_STEP = "megatron.training.step_batches:weighed_step"
 OF_ONE_LENGTH = "megatron.training.step_batches:of_one_length"
@@ -157,6 +157,7 @@ class Trainer:
             except StalledDataError:
                 self._end_training("data that do not come")
                 raise
+            ending()
             self._end_training(reason)
             if reason is None:
                 self.validate()

@@ -6,10 +6,13 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
 
-PHASES = ("start", "data", "step", "evaluation", "save")
+PHASES = ("start", "data", "step", "evaluation", "save", "end")
 """From the start of the program to the end of the first step; waiting for a batch; computing a
-step; an evaluation; a checkpoint, from its beginning to its end on this rank."""
+step; an evaluation; a checkpoint, from its beginning to its end on this rank; what remains to do
+after the last step."""
 
 
 @dataclass
@@ -24,6 +27,8 @@ class Activity:
         saved: the newest checkpoint of the run; empty without one.
         give_up: why a phase that can be given up shall be, such as that its data do not come; set
             by who watches.
+        device_busy: says whether the process's GPU has not done all that was queued; None without
+            a GPU.
     """
 
     phase: str = "start"
@@ -33,6 +38,7 @@ class Activity:
     moves: int = 0
     saved: str = ""
     give_up: str = ""
+    device_busy: Callable[[], bool] | None = None
 
 
 activity = Activity()
@@ -40,6 +46,9 @@ activity = Activity()
 
 background: dict[int, Activity] = {}
 """Those of other threads that are in a phase, such as a save, by their identifiers."""
+
+background_groups: WeakSet[Any] = WeakSet()
+"""Groups of processes in which such threads communicate: what happens there moves nobody else."""
 
 
 @contextlib.contextmanager
@@ -76,6 +85,14 @@ def moved(iteration: int | None = None) -> None:
     if iteration is not None:
         own.iteration = iteration
     own.moves += 1
+
+
+def ending() -> None:
+    """Says that the last step is done: outside of other phases this thread is in ``end`` now."""
+    own = _own()
+    if own is not None:
+        own.phase, own.detail, own.helpers = "end", "", None
+        own.moves += 1
 
 
 def _own() -> Activity | None:

@@ -1,7 +1,7 @@
 """``pretrain_gpt.py`` in which a rank hangs: ``HANG=rank:where:iteration:how``.
 
-``where`` is what it does then: ``step``, ``evaluation``, ``save`` or ``start``; ``how`` is a name
-of :data:`HOW`."""
+``where`` is what it does then: ``step``, ``evaluation``, ``save``, ``start`` or ``end``, where it
+closes its reports; ``how`` is a name of :data:`HOW`."""
 
 import ctypes
 import functools
@@ -12,6 +12,7 @@ import time
 import pretrain_gpt
 from megatron.engine.saving import CheckpointWriter
 from megatron.engine.train_engine import ModelEngine, TrainEngine
+from megatron.training.writers import TeeWriter
 
 
 def loop():
@@ -35,6 +36,7 @@ def raises():
 
 HOW = {
     "sleeps": lambda: time.sleep(600),
+    "slow": lambda: time.sleep(15),
     "loops": loop,
     "blocked": blocked,
     "interpreter": interpreter_held,
@@ -72,4 +74,6 @@ def main():
                 from megatron.training import build
 
                 hang_in(build, "build_engine", lambda *_: True, how)
+            elif where == "end":
+                hang_in(TeeWriter, "close", lambda *_: True, how)
     pretrain_gpt.main()

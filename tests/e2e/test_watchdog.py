@@ -147,6 +147,22 @@ def test_a_rank_that_hangs_is_named(start, tmp_path, where, how, argv):
 
 
 @pytest.mark.proof
+def test_a_run_ends_well_whose_reports_take_their_time(start):
+    """For longer than a store may be silent, while the other rank has come to the end."""
+    run = start(["--train-iters", "5", "--hang-seconds", "60"], hang="0:end:0:slow")
+    assert not run.errors(0) and not run.errors(1)
+    assert run.status(0) == run.status(1) == 0
+
+
+@pytest.mark.proof
+def test_a_rank_that_hangs_at_the_end_is_named(start):
+    run = start(["--train-iters", "5"], hang="0:end:0:sleeps")
+    (line,) = run.errors(1)
+    assert "error: rank 0 (" in line and "hanging_program.py" in line
+    assert run.status(1) == 3
+
+
+@pytest.mark.proof
 def test_a_rank_that_holds_the_interpreter_is_named(start):
     run = start(hang="1:step:20:interpreter")
     (line,) = run.errors(0)

@@ -57,6 +57,12 @@ def test_longer_than_a_collective(processes, said):
     assert all("--distributed-timeout-minutes 10.0" in note for note in found)
 
 
+def test_the_limit_of_a_phase_that_is_longer_than_a_collective():
+    flags = "--hang-limits save=1200 data=20 --global-batch-size 4"
+    (note,) = (note for note in resolve(settings_of(flags), 2).notes if "--hang-" in note)
+    assert note.startswith("--hang-limits save=1200 is longer than --distributed-timeout-minutes")
+
+
 @pytest.mark.parametrize("item", ["foo=1", "save", "save=", "save=-5", "save=nan", "save=inf"])
 def test_wrong_hang_limits(item):
     """The message has the item and what would be right."""

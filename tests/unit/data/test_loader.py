@@ -5,6 +5,7 @@ import errno
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -119,6 +120,11 @@ def test_batches_through_workers() -> None:
 
 
 def test_workers_outlive_the_signal_that_asks_the_trainer_to_save() -> None:
+    """And the trainer, whose signals a thread of its own hears, does not take it for its own."""
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    reader.setblocking(False)
+    heard = signal.set_wakeup_fd(writer.fileno())
     before = set(multiprocessing.active_children())
     batches = stream(micro_batch_size=1, num_workers=2)
     next(batches), next(batches)  # one of each worker: both are up
@@ -133,6 +139,9 @@ def test_workers_outlive_the_signal_that_asks_the_trainer_to_save() -> None:
     for worker in workers:
         worker.join(10)
         assert worker.exitcode == 0
+    signal.set_wakeup_fd(heard)
+    with contextlib.suppress(BlockingIOError):
+        assert set(reader.recv(64)) <= {signal.SIGCHLD}
 
 
 PROGRAM = """

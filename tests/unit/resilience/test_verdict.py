@@ -109,6 +109,26 @@ CASES: dict[str, tuple[list[Report], list[Silent], str, tuple[int, ...], str]] =
         "all 2 ranks wait for each other in phase step at iteration 7, in all_reduce in mesh.py: a "
         "transfer between them does not arrive (network of node-1, node-2)",
     ),
+    "one hangs, and the devices of the others wait for its": (
+        [working(0, device=True, site="item"), working(1), working(2, device=True)], [], LIMIT,
+        (1,), "rank 1 (node-1, pid 1001) has not advanced for 100 s in phase step at iteration 7: "
+        "loop in model.py; ranks 0, 2 wait for what is queued on their devices",
+    ),
+    "one hangs in a phase with a longer limit": (
+        [working(0, device=True), working(1, phase="data", limit=90)], [], LIMIT, (1,),
+        "rank 1 (node-1, pid 1001) has not advanced for 100 s in phase data",
+    ),
+    "one is stopped, and a device waits for its": (
+        [working(0, device=True)], [silent(1, STOPPED)], LIMIT, (1,),
+        "last seen in phase step at iteration 7; rank 0 waits for what is queued on its device",
+    ),
+    "all devices wait": (
+        [working(0, device=True), waiting(1, iteration=6), working(2, device=True)], [], LIMIT, (),
+        "all 3 ranks wait, ranks 0, 2 for what is queued on their devices: a transfer or a kernel",
+    ),
+    "a device of one's own": (
+        [working(0, device=True)], [], LIMIT, (0,), "rank 0 (node-1, pid 1000) has not advanced",
+    ),
     "a signal that a step does not let through": (
         [waiting(0), working(1, idle=12)], [], SIGNAL, (1,), "rank 1 (node-1, pid 1001) has not",
     ),
@@ -137,14 +157,25 @@ def test_the_right_rank_is_named(
         ([waiting(0), working(1, idle=59), working(2, idle=10)], LIMIT, 2),
         ([waiting(0), working(1, idle=3)], SIGNAL, 7),
         ([waiting(0), working(1, phase="save", idle=12)], SIGNAL, 48),
+        ([working(0, device=True), working(1, phase="save", limit=900)], LIMIT, 800),
+        ([working(n, device=True, phase="evaluation", limit=400) for n in (0, 1)], LIMIT, 300),
     ],
-    ids=["works", "builds an index", "no limit", "soon", "signal", "a save after a signal"],
-)
+    ids=[
+        "works", "builds an index", "no limit", "soon", "signal", "a save after a signal",
+        "a save that a device waits for", "an evaluation on devices",
+    ],
+)  # fmt: skip
 def test_a_rank_that_works_within_its_limit_is_let_be(
     reports: list[Report], reason: str, again: int
 ) -> None:
     verdict = judge({r.rank: r for r in reports}, [], HangQuestion(reason, 10))
     assert (verdict.ends, verdict.ranks, verdict.again) == (False, (), again)
+
+
+def test_a_run_whose_ranks_all_answer_without_an_error_is_let_be() -> None:
+    """What somebody could not reach for some seconds answers again."""
+    found = judge({n: waiting(n) for n in (0, 1)}, [], HangQuestion(LOST))
+    assert not found.ends and found.again > 0
 
 
 def test_ranks_that_end_by_their_own_error_keep_its_status() -> None:

@@ -14,8 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.resilience import waiting
 from megatron.resilience.waiting import call_site, collectives_begun, where_it_waits
 from megatron.resilience.watchdog import Idleness
+from megatron.util import phases
 from megatron.util.phases import activity
 
 
@@ -150,3 +152,35 @@ def test_collectives_of_a_library_are_progress(pair, monkeypatch):
     assert collectives_begun() == before + 1
     idleness.count()
     assert idleness.ticks == 0
+    phases.background_groups.add(first)
+    idleness.count()  # what a thread in the background sends moves nobody else
+    handles = [group.allreduce([torch.ones(3)]) for group in pair]
+    for handle in handles:
+        handle.wait()
+    idleness.count()
+    idleness.count()
+    assert idleness.ticks == 2
+
+
+@pytest.mark.parametrize(
+    ("says", "busy"), [(True, True), (False, False), (RuntimeError, False), (None, True)]
+)
+def test_a_device_that_is_busy(monkeypatch, says, busy):
+    """One whose driver does not answer, too."""
+    forever = threading.Event()
+
+    def ask():
+        if says is None:
+            forever.wait(30)
+        if says is RuntimeError:
+            raise RuntimeError("an illegal memory access")
+        return says
+
+    monkeypatch.setattr(waiting, "_DEVICE_SECONDS", 0.1)
+    monkeypatch.setattr(activity, "device_busy", ask)
+    assert waiting.device_is_busy() == busy
+    forever.set()
+
+
+def test_without_a_device_there_is_nothing_to_be_busy():
+    assert activity.device_busy is None and not waiting.device_is_busy()
