@@ -45,7 +45,7 @@ class DelayedReads(Generic[Subject]):
     same."""
 
     def __init__(self, lag: int) -> None:
-        self._lag = lag
+        self.lag = lag
         self._waiting: deque[tuple[Subject, Tensor, torch.cuda.Event | None]] = deque()
 
     @classmethod
@@ -65,7 +65,7 @@ class DelayedReads(Generic[Subject]):
 
     def due(self, everything: bool = False) -> Iterator[tuple[Subject, list[float]]]:
         """The values that are old enough, or all of them, oldest first; waits for the device."""
-        while len(self._waiting) > (0 if everything else self._lag):
+        while len(self._waiting) > (0 if everything else self.lag):
             subject, values, arrived = self._waiting.popleft()
             if arrived is not None:
                 arrived.synchronize()
