@@ -7,11 +7,21 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from megatron.checkpoint.folder import KEPT, superseded
+from megatron.config.resilience import ResilienceConfig
 from megatron.data.sampler import continued_ranges
+from megatron.engine.train_engine import StepResult
+from megatron.training.stopping import DelayedReads, NonFiniteGuard, TrainingStopped
+from megatron.training.trainer import GoBack, Step
 from megatron.training.unattended.rollback import Rollback
-from megatron.training.unattended.spikes import LEVEL, PATIENCE, SpikeRule
+from megatron.training.unattended.spikes import (
+    LEVEL,
+    PATIENCE,
+    SpikeGuard,
+    SpikeRule,
+)
 
 STEPS = 20_000
 CURVE = 2 + 8 * np.exp(-np.arange(STEPS) / 300) + 0.5 * np.exp(-np.arange(STEPS) / 5000)
@@ -116,6 +126,63 @@ def test_a_resumed_rule_judges_the_same():
         rest = spikes(second, losses[cut:], NORMS[cut:900])
         assert begun + [cut + n for n in rest] == found
         assert second.state() == whole.state()
+
+
+class Report:
+    main = True
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def event(self, *what: object) -> None:
+        self.said.append(f"event {what[0]}")
+
+
+def judged(lag: int, losses, act, settle_every: int = 10) -> tuple[list[str], str]:
+    """What is said of a run whose numbers arrive so many steps late, and what ends it."""
+    report = Report()
+    checkpoints = SimpleNamespace(
+        report=report,
+        counted={},
+        begun_before=lambda iteration: None,
+        newest_shown="the last good checkpoint is a",
+        writer=SimpleNamespace(options=SimpleNamespace(save=None)),
+    )
+    steps = NonFiniteGuard(torch.device("cpu"), False, True)
+    steps._reads = DelayedReads(lag)
+    SpikeGuard(steps, ResilienceConfig(), checkpoints, {}).act = act(checkpoints)
+    try:
+        for at, value in enumerate(losses, start=1):
+            trainer = SimpleNamespace(iteration=at, at_end=False)
+            loss, bad = torch.tensor(value), torch.tensor(float(not np.isfinite(value)))
+            result = StepResult(loss, {}, torch.tensor(1.0), bad, 1.0, own_loss=loss)
+            steps.after_step(trainer, Step(result, at, 4 * (at - 1), 4, 16, 1e-3, 0.0))
+            if at % settle_every == 0:
+                steps.settle(trainer)
+    except (GoBack, TrainingStopped) as end:
+        return report.said, f"{type(end).__name__} {end}"
+    return report.said, ""
+
+
+def going_back(checkpoints):
+    def back(trainer, step, spike):
+        raise GoBack(lambda trainer: None)
+
+    return back
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_a_spike_is_judged_before_the_nan_after_it(lag):
+    """It leads back to a checkpoint, and the NaN ends the run only where it came first."""
+    usual = 2 * np.exp(np.random.default_rng(6).normal(0, 0.01, 78))
+    said, end = judged(lag, [*usual, 40.0, np.nan], going_back)
+    assert said[0].startswith("WARNING: spike at iteration 79, samples 312 to 315: loss 40")
+    assert end == "GoBack "
+    said, end = judged(lag, [*usual, np.nan, 40.0], going_back)
+    assert not said and end.startswith("TrainingStopped the loss is nan at iteration 79")
 
 
 def test_numbers_without_a_logarithm_are_not_judged():
