@@ -19,9 +19,8 @@ from typing import Any
 from megatron.checkpoint.folder import KEPT, tag
 from megatron.config.resilience import ResilienceConfig
 from megatron.training.checkpoints import CheckpointManager
-from megatron.training.stopping import NonFiniteGuard
+from megatron.training.stopping import NonFiniteGuard, TrainingStopped
 from megatron.training.trainer import Callback, Step, Trainer
-from megatron.util.errors import FaultError
 from megatron.util.files import write_whole
 from megatron.util.json_text import parse_json
 
@@ -331,10 +330,11 @@ def _samples(step: Step) -> str:
 
 
 def stop_at_spike(checkpoints: CheckpointManager) -> OnSpike:
-    """For ``--on-spike stop``: ends the run. Nothing is saved after a spike."""
+    """For ``--on-spike stop``: ends the run. Nothing is saved after a spike. Started again, the same
+    steps have the same spike."""
 
     def stop(trainer: Trainer, step: Step, spike: Spike) -> None:
-        raise FaultError(
+        raise TrainingStopped(
             f"--on-spike stop: iteration {step.iteration} has {spike}; nothing is saved after it, "
             f"and {checkpoints.newest_shown}. --skip-samples {step.first_sample}:"
             f"{step.first_sample + step.samples} trains without its samples"

@@ -21,6 +21,7 @@ from megatron.training.unattended.spikes import (
     PATIENCE,
     SpikeGuard,
     SpikeRule,
+    stop_at_spike,
 )
 
 STEPS = 20_000
@@ -183,6 +184,15 @@ def test_a_spike_is_judged_before_the_nan_after_it(lag):
     assert end == "GoBack "
     said, end = judged(lag, [*usual, np.nan, 40.0], going_back)
     assert not said and end.startswith("TrainingStopped the loss is nan at iteration 79")
+
+
+def test_a_stop_at_a_spike_needs_a_change_of_the_flags():
+    """The same command would find the same spike: the status is 2, after which nothing starts the
+    run again."""
+    usual = 2 * np.exp(np.random.default_rng(6).normal(0, 0.01, 78))
+    _, end = judged(0, [*usual, 40.0], stop_at_spike)
+    assert end.startswith("TrainingStopped --on-spike stop: iteration 79 has loss 40, expected")
+    assert end.endswith("--skip-samples 312:316 trains without its samples")
 
 
 def test_numbers_without_a_logarithm_are_not_judged():
