@@ -304,7 +304,7 @@ class SpikeGuard(Callback):
         """Writes into the file :data:`~megatron.checkpoint.folder.KEPT` which checkpoint has the
         state before the spike; returns words about it."""
         save = self._checkpoints.writer.options.save
-        before = self._checkpoints.begun_before(iteration)
+        before = self._checkpoints.saved_before(iteration)
         if before is None or save is None:
             return "this run has saved no checkpoint before it"
         words = f"{tag(before)} is kept"
@@ -330,8 +330,8 @@ def _samples(step: Step) -> str:
 
 
 def stop_at_spike(checkpoints: CheckpointManager) -> OnSpike:
-    """For ``--on-spike stop``: ends the run. Nothing is saved after a spike. Started again, the same
-    steps have the same spike."""
+    """For ``--on-spike stop``: ends the run. Nothing is saved after a spike. Started again, the
+    same steps have the same spike."""
 
     def stop(trainer: Trainer, step: Step, spike: Spike) -> None:
         raise TrainingStopped(

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from megatron.checkpoint.folder import KEPT, superseded
+from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.folder import KEPT, superseded, tag
+from megatron.config import CheckpointConfig
 from megatron.config.resilience import ResilienceConfig
 from megatron.data.sampler import continued_ranges
+from megatron.engine.saving import SaveResult
 from megatron.engine.train_engine import StepResult
+from megatron.training.checkpoints import CheckpointManager
 from megatron.training.stopping import DelayedReads, NonFiniteGuard, TrainingStopped
 from megatron.training.trainer import GoBack, Step
 from megatron.training.unattended.rollback import Rollback
@@ -138,6 +143,9 @@ class Report:
     def say(self, text: str) -> None:
         self.said.append(text)
 
+    def save(self, *what: object) -> None:
+        self.said.append(f"save {what[0]}")
+
     def event(self, *what: object) -> None:
         self.said.append(f"event {what[0]}")
 
@@ -148,7 +156,7 @@ def judged(lag: int, losses, act, settle_every: int = 10) -> tuple[list[str], st
     checkpoints = SimpleNamespace(
         report=report,
         counted={},
-        begun_before=lambda iteration: None,
+        saved_before=lambda iteration: None,
         newest_shown="the last good checkpoint is a",
         writer=SimpleNamespace(options=SimpleNamespace(save=None)),
     )
@@ -227,6 +235,46 @@ def test_more_is_skipped_where_it_did_not_help(before, at, first):
 )
 def test_what_a_resumed_run_skips(flags, found):
     assert continued_ranges(["1:3"], ["1:3", "20:24"], flags) == tuple(found)
+
+
+class Writer:
+    """Whose save of one iteration fails; all end in the background, when they are waited for."""
+
+    def __init__(self, folder: Path, fails: int) -> None:
+        self.options = CheckpointConfig(save=str(folder), async_save=True)
+        self.folder, self.fails, self.pending = folder, fails, []
+
+    def save(self, iteration: int, counters: object) -> None:
+        before = self.pending
+        error = CheckpointError("the disk is full") if iteration == self.fails else None
+        if error is None:
+            (self.folder / tag(iteration)).mkdir()
+            (self.folder / tag(iteration) / "manifest.json").write_text("{}")
+        self.pending = [SaveResult(iteration, error, 0.0, 0.0)]
+        self.ended = before
+
+    def finished(self, wait: bool = False) -> list[SaveResult]:
+        ended, self.ended = self.ended, []
+        if wait:
+            ended, self.pending = [*ended, *self.pending], []
+        return ended
+
+
+@pytest.mark.parametrize("waited", [False, True])
+def test_a_failed_save_is_not_kept_in_place_of_a_good_one(tmp_path, waited):
+    """Whether or not its failure is known before the spike."""
+    report = Report()
+    checkpoints = CheckpointManager(Writer(tmp_path, fails=20), report)
+    steps = NonFiniteGuard(torch.device("cpu"), False, True)
+    spikes = SpikeGuard(steps, ResilienceConfig(), checkpoints, {})
+    checkpoints.save(10, 40)
+    checkpoints.save(20, 80)
+    if waited:
+        checkpoints.settled()
+    assert spikes._keep(25, "a spike") == "global_step10 is kept"
+    assert "WARNING: no checkpoint at iteration 20" in report.said
+    checkpoints.save(30, 120)
+    assert superseded(tmp_path, 30, 1, None) == []
 
 
 def test_checkpoints_before_spikes_are_kept(tmp_path):
