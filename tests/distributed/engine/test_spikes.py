@@ -144,6 +144,21 @@ def test_a_stop_saves_nothing_after_the_spike(pool, data, tmp_path):
     assert complete_tags(tmp_path)[-1] == before.name
 
 
+def test_going_back_to_the_beginning_continues_the_metrics(pool, data, tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    flags = [*FLAGS, *data, "--save", str(tmp_path / "save"), "--metrics-file", str(metrics)]
+    flags += "--on-spike rollback --save-init --save-interval 60 --log-interval 1".split()
+    ((text, error, _),) = pool.run(1, spiked, flags)
+    assert error is None
+    (line,) = lines(text, "rollback 1")
+    assert "global_step0; skipping samples" in line
+    rows = [json.loads(row) for row in metrics.read_text().splitlines()]
+    trained = [row["iteration"] for row in rows if row["kind"] == "train"]
+    assert trained == list(range(1, STEPS + 1))
+    assert [row["iteration"] for row in rows if row["kind"] == "rollback"] == [0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "save"]
+
+
 @pytest.mark.parametrize(
     "layout", sampled(list(LAYOUTS), lambda layout: layout == "zero2-dp2-bf16")
 )
