@@ -76,6 +76,7 @@ def rank_main(model: str, rounds: int, save: str) -> None:
     from megatron.training.checkpoints import CheckpointManager
     from megatron.training.process import connected
     from megatron.training.run import parse_run
+    from megatron.training.stopping import NonFiniteGuard
     from megatron.training.unattended.replicas import ReplicaCheck
 
     flags, steps = MODELS[model]
@@ -89,6 +90,9 @@ def rank_main(model: str, rounds: int, save: str) -> None:
         for callback in every:
             if callback not in without:
                 meter.follow(callback)
+        (steps_read,) = (c for c in every if isinstance(c, NonFiniteGuard))
+        assert steps_read.judge_finite is not None
+        judge = meter.counted(steps_read.judge_finite)
         batches = trainer.data.batches(trainer.data.datasets.train, **trainer.reading())
 
         def summed(values: tuple[float, ...]) -> list[float]:
@@ -99,6 +103,7 @@ def rank_main(model: str, rounds: int, save: str) -> None:
 
         def turn(on: bool, number: int = steps) -> Costs:
             trainer.callbacks = every if on else without
+            steps_read.judge_finite = judge if on else None
             before = meter.read()
             for _ in range(number):
                 trainer.step(batches)
@@ -166,21 +171,21 @@ class Meter:
     def follow(self, callback: Any) -> None:
         """Counts what a callback does in the main thread."""
         for name in ("before_step", "after_step", "between_steps"):
-            setattr(callback, name, self._counted(getattr(callback, name)))
+            setattr(callback, name, self.counted(getattr(callback, name)))
         paused = callback.paused
 
         @contextlib.contextmanager
         def counted(trainer: Any) -> Iterator[None]:
             context = paused(trainer)
-            self._counted(context.__enter__)()
+            self.counted(context.__enter__)()
             try:
                 yield
             finally:
-                self._counted(context.__exit__)(None, None, None)
+                self.counted(context.__exit__)(None, None, None)
 
         callback.paused = counted
 
-    def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*arguments: Any) -> Any:
             began = time.thread_time()
             try:

@@ -240,7 +240,7 @@ def _judges(
         fresh=begin.iteration == 0,
         replicas=replicas.check,
     )
-    spikes = _spike_guard(flags, engine.device, checkpoints, begin, origin, files)
+    spikes = _spike_guard(flags, guard, checkpoints, begin, origin, files)
     looks = []
     if flags.rerun_on_anomaly != "disabled":
         looks = [resolve_name(SECOND_LOOK)(run, engine, data, report, spikes)]
@@ -249,7 +249,7 @@ def _judges(
 
 def _spike_guard(
     flags: ResilienceConfig,
-    device: torch.device,
+    steps: NonFiniteGuard,
     checkpoints: CheckpointManager,
     begin: ResumePoint,
     origin: ResumeSource | None,
@@ -258,7 +258,7 @@ def _spike_guard(
     """What finds spikes, and acts on them as ``--on-spike`` says."""
     if not flags.spike_sigma:
         return []
-    found = SpikeGuard(device, flags, checkpoints, begin.spikes)
+    found = SpikeGuard(steps, flags, checkpoints, begin.spikes)
     if flags.on_spike == "stop":
         found.act = stop_at_spike(checkpoints)
     elif flags.on_spike == "rollback":

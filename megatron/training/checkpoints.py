@@ -43,6 +43,7 @@ class CheckpointManager(Callback):
         """What checkpoints say in ``state.json`` beside the position, by name: JSON values."""
         self._begun_at: int | None = None
         self._samples: dict[int, int] = {}
+        """Consumed at each save that has not failed, by its iteration."""
         self._undecided: deque[SaveResult] = deque()
         self._failed: list[SaveResult] = []
 
@@ -73,14 +74,15 @@ class CheckpointManager(Callback):
             **{name: value() for name, value in self.counted.items()},
         }
 
-    def begun_before(self, iteration: int) -> int | None:
-        """The iteration of the newest checkpoint in ``--save`` of the state before a step, also one
-        that is being saved in the background; None without."""
-        begun = {at for at in self._samples if at < iteration}
-        newest, save = self.newest, self.writer.options.save
+    def saved_before(self, iteration: int) -> int | None:
+        """The iteration of the newest whole checkpoint in ``--save`` of the state before a step,
+        after the save in the background, which is waited for; None without. Where a save ended
+        badly on one rank alone, only the main process knows of it."""
+        newest, save = self.settled(), self.writer.options.save
+        saved = set(self._samples)
         if newest is not None and save is not None and newest.parent == Path(save):
-            begun.add(iteration_of(newest.name) or 0)
-        return max(begun, default=None)
+            saved.add(iteration_of(newest.name) or 0)
+        return max((at for at in saved if at < iteration), default=None)
 
     def settled(self) -> Path | None:
         """:attr:`newest` after the save in the background, which is waited for; every rank must ask
@@ -173,6 +175,7 @@ class CheckpointManager(Callback):
             self._show(folder)
             self.completed += 1
         if result.error is not None:
+            self._samples.pop(result.iteration, None)
             if self._begun_at == result.iteration:
                 self._begun_at = None  # may be tried again
             if result.published:

@@ -29,7 +29,7 @@ from megatron.training.metrics import (
 from megatron.training.plan import TrainingPlan
 from megatron.training.resume import ResumePoint
 from megatron.training.trainer import Callback, Step, Trainer
-from megatron.training.writers import TeeWriter, Writer, build_writers
+from megatron.training.writers import RunWriter, TeeWriter, build_writers
 from megatron.training.written import WrittenTexts
 from megatron.util.processes import is_main_process
 
@@ -90,22 +90,19 @@ class Reporter(Callback):
         self.flops_per_token = self.shape.flops_per_token(causal=True)
         self.recompute, self.recomputed_blocks = _recomputed(config.parallel)
         self.peak = _peak(config, device)
-        self._config = config
-        self.writer: Writer = TeeWriter(())
-        self._open_writers(begin.iteration, begin.consumed_samples)
+        self.writer: RunWriter = TeeWriter(())
+        if self.main:
+            self.writer = build_writers(
+                config.logging,
+                resume_iteration=begin.iteration,
+                resume_samples=begin.consumed_samples,
+                configuration=config.to_dict(),
+            )
+        self._write_resume(begin.iteration, begin.consumed_samples)
         self._announce(resolved, begin)
 
-    def _open_writers(self, iteration: int, consumed_samples: int) -> None:
-        """On the main process: writers of what follows a position; what they have of later steps,
-        from before a resume, they drop."""
-        if not self.main:
-            return
-        self.writer = build_writers(
-            self._config.logging,
-            resume_iteration=iteration,
-            resume_samples=consumed_samples,
-            configuration=self._config.to_dict(),
-        )
+    def _write_resume(self, iteration: int, consumed_samples: int) -> None:
+        """Where the rows before were written by another process, or before a step back."""
         if iteration:
             self._write("resume", iteration, consumed_samples, {})
 
@@ -165,8 +162,8 @@ class Reporter(Callback):
     def went_back(self, trainer: Trainer) -> None:
         """As at a resume, of the same process."""
         self.meter = None
-        self.writer.close()
-        self._open_writers(trainer.iteration, trainer.consumed_samples)
+        self.writer.went_back(trainer.iteration, trainer.consumed_samples)
+        self._write_resume(trainer.iteration, trainer.consumed_samples)
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
         assert self.meter is not None

@@ -45,7 +45,7 @@ class DelayedReads(Generic[Subject]):
     same."""
 
     def __init__(self, lag: int) -> None:
-        self._lag = lag
+        self.lag = lag
         self._waiting: deque[tuple[Subject, Tensor, torch.cuda.Event | None]] = deque()
 
     @classmethod
@@ -65,7 +65,7 @@ class DelayedReads(Generic[Subject]):
 
     def due(self, everything: bool = False) -> Iterator[tuple[Subject, list[float]]]:
         """The values that are old enough, or all of them, oldest first; waits for the device."""
-        while len(self._waiting) > (0 if everything else self._lag):
+        while len(self._waiting) > (0 if everything else self.lag):
             subject, values, arrived = self._waiting.popleft()
             if arrived is not None:
                 arrived.synchronize()
@@ -76,9 +76,16 @@ class TrainingStopped(ValueError):
     """Training cannot continue; the message names the step and its samples."""
 
 
+JudgeFinite = Callable[[Trainer, Step, float, float], None]
+"""Judges a step that was not skipped, by its loss and gradient norm."""
+
+
 class NonFiniteGuard(Callback):
     """Stops training after a step whose loss or gradients were not finite; with ``fp16`` an
     overflow of scaled gradients is a normal event, unless the scale cannot fall further.
+
+    It reads the numbers of all steps, and passes those of the others to :attr:`judge_finite`: each
+    step is judged before the next one, however late the numbers arrive.
 
     Args:
         check: whether such steps stop the run; else they are skipped and counted.
@@ -90,6 +97,8 @@ class NonFiniteGuard(Callback):
         replicas: raises an error, on every rank, if the ranks' copies of the model differ after an
             iteration: then one of them is the reason.
     """
+
+    judge_finite: JudgeFinite | None = None
 
     def __init__(
         self,
@@ -113,17 +122,22 @@ class NonFiniteGuard(Callback):
         """Records a step, and checks the one that is due. Raises TrainingStopped if that one must
         be the last."""
         result = step.result
-        if isinstance(result.skipped, bool):  # known without waiting for the device
-            self._judge(step, result.skipped, float(result.loss) if result.skipped else 0.0)
-            return
-        # In float32 a large finite float64 loss would look infinite.
-        self._reads.add(step, torch.stack((result.skipped.double(), result.loss.double())))
-        self._read()
+        # In float32 a large finite float64 loss would look infinite. What is no tensor is filled
+        # on the device: a copy from the CPU would wait for it.
+        numbers = [
+            number.double().reshape(())
+            if torch.is_tensor(number)
+            else torch.full((), float(number), dtype=torch.float64, device=self._device)
+            for number in (result.skipped, result.loss, result.grad_norm)
+        ]
+        self._reads.add(step, torch.stack(numbers))
+        # Where the CPU knows that a step was skipped, it has waited for the device already.
+        self._read(trainer, everything=result.skipped is True)
 
     def settle(self, trainer: Trainer) -> None:
         """Checks all steps so far, which waits for them; as :meth:`after_step`. Raises
         TrainingStopped also at the end of a training that has changed no weight, without fp16."""
-        self._read(everything=True)
+        self._read(trainer, everything=True)
         if self._fresh and self._skipped and trainer.at_end:
             found = (
                 f"all {self._skipped} steps were skipped, as their gradients were not finite: the "
@@ -138,15 +152,17 @@ class NonFiniteGuard(Callback):
     def went_back(self, trainer: Trainer) -> None:
         self._skipped, self._reads = 0, DelayedReads.on(self._device)
 
-    def _read(self, everything: bool = False) -> None:
-        for step, (skipped, loss) in self._reads.due(everything):
-            self._judge(step, bool(skipped), loss)
-
-    def _judge(self, step: Step, skipped: bool, loss: float) -> None:
-        """An overflow of scaled fp16 gradients is part of training; anything else is not."""
-        if not skipped:
+    def _read(self, trainer: Trainer, everything: bool = False) -> None:
+        for step, (skipped, loss, norm) in self._reads.due(everything):
+            if skipped:
+                self._judge_skipped(step, loss)
+                continue
             self._skipped, self._fresh = 0, False
-            return
+            if self.judge_finite is not None:
+                self.judge_finite(trainer, step, loss, norm)
+
+    def _judge_skipped(self, step: Step, loss: float) -> None:
+        """An overflow of scaled fp16 gradients is part of training; anything else is not."""
         self._skipped += 1
         finite, last = math.isfinite(loss), step.first_sample + step.samples - 1
         what = "the gradients are not finite" if finite else f"the loss is {loss}"

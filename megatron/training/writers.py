@@ -3,18 +3,19 @@
 One process of a run builds the writers. On a resume each of them drops what an earlier process
 reported past the resumed step, which would otherwise be drawn twice.
 
-Once a run has begun no writer ends it: where one fails, as on a full disk, that is said once, and
-again at the end.
+Once a run has begun no writer ends it, nor a run that is resumed: where one fails, as on a full
+disk, that is said once, and again at the end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging as log
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Protocol
@@ -53,10 +54,19 @@ class Writer(Protocol):
         ...
 
 
+class RunWriter(Writer, Protocol):
+    """A writer of a whole run, whose methods raise nothing."""
+
+    def went_back(self, iteration: int, samples: int) -> None:
+        """Drops what was reported of later steps, as at a resume: the same process continues after
+        an earlier iteration, which may be 0, and number of samples."""
+        ...
+
+
 class TeeWriter:
     """Passes everything to several writers."""
 
-    def __init__(self, writers: Sequence[Writer]) -> None:
+    def __init__(self, writers: Sequence[RunWriter]) -> None:
         self._writers = tuple(writers)
 
     def scalars(self, kind: str, step: int, values: Values, *, samples: int, tokens: int) -> None:
@@ -66,6 +76,10 @@ class TeeWriter:
     def texts(self, written: WrittenTexts, *, samples: int, tokens: int) -> None:
         for writer in self._writers:
             writer.texts(written, samples=samples, tokens=tokens)
+
+    def went_back(self, iteration: int, samples: int) -> None:
+        for writer in self._writers:
+            writer.went_back(iteration, samples)
 
     def close(self) -> None:
         for writer in self._writers:
@@ -115,12 +129,17 @@ class LastingWriter:
         step = written.iteration
         self._pass(step, samples, lambda to: to.texts(written, samples=samples, tokens=tokens))
 
-    def close(self) -> None:
+    def went_back(self, iteration: int, samples: int) -> None:
+        """Closes the writer, and opens another one, which drops the later steps."""
+        self._close()
+        self._written = iteration, samples
         try:
-            if self._writer is not None:
-                self._writer.close()
+            self._begin_again(iteration)
         except Exception as error:
             self._failed(error)
+
+    def close(self) -> None:
+        self._close()
         if self._failures:
             log.getLogger(__name__).warning(
                 "%s: what was reported %s is missing there, or a part of it",
@@ -128,16 +147,29 @@ class LastingWriter:
                 " and ".join(self._failures),
             )
 
+    def _close(self) -> None:
+        try:
+            if self._writer is not None:
+                self._writer.close()
+        except Exception as error:
+            self._failed(error)
+
+    def _begin_again(self, step: int) -> None:
+        had_failed = self._writer is None
+        self._writer = self._open(*self._written)
+        if had_failed:
+            self._failures[-1] += f" to {step}"
+            log.getLogger(__name__).warning(
+                "%s is written again from iteration %d on", self._name, step
+            )
+
     def _pass(self, step: int, samples: int, write: Callable[[Writer], None]) -> None:
         try:
             if self._writer is None:
                 if self._clock() < self._retry_at:
                     return
-                self._writer = self._open(*self._written)
-                self._failures[-1] += f" to {step}"
-                log.getLogger(__name__).warning(
-                    "%s is written again from iteration %d on", self._name, step
-                )
+                self._begin_again(step)
+            assert self._writer is not None
             write(self._writer)
         except Exception as error:  # each library has classes of its own
             self._failed(error)
@@ -160,12 +192,12 @@ def build_writers(
     resume_iteration: int = 0,
     resume_samples: int = 0,
     configuration: Mapping[str, Any] | None = None,
-) -> Writer:
+) -> RunWriter:
     """The writers that ``logging`` selects; on a resume, after the iteration and samples of the
     loaded checkpoint. Trackers show ``configuration``. Raises ValueError or OSError if a new run
     asks for a tracker that is not installed or does not start, or for a file that cannot be
     written."""
-    writers: list[Writer] = []
+    writers: list[RunWriter] = []
     if logging.metrics_file is not None:
         writers.append(JsonLinesWriter(Path(logging.metrics_file), resume_iteration))
     begin = resume_iteration, resume_samples
@@ -176,7 +208,7 @@ def build_writers(
 
 def _tracker(
     name: str, logging: LoggingConfig, begin: tuple[int, int], configuration: Mapping[str, Any]
-) -> Writer:
+) -> LastingWriter:
     shown = {
         "tensorboard": f"--tensorboard-dir {logging.tensorboard_dir}",
         "wandb": f"--wandb-project {logging.wandb_project}" if logging.wandb_project else "",
@@ -200,15 +232,17 @@ _MOST_BYTES_OF_LINE = 1 << 16
 class JsonLinesWriter:
     """One JSON object a line: ``kind``, ``iteration``, ``consumed_samples``, ``consumed_tokens``
     and the values; NaN and infinity are null, as JSON has neither. A resumed run drops the rows
-    past the resumed iteration and appends to the file. A new run moves an existing file to
-    ``NAME.1`` or the next free number. Raises ValueError if it is not a file of metrics."""
+    past the resumed iteration, unless the file cannot be rewritten, and appends to it. A new run
+    moves an existing file to ``NAME.1`` or the next free number. Raises ValueError if it is not a
+    file of metrics."""
 
     def __init__(self, path: Path, resume_iteration: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_file():  # and not /dev/null, or a pipe
             _check_rows(path)
             if resume_iteration > 0:
-                _drop_rows_past(path, resume_iteration)
+                with _rows_may_stay(path, resume_iteration):
+                    _drop_rows_past(path, resume_iteration)
             else:
                 _set_aside(path)
         self._path = path
@@ -245,6 +279,13 @@ class JsonLinesWriter:
         self._waiting += line
         self._write()
 
+    def went_back(self, iteration: int, samples: int) -> None:
+        with _rows_may_stay(self._path, iteration):
+            self._write_waiting()
+            if self._path.is_file():
+                _drop_rows_past(self._path, iteration)
+                self._reopen()
+
     def close(self) -> None:
         self._write()
         lost = self._lost + self._waiting.count(b"\n")
@@ -259,20 +300,25 @@ class JsonLinesWriter:
         """Readers find whole lines, also after a kill. A full disk must not end a run: the rows
         wait until there is space again."""
         try:
-            if not os.fstat(self._file.fileno()).st_nlink:
-                self._begin_again()
-            while self._waiting:
-                written = self._file.write(self._waiting)
-                del self._waiting[:written]
+            self._write_waiting()
         except OSError as error:
             self._warn(error)
+
+    def _write_waiting(self) -> None:
+        if not os.fstat(self._file.fileno()).st_nlink:
+            self._begin_again()
+        while self._waiting:
+            written = self._file.write(self._waiting)
+            del self._waiting[:written]
+
+    def _reopen(self) -> None:
+        before, self._file = self._file, self._path.open("ab", buffering=0)
+        before.close()
 
     def _begin_again(self) -> None:
         """After somebody has deleted the file, or its folder."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        file = self._path.open("ab", buffering=0)
-        self._file.close()
-        self._file = file
+        self._reopen()
         log.getLogger(__name__).warning(
             "%s was deleted while it was written: a new one begins here", self._path
         )
@@ -311,6 +357,21 @@ def _check_rows(path: Path) -> None:
         f"--metrics-file {path}: the file exists and has no rows of metrics; it is not touched: "
         "name another"
     )
+
+
+@contextlib.contextmanager
+def _rows_may_stay(path: Path, iteration: int) -> Iterator[None]:
+    """For :func:`_drop_rows_past`: a run that continues does not end because of old rows."""
+    try:
+        yield
+    except OSError as error:
+        log.getLogger(__name__).warning(
+            "%s: rows past iteration %d cannot be dropped (%s): they stay, and the new ones follow "
+            "after them",
+            path,
+            iteration,
+            error.strerror,
+        )
 
 
 def _drop_rows_past(path: Path, iteration: int) -> None:

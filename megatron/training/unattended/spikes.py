@@ -16,14 +16,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
 from megatron.checkpoint.folder import KEPT, tag
 from megatron.config.resilience import ResilienceConfig
 from megatron.training.checkpoints import CheckpointManager
-from megatron.training.stopping import DelayedReads
+from megatron.training.stopping import NonFiniteGuard, TrainingStopped
 from megatron.training.trainer import Callback, Step, Trainer
-from megatron.util.errors import FaultError
 from megatron.util.files import write_whole
 from megatron.util.json_text import parse_json
 
@@ -250,6 +247,7 @@ class SpikeGuard(Callback):
     a spike is kept from ``--keep-last``, until :data:`MOST_KEPT` later spikes.
 
     Args:
+        steps: reads the numbers, and passes those of steps that were not skipped.
         state: that of :meth:`SpikeRule.state` in the checkpoint that the run continues.
 
     Attributes:
@@ -260,51 +258,24 @@ class SpikeGuard(Callback):
 
     def __init__(
         self,
-        device: torch.device,
+        steps: NonFiniteGuard,
         flags: ResilienceConfig,
         checkpoints: CheckpointManager,
         state: Mapping[str, Any],
     ) -> None:
         self.rule = SpikeRule(flags.spike_sigma, flags.spike_window)
         self.rule.restore(state)
-        self._device, self._checkpoints = device, checkpoints
-        self._report = checkpoints.report
-        self._reads: DelayedReads[Step] = DelayedReads.on(device)
+        self._checkpoints, self._report = checkpoints, checkpoints.report
         self._burst: int | None = None
         checkpoints.counted["spikes"] = self.rule.state
-
-    def after_step(self, trainer: Trainer, step: Step) -> None:
-        """Records a step, and judges the one that is due."""
-        result = step.result
-        numbers = (result.loss, result.grad_norm, result.skipped)
-        if self._device.type == "cpu":
-            self._judge(trainer, step, *map(float, numbers))
-            return
-        # Filled on the device: a copy from the CPU would wait for it.
-        on_device = [
-            number.double().reshape(())
-            if torch.is_tensor(number)
-            else torch.full((), float(number), dtype=torch.float64, device=self._device)
-            for number in numbers
-        ]
-        self._reads.add(step, torch.stack(on_device))
-        self._read(trainer)
-
-    def settle(self, trainer: Trainer) -> None:
-        self._read(trainer, everything=True)
+        steps.judge_finite = self._judge
 
     def went_back(self, trainer: Trainer) -> None:
-        self._reads, self._burst = DelayedReads.on(self._device), None
+        self._burst = None
 
-    def _read(self, trainer: Trainer, everything: bool = False) -> None:
-        for step, numbers in self._reads.due(everything):
-            self._judge(trainer, step, *numbers)
-
-    def _judge(
-        self, trainer: Trainer, step: Step, loss: float, norm: float, skipped: float
-    ) -> None:
-        if skipped or not math.isfinite(loss):
-            return  # NonFiniteGuard's
+    def _judge(self, trainer: Trainer, step: Step, loss: float, norm: float) -> None:
+        if not math.isfinite(loss):
+            return
         before = self.rule.in_burst
         spike = self.rule.add(loss, norm, step.seq_length)
         if spike is None:
@@ -333,7 +304,7 @@ class SpikeGuard(Callback):
         """Writes into the file :data:`~megatron.checkpoint.folder.KEPT` which checkpoint has the
         state before the spike; returns words about it."""
         save = self._checkpoints.writer.options.save
-        before = self._checkpoints.begun_before(iteration)
+        before = self._checkpoints.saved_before(iteration)
         if before is None or save is None:
             return "this run has saved no checkpoint before it"
         words = f"{tag(before)} is kept"
@@ -359,10 +330,11 @@ def _samples(step: Step) -> str:
 
 
 def stop_at_spike(checkpoints: CheckpointManager) -> OnSpike:
-    """For ``--on-spike stop``: ends the run. Nothing is saved after a spike."""
+    """For ``--on-spike stop``: ends the run. Nothing is saved after a spike. Started again, the
+    same steps have the same spike."""
 
     def stop(trainer: Trainer, step: Step, spike: Spike) -> None:
-        raise FaultError(
+        raise TrainingStopped(
             f"--on-spike stop: iteration {step.iteration} has {spike}; nothing is saved after it, "
             f"and {checkpoints.newest_shown}. --skip-samples {step.first_sample}:"
             f"{step.first_sample + step.samples} trains without its samples"

@@ -54,6 +54,9 @@ class Stragglers(Callback):
         self._began, self._wall, self._steps = math.nan, 0.0, 0
         self._due: float | None = None
         """Iteration after which the next exchange is; None before the first step."""
+        self._arrived: float = math.inf
+        """Iteration after which the exchange is read, the same on every rank: what follows from it
+        is done together."""
         self._shown = 0, [StepTimes(0.0, 0.0) for _ in mesh.world.ranks]
         """Steps since the last log line, and their sums, or those of the line before."""
         self._said = False
@@ -71,9 +74,10 @@ class Stragglers(Callback):
         if self._due is None:  # the first step compiles, allocates, and starts processes
             self._begin(trainer)
         elif trainer.iteration >= self._due:
-            self._exchange()
-        for steps, values in self._reads.due():
-            self._take(trainer, steps, values)
+            self._exchange(trainer)
+        if trainer.iteration >= self._arrived:
+            for steps, values in self._reads.due(everything=True):
+                self._take(trainer, steps, values)
         yield
 
     def _times(self) -> RankTimes | None:
@@ -84,6 +88,7 @@ class Stragglers(Callback):
     def _begin(self, trainer: Trainer) -> None:
         self._meter.take()
         self._wall, self._steps, self._due = 0.0, 0, trainer.iteration + 1
+        self._arrived = math.inf
 
     def went_back(self, trainer: Trainer) -> None:
         """Steps that are done again count again."""
@@ -91,7 +96,7 @@ class Stragglers(Callback):
             pass
         self._begin(trainer)
 
-    def _exchange(self) -> None:
+    def _exchange(self, trainer: Trainer) -> None:
         own = self._meter.take()
         piece = StepTimes(self._wall, *own, self._probe.seconds())
         self._probe.queue()
@@ -102,13 +107,14 @@ class Stragglers(Callback):
         dist.all_reduce(rows)
         self._reads.add(self._steps, rows.flatten())
         self._wall, self._steps, self._due = 0.0, 0, math.inf
+        self._arrived = trainer.iteration + self._reads.lag
 
     def _take(self, trainer: Trainer, steps: int, values: list[float]) -> None:
         width = len(StepTimes._fields)
         pieces = [StepTimes(*values[at : at + width]) for at in range(0, len(values), width)]
         step = max(piece.wall for piece in pieces) / steps
         until = min(math.ceil(_SECONDS / max(step, 1e-9)), self._window)
-        self._due = trainer.iteration + max(1, until)
+        self._due, self._arrived = trainer.iteration + max(1, until), math.inf
         shown, sums = self._shown
         if self._said:
             shown, sums, self._said = 0, [StepTimes(0.0, 0.0) for _ in sums], False

@@ -66,7 +66,7 @@ def run(argv: list[str], stock: bool, bad: int | None = None, lag: int = 0) -> d
     with as_deepspeed_does(stock), distributed(config.config.parallel) as g:
         trainer = watched_trainer(config, g, record.add)
         guard = next(c for c in trainer.callbacks if isinstance(c, NonFiniteGuard))
-        guard._reads._lag = lag
+        guard._reads.lag = lag
         if bad is not None:
             poison(trainer, bad)
         try:

@@ -15,7 +15,6 @@ from training_jobs import TINY, train
 
 from megatron.checkpoint.folder import KEPT, complete_tags
 from megatron.data.indexed import IndexedDatasetWriter
-from megatron.util.errors import FaultError
 
 STEPS, EVERY, TOKENS, BAD = 60, 10, 16, (150,)
 FLAGS = [flag for flag in TINY if flag != "--mock-data"] + [
@@ -59,7 +58,7 @@ def spiked(argv):
     with contextlib.redirect_stdout(output):
         try:
             record = train(argv)
-        except (ValueError, FaultError) as caught:
+        except ValueError as caught:
             error = str(caught)
     return output.getvalue(), error, record
 
@@ -143,6 +142,21 @@ def test_a_stop_saves_nothing_after_the_spike(pool, data, tmp_path):
         assert f"the last good checkpoint is {before}" in error
     assert (tmp_path / "latest").read_text() == before.name
     assert complete_tags(tmp_path)[-1] == before.name
+
+
+def test_going_back_to_the_beginning_continues_the_metrics(pool, data, tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    flags = [*FLAGS, *data, "--save", str(tmp_path / "save"), "--metrics-file", str(metrics)]
+    flags += "--on-spike rollback --save-init --save-interval 60 --log-interval 1".split()
+    ((text, error, _),) = pool.run(1, spiked, flags)
+    assert error is None
+    (line,) = lines(text, "rollback 1")
+    assert "global_step0; skipping samples" in line
+    rows = [json.loads(row) for row in metrics.read_text().splitlines()]
+    trained = [row["iteration"] for row in rows if row["kind"] == "train"]
+    assert trained == list(range(1, STEPS + 1))
+    assert [row["iteration"] for row in rows if row["kind"] == "rollback"] == [0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "save"]
 
 
 @pytest.mark.parametrize(

@@ -161,3 +161,18 @@ def test_a_published_checkpoint_is_not_called_missing():
     assert "WARNING: somewhere/global_step2 is whole, but its save did not end well" in report.said
     assert not any("no checkpoint" in line for line in report.said)
     assert "somewhere/global_step2" in saves.newest_shown
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_failed_save_is_no_checkpoint_before_a_step(quick):
+    writer = Writer(quick, fails=False)
+    saves = CheckpointManager(writer, Report())
+    assert saves.saved_before(9) is None
+    saves.save(2, 8)
+    assert saves.saved_before(9) == 2
+    writer.fails = True
+    saves.save(4, 16)
+    assert saves.saved_before(9) == 2
+    writer.published = True
+    saves.save(6, 24)
+    assert saves.saved_before(9) == 6 and saves.saved_before(6) == 2

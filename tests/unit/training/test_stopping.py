@@ -197,6 +197,21 @@ def test_settling_does_not_wait_for_further_steps():
         steps.settle_all()
 
 
+@pytest.mark.parametrize("lag", [0, 1, 2, 9])
+@pytest.mark.parametrize("known", [False, True])
+def test_a_step_is_judged_before_the_next_one(lag, known):
+    """Also where several are read at once, or the CPU knows of one that it was skipped."""
+    steps, judged = guard(lag), []
+    steps.judge_finite = lambda trainer, step, *numbers: judged.append((step.iteration, *numbers))
+    with pytest.raises(TrainingStopped, match="the loss is nan at iteration 4"):
+        for number in (1, 2, 3):
+            steps.add(result(0.0, number), number, 8 * number, 8)
+        steps.add(result(known or 1.0, float("nan")), 4, 32, 8)
+        steps.add(result(0.0, 5), 5, 40, 8)
+        steps.settle_all()
+    assert judged == [(number, number, 2.0) for number in (1, 2, 3)]
+
+
 def test_large_loss_is_not_infinite():
     with pytest.raises(TrainingStopped, match="the gradients are not finite"):
         guard().add(result(1.0, 1e300), 1, 0, 8)

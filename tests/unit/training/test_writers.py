@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import logging
 import math
+import os
 import pathlib
 import shutil
 import sys
@@ -17,6 +19,7 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import EventA
 from tensorboard.summary.writer import event_file_writer
 
 from megatron.config.output import LoggingConfig
+from megatron.training import writers
 from megatron.training.metrics import Evaluation, IntervalMetrics, MemoryUse, RankTimes, Spending
 from megatron.training.trackers.tags import TAGS, tagged
 from megatron.training.trackers.tensorboard import TensorBoardWriter
@@ -387,6 +390,125 @@ def test_rows_wait_for_space(tmp_path, caplog):
     writer.close()
     assert [row["iteration"] for row in rows(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
     assert len(warnings(caplog)) == 1
+
+
+def full_disk(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("back_to", [0, 3])
+def test_going_back_drops_later_rows_of_the_same_file(tmp_path, back_to):
+    path = tmp_path / "metrics.jsonl"
+    writer = build_writers(dataclasses.replace(LoggingConfig(), metrics_file=str(path)))
+    writer.scalars("save", 0, {}, samples=0, tokens=0)
+    write_train(writer, range(1, 6), 1.0)
+    writer.went_back(back_to, 16 * back_to)
+    write_train(writer, range(back_to + 1, 8), 2.0)
+    writer.close()
+    assert [row["iteration"] for row in rows(path)] == list(range(8))
+    losses = [row["loss"] for row in rows(path)[1:]]
+    assert losses == [1.0] * back_to + [2.0] * (7 - back_to)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_rows_stay_where_a_full_disk_has_no_space_for_a_copy(
+    tmp_path, monkeypatch, caplog, resumed
+):
+    path = tmp_path / "metrics.jsonl"
+    writer = JsonLinesWriter(path)
+    write_train(writer, range(1, 6), 1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(writers, "sync", full_disk)
+        if resumed:
+            writer.close()
+            writer = JsonLinesWriter(path, resume_iteration=3)
+        else:
+            writer.went_back(3, 48)
+    write_train(writer, [4, 5], 2.0)
+    writer.close()
+    assert [row["iteration"] for row in rows(path)] == [1, 2, 3, 4, 5, 4, 5]
+    assert warnings(caplog) == [
+        f"{path}: rows past iteration 3 cannot be dropped (No space left on device): they stay, "
+        "and the new ones follow after them"
+    ]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_going_back_while_rows_wait_loses_none(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    writer = JsonLinesWriter(path)
+    write_train(writer, [1, 2])
+    with open("/dev/full", "ab", buffering=0) as full:
+        whole, writer._file = writer._file, full
+        write_train(writer, [3])
+        writer.went_back(1, 16)
+    writer._file = whole
+    write_train(writer, [2])
+    writer.close()
+    assert [row["iteration"] for row in rows(path)] == [1, 2, 3, 2]
+    waiting, stay = warnings(caplog)
+    assert "the rows wait in memory" in waiting and "past iteration 1 cannot be dropped" in stay
+
+
+class Lines:
+    """A tracker's writer, which may fail."""
+
+    def __init__(self, lines: list, fails_to_close: bool = False) -> None:
+        self.lines, self.fails_to_close = lines, fails_to_close
+
+    def scalars(self, kind, step, values, *, samples, tokens):
+        self.lines.append(step)
+
+    def close(self):
+        if self.fails_to_close:
+            raise TimeoutError("it did not take the last rows")
+
+
+@pytest.mark.parametrize("back_to", [0, 3])
+def test_a_tracker_begins_again_after_going_back(caplog, back_to):
+    opened, lines = [], []
+
+    def open_one(iteration, samples):
+        opened.append((iteration, samples))
+        return Lines(lines)
+
+    writer = LastingWriter("--report-to some", open_one)
+    write_train(writer, [1, 2, 3, 4])
+    writer.went_back(back_to, 16 * back_to)
+    write_train(writer, [back_to + 1])
+    writer.close()
+    assert opened == [(0, 0), (back_to, 16 * back_to)]
+    assert lines == [1, 2, 3, 4, back_to + 1] and warnings(caplog) == []
+
+
+@pytest.mark.parametrize("back_to", [0, 3])
+@pytest.mark.parametrize("broken", ["open", "close"])
+def test_a_tracker_that_fails_at_going_back_does_not_end_a_run(caplog, back_to, broken):
+    opened, lines, seconds = [], [], [0.0]
+
+    def open_one(iteration, samples):
+        opened.append((iteration, samples))
+        if broken == "open" and len(opened) == 2:
+            raise ValueError("the server does not answer")
+        return Lines(lines, fails_to_close=broken == "close" and len(opened) == 1)
+
+    writer = LastingWriter("--report-to some", open_one, clock=lambda: seconds[0])
+    write_train(writer, [1, 2, 3, 4])
+    writer.went_back(back_to, 16 * back_to)
+    write_train(writer, [back_to + 1])
+    seconds[0] = 61.0
+    write_train(writer, [back_to + 2])
+    writer.close()
+    kept = [back_to + 2] if broken == "open" else [back_to + 1, back_to + 2]
+    assert lines == [1, 2, 3, 4, *kept]
+    failed, again, missing = warnings(caplog)
+    assert failed.startswith("--report-to some cannot be written (")
+    assert again == (
+        "--report-to some is written again from iteration "
+        f"{back_to + 2 if broken == 'open' else back_to} on"
+    )
+    assert "is missing there" in missing
 
 
 def test_a_deleted_folder_is_made_again(tmp_path, caplog):

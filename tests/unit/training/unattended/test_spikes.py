@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
-from megatron.checkpoint.folder import KEPT, superseded
+from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.folder import KEPT, superseded, tag
+from megatron.config import CheckpointConfig
+from megatron.config.resilience import ResilienceConfig
 from megatron.data.sampler import continued_ranges
+from megatron.engine.saving import SaveResult
+from megatron.engine.train_engine import StepResult
+from megatron.training.checkpoints import CheckpointManager
+from megatron.training.stopping import DelayedReads, NonFiniteGuard, TrainingStopped
+from megatron.training.trainer import GoBack, Step
 from megatron.training.unattended.rollback import Rollback
-from megatron.training.unattended.spikes import LEVEL, PATIENCE, SpikeRule
+from megatron.training.unattended.spikes import (
+    LEVEL,
+    PATIENCE,
+    SpikeGuard,
+    SpikeRule,
+    stop_at_spike,
+)
 
 STEPS = 20_000
 CURVE = 2 + 8 * np.exp(-np.arange(STEPS) / 300) + 0.5 * np.exp(-np.arange(STEPS) / 5000)
@@ -118,6 +134,75 @@ def test_a_resumed_rule_judges_the_same():
         assert second.state() == whole.state()
 
 
+class Report:
+    main = True
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def save(self, *what: object) -> None:
+        self.said.append(f"save {what[0]}")
+
+    def event(self, *what: object) -> None:
+        self.said.append(f"event {what[0]}")
+
+
+def judged(lag: int, losses, act, settle_every: int = 10) -> tuple[list[str], str]:
+    """What is said of a run whose numbers arrive so many steps late, and what ends it."""
+    report = Report()
+    checkpoints = SimpleNamespace(
+        report=report,
+        counted={},
+        saved_before=lambda iteration: None,
+        newest_shown="the last good checkpoint is a",
+        writer=SimpleNamespace(options=SimpleNamespace(save=None)),
+    )
+    steps = NonFiniteGuard(torch.device("cpu"), False, True)
+    steps._reads = DelayedReads(lag)
+    SpikeGuard(steps, ResilienceConfig(), checkpoints, {}).act = act(checkpoints)
+    try:
+        for at, value in enumerate(losses, start=1):
+            trainer = SimpleNamespace(iteration=at, at_end=False)
+            loss, bad = torch.tensor(value), torch.tensor(float(not np.isfinite(value)))
+            result = StepResult(loss, {}, torch.tensor(1.0), bad, 1.0, own_loss=loss)
+            steps.after_step(trainer, Step(result, at, 4 * (at - 1), 4, 16, 1e-3, 0.0))
+            if at % settle_every == 0:
+                steps.settle(trainer)
+    except (GoBack, TrainingStopped) as end:
+        return report.said, f"{type(end).__name__} {end}"
+    return report.said, ""
+
+
+def going_back(checkpoints):
+    def back(trainer, step, spike):
+        raise GoBack(lambda trainer: None)
+
+    return back
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_a_spike_is_judged_before_the_nan_after_it(lag):
+    """It leads back to a checkpoint, and the NaN ends the run only where it came first."""
+    usual = 2 * np.exp(np.random.default_rng(6).normal(0, 0.01, 78))
+    said, end = judged(lag, [*usual, 40.0, np.nan], going_back)
+    assert said[0].startswith("WARNING: spike at iteration 79, samples 312 to 315: loss 40")
+    assert end == "GoBack "
+    said, end = judged(lag, [*usual, np.nan, 40.0], going_back)
+    assert not said and end.startswith("TrainingStopped the loss is nan at iteration 79")
+
+
+def test_a_stop_at_a_spike_needs_a_change_of_the_flags():
+    """The same command would find the same spike: the status is 2, after which nothing starts the
+    run again."""
+    usual = 2 * np.exp(np.random.default_rng(6).normal(0, 0.01, 78))
+    _, end = judged(0, [*usual, 40.0], stop_at_spike)
+    assert end.startswith("TrainingStopped --on-spike stop: iteration 79 has loss 40, expected")
+    assert end.endswith("--skip-samples 312:316 trains without its samples")
+
+
 def test_numbers_without_a_logarithm_are_not_judged():
     rule = SpikeRule(10.0, 20)
     assert spikes(rule, [-1.0, 0.5, 0.0] * 50, [0.0, 1.0, float("inf")] * 50) == []
@@ -150,6 +235,46 @@ def test_more_is_skipped_where_it_did_not_help(before, at, first):
 )
 def test_what_a_resumed_run_skips(flags, found):
     assert continued_ranges(["1:3"], ["1:3", "20:24"], flags) == tuple(found)
+
+
+class Writer:
+    """Whose save of one iteration fails; all end in the background, when they are waited for."""
+
+    def __init__(self, folder: Path, fails: int) -> None:
+        self.options = CheckpointConfig(save=str(folder), async_save=True)
+        self.folder, self.fails, self.pending = folder, fails, []
+
+    def save(self, iteration: int, counters: object) -> None:
+        before = self.pending
+        error = CheckpointError("the disk is full") if iteration == self.fails else None
+        if error is None:
+            (self.folder / tag(iteration)).mkdir()
+            (self.folder / tag(iteration) / "manifest.json").write_text("{}")
+        self.pending = [SaveResult(iteration, error, 0.0, 0.0)]
+        self.ended = before
+
+    def finished(self, wait: bool = False) -> list[SaveResult]:
+        ended, self.ended = self.ended, []
+        if wait:
+            ended, self.pending = [*ended, *self.pending], []
+        return ended
+
+
+@pytest.mark.parametrize("waited", [False, True])
+def test_a_failed_save_is_not_kept_in_place_of_a_good_one(tmp_path, waited):
+    """Whether or not its failure is known before the spike."""
+    report = Report()
+    checkpoints = CheckpointManager(Writer(tmp_path, fails=20), report)
+    steps = NonFiniteGuard(torch.device("cpu"), False, True)
+    spikes = SpikeGuard(steps, ResilienceConfig(), checkpoints, {})
+    checkpoints.save(10, 40)
+    checkpoints.save(20, 80)
+    if waited:
+        checkpoints.settled()
+    assert spikes._keep(25, "a spike") == "global_step10 is kept"
+    assert "WARNING: no checkpoint at iteration 20" in report.said
+    checkpoints.save(30, 120)
+    assert superseded(tmp_path, 30, 1, None) == []
 
 
 def test_checkpoints_before_spikes_are_kept(tmp_path):
