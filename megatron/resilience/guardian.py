@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -89,11 +89,14 @@ class Guardian:
         self._started = time.monotonic()
         self._selector = selectors.DefaultSelector()
         self._reserved = _reserve()
-        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         self._launcher, self._launched = os.getppid(), "LOCAL_RANK" in os.environ
         self._coordinator: Coordinator | None = None
         self._listener: socket.socket | None = None
-        self._meet(place, rules)
+        with _interrupted_at_once():
+            self._peer = self._meet(place, rules)
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        self._peer.send(hello(self._rank, self._size, self._port, os.getpid()))
+        self._selector.register(self._peer, selectors.EVENT_READ, self._heard)
         self._child, self._progress, self._generation = 0, TrainerProgress.shared(), -1
         self._start: Message | None = None
         self._kill_at: float | None = None
@@ -104,7 +107,9 @@ class Guardian:
 
     # Meeting ------------------------------------------------------------------------------------
 
-    def _meet(self, place: LauncherPlace, rules: Rules) -> None:
+    def _meet(self, place: LauncherPlace, rules: Rules) -> Peer:
+        """Finds the guardian of rank 0. Until then signals end the process, as those of any other:
+        it has neither a trainer nor others that could be told."""
         address, port, store = place.address, place.port, None
         if place.agent:
             import torch.distributed as dist
@@ -138,8 +143,7 @@ class Guardian:
                 port = int(text)
             wait = 1.0 if store is not None else rules.patience
             try:
-                self._peer = connect(address, port, wait)
-                break
+                return connect(address, port, wait)
             except OSError as error:
                 if time.monotonic() >= end:
                     raise ConfigError(
@@ -147,8 +151,6 @@ class Guardian:
                         f"{address}:{port} within {rules.patience / 60:g} minutes "
                         "(--distributed-timeout-minutes); see what rank 0 prints"
                     ) from error
-        self._peer.send(hello(self._rank, self._size, self._port, os.getpid()))
-        self._selector.register(self._peer, selectors.EVENT_READ, self._heard)
 
     @property
     def _port(self) -> int:
@@ -357,6 +359,17 @@ class Guardian:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+@contextlib.contextmanager
+def _interrupted_at_once() -> Iterator[None]:
+    """Ctrl-C ends the process also while torch's store waits, where Python's handler does not
+    run."""
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _reserve() -> socket.socket:
