@@ -164,7 +164,7 @@ class Guardian:
             self._selector.register(peer, selectors.EVENT_READ, lambda: self._introduced(peer))
 
     def _introduced(self, peer: Peer) -> None:
-        """The first message of a guardian to the coordinator."""
+        """The first message of a guardian to the coordinator, and what has come with it."""
         assert self._coordinator is not None
         try:
             messages = peer.receive()
@@ -178,6 +178,8 @@ class Guardian:
             peer.close()
             return
         self._selector.modify(peer, selectors.EVENT_READ, lambda: self._told_by(member))
+        for message in messages[1:]:
+            self._coordinator.received(member, message)
 
     def _told_by(self, member: Member) -> None:
         assert self._coordinator is not None
@@ -235,12 +237,21 @@ class Guardian:
         for message in messages:
             if message["kind"] == "start":
                 self._start = message
-            elif message["kind"] == "stop" and message["generation"] == self._generation:
-                self._stopped_at = time.monotonic()
-                self._kill_at = self._stopped_at + message["grace"]
-                self._late = message["grace"] > 0
+            elif message["kind"] == "stop":
+                self._stop(message["generation"], message["grace"])
             elif message["kind"] == "finish":
                 self._end(message["status"])
+
+    def _stop(self, number: int, grace: float) -> None:
+        """Ends the trainer of a generation within a time, or does not start it."""
+        if self._start is not None and self._start["generation"] == number:
+            self._begin(self._start)
+            self._stopped_at = time.monotonic()
+            self._say("ended", status=-signal.SIGKILL, killed=True, port=self._port)
+        elif number == self._generation:
+            self._stopped_at = time.monotonic()
+            self._kill_at = self._stopped_at + grace
+            self._late = grace > 0
 
     def _say(self, kind: str, **facts: Any) -> None:
         progress = self._progress
@@ -273,11 +284,15 @@ class Guardian:
 
     # The trainer --------------------------------------------------------------------------------
 
-    def _fork(self, start: Message) -> RunGeneration | None:
-        """Starts a trainer, in which it returns what the trainer is."""
+    def _begin(self, start: Message) -> None:
+        """A generation, of which nothing is known yet."""
         self._start, self._kill_at, self._killed, self._late = None, None, False, False
         self._generation, self._told = start["generation"], (0, 0)
         self._progress = TrainerProgress.shared()
+
+    def _fork(self, start: Message) -> RunGeneration | None:
+        """Starts a trainer, in which it returns what the trainer is."""
+        self._begin(start)
         guardian = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,7 +1,9 @@
 """What a guardian does with messages and signals, in a process of its own beside a coordinator that
 is the test."""
 
+import json
 import os
+import selectors
 import signal
 import socket
 import subprocess
@@ -10,6 +12,10 @@ import time
 from contextlib import contextmanager
 
 import pytest
+
+from megatron.resilience.coordinator import Coordinator, Rules
+from megatron.resilience.guardian import Guardian
+from megatron.resilience.peers import Peer
 
 GUARDS = (
     "import importlib, sys, time\n"
@@ -63,3 +69,36 @@ def test_an_interrupt_ends_a_guardian_that_waits_in_the_store_of_torchrun():
         time.sleep(0.3)
         process.send_signal(signal.SIGINT)
         assert process.wait(1) == -signal.SIGINT
+
+
+def test_a_stop_that_comes_with_the_start_is_obeyed():
+    start = {"kind": "start", "generation": 4, "rank": 1, "size": 2, "address": "127.0.0.1"}
+    start |= {"port": 1, "failure": None, "iteration": 0, "batch": 0}
+    stop = {"kind": "stop", "generation": 4, "grace": 5.0}
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        guardian(server.getsockname()[1]) as process,
+        server.accept()[0] as connection,
+    ):
+        connection.settimeout(5)
+        said = connection.makefile("r")
+        assert json.loads(said.readline())["rank"] == 1
+        connection.sendall(b"".join(json.dumps(one).encode() + b"\n" for one in (start, stop)))
+        answer = json.loads(said.readline())
+        assert (answer["kind"], answer["generation"]) == ("ended", 4)
+        assert answer["killed"] and answer["port"] > 0
+        connection.sendall(json.dumps(start | {"generation": 5}).encode() + b"\n")
+        assert process.stdout.readline() == "trains\n"
+
+
+def test_messages_that_come_with_the_hello_are_heard():
+    """A coordinator's guardian that does nothing but hear a new connection."""
+    one = object.__new__(Guardian)
+    one._coordinator, one._selector = Coordinator(2, "first", Rules()), selectors.DefaultSelector()
+    near, far = (Peer(end) for end in socket.socketpair())
+    one._selector.register(near, selectors.EVENT_READ)
+    far.send({"rank": 1, "size": 2, "host": "h", "process": 7, "port": 8})
+    far.send({"kind": "stopping", "generation": -1, "signal": 15})
+    one._introduced(near)
+    assert far.receive() == [{"kind": "finish", "status": 143}]
+    assert one._coordinator.state == "over"
