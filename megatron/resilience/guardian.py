@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -53,12 +53,13 @@ class LauncherPlace:
     """Whether a store of torchrun's agent listens there."""
 
 
-def guard(rules: Rules, prepare: Callable[[], None]) -> int:
+def guard(rules: Rules, flags: Mapping[str, str], prepare: Callable[[], None]) -> int:
     """Makes this process a guardian, which ends with the run, and returns in each of its trainers
     the number of processes. Raises ConfigError if the system cannot do that, or the guardians do
     not meet.
 
     Args:
+        flags: those of the run by name, the same on all ranks.
         prepare: imports what a trainer needs.
     """
     if not sys.platform.startswith("linux"):
@@ -75,7 +76,7 @@ def guard(rules: Rules, prepare: Callable[[], None]) -> int:
         int(os.environ.get("MASTER_PORT", "0")),
         os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
-    guardian = Guardian(place, rules)
+    guardian = Guardian(place, rules, flags)
     started = guardian.run()
     generation.begin(started)
     return int(os.environ["WORLD_SIZE"])
@@ -84,18 +85,19 @@ def guard(rules: Rules, prepare: Callable[[], None]) -> int:
 class Guardian:
     """One guardian; that of rank 0 has the coordinator, too."""
 
-    def __init__(self, place: LauncherPlace, rules: Rules) -> None:
+    def __init__(self, place: LauncherPlace, rules: Rules, flags: Mapping[str, str]) -> None:
         self._rank, self._size = place.rank, place.size
         self._started = time.monotonic()
         self._selector = selectors.DefaultSelector()
         self._reserved = _reserve()
+        greeting = hello(self._rank, self._size, self._port, os.getpid(), flags)
         self._launcher, self._launched = os.getppid(), "LOCAL_RANK" in os.environ
         self._coordinator: Coordinator | None = None
         self._listener: socket.socket | None = None
         with _interrupted_at_once():
-            self._peer = self._meet(place, rules)
+            self._peer = self._meet(place, rules, greeting)
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        self._peer.send(hello(self._rank, self._size, self._port, os.getpid()))
+        self._peer.send(greeting)
         self._selector.register(self._peer, selectors.EVENT_READ, self._heard)
         self._child, self._progress, self._generation = 0, TrainerProgress.shared(), -1
         self._start: Message | None = None
@@ -107,7 +109,7 @@ class Guardian:
 
     # Meeting ------------------------------------------------------------------------------------
 
-    def _meet(self, place: LauncherPlace, rules: Rules) -> Peer:
+    def _meet(self, place: LauncherPlace, rules: Rules, greeting: Message) -> Peer:
         """Finds the guardian of rank 0. Until then signals end the process, as those of any other:
         it has neither a trainer nor others that could be told."""
         address, port, store = place.address, place.port, None
@@ -132,7 +134,7 @@ class Guardian:
             if store is not None:
                 address = _own_address(address)
                 store.set(key, f"{address} {port}")
-            self._coordinator = Coordinator(self._size, address, rules)
+            self._coordinator = Coordinator(greeting, address, rules)
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         end = time.monotonic() + rules.patience
         while True:
@@ -143,7 +145,9 @@ class Guardian:
                 port = int(text)
             wait = 1.0 if store is not None else rules.patience
             try:
-                return connect(address, port, wait)
+                peer = connect(address, port, wait)
+                self._place = f"{address}:{port}"
+                return peer
             except OSError as error:
                 if time.monotonic() >= end:
                     raise ConfigError(
@@ -240,6 +244,12 @@ class Guardian:
             elif message["kind"] == "stop":
                 self._stop(message["generation"], message["grace"])
             elif message["kind"] == "finish":
+                if why := message.get("why"):
+                    logger.error(
+                        f"error: rank {self._rank}: {self._place} is in use by another run "
+                        f"({why}); choose another MASTER_PORT, or correct this process if it "
+                        "belongs to that run"
+                    )
                 self._end(message["status"])
 
     def _stop(self, number: int, grace: float) -> None:

@@ -3,17 +3,17 @@ is the test."""
 
 import json
 import os
-import selectors
 import signal
 import socket
 import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from selectors import EVENT_READ, DefaultSelector
 
 import pytest
 
-from megatron.resilience.coordinator import Coordinator, Rules
+from megatron.resilience.coordinator import Coordinator, Rules, hello
 from megatron.resilience.guardian import Guardian
 from megatron.resilience.peers import Peer
 
@@ -22,7 +22,7 @@ GUARDS = (
     "from megatron.resilience.coordinator import Rules\n"
     "from megatron.resilience.guardian import guard\n"
     "importlib.import_module(sys.argv[1])\n"
-    "guard(Rules(), lambda: print('prepared', flush=True))\n"
+    "guard(Rules(), {}, lambda: print('prepared', flush=True))\n"
     "print('trains', flush=True)\n"
     "time.sleep(60)\n"
 )
@@ -94,10 +94,11 @@ def test_a_stop_that_comes_with_the_start_is_obeyed():
 def test_messages_that_come_with_the_hello_are_heard():
     """A coordinator's guardian that does nothing but hear a new connection."""
     one = object.__new__(Guardian)
-    one._coordinator, one._selector = Coordinator(2, "first", Rules()), selectors.DefaultSelector()
+    own = hello(rank=0, size=2, port=8, process=7, flags={})
+    one._coordinator, one._selector = Coordinator(own, "first", Rules()), DefaultSelector()
     near, far = (Peer(end) for end in socket.socketpair())
-    one._selector.register(near, selectors.EVENT_READ)
-    far.send({"rank": 1, "size": 2, "host": "h", "process": 7, "port": 8})
+    one._selector.register(near, EVENT_READ)
+    far.send(own | {"rank": 1})
     far.send({"kind": "stopping", "generation": -1, "signal": 15})
     one._introduced(near)
     assert far.receive() == [{"kind": "finish", "status": 143}]
