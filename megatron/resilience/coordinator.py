@@ -8,13 +8,15 @@ loop: while a whole job is suspended it does not pass.
 from __future__ import annotations
 
 import logging
+import os
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.resilience.peers import Message, Peer
+from megatron.resilience.peers import UNANSWERED_MILLISECONDS, Message, Peer
+from megatron.util.digests import digest
 from megatron.util.errors import RESTART_STATUS
 from megatron.util.processes import death
 
@@ -28,6 +30,8 @@ REPORT_SECONDS = 5.0
 """That the other ranks have to write what they know, if one has found that the run hangs."""
 STOP_SECONDS = 30.0
 """Within which a guardian has ended its trainer, or counts as lost."""
+REPLACE_SECONDS = 2 * UNANSWERED_MILLISECONDS / 1000
+"""That a guardian which was started again waits until the one before it is found to be gone."""
 MOST_ALIKE = {"error": 3, "signal": 10}
 """Failures in a row with the same exit status or signal at the same step: they come again."""
 GONE = -1
@@ -61,6 +65,7 @@ class Member:
         running: whether it has a trainer.
         status: of the trainer that has ended by itself; None before.
         barred: its trainers fail again and again, and it gets no more of them.
+        until: when it is refused if another guardian of its rank still lives.
     """
 
     peer: Peer
@@ -72,6 +77,7 @@ class Member:
     status: int | None = None
     barred: bool = False
     trainer: int = 0
+    until: float = 0.0
 
     @property
     def name(self) -> str:
@@ -118,16 +124,24 @@ class _Failures:
 
 
 class Coordinator:
-    """The decisions of a run of ``size`` ranks, whose guardians reach this one at ``address``."""
+    """The decisions of a run, whose guardians reach this one at ``address``.
 
-    def __init__(self, size: int, address: str, rules: Rules) -> None:
-        self.size, self.address, self.rules = size, address, rules
+    Args:
+        own: the :func:`hello` of rank 0.
+    """
+
+    def __init__(self, own: Message, address: str, rules: Rules) -> None:
+        self.size: int = own["size"]
+        self.address, self.rules = address, rules
         self.members: list[Member] = []
+        self._own = own
+        self._waiting: list[Member] = []
+        """For the place of a guardian that may be gone."""
         self.state = "gathering"
         self.generation = -1
         self.stopped_by: int | None = None
         self._seconds = self._deadline = 0.0
-        self._most = size
+        self._most = self.size
         self._layout, self._failures = _Layout(), _Failures()
         self._reports: list[tuple[Member, int, str]] = []
         self._iteration, self._saved, self._active = 0, False, 0
@@ -135,37 +149,59 @@ class Coordinator:
     # What guardians say -------------------------------------------------------------------------
 
     def joined(self, peer: Peer, hello: Message) -> Member | None:
-        """A guardian has come, perhaps again; None if it cannot take part."""
+        """A guardian has come, perhaps again; None if it cannot take part. Only before the run has
+        begun can the mistake of one end it."""
         member = Member(peer, hello["rank"], hello["host"], hello["process"], hello["port"])
-        if hello["size"] != self.size:
-            self._finish(
-                USER_MISTAKE,
-                f"WORLD_SIZE is {hello['size']} on rank {member.rank} and {self.size} on rank 0; "
-                "start all processes with the same number",
-                [*self.members, member],
-            )
+        size = hello["size"]
+        if other := _differences(self._own, hello):
+            self._refuse(member, f"started with another {', '.join(other[:4])}")
             return None
-        same = [other for other in self.members if other.rank == member.rank]
-        if same and self.generation < 0:
-            self._finish(
-                USER_MISTAKE,
-                f"two processes have RANK={member.rank}; give each its own",
-                [*self.members, member],
-            )
+        if self.generation < 0:
+            mistake = None
+            if size != self.size:
+                mistake = (
+                    f"WORLD_SIZE is {size} on rank {member.rank} and {self.size} on rank 0; "
+                    "start all processes with the same number"
+                )
+            elif self._holder(member.rank):
+                mistake = f"two processes have RANK={member.rank}; give each its own"
+            if mistake:
+                self._finish(USER_MISTAKE, mistake, [*self.members, member])
+                return None
+        elif size != self.size:
+            self._refuse(member, f"WORLD_SIZE is {self.size} there and {size} here")
             return None
-        for other in same:
-            self.left(other, "was started a second time")
+        if self._holder(member.rank):
+            member.until = self._seconds + REPLACE_SECONDS
+            self._waiting.append(member)
+        else:
+            self._admit(member)
+        return member
+
+    def _holder(self, rank: int) -> Member | None:
+        """The guardian of a rank whose connection has not ended."""
+        return next((member for member in self.members if member.rank == rank), None)
+
+    def _admit(self, member: Member) -> None:
         self.members.append(member)
         if self.state == "running":
             logger.warning(
                 f"{member.name} is back and waits for the next checkpoint, after which all ranks "
                 "start again with it"
             )
-        return member
+
+    def _refuse(self, member: Member, why: str) -> None:
+        """Ends a process that has no place in this run, and nothing else."""
+        logger.warning(f"{member.name} wanted to join this run, and is refused: {why}")
+        self._send(member, {"kind": "finish", "status": USER_MISTAKE, "why": why})
 
     def received(self, member: Member, message: Message) -> None:
         """A message of a guardian; those of an earlier generation are too late."""
         kind = message["kind"]
+        if member in self._waiting:
+            if kind == "stopping":
+                self._send(member, {"kind": "finish", "status": 128 + message["signal"]})
+            return
         if kind == "stopping":
             self._stop_requested(message["signal"])
         if message.get("generation") != self.generation:
@@ -191,6 +227,8 @@ class Coordinator:
     def left(self, member: Member, how: str) -> None:
         """The connection of a guardian has ended."""
         member.peer.close()
+        if member in self._waiting:
+            self._waiting.remove(member)
         if member not in self.members:
             return
         self.members.remove(member)
@@ -201,6 +239,7 @@ class Coordinator:
     def tick(self, seconds: float) -> None:
         """So much time has passed."""
         self._seconds += seconds
+        self._replace()
         if self.state == "gathering":
             if len(self.members) == self.size:
                 self._start(self.size, None)
@@ -223,6 +262,17 @@ class Coordinator:
                 late = []
             if not late:
                 self._again()
+
+    def _replace(self) -> None:
+        """Guardians that were started again take the places of those that are gone by now."""
+        for member in list(self._waiting):
+            holder = self._holder(member.rank)
+            if holder is None:
+                self._waiting.remove(member)
+                self._admit(member)
+            elif self._seconds >= member.until:
+                self._refuse(member, f"its {holder.name} is alive")
+                self.left(member, "is refused")
 
     # What follows -------------------------------------------------------------------------------
 
@@ -357,7 +407,7 @@ class Coordinator:
         self.state = "over"
         if why is not None:
             logger.error(f"error: {why}")
-        for member in list(self.members if members is None else members):
+        for member in members or [*self.members, *self._waiting]:
             self._send(member, {"kind": "finish", "status": status})
 
     def _send(self, member: Member, message: dict[str, Any]) -> None:
@@ -384,7 +434,28 @@ def choose(members: Sequence[Member], size: int) -> list[Member]:
     return sorted(preferred[:size], key=lambda member: member.rank)
 
 
-def hello(rank: int, size: int, port: int, process: int) -> dict[str, Any]:
-    """The first message of a guardian."""
-    host = socket.gethostname()
-    return {"rank": rank, "size": size, "host": host, "process": process, "port": port}
+def hello(
+    rank: int, size: int, port: int, process: int, flags: Mapping[str, str]
+) -> dict[str, Any]:
+    """The first message of a guardian. It tells runs apart by flags, of which it has digests: they
+    can be long, and secret."""
+    save = flags.get("--save")
+    return {
+        "rank": rank,
+        "size": size,
+        "host": socket.gethostname(),
+        "process": process,
+        "port": port,
+        "flags": {name: digest(value) for name, value in flags.items()},
+        "folder": "" if save is None else digest(os.path.abspath(save)),
+    }
+
+
+def _differences(one: Message, other: Message) -> list[str]:
+    """What guardians of the same run have in common and these have not. Hosts may have different
+    paths of the same folder."""
+    ours, theirs = one["flags"], other["flags"]
+    found = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
+    if not found and one["host"] == other["host"] and one["folder"] != other["folder"]:
+        return ["folder of --save"]
+    return found

@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -53,12 +53,13 @@ class LauncherPlace:
     """Whether a store of torchrun's agent listens there."""
 
 
-def guard(rules: Rules, prepare: Callable[[], None]) -> int:
+def guard(rules: Rules, flags: Mapping[str, str], prepare: Callable[[], None]) -> int:
     """Makes this process a guardian, which ends with the run, and returns in each of its trainers
     the number of processes. Raises ConfigError if the system cannot do that, or the guardians do
     not meet.
 
     Args:
+        flags: those of the run by name, the same on all ranks.
         prepare: imports what a trainer needs.
     """
     if not sys.platform.startswith("linux"):
@@ -75,7 +76,7 @@ def guard(rules: Rules, prepare: Callable[[], None]) -> int:
         int(os.environ.get("MASTER_PORT", "0")),
         os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
-    guardian = Guardian(place, rules)
+    guardian = Guardian(place, rules, flags)
     started = guardian.run()
     generation.begin(started)
     return int(os.environ["WORLD_SIZE"])
@@ -84,16 +85,20 @@ def guard(rules: Rules, prepare: Callable[[], None]) -> int:
 class Guardian:
     """One guardian; that of rank 0 has the coordinator, too."""
 
-    def __init__(self, place: LauncherPlace, rules: Rules) -> None:
+    def __init__(self, place: LauncherPlace, rules: Rules, flags: Mapping[str, str]) -> None:
         self._rank, self._size = place.rank, place.size
         self._started = time.monotonic()
         self._selector = selectors.DefaultSelector()
         self._reserved = _reserve()
-        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        greeting = hello(self._rank, self._size, self._port, os.getpid(), flags)
         self._launcher, self._launched = os.getppid(), "LOCAL_RANK" in os.environ
         self._coordinator: Coordinator | None = None
         self._listener: socket.socket | None = None
-        self._meet(place, rules)
+        with _interrupted_at_once():
+            self._peer = self._meet(place, rules, greeting)
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        self._peer.send(greeting)
+        self._selector.register(self._peer, selectors.EVENT_READ, self._heard)
         self._child, self._progress, self._generation = 0, TrainerProgress.shared(), -1
         self._start: Message | None = None
         self._kill_at: float | None = None
@@ -104,7 +109,9 @@ class Guardian:
 
     # Meeting ------------------------------------------------------------------------------------
 
-    def _meet(self, place: LauncherPlace, rules: Rules) -> None:
+    def _meet(self, place: LauncherPlace, rules: Rules, greeting: Message) -> Peer:
+        """Finds the guardian of rank 0. Until then signals end the process, as those of any other:
+        it has neither a trainer nor others that could be told."""
         address, port, store = place.address, place.port, None
         if place.agent:
             import torch.distributed as dist
@@ -127,7 +134,7 @@ class Guardian:
             if store is not None:
                 address = _own_address(address)
                 store.set(key, f"{address} {port}")
-            self._coordinator = Coordinator(self._size, address, rules)
+            self._coordinator = Coordinator(greeting, address, rules)
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         end = time.monotonic() + rules.patience
         while True:
@@ -138,8 +145,9 @@ class Guardian:
                 port = int(text)
             wait = 1.0 if store is not None else rules.patience
             try:
-                self._peer = connect(address, port, wait)
-                break
+                peer = connect(address, port, wait)
+                self._place = f"{address}:{port}"
+                return peer
             except OSError as error:
                 if time.monotonic() >= end:
                     raise ConfigError(
@@ -147,8 +155,6 @@ class Guardian:
                         f"{address}:{port} within {rules.patience / 60:g} minutes "
                         "(--distributed-timeout-minutes); see what rank 0 prints"
                     ) from error
-        self._peer.send(hello(self._rank, self._size, self._port, os.getpid()))
-        self._selector.register(self._peer, selectors.EVENT_READ, self._heard)
 
     @property
     def _port(self) -> int:
@@ -162,7 +168,7 @@ class Guardian:
             self._selector.register(peer, selectors.EVENT_READ, lambda: self._introduced(peer))
 
     def _introduced(self, peer: Peer) -> None:
-        """The first message of a guardian to the coordinator."""
+        """The first message of a guardian to the coordinator, and what has come with it."""
         assert self._coordinator is not None
         try:
             messages = peer.receive()
@@ -176,6 +182,8 @@ class Guardian:
             peer.close()
             return
         self._selector.modify(peer, selectors.EVENT_READ, lambda: self._told_by(member))
+        for message in messages[1:]:
+            self._coordinator.received(member, message)
 
     def _told_by(self, member: Member) -> None:
         assert self._coordinator is not None
@@ -233,12 +241,27 @@ class Guardian:
         for message in messages:
             if message["kind"] == "start":
                 self._start = message
-            elif message["kind"] == "stop" and message["generation"] == self._generation:
-                self._stopped_at = time.monotonic()
-                self._kill_at = self._stopped_at + message["grace"]
-                self._late = message["grace"] > 0
+            elif message["kind"] == "stop":
+                self._stop(message["generation"], message["grace"])
             elif message["kind"] == "finish":
+                if why := message.get("why"):
+                    logger.error(
+                        f"error: rank {self._rank}: {self._place} is in use by another run "
+                        f"({why}); choose another MASTER_PORT, or correct this process if it "
+                        "belongs to that run"
+                    )
                 self._end(message["status"])
+
+    def _stop(self, number: int, grace: float) -> None:
+        """Ends the trainer of a generation within a time, or does not start it."""
+        if self._start is not None and self._start["generation"] == number:
+            self._begin(self._start)
+            self._stopped_at = time.monotonic()
+            self._say("ended", status=-signal.SIGKILL, killed=True, port=self._port)
+        elif number == self._generation:
+            self._stopped_at = time.monotonic()
+            self._kill_at = self._stopped_at + grace
+            self._late = grace > 0
 
     def _say(self, kind: str, **facts: Any) -> None:
         progress = self._progress
@@ -271,11 +294,15 @@ class Guardian:
 
     # The trainer --------------------------------------------------------------------------------
 
-    def _fork(self, start: Message) -> RunGeneration | None:
-        """Starts a trainer, in which it returns what the trainer is."""
+    def _begin(self, start: Message) -> None:
+        """A generation, of which nothing is known yet."""
         self._start, self._kill_at, self._killed, self._late = None, None, False, False
         self._generation, self._told = start["generation"], (0, 0)
         self._progress = TrainerProgress.shared()
+
+    def _fork(self, start: Message) -> RunGeneration | None:
+        """Starts a trainer, in which it returns what the trainer is."""
+        self._begin(start)
         guardian = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -357,6 +384,17 @@ class Guardian:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+@contextlib.contextmanager
+def _interrupted_at_once() -> Iterator[None]:
+    """Ctrl-C ends the process also while torch's store waits, where Python's handler does not
+    run."""
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _reserve() -> socket.socket:

@@ -13,7 +13,7 @@ from megatron.engine.environment import distributed
 from megatron.retro.blocks import naming_full_disks
 from megatron.retro.config import TASK_SPELLINGS, RetroPreprocessConfig
 from megatron.retro.configure import configured
-from megatron.training.fingerprint import MAY_DIFFER, program_facts
+from megatron.training.fingerprint import given_facts, program_facts
 from megatron.training.launch import start_processes
 from megatron.training.report import show_log
 from megatron.training.run import RunToolParser
@@ -50,18 +50,13 @@ def _connected(settings: Settings) -> AbstractContextManager[object]:
     exchange nothing but that they have finished, so that gloo does on GPUs, too."""
     minutes = settings.get("distributed_timeout_minutes", Setting(_WAITING_MINUTES, "default"))
     local_rank = settings.get("local_rank", Setting(None, "default"))
-    given = {
-        f"--{name.replace('_', '-')}": str(setting.value)
-        for name, setting in settings.items()
-        if name not in MAY_DIFFER
-    }
     return distributed(
         ParallelConfig(
             distributed_backend="gloo",
             distributed_timeout_minutes=minutes.value,
             local_rank=local_rank.value,
         ),
-        lambda: {**given, **program_facts()},
+        lambda: {**given_facts(settings), **program_facts()},
     )
 
 

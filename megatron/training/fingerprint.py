@@ -17,7 +17,7 @@ import torch
 
 import megatron
 from megatron.checkpoint.source import FoundCheckpoint, locate_checkpoint
-from megatron.config import PART_FLAGS, RunConfig, TokenizerConfig
+from megatron.config import PART_FLAGS, RunConfig, Settings, TokenizerConfig
 from megatron.config.flags import flag_of
 from megatron.config.kinds.preference import PreferenceConfig
 from megatron.data.build import DataFile
@@ -88,6 +88,15 @@ def flag_facts(config: Any) -> Facts:
         flag_of(field): _shown(getattr(config, field.name))
         for field in dataclasses.fields(config)
         if field.name not in MAY_DIFFER
+    }
+
+
+def given_facts(settings: Settings) -> Facts:
+    """The flags that were given, without their defaults."""
+    return {
+        f"--{name.replace('_', '-')}": _shown(setting.value)
+        for name, setting in settings.items()
+        if name not in MAY_DIFFER
     }
 
 

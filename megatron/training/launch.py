@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 GUARDIAN = "megatron.resilience.guardian"
 """What starts a rank again; imported for runs with ``--inprocess-restart``."""
+FINGERPRINT = "megatron.training.fingerprint:given_facts"
+"""By what these tell their run from others; imported likewise."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,8 @@ def _guarded(size: int, flags: ParallelFlags, settings: Settings) -> int:
             # ZeRO 3 imports it, which would take seconds of each restart.
             importlib.import_module("torch._dynamo")
 
-    trainers: int = resolve_name(f"{GUARDIAN}:guard")(rules, prepare)
+    flags_given = resolve_name(FINGERPRINT)(settings)
+    trainers: int = resolve_name(f"{GUARDIAN}:guard")(rules, flags_given, prepare)
     return trainers
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from safetensors.numpy import load_file
-from warm_runs import WarmRuns, alive, kill, wait
+from warm_runs import WarmRuns, alive, kill, output_of, status_of, wait
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -63,11 +63,15 @@ def steps(output):
     return [int(step) for step in re.findall(r"iteration +(\d+)/", text(output))]
 
 
-def launched(launcher, *flags):
-    """A launcher with two processes, in a new group of processes."""
+def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+        return str(probe.getsockname()[1])
+
+
+def launched(launcher, *flags):
+    """A launcher with two processes, in a new group of processes."""
+    port = free_port()
     words = {
         "torchrun": ["torchrun", "--nproc_per_node=2", "--master_port", port],
         "deepspeed": ["deepspeed", "--num_gpus", "2", "--master_port", port],
@@ -237,6 +241,31 @@ def test_the_ranks_that_are_left_continue(warm, unbroken, tmp_path):
     ]
     for step in map(str, range(30, STEPS + 1)):
         assert float(losses[0][step]) == pytest.approx(float(losses[1][step]), rel=1e-3)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.proof)])
+def test_a_second_run_at_the_same_port_is_refused(warm, tmp_path, size):
+    output, second, port = tmp_path / "output", tmp_path / "second", free_port()
+    argv = [*FLAGS, "--train-iters", "100000", "--save"]
+    guardians = warm.start([*argv, tmp_path / "save"], 2, output, MASTER_PORT=port)
+    wait(guardians, lambda: steps(output)[-1:] > [15])
+    running = trainers(guardians)
+    wait(
+        warm.start([*argv, tmp_path / "other"], size, second, MASTER_PORT=port),
+        lambda: False,
+        pause=0.01,
+    )
+    assert [status_of(second, rank) for rank in range(size)] == [2] * size
+    for rank in range(1, size):
+        said = text(output_of(second, rank))
+        assert f"error: rank {rank}: 127.0.0.1:{port} is in use by another run" in said
+        assert "started with another --save); choose another MASTER_PORT" in said
+    before = steps(output)[-1]
+    wait(guardians, lambda: steps(output)[-1] > before + 5)
+    assert trainers(guardians) == running
+    os.kill(guardians[0], signal.SIGTERM)
+    wait(guardians, lambda: False, pause=0.01)
+    assert [status_of(output, rank) for rank in (0, 1)] == [0, 0]
 
 
 @pytest.mark.proof

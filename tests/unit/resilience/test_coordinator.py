@@ -5,9 +5,11 @@ import pytest
 from megatron.resilience.coordinator import (
     JUDGING_SECONDS,
     MOST_ALIKE,
+    REPLACE_SECONDS,
     STOP_SECONDS,
     Coordinator,
     Rules,
+    hello,
 )
 
 
@@ -26,12 +28,18 @@ class Wire:
         self.closed = True
 
 
+def greeting(rank, size, host="host", port=1000, **flags):
+    own = hello(rank, size, port, 70 + rank, {f"--{name}": value for name, value in flags.items()})
+    return own | {"host": host}
+
+
 class Run:
     """A coordinator with guardians whose trainers do what a test says."""
 
     def __init__(self, size, hosts=None, **rules):
         self.size, self.port = size, 1000
-        self.coordinator = Coordinator(size, "first", Rules(**rules))
+        own = greeting(0, size, hosts[0] if hosts else "host")
+        self.coordinator = Coordinator(own, "first", Rules(**rules))
         self.members = {}
         for rank in range(size):
             self.join(rank, hosts[rank] if hosts else "host")
@@ -39,9 +47,8 @@ class Run:
     def join(self, rank, host="host"):
         self.port += 1
         address = "127.0.0.1" if host == "host" else host
-        hello = {"rank": rank, "size": self.size, "host": host, "process": 70 + rank}
-        wire = Wire(address)
-        self.members[rank] = self.coordinator.joined(wire, {**hello, "port": self.port})
+        own = greeting(rank, self.size, host, self.port)
+        self.members[rank] = self.coordinator.joined(Wire(address), own)
         self.coordinator.tick(0.1)
 
     def say(self, rank, kind, **facts):
@@ -243,17 +250,88 @@ def test_a_guardian_that_does_not_end_its_trainer_is_lost():
 
 
 def test_a_suspended_job_has_not_waited(caplog):
-    coordinator = Coordinator(2, "first", Rules(patience=60))
+    coordinator = Coordinator(greeting(0, 2), "first", Rules(patience=60))
     coordinator.tick(59)
     assert coordinator.state == "gathering"
     coordinator.tick(2)
     assert "waited 1 minutes" in caplog.text and "ranks 0, 1" in caplog.text
 
 
-def test_processes_of_another_run_are_refused(caplog):
-    coordinator = Coordinator(2, "first", Rules())
-    hello = {"rank": 0, "size": 2, "host": "h", "process": 7, "port": 8}
-    coordinator.joined(Wire(), hello)
-    wire = Wire()
-    assert coordinator.joined(wire, hello) is None
-    assert wire.sent == [{"kind": "finish", "status": 2}] and "RANK=0" in caplog.text
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (greeting(0, 2), "two processes have RANK=0; give each its own"),
+        (greeting(1, 3), "WORLD_SIZE is 3 on rank 1 and 2 on rank 0"),
+    ],
+)
+def test_a_mistake_of_one_process_ends_a_run_that_has_not_begun(other, message, caplog):
+    coordinator = Coordinator(greeting(0, 2), "first", Rules())
+    first, wire = Wire(), Wire()
+    coordinator.joined(first, greeting(0, 2))
+    assert coordinator.joined(wire, other) is None
+    assert first.sent == wire.sent == [{"kind": "finish", "status": 2}]
+    assert message in caplog.text
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_process_of_another_run_is_refused(size, begun, caplog):
+    """It has another folder: in --save, or in the current one where that is relative."""
+    own, far = greeting(0, 2, save="a"), {"folder": "elsewhere"}
+    coordinator, wires = Coordinator(own, "first", Rules()), [Wire(), Wire()]
+    for rank in range(2 if begun else 1):
+        coordinator.joined(wires[rank], greeting(rank, 2, save="a"))
+    coordinator.tick(0.1)
+    for other in (greeting(1, size, save="b"), greeting(1, size, save="a") | far):
+        stray = Wire()
+        assert coordinator.joined(stray, other) is None
+        [message] = stray.sent
+        assert message["status"] == 2 and "--save" in message["why"]
+    coordinator.tick(REPLACE_SECONDS + 1)
+    if not begun:
+        # A node may have another path of the same folder.
+        coordinator.joined(wires[1], greeting(1, 2, "node", save="a") | far)
+        coordinator.tick(0.1)
+    assert coordinator.state == "running" and coordinator.generation == 0
+    assert [[each["kind"] for each in wire.sent] for wire in wires] == [["start"], ["start"]]
+    assert caplog.text.count("is refused") == 2 and "error:" not in caplog.text
+
+
+def test_another_size_is_refused_once_the_run_has_begun(caplog):
+    run, stray = Run(2, least=1), Wire()
+    assert run.coordinator.joined(stray, greeting(1, 3)) is None
+    assert stray.sent[0]["why"] == "WORLD_SIZE is 2 there and 3 here"
+    assert run.ranks() == {0: 0, 1: 1} and "error:" not in caplog.text
+
+
+def test_a_guardian_that_lives_is_not_replaced():
+    run, stray = Run(2, least=1), Wire()
+    waiting = run.coordinator.joined(stray, greeting(1, 2))
+    run.coordinator.tick(REPLACE_SECONDS - 1)
+    assert not stray.sent and not stray.closed
+    run.coordinator.tick(2)
+    assert stray.sent[0]["why"] == "its rank 1 (host, process 71) is alive" and stray.closed
+    run.coordinator.left(waiting, "has ended")
+    assert run.ranks() == {0: 0, 1: 1} and run.coordinator.state == "running"
+
+
+def test_a_guardian_takes_the_place_of_one_that_is_found_dead():
+    run, again = Run(2, least=1), Wire()
+    run.say(0, "learnt", **LEARNT)
+    waiting = run.coordinator.joined(again, greeting(1, 2))
+    run.coordinator.left(run.members[1], "does not answer")
+    run.members[1] = waiting
+    run.stopped()
+    assert run.ranks() == {0: 0, 1: 1} and run.last(1)["generation"] == 1
+
+
+def test_a_guardian_that_waits_can_be_stopped_and_ends_with_the_run():
+    run, one, other = Run(2), Wire(), Wire()
+    stopped = run.coordinator.joined(one, greeting(1, 2))
+    run.coordinator.joined(other, greeting(0, 2))
+    run.coordinator.received(stopped, {"kind": "stopping", "generation": -1, "signal": 15})
+    assert one.sent == [{"kind": "finish", "status": 143}]
+    assert run.coordinator.stopped_by is None
+    run.end(0, 0)
+    run.end(1, 0)
+    assert other.sent == [{"kind": "finish", "status": 0}]
