@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import socket
 import sys
-from functools import cache
 from pathlib import Path
 
 _WORDS = {
@@ -44,15 +44,14 @@ _PATH_SECOND = {
 _LONGEST = 4096
 
 
-@cache
 def process_space() -> str:
-    """Where this process's ids mean something: its machine since it was started, and its namespace,
-    as containers on one machine have their own. Host names may be the same on both."""
+    """Where this process's ids mean something: its host, which may have the name of another, since
+    it was started, and its namespace, as containers on one machine have their own."""
     try:
         started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{started} {os.readlink('/proc/self/ns/pid')}"
+        return f"{socket.gethostname()} {started} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return platform.node()
+        return socket.gethostname()
 
 
 def state_letter(pid: int, thread: int | None = None) -> str | None:
