@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import sys
 import threading
+import types
 
 import pytest
 
 from megatron.config.output import LoggingConfig
 from megatron.training.trackers import background, package
 from megatron.training.trackers.background import BackgroundWriter
+from megatron.training.trackers.mlflow import MlflowWriter
 from megatron.training.writers import LastingWriter, build_writers
 
 
@@ -116,6 +118,23 @@ def test_a_missing_package_ends_a_new_run_only(monkeypatch, caplog, name):
     writer.close()
     failed, _ = [record.getMessage() for record in caplog.records]
     assert failed.startswith(f"{asked} cannot be written (ValueError: {asked} needs")
+
+
+def test_a_store_that_does_not_open_is_said_without_its_password(monkeypatch):
+    address = "mysql://mlflow:pa/ss+w0rd@db/mlflow"
+
+    def refuse(where):
+        raise RuntimeError(f"no {where}")
+
+    fake, entities = types.ModuleType("mlflow"), types.ModuleType("mlflow.entities")
+    fake.MlflowClient, fake.entities = refuse, entities
+    entities.Metric = entities.Param = object
+    monkeypatch.setitem(sys.modules, "mlflow", fake)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    config = dataclasses.replace(LoggingConfig(), mlflow_tracking_uri=address)
+    with pytest.raises(ValueError, match=r"with mysql://\*\*\*@db/mlflow \(no mysql://") as error:
+        MlflowWriter(config, {}, 0)
+    assert "w0rd" not in str(error.value)
 
 
 def test_a_folder_is_no_package(tmp_path, monkeypatch):
