@@ -66,7 +66,7 @@ def show(words: Sequence[str], config: DashboardConfig) -> None:
     if not 0 <= config.port < 65536:
         raise ConfigError(f"--port {config.port}: expected 0 to 65535")
     token = config.token
-    if config.host not in LOCAL_NAMES and not token:
+    if config.host not in LOCAL_NAMES and token is None:
         token = secrets.token_urlsafe(18)
     runs = [_open(str(n), name, path) for n, (name, path) in enumerate(find_runs(words), 1)]
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -70,13 +70,18 @@ class WatchedRun:
                         break
             with self._lock:
                 pieces.close()
+            if time.monotonic() >= self._look_at or self._index.generation != self._looked_in:
+                self._look()
             self._error = self._complaint()
+            self._progress = None
         except OSError as error:
-            self._error = one_line(f"cannot be read: {error.strerror or error}")
-            self._retry_at = time.monotonic() + _RETRY_SECONDS
+            self.failed(error.strerror or str(error))
+
+    def failed(self, words: str) -> None:
+        """Makes that its error, until a later reading succeeds."""
+        self._error = one_line(f"cannot be read: {words}")
         self._progress = None
-        if time.monotonic() >= self._look_at or self._index.generation != self._looked_in:
-            self._look()
+        self._retry_at = time.monotonic() + _RETRY_SECONDS
 
     def _look(self) -> None:
         """Reads the record of the last start, which is not looked for all the time."""

@@ -25,7 +25,8 @@ from megatron.util.pages import PAGE_HEADERS, page_files
 
 PAGE = Path(__file__).parent / "page"
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
-_COOKIE = "megatron_dashboard"
+_COOKIE = "megatron_dashboard_{}"
+"""With the port: a browser sends the cookies of a machine to all of its ports."""
 _JSON = "application/json"
 _BEAT_SECONDS = 15.0
 _MOST_POINTS = 20_000
@@ -49,7 +50,7 @@ class Dashboard(ThreadingHTTPServer):
         port: 0 takes a free one.
         token: that every request must have; None for none.
 
-    Raises OSError if the address cannot be used.
+    Raises OSError if the address cannot be used, ValueError for an empty token.
     """
 
     daemon_threads = True
@@ -57,6 +58,8 @@ class Dashboard(ThreadingHTTPServer):
     def __init__(
         self, runs: Sequence[WatchedRun], host: str, port: int, token: str | None = None
     ) -> None:
+        if token is not None and not token.strip():
+            raise ValueError("--token is empty; give a secret, or leave the flag out")
         self.runs, self.host, self.token = list(runs), host, token
         self.files = page_files(PAGE)
         self._ended = threading.Event()
@@ -96,7 +99,10 @@ class Dashboard(ThreadingHTTPServer):
     def _read(self) -> None:
         while not self._ended.is_set():
             for run in self.runs:
-                run.refresh(self._ended.is_set)
+                try:
+                    run.refresh(self._ended.is_set)
+                except Exception as error:  # the other runs, and later rows, are still read
+                    run.failed(f"{type(error).__name__}: {error}")
             self._ended.wait(0.5)
 
 
@@ -162,7 +168,8 @@ class _Handler(BaseHTTPRequestHandler):
             return False
         given, kept = query.get("token", [""])[0], sha256(token)
         cookies = SimpleCookie(self.headers.get("Cookie", ""))
-        cookie = cookies[_COOKIE].value if _COOKIE in cookies else ""
+        name = _COOKIE.format(self.server.server_address[1])
+        cookie = cookies[name].value if name in cookies else ""
         bearer = self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
         pairs = ((given, token), (bearer, token), (cookie, kept))
         if not any(hmac.compare_digest(a.encode(), b.encode()) for a, b in pairs):
@@ -170,7 +177,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise RefusedError(HTTPStatus.UNAUTHORIZED, words)
         if not given or parts != [""]:
             return False
-        set_cookie = f"{_COOKIE}={kept}; HttpOnly; SameSite=Strict; Path=/"
+        set_cookie = f"{name}={kept}; HttpOnly; SameSite=Strict; Path=/"
         self._send(
             b"", "text/plain", {"Location": "./", "Set-Cookie": set_cookie}, HTTPStatus.SEE_OTHER
         )

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from megatron.config.output import LoggingConfig
 from megatron.training.written import WrittenTexts
@@ -61,6 +61,13 @@ class RunWriter(Writer, Protocol):
         """Drops what was reported of later steps, as at a resume: the same process continues after
         an earlier iteration, which may be 0, and number of samples."""
         ...
+
+
+@runtime_checkable
+class _TakesLater(Protocol):
+    """A writer that has what it is given in memory; the last step that is out of it, if any is."""
+
+    taken: int | None
 
 
 class TeeWriter:
@@ -111,6 +118,7 @@ class LastingWriter:
         self._name, self._open, self._pause, self._clock = name, open, pause, clock
         self._writer: Writer | None = None
         self._written = iteration, samples
+        self._begun = iteration
         self._failures: list[str] = []
         self._retry_at = 0.0
         try:
@@ -157,6 +165,7 @@ class LastingWriter:
     def _begin_again(self, step: int) -> None:
         had_failed = self._writer is None
         self._writer = self._open(*self._written)
+        self._begun = self._written[0]
         if had_failed:
             self._failures[-1] += f" to {step}"
             log.getLogger(__name__).warning(
@@ -178,7 +187,10 @@ class LastingWriter:
     def _failed(self, error: Exception) -> None:
         """What was given to a writer before its first error may still have been in memory."""
         if self._writer is not None or not self._failures:
-            self._failures.append(f"from about iteration {self._written[0]}")
+            since = self._written[0]
+            if isinstance(self._writer, _TakesLater):
+                since = self._begun if self._writer.taken is None else self._writer.taken
+            self._failures.append(f"from about iteration {since}")
             reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
             log.getLogger(__name__).warning(
                 "%s cannot be written (%s); training continues without it", self._name, reason

@@ -15,11 +15,11 @@ BATCH, LENGTH = 64, 256
 
 
 @contextmanager
-def dashboard(*runs: str | Path, flags: tuple[str, ...] = ()) -> Iterator[str]:
+def dashboard(*runs: str | Path, flags: tuple[str, ...] = (), port: int = 0) -> Iterator[str]:
     """Its address; it ends with the context."""
     command = [sys.executable, str(ROOT / "tools" / "dashboard.py"), *map(str, runs), *flags]
     started = subprocess.Popen(
-        [*command, "--port", "0"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        [*command, "--port", str(port)], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
     assert started.stdout is not None
     try:

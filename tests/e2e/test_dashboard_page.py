@@ -7,6 +7,7 @@ writes the pictures of the guide.
 
 import csv
 import io
+import json
 import re
 import sys
 import time
@@ -378,6 +379,55 @@ def test_a_server_that_has_gone(visit, runs):
     one.page.wait_for_selector("#health[data-state=down]")
     assert one.page.locator(f"{LOSS} canvas").is_visible()
     one.complaints = [words for words in one.complaints if "ERR_" not in words]
+
+
+def test_a_server_that_is_back(visit, runs):
+    """A chart that was asked for meanwhile is drawn then, also where the run is as it was."""
+    last = "figure.chart >> nth=-1"
+    with dashboard(runs[0]) as url:
+        first = visit(url)  # makes the index, whose run has another version
+        first.page.close()
+    with dashboard(runs[0]) as url:
+        one = visit(url)
+    page = one.page
+    page.wait_for_selector("#health[data-state=down]")
+    page.locator(last).scroll_into_view_if_needed()
+    playwright.expect(page.locator(f"{last} >> .note")).to_have_text("The server does not answer.")
+    with dashboard(runs[0], port=int(url.rstrip("/").rpartition(":")[2])):
+        page.wait_for_selector("#health[data-state=up]")
+        page.wait_for_selector(f"{last} >> canvas")
+        playwright.expect(page.locator(f"{last} >> .note")).to_be_hidden()
+    one.complaints = [words for words in one.complaints if "ERR_" not in words]
+
+
+@pytest.mark.parametrize("tab", ["configuration", "events", "texts"])
+def test_what_is_unchanged_is_not_drawn_again(tab, visit, tmp_path):
+    """Text that is selected stays so while a run writes rows."""
+    path = write_run(tmp_path / "metrics.jsonl", 300)
+    start = tmp_path / "run" / "1"
+    start.mkdir(parents=True)
+    (start / "record.json").write_text(json.dumps({"start": 1, "command": ["train"]}))
+    (start / "config.json").write_text(json.dumps({"model": {"num_layers": 2}}))
+    with dashboard(path) as url:
+        one = visit(f"{url}#tab=charts")
+        page = one.page
+        page.check(f"[name=tab][value={tab}]", force=True)
+        cell = page.locator(f"#{tab} :is(td, dd)").first
+        cell.wait_for()
+        shown = cell.element_handle()
+        shown.evaluate("cell => getSelection().selectAllChildren(cell)")
+        selected = page.evaluate("String(getSelection())")
+        for step in (301, 302):
+            with page.expect_response(re.compile(r"/api/runs/1$")), path.open("a") as file:
+                file.write(train_row(step))
+            page.wait_for_timeout(300)
+        assert selected and page.evaluate("String(getSelection())") == selected
+        assert shown.evaluate("cell => cell.isConnected")
+
+
+def test_an_odd_address_shows_the_page(visit, one_run):
+    one = visit(f"{one_run}#log=50%25&off=%25zz")
+    assert one.page.locator(f"{LOSS} canvas").is_visible()
 
 
 @pytest.mark.skipif(not SHOTS, reason="MEGATRON_SHOTS names no folder for pictures")

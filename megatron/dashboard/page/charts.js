@@ -9,15 +9,26 @@ import { state } from "./state.js";
 const AHEAD = "300px"; // below what is seen
 const AT_ONCE = 3; // charts whose data is asked for together, after the first one
 
+/**
+ * What a chart shows: its data is "stale", "loading", "fresh" or "failed". It becomes stale also while
+ * a request is under way, whose answer is drawn all the same.
+ */
+class Slot {
+  data = "stale";
+  visible = false;
+  request = null; // an AbortController
+  answered = false; // at least once
+
+  constructor(chart) {
+    this.chart = chart;
+  }
+}
+
 /** Keeps the charts of `{runs}`, the chosen ones, in `place`. */
 export class Charts {
-  #charts = new Map(); // by the panel's id
-  #seen = new Set();
-  #stale = new Set();
-  #loading = new Map(); // chart -> AbortController
+  #slots = new Map(); // by the panel's id
   #runs = [];
   #shape = "";
-  #drawn = false; // the first chart, which gets the server for itself
 
   constructor(place, api, { pointed, announce }) {
     this.place = place;
@@ -35,15 +46,23 @@ export class Charts {
   show(runs, changed = null) {
     this.#runs = runs;
     this.#build();
-    for (const chart of this.#charts.values()) {
-      if (!changed || this.#partsOf(chart).some(({ run }) => changed.has(run.id))) this.#stale.add(chart);
+    for (const slot of this.#slots.values()) {
+      if (!changed || this.#partsOf(slot.chart).some(({ run }) => changed.has(run.id))) slot.data = "stale";
+    }
+    this.#load();
+  }
+
+  /** Asks again for what the server did not answer. */
+  retry() {
+    for (const slot of this.#slots.values()) {
+      if (slot.data === "failed") slot.data = "stale";
     }
     this.#load();
   }
 
   /** Other colours, axes or marks of the same data. */
   redraw() {
-    for (const chart of this.#charts.values()) {
+    for (const { chart } of this.#slots.values()) {
       chart.range = this.range;
       chart.redraw();
     }
@@ -56,7 +75,7 @@ export class Charts {
 
   /** The panels that there are. */
   get ids() {
-    return [...this.#charts.keys()];
+    return [...this.#slots.keys()];
   }
 
   /** What all plots show: the chosen part, or everything. */
@@ -70,7 +89,7 @@ export class Charts {
   /** The chart that has the focus, or is under the pointer. */
   get current() {
     const figure = document.activeElement?.closest?.(".chart") ?? this.place.querySelector(".chart:hover");
-    return [...this.#charts.values()].find((chart) => chart.element === figure) ?? null;
+    return [...this.#slots.values()].find(({ chart }) => chart.element === figure)?.chart ?? null;
   }
 
   #inside([from, to]) {
@@ -88,20 +107,18 @@ export class Charts {
     const shape = JSON.stringify(wanted);
     if (shape === this.#shape) return;
     this.#shape = shape;
-    const before = this.#charts;
-    this.#charts = new Map();
+    const before = this.#slots;
+    this.#slots = new Map();
     for (const panel of wanted) {
       const old = before.get(panel.id);
-      const same = old && JSON.stringify(old.panel) === JSON.stringify(panel);
-      const chart = same ? old : new Chart(panel, this.actions);
-      if (!same) this.#stale.add(chart);
-      this.#charts.set(panel.id, chart);
+      const same = old && JSON.stringify(old.chart.panel) === JSON.stringify(panel);
+      this.#slots.set(panel.id, same ? old : new Slot(new Chart(panel, this.actions)));
     }
-    for (const chart of before.values()) {
-      if (this.#charts.get(chart.panel.id) !== chart) this.#forget(chart);
+    for (const slot of before.values()) {
+      if (this.#slots.get(slot.chart.panel.id) !== slot) this.#forget(slot);
     }
     this.#arrange(wanted);
-    for (const chart of this.#charts.values()) this.watcher.observe(chart.element);
+    for (const { chart } of this.#slots.values()) this.watcher.observe(chart.element);
   }
 
   #arrange(panels) {
@@ -114,23 +131,22 @@ export class Charts {
           "section",
           { class: "section", "aria-label": section },
           element("h2", {}, section),
-          element("div", { class: "grid" }, members.map(({ id }) => this.#charts.get(id).element)),
+          element("div", { class: "grid" }, members.map(({ id }) => this.#slots.get(id).chart.element)),
         ),
       ),
     );
   }
 
-  #forget(chart) {
+  #forget({ chart, request }) {
     this.watcher.unobserve(chart.element);
-    this.#loading.get(chart)?.abort();
-    for (const set of [this.#loading, this.#seen, this.#stale]) set.delete(chart);
+    request?.abort();
   }
 
   #watched(entries) {
-    const byElement = new Map([...this.#charts.values()].map((chart) => [chart.element, chart]));
+    const byElement = new Map([...this.#slots.values()].map((slot) => [slot.chart.element, slot]));
     for (const { target, isIntersecting } of entries) {
-      const chart = byElement.get(target);
-      if (chart) this.#seen[isIntersecting ? "add" : "delete"](chart);
+      const slot = byElement.get(target);
+      if (slot) slot.visible = isIntersecting;
     }
     this.#load();
   }
@@ -144,40 +160,54 @@ export class Charts {
       .filter(({ members }) => members.length);
   }
 
-  /** Asks for the data of charts that are seen and have older data, a few at once, from the top. */
+  /**
+   * Asks for the data of charts that are seen and have older data, a few at once, from the top. The
+   * first one gets the server for itself.
+   */
   #load() {
-    for (const chart of this.#charts.values()) {
-      if (this.#loading.size >= (this.#drawn ? AT_ONCE : 1)) return;
-      if (!this.#stale.has(chart) || !this.#seen.has(chart) || this.#loading.has(chart)) continue;
-      this.#stale.delete(chart);
-      this.#fetch(chart);
+    const slots = [...this.#slots.values()];
+    const most = slots.some(({ answered }) => answered) ? AT_ONCE : 1;
+    let loading = slots.filter(({ request }) => request).length;
+    for (const slot of slots) {
+      if (loading >= most) return;
+      if (slot.data !== "stale" || !slot.visible || slot.request) continue;
+      loading += 1;
+      this.#fetch(slot);
     }
   }
 
-  async #fetch(chart) {
-    const stopping = new AbortController();
-    this.#loading.set(chart, stopping);
+  async #fetch(slot) {
+    const { chart } = slot;
+    slot.data = "loading";
+    slot.request = new AbortController();
+    const { signal } = slot.request;
     const asked = {
       x: state.x,
       zoom: state.zoom,
       smooth: chart.panel.noisy ? state.smooth : 0,
       points: Math.round(chart.place.clientWidth) || 600,
     };
+    let data = "stale";
     try {
       const parts = await Promise.all(
-        this.#partsOf(chart).map(async ({ run, members }) => {
-          const data = await this.api.series(run, members, asked, stopping.signal);
-          return { run, number: run.number, data };
-        }),
+        this.#partsOf(chart).map(async ({ run, members }) => ({
+          run,
+          number: run.number,
+          data: await this.api.series(run, members, asked, signal),
+        })),
       );
-      const same = asked.x === state.x && String(asked.zoom) === String(state.zoom);
-      if (same) chart.draw(parts, this.#marks(parts), this.range);
-      else this.#stale.add(chart);
+      if (asked.x === state.x && String(asked.zoom) === String(state.zoom)) {
+        chart.draw(parts, this.#marks(parts), this.range);
+        data = "fresh";
+      }
     } catch (error) {
-      if (error.name !== "AbortError") chart.fail(error.message);
+      if (signal.aborted) return;
+      chart.fail(error.message);
+      data = "failed";
     } finally {
-      this.#drawn = true;
-      this.#loading.delete(chart);
+      slot.answered = true;
+      slot.request = null;
+      if (slot.data === "loading") slot.data = data;
       this.#load();
     }
   }

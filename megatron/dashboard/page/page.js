@@ -5,7 +5,7 @@
 
 import * as api from "./api.js";
 import { Charts } from "./charts.js";
-import { onTheme } from "./colours.js";
+import { lineStyle, onTheme } from "./colours.js";
 import { ConfigurationView } from "./configuration.js";
 import { byId, element } from "./element.js";
 import { eventsView } from "./events.js";
@@ -22,6 +22,7 @@ let runs = [];
 let listed = false; // whether the server has said which there are
 const known = new Map(); // id -> version of the summary that is shown
 const hiddenKinds = new Set();
+const drawn = new Map(); // tab -> what it shows, as text
 
 const announce = (words) => {
   byId("announcer").textContent = words;
@@ -73,6 +74,14 @@ function complain(words) {
 
 // Drawing
 
+/** Whether a tab does not show this already: what is drawn again loses the text that is selected. */
+function differs(tab, shown, content) {
+  const text = JSON.stringify([shown.map(({ id, name, number }) => [id, name, lineStyle(number)]), content]);
+  if (drawn.get(tab) === text) return false;
+  drawn.set(tab, text);
+  return true;
+}
+
 function drawRuns() {
   const focused = document.activeElement?.closest?.("[data-run]")?.dataset.run;
   byId("runs").replaceChildren(...runList(runs));
@@ -95,7 +104,7 @@ function draw(changed = null) {
   }
   if (state.tab === "events") drawEvents();
   if (state.tab === "texts") drawTexts();
-  if (state.tab === "configuration") configuration.show(shown);
+  if (state.tab === "configuration") drawConfiguration();
 }
 
 function emptyWords(shown) {
@@ -107,9 +116,17 @@ function emptyWords(shown) {
   return "No run is chosen.";
 }
 
+function drawConfiguration() {
+  const shown = chosen();
+  const content = shown.map((run) => [run.configuration, run.record]);
+  if (differs("configuration", shown, content)) configuration.show(shown);
+}
+
 function drawEvents() {
+  const shown = chosen();
+  if (!differs("events", shown, [shown.map((run) => run.events), [...hiddenKinds]])) return;
   byId("events").replaceChildren(
-    ...eventsView(chosen(), hiddenKinds, (kind) => {
+    ...eventsView(shown, hiddenKinds, (kind) => {
       if (!hiddenKinds.delete(kind)) hiddenKinds.add(kind);
       drawEvents();
     }),
@@ -119,8 +136,9 @@ function drawEvents() {
 async function drawTexts() {
   const shown = chosen();
   try {
-    const found = await Promise.all(shown.map(async (run) => (await api.texts(run)).map((text) => ({ ...text, run }))));
-    if (state.tab === "texts") texts.show(found.flat());
+    const found = await Promise.all(shown.map(api.texts));
+    if (state.tab !== "texts" || !differs("texts", shown, found)) return;
+    texts.show(found.flatMap((own, place) => own.map((text) => ({ ...text, run: shown[place] }))));
   } catch (error) {
     complain(error.message);
   }
@@ -180,4 +198,7 @@ api.follow(take, (now, words) => {
   byId("health").dataset.state = now;
   byId("health").textContent = HEALTH[now];
   complain(words);
+  if (now !== "up") return;
+  charts.retry();
+  if (state.tab === "texts") drawTexts();
 });

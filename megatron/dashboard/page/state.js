@@ -6,7 +6,16 @@ export const TABS = ["charts", "events", "texts", "configuration"];
 export const SMOOTHINGS = [0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999];
 
 const number = (text) => (text === null || text === "" || !Number.isFinite(+text) ? null : +text);
-const list = (text) => (text ? text.split(",").map(decodeURIComponent) : []);
+const list = (text) => (text ? text.split(",").map(decoded) : []);
+
+/** An address that somebody wrote may have a "%" of its own. */
+function decoded(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
+}
 
 function read() {
   const given = new URLSearchParams(location.hash.slice(1));

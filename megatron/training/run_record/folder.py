@@ -23,6 +23,7 @@ from megatron.training.fingerprint import tokenizer_digest, versions
 from megatron.training.hosts import RankPlace, by_host
 from megatron.training.resume import ResumePoint
 from megatron.training.run import Run
+from megatron.training.run_record.patch_secrets import without_values
 from megatron.training.run_record.secrets import HIDDEN, Redactor
 from megatron.training.run_record.source_tree import SourceTree, source_tree
 from megatron.training.run_record.surroundings import (
@@ -127,7 +128,7 @@ class StartRecord:
             "command.sh": os.fsencode(script),
         }
         if tree is not None and tree.patch:
-            patch = hide.text(tree.patch.decode(errors="surrogateescape"))
+            patch = without_values(hide.text(tree.patch.decode(errors="surrogateescape")))
             files["changes.patch"] = patch.encode(errors="surrogateescape")
         return files
 

@@ -3,24 +3,43 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 HIDDEN = "***"
 
 _SECRET = frozenset(
-    "apikey auth authorization cookie credential credentials passphrase passwd password "
+    "apikey auth authorization cookie credential credentials jwt passphrase passwd password "
     "pwd secret secrets sig signature".split()
 )
 """Words of a name whose value is a secret."""
 _PERHAPS = frozenset(("key", "pat", "token"))
 _WITH = frozenset(
     "access account api aws azure bearer client encryption gcp github gitlab hf hub huggingface "
-    "mlflow openai private read refresh session ssh trackio upload user wandb write".split()
+    "master mlflow ngc nvidia openai private read refresh session signing ssh trackio upload user "
+    "wandb write".split()
 )
 """Words beside which those of ``_PERHAPS`` mean a secret: ``--eod-token`` has none."""
 
-_IN_TEXT = (
+_NEXT_ADDRESS = re.compile(r"([,;|&<>(){}\[\]=]+[A-Za-z][\w+.-]*://)")
+_USER = re.compile(r"[^:/?#]*:")
+_HOST = re.compile(r"(?:[\w-]+(?:\.[\w-]+)+|localhost|\[[\da-fA-F:.]+\]):\d{1,5}[/?#]")
+"""A host with its port, after which "@" is a part of the path."""
+
+
+def _without_passwords(found: re.Match[str]) -> str:
+    """Addresses without what is before their last "@": a password may have "/" and "@" in it."""
+    parts = _NEXT_ADDRESS.split(found[0])
+    for place in range(0, len(parts), 2):
+        before, at, after = parts[place].rpartition("@")
+        if at and _USER.match(before) and not _HOST.match(before):
+            parts[place] = f"{HIDDEN}@{after}"
+    return "".join(parts)
+
+
+_Replacement = str | Callable[[re.Match[str]], str]
+_IN_TEXT: tuple[tuple[re.Pattern[str], _Replacement], ...] = (
+    (re.compile(r"(?<=://)[^\s'\"]+"), _without_passwords),
     (re.compile(r"(?<=://)[^/\s@'\"]+@"), f"{HIDDEN}@"),
     (
         re.compile(

@@ -9,19 +9,24 @@ import os
 from importlib import import_module
 from typing import Any
 
-_QUIET = {
-    "mlflow": ("MLFLOW_DISABLE_TELEMETRY", "true"),
-    "wandb": ("WANDB_ERROR_REPORTING", "false"),
+_VARIABLES = {
+    "mlflow": {"MLFLOW_DISABLE_TELEMETRY": "true"},
+    "wandb": {
+        "WANDB_ERROR_REPORTING": "false",
+        "WANDB_FINISH_TIMEOUT": "25",
+        "WANDB_FINISH_TIMEOUT_RAISES": "true",
+    },
 }
-"""Variables, read at the import, without which a package tells its makers of its use or errors,
-also where a run reports to files only."""
+"""Variables that a package reads at the import or later. Without the first ones it tells its makers
+of its use or errors, also where a run reports to files only; without the others the process would
+wait for W&B's server indefinitely when it ends."""
 
 
 def package(name: str, asked: str, remedy: str) -> Any:
     """The module of a tracker. Raises ValueError, naming the flag that asked for it and what to do,
     if it is not installed."""
-    if name in _QUIET:
-        os.environ.setdefault(*_QUIET[name])
+    for variable, value in _VARIABLES.get(name, {}).items():
+        os.environ.setdefault(variable, value)
     try:
         module = import_module(name)
         spec = module.__spec__

@@ -26,16 +26,20 @@ class BackgroundWriter:
         open: makes the writer, in the thread.
         wait: whether to wait for ``open`` and raise its errors, though not longer than some
             seconds.
-        seconds: to wait for the last calls in :meth:`close`.
+        seconds: to wait for the last calls in :meth:`close`, by default ``SECONDS_TO_CLOSE``.
     """
 
     def __init__(
         self,
         open: Callable[[], Writer],
         wait: bool,
-        seconds: float = SECONDS_TO_CLOSE,
+        seconds: float | None = None,
     ) -> None:
-        self._calls: queue.Queue[Callable[[Writer], None] | None] = queue.Queue(MOST_WAITING)
+        self.taken: int | None = None
+        """The last step that the program took."""
+        self._calls: queue.Queue[tuple[int, Callable[[Writer], None]] | None] = queue.Queue(
+            MOST_WAITING
+        )
         self._error: Exception | None = None
         self._opened, self._seconds = threading.Event(), seconds
         # A daemon: a program that answers no more must not keep the process.
@@ -47,20 +51,22 @@ class BackgroundWriter:
 
     def scalars(self, kind: str, step: int, values: Values, *, samples: int, tokens: int) -> None:
         row = dict(values)
-        self._put(lambda to: to.scalars(kind, step, row, samples=samples, tokens=tokens))
+        self._put((step, lambda to: to.scalars(kind, step, row, samples=samples, tokens=tokens)))
 
     def texts(self, written: WrittenTexts, *, samples: int, tokens: int) -> None:
-        self._put(lambda to: to.texts(written, samples=samples, tokens=tokens))
+        step = written.iteration
+        self._put((step, lambda to: to.texts(written, samples=samples, tokens=tokens)))
 
     def close(self) -> None:
         """Waits for what was written, but not longer than some seconds: TimeoutError then."""
         self._put(None)
-        self._thread.join(self._seconds)
+        seconds = SECONDS_TO_CLOSE if self._seconds is None else self._seconds
+        self._thread.join(seconds)
         if self._thread.is_alive():
-            raise TimeoutError(f"it did not take the last rows within {self._seconds:.0f} s")
+            raise TimeoutError(f"it did not take the last rows within {seconds:.0f} s")
         self._raise()
 
-    def _put(self, call: Callable[[Writer], None] | None) -> None:
+    def _put(self, call: tuple[int, Callable[[Writer], None]] | None) -> None:
         self._raise()
         try:
             self._calls.put_nowait(call)
@@ -77,8 +83,10 @@ class BackgroundWriter:
                 writer = open()
             finally:
                 self._opened.set()
-            while (call := self._calls.get()) is not None:
+            while (waiting := self._calls.get()) is not None:
+                step, call = waiting
                 call(writer)
+                self.taken = step
             writer.close()
         except Exception as error:  # each library has classes of its own
             self._error = error

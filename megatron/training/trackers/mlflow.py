@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.output import LoggingConfig
+from megatron.training.run_record.secrets import Redactor
 from megatron.training.trackers import package
 from megatron.training.trackers.background import BackgroundWriter
 from megatron.training.trackers.tags import as_markdown, flat, tagged
@@ -73,10 +74,11 @@ class MlflowWriter:
             for at in range(0, len(params), _MOST_PARAMS):
                 self._client.log_batch(self._run, params=params[at : at + _MOST_PARAMS])
         except Exception as error:  # it has many classes
+            hide = Redactor(os.environ)
             raise ValueError(
-                f"{ASKED}: MLflow does not start with {_without_password(where)} ("
-                f"{' '.join(str(error).split())[:300]}); name another --mlflow-tracking-uri, such "
-                "as sqlite:////folder/mlflow.db"
+                f"{ASKED}: MLflow does not start with {hide.text(where)} ("
+                f"{hide.text(' '.join(str(error).split()))[:300]}); name another "
+                "--mlflow-tracking-uri, such as sqlite:////folder/mlflow.db"
             ) from error
 
     def scalars(self, kind: str, step: int, values: Values, *, samples: int, tokens: int) -> None:
@@ -114,7 +116,3 @@ def _prepare_folder(uri: str) -> str | None:
 
 def _name(tag: str) -> str:
     return _NOT_IN_NAMES.sub("_", tag)
-
-
-def _without_password(uri: str) -> str:
-    return re.sub(r"//[^/@]*@", "//***@", uri)

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.config.output import LoggingConfig
 from megatron.training.trackers import package
+from megatron.training.trackers.background import BackgroundWriter
 from megatron.training.trackers.tags import tagged
 from megatron.training.writers import Values
 from megatron.training.written import WrittenText, WrittenTexts
@@ -16,9 +17,10 @@ from megatron.training.written import WrittenText, WrittenTexts
 
 def open_writer(
     logging: LoggingConfig, configuration: Mapping[str, Any], iteration: int, samples: int
-) -> WandbWriter:
-    """The writer of a run of its own."""
-    return WandbWriter(logging, configuration)
+) -> BackgroundWriter:
+    """The writer of a run of its own. That of a new training waits for W&B and raises its errors; a
+    training that was resumed continues meanwhile."""
+    return BackgroundWriter(lambda: WandbWriter(logging, configuration), wait=iteration == 0)
 
 
 class WandbWriter:

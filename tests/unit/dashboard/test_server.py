@@ -1,17 +1,20 @@
 """What the server of the dashboard answers, and what it refuses."""
 
+import errno
 import gzip
 import http.client
 import json
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from megatron.dashboard import runs
 from megatron.dashboard.runs import WatchedRun, find_runs
 from megatron.dashboard.server import Dashboard
 
@@ -22,10 +25,10 @@ from dashboards import row, train_row, write_run  # noqa: E402
 @contextmanager
 def served(*words: str, token: str | None = None) -> Iterator[Dashboard]:
     """A server that has read its runs."""
-    runs = [WatchedRun(str(n), *found) for n, found in enumerate(find_runs(words), 1)]
-    for run in runs:
+    watched = [WatchedRun(str(n), *found) for n, found in enumerate(find_runs(words), 1)]
+    for run in watched:
         run.refresh()
-    server = Dashboard(runs, "127.0.0.1", 0, token)
+    server = Dashboard(watched, "127.0.0.1", 0, token)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
@@ -171,6 +174,78 @@ def test_token(run, tmp_path):
         assert get(server, "/api/runs", Authorization="Bearer secret word")[0] == 200
 
 
+def test_two_servers_of_a_machine_have_cookies_of_their_own(run):
+    """A browser sends a cookie to every port."""
+    with served(str(run), token="a") as one, served(str(run), token="b") as other:
+        cookies = []
+        for server, token in ((one, "a"), (other, "b")):
+            _, headers, _ = get(server, f"/?token={token}")
+            cookies.append(headers["Set-Cookie"].split(";")[0])
+        kept = dict(cookie.split("=", 1) for cookie in cookies)
+        both = "; ".join(f"{name}={value}" for name, value in kept.items())
+        assert get(one, "/api/runs", Cookie=both)[0] == 200
+        assert get(other, "/api/runs", Cookie=both)[0] == 200
+
+
+def test_a_server_without_a_token_takes_no_empty_one(run):
+    with pytest.raises(ValueError, match="--token is empty"):
+        Dashboard([], "127.0.0.1", 0, "")
+
+
+@contextmanager
+def reading(run: WatchedRun) -> Iterator[Dashboard]:
+    """A server whose thread reads the run."""
+    server = Dashboard([run], "127.0.0.1", 0)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def wait_for(server: Dashboard, state: str) -> dict[str, object]:
+    deadline = time.monotonic() + 10
+    while (listed := asked(server, "/api/runs")[0])["state"] != state:
+        assert time.monotonic() < deadline, listed
+        time.sleep(0.05)
+    return listed
+
+
+@pytest.mark.parametrize(
+    "error, words",
+    [
+        (OSError(errno.ESTALE, "Stale file handle"), "cannot be read: Stale file handle"),
+        (RuntimeError("odd"), "cannot be read: RuntimeError: odd"),
+    ],
+)
+def test_a_record_that_cannot_be_looked_for_ends_no_reading(error, words, tmp_path, monkeypatch):
+    """A server of files may be away for a moment."""
+    found = runs.newest_record
+    failing = [True]
+
+    def newest_record(metrics):
+        if failing[0]:
+            raise error
+        return found(metrics)
+
+    monkeypatch.setattr(runs, "newest_record", newest_record)
+    monkeypatch.setattr(runs, "_RETRY_SECONDS", 0.1)
+    path = write_run(tmp_path / "metrics.jsonl", 5)
+    with reading(WatchedRun("1", "one", path)) as server:
+        assert wait_for(server, "error")["error"] == words
+        failing[0] = False
+        assert wait_for(server, "live")["error"] is None
+        with path.open("a") as file:
+            file.write(train_row(6))
+        deadline = time.monotonic() + 10
+        while asked(server, "/api/runs")[0]["last"]["iteration"] != 6:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
 def test_updates_are_told(tmp_path):
     path = write_run(tmp_path / "metrics.jsonl", 30)
     with served(str(path)) as server:
@@ -214,6 +289,8 @@ def test_folders_and_names(tmp_path):
         (["--port", "70000"], "--port 70000: expected 0 to 65535"),
         (["--host", "203.0.113.9", "--port", "0"], "--host 203.0.113.9: "),
         (["--port", "many"], "--port"),
+        (["--token", ""], "--token is empty; give a secret, or leave the flag out"),
+        (["--token", " ", "--host", "0.0.0.0"], "--token is empty; give a secret, or leave"),
         (["--colour", "red"], "--colour"),
     ],
 )

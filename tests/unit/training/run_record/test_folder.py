@@ -15,6 +15,7 @@ from megatron.training.resume import ResumePoint
 from megatron.training.run import parse_run
 from megatron.training.run_record.callback import RunRecorder
 from megatron.training.run_record.folder import StartRecord
+from megatron.training.run_record.source_tree import SourceTree
 
 FLAGS = (
     "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --lr 1e-3 "
@@ -77,6 +78,14 @@ def test_what_is_in_the_folder(run, tmp_path):
 
 def lines(record, name):
     return (record.folder / name).read_text().splitlines()
+
+
+def test_the_patch_has_no_values_of_secret_names(run, tmp_path, monkeypatch):
+    patch = b"diff --git a/a.ini b/a.ini\n+password = hunter2 \xe9\n+user = me \xe9\n"
+    tree = SourceTree("0" * 40, "main", "", patch, ())
+    monkeypatch.setattr("megatron.training.run_record.folder.source_tree", lambda _: tree)
+    written = (start(run, tmp_path).folder / "changes.patch").read_bytes()
+    assert written == b"diff --git a/a.ini b/a.ini\n+password = ***\n+user = me \xe9\n"
 
 
 def test_every_start_has_its_own_and_says_how_it_ended(run, tmp_path):

@@ -11,7 +11,8 @@ ENVIRONMENT = {"WANDB_API_KEY": KEY, "KEY_FOLDER": "/work", "SHORT_TOKEN": "abc"
 @pytest.mark.parametrize(
     "name",
     ["WANDB_API_KEY", "HF_TOKEN", "TOKEN", "--api-key", "MLFLOW_TRACKING_PASSWORD", "db_secret",
-     "AWS_SECRET_ACCESS_KEY", "--auth", "TRACKIO_WRITE_TOKEN", "apikey"],
+     "AWS_SECRET_ACCESS_KEY", "--auth", "TRACKIO_WRITE_TOKEN", "apikey",
+     "MASTER_KEY", "NVIDIA_NGC_KEY", "SLURM_JWT"],
 )  # fmt: skip
 def test_names_of_secrets(name):
     assert is_secret(name)
@@ -20,7 +21,8 @@ def test_names_of_secrets(name):
 @pytest.mark.parametrize(
     "name",
     ["--tokenizer-type", "TOKENIZERS_PARALLELISM", "--train-tokens", "--eod-token", "eos_token",
-     "--json-keys", "PATH", "NCCL_ALGO", "key_value_heads", "--patience"],
+     "--json-keys", "PATH", "NCCL_ALGO", "key_value_heads", "--patience",
+     "MASTER_PORT", "NVIDIA_VISIBLE_DEVICES"],
 )  # fmt: skip
 def test_names_of_others(name):
     assert not is_secret(name)
@@ -30,6 +32,11 @@ def test_names_of_others(name):
     "text, shown",
     [
         ("https://me:pw@host/x?a=1", "https://***@host/x?a=1"),
+        ("mysql://mlflow:pa/ss+w0rd@db/mlflow", "mysql://***@db/mlflow"),
+        ("http://u:p@ss/w@host/x 'http://a:b@c' x@y", "http://***@host/x 'http://***@c' x@y"),
+        ("http://a:b/c@d/x,http://e/@f", "http://***@d/x,http://e/@f"),
+        ("http://user:8/9@host", "http://***@host"),
+        ("https://e.org/@a https://e.org:80/@a http://[::1]:80/@a http://e/a:b@c", None),
         ("https://host/x?a=1&X-Amz-Signature=ab%2F&b=2", "https://host/x?a=1&X-Amz-Signature=***&b=2"),
         ("https://h/x?access_token=q", "https://h/x?access_token=***"),
         ("git+https://ghp_" + "a" * 36 + "@github.com/a/b", "git+https://***@github.com/a/b"),

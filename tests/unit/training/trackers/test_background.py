@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 import sys
 import threading
+import time
+import types
 
 import pytest
 
 from megatron.config.output import LoggingConfig
 from megatron.training.trackers import background, package
 from megatron.training.trackers.background import BackgroundWriter
+from megatron.training.trackers.mlflow import MlflowWriter
 from megatron.training.writers import LastingWriter, build_writers
+from megatron.training.written import WrittenTexts
 
 
 class Recorder:
@@ -89,13 +93,13 @@ def test_an_error_is_raised_by_the_next_call_and_said_once(caplog):
 
     writer = LastingWriter("--report-to mlflow", open)
     failing = writer._writer
-    failing.texts(None, samples=0, tokens=0)
+    failing.texts(WrittenTexts(0, ()), samples=0, tokens=0)
     failing._thread.join(60)
     write(writer, 1, 2)
     writer.close()
     failed, missing = [record.getMessage() for record in caplog.records]
     assert failed.startswith("--report-to mlflow cannot be written (RuntimeError: the server has")
-    assert "is missing there" in missing
+    assert "from about iteration 0 is missing there" in missing
     assert len(opened) == 1
 
 
@@ -116,6 +120,41 @@ def test_a_missing_package_ends_a_new_run_only(monkeypatch, caplog, name):
     writer.close()
     failed, _ = [record.getMessage() for record in caplog.records]
     assert failed.startswith(f"{asked} cannot be written (ValueError: {asked} needs")
+
+
+def test_a_store_that_does_not_open_is_said_without_its_password(monkeypatch):
+    address = "mysql://mlflow:pa/ss+w0rd@db/mlflow"
+
+    def refuse(where):
+        raise RuntimeError(f"no {where}")
+
+    fake, entities = types.ModuleType("mlflow"), types.ModuleType("mlflow.entities")
+    fake.MlflowClient, fake.entities = refuse, entities
+    entities.Metric = entities.Param = object
+    monkeypatch.setitem(sys.modules, "mlflow", fake)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    config = dataclasses.replace(LoggingConfig(), mlflow_tracking_uri=address)
+    with pytest.raises(ValueError, match=r"with mysql://\*\*\*@db/mlflow \(no mysql://") as error:
+        MlflowWriter(config, {}, 0)
+    assert "w0rd" not in str(error.value)
+
+
+def test_the_end_of_a_run_does_not_wait_for_wandb_without_limit(monkeypatch, caplog):
+    answers = threading.Event()
+    run = types.SimpleNamespace(log=lambda *_, **__: None, finish=lambda: answers.wait(60))
+    fake = types.ModuleType("wandb")
+    fake.init = lambda **_: run
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    writer = build_writers(dataclasses.replace(LoggingConfig(), report_to=("wandb",)))
+    monkeypatch.setattr(background, "SECONDS_TO_CLOSE", 0.05)
+    write(writer, 1)
+    begun = time.monotonic()
+    writer.close()
+    assert time.monotonic() - begun < 30
+    answers.set()
+    failed, missing = [record.getMessage() for record in caplog.records]
+    assert failed.startswith("--report-to wandb cannot be written (TimeoutError: it did not take")
+    assert missing.startswith("--report-to wandb: what was reported from about iteration 1 is")
 
 
 def test_a_folder_is_no_package(tmp_path, monkeypatch):
