@@ -23,9 +23,11 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -177,6 +179,8 @@ def launcher_options(
 ) -> list[str]:
     """What tells deepspeed the nodes."""
     options = [] if config.ssh_port is None else ["--ssh_port", str(config.ssh_port)]
+    if len(nodes) == 1 and not is_here(*nodes):
+        options.append("--force_multi")  # deepspeed starts a single node's processes here
     if nodes == hostfile:
         return ["--hostfile", os.path.abspath(config.hostfile), *options]
     if launcher not in _MPI:
@@ -193,6 +197,19 @@ def launcher_options(
     text = "".join(f"{name} slots={len(slots)}\n" for name, slots in nodes.items())
     os.write(file, text.encode())
     return ["--hostfile", f"/proc/{os.getpid()}/fd/{file}", *options]
+
+
+def is_here(name: str) -> bool:
+    """Whether a name or address is this machine's."""
+    try:
+        found = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
+    except OSError:
+        return name == socket.gethostname()
+    for family, kind, protocol, _, address in found:
+        with suppress(OSError), socket.socket(family, kind, protocol) as tried:
+            tried.bind(address)
+            return True
+    return False
 
 
 def ranks(nodes: Slots) -> str:

@@ -53,6 +53,22 @@ def test_shells_and_choices(machines, tmp_path):
     assert " --include node-1:1@node-2:0,1 train.py" in done.stdout
 
 
+def test_one_node_that_is_not_this_machine(machines, tmp_path):
+    """DeepSpeed alone starts a single node's processes on the machine where it is called."""
+    include = "--include node-{0}:0,1"
+    for number, forced in ((1, ""), (3, " --force_multi")):
+        done = started(machines[0], tmp_path, "--include", f"node-{number}")
+        assert done.returncode == 0, done.stderr
+        assert f" {include.format(number)}{forced} train.py" in done.stdout
+    done = started(machines[0], tmp_path, names={"node-2": 1})
+    assert done.stdout.startswith(f"told: --hostfile {tmp_path}/hosts --force_multi train.py\n")
+    done = started(machines[0], tmp_path, names={machines[0].address: 1})
+    assert done.stdout.startswith(f"told: --hostfile {tmp_path}/hosts train.py\n")
+    names = {"node-2": 1, "node-9": 1}
+    done = started(machines[0], tmp_path, "--min-nodes", 1, names=names)
+    assert " --include node-2:0 --force_multi train.py" in done.stdout, done.stderr
+
+
 @pytest.mark.proof
 def test_a_whole_hostfile_for_mpirun(machines, tmp_path):
     mpi = ["--launcher", "openmpi"]
