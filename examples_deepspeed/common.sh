@@ -32,6 +32,8 @@
 # shellcheck disable=SC2034 # the scripts read MODEL
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=/dev/null
+source examples_deepspeed/await.sh
 
 GPT2="--max-position-embeddings 1024 --seq-length 1024"
 LLAMA="--use-rotary-position-embeddings --normalization RMSNorm --swiglu --disable-bias-linear
@@ -198,8 +200,8 @@ restarting() {
     while [[ -z $stopped ]]; do
         "$@" &
         child=$!
-        # A signal ends a wait, not the command.
-        while status=0 && { wait "$child" || status=$?; } && kill -0 "$child" 2>/dev/null; do :; done
+        status=0
+        await "$child" || status=$?
         if ((status == 0 || status == 2 || left == 0)) || [[ -n $stopped ]]; then
             break
         fi
