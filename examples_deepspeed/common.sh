@@ -142,16 +142,33 @@ launcher() {
 # Examines the nodes of a run, and what its flags name there. DOCTOR=only ends here: slurm's script
 # does this once for all tasks.
 examine() { # PROGRAM --flag value ...
-    local doctor=(python tools/doctor.py) flag='' word
+    local doctor=(python tools/doctor.py) flag='' word words
     [[ -z ${HOSTFILE:-} ]] || doctor+=(--hostfile "$HOSTFILE")
     [[ -z ${INCLUDE:-} ]] || doctor+=(--include "$INCLUDE")
     [[ -z ${EXCLUDE:-} ]] || doctor+=(--exclude "$EXCLUDE")
     [[ -z ${MASTER_PORT:-} ]] || doctor+=(--master-port "$MASTER_PORT")
+    if [[ ${LAUNCHER:-deepspeed} == deepspeed ]]; then
+        read -ra words <<<"${DEEPSPEED_FLAGS:-}"
+        for word in "${words[@]}"; do
+            case $flag$word in
+                --master_port=?*) doctor+=(--master-port "${word#*=}") ;;
+                --ssh_port=?*) doctor+=(--ssh-port "${word#*=}") ;;
+            esac
+            # A value of its own is read as one after "=".
+            flag=''
+            [[ $word != --master_port && $word != --ssh_port ]] || flag=$word=
+        done
+        flag=''
+    fi
     for word in "${@:2}"; do
+        case $word in
+            --data-path | --data_path) doctor+=(--data-path) ;;
+            --data-path=* | --data_path=*) doctor+=(--data-path "${word#*=}") ;;
+            --save=*) doctor+=(--save "${word#*=}") ;;
+        esac
         if [[ $word == --* ]]; then
             flag=$word
-            [[ $flag != --data-path ]] || doctor+=(--data-path)
-        elif [[ $flag == --data-path ]]; then
+        elif [[ $flag == --data-path || $flag == --data_path ]]; then
             doctor+=("$word")
         elif [[ $flag == --save ]]; then
             doctor+=(--save "$word")

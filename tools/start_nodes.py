@@ -28,7 +28,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from megatron.config import ConfigError, FlagParser
@@ -74,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         program = shutil.which(command[0])
         if program is None:
             raise ConfigError(f"{command[0]} is not installed: pip install deepspeed")
+        config = with_ssh_port(config, command)
         hostfile = read_hostfile(config.hostfile)
         nodes = first_slots(chosen(hostfile, config.include, config.exclude), config.num_gpus)
         nodes = reachable(nodes, config)
@@ -87,6 +88,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     tell(ranks(nodes))
     keep_alive(os.environ)
     sys.exit(run([program, *options, *command[1:]], nodes, config))
+
+
+def with_ssh_port(config: NodesConfig, command: Sequence[str]) -> NodesConfig:
+    """With the port that deepspeed is told, unless there is one of ours."""
+    port = value_of("--ssh_port", command, "")
+    if not port or config.ssh_port is not None:
+        return config
+    if not port.isdecimal() or not int(port):
+        raise ConfigError(f"--ssh_port {port}: expected the number of a port")
+    return replace(config, ssh_port=int(port))
 
 
 def tell(text: str) -> None:

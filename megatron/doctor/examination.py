@@ -34,6 +34,7 @@ class Subject:
         port: at which the processes meet on the first node.
         free_gib: to be free where training writes.
         over: what measures the links: tcp, or a backend of torch.distributed.
+        interface: GLOO_SOCKET_IFNAME, where the side that starts the processes says it.
     """
 
     folder: str
@@ -42,6 +43,7 @@ class Subject:
     port: int
     free_gib: float
     over: str = "tcp"
+    interface: str = ""
 
 
 @dataclass
@@ -63,7 +65,7 @@ def examine(sessions: Sequence[Session], subject: Subject) -> Examination:
         present,
         lambda session: session.ask(
             "report", 3 * _SECONDS, folder=subject.folder, packages=list(PACKAGES),
-            data=list(subject.data), places=places,
+            data=list(subject.data), places=places, interface=subject.interface,
         ),
     )  # fmt: skip
     done.findings += [_silent(name, reason) for name, reason in lost.items()]

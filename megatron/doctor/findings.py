@@ -149,7 +149,8 @@ def _limits(name: str, report: Mapping[str, Any]) -> Iterator[NodeFinding]:
 
 def _address(name: str, report: Mapping[str, Any]) -> Iterator[NodeFinding]:
     if report["own_address"].startswith("127.") and not report["interface"]:
-        remedy = "give the name its real address in /etc/hosts, or set GLOO_SOCKET_IFNAME"
+        remedy = "give the name its real address in /etc/hosts, or set GLOO_SOCKET_IFNAME (with a "
+        remedy += "hostfile: in .deepspeed_env)"
         right = "an address that other nodes reach"
         yield NodeFinding(name, "address of its own name", report["own_address"], right, remedy)
 

@@ -43,13 +43,16 @@ _held: dict[str, Any] = {}
 """What stays open between requests: sockets, the locked file."""
 
 
-def report(folder: str, packages: list[str], data: list[str], places: list[str]) -> dict[str, Any]:
+def report(
+    folder: str, packages: list[str], data: list[str], places: list[str], interface: str = ""
+) -> dict[str, Any]:
     """What this node is. Sizes are in bytes.
 
     Args:
         folder: of this project.
         data: files that training reads.
         places: folders that training writes into, or that it will make.
+        interface: GLOO_SOCKET_IFNAME, if the side that starts the processes says it.
     """
     return {
         "python": platform.python_version(),
@@ -64,7 +67,7 @@ def report(folder: str, packages: list[str], data: list[str], places: list[str])
         "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         "infiniband": os.path.isdir("/dev/infiniband"),
         "own_address": _own_address(),
-        "interface": os.environ.get("GLOO_SOCKET_IFNAME", ""),
+        "interface": interface or os.environ.get("GLOO_SOCKET_IFNAME", ""),
         "gpus": _gpus(),
     }
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 _NO_FOLDER, _NO_PYTHON, _NO_EXPORT = 41, 42, 43
 """Exit statuses of the question that a node answers."""
+
+
 @dataclass(frozen=True)
 class _Saying:
     """What ssh says in a certain case, in small letters, and what to do; ``gone`` if the machine

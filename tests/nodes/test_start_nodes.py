@@ -69,6 +69,14 @@ def test_one_node_that_is_not_this_machine(machines, tmp_path):
     assert " --include node-2:0 --force_multi train.py" in done.stdout, done.stderr
 
 
+def test_a_port_of_sshd_among_deepspeeds_flags(machines, tmp_path):
+    for command in (["--ssh_port", "2222"], ["--ssh_port=2222"]):
+        done = started(machines[0], tmp_path, command=command)
+        assert done.returncode == 3 and "port 2222: Connection refused" in done.stderr
+    done = started(machines[0], tmp_path, command=["--ssh_port", "x"])
+    assert done.returncode == 2 and "--ssh_port x: expected the number of a port" in done.stderr
+
+
 @pytest.mark.proof
 def test_a_whole_hostfile_for_mpirun(machines, tmp_path):
     mpi = ["--launcher", "openmpi"]

@@ -167,6 +167,14 @@ LOG = """[    1.0] NVRM: loading NVIDIA UNIX Open Kernel Module
 [   13.0] NVRM: Xid (PCI:0000:2a:00): 13, Graphics Exception"""
 
 
+def test_the_interface_that_the_launching_side_names(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert probe.report("/none", [], [], [])["interface"] == ""
+    assert probe.report("/none", [], [], [], "eth1")["interface"] == "eth1"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth2")
+    assert probe.report("/none", [], [], [])["interface"] == "eth2"
+
+
 def test_gpus_of_a_node(programs):
     row = ", ".join(GPU.values())
     programs(nvidia_smi=f"echo '{row}'\necho '{row}'", dmesg=f"cat <<'E'\n{LOG}\nE")

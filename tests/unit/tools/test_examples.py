@@ -233,6 +233,20 @@ def test_nodes_are_examined_first():
     assert len(lines) == 2 and lines[1].startswith("python tools/start_nodes.py --hostfile hosts")
 
 
+def test_nodes_are_examined_for_what_the_flags_name():
+    path = FOLDER / "pretrain_llama_1b.sh"
+    flags = "--launcher pdsh --master_port 29501 --ssh_port=2222"
+    given = {"HOSTFILE": "hosts", "DEEPSPEED_FLAGS": flags, "DATA_PATH": "a", "DOCTOR": "1"}
+    words = ["--save=x y", "--data-path=b", "--lr", "1", "--save_interval=3"]
+    first, second = script(path, *words, **given).stdout.splitlines()
+    found = shlex.split(first)
+    assert found[2:] == [
+        *("--hostfile", "hosts", "--master-port", "29501", "--ssh-port", "2222"),
+        *("--data-path", "a", "--save", "runs/llama-1b", "--save", "x y", "--data-path", "b"),
+    ]
+    assert f" deepspeed {flags} pretrain_gpt.py " in second
+
+
 def test_tokenizer_folder():
     _, flags = printed(FOLDER / "pretrain_llama_1b.sh", TOKENIZER="tokenizers/a b")
     settings = FlagParser(*FLAG_CLASSES).settings(flags)
@@ -313,6 +327,28 @@ def test_slurm_examines_the_nodes_once(slurm, name):
     programs = [line.split()[:2] for line in said.splitlines()]
     assert programs == [["python", "tools/doctor.py"], ["python", "pretrain_gpt.py"]]
     assert "--master-port 20123 --data-path " in said
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [
+        (1, "the nodes do not pass tools/doctor.py; leave one out with sbatch --exclude"),
+        (2, "the nodes could not be examined (status 2 of tools/doctor.py)"),
+    ],
+)
+def test_slurm_ends_with_what_the_examination_says(slurm, tmp_path, status, reason):
+    (tmp_path / "python").write_text(f"#!/bin/bash\nexit {status}\n")
+    (tmp_path / "python").chmod(0o755)
+    given = {**slurm, "DOCTOR": "1", "DRY_RUN": ""}
+    done = script(FOLDER / "slurm" / "pretrain.sbatch", "pretrain_llama_1b.sh", **given)
+    assert done.returncode == 2 and done.stderr.endswith(f": error: {reason}\n")
+
+
+def test_slurm_does_not_examine_a_container_from_outside(slurm):
+    given = {**slurm, "DOCTOR": "1", "CONTAINER_IMAGE": "image.sqsh"}
+    done = script(FOLDER / "slurm" / "pretrain.sbatch", "pretrain_llama_1b.sh", **given)
+    assert done.returncode == 2 and not done.stdout
+    assert "error: DOCTOR with CONTAINER_IMAGE" in done.stderr
 
 
 def test_slurm_script_with_pyxis(slurm, tmp_path):
