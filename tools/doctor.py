@@ -78,9 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     config: DoctorConfig = build(DoctorConfig, parser.settings(argv))
     try:
         names, way = chosen_nodes(config)
+        refused, sessions = start(names, way, config)
     except (ValueError, OSError) as error:
         parser.error(one_line(error))
-    refused, sessions = start(names, way, config)
     try:
         done = examine(sessions, subject_of(config)) if sessions else Examination()
     finally:
@@ -120,6 +120,8 @@ def start(
     """The nodes that cannot be examined, and the probes of the others."""
     folder, python = os.getcwd(), config.python
     if way == "here":
+        if shutil.which(python) is None:
+            raise ConfigError(f"--python {python}: no such program here")
         return [], [Session(names[0], here(python))]
     if way == "srun":
         return [], [Session(name, by_srun(name, folder, python)) for name in names]

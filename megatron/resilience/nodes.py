@@ -4,6 +4,7 @@ part, and how their processes are asked to stop."""
 from __future__ import annotations
 
 import shlex
+import shutil
 import subprocess
 import time
 from collections.abc import MutableMapping, Sequence
@@ -33,7 +34,8 @@ _SAYINGS = (
     _Saying("system is booting up", "wait until it has started", gone=True),
     _Saying("temporary failure in name resolution", "see whether DNS answers, or add the name to "
             "/etc/hosts", gone=True),
-    _Saying("could not resolve", "correct the name in the hostfile, or add it to /etc/hosts or DNS"),
+    _Saying("could not resolve",
+            "correct the name in the hostfile, or add it to /etc/hosts or DNS"),
     _Saying("permission denied", "allow ssh without a password: ssh-copy-id {name}"),
     _Saying("remote host identification", "the machine is another one now: ssh-keygen -R {name}"),
     _Saying("host key", "add its key: ssh-keyscan {name} >> ~/.ssh/known_hosts"),
@@ -67,7 +69,13 @@ def ask(
         python: the program that they run.
         seconds: for which a node may think.
         options: further words for ssh, such as ``-p 2222``.
+
+    Raises FileNotFoundError if there is no ssh.
     """
+    if shutil.which("ssh") is None:
+        raise FileNotFoundError(
+            "ssh is not installed here: install OpenSSH's client, by which the nodes are reached"
+        )
     asked = _on_all(names, _question(folder, python), seconds, options)
     deadline = time.monotonic() + 2 * seconds
     refusals = []
@@ -109,8 +117,8 @@ def _on_all(
 def _question(folder: str, python: str) -> str:
     """Sets a variable as pdsh's launcher does, in whatever the user's shell is."""
     script = (
-        f"test -d {shlex.quote(folder)} || exit {_NO_FOLDER}; "
-        f"test -x {shlex.quote(python)} || exit {_NO_PYTHON}; "
+        f"cd {shlex.quote(folder)} || exit {_NO_FOLDER}; "
+        f"command -v {shlex.quote(python)} || exit {_NO_PYTHON}; "
         f'test "$MEGATRON_NODE" || exit {_NO_EXPORT}'
     )
     return f"export MEGATRON_NODE=1; sh -c {shlex.quote(script)}"

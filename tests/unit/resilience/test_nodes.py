@@ -43,4 +43,26 @@ def test_who_may_come_back(ssh, said):
     (refusal,) = ask(["n"], "/", "python", 5)
     assert refusal.gone == gone
     assert remedy in refusal.remedy
-    assert refusal.reason in said and (BOOTING not in said or BOOTING == refusal.reason)
+    assert refusal.reason in said and (BOOTING not in said or refusal.reason == BOOTING)
+
+
+@pytest.mark.parametrize(
+    ("folder", "python", "reason"),
+    [
+        ("/", "sh", None),  # as PATH there has it
+        ("/", "/bin/sh", None),
+        ("/", "no-such-program", "no program no-such-program"),
+        ("/", "/nope", "no program /nope"),
+        ("/nope", "sh", "no folder /nope"),
+    ],
+)
+def test_what_a_node_has(ssh, folder, python, reason):
+    """The question itself, in a shell of this machine."""
+    ssh('while [ "$1" != n ]; do shift; done; shift; exec sh -c "$*"')
+    assert [refusal.reason for refusal in ask(["n"], folder, python, 5)] == [reason][: bool(reason)]
+
+
+def test_no_ssh_here(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="^ssh is not installed here: "):
+        ask(["n"], "/", "python", 5)

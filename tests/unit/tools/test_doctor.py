@@ -1,8 +1,6 @@
 """tools/doctor.py: what it looks at, and how it answers where nodes cannot be examined."""
 
-import json
 import os
-import sys
 
 import pytest
 from tool_modules import load_program
@@ -59,3 +57,19 @@ def test_the_interface_of_the_processes(tool, place, monkeypatch):
     (place / "here" / "own").write_text("GLOO_SOCKET_IFNAME=eth3\n")
     monkeypatch.setenv("DS_ENV_FILE", "own")
     assert subject(tool, hostfile="hosts").interface == "eth3"
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--python", "/nope"], "--python /nope: no such program here"),
+        (["--nodes", "n1"], "ssh is not installed here"),
+        (["--nodes", "n1,n1"], "--nodes n1,n1: give each name once"),
+    ],
+)
+def test_what_ends_with_a_line_and_status_2(tool, place, monkeypatch, capsys, flags, message):
+    monkeypatch.setenv("PATH", str(place))
+    with pytest.raises(SystemExit) as end:
+        tool.main(flags)
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
