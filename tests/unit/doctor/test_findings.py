@@ -183,6 +183,13 @@ def test_gpus_of_a_node(programs):
     assert said["xids"] == ["Xid (PCI:0000:18:00): 79, GPU has fallen off the bus."]
 
 
+def test_a_warning_among_the_gpus(programs):
+    """It is named, and the GPUs are known all the same."""
+    row, warning = ", ".join(GPU.values()), "WARNING: infoROM is corrupted at gpu 0000:84:00.0"
+    programs(nvidia_smi=f"echo '{row}'\necho '{warning}'\necho\necho '{row}'", dmesg="exit 1")
+    assert probe._gpus() == {"rows": [GPU, GPU], "xids": [], "error": warning}
+
+
 def test_a_driver_that_does_not_answer(programs):
     programs(nvidia_smi="echo 'Unable to determine the device handle' >&2; exit 15", dmesg="exit 1")
     assert probe._gpus() == {
