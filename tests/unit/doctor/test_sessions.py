@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import fcntl
 import os
 import socket
 import sys
