@@ -69,7 +69,7 @@ def judge_reports(reports: Reports, free_gib: float) -> list[NodeFinding]:
     return [*found, *_different_gpus(reports)]
 
 
-def usual(values: Mapping[str, Any]) -> Any:
+def usual(values: Mapping[Any, Any]) -> Any:
     """What most nodes have; of equals, what the first has."""
     return Counter(values.values()).most_common(1)[0][0]
 

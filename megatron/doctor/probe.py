@@ -209,7 +209,10 @@ def look(folder: str, name: str, seconds: float) -> str:
 
 def listen(port: int) -> int:
     """Accepts connections at a port, or at any if it is 0; each is measured by :func:`send`."""
-    server = _held["server"] = _listener(port)
+    try:
+        server = _held["server"] = _listener(port)
+    except OSError as error:  # Python appends words of its own
+        raise OSError(error.errno, os.strerror(error.errno or 0)) from None
     threading.Thread(target=_accept, args=(server,), daemon=True).start()
     return int(server.getsockname()[1])
 

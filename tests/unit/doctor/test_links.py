@@ -14,7 +14,7 @@ from megatron.doctor.session import ProbeError
 @pytest.fixture
 def cluster(monkeypatch):
     """Measures links between so many nodes, of which a function says how one is: its rate, or why
-    there is none. Returns links, findings and how often each pair was measured."""
+    it does not work. Returns links, findings and how often each pair was measured."""
 
     def run(count, quality):
         tries, lock = Counter(), threading.Lock()
