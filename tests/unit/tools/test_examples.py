@@ -456,7 +456,7 @@ def test_a_job_queues_itself_again(requeued, status, asked, before, queued, afte
         requeued.file.write_text(f"{before}\n")
     again, said, kept = requeued(status, 40, asked)
     assert (again, kept) == (queued, after), said
-    limit = "not queued again, it was 10 times in a row (MAX_REQUEUES)"
+    limit = "not queued again, failure 11 in a row (MAX_REQUEUES=10)"
     assert (limit in said) == (status == 3 and not queued)
 
 
