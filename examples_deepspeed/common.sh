@@ -32,6 +32,8 @@
 # shellcheck disable=SC2034 # the scripts read MODEL
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=/dev/null
+source examples_deepspeed/await.sh
 
 GPT2="--max-position-embeddings 1024 --seq-length 1024"
 LLAMA="--use-rotary-position-embeddings --normalization RMSNorm --swiglu --disable-bias-linear
@@ -140,16 +142,33 @@ launcher() {
 # Examines the nodes of a run, and what its flags name there. DOCTOR=only ends here: slurm's script
 # does this once for all tasks.
 examine() { # PROGRAM --flag value ...
-    local doctor=(python tools/doctor.py) flag='' word
+    local doctor=(python tools/doctor.py) flag='' word words
     [[ -z ${HOSTFILE:-} ]] || doctor+=(--hostfile "$HOSTFILE")
     [[ -z ${INCLUDE:-} ]] || doctor+=(--include "$INCLUDE")
     [[ -z ${EXCLUDE:-} ]] || doctor+=(--exclude "$EXCLUDE")
     [[ -z ${MASTER_PORT:-} ]] || doctor+=(--master-port "$MASTER_PORT")
+    if [[ ${LAUNCHER:-deepspeed} == deepspeed ]]; then
+        read -ra words <<<"${DEEPSPEED_FLAGS:-}"
+        for word in "${words[@]}"; do
+            case $flag$word in
+                --master_port=?*) doctor+=(--master-port "${word#*=}") ;;
+                --ssh_port=?*) doctor+=(--ssh-port "${word#*=}") ;;
+            esac
+            # A value of its own is read as one after "=".
+            flag=''
+            [[ $word != --master_port && $word != --ssh_port ]] || flag=$word=
+        done
+        flag=''
+    fi
     for word in "${@:2}"; do
+        case $word in
+            --data-path | --data_path) doctor+=(--data-path) ;;
+            --data-path=* | --data_path=*) doctor+=(--data-path "${word#*=}") ;;
+            --save=*) doctor+=(--save "${word#*=}") ;;
+        esac
         if [[ $word == --* ]]; then
             flag=$word
-            [[ $flag != --data-path ]] || doctor+=(--data-path)
-        elif [[ $flag == --data-path ]]; then
+        elif [[ $flag == --data-path || $flag == --data_path ]]; then
             doctor+=("$word")
         elif [[ $flag == --save ]]; then
             doctor+=(--save "$word")
@@ -198,8 +217,8 @@ restarting() {
     while [[ -z $stopped ]]; do
         "$@" &
         child=$!
-        # A signal ends a wait, not the command.
-        while status=0 && { wait "$child" || status=$?; } && kill -0 "$child" 2>/dev/null; do :; done
+        status=0
+        await "$child" || status=$?
         if ((status == 0 || status == 2 || left == 0)) || [[ -n $stopped ]]; then
             break
         fi

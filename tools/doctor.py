@@ -22,10 +22,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron.config import ConfigError, FlagParser
 from megatron.config.flags import POSITIVE, build, option
+from megatron.data.paths import READ_IN_PLACE, expand
 from megatron.doctor.examination import Examination, Subject, examine
 from megatron.doctor.findings import NodeFinding, usual_link
 from megatron.doctor.links import OVER
@@ -50,7 +53,8 @@ class DoctorConfig:
     save: str | None = option(None)
     """Folder that all nodes must share, as training's --save."""
     data_path: tuple[str, ...] = option(())
-    """Prefixes of the .bin and .idx files of training, with or without weights."""
+    """Prefixes of the .bin and .idx files of training, other files, folders or patterns, with or
+    without weights; a URL is left out."""
     master_port: int = option(29500, bounds=POSITIVE)
     """Port of the first node at which the processes of a run meet."""
     free_gib: float = option(1.0)
@@ -74,9 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     config: DoctorConfig = build(DoctorConfig, parser.settings(argv))
     try:
         names, way = chosen_nodes(config)
+        refused, sessions = start(names, way, config)
     except (ValueError, OSError) as error:
         parser.error(one_line(error))
-    refused, sessions = start(names, way, config)
     try:
         done = examine(sessions, subject_of(config)) if sessions else Examination()
     finally:
@@ -116,6 +120,8 @@ def start(
     """The nodes that cannot be examined, and the probes of the others."""
     folder, python = os.getcwd(), config.python
     if way == "here":
+        if shutil.which(python) is None:
+            raise ConfigError(f"--python {python}: no such program here")
         return [], [Session(names[0], here(python))]
     if way == "srun":
         return [], [Session(name, by_srun(name, folder, python)) for name in names]
@@ -137,10 +143,44 @@ def subject_of(config: DoctorConfig) -> Subject:
         try:
             float(word)
         except ValueError:
-            path = os.path.abspath(word)
-            data += [path] if os.path.isfile(path) else [f"{path}.bin", f"{path}.idx"]
+            data += files_of(word)
     save = os.path.abspath(config.save) if config.save else None
-    return Subject(os.getcwd(), data, save, config.master_port, config.free_gib, config.over)
+    return Subject(
+        os.getcwd(), data, save, config.master_port, config.free_gib, config.over, interface(config)
+    )
+
+
+def files_of(path: str) -> list[str]:
+    """The files that training reads of a path; of a URL none."""
+    if "://" in path:
+        tell(f"--data-path {path}: not examined, it is not a file of the nodes")
+        return []
+    pair = [os.path.abspath(f"{path}.{kind}") for kind in ("bin", "idx")]
+    if any(map(os.path.exists, pair)):
+        return pair
+    try:
+        return [os.path.abspath(file) for file in expand(path, READ_IN_PLACE)]
+    except FileNotFoundError:
+        return pair
+
+
+def interface(config: DoctorConfig) -> str:
+    """GLOO_SOCKET_IFNAME of the processes, if the side that starts them says it: a line of
+    .deepspeed_env, or the shell's variable, which DeepSpeed does not pass to the nodes of a
+    hostfile."""
+    name = "GLOO_SOCKET_IFNAME"
+    found = "" if config.hostfile else os.environ.get(name, "")
+    for folder in (os.path.expanduser("~"), "."):
+        with suppress(OSError, UnicodeDecodeError):
+            path = os.path.join(folder, os.environ.get("DS_ENV_FILE", ".deepspeed_env"))
+            for line in Path(path).read_text().splitlines():
+                key, _, value = line.partition("=")
+                found = value.strip() if key.strip() == name else found
+    return found
+
+
+def tell(text: str) -> None:
+    print(f"doctor.py: {text}", file=sys.stderr)
 
 
 def as_json(names: Sequence[str], done: Examination) -> str:

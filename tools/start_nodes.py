@@ -23,10 +23,12 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from megatron.config import ConfigError, FlagParser
@@ -72,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         program = shutil.which(command[0])
         if program is None:
             raise ConfigError(f"{command[0]} is not installed: pip install deepspeed")
+        config = with_ssh_port(config, command)
         hostfile = read_hostfile(config.hostfile)
         nodes = first_slots(chosen(hostfile, config.include, config.exclude), config.num_gpus)
         nodes = reachable(nodes, config)
@@ -85,6 +88,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     tell(ranks(nodes))
     keep_alive(os.environ)
     sys.exit(run([program, *options, *command[1:]], nodes, config))
+
+
+def with_ssh_port(config: NodesConfig, command: Sequence[str]) -> NodesConfig:
+    """With the port that deepspeed is told, unless there is one of ours."""
+    port = value_of("--ssh_port", command, "")
+    if not port or config.ssh_port is not None:
+        return config
+    if not port.isdecimal() or not int(port):
+        raise ConfigError(f"--ssh_port {port}: expected the number of a port")
+    return replace(config, ssh_port=int(port))
 
 
 def tell(text: str) -> None:
@@ -177,6 +190,8 @@ def launcher_options(
 ) -> list[str]:
     """What tells deepspeed the nodes."""
     options = [] if config.ssh_port is None else ["--ssh_port", str(config.ssh_port)]
+    if len(nodes) == 1 and not is_here(*nodes):
+        options.append("--force_multi")  # deepspeed starts a single node's processes here
     if nodes == hostfile:
         return ["--hostfile", os.path.abspath(config.hostfile), *options]
     if launcher not in _MPI:
@@ -193,6 +208,19 @@ def launcher_options(
     text = "".join(f"{name} slots={len(slots)}\n" for name, slots in nodes.items())
     os.write(file, text.encode())
     return ["--hostfile", f"/proc/{os.getpid()}/fd/{file}", *options]
+
+
+def is_here(name: str) -> bool:
+    """Whether a name or address is this machine's."""
+    try:
+        found = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
+    except OSError:
+        return name == socket.gethostname()
+    for family, kind, protocol, _, address in found:
+        with suppress(OSError), socket.socket(family, kind, protocol) as tried:
+            tried.bind(address)
+            return True
+    return False
 
 
 def ranks(nodes: Slots) -> str:

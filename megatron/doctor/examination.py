@@ -34,6 +34,7 @@ class Subject:
         port: at which the processes meet on the first node.
         free_gib: to be free where training writes.
         over: what measures the links: tcp, or a backend of torch.distributed.
+        interface: GLOO_SOCKET_IFNAME, where the side that starts the processes says it.
     """
 
     folder: str
@@ -42,6 +43,7 @@ class Subject:
     port: int
     free_gib: float
     over: str = "tcp"
+    interface: str = ""
 
 
 @dataclass
@@ -63,7 +65,7 @@ def examine(sessions: Sequence[Session], subject: Subject) -> Examination:
         present,
         lambda session: session.ask(
             "report", 3 * _SECONDS, folder=subject.folder, packages=list(PACKAGES),
-            data=list(subject.data), places=places,
+            data=list(subject.data), places=places, interface=subject.interface,
         ),
     )  # fmt: skip
     done.findings += [_silent(name, reason) for name, reason in lost.items()]
@@ -140,20 +142,27 @@ def _shared(
     first, *others = owners
     name = f".doctor-{secrets.token_hex(8)}"
     try:
-        first.ask("mark", _SECONDS, folder=deepest, name=name)
+        reason = first.ask("mark", _SECONDS, folder=deepest, name=name)
+        seen, errors = on_all(
+            others,
+            lambda one: one.ask("look", _SECONDS, folder=deepest, name=name, seconds=_LOOKING),
+        )
     except ProbeError:
         return  # its report has said that it cannot write
-    seen, errors = on_all(
-        others, lambda one: one.ask("look", _SECONDS, folder=deepest, name=name, seconds=_LOOKING)
-    )
-    with suppress(ProbeError):
-        first.ask("unmark", _SECONDS)
-    for other, value in {**seen, **errors}.items():
-        if value == "not locked":
+    finally:
+        with suppress(ProbeError):
+            first.ask("unmark", _SECONDS)
+    unlocked = {first.name: f"without locks: {reason}"} if reason else {}
+    for other, value in {**unlocked, **seen, **errors}.items():
+        if value.startswith("without locks"):
+            remedy = "mount it with locks of all nodes (Lustre: -o flock), or choose another folder"
+            if other == first.name or not reason:
+                yield NodeFinding(other, where, value, "locks that count on all nodes", remedy)
+        elif value == "not locked" and not reason:
             remedy = "mount it with locks on all nodes (NFS: without nolock or local_lock)"
             right = f"the lock of {first.name} counts"
             yield NodeFinding(other, where, "a lock of another node is not seen", right, remedy)
-        elif value != "locked":
+        elif value not in ("locked", "not locked"):
             value = f"does not see what {first.name} writes there" if value == "not seen" else value
             remedy = "mount the same file system on all nodes, or choose a shared folder"
             yield NodeFinding(other, where, value, "shared", remedy)

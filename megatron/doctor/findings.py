@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +19,8 @@ SLOW = 0.25
 FAR = 10.0
 """Times the median latency: a link with more is named, if that is a millisecond more."""
 _LEAST_TRIP = 1e-3
+_NAMED = 3
+"""Nodes that are named of those with which one cannot connect."""
 Reports = Mapping[str, Mapping[str, Any]]
 Pair = tuple[str, str]
 """Who sends, who receives."""
@@ -67,7 +69,7 @@ def judge_reports(reports: Reports, free_gib: float) -> list[NodeFinding]:
     return [*found, *_different_gpus(reports)]
 
 
-def usual(values: Mapping[str, Any]) -> Any:
+def usual(values: Mapping[Any, Any]) -> Any:
     """What most nodes have; of equals, what the first has."""
     return Counter(values.values()).most_common(1)[0][0]
 
@@ -149,7 +151,8 @@ def _limits(name: str, report: Mapping[str, Any]) -> Iterator[NodeFinding]:
 
 def _address(name: str, report: Mapping[str, Any]) -> Iterator[NodeFinding]:
     if report["own_address"].startswith("127.") and not report["interface"]:
-        remedy = "give the name its real address in /etc/hosts, or set GLOO_SOCKET_IFNAME"
+        remedy = "give the name its real address in /etc/hosts, or set GLOO_SOCKET_IFNAME (with a "
+        remedy += "hostfile: in .deepspeed_env)"
         right = "an address that other nodes reach"
         yield NodeFinding(name, "address of its own name", report["own_address"], right, remedy)
 
@@ -244,6 +247,46 @@ def judge_links(links: Links) -> list[NodeFinding]:
     for pair in slow:
         found.append(_slow(" -> ".join(pair), links[pair], usual_link(links)))
     return found
+
+
+def judge_lost(
+    lost: Mapping[Pair, str], untried: Collection[str] = (), over: str = "tcp"
+) -> list[NodeFinding]:
+    """Of pairs that cannot connect, with the reasons: a node that several others do not reach or
+    that does not reach them, otherwise the pair.
+
+    Args:
+        untried: nodes that have not been tried with all others.
+    """
+    rest, found = dict(lost), []
+    check, right = f"connection ({over})", "it works"
+    remedy = "open all ports between the nodes of a run; see routes and /etc/hosts"
+    while peers := peers_of(rest):
+        name = max(peers, key=lambda one: (one in untried, len(peers[one])))
+        if len(peers[name]) < 2:
+            break
+        mine = {pair: rest.pop(pair) for pair in list(rest) if name in pair}
+        word = "to" if all(pair[0] == name for pair in mine) else "with"
+        word = "from" if all(pair[1] == name for pair in mine) else word
+        others = ", ".join(peers[name][:_NAMED])
+        more = f" and {len(peers[name]) - _NAMED} more" if peers[name][_NAMED:] else ""
+        value = f"{usual(mine)}, {word} {others}{more}"
+        value += "; not tried with the others" if name in untried else ""
+        found.append(NodeFinding(name, check, value, right, remedy))
+    pairs = [
+        NodeFinding(" -> ".join(pair), check, reason, right, remedy)
+        for pair, reason in rest.items()
+    ]
+    return [*found, *pairs]
+
+
+def peers_of(pairs: Iterable[Pair]) -> dict[str, list[str]]:
+    """The other nodes of these pairs, for each node."""
+    found: dict[str, dict[str, None]] = {}
+    for a, b in pairs:
+        found.setdefault(a, {})[b] = None
+        found.setdefault(b, {})[a] = None
+    return {name: list(others) for name, others in found.items()}
 
 
 def _slow(where: str, mine: Link, most: Link, word: str = "") -> NodeFinding:

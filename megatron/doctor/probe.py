@@ -7,6 +7,7 @@ can say what is missing.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import importlib.metadata
 import json
@@ -43,13 +44,16 @@ _held: dict[str, Any] = {}
 """What stays open between requests: sockets, the locked file."""
 
 
-def report(folder: str, packages: list[str], data: list[str], places: list[str]) -> dict[str, Any]:
+def report(
+    folder: str, packages: list[str], data: list[str], places: list[str], interface: str = ""
+) -> dict[str, Any]:
     """What this node is. Sizes are in bytes.
 
     Args:
         folder: of this project.
         data: files that training reads.
         places: folders that training writes into, or that it will make.
+        interface: GLOO_SOCKET_IFNAME, if the side that starts the processes says it.
     """
     return {
         "python": platform.python_version(),
@@ -64,7 +68,7 @@ def report(folder: str, packages: list[str], data: list[str], places: list[str])
         "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         "infiniband": os.path.isdir("/dev/infiniband"),
         "own_address": _own_address(),
-        "interface": os.environ.get("GLOO_SOCKET_IFNAME", ""),
+        "interface": interface or os.environ.get("GLOO_SOCKET_IFNAME", ""),
         "gpus": _gpus(),
     }
 
@@ -112,7 +116,8 @@ def _own_address() -> str:
 
 
 def _gpus() -> dict[str, Any]:
-    """A row for each GPU, or why there is no answer; ``rows`` is empty where no driver is."""
+    """A row for each GPU, and what else is said or why there is no answer; ``rows`` is empty where
+    no driver is."""
     said = _nvidia_smi()
     return {**said, "xids": _xids() if said["rows"] or said["error"] else []}
 
@@ -127,8 +132,14 @@ def _nvidia_smi() -> dict[str, Any]:
         return {"rows": [], "error": str(error)}
     if said.returncode:
         return {"rows": [], "error": (said.stderr or said.stdout).strip()}
-    lines = [line.split(", ") for line in said.stdout.splitlines()]
-    return {"rows": [dict(zip(_GPU_FIELDS, line, strict=True)) for line in lines], "error": ""}
+    rows, others = [], []
+    for line in filter(str.strip, said.stdout.splitlines()):
+        values = line.split(", ")
+        if len(values) == len(_GPU_FIELDS):
+            rows.append(dict(zip(_GPU_FIELDS, values, strict=True)))
+        else:
+            others.append(line.strip())  # such as a warning
+    return {"rows": rows, "error": "\n".join(others)}
 
 
 def _xids() -> list[str]:
@@ -149,23 +160,38 @@ def clock() -> float:
     return time.time()
 
 
-def mark(folder: str, name: str) -> None:
-    """Leaves a file in a folder, and locks it until :func:`unmark`."""
+def mark(folder: str, name: str) -> str:
+    """Leaves a file in a folder, and locks it until :func:`unmark`. Returns why the file system has
+    no locks, if so. Raises OSError if it cannot be written; then nothing is left."""
     file = _held["mark"] = open(os.path.join(folder, name), "w")  # noqa: SIM115
-    file.write(name)
+    try:
+        _write(file, name)
+    except OSError:
+        unmark()
+        raise
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _write(file: Any, text: str) -> None:
+    file.write(text)
     file.flush()
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def unmark() -> None:
     file = _held.pop("mark")
     os.unlink(file.name)
-    file.close()
+    with contextlib.suppress(OSError):  # what could not be written before
+        file.close()
 
 
 def look(folder: str, name: str, seconds: float) -> str:
     """Whether a file that another node has marked is seen, and its lock: ``locked``, ``not
-    locked``, or ``not seen`` after so long; network file systems take a while."""
+    locked``, ``without locks: REASON``, or ``not seen`` after so long; network file systems take a
+    while."""
     deadline = time.monotonic() + seconds
     while name not in (os.listdir(folder) if os.path.isdir(folder) else []):
         if time.monotonic() > deadline:
@@ -176,17 +202,30 @@ def look(folder: str, name: str, seconds: float) -> str:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return "locked"
+        except OSError as error:
+            return f"without locks: {error.strerror or error}"
     return "not locked"
 
 
 def listen(port: int) -> int:
     """Accepts connections at a port, or at any if it is 0; each is measured by :func:`send`."""
-    server = _held["server"] = socket.socket()
-    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    server.bind(("", port))
-    server.listen()
+    try:
+        server = _held["server"] = _listener(port)
+    except OSError as error:  # Python appends words of its own
+        raise OSError(error.errno, os.strerror(error.errno or 0)) from None
     threading.Thread(target=_accept, args=(server,), daemon=True).start()
     return int(server.getsockname()[1])
+
+
+def _listener(port: int) -> socket.socket:
+    """At the addresses of IPv4 and IPv6; nodes may have names in one of them only."""
+    if socket.has_dualstack_ipv6():
+        try:
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise
+    return socket.create_server(("", port))
 
 
 def close() -> None:
@@ -295,7 +334,9 @@ REQUESTS: dict[str, Callable[..., Any]] = {
 
 def serve() -> None:
     """Answers until the input ends."""
-    answers, sys.stdout = sys.stdout, sys.stderr  # libraries print, too
+    # Libraries print, too, also those in C, past Python.
+    answers, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
+    os.dup2(2, 1)
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         number, name, values = json.loads(line)

@@ -4,6 +4,7 @@ part, and how their processes are asked to stop."""
 from __future__ import annotations
 
 import shlex
+import shutil
 import subprocess
 import time
 from collections.abc import MutableMapping, Sequence
@@ -11,17 +12,37 @@ from dataclasses import dataclass
 
 _NO_FOLDER, _NO_PYTHON, _NO_EXPORT = 41, 42, 43
 """Exit statuses of the question that a node answers."""
-_REMEDIES = (
-    ("connection refused", "start sshd there (systemctl start ssh), or give its --ssh-port"),
-    ("timed out", "see whether the machine is on, and the network and firewall between"),
-    ("no route", "see whether the machine is on, and the network between"),
-    ("could not resolve", "correct the name in the hostfile, or add it to /etc/hosts or DNS"),
-    ("permission denied", "allow ssh without a password: ssh-copy-id {name}"),
-    ("host key", "add its key: ssh-keyscan {name} >> ~/.ssh/known_hosts"),
-    ("remote host identification", "the machine is another one now: ssh-keygen -R {name}"),
-)
-_GONE = 3
-"""The first of these are about machines that may come back; the others are mistakes."""
+
+
+@dataclass(frozen=True)
+class _Saying:
+    """What ssh says in a certain case, in small letters, and what to do; ``gone`` if the machine
+    may come back by itself, otherwise it is a mistake."""
+
+    words: str
+    remedy: str
+    gone: bool = False
+
+
+_SAYINGS = (
+    _Saying("connection refused", "start sshd there (systemctl start ssh), or give its --ssh-port",
+            gone=True),
+    _Saying("timed out", "see whether the machine is on, and the network and firewall between",
+            gone=True),
+    _Saying("no route", "see whether the machine is on, and the network between", gone=True),
+    _Saying("network is unreachable", "see the network and routes of this machine", gone=True),
+    _Saying("system is booting up", "wait until it has started", gone=True),
+    _Saying("temporary failure in name resolution", "see whether DNS answers, or add the name to "
+            "/etc/hosts", gone=True),
+    _Saying("could not resolve",
+            "correct the name in the hostfile, or add it to /etc/hosts or DNS"),
+    _Saying("permission denied", "allow ssh without a password: ssh-copy-id {name}"),
+    _Saying("remote host identification", "the machine is another one now: ssh-keygen -R {name}"),
+    _Saying("host key", "add its key: ssh-keyscan {name} >> ~/.ssh/known_hosts"),
+    _Saying("connection closed by", "see what its sshd says (journalctl -u ssh)", gone=True),
+    _Saying("connection reset by", "see what its sshd says (journalctl -u ssh)", gone=True),
+)  # fmt: skip
+"""The first that fits counts."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +69,13 @@ def ask(
         python: the program that they run.
         seconds: for which a node may think.
         options: further words for ssh, such as ``-p 2222``.
+
+    Raises FileNotFoundError if there is no ssh.
     """
+    if shutil.which("ssh") is None:
+        raise FileNotFoundError(
+            "ssh is not installed here: install OpenSSH's client, by which the nodes are reached"
+        )
     asked = _on_all(names, _question(folder, python), seconds, options)
     deadline = time.monotonic() + 2 * seconds
     refusals = []
@@ -90,8 +117,8 @@ def _on_all(
 def _question(folder: str, python: str) -> str:
     """Sets a variable as pdsh's launcher does, in whatever the user's shell is."""
     script = (
-        f"test -d {shlex.quote(folder)} || exit {_NO_FOLDER}; "
-        f"test -x {shlex.quote(python)} || exit {_NO_PYTHON}; "
+        f"cd {shlex.quote(folder)} || exit {_NO_FOLDER}; "
+        f"command -v {shlex.quote(python)} || exit {_NO_PYTHON}; "
         f'test "$MEGATRON_NODE" || exit {_NO_EXPORT}'
     )
     return f"export MEGATRON_NODE=1; sh -c {shlex.quote(script)}"
@@ -107,11 +134,12 @@ def _refusal(name: str, status: int, said: str, folder: str, python: str) -> Ref
     if status == _NO_EXPORT:
         remedy = "chsh -s /bin/bash there: DeepSpeed's launcher sends `export`"
         return Refusal(name, "the login shell does not know `export`", remedy)
-    lines = [line.strip() for line in said.splitlines() if line.strip() and set(line) != {"@"}]
+    lines = [text for line in said.splitlines() if (text := line.strip("@ \t"))]
+    for saying in _SAYINGS:
+        for line in lines:
+            if saying.words in line.lower():
+                return Refusal(name, line, saying.remedy.format(name=name), saying.gone)
     reason = lines[-1] if lines else f"ssh ended with status {status}"
-    for index, (pattern, remedy) in enumerate(_REMEDIES):
-        if pattern in said.lower():
-            return Refusal(name, reason, remedy.format(name=name), gone=index < _GONE)
     return Refusal(name, reason, f"see what `ssh {name} true` prints")
 
 

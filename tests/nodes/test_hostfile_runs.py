@@ -73,6 +73,19 @@ def test_a_node_is_lost(four, tmp_path, lost):
 
 
 @pytest.mark.proof
+def test_one_node_is_trained_on_where_it_is(four, tmp_path):
+    """Not on the node that starts the run; a signal reaches it there."""
+    hosts = hostfile(tmp_path / "hostfile", NAMES)
+    flags = ["--train-iters", 100000, "--zero-stage", 1]
+    with a_run(four[0], tmp_path, *flags, HOSTFILE=hosts, INCLUDE="node-3") as run:
+        run.wait_for(r"(?m)^node-3: .*iteration +2/")
+        trains = ["pgrep", "-f", "pretrain_gpt.py.* --local_rank"]
+        assert four[2].run(*trains).stdout and not four[0].run(*trains).stdout
+        assert run.stop() == 0, run.said()[-4000:]
+    assert "stopped by SIGTERM" in run.said()
+
+
+@pytest.mark.proof
 def test_launchers_and_shells(tmp_path):
     """pdsh, Debian's Open MPI and --no_ssh train alike; root's shells are bash, fish and dash, and
     .deepspeed_env reaches the processes."""

@@ -187,6 +187,19 @@ def test_a_mistake_in_the_flags_ends_the_job(slurm, corpus, tmp_path):
 
 
 @pytest.mark.proof
+def test_a_job_that_fails_again_and_again_ends(slurm, corpus, tmp_path):
+    """Torchrun does not pass on the status of a mistake."""
+    settings = {**corpus, "LAUNCHER": "torchrun", "MAX_REQUEUES": 1}
+    number, log = submit(slurm, tmp_path, ["--lr", "x"], ["--nodes", "2"], **settings)
+    assert slurm.end(number) == "FAILED", log.read_text()
+    assert slurm.job(number)["Restarts"] == "1"
+    said = log.read_text()
+    assert said.count(": queued again (failure 1 of 1)") == 1
+    assert said.count(": not queued again, failure 2 in a row (MAX_REQUEUES=1)") == 1
+    assert not list((tmp_path / "runs").glob(".failures-*"))
+
+
+@pytest.mark.proof
 def test_requeued_by_its_signal_and_resumed_on_two_nodes(slurm, corpus, tmp_path):
     steps = 40
     flags = [*FLAGS, "--train-iters", str(steps)]

@@ -167,12 +167,27 @@ LOG = """[    1.0] NVRM: loading NVIDIA UNIX Open Kernel Module
 [   13.0] NVRM: Xid (PCI:0000:2a:00): 13, Graphics Exception"""
 
 
+def test_the_interface_that_the_launching_side_names(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert probe.report("/none", [], [], [])["interface"] == ""
+    assert probe.report("/none", [], [], [], "eth1")["interface"] == "eth1"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth2")
+    assert probe.report("/none", [], [], [])["interface"] == "eth2"
+
+
 def test_gpus_of_a_node(programs):
     row = ", ".join(GPU.values())
     programs(nvidia_smi=f"echo '{row}'\necho '{row}'", dmesg=f"cat <<'E'\n{LOG}\nE")
     said = probe._gpus()
     assert said["rows"] == [GPU, GPU] and said["error"] == ""
     assert said["xids"] == ["Xid (PCI:0000:18:00): 79, GPU has fallen off the bus."]
+
+
+def test_a_warning_among_the_gpus(programs):
+    """It is named, and the GPUs are known all the same."""
+    row, warning = ", ".join(GPU.values()), "WARNING: infoROM is corrupted at gpu 0000:84:00.0"
+    programs(nvidia_smi=f"echo '{row}'\necho '{warning}'\necho\necho '{row}'", dmesg="exit 1")
+    assert probe._gpus() == {"rows": [GPU, GPU], "xids": [], "error": warning}
 
 
 def test_a_driver_that_does_not_answer(programs):

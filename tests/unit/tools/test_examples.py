@@ -24,7 +24,10 @@ from megatron.tasks.config import TaskConfig
 from megatron.tasks.detoxify.fine_tuning import FineTuneConfig
 from megatron.training.run import RunToolParser
 
-APART = ("common.sh", "universal.sh", "pretrain_shakespeare_char.sh", "run_tb_analysis.sh")
+APART = (
+    *("await.sh", "common.sh", "universal.sh"),
+    *("pretrain_shakespeare_char.sh", "run_tb_analysis.sh"),
+)
 """What the others source, and what does more than train; tests/e2e has the latter."""
 
 TASKS = {
@@ -230,6 +233,20 @@ def test_nodes_are_examined_first():
     assert len(lines) == 2 and lines[1].startswith("python tools/start_nodes.py --hostfile hosts")
 
 
+def test_nodes_are_examined_for_what_the_flags_name():
+    path = FOLDER / "pretrain_llama_1b.sh"
+    flags = "--launcher pdsh --master_port 29501 --ssh_port=2222"
+    given = {"HOSTFILE": "hosts", "DEEPSPEED_FLAGS": flags, "DATA_PATH": "a", "DOCTOR": "1"}
+    words = ["--save=x y", "--data-path=b", "--lr", "1", "--save_interval=3"]
+    first, second = script(path, *words, **given).stdout.splitlines()
+    found = shlex.split(first)
+    assert found[2:] == [
+        *("--hostfile", "hosts", "--master-port", "29501", "--ssh-port", "2222"),
+        *("--data-path", "a", "--save", "runs/llama-1b", "--save", "x y", "--data-path", "b"),
+    ]
+    assert f" deepspeed {flags} pretrain_gpt.py " in second
+
+
 def test_tokenizer_folder():
     _, flags = printed(FOLDER / "pretrain_llama_1b.sh", TOKENIZER="tokenizers/a b")
     settings = FlagParser(*FLAG_CLASSES).settings(flags)
@@ -312,6 +329,28 @@ def test_slurm_examines_the_nodes_once(slurm, name):
     assert "--master-port 20123 --data-path " in said
 
 
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [
+        (1, "the nodes do not pass tools/doctor.py; leave one out with sbatch --exclude"),
+        (2, "the nodes could not be examined (status 2 of tools/doctor.py)"),
+    ],
+)
+def test_slurm_ends_with_what_the_examination_says(slurm, tmp_path, status, reason):
+    (tmp_path / "python").write_text(f"#!/bin/bash\nexit {status}\n")
+    (tmp_path / "python").chmod(0o755)
+    given = {**slurm, "DOCTOR": "1", "DRY_RUN": ""}
+    done = script(FOLDER / "slurm" / "pretrain.sbatch", "pretrain_llama_1b.sh", **given)
+    assert done.returncode == 2 and done.stderr.endswith(f": error: {reason}\n")
+
+
+def test_slurm_does_not_examine_a_container_from_outside(slurm):
+    given = {**slurm, "DOCTOR": "1", "CONTAINER_IMAGE": "image.sqsh"}
+    done = script(FOLDER / "slurm" / "pretrain.sbatch", "pretrain_llama_1b.sh", **given)
+    assert done.returncode == 2 and not done.stdout
+    assert "error: DOCTOR with CONTAINER_IMAGE" in done.stderr
+
+
 def test_slurm_script_with_pyxis(slurm, tmp_path):
     """Submitted itself; the checkout is mounted beside what the user mounts."""
     container = {"CONTAINER_IMAGE": "image.sqsh", "CONTAINER_MOUNTS": "/data:/data"}
@@ -369,29 +408,65 @@ def test_a_signal_reaches_the_run_which_is_not_started_again(tmp_path, number):
     assert (tmp_path / "runs").read_text() == "run\nup\n"
 
 
+@pytest.fixture
+def requeued(slurm, tmp_path):
+    """Runs the job's script with an srun that ends so; returns what is asked of slurm, what the log
+    says and the number of failures that is kept, if any."""
+    for name in ("scontrol", "scancel"):
+        (tmp_path / name).write_text(f'#!/bin/bash\necho {name} "$@" >>{tmp_path}/asked\n')
+        (tmp_path / name).chmod(0o755)
+    file = tmp_path / "runs" / ".failures-123"
+
+    def run(status, restarts, asked=False, **settings):
+        ask = "kill -USR1 $PPID; sleep 0.1; " if asked else ""
+        (tmp_path / "srun").write_text(f"#!/bin/bash\n{ask}exit {status}\n")
+        settings |= {"CHECKPOINT_PATH": "", "RUNS": str(file.parent)}
+        path = FOLDER / "slurm" / "pretrain.sbatch"
+        given = {**slurm, **settings, "SLURM_RESTART_COUNT": str(restarts)}
+        done = script(path, "pretrain_llama_1b.sh", **given)
+        assert done.returncode == status, done.stderr
+        calls = (tmp_path / "asked").read_text()
+        (tmp_path / "asked").unlink()
+        assert ("scancel --signal=USR1 123" in calls) == asked
+        return (
+            "scontrol requeue 123" in calls,
+            done.stderr,
+            int(file.read_text()) if file.exists() else None,
+        )
+
+    run.file = file
+    return run
+
+
 @pytest.mark.parametrize(
-    ("status", "asked", "before", "queued"),
+    ("status", "asked", "before", "queued", "after"),
     [
-        (0, False, 0, False),  # the run is over
-        (0, True, 10, True),
-        (3, False, 9, True),
-        (3, False, 10, False),
-        (2, False, 0, False),
+        (0, False, 3, False, None),  # the run is over
+        (0, True, 10, True, None),
+        (3, False, None, True, 1),
+        (3, False, 9, True, 10),
+        (3, False, 10, False, None),
+        (2, False, 3, False, None),
     ],
 )
-def test_a_job_queues_itself_again(slurm, tmp_path, status, asked, before, queued):
-    ask = "kill -USR1 $PPID; sleep 0.1; " if asked else ""
-    (tmp_path / "srun").write_text(f"#!/bin/bash\n{ask}exit {status}\n")
-    for name in ("scontrol", "scancel"):
-        text = f'#!/bin/bash\necho {name} "$@" >>{tmp_path}/asked\n'
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    path = FOLDER / "slurm" / "pretrain.sbatch"
-    done = script(path, "pretrain_llama_1b.sh", **{**slurm, "SLURM_RESTART_COUNT": str(before)})
-    assert done.returncode == status, done.stderr
-    calls = (tmp_path / "asked").read_text()
-    assert ("scontrol requeue 123" in calls) == queued
-    assert ("scancel --signal=USR1 123" in calls) == asked
+def test_a_job_queues_itself_again(requeued, status, asked, before, queued, after):
+    """Slurm has started it forty times for other reasons."""
+    if before is not None:
+        requeued.file.parent.mkdir()
+        requeued.file.write_text(f"{before}\n")
+    again, said, kept = requeued(status, 40, asked)
+    assert (again, kept) == (queued, after), said
+    limit = "not queued again, failure 11 in a row (MAX_REQUEUES=10)"
+    assert (limit in said) == (status == 3 and not queued)
+
+
+def test_failures_of_a_job_are_counted(requeued):
+    """From 0 on at its first start, whatever another job of the number has left."""
+    requeued.file.parent.mkdir()
+    requeued.file.write_text("7\n")
+    found = [requeued(3, restarts, MAX_REQUEUES="2") for restarts in (0, 1, 2)]
+    assert [(again, kept) for again, _, kept in found] == [(True, 1), (True, 2), (False, None)]
+    assert "status 3: queued again (failure 2 of 2)" in found[1][1]
 
 
 def detoxifying(name, *flags, **settings):
