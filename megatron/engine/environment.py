@@ -147,6 +147,7 @@ def distributed(
             torch.cuda.set_device(device)
             _tell_deepspeed(device)
             activity.device_busy = lambda: not torch.cuda.default_stream(device).query()
+            opened.callback(setattr, activity, "device_busy", None)
         else:
             _keep_freed_memory()
         opened.enter_context(own_cores(device))
