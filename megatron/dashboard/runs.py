@@ -35,6 +35,7 @@ _QUIET_SECONDS = 600.0
 _LOOK_SECONDS = 20.0
 _RETRY_SECONDS = 2.0
 _RECENT = 100
+"""Rows that the table of runs has means of, at most; a twentieth of a shorter run's."""
 
 
 class WatchedRun:
@@ -276,6 +277,7 @@ class WatchedRun:
         train = tables.get("train")
         if train is None or not train.rows:
             return {}
+        recent = max(1, min(_RECENT, train.rows // 20))
         seconds = self._seconds().y[-_RECENT:]
         tokens = train.column("tokens", _RECENT)
         rate = None
@@ -284,10 +286,10 @@ class WatchedRun:
         held_out = next((t for k, t in tables.items() if k.partition(" ")[0] == "validation"), None)
         names = ("seconds_left", "energy_joules", "co2_grams", "cost", "cost_left")
         return {
-            "loss": _mean(train.column("loss", _RECENT)),
+            "loss": _mean(train.column("loss", recent)),
             "validation_loss": None if held_out is None else _least(held_out.column("loss")),
             "tokens_per_second": rate,
-            "mfu": _mean(train.column("mfu", _RECENT)),
+            "mfu": _mean(train.column("mfu", recent)),
             **{name: _last(train.column(name, 1)) for name in names},
         }
 

@@ -50,6 +50,16 @@ def server(run) -> Iterator[Dashboard]:
         yield running
 
 
+def test_the_loss_of_a_short_run_is_that_of_its_end(tmp_path):
+    """And not the mean of all its rows."""
+    path = tmp_path / "metrics.jsonl"
+    rows = ({"kind": "train", "iteration": n, "loss": 100.0 - n} for n in range(1, 41))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with served(str(path)) as running:
+        found = asked(running, "/api/runs/1")
+    assert found["totals"]["loss"] == 60.5
+
+
 def get(server: Dashboard, path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=20)
     connection.request("GET", path, headers={k.replace("_", "-"): v for k, v in headers.items()})
