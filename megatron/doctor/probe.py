@@ -116,7 +116,7 @@ def _own_address() -> str:
 
 
 def _gpus() -> dict[str, Any]:
-    """A row for each GPU, and what else is said or why there is no answer; ``rows`` is empty where
+    """A row for each GPU, and what else was said or why nothing was; ``rows`` is empty where
     no driver is."""
     said = _nvidia_smi()
     return {**said, "xids": _xids() if said["rows"] or said["error"] else []}

@@ -28,6 +28,13 @@ def served(*words: str, token: str | None = None) -> Iterator[Dashboard]:
     watched = [WatchedRun(str(n), *found) for n, found in enumerate(find_runs(words), 1)]
     for run in watched:
         run.refresh()
+    with serving(watched, token) as server:
+        yield server
+
+
+@contextmanager
+def serving(watched: list[WatchedRun], token: str | None = None) -> Iterator[Dashboard]:
+    """A server whose thread reads the runs."""
     server = Dashboard(watched, "127.0.0.1", 0, token)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
@@ -202,20 +209,6 @@ def test_a_server_without_a_token_takes_no_empty_one(run):
         Dashboard([], "127.0.0.1", 0, "")
 
 
-@contextmanager
-def reading(run: WatchedRun) -> Iterator[Dashboard]:
-    """A server whose thread reads the run."""
-    server = Dashboard([run], "127.0.0.1", 0)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
 def wait_for(server: Dashboard, state: str) -> dict[str, object]:
     deadline = time.monotonic() + 10
     while (listed := asked(server, "/api/runs")[0])["state"] != state:
@@ -244,7 +237,7 @@ def test_a_record_that_cannot_be_looked_for_ends_no_reading(error, words, tmp_pa
     monkeypatch.setattr(runs, "newest_record", newest_record)
     monkeypatch.setattr(runs, "_RETRY_SECONDS", 0.1)
     path = write_run(tmp_path / "metrics.jsonl", 5)
-    with reading(WatchedRun("1", "one", path)) as server:
+    with serving([WatchedRun("1", "one", path)]) as server:
         assert wait_for(server, "error")["error"] == words
         failing[0] = False
         assert wait_for(server, "live")["error"] is None

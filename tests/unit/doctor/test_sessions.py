@@ -96,7 +96,7 @@ def test_a_folder_that_cannot_be_written_has_nothing_left(tmp_path, monkeypatch)
     assert os.listdir(tmp_path) == [] and not probe._held
 
 
-def test_what_is_printed_past_python_is_no_answer(start):
+def test_what_is_printed_past_python_is_left_out_of_answers(start):
     (session,) = start(FROM_C)
     assert session.ask("clock", 20) == 1.0
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from megatron.config import ConfigError
+from megatron.resilience import watchdog
 from megatron.resilience.process_states import GONE, awaited_file, state_of
 from megatron.resilience.watchdog import Idleness, Watchdog, hang_limits
 from megatron.util.phases import PHASES, Activity, activity, background, moved, phase
@@ -132,6 +133,18 @@ def test_a_run_ends_once_nothing_has_advanced_for_its_limit(
     printed = capfd.readouterr().err
     assert printed.startswith("error: rank 0 (") and "has not advanced for 5 s" in printed
     assert "there is no checkpoint" in printed and "test_watchdog.py" in printed
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_run_ends_although_its_report_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(watchdog, "write_report", fail)
+    watched = WatchedProcess(limit=2)
+    with pytest.raises(RuntimeError, match="new thread"):
+        watched.tick(10)
+    assert watched.ended == [3]
 
 
 @pytest.mark.usefixtures("alone")
