@@ -135,8 +135,8 @@ ENGINE_FILES = {
 
 @contextlib.contextmanager
 def full_for_deepspeed(ranks, name, iteration):
-    """For files with this part of a name there is no room on these ranks, at one iteration; without
-    a name there is none for the folder."""
+    """Lets files with this part of a name fail on these ranks at one iteration, as on a full disk;
+    without a name the folder."""
     files, folders, copy = torch.save, os.makedirs, deepspeed_engine.copyfile
 
     def check(path):
