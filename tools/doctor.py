@@ -189,11 +189,17 @@ def as_json(names: Sequence[str], done: Examination) -> str:
         for (a, b), link in done.links.items()
     ]
     findings = [dataclasses.asdict(finding) for finding in done.findings]
-    return json.dumps({"nodes": names, "findings": findings, "links": links})
+    checks = {check.name: check.value for check in done.checks}
+    return json.dumps({"nodes": names, "checks": checks, "findings": findings, "links": links})
 
 
 def as_text(names: Sequence[str], done: Examination, over: str) -> str:
-    lines = [f"doctor.py: {finding}" for finding in done.findings]
+    lines = []
+    for check in done.checks:
+        wrong = any(finding.check.startswith(check.findings) for finding in done.findings)
+        mark = "✗" if wrong else "✓" if check.value else "-"
+        lines.append(f"doctor.py: {mark} {check.name}: {check.value or 'nothing to examine'}")
+    lines += [f"doctor.py: {finding}" for finding in done.findings]
     if done.links:
         most = usual_link(done.links)
         lines.append(

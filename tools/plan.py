@@ -2,6 +2,8 @@
 # PYTHON_ARGCOMPLETE_OK
 r"""Finds the layout with the shortest estimated step time that fits into the GPUs' memory.
 
+    python tools/plan.py --gpus 8 --gpu H100 --model llama-7b --seq-length 8192 --train-tokens 1e12
+    python tools/plan.py --gpus 8 --load my-model --train-tokens 20e9
     python tools/plan.py --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --swiglu \
         --seq-length 4096 --vocab-size 32000 --global-batch-size 256 --bf16 --gpus 16
 
@@ -41,7 +43,16 @@ from megatron.config.adapters import AdapterConfig
 from megatron.config.engine import FastPathsConfig
 from megatron.config.flags import POSITIVE, ConfigResolver, build, option
 from megatron.families import family_of, refuse_unused
+from megatron.planning.budget import (
+    TIE,
+    Budget,
+    command,
+    model_words,
+    simplest_first,
+    usual_batch,
+)
 from megatron.planning.parameters import adapter_parameters, model_parameters
+from megatron.planning.presets import GPUS, MODELS, with_presets
 from megatron.planning.published import published_tables
 from megatron.planning.search import Plan, Workload, estimate, fewest_gpus, fitting, search
 from megatron.planning.step_time import Hardware
@@ -56,9 +67,18 @@ GIB, GB = 2**30, 10**9
 class PlanConfig:
     """Plan: what to train, and what to show."""
 
+    gpu: str = option("H100", choices=tuple(GPUS))
+    """GPU whose memory, peak, bandwidths, power and price are assumed; each is a flag too."""
+    model: str | None = option(None, choices=tuple(MODELS))
+    """Published model whose flags are assumed; each can be given too."""
+    load: str | None = option(None)
+    """Checkpoint, or folder of a Hugging Face model (its config.json is enough), whose model is
+    planned."""
+    train_tokens: str | None = option(None)
+    """Tokens of the whole training, such as 1e12, to print its time, energy and cost."""
     vocab_size: int | None = option(None)
     """Tokens of the vocabulary, which is padded as in training."""
-    global_batch_size: int | None = option(None)
+    global_batch_size: int | None = option(None, derived="about 4 million tokens")
     """Samples of one optimizer step over all processes."""
     micro_batch_size: int | None = option(None, derived="powers of two are tried")
     """Samples of a micro batch."""
@@ -82,9 +102,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     classes = (PlanConfig, Hardware, ModelFlags, PrecisionConfig, FastPathsConfig, AdapterConfig)
     parser = FlagParser(*classes, description=__doc__)
     settings = parser.settings(argv)
-    config, hardware = build(PlanConfig, settings), build(Hardware, settings)
+    config = build(PlanConfig, settings)
     try:
         if config.like_table:
+            hardware = build(Hardware, settings)
             hardware = dataclasses.replace(hardware, gpus=hardware.gpus or 8)
             hardware.check()
             print(published_tables(hardware))
@@ -94,7 +115,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             index = IndexFlags(retro_index_str=config.retro_index_str)
             print(size_table(index, config.retro_chunks, config.retro_vector_width))
             return 0
+        if config.model is not None and config.load is not None:
+            raise ConfigError(f"--model {config.model}, --load {config.load}: give one of the two")
+        settings = with_presets(settings, config.gpu, config.model, config.load)
+        config, hardware = build(PlanConfig, settings), build(Hardware, settings)
         hardware.check()
+        tokens = _tokens(config.train_tokens)
         work = workload_of(config, settings)
     except (ConfigError, CheckpointError) as error:
         parser.error(str(error))
@@ -105,13 +131,41 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n" + nothing_fits(work, hardware, plans))
         return 1
     fit = len(best)
-    best = one_each(best)[: config.top]
+    best = one_each(simplest_first(best))[: config.top]
     print(f"\n{fit} of {len(plans)} combinations fit; the best {len(best)} layouts:\n")
     print(aligned([HEADER, *(row(work, plan, hardware) for plan in best)]))
     print(LEGEND)
-    flags = " ".join([*best[0].flags, *fast_path_flags(work.fast_paths)])
-    print(f"\nFlags of the best, for {hardware.gpus} processes:\n  {flags}")
+    if plans[0].time.total < best[0].time.total:
+        print(
+            f"\n{best[0].layout.name} stands first as the simplest of those within {TIE:.0%}, less "
+            "than the estimates can tell apart."
+        )
+    budget = Budget(best[0], work, hardware, tokens or 0)
+    if tokens:
+        print("\n" + "\n".join(budget.lines()))
+    fast = fast_path_flags(work.fast_paths)
+    if config.model or config.load or tokens:
+        folder = config.load or "FOLDER"
+        tokenizer = ["--tokenizer-type", "HFTokenizer", "--tokenizer-model", folder]
+        print(f"\nCommand of the first:\n  {command(budget, fast, tokenizer)}")
+    else:
+        print(f"\nFlags of the first, for {hardware.gpus} processes:")
+        print("  " + " ".join([*model_words(work.model), *best[0].flags, *fast]))
     return 0
+
+
+def _tokens(text: str | None) -> int | None:
+    """The number of ``--train-tokens``, None without. Raises ConfigError."""
+    if text is None:
+        return None
+    try:
+        number = float(text.replace("_", "").replace(",", ""))
+        tokens = int(number)
+    except (ValueError, OverflowError):
+        number, tokens = 0.0, 0
+    if tokens < 1 or tokens != number:
+        raise ConfigError(f"--train-tokens {text}: expected a positive whole number, such as 1e12")
+    return tokens
 
 
 def workload_of(config: PlanConfig, settings: Settings) -> Workload:
@@ -120,10 +174,8 @@ def workload_of(config: PlanConfig, settings: Settings) -> Workload:
     Raises:
         ConfigError: a value is missing or contradicts another; the message names the flags.
     """
-    for name in ("vocab_size", "global_batch_size"):
-        flag = "--" + name.replace("_", "-")
-        if getattr(config, name) is None:
-            raise ConfigError(f"{flag} is missing")
+    if config.vocab_size is None:
+        raise ConfigError("--vocab-size is missing, unless --model or --load says it")
     for name in ("vocab_size", "global_batch_size", "micro_batch_size", "top"):
         value = getattr(config, name)
         if value is not None and value < 1:
@@ -132,16 +184,17 @@ def workload_of(config: PlanConfig, settings: Settings) -> Workload:
     stand_ins = {"micro_batch_size": 1, "zero_stage": 1, "train_iters": 1, "lr": 1.0}
     known = {name: s for name, s in settings.items() if name not in PlanConfig.__annotations__}
     known |= {name: Setting(value, "planner") for name, value in stand_ins.items()}
+    if (config.model or config.load) and "fp16" not in known:
+        known.setdefault("bf16", Setting(True, "planner"))
     family = known["family"].value if "family" in known else ModelConfig.family
     planned = family_of(family)
     refuse_unused(known, planned)
     run = resolve(planned.complete_settings(known), world_size=1).config
     precision = "fp16" if run.precision.fp16 else "bf16" if run.precision.bf16 else "fp32"
-    assert config.vocab_size and config.global_batch_size
     return Workload(
         run.model,
         config.vocab_size,
-        config.global_batch_size,
+        config.global_batch_size or usual_batch(run.model.seq_length),
         config.micro_batch_size,
         precision,
         run.precision.accumulate_allreduce_grads_in_fp32,

@@ -36,6 +36,15 @@ def run_page() -> str:
     return "\n".join([RUN, *(_section(name, cls) for name, cls in _parts())])
 
 
+def run_flags() -> Iterator[tuple[str, str]]:
+    """Name and help text of each flag on the page of a run's flags."""
+    for _, cls in _parts():
+        texts = field_help(cls)
+        for field in dataclasses.fields(cls):
+            if not field.metadata.get("internal"):
+                yield flag_of(field), texts[field.name]
+
+
 def _parts() -> Iterator[tuple[str, type]]:
     yield from PART_FLAGS.items()
     yield "legacy", LegacyFlags

@@ -6,9 +6,11 @@ site too; a link to any other file outside becomes its name.
 
 from __future__ import annotations
 
+import json
 import os
 import posixpath
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,12 @@ for folder in (str(ROOT), str(Path(__file__).parent)):
         sys.path.insert(0, folder)
 
 from figures import figure, file_of  # noqa: E402
-from flags import run_page, tools_page  # noqa: E402
+from flags import run_flags, run_page, tools_page  # noqa: E402
+from mkdocs.plugins import event_priority  # noqa: E402
 from mkdocs.structure.files import File, Files  # noqa: E402
 from upstream import page as upstream_page  # noqa: E402
+
+from megatron import __version__  # noqa: E402
 
 INCLUDED = {
     "tools/README.md": "guides/collecting.md",
@@ -47,6 +52,49 @@ _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 _OUTPUT = re.compile(r"^```text\n(.*?^```)$", re.MULTILINE | re.DOTALL)
 _FIGURE = re.compile(r"^<!-- figure: (\w+) -->$", re.MULTILINE)
 _API = re.compile(r"^<!-- api: ([\w.]+) -->$", re.MULTILINE)
+
+
+_FLAG_BOOST = 20
+"""How much more a flag's own entry counts in the search than the pages that mention it. Shorter
+names count more: --save-interval comes before --non-persistent-save-interval."""
+
+
+def on_config(config: Any) -> Any:
+    """Shows the version below every page, and a link to the repository that the checkout is a clone
+    of, where it is on the web."""
+    config.copyright = f"Version {__version__}. Apache-2.0."
+    config.repo_url = config.repo_url or _repository()
+    return config
+
+
+def _repository() -> str | None:
+    git = ("git", "-C", str(ROOT), "remote", "get-url", "origin")
+    try:
+        address = subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    address = re.sub(r"^(?:ssh://)?git@([\w.-]+)[:/]", r"https://\1/", address)
+    # Without the user and the token that a clone's address may have.
+    match = re.fullmatch(r"https://(?:[^/@]*@)?([\w.-]+/\S+?)(?:\.git)?", address)
+    return f"https://{match[1]}" if match else None
+
+
+@event_priority(-100)  # after the plugin that writes the index
+def on_post_build(config: Any) -> None:
+    """Adds an entry of its own for each flag of a run to the index of the search."""
+    path = Path(config.site_dir) / "search" / "search_index.json"
+    index = json.loads(path.read_text(encoding="utf-8"))
+    page = "reference/flags.html"
+    index["docs"] += [
+        {
+            "location": f"{page}#{name.lstrip('-')}",
+            "title": name,
+            "text": text,
+            "boost": _FLAG_BOOST / len(name.split("-")[2:]),
+        }
+        for name, text in run_flags()
+    ]
+    path.write_text(json.dumps(index, separators=(",", ":")), encoding="utf-8")
 
 
 def on_files(files: Files, config: Any) -> Files:

@@ -141,7 +141,7 @@ class TokenizerConfig:
     """Number of sentinel tokens <extra_id_0>, <extra_id_1>, ... added to the vocabulary (T5)."""
     bpe_library: str = option("tiktoken", choices=("tiktoken", "fastokens"))
     """GPT2BPETokenizer: library that encodes batches of text, with the same ids. fastokens must be
-    installed (pip install megatron-deepspeed[fast]) and is faster."""
+    installed (pip install -e '.[fast]') and is faster."""
     tiktoken_pattern: str | None = option(None, choices=("v1", "v2"))
     """TikTokenizer: version of the pattern that splits text, for a JSON vocabulary."""
     tiktoken_num_special_tokens: int = option(1000)

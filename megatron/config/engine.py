@@ -139,6 +139,11 @@ class FastPathsConfig:
     only. For blocks that --torch-compile compiles, with dropout 0, and without full
     recomputation."""
 
+    deterministic_mode: bool = option(False)
+    """Use only GPU kernels that add in the same order at every start, so that a resumed run has the
+    bits of one that was not stopped. Slower; an operation without such a kernel is an error. On a
+    CPU all kernels are of this kind."""
+
     def __post_init__(self) -> None:
         if isinstance(self.torch_compile, bool):  # saved by an earlier version
             object.__setattr__(self, "torch_compile", "on" if self.torch_compile else "off")
@@ -168,6 +173,11 @@ def check_fast_paths(
         _check_budget(model, parallel, resolver)
     if paths.torch_compile_mode in GRAPH_MODES:
         _check_graphs(parallel, resolver)
+    resolver.check(
+        not (paths.deterministic_mode and paths.torch_compile_mode.startswith("max-autotune")),
+        f"--deterministic-mode, {resolver.show('torch_compile_mode')}: the fastest kernel of a "
+        "benchmark may be another one at the next start; give one of the two",
+    )
     nearest = "; blockwise is the nearest (only Blackwell GPUs multiply with mxfp8's scales per 32)"
     resolver.check(
         paths.fp8_recipe in RECIPES,

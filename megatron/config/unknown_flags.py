@@ -205,8 +205,9 @@ REFUSED = {
         "layouts"
     ),
     "--exit-signal": "a run always saves and exits on SIGTERM, SIGINT and SIGUSR1",
-    "--deterministic-mode --batch-invariant-mode": (
-        "there is no such mode; --attention-backend eager computes with plain matrix products"
+    "--batch-invariant-mode": (
+        "--deterministic-mode repeats a run with the same batches bit for bit; there is no mode "
+        "for other batches"
     ),
     "--yaml-cfg": "flags are given on the command line",
     "--run-workload-inspector-server --straggler-ctrlr-port --straggler-minmax-count "

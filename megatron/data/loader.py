@@ -15,7 +15,6 @@ import errno
 import multiprocessing
 import os
 import queue
-import re
 import signal
 import threading
 import warnings
@@ -33,9 +32,9 @@ from torch.utils.data import DataLoader
 from megatron.data.build import DataFile, Datasets
 from megatron.data.sampler import MicroBatchSampler, without_samples
 from megatron.data.samples import SampleDataset
-from megatron.util.errors import FaultError, is_for_users, name_lost_pages
+from megatron.util.errors import RESTART_STATUS, FaultError, is_for_users, name_lost_pages
 from megatron.util.phases import activity, phase
-from megatron.util.processes import die_with_parent
+from megatron.util.processes import death, die_with_parent
 
 Batch = TypeVar("Batch")
 
@@ -87,25 +86,31 @@ class MicroBatches(Iterator[Batch], Generic[Batch]):
         )
         self._device = device if device is not None and device.type == "cuda" else None
         self._prefetcher: Prefetcher[Batch] | None = None
-        self._workers: Callable[[], Sequence[int]] | None = None
+        self._workers: Sequence[Any] = ()
         self._name = f"{len(dataset):,} samples, of which {consumed_samples:,} are consumed"
-        with _naming_shared_memory(num_workers):
+        with _naming_shared_memory(num_workers), _without_signals_of_workers():
             self._batches: Iterator[Batch] = iter(loader)
         if num_workers:
-            workers = getattr(self._batches, "_workers", ())
-            readers = [worker.pid for worker in workers]
-            self._workers = lambda: readers
+            workers = self._workers = getattr(self._batches, "_workers", ())
             # Before the hook of multiprocessing, which would wait for one that is stopped.
             atexit.register(_continue, workers)
-            self._batches = self._prefetcher = Prefetcher(self._batches, device=self._device)
+            check = partial(_check_alive, workers)
+            self._batches = self._prefetcher = Prefetcher(
+                self._batches, device=self._device, check=check
+            )
 
     def __next__(self) -> Batch:
         try:
-            with phase("data", self._name, self._workers):
+            with phase("data", self._name, self._readers if self._workers else None):
                 batch = next(self._batches)
         except StalledDataError:
             # multiprocessing would wait for them at the end of the process.
-            atexit.register(_kill, self._workers() if self._workers is not None else ())
+            atexit.register(_kill, self._readers())
+            raise
+        except LostWorkerError:
+            raise
+        except RuntimeError:  # torch's, which has found a worker dead
+            _check_alive(self._workers, ended=True)
             raise
         except StopIteration:
             raise ValueError(
@@ -117,6 +122,9 @@ class MicroBatches(Iterator[Batch], Generic[Batch]):
         if self._prefetcher is None and self._device is not None:
             batch = _on_device(batch, self._device)
         return batch
+
+    def _readers(self) -> list[int]:
+        return [worker.pid for worker in self._workers]
 
     def close(self) -> None:
         if self._prefetcher is not None:
@@ -197,31 +205,31 @@ def _naming_shared_memory(num_workers: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def explaining_lost_workers() -> Iterator[None]:
-    """Turns torch's error about a worker that died, which it raises wherever the process is then,
-    into a ChildProcessError that says what is known."""
+def _without_signals_of_workers() -> Iterator[None]:
+    """Leaves SIGCHLD as it was. Torch's handler, set when it starts workers, raises wherever the
+    main thread is when one dies, be it in a save; that its batches do not come is enough to tell.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGCHLD)
     try:
         yield
-    except RuntimeError as error:
-        found = _LOST_WORKER.match(str(error))
-        if found is None:
-            raise
-        name = found["signal"]
-        how = f"was killed by signal: {name}" if name else f"ended with exit code {found['code']}"
-        why = {
-            "Killed": "most often because memory ran out (dmesg, or the limit of the job, says "
-            "so): give fewer --num-workers",
-            "Bus error": "a file that it reads was cut short, or /dev/shm is full",
-        }.get(name or "", "its message is above")
-        raise ChildProcessError(
-            f"process {found['process']} of --num-workers, which reads data, {how}: {why}"
-        ) from error
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
-_LOST_WORKER = re.compile(
-    r"DataLoader worker \(pid(?:\(s\))? (?P<process>[\d, ]+)\) (?:is killed by signal: "
-    r"(?P<signal>[^.]*)\.|exited unexpectedly(?: with exit code (?P<code>\d+))?)"
-)
+def _check_alive(workers: Sequence[Any], ended: bool = False) -> None:
+    """Raises LostWorkerError if one of the processes has died; with ``ended`` also if one has ended
+    as workers do after the last batch."""
+    for worker in workers:
+        code = worker.exitcode
+        if code is None or (code == 0 and not ended):
+            continue
+        why = "; its message is above" if code >= 0 else ""
+        raise LostWorkerError(
+            f"process {worker.pid} of --num-workers, which reads data, {death(code)}{why}"
+        )
 
 
 def _begin_worker(ending: Any, worker_id: int) -> None:
@@ -250,8 +258,7 @@ def _continue(workers: Sequence[Any]) -> None:
 
 
 def _kill(workers: Sequence[int]) -> None:
-    """Ends workers that do not answer; torch takes the end of one for an error."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    """Ends workers that do not answer."""
     for worker in workers:
         with contextlib.suppress(OSError):
             os.kill(worker, signal.SIGKILL)
@@ -288,14 +295,26 @@ class StalledDataError(FaultError):
     """The next batch does not come; the message says what holds it up."""
 
 
+class LostWorkerError(FaultError):
+    """A process that reads data has died; the message says which, and how."""
+
+    status = RESTART_STATUS
+    """The rank that has lost it says so, whichever it is."""
+
+
 class Prefetcher(Iterator[Batch], Generic[Batch]):
     """Takes batches from a source in a thread and converts them to tensors. An error of the source
     is raised in the place of its batch, and ends the iteration. At most `ahead` batches are ready
-    and unused."""
+    and unused. While a batch does not come, `check` is called, which may raise."""
 
     def __init__(
-        self, source: Iterator[Any], device: torch.device | None = None, ahead: int = 2
+        self,
+        source: Iterator[Any],
+        device: torch.device | None = None,
+        ahead: int = 2,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
+        self._check = check
         self._ready: queue.Queue[_Ready] = queue.Queue(ahead)
         self._closing = threading.Event()
         self._end: BaseException | None = None
@@ -327,6 +346,7 @@ class Prefetcher(Iterator[Batch], Generic[Batch]):
                 return self._ready.get(timeout=_SECONDS_BETWEEN_LOOKS)
             if activity.give_up:
                 raise StalledDataError(activity.give_up)
+            self._check()
 
     def close(self) -> None:
         self._end = StopIteration()

@@ -9,8 +9,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from megatron.doctor.findings import (
+    Check,
     Links,
     NodeFinding,
+    checks_of,
     judge_clocks,
     judge_links,
     judge_reports,
@@ -48,8 +50,9 @@ class Subject:
 
 @dataclass
 class Examination:
-    """What was found, and measured of every pair of nodes."""
+    """What was examined, what was found, and what was measured of every pair of nodes."""
 
+    checks: list[Check] = field(default_factory=list)
     findings: list[NodeFinding] = field(default_factory=list)
     links: Links = field(default_factory=dict)
 
@@ -70,10 +73,14 @@ def examine(sessions: Sequence[Session], subject: Subject) -> Examination:
     )  # fmt: skip
     done.findings += [_silent(name, reason) for name, reason in lost.items()]
     present = [session for session in present if session.name in reports]
+    done.checks += checks_of(reports)
     done.findings += judge_reports(reports, subject.free_gib)
     offsets, _ = on_all(present, _offset)
     done.findings += judge_clocks(offsets)
+    apart = f"{len(offsets)} nodes" if len(offsets) > 1 else ""
+    done.checks.append(Check("clocks", apart, ("clock",)))
     if present and present[0] is sessions[0]:
+        done.checks.append(Check("port", str(subject.port), ("port ",)))
         done.findings += _port(present, subject.port)
     if len(present) > 1:
         if subject.save:
@@ -82,6 +89,8 @@ def examine(sessions: Sequence[Session], subject: Subject) -> Examination:
             }
             done.findings += _shared(present, subject.save, folders)
         done.links, unconnected = measured(present, subject.over)
+        pairs = f"{len(done.links)} between {len(present)} nodes"
+        done.checks.append(Check("links", pairs, ("connection", "bandwidth", "latency")))
         done.findings += [*unconnected, *judge_links(done.links)]
     return done
 

@@ -69,6 +69,42 @@ def judge_reports(reports: Reports, free_gib: float) -> list[NodeFinding]:
     return [*found, *_different_gpus(reports)]
 
 
+class Check(NamedTuple):
+    """Something that was examined: its name, what most nodes have (empty if nothing was to be
+    examined), and the first words of the findings about it."""
+
+    name: str
+    value: str
+    findings: tuple[str, ...]
+
+
+def checks_of(reports: Reports) -> list[Check]:
+    """What was examined of nodes by their reports."""
+    if not reports:
+        return []
+    first = next(iter(reports.values()))
+    versions = [f"Python {first['python']}"]
+    versions += [f"{name} {version or 'missing'}" for name, version in first["packages"].items()]
+    places = [
+        f"{path} ({min(r['places'][path]['free'] for r in reports.values()) / _GIB:,.1f} GiB free)"
+        for path in first["places"]
+    ]
+    kinds = usual({name: _kinds(report["gpus"]["rows"]) for name, report in reports.items()})
+    shm = first["shm"]
+    memory = f"{shm / _GIB:,.1f} GiB" if shm is not None else ""
+    limit = "unlimited" if first["nofile"] < 0 else f"at most {first['nofile']:,}"
+    data = f"{len(first['data'])} files" if first["data"] else ""
+    return [
+        Check("versions", ", ".join(versions), ("version of",)),
+        Check("code", f"{len(first['code'])} files", ("code",)),
+        Check("data (--data-path)", data, ("data ",)),
+        Check("folders", ", ".join(places), ("folder ",)),
+        Check("open files", limit, ("open files",)),
+        Check("/dev/shm", memory, ("/dev/shm",)),
+        Check("GPUs", kinds, ("GPU", "driver of")),
+    ]
+
+
 def usual(values: Mapping[Any, Any]) -> Any:
     """What most nodes have; of equals, what the first has."""
     return Counter(values.values()).most_common(1)[0][0]

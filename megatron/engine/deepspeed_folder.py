@@ -16,6 +16,7 @@ from megatron.checkpoint.folder import MEGATRON_TRACKER, TRACKER, replace_folder
 from megatron.checkpoint.manifest import CONFIG, STATE
 from megatron.checkpoint.source import TOKENIZER
 from megatron.engine.deepspeed_json import Json
+from megatron.engine.deepspeed_patches import save_errors_at_end
 from megatron.engine.saving import CheckpointWriter, SaveJob, amax_history, ruined
 from megatron.engine.train_engine import TrainEngine
 from megatron.engine.universal_info import COUNTERS, RUN, registered_parameters, universal_info
@@ -24,9 +25,7 @@ from megatron.util.files import sync_path
 
 
 class EngineFolderWriter(CheckpointWriter):
-    """Writes checkpoints of one run as DeepSpeed's engine does. DeepSpeed's ranks wait for each
-    other: after an error on one of them (a full disk) the others wait until their time limit, and
-    the launcher ends the run. Earlier checkpoints stay."""
+    """Writes checkpoints of one run as DeepSpeed's engine does."""
 
     def check(self, job: SaveJob) -> None:
         found = ruined(self.engine)
@@ -89,9 +88,10 @@ def write_engine_folder(
         client["optimizer_parameters"] = [
             names[param] for group in engine.optimizer.param_groups for param in group["params"]
         ]
-    engine.engine.save_checkpoint(
-        str(folder.parent), tag=folder.name, client_state=client, save_latest=False
-    )
+    with save_errors_at_end(engine.engine):
+        engine.engine.save_checkpoint(
+            str(folder.parent), tag=folder.name, client_state=client, save_latest=False
+        )
     if engine.config.checkpoint.save_rng:
         save_file(random_state(), folder / f"random-{rank:05d}.safetensors")
     if history := amax_history(engine):

@@ -262,6 +262,37 @@ class PlacedModule(PipelineModule):
 
 
 @contextmanager
+def save_errors_at_end(engine: Any) -> Iterator[None]:
+    """Within it, the first error of a file that DeepSpeed's engine writes into a checkpoint is
+    raised at the end, and later files are left out. DeepSpeed's ranks wait for each other between
+    their files: one that raises at once, as on a full disk, leaves the others waiting."""
+    errors: list[tuple[str, Exception]] = []
+
+    def postponed(write: Callable[..., object]) -> Callable[..., None]:
+        def write_or_note(*args: Any, **options: Any) -> None:
+            if errors:
+                return
+            try:
+                write(*args, **options)
+            except (OSError, RuntimeError) as error:  # torch.save raises both
+                errors.append((str(options.get("path") or args[-1]), error))
+
+        return write_or_note
+
+    writer = engine.checkpoint_engine
+    places = [(writer, "save"), (writer, "makedirs"), (engine, "_copy_recovery_script")]
+    for place, name in places:
+        setattr(place, name, postponed(getattr(place, name)))
+    try:
+        yield
+    finally:
+        for place, name in places:
+            delattr(place, name)
+    for path, error in errors:
+        raise OSError(f"{path}: {error}") from error
+
+
+@contextmanager
 def fetching_whole(blocks: Iterable[nn.Module]) -> Iterator[None]:
     """Makes a ZeRO 3 engine that is built inside fetch each of these blocks at once."""
     if not made(WHOLE_BLOCKS):

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.config import ConfigError, ParallelConfig
+from megatron.config import ConfigError, ParallelConfig, RunConfig
 from megatron.parallel.agreement import (
     INIT_METHOD,
     Agreement,
@@ -35,6 +35,8 @@ from megatron.util.processes import is_main_process
 logger = logging.getLogger(__name__)
 
 STALE_LOCK_SECONDS = 600.0
+_WORKSPACES = (":4096:8", ":16:8")
+"""Workspaces of cuBLAS with which it adds in one order, as its manual says."""
 SCHEDULER = "megatron.engine.scheduler:variables_of_scheduler"
 """Imported in processes that srun or mpirun has started."""
 
@@ -104,7 +106,8 @@ def distributed(
     ``facts``, which must be the same in all of them, and do ``at_end`` when all of them have come
     to the end of the block, or this one has an error. Raises ConfigError if they are not,
     ``--local_rank`` contradicts the environment, nccl is asked for and torch does not see the GPUs,
-    the processes do not meet, or a killed build of a DeepSpeed operator left a lock."""
+    gloo is asked for in a pipeline on GPUs, the processes do not meet, or a killed build of a
+    DeepSpeed operator left a lock."""
     local = os.environ.setdefault("LOCAL_RANK", str(config.local_rank or 0))
     if config.local_rank not in (None, int(local)):
         raise ConfigError(
@@ -126,6 +129,13 @@ def distributed(
             "with gloo"
         )
         backend = "gloo"
+    if backend == "gloo" and device.type == "cuda" and config.pipeline_model_parallel_size > 1:
+        raise ConfigError(
+            f"--distributed-backend gloo, --pipeline-model-parallel-size "
+            f"{config.pipeline_model_parallel_size}: gloo cannot send tensors of GPUs between "
+            "stages; leave out --distributed-backend to use nccl, or hide the GPUs by "
+            "CUDA_VISIBLE_DEVICES= to train on the CPU"
+        )
     os.environ.setdefault("RANK", "0")
     os.environ.setdefault("WORLD_SIZE", "1")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -152,6 +162,46 @@ def distributed(
             _keep_freed_memory()
         opened.enter_context(own_cores(device))
         yield opened.enter_context(_process_groups(config, backend, at_end))
+
+
+@contextmanager
+def deterministic_kernels(config: RunConfig) -> Iterator[None]:
+    """Within it, with ``--deterministic-mode``, GPUs run only kernels that add in the same order at
+    every start. Enter it before CUDA starts. Raises ConfigError if the environment contradicts.
+
+    Ranks that share a layer compute its norms each for itself: with tensor parallelism torch's
+    compiler never chooses a kernel by a measurement, which ranks may decide differently, so that
+    their copies of weights would drift apart.
+    """
+    asked = config.fast_paths.deterministic_mode
+    if asked or config.parallel.tensor_model_parallel_size > 1:
+        _choose_kernels_without_measuring()
+    if not asked:
+        yield
+        return
+    workspace = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _WORKSPACES[0])
+    if workspace not in _WORKSPACES:
+        raise ConfigError(
+            f"--deterministic-mode contradicts CUBLAS_WORKSPACE_CONFIG={workspace} in the "
+            f"environment: unset it, or set it to {' or '.join(_WORKSPACES)}"
+        )
+    before = torch.are_deterministic_algorithms_enabled()
+    # Filling new tensors costs time, and only shows mistakes.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def _choose_kernels_without_measuring() -> None:
+    if not torch.cuda.is_available():  # code for CPUs is never chosen by a measurement
+        return
+    os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"  # read when the compiler is imported
+    settings = sys.modules.get("torch._inductor.config")
+    if settings is not None:
+        settings.deterministic = True  # type: ignore[attr-defined]
 
 
 def _meeting(config: ParallelConfig) -> AbstractContextManager[None]:
@@ -181,6 +231,11 @@ def _process_groups(
             timeout=timeout,
             init_method=INIT_METHOD if together_with_others() else None,
         )
+    if backend != "nccl":
+        # DeepSpeed binds a GPU to the group of all ranks, and torch would then make further groups
+        # by splitting it, which only NCCL can do.
+        world: Any = dist.group.WORLD
+        world.bound_device_id = None
     healthy = False
     try:
         sizes = {

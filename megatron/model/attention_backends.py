@@ -157,6 +157,7 @@ def flash(
         softmax_scale=scores.scale,
         causal=scores.causal,
         window_size=(left, right),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     return y.transpose(1, 2)
 

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from megatron.parallel.compiler import allow_graphs, missing_compiler
 
@@ -75,13 +76,18 @@ def cast(
     ``largest``, for a scale per matrix, is used in their place, and larger numbers become the
     largest of the dtype. Infinities and NaN make all values that share their scale NaN, so that the
     check of the loss notices them."""
-    function = _cast
-    eager_on_gpu = x_RC.is_cuda and not torch.compiler.is_compiling()
-    if eager_on_gpu and missing_compiler("cuda") is None:
-        # Operator by operator this moves about five times as many bytes.
-        # torch compiles a view again for every shape of what it is a view of.
-        function, x_RC = _compiled_cast(), x_RC.detach()
-    return function(x_RC, dtype, scaling, rows, columns, largest)
+    if torch.compiler.is_compiling() or not _to_compile(x_RC):
+        return _cast(x_RC, dtype, scaling, rows, columns, largest)
+    # Operator by operator this moves about five times as many bytes.
+    # torch compiles a view again for every shape of what it is a view of.
+    result = _compiled_cast()(x_RC.detach(), dtype, scaling, rows, columns, largest)
+    # torch marks the outputs of a graph with symbolic sizes as dynamic. A weight that is kept with
+    # that mark makes every block that reads it symbolic, and attention leaves the block's graph.
+    return tree_map_only(Tensor, Tensor.detach, result)
+
+
+def _to_compile(x_RC: Tensor) -> bool:
+    return x_RC.is_cuda and missing_compiler("cuda") is None
 
 
 @cache

@@ -14,7 +14,7 @@ from torch import nn
 
 from megatron.config import OptimizerConfig, RunConfig
 from megatron.data.loader import MicroBatches
-from megatron.engine.environment import distributed, training_device
+from megatron.engine.environment import deterministic_kernels, distributed, training_device
 from megatron.engine.state import owned_slices
 from megatron.engine.train_engine import StepResult
 from megatron.model.layer_list import LayerStack, initialise
@@ -57,7 +57,7 @@ def train(argv: Sequence[str]) -> RunRecord:
     """Trains with these flags; every process of the layout calls this."""
     run = parse_run(None, argv)
     record = RunRecord()
-    with distributed(run.config.parallel) as mesh:
+    with deterministic_kernels(run.config), distributed(run.config.parallel) as mesh:
         trainer = watched_trainer(run, mesh, record.add)
         trainer.fit()
         record.iteration = trainer.iteration

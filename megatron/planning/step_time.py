@@ -25,30 +25,34 @@ _UNITS = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6}
 
 @dataclass(frozen=True)
 class Hardware:
-    """Machines: how many, how large, how fast (by default nodes of 8 A100)."""
+    """Machines: how many, how large, how fast (the defaults are those of --gpu H100)."""
 
     gpus: int | None = option(None)
     """Number of GPUs, one process each."""
-    gpu_memory: str = option("80GiB")
+    gpu_memory: str = option("80GiB", derived="as --gpu says")
     """Memory of one GPU, as in 80GiB."""
     memory_reserve: str = option("4GiB")
     """Part of --gpu-memory that is kept free for CUDA, NCCL, workspaces of kernels and
     fragmentation."""
     gpus_per_node: int = option(8)
     """Number of GPUs per node, connected by fast links."""
-    peak_tflops: float = option(312.0)
+    peak_tflops: float = option(312.0, derived="as --gpu says")
     """Dense 16-bit peak of one GPU, TFLOP/s (A100 312, H100 and H200 989, B200 2250)."""
     utilisation: float = option(0.6)
     """Share of the peak that a GPU reaches while it computes."""
-    intra_node_bandwidth: float = option(300.0)
+    intra_node_bandwidth: float = option(300.0, derived="as --gpu says")
     """Gigabytes per second that a GPU sends inside a node (NVLink: A100 300, H100 450)."""
-    inter_node_bandwidth: float = option(25.0)
+    inter_node_bandwidth: float = option(25.0, derived="as --gpu says")
     """Gigabytes per second that a GPU sends to other nodes (200 Gbit/s: 25, 400 Gbit/s: 50)."""
     tensor_overlap: float = option(0.4)
     """Share of tensor-parallel communication that overlaps with computation (in the backward pass
     the collectives of column-parallel layers run beside matrix products)."""
     pipeline_overlap: float = option(0.0)
     """Share of the pipeline's sends and receives that overlaps with computation."""
+    gpu_watts: float = option(812.0, derived="as --gpu says")
+    """Watts of one GPU with its share of the machine."""
+    gpu_hour_price: float = option(1.8, derived="as --gpu says")
+    """Dollars for an hour of one GPU."""
     data_overlap: float = option(0.5)
     """Share of data-parallel communication that overlaps with computation at ZeRO 3. Below it
     DeepSpeed's overlap_comm is off by default and nothing overlaps."""
@@ -58,7 +62,7 @@ class Hardware:
         if self.gpus is None:
             raise ConfigError("--gpus is missing: the number of GPUs to plan for")
         for name in ("gpus", "gpus_per_node", "peak_tflops", "intra_node_bandwidth",
-                     "inter_node_bandwidth"):  # fmt: skip
+                     "inter_node_bandwidth", "gpu_watts"):  # fmt: skip
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{_flag(name)} {getattr(self, name)} must be positive")
         if not 0 < self.utilisation <= 1:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.resilience.waiting import frames_of_others, where_it_waits
+from megatron.util.errors import monitor_thread
 from megatron.util.phases import activity
 
 PERIOD = 0.3
@@ -63,7 +64,8 @@ class OwnTimeMeter:
         """A step begins."""
         self._counting = True
         if self._thread is None:  # after the processes that read data were forked
-            self._thread = threading.Thread(target=self._look, name="own time", daemon=True)
+            lost = "this rank can no longer be found to be slow"
+            self._thread = monitor_thread(self._look, "own time", lost)
             self._thread.start()
 
     def pause(self) -> None:

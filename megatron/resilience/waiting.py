@@ -108,7 +108,7 @@ def failed_to_meet(error: BaseException | None) -> bool:
             trace = trace.tb_next
         if isinstance(error, RuntimeError) and trace is not None:
             code = trace.tb_frame.f_code
-            if _is_of_packages(code.co_filename) or _calls_wait(code, trace.tb_lineno):
+            if _is_of_packages(code.co_filename) or _calls_wait(_Identity(code), trace.tb_lineno):
                 return True
         error = error.__cause__ or error.__context__
     return False
@@ -144,7 +144,7 @@ def _meets(frame: FrameType) -> FrameType | None:
         if _is_of_packages(inner.f_code.co_filename):
             return None if _is_imported(inner) else inner
     # The handle of a transfer is torch's, without a frame of its own.
-    return frame if _calls_wait(frame.f_code, frame.f_lineno) else None
+    return frame if _calls_wait(_Identity(frame.f_code), frame.f_lineno) else None
 
 
 def _is_imported(frame: FrameType) -> bool:
@@ -152,12 +152,29 @@ def _is_imported(frame: FrameType) -> bool:
     return any(outer.f_code.co_filename.startswith(_IMPORT) for outer in outwards(frame))
 
 
+class _Identity:
+    """A code object as a key of a cache. Hashing the code itself hashes its constants, and those of
+    code that torch's compiler makes can be dictionaries. The key keeps the code alive, so that its
+    identity is not used again."""
+
+    __slots__ = ("code",)
+
+    def __init__(self, code: CodeType) -> None:
+        self.code = code
+
+    def __hash__(self) -> int:
+        return id(self.code)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and other.code is self.code
+
+
 @lru_cache(4096)
-def _calls_wait(code: CodeType, line: int) -> bool:
-    """Whether a line calls a method ``wait``. Those of threads, processes and futures have frames,
-    so that the innermost one is not here."""
-    lines, here = dict(dis.findlinestarts(code)), None
-    for instruction in dis.get_instructions(code):
+def _calls_wait(key: _Identity, line: int) -> bool:
+    """True if a line calls a method ``wait``. Methods of threads, processes and futures have their
+    own frames, so that the innermost frame is not here."""
+    lines, here = dict(dis.findlinestarts(key.code)), None
+    for instruction in dis.get_instructions(key.code):
         here = lines.get(instruction.offset, here)
         if here == line and instruction.argval == "wait":
             return True

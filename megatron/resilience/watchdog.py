@@ -38,7 +38,7 @@ from megatron.resilience.waiting import (
     failed_to_meet,
     where_it_waits,
 )
-from megatron.util.errors import FaultError, one_line
+from megatron.util.errors import FaultError, monitor_thread, one_line
 from megatron.util.phases import PHASES, Activity, activity, background, phase
 
 START_SECONDS = 3600
@@ -154,7 +154,9 @@ class Watchdog:
         self._explained = threading.Event()
         self._ending: tuple[HangVerdict, int] | None = None
         """What ends the run in so many ticks."""
-        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._thread = monitor_thread(
+            self._run, "watchdog", "hangs are no longer found by this rank"
+        )
         self._stopping = False
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)

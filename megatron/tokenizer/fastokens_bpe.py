@@ -33,8 +33,8 @@ def require_fastokens() -> None:
     """Raises ConfigError if fastokens is not installed."""
     if importlib.util.find_spec("fastokens") is None:
         raise ConfigError(
-            "--bpe-library fastokens is not installed: pip install megatron-deepspeed[fast], or "
-            "leave the flag out"
+            "--bpe-library fastokens is not installed: run pip install -e '.[fast]' in the "
+            "checkout, or leave the flag out"
         )
 
 

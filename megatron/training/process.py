@@ -17,7 +17,7 @@ from megatron.config import (
     RunConfig,
 )
 from megatron.data.loader import TrainingData
-from megatron.engine.environment import distributed
+from megatron.engine.environment import deterministic_kernels, distributed
 from megatron.parallel import agreement
 from megatron.parallel.mesh import Mesh
 from megatron.training.run import Run
@@ -51,6 +51,7 @@ def connected(run: Run, *more: Any, watched: bool = True) -> Iterator[Mesh]:
         return facts
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(deterministic_kernels(run.config))
         if not watched:
             yield stack.enter_context(distributed(run.config.parallel, facts))
             return

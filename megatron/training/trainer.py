@@ -14,7 +14,6 @@ from megatron.data.loader import (
     MicroBatches,
     StalledDataError,
     TrainingData,
-    explaining_lost_workers,
 )
 from megatron.engine.train_engine import StepResult, TrainEngine
 from megatron.training.metrics import Evaluation, Reported
@@ -149,7 +148,7 @@ class Trainer:
     def fit(self) -> str | None:
         """Trains to the end of the plan, or until a callback wants to stop; then tests. Returns why
         it ended before the end of the plan, or None."""
-        with explaining_lost_workers(), contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
             for callback in self.callbacks:
                 stack.enter_context(callback)
             try:

@@ -8,8 +8,9 @@ import os
 import re
 import signal
 import sys
+import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -47,6 +48,21 @@ def one_line(message: object) -> str:
     return _CONTROL.sub(
         lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text
     )
+
+
+def monitor_thread(work: Callable[[], None], name: str, lost: str) -> threading.Thread:
+    """Return a daemon thread that runs ``work`` and outlives no mistake in silence: an error is one
+    line of stderr with what is lost by it, such as "hangs are no longer found"."""
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:
+            reason = one_line(f"{type(error).__name__}: {error}")
+            line = f"WARNING: the {name} thread of process {os.getpid()} ended by {reason}; {lost}"
+            print(line, file=sys.stderr, flush=True)
+
+    return threading.Thread(target=run, name=name, daemon=True)
 
 
 def _ends(found: re.Match[str]) -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 from doc_pages import ROOT
 
+from megatron import __version__
 from megatron.config import FLAG_CLASSES, FlagParser
 
 if not all(map(importlib.util.find_spec, ("mkdocs", "material", "mkdocstrings"))):
@@ -203,15 +204,63 @@ def test_in_a_browser(width, scheme, browser, served):
     context.close()
 
 
-def test_search_in_a_browser(browser, served):
-    """Typing a flag finds its place in the reference."""
+@pytest.fixture
+def search(browser, served):
+    """Addresses that a search of the site lists, best first."""
     page = browser.new_page(viewport={"width": 1280, "height": 900})
-    page.goto(f"{served}/index.html")
-    page.keyboard.press("/")
-    page.keyboard.type("global-batch-size")
-    page.wait_for_selector(".md-search-result__link", timeout=20000)
-    links = page.eval_on_selector_all(
-        ".md-search-result__link", "found => found.map(link => link.href)"
-    )
-    assert any("reference/flags.html" in link for link in links), links
+
+    def results(words: str) -> list[str]:
+        page.goto(f"{served}/index.html")
+        page.keyboard.press("/")
+        page.keyboard.type(words)
+        page.wait_for_selector(".md-search-result__link", timeout=20000)
+        return page.eval_on_selector_all(
+            ".md-search-result__link", "links => links.map(link => link.href)"
+        )
+
+    yield results
     page.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        ("--save-interval", "save-interval"),
+        ("save_interval", "save-interval"),
+        pytest.param("global-batch-size", "global-batch-size", marks=pytest.mark.proof),
+        pytest.param("--zero-stage", "zero-stage", marks=pytest.mark.proof),
+        pytest.param("-lr", "lr", marks=pytest.mark.proof),
+        pytest.param("--micro_batch_size", "micro-batch-size", marks=pytest.mark.proof),
+        pytest.param("tensor model parallel size", "tensor-model-parallel-size",
+                     marks=pytest.mark.proof),
+    ],
+)  # fmt: skip
+def test_a_search_for_a_flag_finds_its_place_in_the_reference_first(search, words, flag):
+    links = search(words)
+    assert "reference/flags.html" in links[0], links
+    assert links[1].endswith(f"#{flag}"), links
+
+
+def test_pages_show_the_version_and_the_repository(site):
+    text = (site / "index.html").read_text()
+    assert f"Version {__version__}. Apache-2.0." in text
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("https://example.org/team/trainer.git", "https://example.org/team/trainer"),
+        ("https://user:token@example.org/team/trainer", "https://example.org/team/trainer"),
+        ("git@example.org:team/trainer.git", "https://example.org/team/trainer"),
+        ("ssh://git@example.org/team/trainer.git", "https://example.org/team/trainer"),
+        ("/srv/git/trainer", None),
+        ("", None),
+    ],
+)
+def test_the_repository_is_linked_where_it_is_on_the_web(monkeypatch, address, expected):
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "generate"))
+    import hooks
+
+    answer = subprocess.CompletedProcess([], 0, stdout=f"{address}\n")
+    monkeypatch.setattr(hooks.subprocess, "run", lambda *_, **__: answer)
+    assert hooks._repository() == expected

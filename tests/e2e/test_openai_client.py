@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 for name in ("fastapi", "uvicorn", "prometheus_client", "llguidance"):
-    pytest.importorskip(name, reason="pip install megatron-deepspeed[serve]")
+    pytest.importorskip(name, reason="pip install -e '.[serve]'")
 pytest.importorskip("httpx", reason="pip install httpx")
 openai = pytest.importorskip("openai", reason="pip install openai")
 

@@ -119,7 +119,7 @@ class ConstraintCompiler:
         except ImportError:
             raise ValueError(
                 f"a {name} needs llguidance, which is not installed: "
-                "pip install 'megatron-deepspeed[serve]'"
+                "run pip install -e '.[serve]' in the checkout"
             ) from None
         if not self._tokenizer.writes_text:
             raise ValueError(

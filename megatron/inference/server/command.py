@@ -62,8 +62,7 @@ def _require_packages() -> None:
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"not installed: {', '.join(missing)}; pip install 'megatron-deepspeed[{EXTRA}]', or "
-            f"from a source tree pip install -e '.[{EXTRA}]'"
+            f"not installed: {', '.join(missing)}; run pip install -e '.[{EXTRA}]' in the checkout"
         )
 
 

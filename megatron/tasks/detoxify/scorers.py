@@ -98,8 +98,8 @@ def profanity(texts: Sequence[str]) -> list[float]:
         from profanity_check import predict_prob
     except ImportError:
         raise ConfigError(
-            "--scorer profanity-check needs alt-profanity-check: pip install "
-            f"'megatron-deepspeed[{EXTRA}]', or from a source tree pip install -e '.[{EXTRA}]'"
+            "--scorer profanity-check needs alt-profanity-check: "
+            f"run pip install -e '.[{EXTRA}]' in the checkout"
         ) from None
     # Distances from the boundary become probabilities, which may leave the interval by rounding.
     return [min(max(float(value), 0.0), 1.0) for value in predict_prob(list(texts))]

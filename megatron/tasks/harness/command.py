@@ -97,8 +97,7 @@ def require_harness() -> None:
     from this machine, unless the user has set the variables that say so."""
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError(
-            f"lm_eval is not installed: pip install 'megatron-deepspeed[{EXTRA}]', or from a "
-            f"source tree pip install -e '.[{EXTRA}]'"
+            f"lm_eval is not installed: run pip install -e '.[{EXTRA}]' in the checkout"
         )
     # lm-eval imports a package named evaluate, which must not be found among the tools.
     tools = Path(sys.argv[0]).resolve().parent

@@ -1,14 +1,18 @@
 """Saves: in the background as in the foreground, on a disk that fails, and how many are kept."""
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import time
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
+import torch
+from deepspeed.runtime import engine as deepspeed_engine
 from safetensors.numpy import load_file
 from samples import sampled
 from training_jobs import SAVED_LAYOUTS, TINY, run, train
@@ -114,6 +118,81 @@ def test_a_save_that_fails_is_said_and_training_continues(pool, tmp_path, mode, 
     assert f"rank {rank}: [Errno 28] No space left on device; earlier checkpoints are" in output
     assert complete_tags(tmp_path) == ["global_step2", "global_step6"]
     assert not list(tmp_path.glob(".global_step*"))
+
+
+DEEPSPEED = ["--checkpoint-format", "deepspeed"]
+ENGINE_FILES = {
+    "zero0": (2, ["--zero-stage", "0"], "mp_rank_00_model_states.pt"),
+    "zero1": (2, ["--zero-stage", "1"], "optim_states.pt"),
+    "zero1-scripts": (2, ["--zero-stage", "1"], "zero_to_fp32.py"),
+    "zero1-folder": (2, ["--zero-stage", "1"], ""),
+    "zero3": (2, ["--zero-stage", "3"], "optim_states.pt"),
+    "pp2": (2, ["--pipeline-model-parallel-size", "2"], "layer_"),
+    "tp2": (2, ["--tensor-model-parallel-size", "2", "--zero-stage", "1"], "optim_states.pt"),
+}
+"""Processes, layout, and a part of the name of the file for which there is no room."""
+
+
+@contextlib.contextmanager
+def full_for_deepspeed(ranks, name, iteration):
+    """Lets files with this part of a name fail on these ranks at one iteration, as on a full disk;
+    without a name the folder."""
+    files, folders, copy = torch.save, os.makedirs, deepspeed_engine.copyfile
+
+    def check(path):
+        saving = any(Path(path).parent.glob(f".global_step{iteration}*"))
+        if int(os.environ["RANK"]) in ranks and (saving or f"global_step{iteration}" in str(path)):
+            raise OSError(28, "No space left on device")
+
+    def save(value, path, **options):
+        if name and name in Path(path).name:
+            check(path)
+        return files(value, path, **options)
+
+    def make(path, *args, **options):
+        if not name:
+            check(path)
+        return folders(path, *args, **options)
+
+    def copied(source, target):
+        if name and name in Path(target).name:
+            check(target)
+        return copy(source, target)
+
+    with (
+        mock.patch.object(torch, "save", save),
+        mock.patch.object(os, "makedirs", make),
+        mock.patch.object(deepspeed_engine, "copyfile", copied),
+    ):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("case", "ranks"),
+    sampled(
+        [
+            *((case, (0,)) for case in ENGINE_FILES),
+            *((case, (1,)) for case in ("zero1", "zero3", "pp2", "tp2")),
+            ("zero1", (0, 1)),
+        ],
+        lambda c: c == ("zero1", (1,)),
+    ),
+)
+def test_a_save_of_deepspeeds_engine_that_fails_on_a_rank_fails_on_all(pool, tmp_path, case, ranks):
+    """DeepSpeed's ranks wait for each other between their files."""
+    size, layout, name = ENGINE_FILES[case]
+    flags = [*FLAGS, *layout, *DEEPSPEED, "--save", str(tmp_path), "--save-interval", "2"]
+    results = pool.run(size, run, flags, full_for_deepspeed, ranks, name, 4)
+    assert [error for _, error in results] == [None] * size
+    output = results[0][0]
+    assert announced(output) == [2, 6]
+    assert "WARNING: no checkpoint at iteration 4" in output
+    assert f"rank {ranks[0]}: " in output and "No space left on device" in output
+    assert sorted(path.name for path in tmp_path.glob("*global_step*")) == [
+        "global_step2",
+        "global_step6",
+    ]
+    assert (tmp_path / "latest").read_text() == "global_step6"
 
 
 @pytest.mark.parametrize("mode", sampled([[], ASYNC], lambda mode: mode == ASYNC))

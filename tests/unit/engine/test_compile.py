@@ -1,6 +1,7 @@
 """Compiled blocks: how often something is compiled, and that results are those of eager ones."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import product
@@ -16,6 +17,7 @@ from graph_counts import graphs, graphs_alone
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
 from torch.nn.attention import flex_attention
 from torch.utils._pytree import tree_leaves
 
@@ -218,6 +220,51 @@ def test_products_by_blocks_are_one_operator_of_a_graph():
     assert graphs() == (1, Counter())
     assert operators.count("megatron.multiply_blocks.default") == 3
     assert not any("scaled_mm" in name for name in operators)
+
+
+@pytest.fixture
+def casts_as_on_gpus(monkeypatch):
+    """Casts outside of compiled blocks are compiled by themselves, for any size."""
+    compiled_cast = torch.compile(float8_casts._cast, backend="aot_eager", dynamic=True)
+    monkeypatch.setattr(float8_casts, "_to_compile", lambda x: True)
+    monkeypatch.setattr(float8_casts, "_compiled_cast", lambda: compiled_cast)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("delayed", marks=pytest.mark.proof)])
+@pytest.mark.usefixtures("without_generated_code", "casts_as_on_gpus")
+def test_kept_8_bit_weights_have_fixed_sizes(recipe):
+    """A weight whose sizes are symbols breaks the graph of its block at attention, and its kernels
+    compute their addresses from symbols."""
+    stack = build("llama", float8=Float8(True, recipe))
+    names = {param: name for name, param in stack.canonical_parameters()}
+    fast = FastPathsConfig(fp8_format="hybrid", fp8_recipe=recipe)
+    state = Float8State(stack.blocks(), names, fast, Mesh(), partitioned=False)
+    compiled(stack)
+    state.refresh()
+    operands = [
+        operand
+        for module in stack.modules()
+        for name, kept in vars(module).items()
+        if name.endswith("_kept") and kept is not None
+        for operand in kept.operands()
+    ]
+    assert len(operands) >= 4 * BLOCKS
+    marks = [name for x in operands for name in vars(x) if "dynamic_indices" in name]
+    assert marks == []
+    outcome(stack)
+    assert graphs()[1] == Counter()
+
+
+@pytest.mark.proof
+@pytest.mark.skipif(missing_compiler("cpu") is not None, reason="no compiler")
+@pytest.mark.usefixtures("casts_as_on_gpus")
+def test_generated_code_has_no_symbol_of_a_kept_weight():
+    torch.compiler.reset()
+    weight = float8_casts.cast(torch.ones(96, 64), torch.float8_e4m3fn, "tensor", rows=True).rows
+    assert weight is not None
+    product = torch.compile(lambda x: x @ weight.values.t().float() * weight.scale, dynamic=False)
+    _, codes = run_and_get_code(product, torch.ones(3, 64))
+    assert codes and not any(re.search(r"\bk?s\d+\b", code) for code in codes)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("delayed", marks=pytest.mark.proof)])

@@ -6,13 +6,22 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
+import deepspeed
 import pytest
 import torch
+from configs import run_config
 
 from megatron.config import ConfigError, ParallelConfig
+from megatron.config.engine import FastPathsConfig
 from megatron.engine import environment
-from megatron.engine.environment import distributed, training_device, world_size
+from megatron.engine.environment import (
+    deterministic_kernels,
+    distributed,
+    training_device,
+    world_size,
+)
 
 
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
@@ -55,6 +64,68 @@ def test_a_local_rank_that_contradicts_the_environment_is_refused(monkeypatch):
     message = "--local_rank 0 contradicts LOCAL_RANK=1"
     with pytest.raises(ConfigError, match=message), distributed(ParallelConfig(local_rank=0)):
         pass
+
+
+def test_gloo_in_a_pipeline_on_gpus_is_refused(monkeypatch):
+    monkeypatch.setattr(environment, "training_device", lambda: torch.device("cuda", 0))
+    config = ParallelConfig(distributed_backend="gloo", pipeline_model_parallel_size=2)
+    message = "--distributed-backend gloo, --pipeline-model-parallel-size 2: gloo cannot send"
+    with pytest.raises(ConfigError, match=message), distributed(config):
+        pass
+
+
+def test_groups_of_gloo_are_not_split_from_a_group_that_is_bound_to_a_gpu(monkeypatch):
+    """DeepSpeed binds the group of all ranks to the GPU of its rank, whatever the backend."""
+
+    initialise = deepspeed.init_distributed
+
+    def bind(**options: Any) -> None:
+        initialise(**options)
+        group_of_all().bound_device_id = torch.device("cuda", 0)
+
+    def group_of_all() -> Any:
+        return torch.distributed.group.WORLD
+
+    monkeypatch.setattr("deepspeed.init_distributed", bind)
+    with distributed(ParallelConfig()):
+        assert group_of_all().bound_device_id is None
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_DETERMINISTIC"):
+        monkeypatch.setenv(name, "x")  # restored after the test
+        monkeypatch.delenv(name)
+    import torch._inductor.config as compiler
+
+    with compiler.patch(deterministic=False):
+        yield compiler
+
+
+def test_deterministic_kernels(gpus):
+    config = run_config(fast_paths=FastPathsConfig(deterministic_mode=True))
+    with deterministic_kernels(config):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert os.environ["TORCHINDUCTOR_DETERMINISTIC"] == "1" and gpus.deterministic
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_workspace_that_contradicts_deterministic_kernels_is_refused(monkeypatch, gpus):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    config = run_config(fast_paths=FastPathsConfig(deterministic_mode=True))
+    with pytest.raises(ConfigError, match="contradicts CUBLAS_WORKSPACE_CONFIG=:0:0"):
+        deterministic_kernels(config).__enter__()
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_ranks_that_share_layers_compile_without_measuring(gpus, tensor):
+    """Else their copies of a norm may have kernels that add in other orders."""
+    config = run_config(parallel=ParallelConfig(tensor_model_parallel_size=tensor))
+    with deterministic_kernels(config):
+        assert gpus.deterministic == (tensor == 2)
+        assert not torch.are_deterministic_algorithms_enabled()
 
 
 FAULTS = """

@@ -6,6 +6,7 @@ import ctypes
 import time
 import weakref
 
+from megatron.resilience import own_time
 from megatron.resilience.own_time import OwnTime, OwnTimeMeter
 from megatron.util.phases import phase
 
@@ -83,3 +84,18 @@ def test_it_keeps_nothing_of_calls_that_have_returned():
         assert call()() is None
     finally:
         meter.close()
+
+
+def test_an_error_of_the_thread_is_reported(monkeypatch, capfd):
+    def fail() -> bool:
+        raise TypeError("unhashable type: 'dict'")
+
+    monkeypatch.setattr(own_time, "_waits", fail)
+    meter = OwnTimeMeter(period=0.01)
+    meter.resume()
+    assert meter._thread is not None
+    meter._thread.join(30)
+    printed = capfd.readouterr().err
+    assert printed.startswith("WARNING: the own time thread of process ")
+    assert "ended by TypeError: unhashable type: 'dict'; this rank can no longer" in printed
+    assert printed.count("\n") == 1

@@ -93,6 +93,22 @@ def test_a_rank_that_waits_in_the_store_is_told():
         dist.TCPStore("127.0.0.1", store.port).set("key", "1")
 
 
+def test_code_with_constants_that_cannot_be_hashed(pair):
+    """torch's compiler puts dictionaries among the constants of the code that it makes."""
+    first, second = pair
+
+    def waits() -> None:
+        first.allreduce([torch.ones(3)]).wait()
+
+    code = waits.__code__
+    waits.__code__ = code.replace(co_consts=(*code.co_consts, {"a": 1}))
+    with pytest.raises(TypeError):
+        hash(waits.__code__)
+    with in_thread(waits) as frames:
+        assert soon(frames) is not None
+        second.allreduce([torch.ones(3)]).wait()
+
+
 def test_busy_and_sleeping_threads_work(pair):
     busy = threading.Event()
 

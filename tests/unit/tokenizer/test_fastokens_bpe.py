@@ -229,7 +229,7 @@ def test_it_is_not_used_unless_asked_for(trained_folder, monkeypatch):
     asked = dataclasses.replace(config, bpe_library="fastokens")
     assert tokenizer_identity(asked) == tokenizer_identity(config)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="pip install megatron-deepspeed.fast., or leave"):
+    with pytest.raises(ConfigError, match="pip install -e '.*fast.*' in the checkout, or leave"):
         build_tokenizer(asked)
     with pytest.raises(ConfigError, match="is for --tokenizer-type GPT2BPETokenizer, not Byte"):
         build_tokenizer(TokenizerConfig("ByteLevelTokenizer", bpe_library="fastokens"))

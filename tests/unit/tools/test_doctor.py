@@ -1,9 +1,18 @@
 """tools/doctor.py: what it looks at, and how it answers where nodes cannot be examined."""
 
+import json
 import os
+from pathlib import Path
 
 import pytest
+import torch
 from tool_modules import load_program
+
+from megatron.doctor.examination import Examination
+from megatron.doctor.findings import Check, checks_of, judge_reports
+from megatron.doctor.probe import report
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -73,3 +82,27 @@ def test_what_ends_with_a_line_and_status_2(tool, place, monkeypatch, capsys, fl
         tool.main(flags)
     assert end.value.code == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_what_was_examined_is_listed_with_marks(tool, place):
+    """From this machine's own report; a finding marks its check."""
+    here = report(str(ROOT), ["torch", "no-such-package"], ["no-such-file"], [str(place)])
+    reports = {"n1": here}
+    done = Examination(checks_of(reports), list(judge_reports(reports, 0.0)))
+    lines = tool.as_text(["n1"], done, "tcp").splitlines()
+    shown = {line.split(": ")[1]: line.removeprefix("doctor.py: ") for line in lines}
+    assert shown["✗ versions"].endswith(f"torch {torch.__version__}, no-such-package missing")
+    assert shown["✗ data (--data-path)"].endswith(": 1 files")
+    assert shown["✓ folders"].startswith(f"✓ folders: {place} (")
+    assert "✓ open files" in shown and "✓ GPUs" in shown
+    assert lines[-1] == "doctor.py: 1 node: 2 findings"
+    checks = json.loads(tool.as_json(["n1"], done))["checks"]
+    assert checks["data (--data-path)"] == "1 files"
+
+
+def test_what_was_not_to_be_examined_has_no_tick(tool):
+    done = Examination([Check("clocks", "", ("clock",))])
+    assert tool.as_text(["n1"], done, "tcp").splitlines() == [
+        "doctor.py: - clocks: nothing to examine",
+        "doctor.py: 1 node: nothing is wrong",
+    ]

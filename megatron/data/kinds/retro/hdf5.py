@@ -25,7 +25,7 @@ def needed_h5py() -> Any:
     except ImportError as error:
         raise ValueError(
             "databases and neighbours of Retro are HDF5 files, which need h5py: "
-            "pip install 'megatron-deepspeed[retro]'"
+            "run pip install -e '.[retro]' in the checkout"
         ) from error
     return h5py
 

@@ -14,7 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-pytest.importorskip("fastapi", reason="pip install megatron-deepspeed[serve]")
+pytest.importorskip("fastapi", reason="pip install -e '.[serve]'")
 
 from serving import served  # noqa: E402
 
@@ -200,7 +200,7 @@ def _schema(schema: dict) -> dict:
 )
 def test_constraints_refer_to_nothing(field, server):
     """Neither to files nor to addresses; and none takes the server with it."""
-    pytest.importorskip("llguidance", reason="pip install megatron-deepspeed[serve]")
+    pytest.importorskip("llguidance", reason="pip install -e '.[serve]'")
     status, _, body = post(server, "/v1/completions", json.dumps(COMPLETION | field).encode())
     assert status == 400 and b"root:" not in body
     assert get(server, "/health")[0] == 200
@@ -248,7 +248,7 @@ def test_templates_in_texts_are_texts(server):
 )
 def test_templates_of_a_model_are_in_a_sandbox(template):
     """What came with a tokenizer can read nothing; texts in messages are no templates for it."""
-    pytest.importorskip("jinja2", reason="pip install megatron-deepspeed[serve]")
+    pytest.importorskip("jinja2", reason="pip install -e '.[serve]'")
     source = "{{ 7 * 191 }}{% include '/etc/passwd' %}"
     wrote = {"messages": [{"role": "user", "content": source}], "max_tokens": 1}
     harmless = ChatFormat({"default": "{% for m in messages %}{{ m.content }}{% endfor %}"})

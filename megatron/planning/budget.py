@@ -1,0 +1,145 @@
+"""What a whole training takes on given machines: time, GPU hours, energy and money."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from megatron.config import ConfigError, ModelConfig, ModelFlags
+from megatron.config.flags import flag_names
+from megatron.planning.search import Plan, Workload
+from megatron.planning.step_time import Hardware
+
+TOKENS_PER_STEP = 4_194_304
+"""Tokens of a step where no batch size is given, or the next smaller number that a power of two of
+samples makes: the order of magnitude of published runs of 1B to 70B parameters."""
+
+TIE = 0.03
+"""Share of the step time by which estimates of layouts do not tell them apart."""
+
+
+def usual_batch(seq_length: int) -> int:
+    """The largest power of two of samples that has at most :data:`TOKENS_PER_STEP` tokens."""
+    return int(2 ** max(0, (TOKENS_PER_STEP // seq_length).bit_length() - 1))
+
+
+def simplest_first(plans: Sequence[Plan]) -> list[Plan]:
+    """The plans, best first, but for the simplest of those that are as fast as the first within
+    :data:`TIE`, which comes before all."""
+    limit = plans[0].time.total * (1 + TIE)
+    best = min((plan for plan in plans if plan.time.total <= limit), key=_complexity)
+    return [best, *(plan for plan in plans if plan is not best)]
+
+
+def _complexity(plan: Plan) -> tuple[int, float]:
+    layout = plan.layout
+    steps = {
+        4: layout.pipeline > 1,
+        3: layout.tensor > 1,
+        2: layout.schedule != "1f1b",
+        1: layout.sequence,
+    }
+    more = sum(weight for weight, used in steps.items() if used)
+    return more + max(0, layout.zero - 1) + (layout.recompute is not None), plan.time.total
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A training of so many tokens by a plan."""
+
+    plan: Plan
+    work: Workload
+    hardware: Hardware
+    tokens: int
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps, rounded up."""
+        return -(-self.tokens // (self.work.global_batch_size * self.work.model.seq_length))
+
+    @property
+    def hours(self) -> float:
+        """Hours from the first step to the last."""
+        return self.steps * self.plan.time.total / 3600
+
+    def lines(self) -> list[str]:
+        """What a person wants to know of it."""
+        gpus = self.hardware.gpus or 1
+        gpu_hours = gpus * self.hours
+        energy = gpu_hours * self.hardware.gpu_watts / 1000
+        price = self.hardware.gpu_hour_price
+        rate = self.tokens / (3600 * self.hours)
+        return [
+            f"{self.tokens:,} tokens in {self.steps:,} steps of {self.plan.time.total:.2f} s "
+            f"({rate:,.0f} tokens/s): {_duration(self.hours)}, {gpu_hours:,.0f} GPU hours",
+            f"energy {energy:,.0f} kWh at --gpu-watts {self.hardware.gpu_watts:g} (a GPU with its "
+            f"share of the machine), ${gpu_hours * price:,.0f} at --gpu-hour-price {price:g}; "
+            "without evaluation, checkpoints and restarts",
+        ]
+
+
+def _duration(hours: float) -> str:
+    if hours < 48:
+        return f"{hours:.1f} hours"
+    return f"{hours / 24:.1f} days" if hours < 24 * 730 else f"{hours / 24 / 365.25:.1f} years"
+
+
+def model_words(model: ModelConfig) -> list[str]:
+    """Fewest flags that give a model without a vocabulary: each changes it."""
+    fields = {field.name: field for field in dataclasses.fields(ModelFlags)}
+    values = {
+        name: value
+        for name, value in vars(model.flags()).items()
+        if value != fields[name].default and not fields[name].metadata.get("internal")
+    }
+    for name in list(values):
+        fewer = {other: value for other, value in values.items() if other != name}
+        with contextlib.suppress(ConfigError, TypeError):
+            if ModelFlags(**fewer).resolve() == model:
+                values = fewer
+    words = []
+    for name, value in values.items():
+        on, off = flag_names(fields[name])
+        if isinstance(value, bool):
+            words.append(on[0] if value and on else str(off))
+        else:
+            words += [on[0], *map(str, value if isinstance(value, tuple) else (value,))]
+    return words
+
+
+def command(budget: Budget, more: Sequence[str], tokenizer: Sequence[str]) -> str:
+    """A command that trains by the plan, in lines; DATA is left to the user.
+
+    Args:
+        more: further flags, such as those of fast paths.
+        tokenizer: flags of the tokenizer.
+    """
+    hardware, gpus = budget.hardware, budget.hardware.gpus or 1
+    nodes = -(-gpus // hardware.gpus_per_node)
+    start = f"deepspeed --num_gpus {gpus}" if nodes == 1 else "deepspeed --hostfile HOSTFILE"
+    parts = [
+        [start, "pretrain_gpt.py"],
+        model_words(budget.work.model),
+        [*budget.plan.flags, *more],
+        ["--train-tokens", str(budget.tokens), "--lr", "3e-4", "--lr-decay-style", "cosine"],
+        [
+            "--data-path",
+            "DATA",
+            *tokenizer,
+            "--save",
+            "checkpoints",
+            "--load",
+            "checkpoints",
+            "--save-interval",
+            "1000",
+        ],
+    ]
+    lines = chain.from_iterable(
+        textwrap.wrap(" ".join(part), 90, break_on_hyphens=False, break_long_words=False)
+        for part in parts
+    )
+    return " \\\n    ".join(lines)

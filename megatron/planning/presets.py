@@ -1,0 +1,119 @@
+"""GPUs and models that a planner knows by name. Everything in them is a flag that can be given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.files import read_json
+from megatron.checkpoint.source import open_checkpoint
+from megatron.config import ModelConfig, ModelFlags, Setting, Settings
+from megatron.config.flags import shared
+from megatron.formats.huggingface.registry import architecture_named
+
+GPUS: dict[str, tuple[str, float, float, float, float, float]] = {
+    "A100-40GB": ("40GiB", 312, 300, 25, 812, 1.3),
+    "A100": ("80GiB", 312, 300, 25, 812, 1.8),
+    "H100": ("80GB", 989, 450, 50, 1275, 2.5),
+    "H200": ("141GB", 989, 450, 50, 1275, 3.0),
+    "B200": ("180GB", 2250, 900, 50, 1790, 4.5),
+    "GB200": ("186GB", 2500, 900, 50, 1670, 5.0),
+    "MI300X": ("192GB", 1307, 448, 50, 1250, 2.5),
+    "L40S": ("48GB", 362, 25, 12.5, 500, 1.0),
+    "RTX-4090": ("24GB", 165, 25, 3, 600, 0.4),
+    "RTX-5090": ("32GB", 210, 50, 3, 750, 0.7),
+}
+"""Memory, dense 16-bit peak in TFLOP/s, gigabytes per second that a GPU sends inside a node and to
+other nodes, watts with its share of the machine, and dollars per hour. The first five are the
+vendors' figures (watts: a DGX at full load over its GPUs, 1.4 times the board elsewhere); rental
+prices differ by a factor of two between providers and change every month."""
+
+_MACHINE = (
+    "gpu_memory", "peak_tflops", "intra_node_bandwidth", "inter_node_bandwidth", "gpu_watts",
+    "gpu_hour_price",
+)  # fmt: skip
+
+_LLAMA: dict[str, Any] = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+}
+_GPT2: dict[str, Any] = {}
+
+
+def _sizes(
+    layers: int, hidden: int, heads: int, ffn: int | None = None, groups: int | None = None,
+    *, vocab: int, length: int, base: int = 10_000,
+) -> dict[str, Any]:  # fmt: skip
+    values: dict[str, Any] = {
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "vocab_size": vocab,
+        "seq_length": length,
+    }
+    values |= {"ffn_hidden_size": ffn} if ffn else {}
+    values |= {"num_query_groups": groups} if groups else {}
+    return values | ({"rotary_base": base} if base != 10_000 else {})
+
+
+_QWEN = {**_LLAMA, "add_qkv_bias": True}
+_TIED = {"untie_embeddings_and_output_weights": False}
+_L2, _L3 = {"vocab": 32_000, "length": 4096}, {"vocab": 128_256, "length": 8192, "base": 500_000}
+_Q = {"length": 4096, "base": 1_000_000}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": _GPT2 | _sizes(12, 768, 12, vocab=50_257, length=1024),
+    "gpt2-medium": _GPT2 | _sizes(24, 1024, 16, vocab=50_257, length=1024),
+    "gpt2-large": _GPT2 | _sizes(36, 1280, 20, vocab=50_257, length=1024),
+    "gpt2-xl": _GPT2 | _sizes(48, 1600, 25, vocab=50_257, length=1024),
+    "gpt3-175b": _GPT2 | _sizes(96, 12_288, 96, vocab=50_257, length=2048),
+    "llama-7b": _LLAMA | _sizes(32, 4096, 32, 11_008, **_L2),
+    "llama-13b": _LLAMA | _sizes(40, 5120, 40, 13_824, **_L2),
+    "llama-70b": _LLAMA | _sizes(80, 8192, 64, 28_672, 8, **_L2),
+    "llama3-1b": _LLAMA | _TIED | _sizes(16, 2048, 32, 8192, 8, **_L3),
+    "llama3-3b": _LLAMA | _TIED | _sizes(28, 3072, 24, 8192, 8, **_L3),
+    "llama3-8b": _LLAMA | _sizes(32, 4096, 32, 14_336, 8, **_L3),
+    "llama3-70b": _LLAMA | _sizes(80, 8192, 64, 28_672, 8, **_L3),
+    "llama3-405b": _LLAMA | _sizes(126, 16_384, 128, 53_248, 8, **_L3),
+    "mistral-7b": _LLAMA | _sizes(32, 4096, 32, 14_336, 8, vocab=32_000, length=8192),
+    "qwen2.5-0.5b": _QWEN | _TIED | _sizes(24, 896, 14, 4864, 2, vocab=151_936, **_Q),
+    "qwen2.5-1.5b": _QWEN | _TIED | _sizes(28, 1536, 12, 8960, 2, vocab=151_936, **_Q),
+    "qwen2.5-7b": _QWEN | _sizes(28, 3584, 28, 18_944, 4, vocab=152_064, **_Q),
+    "qwen2.5-32b": _QWEN | _sizes(64, 5120, 40, 27_648, 8, vocab=152_064, **_Q),
+    "qwen2.5-72b": _QWEN | _sizes(80, 8192, 64, 29_568, 8, vocab=152_064, **_Q),
+}
+"""Flags of published models, with their vocabularies."""
+
+
+def with_presets(settings: Settings, gpu: str, model: str | None, load: str | None) -> Settings:
+    """The settings, completed by those of a GPU and of a model: one of :data:`MODELS`, or that of a
+    checkpoint or a Hugging Face folder, of which config.json is enough. Given flags win. Raises
+    CheckpointError if ``load`` has no model."""
+    machine = dict(zip(_MACHINE, GPUS[gpu], strict=True))
+    values: dict[str, Any] = {name: (value, f"--gpu {gpu}") for name, value in machine.items()}
+    if model is not None:
+        values |= {name: (value, f"--model {model}") for name, value in MODELS[model].items()}
+    if load is not None:
+        network = _model_at(Path(load))
+        flags: Mapping[str, Any] = shared(network.flags(), ModelFlags)
+        flags = {**flags, "vocab_size": network.vocabulary.size or None}
+        for name in ("unpadded_vocab_size", "padded_vocab_size"):
+            flags.pop(name)
+        values |= {
+            name: (value, f"--load {load}") for name, value in flags.items() if value is not None
+        }
+    return {name: Setting(*value) for name, value in values.items()} | settings
+
+
+def _model_at(folder: Path) -> ModelConfig:
+    config = folder / "config.json"
+    content = read_json(config, lenient=True) if config.is_file() else None
+    if isinstance(content, dict) and "model_type" in content:
+        return architecture_named(content, config).model(content, config)
+    return open_checkpoint(folder).model
