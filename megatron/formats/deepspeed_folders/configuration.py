@@ -49,7 +49,7 @@ def own_run(folder: Path, states: Mapping[str, Any]) -> RunConfig | None:
         raise CheckpointError(f"{own}: not a configuration: {error}") from None
 
 
-def describe(folder: Path, states: Mapping[str, Any], tensors: neox.Tensors) -> Description:
+def describe(folder: Path, states: Mapping[str, Any], tensors: neox.StoredTensors) -> Description:
     """Finds configuration and counters in a checkpoint with these model states and tensors. Raises
     CheckpointError if the network is not described, or has features that cannot be represented."""
     run = own_run(folder, states)

@@ -22,7 +22,7 @@ from megatron.formats.deepspeed_folders.naming import (
     RankNaming,
     whole_shards,
 )
-from megatron.formats.deepspeed_folders.neox import Tensors
+from megatron.formats.deepspeed_folders.neox import StoredTensors
 from megatron.util.errors import one_line
 
 UNIVERSAL_TRACKER = "latest_universal"
@@ -110,7 +110,7 @@ class NamedFolder(Source):
         run = own_run(folder, {})
         return super().family(folder) if run is None else run.model.family
 
-    def _describe(self, states: Mapping[str, Any], tensors: Tensors) -> Description:
+    def _describe(self, states: Mapping[str, Any], tensors: StoredTensors) -> Description:
         found = describe(self.folder, states, tensors)
         self.run, self.model, self.tokenizer = found.run, found.model, found.tokenizer
         self.state = found.state
@@ -144,7 +144,7 @@ class DeepSpeedFolder(NamedFolder):
         super().__init__(folder)
         self._files = EngineFiles(folder)
         found = self._describe(
-            self._files.model_states(), Tensors(self._files.names, self._elements)
+            self._files.model_states(), StoredTensors(self._files.names, self._elements)
         )
         self._naming: RankNaming = EngineNaming(self.model, self._files.tensor_size)
         if found.foreign is not None:

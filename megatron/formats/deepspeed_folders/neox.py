@@ -92,7 +92,7 @@ it."""
 _DOWN = re.compile(r".*\.mlp\.(?:linear2|dense_4h_to_h|w2)\.weight")
 
 
-class Tensors(NamedTuple):
+class StoredTensors(NamedTuple):
     """The tensors of a folder: their names, and the number of elements of one over all tensor
     ranks. ``merged`` if another program has joined the ranks' shares."""
 
@@ -199,7 +199,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def model_of(
-    content: Mapping[str, Any], arguments: Any, folder: Path, tensors: Tensors
+    content: Mapping[str, Any], arguments: Any, folder: Path, tensors: StoredTensors
 ) -> ModelConfig:
     """The network that settings, by name with underscores, and tensors describe. ``arguments`` are
     the ``args`` of the model states, which have the rows of the token embedding. Raises
@@ -279,7 +279,7 @@ def _real(settings: Mapping[str, Any], name: str, default: float, folder: Path) 
         raise CheckpointError(f"{folder}: {name} is {value!r}, expected a number") from None
 
 
-def _check_layout(settings: Mapping[str, Any], folder: Path, tensors: Tensors) -> None:
+def _check_layout(settings: Mapping[str, Any], folder: Path, tensors: StoredTensors) -> None:
     """Refuses ranks whose shares cannot be joined."""
     ranks = settings.get("model_parallel_size") or 1
     if ranks == 1:

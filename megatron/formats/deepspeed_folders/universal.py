@@ -45,7 +45,7 @@ from megatron.formats.deepspeed_folders.naming import (
     Naming,
     whole_shards,
 )
-from megatron.formats.deepspeed_folders.neox import Tensors
+from megatron.formats.deepspeed_folders.neox import StoredTensors
 from megatron.formats.unpickle import load_pickle
 from megatron.parallel.shard import Shard
 from megatron.util.files import sync_path
@@ -72,7 +72,7 @@ class UniversalFolder(NamedFolder):
         # A file is read in several parts.
         self._open = lru_cache(maxsize=4)(load_pickle)
         states = _read_model_states(folder)
-        tensors = Tensors(
+        tensors = StoredTensors(
             lambda: list(self._present), lambda name: self._part(name, "weight").numel(), True
         )
         found = self._describe(states, tensors)
