@@ -26,18 +26,17 @@ class _Form(NamedTuple):
 
 _TO_HF = "convert it to a folder of Hugging Face with the tools of the program that wrote it"
 _FORMS = (
+    _Form("a checkpoint of NeMo", ("*.nemo", "model_weights/*", "*context/model.yaml"), _TO_HF),
     _Form(
         "a distributed checkpoint of Megatron-core (torch_dist)",
         ("common.pt", "*/common.pt"),
-        "let Megatron-LM write --ckpt-convert-format torch, or Megatron-Bridge a folder of Hugging "
-        "Face",
+        "Megatron-Bridge writes it as a folder of Hugging Face",
     ),
     _Form(
         "a file of a checkpoint of DeepSpeed",
         ("*mp_rank_*_model_states.pt", "*_optim_states.pt", "layer_*-model_*-model_states.pt"),
         "give the folder with all of them",
     ),
-    _Form("a checkpoint of NeMo", ("*.nemo", "model_weights/*", "*context/model.yaml"), _TO_HF),
     _Form(
         "a checkpoint of torch.distributed.checkpoint (DCP)",
         ("*.distcp",),
@@ -86,7 +85,22 @@ _FORMS = (
     ),
     _Form(
         "weights in a form that is not known",
-        ("*.safetensors", "*.pt", "*.pth", "*.ckpt", "*.bin", "*.npz", "*.pkl", "*.pickle"),
+        (
+            "*.safetensors",
+            "*.pt",
+            "*.pth",
+            "*.ckpt",
+            "*.bin",
+            "*.npz",
+            "*.pkl",
+            "*.pickle",
+            "*.tensors",
+            "*.pdparams",
+            "*.engine",
+            "*.tflite",
+            "*.ot",
+            "*.mar",
+        ),  # fmt: skip
         "no configuration says of which network they are; " + _TO_HF,
     ),
 )
@@ -124,7 +138,7 @@ def _names(folder: Path, depth: int) -> Iterator[str]:
             count += 1
             if count > _MOST_NAMES:
                 return
-            if entry.is_dir(follow_symlinks=False):
+            if entry.is_dir():
                 if left and not entry.name.startswith(".") and entry.name not in _SKIPPED:
                     waiting.append((place / entry.name, f"{prefix}{entry.name}/", left - 1))
             elif not (entry.name.endswith(".bin") and f"{entry.name[:-4]}.idx" in names):

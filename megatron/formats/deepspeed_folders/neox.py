@@ -18,8 +18,13 @@ from megatron.formats.deepspeed_folders.naming import ForeignNaming, Naming
 from megatron.formats.saved_arguments import SavedArguments
 
 _POSITIONS = {"rotary": "rope", "learned": "learned_absolute", "alibi": "alibi", "none": "none"}
-_NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
-_EPSILONS = {"layernorm": ("layernorm_epsilon", 1e-5), "rmsnorm": ("rms_norm_epsilon", 1e-8)}
+_NORMS = {
+    "layernorm": "LayerNorm",
+    "te_layernorm": "LayerNorm",
+    "rmsnorm": "RMSNorm",
+    "te_rmsnorm": "RMSNorm",
+}
+_EPSILONS = {"LayerNorm": ("layernorm_epsilon", 1e-5), "RMSNorm": ("rms_norm_epsilon", 1e-8)}
 """Setting of a norm's epsilon, and its default."""
 _SILU = ("silu", "swish")
 
@@ -219,18 +224,9 @@ def model_of(
             raise CheckpointError(f"{folder}: its configs have no {name} (or it is {value!r})")
         return value
 
-    def choice(name: str, default: str, known: Mapping[str, str]) -> str:
-        value = settings.get(name) or default
-        if value not in known:
-            raise CheckpointError(
-                f"{folder}: the network has {name} {value!r}, which cannot be represented; known "
-                f"are {', '.join(known)}"
-            )
-        return value
-
     hidden, heads = number("hidden_size"), number("num_attention_heads")
-    norm = choice("norm", "layernorm", _NORMS)
-    positions = _POSITIONS[choice("pos_emb", "learned", _POSITIONS)]
+    norm = _NORMS[_choice(settings, "norm", "layernorm", _NORMS, folder)]
+    positions = _POSITIONS[_choice(settings, "pos_emb", "learned", _POSITIONS, folder)]
     residual = bool(settings.get("gpt_j_residual"))
     rows = settings.get("padded_vocab_size")
     if isinstance(arguments, Mapping):
@@ -248,13 +244,13 @@ def model_of(
         "hidden_size": hidden,
         "ffn_hidden_size": 4 * hidden if down is None else tensors.elements(down) // hidden,
         "num_attention_heads": heads,
-        "num_query_groups": settings.get("num_kv_heads") or heads,
+        "num_query_groups": number("num_kv_heads") if settings.get("num_kv_heads") else heads,
         "seq_length": number("seq_length"),
         "max_position_embeddings": number("max_position_embeddings", "seq_length"),
         "position_embedding_type": positions,
         "rotary_base": _real(settings, "rotary_emb_base", 10000.0, folder),
         "rotary_percent": _real(settings, "rotary_pct", 1.0, folder),
-        "normalization": _NORMS[norm],
+        "normalization": norm,
         "norm_epsilon": _real(settings, epsilon, usual, folder),
         "parallel_residual": residual,
         "shared_parallel_norm": residual and bool(settings.get("gpt_j_tied")),
@@ -268,6 +264,18 @@ def model_of(
     }
     settings.refuse_the_rest(folder, f"remove it from the files in {folder / 'configs'}, or ")
     return resolved(ModelFlags(**values), folder)
+
+
+def _choice(
+    settings: Mapping[str, Any], name: str, default: str, known: Mapping[str, str], folder: Path
+) -> str:
+    value = settings.get(name) or default
+    if not isinstance(value, str) or value not in known:
+        raise CheckpointError(
+            f"{folder}: the network has {name} {value!r}, which cannot be represented; known are "
+            f"{', '.join(known)}"
+        )
+    return value
 
 
 def _real(settings: Mapping[str, Any], name: str, default: float, folder: Path) -> float:
