@@ -8,8 +8,9 @@ has no effect if its value is that of a flag that was not given; any other value
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -53,11 +54,11 @@ _WITH_A_SWITCH = (
 
 _TRAINING = (
     # Processes, layouts, kernels and dtypes.
-    "rank *_rank world_size local_world_size master_addr master_port model_type *_parallel_size "
-    "*_parallel_split_rank *_pipeline_num_layers num_layers_in_*_pipeline_stage "
-    "num_layers_per_virtual_* num_virtual_stages_* num_layers_at_* first_last_layers_bf16 "
-    "params_dtype fp8* fp4* te_* tp_comm_* overlap_* *_fusion cuda_graph_* *_cuda_graph* "
-    "variable_seq_lengths async_tensor_model_parallel_allreduce *_layer_norm_kernel "
+    "rank local_rank global_rank node_rank world_size local_world_size master_addr master_port "
+    "model_type *_parallel_size *_parallel_split_rank *_pipeline_num_layers "
+    "num_layers_in_*_pipeline_stage num_layers_per_virtual_* num_virtual_stages_* num_layers_at_* "
+    "first_last_layers_bf16 params_dtype fp8* fp4* te_* tp_comm_* overlap_* *_fusion cuda_graph_* "
+    "*_cuda_graph* variable_seq_lengths async_tensor_model_parallel_allreduce *_layer_norm_kernel "
     "persist_layer_norm attention_backend transformer_impl perform_initialization "
     "fp32_residual_connection barrier_with_L1_time cp_* nccl_* fsdp_* torch_fsdp2_* "
     "*_pipeline_split microbatch_* pp_* partition_method custom_partition deprecated_* "
@@ -86,12 +87,15 @@ _TRAINING = (
     "memory_centric_tiled_linear tile_factor save save_* load load_* ckpt_* dist_ckpt* finetune "
     "finetune_* pretrained_checkpoint log_* logging_* *_logger_* timing_* gigaflos_* "
     "num_floating_point_operations_so_far tensorboard* wandb* comet* codecarbon_* profile "
-    "profile_* memory_snapshot_path exit_* kill_switch_* adlr_* check_weight_hash_* "
-    "replication_factor async_save legacy_static_engine disable_chunked_prefill bert_load "
-    "bert_embedder_type version git_hash *_dir *_path *_file *_files *_filename "
+    "profile_* memory_snapshot_path exit_interval exit_duration_in_mins kill_switch_* adlr_* "
+    "check_weight_hash_* replication_factor async_save legacy_static_engine "
+    "disable_chunked_prefill bert_load bert_embedder_type version git_hash *_dir *_path *_file "
+    "*_files *_filename "
 ).split()
 """Patterns of arguments about training, not about the network. An ending such as ``_file`` is that
 of all arguments that name a file."""
+
+_KNOWN = re.compile("|".join(map(translate, (*_PATTERNS, *_TRAINING, *_WITH_A_SWITCH))))
 
 
 class SavedArguments(Mapping[str, Any]):
@@ -161,14 +165,10 @@ def _is_one_of(value: Any, known: tuple[Any, ...]) -> bool:
     return any((isinstance(one, bool), True) == kinds and value == one for one in known)
 
 
-@cache
 def is_harmless(name: str) -> bool:
     """True if an argument is known not to change the network."""
-    if name in _flags():
-        return True
-    patterns = (*_PATTERNS, *_TRAINING, *_WITH_A_SWITCH)
     spellings = {f"{off}{name}" for off in _OFF} | {name.removeprefix("use_")}
-    return any(fnmatchcase(spelled, pattern) for spelled in spellings for pattern in patterns)
+    return name in _flags() or any(_KNOWN.match(spelled) for spelled in spellings)
 
 
 @cache
