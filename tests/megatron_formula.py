@@ -97,7 +97,7 @@ def weights(formula: Formula) -> Weights:
         outer.append(norm("embedding_norm"))
     if not formula.tied:
         outer.append([{"head.weight": draw(VOCABULARY // size, WIDTH)} for _ in range(size)])
-    found = Weights(merged(*outer))
+    stored = Weights(merged(*outer))
     inner, rows = (
         formula.inner // size,
         (formula.heads + 2 * formula.groups) * formula.width // size,
@@ -122,8 +122,8 @@ def weights(formula: Formula) -> Weights:
             for block in parts:
                 apart = formula.biases == "addends"
                 block |= {k: draw(WIDTH) for k in same} if apart else same
-        found.blocks.append(merged(*blocks, parts))
-    return found
+        stored.blocks.append(merged(*blocks, parts))
+    return stored
 
 
 def _norm(x, formula, ranks, name):
@@ -209,21 +209,21 @@ def _bias(ranks, formula, name):
     return sum(rank[name] for rank in ranks) if formula.biases == "addends" else ranks[0][name]
 
 
-def logits(formula: Formula, found: Weights, tokens: torch.Tensor) -> torch.Tensor:
+def logits(formula: Formula, stored: Weights, tokens: torch.Tensor) -> torch.Tensor:
     """Logits [S, V] of a text [S]."""
-    table = torch.cat([rank["embedding.weight"] for rank in found.outer])
+    table = torch.cat([rank["embedding.weight"] for rank in stored.outer])
     x = table[tokens]
     if formula.embedding_norm:
-        x = _norm(x, formula, found.outer, "embedding_norm")
+        x = _norm(x, formula, stored.outer, "embedding_norm")
     if formula.positions == "learned":
-        x = x + found.outer[0]["positions.weight"][: len(tokens)]
-    for ranks in found.blocks:
+        x = x + stored.outer[0]["positions.weight"][: len(tokens)]
+    for ranks in stored.blocks:
         h = _norm(x, formula, ranks, "norm1")
         attended = sum(_attention(h, formula, rank, n) for n, rank in enumerate(ranks))
         attended = attended + _bias(ranks, formula, "proj.bias")
         h = _norm(x if formula.parallel else x + attended, formula, ranks, "norm2")
         done = sum(_mlp(h, formula, rank) for rank in ranks) + _bias(ranks, formula, "down.bias")
         x = x + attended + done
-    x = _norm(x, formula, found.outer, "final")
-    head = table if formula.tied else torch.cat([rank["head.weight"] for rank in found.outer])
+    x = _norm(x, formula, stored.outer, "final")
+    head = table if formula.tied else torch.cat([rank["head.weight"] for rank in stored.outer])
     return x @ head.T

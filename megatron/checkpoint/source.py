@@ -286,8 +286,8 @@ def locate_checkpoint(
             return FoundCheckpoint(form, folder)
     if refusal is not None:
         raise refusal
-    if names and not others and (found := resolve_name(_UNREADABLE)(path)) is not None:
-        raise CheckpointError(f"{path} {'is' if path.is_file() else 'has'} {found}")
+    if names and not others and (content := resolve_name(_UNREADABLE)(path)) is not None:
+        raise CheckpointError(f"{path} {'is' if path.is_file() else 'has'} {content}")
     if wanted is not None:
         raise CheckpointError(f"{path} has no complete checkpoint {wanted}")
     for tracker in (path / TRACKER, path / MEGATRON_TRACKER):

@@ -109,8 +109,8 @@ those that several have."""
 
 
 def unreadable(path: Path) -> str | None:
-    """What is at a path that no format reads, and what to do; None if there are no weights of any
-    kind, as in a new folder."""
+    """The format of the files at a path, which none here reads, and what to do; None if there are
+    no weights of any kind, as in a new folder."""
     if path.is_file() and (path.parent / "config.json").is_file():
         return f"one file of a model: give its folder, {path.parent}"
     names = [path.name] if path.is_file() else list(_names(path, _DEEPEST))
@@ -124,8 +124,8 @@ def unreadable(path: Path) -> str | None:
 
 
 def _names(folder: Path, depth: int) -> Iterator[str]:
-    """Paths of files in a folder, those of its folders after its own. Hidden folders are of saves
-    that were not finished; data for training are no weights."""
+    """Paths of files in a folder, then in its subfolders. Hidden folders are of saves that were not
+    finished; data for training are not weights."""
     waiting, count = [(folder, "", depth)], 0
     while waiting:
         place, prefix, left = waiting.pop(0)

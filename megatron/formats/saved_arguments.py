@@ -37,13 +37,14 @@ _PATTERNS = tuple(
 _WITH_A_SWITCH = (
     # Experts, other kinds of layers and of attention, muP: without the argument that chooses them,
     # which is checked, these have no effect.
-    "moe_* enable_expert_tensor_parallelism expert_interval topk create_moe_param_group "
-    "use_tutel ep_* overlap_moe_* mamba_* linear_conv_kernel_dim linear_key_head_dim "
-    "linear_value_head_dim linear_num_*_heads linear_attention_freq dsa_* csa_* q_lora_rank "
-    "kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim "
-    "original_max_position_embeddings mscale mscale_all_dim beta_fast beta_slow yarn_* "
-    "cache_mla_latents mla_* mtp_loss_scaling_factor mtp_detach_heads relative_attention_* "
-    "rpe_* "
+    "moe_* enable_expert_tensor_parallelism expert_interval topk create_moe_param_group use_tutel "
+    "ep_* overlap_moe_* mamba_* linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim "
+    "linear_num_*_heads linear_attention_freq dsa_* csa_* q_lora_rank kv_lora_rank qk_head_dim "
+    "qk_pos_emb_head_dim v_head_dim original_max_position_embeddings mscale mscale_all_dim "
+    "beta_fast beta_slow yarn_rotary_scaling_factor yarn_original_max_position_embeddings "
+    "yarn_beta_fast yarn_beta_slow yarn_mscale yarn_mscale_all_dim "
+    "yarn_correction_range_round_to_int cache_mla_latents mla_* mtp_loss_scaling_factor "
+    "mtp_detach_heads relative_attention_* rpe_* "
     # Retro, retrieval and vision, which have programs of their own.
     "retro_* ict_* biencoder_* titles_data_path query_in_block_prob use_one_sent_docs "
     "evidence_data_path retriever_* block_data_path embedding_path indexer_* faiss_use_gpu "
@@ -85,10 +86,12 @@ _TRAINING = (
     "deepspeed* deepscale* ds_* zero_stage zero_reduce_* zero_contiguous_* zero_allgather_* "
     "remote_device pin_memory universal_checkpoint no_pipeline_parallel "
     "memory_centric_tiled_linear tile_factor save save_* load load_* ckpt_* dist_ckpt* finetune "
-    "finetune_* pretrained_checkpoint log_* logging_* *_logger_* timing_* gigaflos_* "
-    "num_floating_point_operations_so_far tensorboard* wandb* comet* codecarbon_* profile "
-    "profile_* memory_snapshot_path exit_interval exit_duration_in_mins kill_switch_* adlr_* "
-    "check_weight_hash_* replication_factor async_save legacy_static_engine "
+    "finetune_* pretrained_checkpoint log_interval log_dir log_level* log_*_to_tensorboard "
+    "log_params_* log_param_norm log_num_zeros_* log_throughput log_progress log_energy "
+    "log_grad_* log_gradient_* log_optimizer_* log_straggler log_memory_* logging_* *_logger_* "
+    "timing_* gigaflos_* num_floating_point_operations_so_far tensorboard* wandb* comet* "
+    "codecarbon_* profile profile_* memory_snapshot_path exit_interval exit_duration_in_mins "
+    "kill_switch_* adlr_* check_weight_hash_* replication_factor async_save legacy_static_engine "
     "disable_chunked_prefill bert_load bert_embedder_type version git_hash *_dir *_path *_file "
     "*_files *_filename "
 ).split()

@@ -158,7 +158,7 @@ class ForeignNaming(RankNaming):
 
     def __init__(self, model: ModelConfig, names: Sequence[str], folder: Path) -> None:
         super().__init__(model)
-        found: dict[str, dict[int, str]] = {}
+        parts: dict[str, dict[int, str]] = {}
         placed = [match for name in names if (match := _PLACED.fullmatch(self.plain(name)))]
         blocks = sorted({int(match[1]) for match in placed if self.block(match[2])})
         number = {place: n for n, place in enumerate(blocks)}
@@ -173,11 +173,11 @@ class ForeignNaming(RankNaming):
                     f"{folder}: the parameter {name} is not one of the network that its "
                     f"arguments describe{'' if canonical is None else f' ({canonical})'}"
                 )
-            found.setdefault(canonical, {}).setdefault(part, name)
-        missing = [name for name in self.shapes if name not in found]
+            parts.setdefault(canonical, {}).setdefault(part, name)
+        missing = [name for name in self.shapes if name not in parts]
         if missing:
             raise CheckpointError(f"{folder} has nothing for {', '.join(missing[:3])}")
-        self._found = {name: [parts[at] for at in sorted(parts)] for name, parts in found.items()}
+        self._parts = {name: [named[at] for at in sorted(named)] for name, named in parts.items()}
 
     def plain(self, name: str) -> str:
         """A name without the prefixes of modules around the network."""
@@ -189,7 +189,7 @@ class ForeignNaming(RankNaming):
         return None if canonical is None else (canonical, 0)
 
     def parts(self, name: str) -> Sequence[str]:
-        return self._found[name]
+        return self._parts[name]
 
     def whole(self, name: str, parts: Sequence[Tensor]) -> Tensor:
         values = super().whole(name, [part.float() for part in parts])

@@ -111,7 +111,7 @@ class NeoXNaming(ForeignNaming):
 
     Heads that share keys and values are stored as a rank's [queries, keys, values], others as
     Megatron stores them. A gated MLP has the values before the gates, but for that of the first
-    Llamas, whose two matrices have names of their own. With ``gpt_j_residual`` each rank has an
+    Llamas, whose two matrices have separate names. With ``gpt_j_residual`` each rank has an
     addend of the biases after row-parallel products; otherwise all have the same. Norms that have
     drifted apart are averaged, as by NeoX's own converter.
     """

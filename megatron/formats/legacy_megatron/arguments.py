@@ -215,14 +215,14 @@ def _one_value(
 ) -> Any:
     """The value of an argument with several names, None without one. Of two values, the one of the
     later name counts if the other is the default: a program that has both reads its own."""
-    given = {
+    values = {
         name: _checked(arguments[name], kind, name, where)
         for name in reversed(names)
         if arguments.get(name) is not None
     }
-    if not given:
+    if not values:
         return None
-    (first, value), *others = given.items()
+    (first, value), *others = values.items()
     for other, another in others:
         if another not in (value, getattr(ModelFlags, field)):
             raise CheckpointError(
@@ -261,14 +261,16 @@ def _window(arguments: Mapping[str, Any], where: Path) -> dict[str, int]:
         case None | (-1, -1 | 0):
             return {}
         case (int(before), -1 | 0) if before >= 0:
-            found = {"sliding_window": before + 1}
+            fields = {"sliding_window": before + 1}
         case _:
             raise CheckpointError(
                 f"{where}: window_size is {window!r}, expected (N, 0) for N tokens before each"
             )
     if skipped is None:
-        return found
-    return found | {"window_attn_skip_freq": _checked(skipped, int, "window_attn_skip_freq", where)}
+        return fields
+    return fields | {
+        "window_attn_skip_freq": _checked(skipped, int, "window_attn_skip_freq", where)
+    }
 
 
 def _positions(arguments: Mapping[str, Any], where: Path) -> str:

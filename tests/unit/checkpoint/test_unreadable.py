@@ -39,7 +39,7 @@ FILES = {
 }  # fmt: skip
 
 
-def made(folder, names):
+def create(folder, names):
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(b"")
@@ -48,7 +48,7 @@ def made(folder, names):
 
 @pytest.mark.parametrize("what", FILES)
 def test_it_is_named(what, tmp_path):
-    folder = made(tmp_path / "other", FILES[what])
+    folder = create(tmp_path / "other", FILES[what])
     pattern = what.partition(":")[0].partition(", unp")[0].partition(", old")[0]
     pattern = pattern.replace("(", r"\(").replace(")", r"\)")
     for read in (locate_checkpoint, open_checkpoint):
@@ -69,7 +69,7 @@ def test_a_new_run_has_no_weights(tmp_path):
         "corpus_text_document.bin", "corpus_text_document.idx", "wandb/a/model.pt", "ds.json",
         ".global_step4.incomplete/weights-00000.safetensors", "tokenizer.model",
     ]  # fmt: skip
-    folder = made(tmp_path / "run", names)
+    folder = create(tmp_path / "run", names)
     assert locate_checkpoint(folder) is None
     options = CheckpointConfig(load=str(folder), save=str(folder))
     assert find_origin(options) is None
@@ -88,17 +88,17 @@ def test_a_new_run_has_no_weights(tmp_path):
 )  # fmt: skip
 def test_a_file(name, what, tmp_path):
     with pytest.raises(CheckpointError, match=what):
-        locate_checkpoint(made(tmp_path, [name]) / name)
+        locate_checkpoint(create(tmp_path, [name]) / name)
 
 
 def test_a_file_of_a_model(tmp_path):
-    made(tmp_path, ["model.safetensors", "config.json"])
+    create(tmp_path, ["model.safetensors", "config.json"])
     with pytest.raises(CheckpointError, match=f"one file of a model: give its folder, {tmp_path}"):
         locate_checkpoint(tmp_path / "model.safetensors")
 
 
 def test_weights_next_to_a_tracker_are_named(tmp_path):
-    made(tmp_path, FILES["Megatron-core"])
+    create(tmp_path, FILES["Megatron-core"])
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
     with pytest.raises(CheckpointError, match=r"Megatron-core \(torch_dist\)"):
         locate_checkpoint(tmp_path)

@@ -82,15 +82,15 @@ BLOCK = {
 
 
 def renamed(block, names, attention):
-    found = {}
+    stored = {}
     for name, values in block.items():
         module, kind = name.split(".")
         prefix = f"{attention}." if module in ("qkv", "proj") else ""
-        found[f"{prefix}{names[module]}.{kind}"] = values
-    return found
+        stored[f"{prefix}{names[module]}.{kind}"] = values
+    return stored
 
 
-def write_megatron(folder, formula, found, version):
+def write_megatron(folder, formula, stored, version):
     rope = formula.positions == "rope"
     args = common(formula) | {
         "position_embedding_type": "rope" if rope else "learned_absolute",
@@ -102,9 +102,9 @@ def write_megatron(folder, formula, found, version):
         "add_qkv_bias": formula.qkv_bias and not formula.biases,
         "window_size": None if formula.window is None else (formula.window, 0),
     }
-    for rank, outer in enumerate(found.outer):
+    for rank, outer in enumerate(stored.outer):
         encoder = {f"final_layernorm.{k}": outer[f"final.{k}"] for k in norm_kinds(formula)}
-        for n, ranks in enumerate(found.blocks):
+        for n, ranks in enumerate(stored.blocks):
             block = renamed(ranks[rank], BLOCK, "self_attention")
             encoder |= {f"layers.{n}.{name}": values for name, values in block.items()}
         embedding = {"word_embeddings": {"weight": outer["embedding.weight"]}}
@@ -135,7 +135,7 @@ def write_layers(folder, states, layers):
             torch.save({"module": None} | states, folder / f"mp_rank_{rank:02d}_model_states.pt")
 
 
-def write_megatron_deepspeed(folder, formula, found, bloom):
+def write_megatron_deepspeed(folder, formula, stored, bloom):
     args = common(formula)
     if bloom:
         args |= {"position_embedding_type": "alibi", "embed_layernorm": True}
@@ -147,7 +147,7 @@ def write_megatron_deepspeed(folder, formula, found, bloom):
         }  # fmt: skip
     last = formula.layers + 4
     layers = {1: [], last: [], last + 1: []}
-    for outer in found.outer:
+    for outer in stored.outer:
         table = {"word_embeddings.weight": outer["embedding.weight"]}
         if bloom:
             table |= {f"word_embeddings.norm.{k}": outer[f"embedding_norm.{k}"]
@@ -156,12 +156,12 @@ def write_megatron_deepspeed(folder, formula, found, bloom):
         layers[last].append({k: outer[f"final.{k}"] for k in norm_kinds(formula)})
         if not formula.tied:
             layers[last + 1].append({"lm_head.weight": outer["head.weight"]})
-    for n, ranks in enumerate(found.blocks):
+    for n, ranks in enumerate(stored.blocks):
         layers[3 + n] = [renamed(block, BLOCK, "self_attention") for block in ranks]
     write_layers(folder, {"args": argparse.Namespace(**args), "iteration": 1}, layers)
 
 
-def write_neox(folder, formula, found):
+def write_neox(folder, formula, stored):
     settings = {
         "num-layers": formula.layers, "hidden_size": WIDTH, "num-attention-heads": formula.heads,
         "seq-length": LENGTH, "max-position-embeddings": LENGTH, "pos-emb": "rotary",
@@ -183,12 +183,12 @@ def write_neox(folder, formula, found):
         settings |= {"activation": "silu", "mlp_type": "llama"}
     scale = {"weight": "scale"} if formula.rms else {}
     layers = {0: [], formula.layers + 3: [], formula.layers + 4: []}
-    for outer in found.outer:
+    for outer in stored.outer:
         layers[0].append({"word_embeddings.weight": outer["embedding.weight"]})
         final = {f"norm.{scale.get(k, k)}": outer[f"final.{k}"] for k in norm_kinds(formula)}
         layers[formula.layers + 3].append(final)
         layers[formula.layers + 4].append({"final_linear.weight": outer["head.weight"]})
-    for n, ranks in enumerate(found.blocks):
+    for n, ranks in enumerate(stored.blocks):
         layers[2 + n] = []
         for block in ranks:
             theirs = renamed(block, names, "attention")
@@ -208,15 +208,15 @@ def write(case, folder):
         meta_files.write("llama3", folder)
         return meta_files.tokens()[1], torch.tensor(cases["llama3"]["logits"])
     formula = CASES[case]
-    found = weights(formula)
+    stored = weights(formula)
     program, _, version = case.partition(" ")
     if program == "megatron":
-        write_megatron(folder, formula, found, version)
+        write_megatron(folder, formula, stored, version)
     elif program == "neox":
-        write_neox(folder, formula, found)
+        write_neox(folder, formula, stored)
     else:
-        write_megatron_deepspeed(folder, formula, found, program == "bloom")
-    return TOKENS, logits(formula, found, TOKENS)
+        write_megatron_deepspeed(folder, formula, stored, program == "bloom")
+    return TOKENS, logits(formula, stored, TOKENS)
 
 
 def difference(folder, tokens, expected):
@@ -224,9 +224,9 @@ def difference(folder, tokens, expected):
     source = open_checkpoint(folder)
     model = model_of(source, torch.float32, torch.device("cpu"))
     with torch.no_grad():
-        found = forward(model, tokens[None], model=source.model)[0, :, : expected.shape[1]]
+        stored = forward(model, tokens[None], model=source.model)[0, :, : expected.shape[1]]
     assert expected.std() > 0.3
-    return float((found - expected).abs().max())
+    return float((stored - expected).abs().max())
 
 
 @pytest.mark.parametrize("case", [*CASES, "meta"])
@@ -260,8 +260,8 @@ def swapped_heads(real):
     """Keys of the first group for the second, and the other way round."""
 
     def wrong(values, version, heads, groups, width):
-        found = real(values, version, heads, groups, width)
-        q, kv = found.split([heads * width, 2 * groups * width])
+        stored = real(values, version, heads, groups, width)
+        q, kv = stored.split([heads * width, 2 * groups * width])
         return torch.cat([q, *(part for k in kv.chunk(2) for part in k.chunk(groups)[::-1])])
 
     return wrong
@@ -271,8 +271,8 @@ def gate_last(real):
     """The second half of a gated MLP as its gate."""
 
     def wrong(self, name, *rest):
-        found = real(self, name, *rest)
-        return torch.cat(found.chunk(2)[::-1]) if ".mlp.up." in name else found
+        stored = real(self, name, *rest)
+        return torch.cat(stored.chunk(2)[::-1]) if ".mlp.up." in name else stored
 
     return wrong
 

@@ -242,6 +242,7 @@ def llama_states():
         seq_length=12,
         max_position_embeddings=12,
         use_rotary_position_embeddings=True,
+        rope_theta=500000,
         normalization="rmsnorm",
         swiglu=True,
         add_bias_linear=False,
@@ -296,6 +297,7 @@ def test_megatron_deepspeed_llama(tmp_path, their_classes):
     write_folder(tmp_path / "a", LLAMA, "llama", tensors, llama_states())
     source = DeepSpeedFolder(tmp_path / "a")
     assert source.model.attention.num_query_groups == 2 and source.model.mlp.activation == "swiglu"
+    assert source.model.positions.rotary_base == 500000
     check(source, tensors)
 
 
@@ -425,6 +427,7 @@ def test_universal_of_megatron_deepspeed(tmp_path, their_classes):
     torch.save(llama_states(), folder / "mp_rank_00_model_states.pt")
     source = UniversalFolder(UniversalFolder.locate(tmp_path, "7"))
     assert source.state["optimizer_step"] == 7
+    assert source.model.positions.rotary_base == 500000
     check(source, tensors)
 
 

@@ -128,6 +128,25 @@ def test_whole_namespaces_are_read(program):
         model_of_arguments(arguments | {"my_lr_factor": 2}, WHERE)
 
 
+OF_FORKS = """
+    attn_logit_softcapping final_logit_softcapping logits_scaling residual_multiplier rope_ratio
+    attention_multiplier parallel_residual post_norm use_rms_norm use_post_ln partial_rotary_factor
+    rotary_dim rotary_emb_base rotary_ndims hidden_act activation_function tie_embed_logits use_mqa
+    multi_query_attention num_attention_heads_kv full_attention_interval attention_sink mlp_bias
+    query_pre_attn_scalar use_dynamic_ntk log_n_scaling use_logn_attn num_shared_layers depth_mup
+    scale_emb qk_norm_type rms_norm_eps sliding_window attention_window rope_scaling exit_layer_nums
+    normalize_embedding cross_layer_kv value_residual token_shift prefix_lm attn_temperature_tuning
+"""
+
+
+@pytest.mark.parametrize("name", OF_FORKS.split())
+def test_arguments_of_forks_are_refused_by_name(name):
+    with pytest.raises(ValueError, match=f"the effect of {name} = 3 on the network is not known"):
+        model_of_arguments(BASE | {name: 3}, WHERE)
+    for value in (None, False, 0, "", []):
+        assert model_of_arguments(BASE | {name: value}, WHERE) == model_of_arguments(BASE, WHERE)
+
+
 def test_a_user_names_arguments_without_effect(monkeypatch):
     arguments = BASE | {"my_lr_factor": 2, "my_colour": "red", "parallel_attn": True}
     monkeypatch.setenv("MEGATRON_HARMLESS_ARGUMENTS", "my_lr_factor,my_colour")
