@@ -93,7 +93,6 @@ _FORMS = (
             "*.bin",
             "*.npz",
             "*.pkl",
-            "*.pickle",
             "*.tensors",
             "*.pdparams",
             "*.engine",
