@@ -216,6 +216,8 @@ READERS = {
 """The :class:`Source` of each format, in the order in which they are tried. A universal checkpoint
 is a copy, which may be older than its original."""
 
+_UNREADABLE = "megatron.checkpoint.unreadable:unreadable"
+
 WRITERS = {"universal": "megatron.formats.deepspeed_folders.universal:save_universal"}
 """Functions that write a copy of a checkpoint in another format."""
 
@@ -262,12 +264,12 @@ class FoundCheckpoint(NamedTuple):
 
 
 def locate_checkpoint(
-    load: str | Path, wanted: str | None = None, prefer: str = "native"
+    load: str | Path, wanted: str | None = None, prefer: str = "native", *, others: bool = False
 ) -> FoundCheckpoint | None:
     """Finds a checkpoint of any format, first of ``prefer``; ``wanted`` is a tag or an iteration,
     None for the newest. None if the folder does not exist or has neither checkpoints nor trackers.
     Raises CheckpointError if the wanted checkpoint, or the one that a tracker names, does not
-    exist."""
+    exist, and, unless ``others`` may be there, if there are weights in a form that is not read."""
     path, refusal = Path(load), None
     tracker = path / TRACKER
     names = [] if _is_empty(path) else sorted(READERS, key=lambda name: name != prefer)
@@ -284,6 +286,8 @@ def locate_checkpoint(
             return FoundCheckpoint(form, folder)
     if refusal is not None:
         raise refusal
+    if names and not others and (content := resolve_name(_UNREADABLE)(path)) is not None:
+        raise CheckpointError(f"{path} {'is' if path.is_file() else 'has'} {content}")
     if wanted is not None:
         raise CheckpointError(f"{path} has no complete checkpoint {wanted}")
     for tracker in (path / TRACKER, path / MEGATRON_TRACKER):

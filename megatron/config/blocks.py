@@ -275,7 +275,9 @@ class NormConfig:
         megatron=("layernorm_epsilon", "norm_epsilon"),
     )
     """Epsilon added to the variance in the norms."""
-    apply_layernorm_1p: bool = option(False, role="weights", megatron=True)
+    apply_layernorm_1p: bool = option(
+        False, role="weights", megatron=("apply_layernorm_1p", "layernorm_zero_centered_gamma")
+    )
     """Norms multiply by 1 + weight; the weights start at 0."""
     qk_layernorm: bool = option(False, role="weights", megatron=True)
     """Apply the norm to the queries and keys of each head."""

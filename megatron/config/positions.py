@@ -52,7 +52,7 @@ class _Positions:
         10000.0,
         aliases=("--rotary-position-embeddings-theta",),
         bounds=POSITIVE,
-        megatron=True,
+        megatron=("rotary_base", "rope_theta"),
     )
     """RoPE: base of the frequencies (theta)."""
     rotary_percent: float = option(1.0, role="results", megatron=True)

@@ -8,8 +8,7 @@ from fnmatch import fnmatchcase
 from megatron.config.command_line import FlagParser
 from megatron.config.run import FLAG_CLASSES
 
-REFUSED = {
-    # Networks.
+NETWORKS = {
     "--num-experts-switch --num-local-experts --moe-* "
     "--expert-interval --expert-parallel --expert-*-parallel-size --expert-tensor-parallel-* "
     "--use-tutel --create-moe-param-group --disable-moe-* --enable-expert-tensor-parallelism "
@@ -59,6 +58,10 @@ REFUSED = {
     "--padded-vocab-size --no-pad-vocab-size --disable-pad-vocab-size": (
         "the vocabulary is padded to --make-vocab-size-divisible-by; 1 adds no rows"
     ),
+}
+"""Names and patterns of other trainers' flags that describe networks, and what to use instead."""
+
+REFUSED = NETWORKS | {
     # Precision.
     "--fp8-e4m3": "use --fp8-format e4m3",
     "--fp8-hybrid": "use --fp8-format hybrid",
@@ -245,7 +248,7 @@ REFUSED = {
         "there is no reinforcement learning; --sft trains on instructions"
     ),
 }
-"""Names and patterns of flags of other trainers, and what to use instead."""
+"""The same of all their flags."""
 
 TRAINING = "pretrain_gpt.py"
 

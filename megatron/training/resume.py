@@ -111,6 +111,7 @@ def find_origin(options: CheckpointConfig) -> ResumeSource | None:
                 )
             found = origin.found._replace(base=options.pretrained_checkpoint)
             return replace(origin, found=found)
+        _refuse_other_files(options)
     if options.pretrained_checkpoint:
         flag = f"--pretrained-checkpoint {options.pretrained_checkpoint}"
         base = locate_checkpoint(options.pretrained_checkpoint)
@@ -127,6 +128,22 @@ def find_origin(options: CheckpointConfig) -> ResumeSource | None:
             where = f"in --load {options.load}" if options.load else "without --load"
             raise CheckpointError(f"{flag}: no checkpoint {where}")
     return None
+
+
+def _refuse_other_files(options: CheckpointConfig) -> None:
+    """Refuses a --load that has files and no checkpoint, unless the run saves there: then it is a
+    run's folder before its first checkpoint."""
+    load, save = Path(options.load or ""), Path(options.save or "")
+    if not load.is_dir() or (options.save and save.resolve() == load.resolve()):
+        return
+    names = sorted(path.name for path in load.iterdir() if not path.name.startswith("."))
+    if names:
+        more = ", ..." if len(names) > 3 else ""
+        raise CheckpointError(
+            f"--load {load}: no checkpoint of a known format among its files ("
+            f"{', '.join(names[:3])}{more}); give the folder of a checkpoint, or leave --load out "
+            "to start from random weights"
+        )
 
 
 def _newest_opened(options: CheckpointConfig) -> ResumeSource | None:
@@ -195,7 +212,7 @@ def _protect_other_run(options: CheckpointConfig, origin: ResumeSource | None) -
     save = Path(options.save or "")
     if origin is not None and saves_beside(save, origin, options):
         return
-    found = locate_checkpoint(save)
+    found = locate_checkpoint(save, others=True)
     if found is not None:
         raise CheckpointError(
             f"--save {save} contains {found.folder.name}, which this run does not continue and "

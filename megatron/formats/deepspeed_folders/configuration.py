@@ -14,9 +14,8 @@ from megatron.checkpoint.manifest import CONFIG, STATE
 from megatron.config import ConfigError, ModelConfig, RunConfig, TokenizerConfig, Vocabulary
 from megatron.engine.universal_info import COUNTERS, RUN
 from megatron.formats.deepspeed_folders import neox
-from megatron.formats.legacy_megatron.arguments import (
-    model_of_arguments,
-)
+from megatron.formats.deepspeed_folders.naming import ForeignNaming
+from megatron.formats.legacy_megatron.arguments import model_of_arguments
 from megatron.formats.legacy_megatron.vocabulary import tokenizer_of_arguments, unpadded_vocabulary
 from megatron.formats.unpickle import Inert
 
@@ -25,16 +24,14 @@ _POSITIONS = {1: "rope", 2: "learned_absolute", 3: "alibi"}
 
 
 class Description(NamedTuple):
-    """What is known of a checkpoint besides its tensors. ``run`` is None, and the optimizer's step
-    unknown, when another trainer wrote it; ``split_biases`` is as in
-    :class:`megatron.formats.deepspeed_folders.naming.ForeignNaming`."""
+    """What is known of a checkpoint besides its tensors. When another trainer wrote it, ``run`` is
+    None, the optimizer's step is unknown, and ``foreign`` are its names."""
 
     run: RunConfig | None
     model: ModelConfig
     tokenizer: TokenizerConfig | None
     state: dict[str, Any]
-    foreign: bool
-    split_biases: bool = False
+    foreign: type[ForeignNaming] | None = None
 
 
 def own_run(folder: Path, states: Mapping[str, Any]) -> RunConfig | None:
@@ -52,8 +49,8 @@ def own_run(folder: Path, states: Mapping[str, Any]) -> RunConfig | None:
         raise CheckpointError(f"{own}: not a configuration: {error}") from None
 
 
-def describe(folder: Path, states: Mapping[str, Any]) -> Description:
-    """Finds configuration and counters in a checkpoint with these model states. Raises
+def describe(folder: Path, states: Mapping[str, Any], tensors: neox.StoredTensors) -> Description:
+    """Finds configuration and counters in a checkpoint with these model states and tensors. Raises
     CheckpointError if the network is not described, or has features that cannot be represented."""
     run = own_run(folder, states)
     if run is not None:
@@ -62,12 +59,12 @@ def describe(folder: Path, states: Mapping[str, Any]) -> Description:
         if not isinstance(state, Mapping):
             raise CheckpointError(f"{file} is {state!r:.60}; expected an object of counters")
         tokenizer = run.tokenizer if run.tokenizer.tokenizer_type else None
-        return Description(run, run.model, tokenizer, dict(state), foreign=False)
+        return Description(run, run.model, tokenizer, dict(state))
     args = states.get("args")
     arguments = vars(args) if isinstance(args, Namespace) else {}
-    settings = neox.find_settings(folder)
+    settings, naming = neox.find_settings(folder), ForeignNaming
     if settings is not None:
-        model = neox.model_of(settings, args, folder)
+        model, naming = neox.model_of(settings, args, folder, tensors), neox.NeoXNaming
     elif isinstance(args, Namespace):
         model = _megatron_deepspeed(arguments, folder)
     elif isinstance(args, Mapping):
@@ -87,7 +84,7 @@ def describe(folder: Path, states: Mapping[str, Any]) -> Description:
         "consumed_samples": int(states.get("global_samples", 0) if samples is None else samples),
         "loss_scaler": {},
     }
-    return Description(None, model, tokenizer, counters, True, settings is not None)
+    return Description(None, model, tokenizer, counters, naming)
 
 
 def _megatron_deepspeed(arguments: Mapping[str, Any], folder: Path) -> ModelConfig:
@@ -99,7 +96,8 @@ def _megatron_deepspeed(arguments: Mapping[str, Any], folder: Path) -> ModelConf
     if isinstance(positions, Inert):
         number = (vars(positions).get("args") or (0,))[0]
         known["position_embedding_type"] = _POSITIONS.get(number, str(number))
-    known.pop("window_size", None)
+    if isinstance(known.get("window_size"), int):
+        del known["window_size"]  # of its vision models
     model = model_of_arguments(known, folder)
     rows = known.get("padded_vocab_size")
     if not isinstance(rows, int):

@@ -18,11 +18,11 @@ from megatron.formats.deepspeed_folders.configuration import Description, descri
 from megatron.formats.deepspeed_folders.engine_files import EngineFiles
 from megatron.formats.deepspeed_folders.naming import (
     EngineNaming,
-    ForeignNaming,
     Naming,
     RankNaming,
     whole_shards,
 )
+from megatron.formats.deepspeed_folders.neox import StoredTensors
 from megatron.util.errors import one_line
 
 UNIVERSAL_TRACKER = "latest_universal"
@@ -110,8 +110,8 @@ class NamedFolder(Source):
         run = own_run(folder, {})
         return super().family(folder) if run is None else run.model.family
 
-    def _describe(self, states: Mapping[str, Any]) -> Description:
-        found = describe(self.folder, states)
+    def _describe(self, states: Mapping[str, Any], tensors: StoredTensors) -> Description:
+        found = describe(self.folder, states, tensors)
         self.run, self.model, self.tokenizer = found.run, found.model, found.tokenizer
         self.state = found.state
         if not self.model.vocabulary.size:
@@ -143,11 +143,12 @@ class DeepSpeedFolder(NamedFolder):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._files = EngineFiles(folder)
-        found = self._describe(self._files.model_states())
+        found = self._describe(
+            self._files.model_states(), StoredTensors(self._files.names, self._elements)
+        )
         self._naming: RankNaming = EngineNaming(self.model, self._files.tensor_size)
-        if found.foreign:
-            foreign = ForeignNaming(self.model, self._files.names(), folder, found.split_biases)
-            self._naming = foreign
+        if found.foreign is not None:
+            self._naming = found.foreign(self.model, self._files.names(), folder)
             self.state["optimizer_step"] = self._files.optimizer_step()
         self._moments = self._files.moments()
         if found.foreign and not self._moments:
@@ -156,6 +157,10 @@ class DeepSpeedFolder(NamedFolder):
     @classmethod
     def locate(cls, path: Path, wanted: str | None) -> Path | None:
         return locate(path, wanted, TRACKER, is_engine_folder)
+
+    def _elements(self, name: str) -> int:
+        shares = self._files.shares(name, "weight", "{}.{}".format)
+        return sum(share.numel() for share in shares or ())
 
     def kinds(self, name: str) -> Sequence[str]:
         return ["weight", *self._moments]

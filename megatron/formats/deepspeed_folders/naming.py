@@ -49,7 +49,6 @@ _LAST = {
 }
 """Names in the layers after the blocks: norm and head."""
 _TIED = "tied_modules.embed."
-_ADDED_ONCE = (".proj.bias", ".down.bias")
 _QKV_VERSION = 3.0
 """Other trainers order query-key-value rows as Megatron's checkpoints do from version 2 on."""
 
@@ -148,32 +147,25 @@ class EngineNaming(RankNaming):
 
 
 class ForeignNaming(RankNaming):
-    """The names of a folder of Megatron-DeepSpeed or GPT-NeoX.
+    """The names of a folder of Megatron-DeepSpeed.
 
     Pipelines name parameters by the layer's place (``5.self_attention.query_key_value.weight``,
     ``tied_modules.embed.word_embeddings.weight``), plain modules by Megatron's own names
     (``language_model.encoder.layers.2...``). The place of the first block differs between releases,
     so blocks are recognised by their contents. Raises CheckpointError if a parameter is unknown, or
     one of the network is missing.
-
-    Args:
-        split_biases: whether each tensor rank has an addend of the row-parallel biases (GPT-NeoX)
-            instead of a copy.
     """
 
-    def __init__(
-        self, model: ModelConfig, names: Sequence[str], folder: Path, split_biases: bool = False
-    ) -> None:
+    def __init__(self, model: ModelConfig, names: Sequence[str], folder: Path) -> None:
         super().__init__(model)
-        self._split_biases = split_biases
-        self._found: dict[str, str] = {}
-        placed = [match for name in names if (match := _PLACED.fullmatch(name))]
-        blocks = sorted({int(match[1]) for match in placed if _block(match[2])})
+        parts: dict[str, dict[int, str]] = {}
+        placed = [match for name in names if (match := _PLACED.fullmatch(self.plain(name)))]
+        blocks = sorted({int(match[1]) for match in placed if self.block(match[2])})
         number = {place: n for n, place in enumerate(blocks)}
         for name in names:
             if is_buffer(name):
                 continue
-            canonical = _canonical(name, number)
+            canonical, part = self._canonical(self.plain(name), number)
             if canonical == "output_layer.weight" and model.embedding.tied:
                 continue
             if canonical not in self.shapes:
@@ -181,16 +173,26 @@ class ForeignNaming(RankNaming):
                     f"{folder}: the parameter {name} is not one of the network that its "
                     f"arguments describe{'' if canonical is None else f' ({canonical})'}"
                 )
-            self._found.setdefault(canonical, name)
-        missing = [name for name in self.shapes if name not in self._found]
+            parts.setdefault(canonical, {}).setdefault(part, name)
+        missing = [name for name in self.shapes if name not in parts]
         if missing:
             raise CheckpointError(f"{folder} has nothing for {', '.join(missing[:3])}")
+        self._parts = {name: [named[at] for at in sorted(named)] for name, named in parts.items()}
+
+    def plain(self, name: str) -> str:
+        """A name without the prefixes of modules around the network."""
+        return name.removeprefix("module.")
+
+    def block(self, rest: str) -> tuple[str, int] | None:
+        """Canonical name within a block, and which part of the parameter it is."""
+        canonical = rename_block(rest)
+        return None if canonical is None else (canonical, 0)
 
     def parts(self, name: str) -> Sequence[str]:
-        return [self._found[name]]
+        return self._parts[name]
 
     def whole(self, name: str, parts: Sequence[Tensor]) -> Tensor:
-        values = self.trim(name, parts[0].float())
+        values = super().whole(name, [part.float() for part in parts])
         if ".attention.qkv." not in name:
             return values
         attention = self.model.attention
@@ -198,37 +200,36 @@ class ForeignNaming(RankNaming):
         return qkv_from_megatron(values, _QKV_VERSION, heads, groups, attention.kv_channels)
 
     def join(self, name: str, kind: str, shares: Sequence[Sequence[Tensor]]) -> Tensor:
-        (ranks,) = shares
         cut = self._shards[name].over("tensor")
         if cut is None:
-            joined = ranks[0]
-            if self._split_biases and kind == "weight" and name.endswith(_ADDED_ONCE):
-                # Every addend has the sum's gradient, and so the sum's moments.
-                joined = torch.stack([share.float() for share in ranks]).sum(0)
-        elif len(cut.parts) == 2:
-            halves = zip(*(share.chunk(2, cut.dim) for share in ranks), strict=True)
-            joined = torch.cat([part for half in halves for part in half], cut.dim)
-        else:
-            joined = torch.cat(list(ranks), cut.dim)
-        return self.whole(name, [joined])
+            return self.whole(name, [self.replicated(name, kind, ranks) for ranks in shares])
+        joined = [torch.cat(list(ranks), cut.dim) for ranks in shares]
+        if len(shares) == 1 and len(cut.parts) == 2:
+            halves = zip(*(share.chunk(2, cut.dim) for share in shares[0]), strict=True)
+            joined = [torch.cat([part for half in halves for part in half], cut.dim)]
+        shape = self.shapes[name]
+        for values in joined:
+            if values.dim() == len(shape) and values.shape[1:] != shape[1:]:
+                raise CheckpointError(
+                    f"{name} is {tuple(values.shape)} over all ranks, but {shape} by the "
+                    "configuration"
+                )
+        return self.whole(name, joined)
 
+    def replicated(self, name: str, kind: str, ranks: Sequence[Tensor]) -> Tensor:
+        """A parameter that is not cut, from the copies of all ranks."""
+        return ranks[0]
 
-def _block(rest: str) -> str | None:
-    """Canonical name within a block; RMSNorm's weight is ``scale`` in GPT-NeoX."""
-    return rename_block(re.sub(r"\.scale$", ".weight", rest))
-
-
-def _canonical(name: str, number: dict[int, int]) -> str | None:
-    name = name.removeprefix("module.")
-    if name.startswith(_TIED):
-        return _EMBEDDING.get(name.removeprefix(_TIED))
-    match = _PLACED.fullmatch(name)
-    if match is None:
-        return rename(name)
-    place, rest = int(match[1]), match[2]
-    if place in number:
-        inner = _block(rest)
-        return None if inner is None else f"layers.{number[place]}.{inner}"
-    if not number or place < min(number):
-        return _EMBEDDING.get(rest)
-    return _LAST.get(re.sub(r"(^|\.)scale$", r"\1weight", rest))
+    def _canonical(self, name: str, number: dict[int, int]) -> tuple[str | None, int]:
+        if name.startswith(_TIED):
+            return _EMBEDDING.get(name.removeprefix(_TIED)), 0
+        match = _PLACED.fullmatch(name)
+        if match is None:
+            return rename(name), 0
+        place, rest = int(match[1]), match[2]
+        if place in number:
+            inner = self.block(rest)
+            return (None, 0) if inner is None else (f"layers.{number[place]}.{inner[0]}", inner[1])
+        if not number or place < min(number):
+            return _EMBEDDING.get(rest), 0
+        return _LAST.get(re.sub(r"(^|\.)scale$", r"\1weight", rest)), 0

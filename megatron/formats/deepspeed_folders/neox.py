@@ -1,30 +1,170 @@
-"""The network that GPT-NeoX's settings describe, which it saves as YAML or JSON files beside its
-checkpoints."""
+"""The networks of GPT-NeoX: its settings, which it saves as YAML or JSON files beside its
+checkpoints, and its names and orders of parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError, read_bytes
 from megatron.checkpoint.source import resolved
 from megatron.config import ModelConfig, ModelFlags
+from megatron.formats.deepspeed_folders.naming import ForeignNaming, Naming
+from megatron.formats.saved_arguments import SavedArguments
 
 _POSITIONS = {"rotary": "rope", "learned": "learned_absolute", "alibi": "alibi", "none": "none"}
-_NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
-_HARMLESS: dict[str, tuple[Any, ...]] = {
-    "gmlp_attn_dim": (64, None),
-    "scale_embeddings": (False,),
-    "use_mup": (False,),
-    "moe_num_experts": (1, None),
-    "norm": tuple(_NORMS),
-    "pos_emb": tuple(_POSITIONS),
-    "activation": ("gelu", "relu", "swiglu"),
-    "rotary_emb_interleaved": (False,),
-    "sliding_window_width": (None,),
+_NORMS = {
+    "layernorm": "LayerNorm",
+    "te_layernorm": "LayerNorm",
+    "rmsnorm": "RMSNorm",
+    "te_rmsnorm": "RMSNorm",
 }
-"""Settings that change the network, and the values that can be represented."""
+_EPSILONS = {"LayerNorm": ("layernorm_epsilon", 1e-5), "RMSNorm": ("rms_norm_epsilon", 1e-8)}
+"""Setting of a norm's epsilon, and its default."""
+_SILU = ("silu", "swish")
+
+_NETWORK: dict[str, tuple[Any, ...]] = {
+    "model_arch": ("gpt2",),
+    "scale_embeddings": (),
+    "small_emb": (),
+    "use_mup": (),
+    "moe_num_experts": (1,),
+    "rotary_emb_interleaved": (),
+    "sliding_window_width": (),
+    "num_unique_layers": (),
+    "opt_pos_emb_offset": (),
+    "use_qk_layernorm": (),
+    "apply_residual_connection_post_layernorm": (),
+    "num_encoder_layers": (),
+}
+"""Settings that change the network in a way that cannot be represented, and the values besides
+those of settings that are not given with which they do not."""
+
+_UNUSED = (
+    # Their effect is in the shapes and names of the tensors, which are compared with the network.
+    "intermediate_size feedforward_size expansion_factor mlp_multiple_of use_bias_in_mlp "
+    "use_bias_in_attn_linear output_layer_parallelism "
+    # Other kinds of attention and of positions, experts, muP, text generation: unused in these
+    # networks.
+    "gmlp_attn_dim sparsity_config sparse_attention rpe_num_buckets rpe_max_distance "
+    "scalenorm_epsilon layernorm_epsilon rms_norm_epsilon param_sharing_style dim_att head_size "
+    "ffn_dim gpt_j_tied mup_init_scale mup_attn_temp "
+    "mup_output_temp mup_embedding_mult mup_rp_embedding_mult mup_width_scale coord_check "
+    "base_shapes_file expert_interval moe_use_residual text_gen_type precompute_model_name "
+    "temperature top_p top_k return_logits maximum_tokens prompt_end sample_input_file "
+    "sample_output_file num_samples recompute "
+    # Kernels, initial values, layouts.
+    "precision use_flashattn_swiglu rotary_save_freqs_buffer init_method output_layer_init_method "
+    "is_pipe_parallel pipe_partition_method mamba_selective_fp32_params mamba_use_bias_in_conv "
+    "extra_sentinel_tokens make_vocab_size_divisible_by init_method_std "
+    # Training.
+    "use_bnb_optimizer override_lr_scheduler use_checkpoint_lr_scheduler min_lr "
+    "log_gradient_noise_scale gradient_noise_scale_n_batches gradient_noise_scale_cpu_offload "
+    "memory_profiling memory_profiling_path lazy_mpu_init global_num_gpus use_shared_fs "
+    "label_data_paths pos_train_data_paths neg_train_data_paths pos_valid_data_paths "
+    "neg_valid_data_paths pos_test_data_paths neg_test_data_paths weight_by_num_documents "
+    "weighted_sampler_alpha weighted_document_limit pack_impl packing allow_chopped dpo_fp32 "
+    "dpo_reference_free dpo_beta dpo_precompute kto_fp32 kto_desirable_weight "
+    "kto_undesirable_weight kto_beta z_loss reinforce_beta s3_path s3_chunk_size batch_size gas "
+    "extra_save_iters keep_last_n_checkpoints dynamic_loss_scale min_scale char_level_ppl "
+    "masked_lm_prob disable_data_helper "
+    # DeepSpeed and its launcher.
+    "optimizer scheduler fp32_allreduce prescale_gradients gradient_predivide_factor "
+    "sparse_gradients fp16 bf16 amp gradient_clipping gradient_accumulation_steps "
+    "train_micro_batch_size_per_gpu zero_optimization zero_allow_untested_optimizer "
+    "steps_per_print wall_clock_breakdown dump_state flops_profiler communication_data_type "
+    "autotuning autotuning_run csv_monitor elasticity comms_logger checkpoint data_types "
+    "hostfile include exclude num_nodes num_gpus master_port master_addr launcher force_multi "
+    "detect_nvlink_pairs no_ssh_check comment account user_script"
+).split()
+"""Settings without a further effect on the network."""
+
+_ADDED_ONCE = (".proj.bias", ".down.bias")
+_MLP = {
+    "mlp.linear1": ("mlp.up", 0),
+    "mlp.linear2": ("mlp.down", 0),
+    "mlp.w1": ("mlp.up", 0),
+    "mlp.w3": ("mlp.up", 1),
+    "mlp.w2": ("mlp.down", 0),
+}
+"""Modules of a block besides those that are called as Megatron's: canonical name, and the part of
+it."""
+_DOWN = re.compile(r".*\.mlp\.(?:linear2|dense_4h_to_h|w2)\.weight")
+
+
+class StoredTensors(NamedTuple):
+    """The tensors of a folder: their names, and the number of elements of one over all tensor
+    ranks. ``merged`` if another program has joined the ranks' shares."""
+
+    names: Callable[[], Sequence[str]]
+    elements: Callable[[str], int]
+    merged: bool = False
+
+
+class NeoXNaming(ForeignNaming):
+    """The names of a folder of GPT-NeoX, and how its ranks divide parameters.
+
+    Heads that share keys and values are stored as a rank's [queries, keys, values], others as
+    Megatron stores them. A gated MLP has the values before the gates, but for that of the first
+    Llamas, whose two matrices have separate names. With ``gpt_j_residual`` each rank has an
+    addend of the biases after row-parallel products; otherwise all have the same. Norms that have
+    drifted apart are averaged, as by NeoX's own converter.
+    """
+
+    def plain(self, name: str) -> str:
+        return super().plain(name).removeprefix("sequential.")
+
+    def block(self, rest: str) -> tuple[str, int] | None:
+        module, _, kind = rest.rpartition(".")
+        kind = "weight" if kind == "scale" else kind  # of an RMSNorm
+        if module in _MLP:
+            canonical, part = _MLP[module]
+            return f"{canonical}.{kind}", part
+        return super().block(f"{module}.{kind}")
+
+    def whole(self, name: str, parts: Sequence[Tensor]) -> Tensor:
+        if self._in_thirds(name):
+            return Naming.whole(self, name, [part.float() for part in parts])
+        values = super().whole(name, parts)
+        if self.model.mlp.gated and ".mlp.up." in name and len(parts) == 1:
+            return torch.cat(values.chunk(2)[::-1])
+        return values
+
+    def join(self, name: str, kind: str, shares: Sequence[Sequence[Tensor]]) -> Tensor:
+        if not self._in_thirds(name):
+            return super().join(name, kind, shares)
+        (ranks,), attention = shares, self.model.attention
+        heads = attention.num_attention_heads, *(attention.num_query_groups,) * 2
+        sizes = [count // len(ranks) * attention.kv_channels for count in heads]
+        if any(count % len(ranks) for count in heads) or any(
+            share.shape[0] != sum(sizes) for share in ranks
+        ):
+            raise CheckpointError(
+                f"{name} has {[share.shape[0] for share in ranks]} rows on its ranks, not "
+                f"{sum(sizes)} each by the configuration"
+            )
+        split = [share.float().split(sizes) for share in ranks]
+        return self.trim(
+            name, torch.cat([part for parts in zip(*split, strict=True) for part in parts])
+        )
+
+    def replicated(self, name: str, kind: str, ranks: Sequence[Tensor]) -> Tensor:
+        if self.model.parallel_residual and kind == "weight" and name.endswith(_ADDED_ONCE):
+            # Every addend has the sum's gradient, and so the sum's moments.
+            return torch.stack([share.float() for share in ranks]).sum(0)
+        if "norm" in name and any(not torch.equal(share, ranks[0]) for share in ranks):
+            return torch.stack([share.float() for share in ranks]).mean(0)
+        return ranks[0]
+
+    def _in_thirds(self, name: str) -> bool:
+        attention = self.model.attention
+        grouped = attention.num_query_groups != attention.num_attention_heads
+        return grouped and ".attention.qkv." in name
 
 
 def find_settings(folder: Path) -> dict[str, Any] | None:
@@ -63,65 +203,156 @@ def _read(file: Path) -> dict[str, Any]:
     return {str(key).replace("-", "_"): value for key, value in content.items()}
 
 
-def model_of(settings: Mapping[str, Any], arguments: Any, folder: Path) -> ModelConfig:
-    """The network that settings, by name with underscores, describe. ``arguments`` are the ``args``
-    of the model states, which have the rows of the token embedding. Raises CheckpointError if a
-    setting is missing, or cannot be represented."""
-    for name, values in _HARMLESS.items():
-        if settings.get(name, values[0]) not in values:
-            raise CheckpointError(
-                f"{folder}: the network has {name} {settings[name]!r}, which cannot be represented"
-            )
-    # It can mix kinds of attention: [[["global", "flash"], 24]].
-    for entry in settings.get("attention_config") or [[["global"], "all"]]:
-        names = entry[0] if isinstance(entry, list) else entry
+def model_of(
+    content: Mapping[str, Any], arguments: Any, folder: Path, tensors: StoredTensors
+) -> ModelConfig:
+    """The network that settings, by name with underscores, and tensors describe. ``arguments`` are
+    the ``args`` of the model states, which have the rows of the token embedding. Raises
+    CheckpointError if a setting is missing, unknown, or cannot be represented."""
+    settings = SavedArguments(content)
+    settings.refuse(folder, _NETWORK)
+    settings.unused(*_UNUSED)
+    _check_layout(settings, folder, tensors)
+    _check_attention(settings.get("attention_config"), folder)
+    if isinstance(soft := settings.get("soft_prompt_tuning"), Mapping) and soft.get("enabled"):
+        raise CheckpointError(f"{folder}: soft_prompt_tuning is enabled, which is not read")
+    names = tensors.names()
+
+    def number(name: str, *others: str) -> int:
+        value = next((settings[n] for n in (name, *others) if settings.get(n) is not None), None)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise CheckpointError(f"{folder}: its configs have no {name} (or it is {value!r})")
+        return value
+
+    hidden, heads = number("hidden_size"), number("num_attention_heads")
+    norm = _NORMS[_choice(settings, "norm", "layernorm", _NORMS, folder)]
+    positions = _POSITIONS[_choice(settings, "pos_emb", "learned", _POSITIONS, folder)]
+    residual = bool(settings.get("gpt_j_residual"))
+    rows = settings.get("padded_vocab_size")
+    if isinstance(arguments, Mapping):
+        rows = arguments.get("padded_vocab_size", rows)
+        _compare(settings, arguments, folder)
+    if not isinstance(rows, int):
+        raise CheckpointError(
+            f"{folder}: the number of rows of the token embedding is not known; add "
+            f"padded_vocab_size to a file in {folder / 'configs'}"
+        )
+    down = next((name for name in names if _DOWN.fullmatch(name)), None)
+    epsilon, usual = _EPSILONS[norm]
+    values: dict[str, Any] = {
+        "num_layers": number("num_layers"),
+        "hidden_size": hidden,
+        "ffn_hidden_size": 4 * hidden if down is None else tensors.elements(down) // hidden,
+        "num_attention_heads": heads,
+        "num_query_groups": number("num_kv_heads") if settings.get("num_kv_heads") else heads,
+        "seq_length": number("seq_length"),
+        "max_position_embeddings": number("max_position_embeddings", "seq_length"),
+        "position_embedding_type": positions,
+        "rotary_base": _real(settings, "rotary_emb_base", 10000.0, folder),
+        "rotary_percent": _real(settings, "rotary_pct", 1.0, folder),
+        "normalization": norm,
+        "norm_epsilon": _real(settings, epsilon, usual, folder),
+        "parallel_residual": residual,
+        "shared_parallel_norm": residual and bool(settings.get("gpt_j_tied")),
+        "untie_embeddings_and_output_weights": bool(settings.get("no_weight_tying")),
+        "attention_dropout": _real(settings, "attention_dropout", 0.0, folder),
+        "hidden_dropout": _real(settings, "hidden_dropout", 0.0, folder),
+        "unpadded_vocab_size": rows,
+        "padded_vocab_size": rows,
+        **_activation(settings, names, folder),
+        **_biases(settings, names, folder),
+    }
+    settings.refuse_the_rest(folder, f"remove it from the files in {folder / 'configs'}, or ")
+    return resolved(ModelFlags(**values), folder)
+
+
+def _choice(
+    settings: Mapping[str, Any], name: str, default: str, known: Mapping[str, str], folder: Path
+) -> str:
+    value = settings.get(name) or default
+    if not isinstance(value, str) or value not in known:
+        raise CheckpointError(
+            f"{folder}: the network has {name} {value!r}, which cannot be represented; known are "
+            f"{', '.join(known)}"
+        )
+    return value
+
+
+def _real(settings: Mapping[str, Any], name: str, default: float, folder: Path) -> float:
+    value = settings.get(name)
+    # YAML 1.1 reads 1e-5 as a text.
+    try:
+        return default if value is None else float(value)
+    except (TypeError, ValueError):
+        raise CheckpointError(f"{folder}: {name} is {value!r}, expected a number") from None
+
+
+def _check_layout(settings: Mapping[str, Any], folder: Path, tensors: StoredTensors) -> None:
+    """Refuses ranks whose shares cannot be joined."""
+    ranks = settings.get("model_parallel_size") or 1
+    if ranks == 1:
+        return
+    if tensors.merged:
+        raise CheckpointError(
+            f"{folder}: the parts of {ranks} tensor ranks of GPT-NeoX were joined by a program "
+            "that does not know their order; give the folder that the run saved"
+        )
+    if settings.get("output_layer_parallelism") == "row":
+        raise CheckpointError(
+            f"{folder}: the network has output_layer_parallelism 'row' over {ranks} tensor ranks, "
+            "which cannot be represented"
+        )
+
+
+def _check_attention(layers: Any, folder: Path) -> None:
+    """Refuses other than full attention; settings can mix: ``[[["global", "flash"], 24]]``."""
+    for entry in layers or [[["global"], "all"]]:
+        names = entry[0] if isinstance(entry, list) and entry else entry
         for name in names if isinstance(names, list) else [names]:
             if name not in ("global", "flash"):
                 raise CheckpointError(
                     f"{folder}: the network has attention {name!r}, which cannot be represented"
                 )
 
-    def number(name: str, other: str | None = None) -> int:
-        value = settings.get(name, settings.get(other or name))
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise CheckpointError(f"{folder}: its configs have no {name} (or it is {value!r})")
-        return value
 
-    hidden, heads = number("hidden_size"), number("num_attention_heads")
-    kind = settings.get("activation", "gelu")
-    residual = bool(settings.get("gpt_j_residual", False))
-    rows = settings.get("padded_vocab_size")
-    if isinstance(arguments, Mapping):
-        rows = arguments.get("padded_vocab_size", rows)
-    if not isinstance(rows, int):
-        raise CheckpointError(
-            f"{folder}: the number of rows of the token embedding is not known; add "
-            f"padded_vocab_size to a file in {folder / 'configs'}"
-        )
-    flags = ModelFlags(
-        num_layers=number("num_layers"),
-        hidden_size=hidden,
-        ffn_hidden_size=settings.get("intermediate_size") or 4 * hidden,
-        num_attention_heads=heads,
-        num_query_groups=settings.get("num_kv_heads") or heads,
-        seq_length=number("seq_length"),
-        max_position_embeddings=number("max_position_embeddings", "seq_length"),
-        position_embedding_type=_POSITIONS[settings.get("pos_emb", "learned")],
-        rotary_base=float(settings.get("rotary_emb_base", 10000)),
-        rotary_percent=float(settings.get("rotary_pct", 1.0)),
-        normalization=_NORMS[settings.get("norm", "layernorm")],
-        norm_epsilon=float(settings.get("layernorm_epsilon", 1e-5)),
-        parallel_residual=residual,
-        shared_parallel_norm=residual and bool(settings.get("gpt_j_tied", False)),
-        glu_activation="swiglu" if kind == "swiglu" else None,
-        relu=kind == "relu",
-        # Fused, its GELU is the approximation by tanh, as in Megatron; unfused, the exact one.
-        bias_gelu_fusion=kind != "gelu" or bool(settings.get("bias_gelu_fusion", False)),
-        add_bias_linear=bool(settings.get("use_bias_in_attn_linear", True)),
-        untie_embeddings_and_output_weights=bool(settings.get("no_weight_tying", False)),
-        attention_dropout=float(settings.get("attention_dropout", 0.0)),
-        hidden_dropout=float(settings.get("hidden_dropout", 0.0)),
-        unpadded_vocab_size=rows,
-        padded_vocab_size=rows,
+def _compare(settings: Mapping[str, Any], arguments: Mapping[str, Any], folder: Path) -> None:
+    for name in ("num_layers", "hidden_size", "num_attention_heads"):
+        if arguments.get(name) not in (None, settings.get(name)):
+            raise CheckpointError(
+                f"{folder}: its configs are of another run: {name} is {settings.get(name)!r} there "
+                f"and {arguments[name]!r} in the model states"
+            )
+
+
+def _activation(settings: Mapping[str, Any], names: Sequence[str], folder: Path) -> dict[str, Any]:
+    """The fields of the MLP's activation."""
+    kind, form = settings.get("activation") or "gelu", settings.get("mlp_type") or "regular"
+    # Fused, its GELU is the approximation by tanh, as in Megatron; unfused, the exact one.
+    fused = bool(settings.get("bias_gelu_fusion"))
+    old = any(".mlp.dense_h_to_4h." in name for name in names)
+    if form == "regular" and kind in ("gelu", "relu"):
+        return {"relu": kind == "relu", "bias_gelu_fusion": kind == "relu" or fused}
+    if (form == "llama" and kind in _SILU) or (form == "regular" and kind == "swiglu" and not old):
+        return {"glu_activation": "swiglu"}
+    if form == "llama" and kind == "swiglu" and not old:
+        return {"glu_activation": "swiglu"}
+    raise CheckpointError(
+        f"{folder}: the network has activation {kind!r} with mlp_type {form!r}, which cannot be "
+        "represented; known are gelu, relu and swiglu, and silu with mlp_type 'llama'"
     )
-    return resolved(flags, folder)
+
+
+def _biases(settings: Mapping[str, Any], names: Sequence[str], folder: Path) -> dict[str, Any]:
+    """The fields of the biases, which the tensors show."""
+    if settings.get("use_bias_in_norms") is False:
+        raise CheckpointError(
+            f"{folder}: the network has use_bias_in_norms false, which cannot be represented"
+        )
+    attention = any(name.endswith(".attention.dense.bias") for name in names)
+    mlp = any(re.search(r"\.mlp\.\w+\.bias$", name) for name in names)
+    if mlp and not attention:
+        raise CheckpointError(
+            f"{folder}: the network has biases in its MLPs and none in its attention, which cannot "
+            "be represented"
+        )
+    return {"add_bias_linear": mlp, "add_attention_bias": attention and not mlp}

@@ -42,10 +42,10 @@ from megatron.formats.deepspeed_folders.folder import (
 )
 from megatron.formats.deepspeed_folders.naming import (
     EngineNaming,
-    ForeignNaming,
     Naming,
     whole_shards,
 )
+from megatron.formats.deepspeed_folders.neox import StoredTensors
 from megatron.formats.unpickle import load_pickle
 from megatron.parallel.shard import Shard
 from megatron.util.files import sync_path
@@ -69,23 +69,24 @@ class UniversalFolder(NamedFolder):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._present = _parameters(folder / "zero")
+        # A file is read in several parts.
+        self._open = lru_cache(maxsize=4)(load_pickle)
         states = _read_model_states(folder)
-        found = self._describe(states)
+        tensors = StoredTensors(
+            lambda: list(self._present), lambda name: self._part(name, "weight").numel(), True
+        )
+        found = self._describe(states, tensors)
         if "embedding.word_embeddings.weight" in self._present:
             self._naming = Naming(self.model)
-        elif found.foreign:
-            self._naming = ForeignNaming(
-                self.model, list(self._present), folder, found.split_biases
-            )
+        elif found.foreign is not None:
+            self._naming = found.foreign(self.model, list(self._present), folder)
         else:
             known = states.get("checkpoint_parallel_dimensions") or {}
             self._naming = EngineNaming(self.model, int(known.get("tp_degree", 1)))
-        if found.foreign:
+        if found.foreign is not None:
             self.state["optimizer_step"] = self._step()
             if not any(len(kinds) > 1 for kinds in self._present.values()):
                 self.state = {}
-        # A file is read in several parts.
-        self._open = lru_cache(maxsize=4)(load_pickle)
 
     @classmethod
     def locate(cls, path: Path, wanted: str | None) -> Path | None:

@@ -19,18 +19,51 @@ from megatron.config.flags import value_type
 from megatron.config.positions import llama3_scaling
 from megatron.formats.features import FEATURES, features_of, without
 from megatron.formats.legacy_megatron.names import FAMILIES, names_of_family
+from megatron.formats.saved_arguments import SavedArguments
 
-_REFUSED: dict[str, tuple[Any, ...]] = {
-    "num_experts": (None, 0, 1, [1], (1,)),
-    "rotary_interleaved": (False,),
-    "multi_latent_attention": (False,),
-    "retro_add_retriever": (False,),
-    "glu_activation": (None,),
-    "window_size": (None,),
-    "mtp_num_layers": (None, 0),
-    "mos": (False,),
+_NETWORK: dict[str, tuple[Any, ...]] = {
+    "num_experts": (1, [1], (1,)),
+    "ds_num_experts": (1, [1], (1,)),
+    "num_experts_switch": (),
+    "num_moe_experts": (),
+    "num_local_experts": (),
+    "moe_num_experts": (1,),
+    "rotary_interleaved": (),
+    "multi_latent_attention": (),
+    "retro_add_retriever": (),
+    "glu_activation": (),
+    "quick_geglu": (),
+    "quick_gelu": (),
+    "glu_linear_offset": (),
+    "activation_func_clamp_value": (),
+    "mlp_type": ("standard", "residual"),
+    "mtp_num_layers": (),
+    "mos": (),
+    "softmax_type": ("vanilla",),
+    "qk_l2_norm": (),
+    "attention_output_gate": (),
+    "head_wise_attn_gate": (),
+    "no_rope_freq": (),
+    "rope_type": ("rope",),
+    "mrope_section": (),
+    "rotary_base_per_layer": (),
+    "rotary_scaling_factor": (1, 40),
+    "spec": (["local"],),
+    "heterogeneous_layers_config_path": (),
+    "heterogeneous_layers_config_encoded_json": (),
+    "is_hybrid_model": (),
+    "hybrid_attention_ratio": (),
+    "hybrid_mlp_ratio": (),
+    "hybrid_override_pattern": (),
+    "hybrid_layer_pattern": (),
+    "experimental_attention_variant": (),
+    "use_mup": (),
+    "embedding_multiplier": (1,),
+    "parallel_attn": (),
+    "scale_embeddings": (),
 }
-"""Arguments that change the network in a way that cannot be represented, and harmless values."""
+"""Arguments that change the network in a way that cannot be represented, and the values besides
+those of flags that are not given with which they do not."""
 
 _FEATURES = {
     "num_query_groups", "kv_channels", "add_qkv_bias", "rotary_percent", "rope_scaling",
@@ -59,18 +92,16 @@ def model_of_arguments(
     arguments: Mapping[str, Any], where: Path, family: str = ModelConfig.family
 ) -> ModelConfig:
     """The network that the arguments in a file describe, without the size of its vocabulary. Raises
-    CheckpointError if an argument is missing, malformed, or cannot be represented."""
-    for name, harmless in _REFUSED.items():
-        value = arguments.get(name, harmless[0])
-        if value not in harmless:
-            raise CheckpointError(
-                f"{where}: the network has {name} {value!r}, which cannot be represented"
-            )
+    CheckpointError if an argument is missing, malformed, unknown, or cannot be represented."""
+    arguments = SavedArguments(arguments)
+    arguments.refuse(where, _NETWORK)
+    if "use_mup" in arguments:
+        arguments.unused(*(name for name in arguments if name.startswith("mup_")))
     values: dict[str, Any] = {}
     for field, kind, names in _same():
-        found = [arguments[name] for name in names if arguments.get(name) is not None]
-        if found:
-            values[field] = _checked(found[0], kind, names[0], where)
+        value = _one_value(arguments, field, kind, names, where)
+        if value is not None:
+            values[field] = value
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
         if values.get(name, 0) < 1:
             raise CheckpointError(f"{where}: the argument {name} is missing or not positive")
@@ -84,17 +115,13 @@ def model_of_arguments(
     values["position_embedding_type"] = _positions(arguments, where)
     scaling = _rope_scaling(arguments, where)
     values["rope_scaling"] = scaling if values["position_embedding_type"] == "rope" else None
-    # Megatron-DeepSpeed's name; Megatron-LM's, which can have a value without effect.
-    groups = arguments.get("num_key_value_heads")
-    if groups is None and arguments.get("group_query_attention"):
-        groups = arguments.get("num_query_groups")
-    heads = values["num_attention_heads"]
-    groups = heads if groups is None else _checked(groups, int, "num_query_groups", where)
-    if groups < 1 or heads % groups:
-        raise CheckpointError(f"{where}: {groups} key and value heads do not divide {heads} heads")
-    values["num_query_groups"] = groups
+    values["num_query_groups"] = _groups(arguments, values["num_attention_heads"], where)
+    values |= _window(arguments, where)
+    if (scale := _number(arguments, "softmax_scale", where)) is not None:
+        values["query_pre_attn_scalar"] = scale**-2
     if values.get("swiglu") or values.get("squared_relu"):
         values.pop("bias_gelu_fusion", None)  # concerns another activation
+    arguments.refuse_the_rest(where)
     fixed = names_of_family(family).flags
     return complete(ModelFlags(family=family, **fixed, **values), where)
 
@@ -183,12 +210,78 @@ def _checked(value: Any, kind: type, name: str, where: Path) -> Any:
     return kind(value)
 
 
+def _one_value(
+    arguments: Mapping[str, Any], field: str, kind: type, names: tuple[str, ...], where: Path
+) -> Any:
+    """The value of an argument with several names, None without one. Of two values, the one of the
+    later name counts if the other is the default: a program that has both reads its own."""
+    values = {
+        name: _checked(arguments[name], kind, name, where)
+        for name in reversed(names)
+        if arguments.get(name) is not None
+    }
+    if not values:
+        return None
+    (first, value), *others = values.items()
+    for other, another in others:
+        if another not in (value, getattr(ModelFlags, field)):
+            raise CheckpointError(
+                f"{where}: {first} is {value!r} and {other} is {another!r}; they mean the same, "
+                "and which of them had an effect is not known"
+            )
+    return value
+
+
+def _number(arguments: Mapping[str, Any], name: str, where: Path) -> float | None:
+    value = arguments.get(name)
+    return None if value is None else _checked(value, float, name, where)
+
+
+def _groups(arguments: Mapping[str, Any], heads: int, where: Path) -> int:
+    """Number of key and value heads, by Megatron-DeepSpeed's name or by Megatron-LM's, which can
+    have a value without effect."""
+    groups, others = arguments.get("num_key_value_heads"), arguments.get("num_query_groups")
+    if arguments.get("group_query_attention"):
+        if groups not in (None, heads, others):
+            raise CheckpointError(
+                f"{where}: num_key_value_heads is {groups!r} and num_query_groups is {others!r}; "
+                "they mean the same"
+            )
+        groups = others
+    groups = heads if groups is None else _checked(groups, int, "num_query_groups", where)
+    if groups < 1 or heads % groups:
+        raise CheckpointError(f"{where}: {groups} key and value heads do not divide {heads} heads")
+    return groups
+
+
+def _window(arguments: Mapping[str, Any], where: Path) -> dict[str, int]:
+    """The fields of attention windows; Megatron's (N, 0) are N tokens before the query."""
+    window, skipped = arguments.get("window_size"), arguments.get("window_attn_skip_freq")
+    match window:
+        case None | (-1, -1 | 0):
+            return {}
+        case (int(before), -1 | 0) if before >= 0:
+            fields = {"sliding_window": before + 1}
+        case _:
+            raise CheckpointError(
+                f"{where}: window_size is {window!r}, expected (N, 0) for N tokens before each"
+            )
+    if skipped is None:
+        return fields
+    return fields | {
+        "window_attn_skip_freq": _checked(skipped, int, "window_attn_skip_freq", where)
+    }
+
+
 def _positions(arguments: Mapping[str, Any], where: Path) -> str:
-    kind = arguments.get("position_embedding_type")
+    kind, learned = (
+        arguments.get("position_embedding_type"),
+        arguments.get("add_position_embedding"),
+    )
     if arguments.get("use_rotary_position_embeddings"):
         return "rope"
     if kind is None:
-        return "learned_absolute" if arguments.get("add_position_embedding", True) else "none"
+        return "learned_absolute" if learned in (None, True) else "none"
     if kind not in _POSITIONS:
         raise CheckpointError(
             f"{where}: position_embedding_type {kind!r}: expected one of {', '.join(_POSITIONS)}"
@@ -197,14 +290,15 @@ def _positions(arguments: Mapping[str, Any], where: Path) -> str:
 
 
 def _rope_scaling(arguments: Mapping[str, Any], where: Path) -> str | None:
-    def number(name: str) -> float | None:
-        value = arguments.get(name)
-        return None if value is None else _checked(value, float, name, where)
-
-    factor = number("rotary_seq_len_interpolation_factor")
-    if factor is not None:
-        return json.dumps({"rope_type": "linear", "factor": factor})
-    if not arguments.get("use_rope_scaling"):
-        return None
-    factor = number("rope_scaling_factor")
-    return llama3_scaling(8.0 if factor is None else factor).to_json()
+    linear = _number(arguments, "rotary_seq_len_interpolation_factor", where)
+    factor = _number(arguments, "rope_scaling_factor", where)
+    if linear is not None:
+        return json.dumps({"rope_type": "linear", "factor": linear})
+    if arguments.get("use_rope_scaling"):
+        return llama3_scaling(8.0 if factor is None else factor).to_json()
+    if "use_rope_scaling" not in arguments and factor not in (None, 1.0):
+        raise CheckpointError(
+            f"{where}: rope_scaling_factor is {factor:g}, of a program without Megatron-LM's "
+            "use_rope_scaling; how it scales the positions is not known"
+        )
+    return None

@@ -62,7 +62,7 @@ def read_params(content: Any, path: Path) -> MetaParams:
     """The parsed params.json at ``path``. Raises CheckpointError if a value is missing, malformed
     or of a model that cannot be represented."""
     if isinstance(content, dict) and isinstance(content.get("model"), dict):
-        content = content["model"]
+        content = {**content, **content["model"], "model": None}
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not a JSON object")
     unknown = [

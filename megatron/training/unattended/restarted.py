@@ -28,7 +28,7 @@ def from_own_checkpoint(settings: Settings) -> Settings:
     if not built or save is None or save.value is None:
         return settings
     own = {"load": Setting(save.value, "--save of this run, which starts again")}
-    if locate_checkpoint(save.value) is None:
+    if locate_checkpoint(save.value, others=True) is None:
         # There may be one in memory. A run that begins with another checkpoint begins there again.
         in_memory = "non_persistent_save_interval" in settings
         return own | settings if in_memory else settings

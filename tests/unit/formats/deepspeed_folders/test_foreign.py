@@ -5,6 +5,7 @@ import collections
 import enum
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,10 +13,14 @@ from configs import model_config, with_flags
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from megatron.checkpoint.files import CheckpointError
+from megatron.formats.deepspeed_folders import neox
 from megatron.formats.deepspeed_folders.folder import DeepSpeedFolder
 from megatron.formats.deepspeed_folders.naming import whole_shards
 from megatron.formats.deepspeed_folders.universal import UniversalFolder
 from megatron.formats.legacy_megatron.names import qkv_to_megatron
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "golden" / "megatron_arguments"))
+from namespaces import NEOX  # noqa: E402
 
 VOCABULARY = 56
 BLOOM = model_config(
@@ -237,6 +242,7 @@ def llama_states():
         seq_length=12,
         max_position_embeddings=12,
         use_rotary_position_embeddings=True,
+        rope_theta=500000,
         normalization="rmsnorm",
         swiglu=True,
         add_bias_linear=False,
@@ -291,6 +297,7 @@ def test_megatron_deepspeed_llama(tmp_path, their_classes):
     write_folder(tmp_path / "a", LLAMA, "llama", tensors, llama_states())
     source = DeepSpeedFolder(tmp_path / "a")
     assert source.model.attention.num_query_groups == 2 and source.model.mlp.activation == "swiglu"
+    assert source.model.positions.rotary_base == 500000
     check(source, tensors)
 
 
@@ -305,6 +312,95 @@ def test_neox(tmp_path, their_classes):
     assert source.model.parallel_residual and source.model.positions.rotary_percent == 0.5
     assert not source.model.shared_parallel_norm
     check(source, tensors, exactly=False)
+
+
+def neox_folder(folder, text=NEOX_YAML, states=None, **sizes):
+    tensors = wholes(PYTHIA)
+    write_folder(folder, PYTHIA, "neox", tensors, states or neox_states(), **sizes)
+    (folder / "configs").mkdir()
+    (folder / "configs" / "pythia.yml").write_text(text)
+    return tensors
+
+
+def test_all_settings_of_neox_are_known():
+    """Those without an effect on the network, and those of features that are not used."""
+    names = ["2.mlp.dense_4h_to_h.weight", "2.mlp.dense_4h_to_h.bias", "2.attention.dense.bias"]
+    tensors = neox.StoredTensors(lambda: names, lambda name: 64 * 16)
+    states = neox_states()["args"]
+    model = neox.model_of(NEOX, states, Path("a"), tensors)
+    assert model == neox.model_of(
+        {name: NEOX[name] for name in (
+            "num_layers", "hidden_size", "num_attention_heads", "seq_length", "pos_emb",
+            "rotary_pct", "no_weight_tying", "gpt_j_residual", "bias_gelu_fusion",
+        )}, states, Path("a"), tensors,
+    )  # fmt: skip
+    for name in ("my_setting", "attention_scale", "logits_factor"):
+        with pytest.raises(CheckpointError, match=f"the effect of {name} = 2 .* is not known"):
+            neox.model_of(NEOX | {name: 2}, states, Path("a"), tensors)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ('"use_qk_layernorm": true', "use_qk_layernorm True"),
+        ('"sliding_window_width": 8', "sliding_window_width 8"),
+        ('"num_unique_layers": 1', "num_unique_layers 1"),
+        ('"opt_pos_emb_offset": 2', "opt_pos_emb_offset 2"),
+        ('"use_bias_in_norms": false', "use_bias_in_norms false"),
+        ('"norm": "scalenorm"', "norm 'scalenorm', which cannot be represented"),
+        ('"pos_emb": "sinusoidal"', "pos_emb 'sinusoidal'"),
+        ('"activation": "geglu"', "activation 'geglu' with mlp_type 'regular'"),
+        ('"activation": "silu"', "activation 'silu' with mlp_type 'regular'"),
+        ('"activation": "swiglu"', "activation 'swiglu' with mlp_type 'regular'"),
+        ('"soft_prompt_tuning": {"enabled": true}', "soft_prompt_tuning is enabled"),
+        ('"output_layer_parallelism": "row", "model-parallel-size": 2', "parallelism 'row' over 2"),
+        ('"use_mup": true', "use_mup True"),
+        ('"attention-config": [[["local"], 2]]', "attention 'local'"),
+        ('"num_layers": 4', "of another run: num_layers is 4 there and 2 in the model states"),
+        ('"rotary_emb_base": "x"', "rotary_emb_base is 'x', expected a number"),
+    ],
+)
+def test_settings_of_neox_that_change_the_network(setting, message, tmp_path):
+    text = NEOX_YAML.replace("-", "_").replace("}", f"{setting.replace('-', '_')}}}")
+    neox_folder(tmp_path / "a", text, zero=False)
+    with pytest.raises(CheckpointError, match=message):
+        DeepSpeedFolder(tmp_path / "a")
+
+
+def test_neox_without_a_pipeline(tmp_path):
+    """Its modules are in one file, and their names start with sequential."""
+    folder, states = tmp_path / "a", neox_states()
+    tensors = neox_folder(folder, tensor=1, pipeline=1, zero=False)
+    module = {}
+    for path in sorted(folder.glob("layer_*")):
+        place = int(path.name[6:8])
+        content = torch.load(path)
+        module |= {f"sequential.{place}.{name}": values for name, values in content.items()}
+        path.unlink()
+    torch.save({"module": module} | states, folder / "mp_rank_00_model_states.pt")
+    source = DeepSpeedFolder(folder)
+    for name in source.names():
+        expected = tensors[name, "weight"]
+        factor = 0.25 if name.endswith((".proj.bias", ".down.bias")) else 1  # the first addend
+        expected = (expected * factor).to(torch.bfloat16).float()
+        assert torch.equal(source.tensor(name), expected), name
+
+
+def test_joined_parts_of_neox_are_refused(tmp_path):
+    folder = tmp_path / "global_step7_universal"
+    for (name, kind), values in wholes(PYTHIA).items():
+        place = folder / "zero" / their_name(name, "neox")
+        place.mkdir(parents=True, exist_ok=True)
+        values = their_rows(name, values, PYTHIA)
+        torch.save({"param": values}, place / f"{'fp32' if kind == 'weight' else kind}.pt")
+    torch.save(neox_states(), folder / "mp_rank_00_model_states.pt")
+    (folder / "configs").mkdir()
+    settings = folder / "configs" / "a.yml"
+    settings.write_text(NEOX_YAML)
+    check(UniversalFolder(folder), wholes(PYTHIA))
+    settings.write_text(NEOX_YAML.replace("{", '{"model-parallel-size": 2,'))
+    with pytest.raises(CheckpointError, match="the parts of 2 tensor ranks .* were joined"):
+        UniversalFolder(folder)
 
 
 def test_weights_alone_come_from_the_layer_files(tmp_path, their_classes):
@@ -331,6 +427,7 @@ def test_universal_of_megatron_deepspeed(tmp_path, their_classes):
     torch.save(llama_states(), folder / "mp_rank_00_model_states.pt")
     source = UniversalFolder(UniversalFolder.locate(tmp_path, "7"))
     assert source.state["optimizer_step"] == 7
+    assert source.model.positions.rotary_base == 500000
     check(source, tensors)
 
 

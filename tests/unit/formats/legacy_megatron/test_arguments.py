@@ -1,6 +1,7 @@
 """Megatron's arguments in our configuration and back."""
 
 import dataclasses
+import sys
 import typing
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from megatron.formats.legacy_megatron.arguments import (
     model_of_arguments,
 )
 from megatron.formats.legacy_megatron.vocabulary import tokenizer_of_arguments, unpadded_vocabulary
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "golden" / "megatron_arguments"))
+from namespaces import NAMESPACES  # noqa: E402
 
 WHERE = Path("file.pt")
 BASE = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "max_position_embeddings": 8}
@@ -53,6 +57,15 @@ def test_what_is_left_out_is_derived():
         ({"norm_epsilon": 1e-6}, "norm_epsilon", 1e-6),
         ({"attention_dropout": 0}, "attention_dropout", 0.0),
         ({"num_experts": [1]}, "num_layers", 2),
+        ({"rope_theta": 500000}, "rotary_base", 500000.0),
+        ({"rope_theta": 500000, "rotary_base": 10000}, "rotary_base", 500000.0),
+        ({"layernorm_zero_centered_gamma": True}, "apply_layernorm_1p", True),
+        ({"window_size": (127, 0)}, "sliding_window", 128),
+        ({"window_size": (127, -1), "window_attn_skip_freq": 4}, "window_attn_skip_freq", 4),
+        ({"window_size": (-1, -1)}, "sliding_window", None),
+        ({"softmax_scale": 0.125}, "query_pre_attn_scalar", 64.0),
+        ({"use_rope_scaling": False, "rope_scaling_factor": 8.0}, "rope_scaling", None),
+        ({"rope_scaling_factor": 1.0}, "rope_scaling", None),
         ({"use_rotary_position_embeddings": True, "use_rope_scaling": True}, "rope_scaling",
          llama3_scaling(8.0).to_json()),
         ({"use_rotary_position_embeddings": True, "rotary_seq_len_interpolation_factor": 4},
@@ -72,7 +85,23 @@ def test_fields(arguments, field, value):
     [
         ({"num_experts": 4}, "file.pt: the network has num_experts 4"),
         ({"multi_latent_attention": True}, "multi_latent_attention True"),
-        ({"window_size": (127, 0)}, r"window_size \(127, 0\)"),
+        ({"window_size": (127, 3)}, r"window_size is \(127, 3\), expected \(N, 0\)"),
+        ({"window_size": (7, 0), "window_attn_skip_freq": [1, 0]}, r"skip_freq is \[1, 0\]"),
+        ({"rotary_base": 1e5, "rope_theta": 5e5}, "rope_theta is 500000.0 and rotary_base is 1"),
+        ({"rope_scaling_factor": 4.0}, "rope_scaling_factor is 4, of a program without"),
+        (
+            {"group_query_attention": True, "num_query_groups": 2, "num_key_value_heads": 1},
+            "num_key_value_heads is 1 and num_query_groups is 2",
+        ),
+        ({"qk_l2_norm": True}, "qk_l2_norm True, which cannot be represented"),
+        ({"no_rope_freq": 4}, "no_rope_freq 4"),
+        ({"no_rope_freq": [0, 1]}, r"no_rope_freq \[0, 1\]"),
+        ({"softmax_type": "off-by-one"}, "softmax_type 'off-by-one'"),
+        ({"activation_func_clamp_value": 7.0}, "activation_func_clamp_value 7.0"),
+        ({"glu_linear_offset": 1.0}, "glu_linear_offset 1.0"),
+        ({"sliding_window_size": 128}, "sliding_window_size = 128"),
+        ({"parallel_attn": True}, "parallel_attn True"),
+        ({"my_logit_scale": 0.5, "another": "x"}, "my_logit_scale = 0.5, another = 'x'"),
         ({"hidden_size": None}, "the argument hidden_size is missing"),
         ({"hidden_size": -1}, "hidden_size is missing or not positive"),
         ({"hidden_size": True}, "hidden_size is True; expected a value of type int"),
@@ -85,6 +114,46 @@ def test_fields(arguments, field, value):
 def test_what_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         model_of_arguments(BASE | arguments, WHERE)
+
+
+@pytest.mark.parametrize("program", NAMESPACES)
+def test_whole_namespaces_are_read(program):
+    """Arguments about training, and those of features that are not used, are known."""
+    arguments = NAMESPACES[program] | {"window_size": None}
+    model = model_of_arguments(arguments, WHERE)
+    assert (model.hidden_size, model.mlp.ffn_hidden_size) == (16, 64)
+    for name in ("my_lr_factor_file", "wandb_team", "num_workers"):
+        model_of_arguments(arguments | {name: "x"}, WHERE)
+    with pytest.raises(ValueError, match="the effect of my_lr_factor = 2 on the network"):
+        model_of_arguments(arguments | {"my_lr_factor": 2}, WHERE)
+
+
+OF_FORKS = """
+    attn_logit_softcapping final_logit_softcapping logits_scaling residual_multiplier rope_ratio
+    attention_multiplier parallel_residual post_norm use_rms_norm use_post_ln partial_rotary_factor
+    rotary_dim rotary_emb_base rotary_ndims hidden_act activation_function tie_embed_logits use_mqa
+    multi_query_attention num_attention_heads_kv full_attention_interval attention_sink mlp_bias
+    query_pre_attn_scalar use_dynamic_ntk log_n_scaling use_logn_attn num_shared_layers depth_mup
+    scale_emb qk_norm_type rms_norm_eps sliding_window attention_window rope_scaling exit_layer_nums
+    normalize_embedding cross_layer_kv value_residual token_shift prefix_lm attn_temperature_tuning
+"""
+
+
+@pytest.mark.parametrize("name", OF_FORKS.split())
+def test_arguments_of_forks_are_refused_by_name(name):
+    with pytest.raises(ValueError, match=f"the effect of {name} = 3 on the network is not known"):
+        model_of_arguments(BASE | {name: 3}, WHERE)
+    for value in (None, False, 0, "", []):
+        assert model_of_arguments(BASE | {name: value}, WHERE) == model_of_arguments(BASE, WHERE)
+
+
+def test_a_user_names_arguments_without_effect(monkeypatch):
+    arguments = BASE | {"my_lr_factor": 2, "my_colour": "red", "parallel_attn": True}
+    monkeypatch.setenv("MEGATRON_HARMLESS_ARGUMENTS", "my_lr_factor,my_colour")
+    with pytest.raises(ValueError, match="parallel_attn"):
+        model_of_arguments(arguments, WHERE)
+    monkeypatch.setenv("MEGATRON_HARMLESS_ARGUMENTS", "my_lr_factor my_colour parallel_attn")
+    assert model_of_arguments(arguments, WHERE) == model_of_arguments(BASE, WHERE)
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,11 @@ def damaged(case, tmp_path, change):
             r"quantization_args = .*cannot be represented",
         ),
         (
+            lambda params, files: params.update(model=dict(params), lora_args={"rank": 16}),
+            r"lora_args = .*cannot be represented",
+        ),
+        (lambda params, files: params.update(qk_norm=True), "qk_norm = True: such a Llama"),
+        (
             lambda params, files: params.update(use_scaled_rope=1),
             "use_scaled_rope is 1, expected true or false",
         ),
