@@ -45,8 +45,8 @@ CASES = {
         order="thirds", groups=4, epsilon=1e-8, table=0.05, rms="outside", gate="last", tied=False,
     ),
     "neox llama": Formula(
-        epsilon=1e-8, table=0.05, rms="outside", gate="apart", biases=None, qkv_bias=False,
-        tied=False, inner=80,
+        order="shares", groups=4, epsilon=1e-8, table=0.05, rms="outside", gate="apart",
+        biases=None, qkv_bias=False, tied=False, inner=80,
     ),
 }  # fmt: skip
 TOKENS = torch.arange(LENGTH) * 7 % VOCABULARY
@@ -338,6 +338,10 @@ PLANTS = {
         neox.NeoXNaming, "whole", lambda _: naming.Naming.whole
     ),
     ("neox grouped", "LayerNorm's epsilon"): flags(neox, norm_epsilon=1e-5),
+    ("neox grouped", "keys of each head"): replaced(
+        neox.NeoXNaming, "_per_head", lambda _: lambda self: True
+    ),
+    ("neox llama", "thirds"): replaced(neox.NeoXNaming, "_per_head", lambda _: lambda self: False),
     ("neox llama", "gate last"): replaced(neox.NeoXNaming, "join", gate_last),
     ("neox llama", "usual epsilon"): flags(neox, norm_epsilon=1e-5),
     ("neox llama", "another width"): flags(neox, ffn_hidden_size=64),

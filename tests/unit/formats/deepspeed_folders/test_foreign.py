@@ -358,6 +358,8 @@ def test_all_settings_of_neox_are_known():
         ('"attention-config": [[["local"], 2]]', "attention 'local'"),
         ('"num_layers": 4', "of another run: num_layers is 4 there and 2 in the model states"),
         ('"rotary_emb_base": "x"', "rotary_emb_base is 'x', expected a number"),
+        ('"gpt_j_residual": "no"', "gpt_j_residual is 'no', expected true or false"),
+        ('"no_weight_tying": false', "6.final_linear.weight is not one of the network"),
     ],
 )
 def test_settings_of_neox_that_change_the_network(setting, message, tmp_path):
@@ -365,6 +367,36 @@ def test_settings_of_neox_that_change_the_network(setting, message, tmp_path):
     neox_folder(tmp_path / "a", text, zero=False)
     with pytest.raises(CheckpointError, match=message):
         DeepSpeedFolder(tmp_path / "a")
+
+
+def test_neox_with_one_norm_of_two(tmp_path):
+    """It stores both."""
+    tensors = neox_folder(tmp_path / "a", NEOX_YAML.replace("}", '"gpt-j-tied": true}'))
+    source = DeepSpeedFolder(tmp_path / "a")
+    assert source.model.shared_parallel_norm
+    computed = {key: values for key, values in tensors.items() if "mlp_norm" not in key[0]}
+    assert {name for name, _ in computed} == set(source.names())
+    check(source, computed, exactly=False)
+
+
+def test_neox_without_biases_in_parallel_mlps_is_refused():
+    """Its layers return the MLP's output without that of attention then."""
+    tensors = neox.StoredTensors(lambda: ["2.mlp.linear1.weight"], lambda name: 64 * 16)
+    settings = {**NEOX, "activation": "swiglu"}
+    assert settings["gpt_j_residual"]
+    with pytest.raises(CheckpointError, match="gpt_j_residual and MLPs without biases"):
+        neox.model_of(settings, neox_states()["args"], Path("a"), tensors)
+
+
+def test_settings_of_neox_that_contradict_each_other_are_refused(tmp_path):
+    folder = tmp_path / "a"
+    neox_folder(folder, zero=False)
+    other = folder / "configs" / "sizes.yml"
+    other.write_text('{"rotary_pct": 0.5, "train-iters": 5}')
+    DeepSpeedFolder(folder)
+    other.write_text('{"rotary_pct": 0.25}')
+    with pytest.raises(CheckpointError, match=r"sizes.yml: rotary_pct is 0.25, but 0.5 in another"):
+        DeepSpeedFolder(folder)
 
 
 def test_neox_without_a_pipeline(tmp_path):
