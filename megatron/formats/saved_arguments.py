@@ -49,7 +49,7 @@ _WITH_A_SWITCH = (
     "retro_* ict_* biencoder_* titles_data_path query_in_block_prob use_one_sent_docs "
     "evidence_data_path retriever_* block_data_path embedding_path indexer_* faiss_use_gpu "
     "num_classes img_h img_w img_dim num_channels patch_dim classes_fraction "
-    "data_per_class_fraction data_sharding head_lr_mult vision_* swin_* dino_* mask_type "
+    "data_per_class_fraction data_sharding head_lr_mult vision_* swin_* dino_* "
     "mask_factor iter_per_epoch "
 ).split()
 

@@ -299,6 +299,13 @@ def test_megatron_deepspeed_llama(tmp_path, their_classes):
     assert source.model.attention.num_query_groups == 2 and source.model.mlp.activation == "swiglu"
     assert source.model.positions.rotary_base == 500000
     check(source, tensors)
+    states = llama_states()
+    for size in (7, 4096):  # the default for its vision models, and the windows of a fork
+        states["args"].window_size = size
+        write_folder(tmp_path / str(size), LLAMA, "llama", tensors, states)
+    DeepSpeedFolder(tmp_path / "7")
+    with pytest.raises(CheckpointError, match=r"window_size is 4096, expected \(N, 0\)"):
+        DeepSpeedFolder(tmp_path / "4096")
 
 
 def test_neox(tmp_path, their_classes):
