@@ -16,7 +16,7 @@ WIDTH, VOCABULARY, LENGTH = 64, 24, 12
 
 @dataclass(frozen=True)
 class Formula:
-    """What a program computes.
+    """Network of a program.
 
     Attributes:
         order: of the rows of a rank's queries, keys and values: ``interleaved`` per group of heads,

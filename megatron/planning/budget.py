@@ -1,4 +1,4 @@
-"""What a whole training takes on given machines: time, GPU hours, energy and money."""
+"""Time, GPU hours, energy and money that a whole training takes, and its command."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _complexity(plan: Plan) -> tuple[int, float]:
 
 @dataclass(frozen=True)
 class Budget:
-    """A training of so many tokens by a plan."""
+    """A training by a plan, of a number of tokens."""
 
     plan: Plan
     work: Workload
@@ -74,7 +74,7 @@ class Budget:
         return self.steps * self.plan.time.total / 3600
 
     def lines(self) -> list[str]:
-        """What a person wants to know of it."""
+        """Sentences about its time, energy and cost."""
         gpus = self.hardware.gpus or 1
         gpu_hours = gpus * self.hours
         energy = gpu_hours * self.hardware.gpu_watts / 1000

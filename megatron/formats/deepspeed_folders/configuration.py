@@ -24,7 +24,7 @@ _POSITIONS = {1: "rope", 2: "learned_absolute", 3: "alibi"}
 
 
 class Description(NamedTuple):
-    """What is known of a checkpoint besides its tensors. When another trainer wrote it, ``run`` is
+    """Facts about a checkpoint apart from its tensors. When another trainer wrote it, ``run`` is
     None, the optimizer's step is unknown, and ``foreign`` are its names."""
 
     run: RunConfig | None

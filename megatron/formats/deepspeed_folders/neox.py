@@ -1,4 +1,4 @@
-"""The networks of GPT-NeoX: its settings, which it saves as YAML or JSON files beside its
+"""The networks of GPT-NeoX: its settings, which it saves as YAML or JSON files next to its
 checkpoints, and its names and orders of parameters."""
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _NETWORK: dict[str, tuple[Any, ...]] = {
     "apply_residual_connection_post_layernorm": (),
     "num_encoder_layers": (),
 }
-"""Settings that change the network in a way that cannot be represented, and the values besides
-those of settings that are not given with which they do not."""
+"""Settings that change the network in a way that cannot be represented, each with its harmless
+values. Values of settings that were not given are harmless too."""
 
 _UNUSED = (
     # Their effect is in the shapes and names of the tensors, which are compared with the network.
@@ -92,8 +92,7 @@ _MLP = {
     "mlp.w3": ("mlp.up", 1),
     "mlp.w2": ("mlp.down", 0),
 }
-"""Modules of a block besides those that are called as Megatron's: canonical name, and the part of
-it."""
+"""Modules of a block with other names than Megatron's: canonical name, and the part of it."""
 _DOWN = re.compile(r".*\.mlp\.(?:linear2|dense_4h_to_h|w2)\.weight")
 
 
@@ -182,7 +181,7 @@ class NeoXNaming(ForeignNaming):
 
 
 def find_settings(folder: Path) -> dict[str, Any] | None:
-    """All settings of a run, from the ``configs`` folder in or beside a checkpoint; None without.
+    """All settings of a run, from the ``configs`` folder in or next to a checkpoint; None without.
     Raises CheckpointError if a file is malformed, or PyYAML is not installed."""
     for place in (folder / "configs", folder.parent / "configs"):
         files = sorted([*place.glob("*.yml"), *place.glob("*.yaml"), *place.glob("*.json")])

@@ -63,8 +63,8 @@ _NETWORK: dict[str, tuple[Any, ...]] = {
     "parallel_attn": (),
     "scale_embeddings": (),
 }
-"""Arguments that change the network in a way that cannot be represented, and the values besides
-those of flags that are not given with which they do not."""
+"""Arguments that change the network in a way that cannot be represented, each with its harmless
+values. Values of flags that were not given are harmless too."""
 
 _FEATURES = {
     "num_query_groups", "kv_channels", "add_qkv_bias", "rotary_percent", "rope_scaling",
