@@ -251,6 +251,24 @@ def replaced(owner, name, wrong):
     return lambda monkeypatch: monkeypatch.setattr(owner, name, wrong(getattr(owner, name)))
 
 
+@pytest.mark.parametrize("case", ["neox grouped", "neox llama"])
+def test_shared_keys_in_a_universal_folder(case, tmp_path):
+    """A folder that DeepSpeed's ds_to_universal has made of one tensor rank; parameters are flat at
+    ZeRO stage 3."""
+    formula = dataclasses.replace(CASES[case], ranks=1)
+    stored = weights(formula)
+    write_neox(tmp_path / "a", formula, stored)
+    folder = tmp_path / "global_step1_universal"
+    for path in (tmp_path / "a").glob("layer_*"):
+        for name, values in torch.load(path).items():
+            place = folder / "zero" / f"{int(path.name[6:8])}.{name}"
+            place.mkdir(parents=True)
+            torch.save({"param": values.flatten()}, place / "fp32.pt")
+    for name in ("mp_rank_00_model_states.pt", "configs"):
+        (tmp_path / "a" / name).rename(folder / name)
+    assert difference(folder, TOKENS, logits(formula, stored, TOKENS)) < 3e-5
+
+
 def in_order(version):
     """Rows of queries, keys and values in the order of another version."""
     return lambda real: lambda values, _, *sizes: real(values, version, *sizes)
