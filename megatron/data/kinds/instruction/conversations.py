@@ -78,6 +78,8 @@ class Example:
     """A prompt and its completion, which are one text."""
     variables: tuple[tuple[str, Any], ...] = ()
     """What a chat template gets besides the messages, such as tools."""
+    context: int = 0
+    """Turns before the completion, whose answers do not count, as in trl; 0 without any such."""
 
 
 class StatedPrompt(NamedTuple):
@@ -135,11 +137,16 @@ def parse_example(record: Any, columns: RecordColumns = NO_FLAGS) -> Example:
             )
         answer = fields.take(key)
         if isinstance(answer, list):
-            turns = until_last_answer((*prompt.turns, *turns_of(answer, key, fields.ignored)))
-            example = Example(turns, variables=variables)
+            completion = turns_of(answer, key, fields.ignored)
         else:
-            turns = (*prompt.turns, Turn(ANSWER, fields.text(key)))
-            example = Example(turns, prompt.is_text and not variables, variables)
+            completion = [Turn(ANSWER, fields.text(key))]
+        before = len(prompt.turns) if prompt.column == "prompt" else 0
+        example = Example(
+            (*prompt.turns, *until_last_answer(completion)),
+            prompt.is_text and isinstance(answer, str) and not variables,
+            variables,
+            before if any(turn.role == ANSWER for turn in prompt.turns[:before]) else 0,
+        )
     turns = example.turns
     fields.check(repeats=lambda value: repeats(value, turns), conversation=conversation is not None)
     return example

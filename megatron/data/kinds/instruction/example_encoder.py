@@ -246,7 +246,11 @@ class ExampleEncoder:
 
 def _counts(example: Example) -> list[bool]:
     """True for each answer that counts in the loss."""
-    return [turn.counts for turn in example.turns if turn.role == ANSWER]
+    return [
+        turn.counts and number >= example.context
+        for number, turn in enumerate(example.turns)
+        if turn.role == ANSWER
+    ]
 
 
 def _beyond_text(example: Example) -> Iterator[str]:
@@ -327,8 +331,9 @@ class ChatTemplate:
             return ids, np.ones(len(ids), np.bool_)
         counted = np.zeros(len(ids), np.bool_)
         answers = [n for n, turn in enumerate(example.turns) if turn.role == ANSWER]
+        trained = dict(zip(answers, _counts(example), strict=True))
         for number in answers if loss_on == "all" else answers[-1:]:
-            if example.turns[number].counts:
+            if trained[number]:
                 start, end = self._span(example, number, text)
                 counted |= (offsets[:, 0] >= start) & (offsets[:, 0] < end)
         return ids, counted

@@ -152,9 +152,21 @@ def _rows_of_table(path: str) -> Iterator[tuple[str, dict[str, str]]]:
                 elif len(row) not in (0, len(names)):
                     raise ValueError(f"{place}: {len(row)} values for {len(names)} columns")
                 elif row:
-                    yield place, dict(zip(names, row, strict=True))
+                    yield place, dict(zip(names, map(_cell, row), strict=True))
         except (csv.Error, UnicodeDecodeError) as error:
             raise ValueError(f"{path}, line {rows.line}: not a row of a table: {error}") from None
+
+
+def _cell(text: str) -> Any:
+    """The text of a cell, or the messages of which it is the JSON."""
+    if text.startswith("[{"):
+        try:
+            value = orjson.loads(text)
+        except orjson.JSONDecodeError:
+            return text
+        if all(isinstance(item, dict) and {"role", "from"} & item.keys() for item in value):
+            return value
+    return text
 
 
 def _rows_of_parquet(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -167,7 +179,7 @@ def _rows_of_parquet(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         ) from None
     number = 0
     try:
-        with parquet.ParquetFile(path) as file:
+        with parquet.ParquetFile(path, pre_buffer=False) as file:
             for batch in file.iter_batches(_ROWS):
                 for row in batch.to_pylist():
                     number += 1

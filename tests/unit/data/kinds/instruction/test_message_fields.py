@@ -174,16 +174,20 @@ def test_a_template_that_writes_calls_by_null_gets_null(with_template) -> None:
         assert answers(built, tokens, counted) == "<|im_start|>weather<|im_end|>"
 
 
-WEIGHTS = [("weight", 0), ("weight", 0.0), ("train", False), ("training", False), ("loss", False)]
+WEIGHTS = [
+    (CHATML, "weight", 0),
+    (MARKED, "weight", 0),
+    (None, "weight", 0.0),
+    (None, "train", False),
+    (None, "training", False),
+    (None, "loss", False),
+]
 
 
-@pytest.mark.parametrize(("key", "value"), WEIGHTS)
-@pytest.mark.parametrize("template", [CHATML, MARKED, None])
+@pytest.mark.parametrize(("template", "key", "value"), WEIGHTS)
 def test_an_answer_of_weight_0_does_not_count(
     template: str | None, key: str, value: object, with_template, gpt2: Built
 ) -> None:
-    if template is not None and key != "weight":
-        pytest.skip("one spelling is enough")
     built = gpt2 if template is None else with_template(template)
     first = {"role": "assistant", "content": "Earth"}
     last = {"role": "assistant", "content": "Mars"}

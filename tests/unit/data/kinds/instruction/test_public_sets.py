@@ -271,6 +271,18 @@ def test_tokens_and_masks_are_those_of_trl(name: str, with_template) -> None:
     assert counted.tolist() == [bool(mask) for mask in theirs["assistant_masks"]]
 
 
+def test_answers_in_a_prompt_do_not_count(with_template) -> None:
+    """trl's completion_mask: after the prompt only."""
+    built: Built = with_template(MARKED)
+    for template in (MARKED, None):
+        flags = {} if template else {"prompt_format": "alpaca"}
+        encoder = ExampleEncoder(InstructionConfig(**flags), built.tokenizer, built.config)
+        record = {"prompt": said(Q, "Venus.", Q), "completion": said("", A)[1:]}
+        ((tokens, counted),) = encoder([("here", parse_example(record))])
+        end = "<|im_end|>" if template else "<|endoftext|>"
+        assert built.tokenizer.detokenize(tokens[counted].tolist()) == A + end
+
+
 @pytest.mark.parametrize(
     "name", ["tatsu-lab/alpaca", "yahma/alpaca-cleaned", "databricks-dolly-15k"]
 )

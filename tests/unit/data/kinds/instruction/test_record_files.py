@@ -126,14 +126,11 @@ def files(path: str) -> list[str]:
 
 def test_folder_of_the_hub(tmp_path: Path) -> None:
     shards = [f"train-0000{n}-of-00002.parquet" for n in range(2)]
-    path = hub(
-        tmp_path / "two", *(f"data/{name}" for name in (*shards, "test-00000-of-00001.parquet"))
-    )
+    test = "test-00000-of-00001.parquet"
+    path = hub(tmp_path / "two", *(f"data/{name}" for name in (*shards, test)))
     assert files(split_of(path, TRAIN)) == shards
-    assert files(split_of(path, HELD_OUT)) == ["test-00000-of-00001.parquet"]
-    with pytest.raises(
-        ValueError, match=r"two has several splits: name one .*data/train-\*\.parquet"
-    ):
+    assert files(split_of(path, HELD_OUT)) == [test]
+    with pytest.raises(ValueError, match=r"two has several splits: name .*/train-\*\.parquet"):
         example_files(path)
     one = hub(tmp_path / "one", "data/train-00000-of-00001.parquet")
     assert files(one) == files(split_of(one, TRAIN)) == ["train-00000-of-00001.parquet"]
@@ -145,20 +142,13 @@ def test_splits_by_the_name_of_a_file(tmp_path: Path) -> None:
     path = hub(tmp_path / "a", "train.jsonl", "test.jsonl", "validation.jsonl")
     assert files(split_of(path, TRAIN)) == ["train.jsonl"]
     assert files(split_of(path, HELD_OUT)) == ["validation.jsonl"]
-    several = hub(
-        tmp_path / "b",
-        *(
-            f"data/{name}-00000-of-00001.parquet"
-            for name in ("train_sft", "train_prefs", "test_sft")
-        ),
-    )
-    with pytest.raises(
-        ValueError, match="several splits of the kind train: name one .*train_prefs-"
-    ):
+    names = ("train_sft", "train_prefs", "test_sft")
+    several = hub(tmp_path / "b", *(f"data/{name}-00000-of-00001.parquet" for name in names))
+    with pytest.raises(ValueError, match="several splits of the kind train: .*train_prefs-"):
         split_of(several, TRAIN)
-    configs = hub(tmp_path / "c", *(f"{c}/train-00000-of-00001.parquet" for c in ("main", "other")))
-    with pytest.raises(ValueError, match="several splits .*main/train-.*other/train-"):
-        example_files(configs)
+    configs = [f"{name}/train-00000-of-00001.parquet" for name in ("main", "other")]
+    with pytest.raises(ValueError, match="several splits: .*main/train-.*other/train-"):
+        example_files(hub(tmp_path / "c", *configs))
 
 
 def test_ordinary_folders_are_read_whole(tmp_path: Path) -> None:
@@ -167,3 +157,11 @@ def test_ordinary_folders_are_read_whole(tmp_path: Path) -> None:
     assert files(str(tmp_path)) == ["more.jsonl", "train_a.jsonl", "train_b.jsonl"]
     assert split_of(str(tmp_path), TRAIN) == str(tmp_path)
     assert split_of("0.7", TRAIN) == "0.7"
+
+
+def test_messages_in_a_table(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    path = write(tmp_path / "x.csv", [{"messages": json.dumps(messages), "note": '[{"a": 1}]'}])
+    assert [record for _, record in records_of(path)] == [
+        {"messages": messages, "note": '[{"a": 1}]'}
+    ]
