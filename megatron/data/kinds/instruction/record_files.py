@@ -13,6 +13,7 @@ from typing import Any
 
 import orjson
 
+from megatron.data.index_cache import FOLDER
 from megatron.data.json_lines import (
     BYTE_ORDER_MARK,
     ArrayReader,
@@ -69,25 +70,28 @@ def split_of(path: str, kinds: Sequence[str]) -> str:
 
 def splits_of(path: str) -> dict[str, str]:
     """The splits of a folder by name (after the folder they are in), each as a glob of its files;
-    empty if the path is not a folder whose files are named by splits."""
+    empty if the path is not a folder whose files, or the folders in it, are named by splits."""
     splits: dict[str, str] = {}
-    kinds: set[str | None] = set()
     is_sharded = False
     folder = Path(path)
     files = sorted(folder.rglob("*")) if folder.is_dir() else []
     for file in files:
         inside = file.relative_to(folder)
-        hidden = any(part.startswith(".") or part == "index-cache" for part in inside.parts)
+        hidden = any(part.startswith(".") or part == FOLDER for part in inside.parts)
         if hidden or file.name in _ABOUT or not file.name.endswith(ENDINGS):
             continue
         shard = _SHARD.fullmatch(file.stem)
         name = shard[1] if shard else file.stem
-        split = (inside.parent / name).as_posix()
-        kinds.add(_kind(split))
-        is_sharded |= shard is not None and _kind(split) is not None
-        pattern = glob.escape(str(file.with_name(name)))
-        splits[split] = f"{pattern}{'-*' if shard else ''}{file.suffix}"
-    return splits if is_sharded or len(kinds - {None}) > 1 else {}
+        if _kind(name) is None and _kind(inside.parent.name) is not None:
+            split, pattern = inside.parent, f"{glob.escape(str(file.parent))}/*{file.suffix}"
+        else:
+            split = inside.parent / name
+            ending = f"{'-*' if shard else ''}{file.suffix}"
+            pattern = glob.escape(str(file.with_name(name))) + ending
+            is_sharded |= shard is not None and _kind(name) is not None
+        splits[split.as_posix()] = pattern
+    kinds = {_kind(split) for split in splits} - {None}
+    return splits if is_sharded or len(kinds) > 1 else {}
 
 
 def _kind(split: str) -> str | None:

@@ -146,6 +146,10 @@ def test_splits_by_the_name_of_a_file(tmp_path: Path) -> None:
     several = hub(tmp_path / "b", *(f"data/{name}-00000-of-00001.parquet" for name in names))
     with pytest.raises(ValueError, match="several splits of the kind train: .*train_prefs-"):
         split_of(several, TRAIN)
+    folders = hub(tmp_path / "d", *(f"default/{name}/0000.parquet" for name in ("train", "test")))
+    for kinds, name in ((TRAIN, "train"), (HELD_OUT, "test")):
+        (file,) = example_files(split_of(folders, kinds))
+        assert Path(file.path).parent.name == name
     configs = [f"{name}/train-00000-of-00001.parquet" for name in ("main", "other")]
     with pytest.raises(ValueError, match="several splits: .*main/train-.*other/train-"):
         example_files(hub(tmp_path / "c", *configs))
