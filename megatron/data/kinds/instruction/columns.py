@@ -18,29 +18,35 @@ _METADATA = frozenset(
     """
     id ids idx index uuid guid hash md5 sha source sources origin dataset dataset_name datasource
     data_source subset split category categories subcategory tag tags type difficulty quality lang
-    language languages license licence url link date time timestamp created_at updated_at author
-    user_id worker_id annotator annotators model models model_name generator generations
-    generation_model generation_models views avatarurl metadata meta token_count num_tokens turn
-    num_turns rating ratings rank score scores score_ratio safety llama_guard_2 input_quality
-    quality_explanation other_task_category gen_input_configs gen_response_configs instruct_reward
-    reward_model min_neighbor_distance min_similar_uuid repeat_count pre_query_template
-    custom_instruction skip_prompt_formatting helpfulness correctness coherence complexity verbosity
-    toxicity toxic redacted openai_moderation detoxify_moderation country state hashed_ip header
-    original_question original_response original_chosen original_rejected labelling_model
-    labelling_prompt raw_labelling_response generation_prompt raw_generation_responses
-    raw_generation_response new_generations order status in_gsm8k_train __index_level_0__ unnamed:_0
+    language languages license licence url link timestamp created_at updated_at user_id worker_id
+    annotator annotators model models model_name generator generation_model generation_models views
+    avatarurl metadata meta token_count num_tokens turn num_turns rating ratings rank score scores
+    safety llama_guard_2 input_quality quality_explanation other_task_category gen_input_configs
+    gen_response_configs instruct_reward reward_model min_neighbor_distance min_similar_uuid
+    repeat_count pre_query_template custom_instruction skip_prompt_formatting helpfulness
+    correctness coherence complexity verbosity toxicity toxic redacted openai_moderation
+    detoxify_moderation original_question original_response original_chosen original_rejected
+    labelling_model labelling_prompt raw_labelling_response generation_prompt
+    raw_generation_responses raw_generation_response new_generations in_gsm8k_train
+    __index_level_0__ unnamed:_0
     """.split()
 )
 """Names that public sets of instructions and preferences use for what no model reads."""
-_OF_CONVERSATIONS = frozenset("task tasks task_name title topic topics subtopic domain".split())
-"""Names of the same kind next to whole conversations, which need no further text."""
-_NEXT_TO = {"knowledge": "intent", "intent": "knowledge", "rationale": "labelling_model"}
-"""Names of the same kind next to another one, by which the set (Magpie, distilabel) is known."""
 _METADATA_FORMS = re.compile(
     r".*_(id|ids|idx|index|uuid|hash|score|scores|rating|ratings|rank|model|models|source|language|"
-    r"lang|license|url|timestamp|date|category|generator|length|tokens|avg|average)|"
-    r"(score|rating|ratings|model|source|num|avg|average)_.*"
+    r"lang|license|url|timestamp|category|generator|length|tokens|avg|average)|"
+    r"(score|rating|ratings|num|avg|average)_.*"
 )
+_OF_CONVERSATIONS = frozenset(
+    "task tasks task_name title topic topics subtopic domain country state hashed_ip header".split()
+)
+"""Names of the same kind next to whole conversations, which need no further text."""
+_NEXT_TO = {
+    "knowledge": "intent",
+    "intent": "knowledge",
+    **dict.fromkeys(("rationale", "generations", "order", "status"), "labelling_model"),
+}
+"""Names of the same kind next to another one, by which the set (Magpie, distilabel) is known."""
 _REMEDY = (
     "if that is right, give --ignore-columns {key}; else rename it, or name columns by "
     "--messages-column, --prompt-column, --response-column"

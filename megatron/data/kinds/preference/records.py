@@ -129,6 +129,7 @@ def _preference(
     columns = [key for key in CONVERSATIONS if key in fields and key != named[0][0]]
     prompts = [StatedPrompt(conversation_turns(fields, key), key) for key in columns]
     prompts += [asked] if (asked := prompt_of(fields)) else []
+    prompts = [prompt for prompt in prompts if prompt.turns]
     texts = all(isinstance(value, str) for _, value in named)
     if any(answer[0].role not in _ANSWERING for answer in answers):
         prompt, count = _inside(prompts, answers, names)
@@ -180,15 +181,15 @@ def _inside(
 def _stated(prompt: StatedPrompt, answers: Sequence[Turns], names: str) -> StatedPrompt:
     """A prompt that answers do not begin with. Raises ValueError if it contains an answer, or if
     the texts of the answers repeat it."""
-    last = prompt.turns[-1] if prompt.turns else None
-    if last is not None and last.role == ANSWER:
+    last = prompt.turns[-1]
+    if last.role == ANSWER:
         if last.content not in {answer[0].content for answer in answers} or not prompt.turns[:-1]:
             raise ValueError(
                 f'"{prompt.column}" is the prompt of {names}, and ends with an answer: '
                 f"leave out a column by --ignore-columns {prompt.column}"
             )
         return prompt._replace(turns=prompt.turns[:-1])
-    asked = last.content.strip() if last is not None else ""
+    asked = last.content.strip()
     if " " in asked and all(a[0].content.lstrip().startswith(asked) for a in answers):
         raise ValueError(
             f'{names} repeat the text of "{prompt.column}" ({shown(asked)}): the answers must '
@@ -209,9 +210,10 @@ def _check_repeated(
         if len(turns) > 1 and turns[-1].role == ANSWER:
             turns = turns[:-1]
         if not set(_pairs(turns)) <= set(known) and other.column != prompt.column:
+            column = prompt.column if '"' in prompt.column else f'"{prompt.column}"'
             raise ValueError(
-                f'the prompt is in {prompt.column} and another in "{other.column}": leave out '
-                f"a column by --ignore-columns {other.column}"
+                f'the prompt is in {column} and another in "{other.column}": leave out a column '
+                f"by --ignore-columns {other.column}"
             )
 
 
@@ -233,7 +235,10 @@ def _checked(answer: Turns) -> Turns:
     if not any(turn.role == ANSWER for turn in answer):
         raise ValueError('an answer has no message of the role "assistant"')
     if not all(turn.counts for turn in answer):
-        raise ValueError("an answer of a preference has a weight of 0: all of its tokens count")
+        raise ValueError(
+            "an answer of a preference has a weight of 0, and all of its tokens count: remove the "
+            "record, or give --ignore-columns weight"
+        )
     return answer
 
 

@@ -238,6 +238,8 @@ VANISHING = [
     ({"question": Q, "answer": A, "rationale": "It is red."}, 'key "rationale"'),
     ({"question": Q, "answer": A, "knowledge": PASSAGE}, 'key "knowledge"'),
     ({"instruction": Q, "output": A, "task": "Answer in French."}, 'key "task"'),
+    ({"instruction": Q, "output": A, "source_text": PASSAGE}, 'key "source_text"'),
+    ({"instruction": Q, "output": A, "model_answer": "Venus."}, 'key "model_answer"'),
 ]  # fmt: skip
 
 

@@ -115,6 +115,7 @@ REFUSED = {
     "another prompt": ({"prompt": "A star?", **both(Q)}, '"chosen" and "rejected" and.*"prompt"'),
     "another instruction": ({"instruction": "A star?", **both(Q)}, 'another in "instruction"'),
     "other messages": ({"messages": said("A star?"), **both(Q)}, 'another in "messages"'),
+    "no messages": ({"prompt": [], **ONLY_ANSWERS}, 'no "prompt" before "chosen" and'),
     "messages and prompt": (
         {"messages": said("A star?"), "prompt": Q, **ANSWERS}, 'another in "prompt"'
     ),
