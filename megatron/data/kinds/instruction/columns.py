@@ -14,6 +14,8 @@ from typing import Any
 
 from megatron.config.kinds.instruction import InstructionConfig
 
+CONVERSATIONS = ("messages", "conversations", "conversation")
+"""Columns with whole conversations."""
 _METADATA = frozenset(
     """
     id ids idx index uuid guid hash md5 sha source sources origin dataset dataset_name datasource
@@ -59,7 +61,7 @@ class RecordColumns:
     """Names of columns that flags give, and columns to leave out.
 
     Attributes:
-        names: key that a record has, by the key that the readers know; with the flag.
+        names: the name of a column and the flag that gives it, by the key that readers know.
     """
 
     names: Mapping[str, tuple[str, str]] = field(default_factory=dict)
@@ -100,16 +102,18 @@ class RecordColumns:
         for name, flag in self.names.values():
             if name not in record:
                 raise ValueError(f"{flag} {name}: no such column (the columns: {keys_of(record)})")
-        values = dict(record)
-        renamed = {key: values.pop(name) for key, (name, _) in self.names.items()}
-        if "instruction" in renamed and isinstance(renamed["instruction"], list):
+        named = {name for name, _ in self.names.values()}
+        values = {key: value for key, value in record.items() if key not in named}
+        renamed = {key: record[name] for key, (name, _) in self.names.items()}
+        replaced = [*renamed, *CONVERSATIONS] if "instruction" in renamed else [*renamed]
+        for key in replaced:
+            if values.get(key) is not None and key not in self.ignored:
+                raise ValueError(
+                    f'the key "{key}" is not read where flags name other columns: leave it out by '
+                    f"--ignore-columns {key}"
+                )
+        if isinstance(renamed.get("instruction"), list):
             renamed["prompt"] = renamed.pop("instruction")
-        both = [key for key in renamed if key in values and values[key] is not None]
-        if both and not self.ignored.issuperset(both):
-            raise ValueError(
-                f'the key "{both[0]}" is not read where {self.names[both[0]][1]} names another '
-                f"column: leave it out by --ignore-columns {both[0]}"
-            )
         return RecordFields(values | renamed, self.ignored.difference(renamed))
 
 

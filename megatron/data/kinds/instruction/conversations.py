@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from megatron.data.kinds.instruction.columns import (
+    CONVERSATIONS,
     NO_FLAGS,
     RecordColumns,
     RecordFields,
@@ -28,8 +29,6 @@ ALPACA_PREAMBLE_WITH_INPUT = (
     "context. Write a response that appropriately completes the request."
 )
 """As in the data of Stanford Alpaca (Taori et al. 2023)."""
-CONVERSATIONS = ("messages", "conversations", "conversation")
-"""RecordColumns with whole conversations."""
 ANSWERS = ("output", "response", "completion", "answer")
 _ASKED = ("instruction", "prompt", "question", "query", "input")
 _SYSTEM = ("system", "system_prompt")

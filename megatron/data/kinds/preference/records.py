@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.data.kinds.instruction.columns import (
+    CONVERSATIONS,
     NO_FLAGS,
     RecordColumns,
     RecordFields,
@@ -16,7 +17,6 @@ from megatron.data.kinds.instruction.columns import (
 from megatron.data.kinds.instruction.conversations import (
     ANSWER,
     ANSWERS,
-    CONVERSATIONS,
     StatedPrompt,
     Turn,
     conversation_turns,

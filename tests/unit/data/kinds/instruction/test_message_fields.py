@@ -1,4 +1,4 @@
-"""RecordFields of messages: weights, calls, tools and reasoning, against transformers' template."""
+"""Fields of messages: weights, calls, tools and reasoning, against transformers' template."""
 
 import copy
 import json

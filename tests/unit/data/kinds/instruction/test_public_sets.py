@@ -1,4 +1,4 @@
-"""RecordColumns of widely used sets of instructions: what is read of each, or how it is refused.
+"""Columns of widely used sets of instructions: what is read of each, or how it is refused.
 
 The records are made up; their keys are those of the sets. trl reads "messages" and conversations
 under "prompt" and "completion" only; for others the reference is the mapping that LLaMA-Factory's
@@ -209,8 +209,12 @@ def test_columns_by_flags() -> None:
         turns({"q": said(Q), "a": said("", A)[1:]}, prompt_column="q", response_column="a") == ONE
     )
     assert turns({"p": SYSTEM, "question": Q, "answer": A}, system_column="p") == WITH_SYSTEM
-    with pytest.raises(ValueError, match='the key "instruction" is not read where --prompt-column'):
+    with pytest.raises(ValueError, match='the key "instruction" is not read where flags name'):
         turns({"instruction": Q, "question": Q, "answer": A}, prompt_column="question")
+    with pytest.raises(ValueError, match='the key "messages" is not read where flags name'):
+        turns({"messages": said(Q, A), "q": Q, "answer": A}, prompt_column="q")
+    record = {"messages": said("x", "y"), "q": Q, "answer": A}
+    assert turns(record, prompt_column="q", ignore_columns=("messages",)) == ONE
 
 
 VANISHING = [

@@ -1,4 +1,4 @@
-"""RecordColumns of widely used sets of preferences: what is read of each, or how it is refused.
+"""Columns of widely used sets of preferences: what is read of each, or how it is refused.
 
 The records are made up; their keys are those of the sets. trl's ``maybe_extract_prompt`` says where
 prompts end in the columns that trl reads.
