@@ -23,17 +23,24 @@ _METADATA = frozenset(
     language languages license licence url link timestamp created_at updated_at user_id worker_id
     annotator annotators model models model_name generator generation_model generation_models views
     avatarurl metadata meta token_count num_tokens turn num_turns rating ratings rank score scores
-    safety llama_guard_2 input_quality quality_explanation other_task_category gen_input_configs
-    gen_response_configs instruct_reward reward_model min_neighbor_distance min_similar_uuid
-    repeat_count pre_query_template custom_instruction skip_prompt_formatting helpfulness
-    correctness coherence complexity verbosity toxicity toxic redacted openai_moderation
-    detoxify_moderation original_question original_response original_chosen original_rejected
-    labelling_model labelling_prompt raw_labelling_response generation_prompt
-    raw_generation_responses raw_generation_response new_generations in_gsm8k_train
+    safety llama_guard_2 input_quality other_task_category gen_input_configs gen_response_configs
+    instruct_reward reward_model min_neighbor_distance min_similar_uuid repeat_count
+    custom_instruction skip_prompt_formatting helpfulness correctness coherence complexity verbosity
+    toxicity toxic redacted openai_moderation detoxify_moderation labelling_model in_gsm8k_train
     __index_level_0__ unnamed:_0
     """.split()
 )
 """Names that public sets of instructions and preferences use for what no model reads."""
+_LONG_METADATA = frozenset(
+    """
+    quality_explanation pre_query_template original_question original_response original_chosen
+    original_rejected labelling_prompt raw_labelling_response generation_prompt
+    raw_generation_responses raw_generation_response new_generations
+    """.split()
+)
+"""Such names whose values are long texts (Magpie, MetaMath, distilabel)."""
+_MOST_WORDS = 12
+"""A text of more words next to an instruction is more than a label."""
 _METADATA_FORMS = re.compile(
     r".*_(id|ids|idx|index|uuid|hash|score|scores|rating|ratings|rank|model|models|source|language|"
     r"lang|license|url|timestamp|category|generator|length|tokens|avg|average)|"
@@ -175,7 +182,7 @@ class RecordFields:
         be without effect, or ``repeats`` what was taken."""
         for key in self._left:
             value = self._values[key]
-            known = is_metadata(key, conversation) or _NEXT_TO.get(key) in self._values
+            known = is_metadata(key, value, conversation) or _NEXT_TO.get(key) in self._values
             if known or value in ("", [], {}) or repeats(value):
                 continue
             raise ValueError(
@@ -184,12 +191,23 @@ class RecordFields:
             )
 
 
-def is_metadata(key: str, conversation: bool = False) -> bool:
-    """True for names of what no model reads, such as ``id``."""
+def is_metadata(key: str, value: Any, conversation: bool) -> bool:
+    """True for the names of what no model reads, such as ``id``, unless the value is a text as long
+    as a passage that a model should read, and no whole ``conversation`` is next to it."""
     name = re.sub(r"[-\s.]", "_", key.strip().lower())
-    if conversation and name in _OF_CONVERSATIONS:
+    if name in _LONG_METADATA or (conversation and name in _OF_CONVERSATIONS):
         return True
-    return name in _METADATA or _METADATA_FORMS.fullmatch(name) is not None
+    if name not in _METADATA and _METADATA_FORMS.fullmatch(name) is None:
+        return False
+    return conversation or isinstance(value, dict) or _longest_text(value) <= _MOST_WORDS
+
+
+def _longest_text(value: Any) -> int:
+    """Words of the longest text in a value that is not JSON."""
+    if isinstance(value, str):
+        return 0 if value.startswith(("{", "[")) else len(value.split())
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return max(map(_longest_text, items), default=0)
 
 
 def keys_of(record: Mapping[str, Any]) -> str:

@@ -244,6 +244,8 @@ VANISHING = [
     ({"instruction": Q, "output": A, "task": "Answer in French."}, 'key "task"'),
     ({"instruction": Q, "output": A, "source_text": PASSAGE}, 'key "source_text"'),
     ({"instruction": Q, "output": A, "model_answer": "Venus."}, 'key "model_answer"'),
+    ({"instruction": Q, "output": A, "source": f"{PASSAGE} " * 4}, 'key "source"'),
+    ({"instruction": Q, "output": A, "source": "wiki", "meta": '{"a": [1, 2]}'}, ONE),
 ]  # fmt: skip
 
 
@@ -254,6 +256,40 @@ def test_texts_are_used_or_refused(record: dict, expected: object) -> None:
     else:
         with pytest.raises(ValueError, match=str(expected)):
             turns(record)
+
+
+NAMES = """
+    system system_prompt system_message instruction input context prompt question query answer
+    output response completion history tools functions documents passage document article
+    evidence facts knowledge rationale reasoning thinking explanation cot hint persona language
+    title topic task domain category source text content body summary description code
+    label weight loss train mask margin score images audio prefix suffix user assistant inputs
+    choices solution problem examples table sql url order status meta note dialogue chat turns name
+""".split()
+LONG = "The passage that the question is about has more than twelve words, as passages do."
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"instruction": Q, "output": A},
+        {"prompt": Q, "completion": A},
+        {"question": Q, "answer": A},
+        {"prompt": said(Q), "completion": said("", A)[1:]},
+    ],
+)
+def test_no_text_vanishes(record: dict) -> None:
+    """Next to a record, and in its messages."""
+    for name in NAMES:
+        plants = [record | {name: value} for value in (LONG, [LONG], said(LONG, A))]
+        if isinstance(record.get("prompt"), list):
+            plants += [record | {"prompt": [{**record["prompt"][0], name: LONG}]}]
+        for planted in plants:
+            try:
+                example = parse_example(planted)
+            except ValueError:
+                continue
+            assert LONG in repr(example), name
 
 
 @pytest.mark.proof
