@@ -325,15 +325,23 @@ def repeats(value: Any, turns: Sequence[Turn]) -> bool:
     """True if a column contains nothing but some of these turns, or all as Stanford Alpaca's
     "text"."""
     if isinstance(value, str):
+        if any(value == turn.content for turn in turns):
+            return True
         whole = ["".join(pair) for pair in plain_texts(Example(tuple(turns)), alpaca=True)]
         texts = {_normal(text) for turn in turns for text in (turn.content, turn.text)}
         texts |= {_normal("".join(whole[: n + 1])) for n in range(len(whole))}
         texts |= {_normal(prompt) for prompt, _ in plain_texts(Example(tuple(turns)), alpaca=True)}
         return _normal(value) in texts
     try:
-        return {turn[:2] for turn in turns_of(value, "")} <= {turn[:2] for turn in turns}
+        said = {message_key(turn) for turn in turns_of(value, "")}
     except ValueError:
         return False
+    return said <= {message_key(turn) for turn in turns}
+
+
+def message_key(turn: Turn) -> tuple[object, ...]:
+    """What messages that repeat each other have in common."""
+    return turn.role, turn.text.strip(), turn.counts, repr(turn.fields)
 
 
 def _normal(text: str) -> str:

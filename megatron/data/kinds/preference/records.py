@@ -20,6 +20,7 @@ from megatron.data.kinds.instruction.conversations import (
     StatedPrompt,
     Turn,
     conversation_turns,
+    message_key,
     prompt_of,
     read_records,
     repeats,
@@ -165,7 +166,7 @@ def _inside(
         begins = stated.turns
         if begins[0].role == "system" and answers[0][0].role != "system":
             begins = begins[1:]
-        repeated = all(_pairs(answer[: len(begins)]) == _pairs(begins) for answer in answers)
+        repeated = all(_keys(answer[: len(begins)]) == _keys(begins) for answer in answers)
         if stated.column == "prompt" and repeated and all(len(a) > len(begins) for a in answers):
             return stated, len(begins)
     count = len(answers[0]) - 1 if len(answers) == 1 else _shared_turns(*answers)
@@ -204,12 +205,12 @@ def _check_repeated(
 ) -> None:
     """Raises ValueError if a column has a prompt that is neither the one in use, nor repeats it,
     with or without an answer."""
-    known = _pairs((*prompt.turns, *(turn for answer in answers for turn in answer)))
+    known = _keys((*prompt.turns, *(turn for answer in answers for turn in answer)))
     for other in prompts:
         turns = other.turns
         if len(turns) > 1 and turns[-1].role == ANSWER:
             turns = turns[:-1]
-        if not set(_pairs(turns)) <= set(known) and other.column != prompt.column:
+        if not set(_keys(turns)) <= set(known) and other.column != prompt.column:
             column = prompt.column if '"' in prompt.column else f'"{prompt.column}"'
             raise ValueError(
                 f'the prompt is in {column} and another in "{other.column}": leave out a column '
@@ -217,8 +218,8 @@ def _check_repeated(
             )
 
 
-def _pairs(turns: Sequence[Turn]) -> list[tuple[str, str]]:
-    return [(turn.role, turn.text.strip()) for turn in turns]
+def _keys(turns: Sequence[Turn]) -> list[tuple[object, ...]]:
+    return [message_key(turn) for turn in turns]
 
 
 def _answer(value: Any, key: str, ignored: frozenset[str]) -> Turns:

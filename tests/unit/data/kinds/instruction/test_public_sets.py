@@ -237,6 +237,8 @@ VANISHING = [
     ({"messages": said(Q, A), "context": PASSAGE}, 'key "context"'),
     ({"messages": said(Q, A), "prompt": "Another?"}, 'key "prompt"'),
     ({"messages": said(Q, A), "conversations": spoken("Another?", "x")}, 'key "conversations"'),
+    ({"messages": said(Q, A), "conversations": spoken(Q, A)}, ONE),
+    ({"messages": said(Q, A), "conversations": spoken(Q, A, name="x")}, 'key "conversations"'),
     ({"messages": said(Q, A), "images": ["a.png"]}, 'key "images"'),
     ({"messages": said(Q, A), "images": [], "tools": None, "evidence": ""}, ONE),
     ({"question": Q, "answer": A, "rationale": "It is red."}, 'key "rationale"'),
