@@ -76,7 +76,7 @@ class RecordColumns:
 
     @classmethod
     def of(cls, config: InstructionConfig) -> RecordColumns:
-        """Those of the flags."""
+        """Columns that the flags name."""
         flags = {
             "messages": "messages_column",
             "instruction": "prompt_column",

@@ -63,7 +63,7 @@ class Turn(NamedTuple):
     counts: bool = True
     """False for an answer that the record excludes from the loss."""
     fields: tuple[tuple[str, Any], ...] = ()
-    """What else the message has for a chat template: its tool calls, its reasoning, a name."""
+    """Further keys of the message for a chat template: tool calls, reasoning, a name."""
 
     @property
     def text(self) -> str:
@@ -76,13 +76,13 @@ class Example:
     is_pair: bool = False
     """A prompt and its completion, which are one text."""
     variables: tuple[tuple[str, Any], ...] = ()
-    """What a chat template gets besides the messages, such as tools."""
+    """Variables of a chat template besides the messages, such as tools."""
     context: int = 0
     """Turns before the completion, whose answers do not count, as in trl; 0 without any such."""
 
 
 class StatedPrompt(NamedTuple):
-    """What precedes an answer.
+    """Turns that precede an answer.
 
     Attributes:
         column: where it is from.
@@ -159,12 +159,12 @@ def template_variables(fields: RecordFields) -> tuple[tuple[str, Any], ...]:
     others = _from_json(fields.take("chat_template_kwargs"), "chat_template_kwargs") or {}
     if not isinstance(others, dict):
         raise ValueError(f'"chat_template_kwargs" must be an object, not {shown(others)}')
-    found = {key: value for key, value in others.items() if value is not None}
-    return tuple(found.items()) + ((("tools", tools),) if tools else ())
+    values = {key: value for key, value in others.items() if value is not None}
+    return tuple(values.items()) + ((("tools", tools),) if tools else ())
 
 
 def prompt_of(fields: RecordFields) -> StatedPrompt | None:
-    """What a record without a conversation asks; None if it has no column for that."""
+    """The prompt of a record without a conversation; None if it has no column for one."""
     key = fields.first(_ASKED)
     if key is None:
         return None
@@ -340,7 +340,7 @@ def repeats(value: Any, turns: Sequence[Turn]) -> bool:
 
 
 def message_key(turn: Turn) -> tuple[object, ...]:
-    """What messages that repeat each other have in common."""
+    """Values by which repeated messages are compared."""
     return turn.role, turn.text.strip(), turn.counts, repr(turn.fields)
 
 

@@ -43,7 +43,7 @@ _FORMS = {
     REASONING[0]: rf"\b({'|'.join(REASONING)})\b",
     "name": r"\bmessages?(\[[^\]]*\])?(\.name\b|\[['\"]name['\"]\]|\.get\(['\"]name)",
 }
-"""What a chat template contains that writes more of a message than its content."""
+"""Patterns of chat templates that write more of a message than its content."""
 _KNOWS_NULL = re.compile(r"(?<!\w)content(['\"]\])?\s+is\s+(not\s+)?none", re.IGNORECASE)
 
 Messages = list[dict[str, Any]]

@@ -92,7 +92,7 @@ JUDGED = {
     "kto_en_demo (LLaMA-Factory)": {"messages": said(Q, GOOD), "label": True},
     "repeated by messages": {"prompt": said(Q), "completion": said(Q, GOOD), "label": True},
     "repeated, text": {"prompt": Q, "completion": said(Q, GOOD), "label": True},
-    "beside messages": {"prompt": Q, "messages": said(Q, GOOD), "label": True},
+    "next to messages": {"prompt": Q, "messages": said(Q, GOOD), "label": True},
     "from a table": {"instruction": Q, "output": GOOD, "label": "True"},
 }
 REFUSED = {
