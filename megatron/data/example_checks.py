@@ -17,11 +17,11 @@ import numpy.typing as npt
 
 from megatron.config.kinds.instruction import InstructionConfig
 from megatron.config.kinds.preference import PreferenceConfig
+from megatron.data.kinds.instruction.columns import RecordColumns
 from megatron.data.kinds.instruction.conversations import Example, read_examples
 from megatron.data.kinds.instruction.example_encoder import ChatTemplate, ExampleEncoder
-from megatron.data.kinds.instruction.examples import ENDINGS
+from megatron.data.kinds.instruction.record_files import example_files
 from megatron.data.kinds.preference.records import read_preferences
-from megatron.data.kinds.raw_text.text_files import text_files
 from megatron.data.pipeline import DataPipeline
 from megatron.data.preference_batch import PreferenceSample
 from megatron.data.samples import PackedSample, SampleDataset
@@ -216,11 +216,12 @@ def _first_example(data: DataPipeline) -> Example | None:
     for source in train.sources if train is not None else ():
         if source.kind not in kinds:
             continue
-        file = text_files(source.paths[0], ENDINGS)[0]
+        file = example_files(source.paths[0])[0]
+        columns = RecordColumns.of(data.config.kind(InstructionConfig))
         if source.kind == InstructionConfig.files:
-            return next((example for _, example in read_examples(file.path)), None)
-        for _, each in islice(read_preferences(file.path), 1):
-            return Example((*each.prompt, *each.answers[0]), each.is_text)
+            return next((example for _, example in read_examples(file.path, columns)), None)
+        for _, each in islice(read_preferences(file.path, columns), 1):
+            return Example((*each.prompt, *each.answers[0]), each.is_text, each.variables)
     return None
 
 

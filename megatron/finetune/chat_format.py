@@ -9,11 +9,10 @@ from typing import Any
 from megatron.checkpoint.files import read_json, write_json
 from megatron.config.kinds.instruction import InstructionConfig
 from megatron.config.kinds.preference import PreferenceConfig
-from megatron.data.kinds.instruction.conversations import read_examples
-from megatron.data.kinds.instruction.example_encoder import ALPACA_PREAMBLE
-from megatron.data.kinds.instruction.examples import ENDINGS
+from megatron.data.kinds.instruction.columns import RecordColumns
+from megatron.data.kinds.instruction.conversations import ALPACA_PREAMBLE, read_examples
+from megatron.data.kinds.instruction.record_files import example_files
 from megatron.data.kinds.preference.records import read_preferences
-from megatron.data.kinds.raw_text.text_files import text_files
 from megatron.data.sources import parts_of
 from megatron.tokenizer.chat_process import read_template
 from megatron.training.run import Run
@@ -74,11 +73,12 @@ def _has_pairs(run: Run) -> bool:
     train = parts_of(run.config).train
     assert train is not None
     source = train.sources[0]
-    file = text_files(source.paths[0], ENDINGS)[0]
+    file = example_files(source.paths[0])[0]
+    columns = RecordColumns.of(run.config.kind(InstructionConfig))
     if run.config.kind(PreferenceConfig).preference is not None:
-        _, preference = next(iter(read_preferences(file.path)))
+        _, preference = next(iter(read_preferences(file.path, columns)))
         return preference.is_text
-    _, example = next(iter(read_examples(file.path)))
+    _, example = next(iter(read_examples(file.path, columns)))
     return example.is_pair
 
 

@@ -21,6 +21,7 @@ from megatron.finetune.settings import (
     completed,
     has_length,
     is_weighted,
+    training_paths,
 )
 from megatron.finetune.summary import TuningSummary
 from megatron.training.build import build_trainer
@@ -84,7 +85,7 @@ def _by_examples(config: TuningConfig, settings: Settings, counts: ExampleCounts
     """Several paths without weights are used to the same extent each."""
     if len(config.data) < 2 or is_weighted(config.data):
         return dict(settings)
-    pairs = zip(counts.train, config.data, strict=True)
+    pairs = zip(counts.train, training_paths(config), strict=True)
     words = tuple(word for count, path in pairs for word in (str(count), path))
     name = "train_data_path" if config.eval_data else "data_path"
     return settings | {name: Setting(words, ORIGIN)}

@@ -13,8 +13,10 @@ import numpy.typing as npt
 from megatron.config import ConfigError
 from megatron.config.kinds.instruction import InstructionConfig
 from megatron.config.kinds.preference import PreferenceConfig
+from megatron.data.kinds.instruction.columns import RecordColumns
 from megatron.data.kinds.instruction.conversations import ANSWER, Example, Turn, read_examples
 from megatron.data.kinds.instruction.example_encoder import ExampleEncoder
+from megatron.data.kinds.instruction.record_files import ENDINGS
 from megatron.data.loader import TrainingData
 from megatron.data.preference_batch import PreferenceSample
 from megatron.data.samples import PackedSample, SampleDataset
@@ -96,8 +98,9 @@ def prompts_of_file(path: str, count: int, run: Run) -> list[PromptTokens]:
     flag = f"--sample-prompts {path}"
     if not Path(path).is_file():
         raise ConfigError(f"{flag}: there is no such file")
-    if path.endswith((".json", ".jsonl")):
-        examples = [example for _, example in read_examples(path)]
+    if path.endswith(ENDINGS):
+        columns = RecordColumns.of(run.config.kind(InstructionConfig))
+        examples = [example for _, example in read_examples(path, columns)]
     else:
         lines = Path(path).read_text("utf-8").splitlines()
         examples = [_asked(line) for line in lines if line.strip()]

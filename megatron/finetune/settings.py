@@ -12,6 +12,9 @@ from megatron.checkpoint.files import CheckpointError
 from megatron.config import CheckpointConfig, ConfigError, Setting, Settings
 from megatron.config.flags import build
 from megatron.config.training import LENGTHS
+from megatron.data.kinds.instruction.record_files import HELD_OUT as HELD_OUT_SPLITS
+from megatron.data.kinds.instruction.record_files import TRAIN as TRAIN_SPLITS
+from megatron.data.kinds.instruction.record_files import split_of
 from megatron.engine import deepspeed_json
 from megatron.engine.deepspeed_file import read_json
 from megatron.finetune.config import TuningConfig
@@ -98,15 +101,22 @@ def _files(config: TuningConfig, settings: Settings) -> dict[str, Any]:
     if "preference" not in settings:
         found["sft"] = True
     if config.eval_data:
-        found["train_data_path"] = weighted(config.data)
-        found["valid_data_path"] = weighted(config.eval_data)
+        found["train_data_path"] = weighted(training_paths(config))
+        found["valid_data_path"] = weighted(
+            tuple(split_of(path, HELD_OUT_SPLITS) for path in config.eval_data)
+        )
     else:
         share = HELD_OUT if config.held_out is None else config.held_out
-        found["data_path"] = weighted(config.data)
+        found["data_path"] = weighted(training_paths(config))
         found["split"] = f"{1 - share:g},{share:g},0"
         # No prompt is trained on and evaluated on.
         found["split_by"] = "prompt"
     return found
+
+
+def training_paths(config: TuningConfig) -> tuple[str, ...]:
+    """``--data``, in which the folder of a data set names its training split."""
+    return tuple(split_of(path, TRAIN_SPLITS) for path in config.data)
 
 
 def weighted(paths: tuple[str, ...]) -> tuple[str, ...]:
