@@ -149,7 +149,8 @@ def test_rows_that_a_killed_process_wrote_without_counting(path):
     path.write_bytes(train(1, 2))
     index = opened(path)
     table = index.tables["train"]
-    table.append([{"iteration": 9, "loss": 9.0}])
+    table.add({"iteration": 9, "loss": 9.0})
+    table.flush()
     index.close()
     with path.open("ab") as file:
         file.write(train(3))

@@ -22,8 +22,8 @@ def test_the_last_start(tmp_path):
     for number in (1, 2, 10):
         last = start(tmp_path / "save", number, "m.jsonl")
     assert newest_record(tmp_path / "m.jsonl") == last
-    record, configuration = read_record(last)
-    assert record is not None and record["start"] == 10
+    record, configuration, left_out = read_record(last)
+    assert record is not None and record["start"] == 10 and not left_out
     assert configuration == {
         "logging.metrics_file": "m.jsonl",
         "model.num_layers": 10,
@@ -61,4 +61,9 @@ def test_broken_records_are_passed_over(content, tmp_path):
     for name in ("record.json", "config.json"):
         (folder / name).write_bytes(content)
     assert newest_record(tmp_path / "m.jsonl") == folder
-    assert read_record(folder) == (None, {})
+    record, configuration, left_out = read_record(folder)
+    assert (record, configuration) == (None, {})
+    assert [line.partition(" is left out: ")[0] for line in left_out] == [
+        "record.json",
+        "config.json",
+    ]
