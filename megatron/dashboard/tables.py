@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from array import array
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +23,7 @@ LONGEST_NAME = 200
 """Characters of a kind or a column."""
 _SHOWN = {source: clock for clock, source in CLOCKS.items()}
 _BYTES = 8
+_RARE = 8
 _NUMBERS = frozenset({int, float, bool, type(None)})
 _ABSENT = np.uint64(0x7FF8_0000_0000_0000)
 """NaN, with which the bits of values are combined in files: a piece without values is all zeros,
@@ -83,10 +86,9 @@ class MetricTable:
         if not self._waiting and not self._dropped:
             return
         rows, self._waiting = self._waiting, []
-        names = {"iteration": None, **self._dropped}
-        names.update(dict.fromkeys(name for row in rows for name in row))
+        counts = Counter(chain(("iteration",), self._dropped, *rows))
         self._dropped = {}
-        values = {_SHOWN.get(name, name): name for name in names if name != "kind"}
+        values = {_SHOWN.get(name, name): name for name in counts if name != "kind"}
         present = set(self.columns)
         further = [name for name in values if name not in present]
         room = max(not present, min(room, MOST_COLUMNS - len(present)))
@@ -98,9 +100,17 @@ class MetricTable:
             path.write_bytes(b"")
             os.truncate(path, self.rows * _BYTES)
             self.columns.append(name)
+        kept = {values[name] for name in self.columns if name in values}
+        few = _entries(rows, {name for name in kept if _RARE * counts[name] < len(rows)})
         for place, name in enumerate(self.columns):
-            source = values.get(name)
-            self._write(place, rows if source is None else _numbers([r.get(source) for r in rows]))
+            source = values.get(name, name)
+            numbers = np.full(len(rows), np.nan)
+            if source in few:
+                for row, value in few[source]:
+                    numbers[row] = value
+            elif source in kept:
+                numbers = _numbers([row.get(source) for row in rows])
+            self._write(place, numbers)
         self.rows += len(rows)
 
     def cut(self, rows: int) -> None:
@@ -139,10 +149,9 @@ class MetricTable:
             self._tops = array("d", steps.tobytes())
         return self._tops
 
-    def _write(self, place: int, values: Column | list[Mapping[str, Any]]) -> None:
-        """Adds values to a column, or as many absent ones as there are rows."""
+    def _write(self, place: int, values: Column) -> None:
         path = self._path(place)
-        if isinstance(values, list) or np.isnan(values).all():
+        if np.isnan(values).all():
             os.truncate(path, (self.rows + len(values)) * _BYTES)
             return
         with path.open("ab") as file:
@@ -150,6 +159,17 @@ class MetricTable:
 
     def _path(self, place: int) -> Path:
         return self._folder / f"{self._number}-{place}.f64"
+
+
+def _entries(
+    rows: Sequence[Mapping[str, Any]], names: set[str]
+) -> dict[str, list[tuple[int, float]]]:
+    """Rows and values of names that few of the rows have, in one pass over these."""
+    entries: dict[str, list[tuple[int, float]]] = {name: [] for name in names}
+    for place, row in enumerate(rows if names else ()):
+        for name in names.intersection(row):
+            entries[name].append((place, _number(row[name])))
+    return entries
 
 
 def _numbers(values: list[Any]) -> Column:
