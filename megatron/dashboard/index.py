@@ -300,7 +300,7 @@ class RunIndex:
             self.offset, self.lines, self._mark = offset, lines, content["mark"]
             self.broken, self._last = _count(content["broken"], lines), _count(content["last"])
             self._inside, self._top = bool(content["inside"]), _MOST_STEPS
-        except (OSError, ValueError, KeyError, TypeError, IndexError):
+        except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
             return False
         return True
 
@@ -324,7 +324,10 @@ def _table_state(kind: Any, rows: Any, columns: Any) -> MetricTableState:
 
 
 def _text(row: dict[str, Any]) -> dict[str, Any]:
-    words = {name: str(row.get(name) or "")[:_LONGEST_TEXT] for name in _TEXTS}
+    words = {name: str(row.get(name) or "") for name in _TEXTS}
+    for name, text in words.items():
+        if len(text) > _LONGEST_TEXT:
+            words[name] = f"{text[: _LONGEST_TEXT - 4]} […]"
     return {"iteration": _count(row["iteration"]), **words, "ended": bool(row.get("ended", True))}
 
 

@@ -107,8 +107,8 @@ def _flat(values: Mapping[str, Any], left_out: list[str]) -> dict[str, Any]:
     if missing:
         left_out.append(
             f"config.json: {missing:,} values are left out, beyond {MOST_VALUES:,} of them, "
-            f"{_MOST_TEXT:,} characters in all, {LONGEST_VALUE:,} of a value or {LONGEST_NAME} of a "
-            "name"
+            f"{_MOST_TEXT:,} characters in all, {LONGEST_VALUE:,} of a value or {LONGEST_NAME} of "
+            "a name"
         )
     return rows
 

@@ -81,8 +81,8 @@ class MetricTable:
         self._waiting.append(row)
 
     def flush(self, room: int = MOST_COLUMNS) -> None:
-        """Writes the rows that wait; what is not a number counts as absent. ``room`` is for how many
-        further columns there is some."""
+        """Writes the rows that wait; what is not a number counts as absent. At most ``room`` columns
+        are added."""
         if not self._waiting and not self._dropped:
             return
         rows, self._waiting = self._waiting, []
