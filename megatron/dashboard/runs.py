@@ -18,6 +18,7 @@ from megatron.dashboard.series import (
     Curve,
     clock,
     part,
+    power,
     rising,
     smoothed,
     thinned,
@@ -28,6 +29,7 @@ from megatron.util.errors import one_line
 
 AXES = (*CLOCKS, "seconds")
 METRICS = "metrics.jsonl"
+POWER = "power_watts"
 _DRAWN = frozenset({"train", "validation", "test", "task"})
 _SAVES = frozenset({"save", "memory_save"})
 _MOST_EVENTS = 2000
@@ -135,7 +137,7 @@ class WatchedRun:
                     {"id": f"{number}-{name}", "kind": table.kind, "name": name}
                     for number, table in enumerate(tables.values())
                     if table.kind.partition(" ")[0] in _DRAWN or table.kind in _SAVES
-                    for name in table.columns
+                    for name in (*table.columns, *self._derived(table))
                     if name not in CLOCKS
                 ],
                 "events": events,
@@ -161,12 +163,21 @@ class WatchedRun:
         for id in ids:
             with self._lock:
                 table, name = self._series(id)
-                curve = rising(clock(axis, table, self._seconds()), table.column(name))
+                curve = rising(clock(axis, table, self._seconds()), self._column(table, name))
             found[id] = _shown(thinned(part(curve, first, last), points))
             if factor and table.kind == "train":
                 mean = part(smoothed(curve, factor), first, last)
                 found[id]["smooth"] = _shown(thinned(mean, points))
         return found
+
+    def positions(self, points: int) -> dict[str, Column]:
+        """About ``points`` of the positions that training has passed, on each axis."""
+        with self._lock:
+            train = self._index.tables.get("train")
+            if train is None or not train.rows:
+                return {name: np.empty(0) for name in AXES}
+            chosen = np.unique(np.linspace(0, train.rows - 1, min(points, train.rows)).astype(int))
+            return {name: clock(name, train, self._seconds())[chosen] for name in AXES}
 
     def table(
         self, ids: Sequence[str], axis: str, first: float | None, last: float | None
@@ -183,7 +194,7 @@ class WatchedRun:
                 inside &= x >= (-math.inf if first is None else first)
                 inside &= x <= (math.inf if last is None else last)
                 names.append(name if table.kind == "train" else f"{table.kind} {name}")
-                columns = [table.column(each)[inside].tolist() for each in (*CLOCKS, name)]
+                columns = [self._column(table, each)[inside].tolist() for each in (*CLOCKS, name)]
                 for step, samples, tokens, value in zip(*columns, strict=True):
                     row = places.setdefault(step, {"samples": samples, "tokens": tokens})
                     row[names[-1]] = value
@@ -246,9 +257,19 @@ class WatchedRun:
         if not number.isdecimal() or int(number) >= len(tables):
             raise KeyError(id)
         table = tables[int(number)]
-        if name not in table.columns or name in CLOCKS:
+        if name not in (*table.columns, *self._derived(table)) or name in CLOCKS:
             raise KeyError(id)
         return table, name
+
+    def _derived(self, table: MetricTable) -> tuple[str, ...]:
+        """Names of what is computed of columns."""
+        measured = {"energy_joules", "seconds_per_iteration"}.issubset(table.columns)
+        return (POWER,) if table.kind == "train" and measured else ()
+
+    def _column(self, table: MetricTable, name: str) -> Column:
+        if name != POWER or name in table.columns:
+            return table.column(name)
+        return power(table.column("energy_joules"), self._seconds())
 
     def _newest(self) -> dict[str, float] | None:
         """The position that the run has reached."""
@@ -331,6 +352,8 @@ class WatchedRun:
             "test_loss": None if test is None else _last(test.column("loss", 1)),
             "tokens_per_second": rate,
             "mfu": _mean(train.column("mfu", recent)),
+            "memory_bytes": _last(train.column("memory_allocated_bytes", 1)),
+            POWER: None if not self._derived(train) else _mean(self._column(train, POWER)[-recent:]),
             **{name: _last(train.column(name, 1)) for name in names},
         }
 

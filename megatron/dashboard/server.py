@@ -10,20 +10,19 @@ import time
 from collections.abc import Iterable, Sequence
 from http import HTTPStatus
 from http.server import ThreadingHTTPServer
-from pathlib import Path
 from socketserver import TCPServer
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import orjson
 
+from megatron.dashboard.export import PAGE, export
 from megatron.dashboard.requests import RefusedError, StrictHandler
 from megatron.dashboard.runs import AXES, WatchedRun
 from megatron.util.digests import hash64, sha256
 from megatron.util.errors import one_line
 from megatron.util.pages import PAGE_HEADERS, page_files
 
-PAGE = Path(__file__).parent / "page"
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 _COOKIE = "megatron_dashboard_{}"
 """With the port: a browser sends the cookies of a machine to all of its ports."""
@@ -136,6 +135,9 @@ class _Handler(StrictHandler):
                 self._follow()
             case ["api", "runs"]:
                 self._send(self.server.listing(), _JSON)
+            case ["api", "export"]:
+                name = {"Content-Disposition": 'attachment; filename="runs.html"'}
+                self._send(export(self.server.runs), "text/html; charset=utf-8", name)
             case ["api", "runs", id]:
                 self._json(self._run(id).summary())
             case ["api", "runs", id, "texts"]:

@@ -81,8 +81,8 @@ class MetricTable:
         self._waiting.append(row)
 
     def flush(self, room: int = MOST_COLUMNS) -> None:
-        """Writes the rows that wait; what is not a number counts as absent. At most ``room`` columns
-        are added."""
+        """Writes the rows that wait, with at most ``room`` further columns; what is not a number
+        counts as absent."""
         if not self._waiting and not self._dropped:
             return
         rows, self._waiting = self._waiting, []
