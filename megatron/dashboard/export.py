@@ -117,5 +117,3 @@ def _text(files: Mapping[str, PageFile], name: str) -> str:
 def _inert(content: bytes) -> str:
     """JSON within an element: nothing in it ends the element or begins another."""
     return content.decode().replace("<", "\\u003c")
-
-

@@ -353,7 +353,9 @@ class WatchedRun:
             "tokens_per_second": rate,
             "mfu": _mean(train.column("mfu", recent)),
             "memory_bytes": _last(train.column("memory_allocated_bytes", 1)),
-            POWER: None if not self._derived(train) else _mean(self._column(train, POWER)[-recent:]),
+            POWER: None
+            if not self._derived(train)
+            else _mean(self._column(train, POWER)[-recent:]),
             **{name: _last(train.column(name, 1)) for name in names},
         }
 

@@ -48,7 +48,8 @@ function columnsOf(runs) {
   const configured = shownNames(runs).map((name) => ({
     key: name, heading: short(name), words: name, unit: null, value: ({ configuration }) => configuration?.[name],
   }));
-  return [...reached.slice(0, 3), ...configured, ...reached.slice(3)];
+  const losses = reached.filter(({ unit }) => unit === "number");
+  return [...losses, ...configured, ...reached.filter((column) => !losses.includes(column))];
 }
 
 function compare(a, b) {

@@ -4,6 +4,7 @@ import errno
 import gzip
 import http.client
 import json
+import os
 import re
 import socket
 import sys
@@ -20,7 +21,7 @@ from megatron.dashboard.runs import WatchedRun, find_runs
 from megatron.dashboard.server import Dashboard
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "e2e"))
-from dashboards import row, train_row, write_run  # noqa: E402
+from dashboards import row, train_row, write_record, write_run  # noqa: E402
 
 
 @contextmanager
@@ -298,6 +299,70 @@ def test_cookies_cost_no_time_before_the_token_is_known(text, run):
         for _ in range(5):
             assert get(server, "/api/runs", Cookie=f'a="{text}')[0] == 401
         assert time.process_time() - begin < 1.0
+
+
+@pytest.mark.parametrize(
+    "end, quiet, state, words",
+    [
+        ("the end of its plan", 0, "finished", "finished"),
+        ("SIGTERM", 0, "stopped", "stopped: SIGTERM"),
+        ("KeyboardInterrupt: ", 0, "stopped", "stopped: KeyboardInterrupt:"),
+        ("--exit-interval 5", 9e4, "stopped", "stopped: --exit-interval 5"),
+        ("RuntimeError: no\nmemory", 0, "failed", "failed: RuntimeError: no memory"),
+        (None, 0, "live", "running"),
+        (None, 3600, "quiet", "no rows for 60 minutes"),
+        (None, 9e4, "quiet", "no rows for 25 hours"),
+        (None, 9e5, "quiet", "no rows for 10 days"),
+    ],
+)
+def test_what_a_run_does_is_known_from_its_record_and_its_file(end, quiet, state, words, tmp_path):
+    path = write_run(tmp_path / "metrics.jsonl", 20)
+    write_record(path, end=end, training__train_iters=40)
+    os.utime(path, (time.time() - quiet,) * 2)
+    with served(str(path)) as server:
+        (listed,) = asked(server, "/api/runs")
+    assert (listed["state"], listed["words"]) == (state, words)
+
+
+def test_a_run_that_reached_its_plan_has_finished_without_a_word(tmp_path):
+    path = write_run(tmp_path / "metrics.jsonl", 20)
+    write_record(path, training__train_iters=20)
+    os.utime(path, (1e9, 1e9))
+    with served(str(path)) as server:
+        assert asked(server, "/api/runs")[0]["state"] == "finished"
+
+
+def test_a_run_of_slow_steps_is_live(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(train_row(1, seconds_per_iteration=1000.0))
+    os.utime(path, (time.time() - 5000,) * 2)
+    with served(str(path)) as server:
+        assert asked(server, "/api/runs")[0]["state"] == "live"
+
+
+def test_power_is_the_energy_of_each_step(server):
+    """``write_run`` has eight devices of 400 joules a step."""
+    id = series_id(server, name="power_watts")
+    curve = asked(server, f"/api/runs/1/series?id={id}&points=5000")[id]
+    steps = map(int, curve["x"])
+    seconds = [json.loads(train_row(step))["seconds_per_iteration"] for step in steps]
+    assert curve["y"][0] is None and len(curve["x"]) == 600
+    expected = [8 * 400.0 / each for each in seconds[1:]]
+    known = [(a, b) for a, b in zip(curve["y"][1:], expected, strict=True) if a is not None]
+    assert len(known) > 590
+    assert [a for a, _ in known] == pytest.approx([b for _, b in known])
+
+
+def test_the_last_events_and_how_many_there_are(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    events = (row(f"kind {n % 300}", n, **{f"v{n % 7}": n}) for n in range(1, 5001))
+    path.write_text(train_row(1) + "".join(events))
+    with served(str(path)) as server:
+        found = asked(server, "/api/runs/1")
+    assert found["event_count"] == 5000
+    steps = [event["iteration"] for event in found["events"]]
+    assert steps == list(range(3001, 5001))
+    assert found["events"][-1]["values"] == {"v2": 5000.0} and len(json.dumps(found)) < 400_000
 
 
 def wait_for(server: Dashboard, state: str) -> dict[str, object]:
