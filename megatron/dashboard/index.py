@@ -198,7 +198,8 @@ class RunIndex:
         self.texts = self._newest_texts()
 
     def _add(self, kind: str, row: dict[str, Any]) -> None:
-        self._top = max(self._top, row["iteration"])
+        if row["iteration"] > self._top:
+            self._top = row["iteration"]
         if kind == "text":
             self.texts.append(_text(row))
             return

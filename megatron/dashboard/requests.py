@@ -40,6 +40,7 @@ class StrictHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = 60
     command, requestline, headers = "", "", HTTPMessage()
+    raw_requestline: bytes
 
     def refuse(self, error: RefusedError) -> None:
         """Sends the words of a refusal."""

@@ -136,8 +136,8 @@ class _Handler(StrictHandler):
             case ["api", "runs"]:
                 self._send(self.server.listing(), _JSON)
             case ["api", "export"]:
-                name = {"Content-Disposition": 'attachment; filename="runs.html"'}
-                self._send(export(self.server.runs), "text/html; charset=utf-8", name)
+                saved = {"Content-Disposition": 'attachment; filename="runs.html"'}
+                self._send(export(self.server.runs), "text/html; charset=utf-8", saved)
             case ["api", "runs", id]:
                 self._json(self._run(id).summary())
             case ["api", "runs", id, "texts"]:

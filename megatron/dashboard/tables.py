@@ -76,8 +76,8 @@ class MetricTable:
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Takes a row of a file of metrics, which :meth:`flush` writes."""
-        tops, step = self._known_tops(), float(row["iteration"])
-        tops.append(max(step, tops[-1]) if tops else step)
+        tops, step = self._known_tops(), row["iteration"]
+        tops.append(step if not tops or step > tops[-1] else tops[-1])
         self._waiting.append(row)
 
     def flush(self, room: int = MOST_COLUMNS) -> None:

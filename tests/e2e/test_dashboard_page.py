@@ -62,6 +62,8 @@ def runs(tmp_path_factory) -> list[str]:
     for seed, path in enumerate(paths):
         spike = SPIKE if seed == 1 else None
         write_run(path, 2000 + 300 * seed, seed, spike, broken=3 * (seed == 2))
+        values = {"model__num_layers": 12 + 12 * (seed == 2), "optimizer__lr": 3e-4}
+        write_record(path, model__hidden_size=768 + 256 * (seed == 1), **values)
     return [f"{name}={path}" for name, path in zip(names, paths, strict=True)]
 
 
