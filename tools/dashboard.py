@@ -10,7 +10,7 @@
 RUN is a file that a run wrote with --metrics-file, a folder with metrics.jsonl in it or in its
 folders, or NAME=PATH. Prints the address of the page, which needs no network, and runs until
 Ctrl+C; with --follow it shows the runs in the terminal instead, with --export it writes the page
-as one file of HTML and ends. An index is kept beside each file,
+as one file of HTML and ends. An index is kept next to each file,
 so that a run of a million steps opens at once the next time. Exit status: 2 if a run cannot be read
 or the port is taken.
 """

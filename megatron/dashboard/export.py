@@ -17,9 +17,9 @@ from megatron.util.pages import PageFile, page_files
 
 PAGE = Path(__file__).parent / "page"
 POINTS = 1500
-"""Of a curve, about."""
+"""Points of a curve, about."""
 SMOOTHINGS = (0.9, 0.99)
-"""Of which a file has the curves; the page has more where a server computes them."""
+"""Factors of smoothed curves in a file; the page has more where a server computes them."""
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; "
     "img-src data: blob:; base-uri 'none'; form-action 'none'"
@@ -59,7 +59,7 @@ def export(runs: Sequence[WatchedRun]) -> bytes:
 
 
 def _content(run: WatchedRun) -> dict[str, Any]:
-    """What the page would ask a server for."""
+    """Return the answers that the page would ask a server for."""
     summary = run.summary()
     curves = {one["id"]: _curve(run, one["id"], one["kind"]) for one in summary["series"]}
     clocks = run.positions(POINTS)

@@ -83,7 +83,7 @@ class RunIndex:
         self.broken = self.lines = self.left_out = self.offset = self._last = 0
         self.old_texts = self._left_out_before = self._top = 0
         self._inside = False
-        """Whether what comes next of the file is the rest of a line that is too long."""
+        """True where the next bytes of the file are the rest of a line that is too long."""
         self._mark = ""
 
     def close(self) -> None:

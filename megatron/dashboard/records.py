@@ -1,4 +1,4 @@
-"""What a run's folder says of it besides its metrics: how it was started, and its configuration."""
+"""Records of how runs were started, and their configurations, of bounded size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.util.files import read_regular
 from megatron.util.json_text import parse_json
 
 MOST_BYTES = 1 << 22
-"""Of a record or a configuration."""
+"""Size of a record or a configuration."""
 MOST_VALUES = 5000
 LONGEST_NAME = 300
 LONGEST_VALUE = 10_000
@@ -26,7 +26,7 @@ _LEVELS = ("", "*/", "*/*/")
 
 
 class StartNotes(NamedTuple):
-    """What is shown of the last start of a run.
+    """The last start of a run, as it is shown.
 
     Attributes:
         record: None where it is missing or broken.

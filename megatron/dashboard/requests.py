@@ -17,7 +17,7 @@ from http.client import HTTPMessage
 from http.server import BaseHTTPRequestHandler
 
 MOST_HEADER_BYTES = 1 << 15
-"""Of a request's first line and of all its headers, each."""
+"""Size of a request's first line, and of all its headers."""
 MOST_HEADERS = 100
 _FIRST = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+) ([\x21-\x7e]+) HTTP/1\.[01]\r\n")
 _HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[\t\x20-\x7e\x80-\xff]*\r\n")

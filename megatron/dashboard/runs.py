@@ -227,7 +227,7 @@ class WatchedRun:
         return planned if type(planned) is int and 0 < planned < 1 << 53 else None
 
     def _state(self) -> tuple[str, str]:
-        """What the run does now or has done last, and words for it. That a run has ended is known
+        """Return the state of the run, and words for it. That a run has ended is known
         from its record; of one that was killed nothing says so but its silence."""
         if self._error is not None or self._progress is not None:
             return ("error", "not readable") if self._error is not None else ("loading", "reading")

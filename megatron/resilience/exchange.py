@@ -199,7 +199,7 @@ class RankExchange:
         return Silent(rank, host, pid, phase, iteration, space=space)
 
     def _said(self, key: str) -> Any:
-        """What a rank has written. Raises ValueError for what none writes."""
+        """Return what a rank has written. Raises ValueError for what none writes."""
         return parse_json(self._store.get(key), f"{key} in the watchdog's store", lenient=True)
 
     def _hand_in(self, number: int) -> None:

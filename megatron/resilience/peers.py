@@ -26,7 +26,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("host", "folder", "kind", "address", "state", "why"), (str,)),
     **{"flags": (dict,), "killed": (bool,), "grace": (int, float), "failure": (str, type(None))},
 }
-"""Of the values in a message, by name: any process of the machine can write to the port."""
+"""Types of the values in a message, by name: any process of the machine can write to the port."""
 _RETRY_SECONDS = 0.2
 
 

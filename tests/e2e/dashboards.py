@@ -99,7 +99,7 @@ def write_run(
 
 
 def write_record(metrics: Path, number: int = 1, end: str | None = None, **values: object) -> None:
-    """What a run keeps of its start next to its metrics: ``values`` are its configuration, by names
+    """Writes the record of a start next to the metrics: ``values`` are its configuration, by names
     such as ``training__seed``; ``end`` says why it has ended."""
     folder = metrics.parent / "run" / f"{number:03d}"
     folder.mkdir(parents=True, exist_ok=True)

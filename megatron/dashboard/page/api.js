@@ -40,7 +40,7 @@ const part = ({ x, zoom }) => ({ x, from: zoom?.[0], to: zoom?.[1] });
 const namesOf = (run, members) =>
   members.flatMap((one) => run.series.find(({ kind, name }) => kind === one.kind && name === one.name)?.id ?? []);
 
-/** Where the page with these runs is found as one file; null where that is what is open. */
+/** The address of the page with these runs as one file; null in such a file. */
 export const file = address("api/export");
 
 /** All runs, as `page.js` describes them. */

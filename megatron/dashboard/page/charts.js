@@ -29,14 +29,14 @@ class Slot {
 function grouped(parts) {
   const byId = new Map(parts.map((part) => [part.run.id, part]));
   return groupsOf(parts.map(({ run }) => run), true).map(({ id, name, runs }) => {
-    const own = runs.map((run) => byId.get(run.id));
-    if (own.length === 1) return own[0];
+    const members = runs.map((run) => byId.get(run.id));
+    if (members.length === 1) return members[0];
     const run = { id, name, members: runs };
     const data = (member) => {
-      const curves = own.map((part) => part.data(member)).filter(Boolean);
+      const curves = members.map((part) => part.data(member)).filter(Boolean);
       return curves.length ? meanOf(curves.map((curve) => curve.smooth ?? curve)) : null;
     };
-    return { run, number: own[0].number, data };
+    return { run, number: members[0].number, data };
   });
 }
 

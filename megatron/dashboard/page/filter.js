@@ -26,5 +26,5 @@ function fits(run, word) {
   return `${run.name} ${run.words}`.toLowerCase().includes(word) || configured();
 }
 
-/** Whether a run has all the words of a text. */
+/** True if a run has all the words of a text. */
 export const matches = (run, text) => text.toLowerCase().split(/\s+/).filter(Boolean).every((word) => fits(run, word));

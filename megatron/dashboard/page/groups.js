@@ -8,7 +8,7 @@ const MOST_POINTS = 2000;
 
 export const isPlace = (name) => PLACE.test(name);
 
-/** What the runs of a group have in common. */
+/** The configuration that the runs of a group share, as text. */
 function keyOf({ name, configuration }) {
   const values = Object.entries(configuration ?? {}).filter(([key]) => !isPlace(key));
   if (!values.length) return name.replace(SEED_OF_NAME, "");

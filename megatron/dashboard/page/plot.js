@@ -200,7 +200,7 @@ function axisWidth(plot, values) {
 /** The two edges of a line of a group, as lines. */
 const bandOf = ({ x, low, high }) => (low ? [{ x, y: high }, { x, y: low }] : []);
 
-/** What is filled between the edges, by their places among the series. */
+/** Fills between the edges, by their places among the series. */
 function bandsOf(lines) {
   let place = 1;
   return lines.flatMap((line) => {

@@ -14,7 +14,7 @@ from tools import dashboard  # noqa: E402
 
 
 def saved(content: str) -> list[dict]:
-    """What the file knows of its runs."""
+    """The runs that a file knows."""
     (text,) = re.findall(r'<script type="application/json" id="saved">(.*?)</script>', content)
     return json.loads(text)
 

@@ -445,7 +445,7 @@ def test_hard_links_in_an_index_are_left_alone(path, tmp_path, monkeypatch):
 
 def rows(kind: str, count: int) -> bytes:
     """Rows of which each asks for something new."""
-    made = {
+    of_kind = {
         "names": lambda n: line("train", n, **{f"x{n}": 1}),
         "names of events": lambda n: line("odd", n, **{f"x{n}": 1}),
         "kinds": lambda n: line(f"kind {n}", n, x=1),
@@ -454,7 +454,7 @@ def rows(kind: str, count: int) -> bytes:
         "steps of two": lambda n: train(min(n, count // 2 + n % 2)),
         "texts and resumes": lambda n: line("text", 9, prompt="p") + line("resume", 8),
     }[kind]
-    return train(*range(1, count)) + b"".join(made(n) for n in range(1, count))
+    return train(*range(1, count)) + b"".join(of_kind(n) for n in range(1, count))
 
 
 @pytest.mark.parametrize(

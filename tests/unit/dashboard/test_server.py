@@ -358,11 +358,11 @@ def test_the_last_events_and_how_many_there_are(tmp_path):
     events = (row(f"kind {n % 300}", n, **{f"v{n % 7}": n}) for n in range(1, 5001))
     path.write_text(train_row(1) + "".join(events))
     with served(str(path)) as server:
-        found = asked(server, "/api/runs/1")
-    assert found["event_count"] == 5000
-    steps = [event["iteration"] for event in found["events"]]
+        known = asked(server, "/api/runs/1")
+    assert known["event_count"] == 5000
+    steps = [event["iteration"] for event in known["events"]]
     assert steps == list(range(3001, 5001))
-    assert found["events"][-1]["values"] == {"v2": 5000.0} and len(json.dumps(found)) < 400_000
+    assert known["events"][-1]["values"] == {"v2": 5000.0} and len(json.dumps(known)) < 400_000
 
 
 def wait_for(server: Dashboard, state: str) -> dict[str, object]:

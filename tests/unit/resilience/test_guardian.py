@@ -114,7 +114,7 @@ def meeting():
 
 
 def turn(one) -> None:
-    """What a guardian does with the connections that have something to say."""
+    """Hears the connections that have something to say, as a guardian does."""
     for key, _ in one._selector.select(1):
         key.data()
 
