@@ -455,7 +455,9 @@ def seeds(tmp_path_factory) -> Path:
     for (rate, seed), end in zip(pairs, ENDS, strict=True):
         path = folder / f"rate{rate:g}-s{seed}" / "metrics.jsonl"
         path.parent.mkdir()
-        steps = [train_row(step, loss=loss_of(rate, seed, step)) for step in range(1, 41)]
+        ranks = {"own_seconds_rank_0": 0.3, "own_seconds_rank_1": 0.2, "gpu_utilization": 97.0}
+        losses = [loss_of(rate, seed, step) for step in range(1, 41)]
+        steps = [train_row(step, loss=loss, **ranks) for step, loss in enumerate(losses, 1)]
         path.write_text("".join(steps) + row("test", 40, loss=2.5))
         values = {"optimizer__lr": rate, "model__num_layers": 12, "training__seed": seed}
         write_record(path, end=end, **values, checkpoint__save=str(path.parent))
@@ -527,7 +529,10 @@ def test_a_run_names_its_losses(visit, seeds):
         test.scroll_into_view_if_needed()
         playwright.expect(test.locator(".values")).to_have_text("test2.5")
         titles = page.locator("figure h3").all_inner_texts()
-        assert {"Power", "Slowest rank", "Own time of ranks", "Peak memory"} <= set(titles)
+        assert {"Power", "Slowest rank", "Own time of ranks", "Gpu utilization"} <= set(titles)
+        ranks = page.locator("section[aria-label=Ranks] figure:has(h3:text-is('Own seconds'))")
+        ranks.scroll_into_view_if_needed()
+        playwright.expect(ranks.locator(".label")).to_have_text(["rank 0", "rank 1"])
 
 
 def test_a_saved_page_needs_nothing_else(browser, tmp_path, seeds):

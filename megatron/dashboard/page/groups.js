@@ -3,7 +3,7 @@
 const SEED_OF_NAME = /[-_. ]+s(?:eed)?[-_=. ]?\d+$/i;
 const SEED = /(^|[._])seed$/i;
 /** Values that differ between any two runs, or say nothing of how a run trains. */
-const PLACE = /(^|[._])(save|load|file|files|dir|folder|path|paths|name|host|port|project|tags|seed)$/i;
+const PLACE = /(^|[._])(save|load|file|files|dir|folder|path|paths|name|id|host|port|project|tags|seed)$/i;
 const MOST_POINTS = 2000;
 
 export const isPlace = (name) => PLACE.test(name);

@@ -458,23 +458,23 @@ def rows(kind: str, count: int) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "kind, note",
+    "kind, count, note",
     [
-        ("names", "2,603 values are left out, of names beyond the first 400 of a kind"),
-        ("names of events", "2,602 values are left out"),
-        ("kinds", "2,500 rows are left out, of kinds beyond the first 500"),
-        ("resumes", None),
-        ("resumes far back", None),
-        ("steps of two", None),
-        ("texts and resumes", None),
+        ("names", 10_000, "9,603 values are left out, of names beyond the first 400 of a kind"),
+        ("names of events", 6_000, "5,602 values are left out"),
+        ("kinds", 2_000, "1,500 rows are left out, of kinds beyond the first 500"),
+        ("resumes", 15_000, None),
+        ("resumes far back", 15_000, None),
+        ("steps of two", 20_000, None),
+        ("texts and resumes", 15_000, None),
     ],
 )
-def test_rows_that_ask_for_something_new_take_linear_time(kind, note, path):
-    """Twice as many rows took four times as long, and seconds for these."""
-    path.write_bytes(rows(kind, 3000))
+def test_rows_that_ask_for_something_new_take_linear_time(kind, count, note, path):
+    """Twice as many rows took four times as long."""
+    path.write_bytes(rows(kind, count))
     begin = time.process_time()
     index = opened(path)
-    assert time.process_time() - begin < 2.0
+    assert time.process_time() - begin < 2.5
     assert len(index.notes) == (note is not None)
     assert not note or index.notes[0].startswith(note)
     notes = index.notes
@@ -502,7 +502,7 @@ def test_long_names_kinds_and_texts_are_left_out(path):
     path.write_bytes(
         line("train", 1, **{"x" * 201: 1.0})
         + line("y" * 201, 1, a=1.0)
-        + b"".join(line("text", n, prompt="p" * 90_000) for n in range(1, 1001))
+        + b"".join(line("text", n, prompt="p" * 20_100) for n in range(1, 1001))
     )
     index = opened(path)
     assert len(index.notes) == 3 and index.notes[2] == "162 older texts are left out"
