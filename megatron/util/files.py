@@ -70,13 +70,13 @@ def open_regular(path: Path) -> BinaryIO:
     raise OSError(errno.EINVAL, "it is not a regular file", str(path))
 
 
-def read_regular(path: Path) -> bytes:
+def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
     """The content of a file of settings; errors as of :func:`open_regular`, also if it is larger
-    than any."""
+    than ``most``, which is more than any has."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > MOST_BYTES:
-            reason = f"it has {size:,} bytes, and at most {MOST_BYTES:,} are read"
+        if size > most:
+            reason = f"it has {size:,} bytes, and at most {most:,} are read"
             raise OSError(errno.EFBIG, reason, str(path))
         return file.read()
 
