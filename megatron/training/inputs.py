@@ -82,10 +82,10 @@ def _text_inputs(config: RunConfig) -> dict[str, dict[str, str]]:
     return found
 
 
-def recorded_inputs(origin: ResumeSource) -> Inputs:
-    """The inputs of the run that a checkpoint continues, as far as it says. Raises CheckpointError
+def recorded_inputs(folder: Path) -> Inputs:
+    """The inputs of the run that wrote a checkpoint, as far as it says. Raises CheckpointError
     if that is malformed."""
-    path = origin.found.folder / STATE
+    path = folder / STATE
     state = read_json(path) if path.is_file() else {}
     found = state.get(INPUTS, {}) if isinstance(state, dict) else {}
     keys = ("path", "folder", "content")
@@ -128,7 +128,7 @@ def compared_inputs(config: RunConfig, origin: ResumeSource | None) -> tuple[Inp
     now = inputs_of(config, origin)
     if origin is None or not origin.continues or config.checkpoint.reset_iteration:
         return now, []
-    before = recorded_inputs(origin)
+    before = recorded_inputs(origin.found.folder)
     lines = changed_inputs(before, now)
     if lines and not config.checkpoint.allow_changed_data:
         raise CheckpointError(
