@@ -161,7 +161,7 @@ def _nothing_left(tuning: TuningRun, earlier: Earlier) -> bool:
 
 def _names(paths: tuple[str, ...]) -> tuple[str, ...]:
     paths = paths[1::2] if paths and is_weighted(paths) else paths
-    return tuple(Path(path).name for path in paths)
+    return tuple(Path(path).name.partition("?")[0] for path in paths)
 
 
 def record_of(tuning: TuningRun, earlier: Earlier | None, changes: Sequence[str]) -> TuningRecord:

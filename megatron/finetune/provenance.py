@@ -28,6 +28,7 @@ from megatron.training.inputs import (
     recorded_inputs,
 )
 from megatron.training.resume import ResumeSource, find_origin
+from megatron.util.secrets import without_secrets
 
 TUNING = "tuning"
 """The key of a :class:`TuningRecord` in ``state.json``."""
@@ -183,7 +184,7 @@ def changes_since(
 def _changed_values(before: RunConfig, now: RunConfig) -> Iterator[tuple[str, str, str]]:
     """Part, field and a line for each flag with another value; none of when a run evaluates and
     ends."""
-    old, new = before.to_dict(), now.to_dict()
+    old, new = before.to_dict(), without_secrets(now.to_dict())
     for part, values in new.items():
         flags = {field.name: field for field in dataclasses.fields(PART_FLAGS[part])}
         for name in (each for each in flags if each in values and each not in _NOT_COMPARED):

@@ -37,7 +37,10 @@ OTHERWISE = {
     "split": ({"data": DataConfig(split="9,1,0")}, "split of --held-out or --eval-data was 969"),
     "method": ({"adapters": AdapterConfig(lora=True)}, "--lora was False and is True"),
     "rank": ({"adapters": AdapterConfig(lora_rank=4)}, "--lora-rank was 8 and is 4"),
-    "loss": ({"kinds": (PreferenceConfig(preference="orpo"),)}, "--preference was not given and is"),
+    "loss": (
+        {"kinds": (PreferenceConfig(preference="orpo"),)},
+        "--preference was not given and is",
+    ),
     "format": ({"kinds": (InstructionConfig(prompt_format="plain"),)}, "--prompt-format was auto"),
     "packing": ({"kinds": (InstructionConfig(packing=True),)}, "--packing was False and is True"),
     "length": ({"model": model_config(seq_length=16)}, "--seq-length was 8 and is 16"),
@@ -79,7 +82,9 @@ def test_a_record_keeps_its_names_and_adds_what_changed():
     first = TuningRecord("A", ("a.json",), (), 1, 30, 6, "torch 2")
     source = SimpleNamespace(state={"iteration": 4, "tuning": first.to_json()}, folder="z")
     assert TuningRecord.of(SimpleNamespace(state=json.loads(json.dumps(source.state)))) == first
-    later = TuningRecord("B", ("b.json",), (), 2, 30, 6, "torch 3").after(source, ["--lr was 1 and is 2"])
+    later = TuningRecord("B", ("b.json",), (), 2, 30, 6, "torch 3").after(
+        source, ["--lr was 1 and is 2"]
+    )
     assert (later.model, later.data, later.epochs) == ("A", ("a.json",), 2)
     assert later.changes == ((4, "--lr was 1 and is 2"), (4, "programs: torch 3"))
     again = SimpleNamespace(state={"iteration": 8, "tuning": later.to_json()}, folder="z")

@@ -30,7 +30,8 @@ PLACES = [
 ]
 ENVIRONMENT = {
     "HF_TOKEN": "secret-in-a-flag", "NCCL_DEBUG": "INFO", "RANK": "0", "MY_DIARY": "private",
-    "WANDB_BASE_URL": "https://me:word@host",
+    "WANDB_BASE_URL": "https://host", "MEGATRON_API_KEY": "secret-key", "HOME": "/private",
+    "MEGATRON_MIRROR": "https://me:word@host", "SLURM_JOB_ID": "7", "SLURM_JOB_ACCOUNT": "private",
 }  # fmt: skip
 
 
@@ -48,8 +49,8 @@ def test_what_is_in_the_folder(run, tmp_path):
     assert record.folder == tmp_path / "run" / "001"
     found = json.loads((record.folder / "record.json").read_text())
     assert found["environment"] == {
-        "HF_TOKEN": "***", "NCCL_DEBUG": "INFO", "RANK": "0",
-        "WANDB_BASE_URL": "https://***@host",
+        "MEGATRON_MIRROR": "https://***@host", "NCCL_DEBUG": "INFO", "RANK": "0",
+        "SLURM_JOB_ID": "7",
     }  # fmt: skip
     assert found["data"][0] == {
         "part": "train", "path": "/data/a", "weight": 0.5, "share": [0.0, 0.9],
@@ -67,9 +68,9 @@ def test_what_is_in_the_folder(run, tmp_path):
     script = record.folder / "command.sh"
     assert stat.S_IMODE(os.stat(script).st_mode) & stat.S_IXUSR
     text = script.read_text()
-    assert "export NCCL_DEBUG=INFO\n" in text and "RANK" not in text
+    assert "export NCCL_DEBUG=INFO\n" in text and "RANK" not in text and "SLURM" not in text
     assert "; the command of one of 3 processes\n" in text
-    assert "# HF_TOKEN was set, and is secret\n" in text
+    assert found["command"][-len(FLAGS) :] == [*FLAGS[:-1], "***"] and found["launcher"] is None
     for file in record.folder.iterdir():
         content = file.read_text(errors="replace")
         assert "secret-in-a-flag" not in content or file.name == "changes.patch", file
@@ -83,7 +84,7 @@ def lines(record, name):
 def test_the_patch_has_no_values_of_secret_names(run, tmp_path, monkeypatch):
     patch = b"diff --git a/a.ini b/a.ini\n+password = hunter2 \xe9\n+user = me \xe9\n"
     tree = SourceTree("0" * 40, "main", "", patch, ())
-    monkeypatch.setattr("megatron.training.run_record.folder.source_tree", lambda _: tree)
+    monkeypatch.setattr("megatron.training.run_record.folder.source_tree", lambda *_: tree)
     written = (start(run, tmp_path).folder / "changes.patch").read_bytes()
     assert written == b"diff --git a/a.ini b/a.ini\n+password = ***\n+user = me \xe9\n"
 

@@ -124,8 +124,7 @@ class Redactor:
             hide = flag and not equals and word.startswith("--")
         return shown
 
-    def variables(self, environment: Mapping[str, str]) -> dict[str, str]:
-        return {
-            name: HIDDEN if is_secret(name) else self.text(value)
-            for name, value in environment.items()
-        }
+
+def without_secrets(value: Any) -> Any:
+    """A JSON value without secrets of known names and forms, for what is kept or sent."""
+    return Redactor({}).tree(value)
