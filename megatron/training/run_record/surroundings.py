@@ -65,7 +65,9 @@ def launched_command(command: Sequence[str], hosts: int, processes: int) -> list
     if processes == 1 or hosts > 1 or starts_them:
         return None
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    return [command[0], *launcher, *command[1:]]
+    # DeepSpeed's launcher gives each process its own.
+    words = [word for word in command[1:] if not re.fullmatch(r"--local[_-]rank=\d+", word)]
+    return [command[0], *launcher, *words]
 
 
 def shell_script(

@@ -16,6 +16,7 @@ from megatron.training.run import parse_run
 from megatron.training.run_record.callback import RunRecorder
 from megatron.training.run_record.folder import StartRecord
 from megatron.training.run_record.source_tree import SourceTree
+from megatron.training.run_record.surroundings import launched_command
 
 FLAGS = (
     "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --lr 1e-3 "
@@ -75,6 +76,14 @@ def test_what_is_in_the_folder(run, tmp_path):
         content = file.read_text(errors="replace")
         assert "secret-in-a-flag" not in content or file.name == "changes.patch", file
         assert "private" not in content.replace("private_", "") or file.suffix != ".json", file
+
+
+def test_the_command_of_all_processes():
+    own = ["python", "train.py", "--local_rank=1", "--lr", "1"]
+    launcher = ["python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    assert launched_command(own, 1, 2) == [*launcher, "train.py", "--lr", "1"]
+    assert launched_command([*own, "--num-gpus-per-node=2"], 1, 2) is None
+    assert launched_command(own, 1, 1) is launched_command(own, 2, 16) is None
 
 
 def lines(record, name):
