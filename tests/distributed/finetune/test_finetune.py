@@ -144,6 +144,7 @@ def test_a_folder_is_of_one_base_and_data(files, tuned, pool, tmp_path):
     assert after == before
 
 
+@pytest.mark.proof
 def test_the_card_says_what_was_done(files, pool, tmp_path):
     """Both parts of a resumed run; and where only the export is left, what the checkpoint says."""
     output = tmp_path / "tuned"

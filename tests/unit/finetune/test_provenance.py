@@ -1,5 +1,6 @@
 """What an output folder was made from, compared with what a command names."""
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -15,7 +16,10 @@ from megatron.config.kinds.preference import PreferenceConfig
 from megatron.data.build import DataFile
 from megatron.finetune import provenance
 from megatron.finetune.config import TuningConfig
+from megatron.finetune.export import done_in
+from megatron.finetune.model_card import model_card
 from megatron.finetune.provenance import Earlier, TuningRecord, base_name, changes_since, check_base
+from megatron.finetune.summary import TuningSummary
 from megatron.training.resume import ResumeSource
 
 FILE = DataFile("train", "a.json", None, (0.0, 1.0), {"bytes": 9, "sample": "ab"})
@@ -91,6 +95,32 @@ def test_a_record_keeps_its_names_and_adds_what_changed():
     assert later.after(again, []) == later
     with pytest.raises(CheckpointError, match="tuning is malformed"):
         TuningRecord.of(SimpleNamespace(state={"tuning": {"model": 1}}, folder="z"))
+
+
+def test_a_card_is_of_the_checkpoint_and_not_of_the_command():
+    """With what a resume changed, and the results of that step."""
+    rows = [{"kind": "validation", "iteration": at, "lm loss": 9.0 - at} for at in (0, 2, 4)]
+    wrong = TuningRecord("B", ("b.json",), (), 7, 8, 2, "torch 3")
+    command = TuningSummary(run_config(optimizer=_rate(7.0)), wrong, 4, rows)
+    first = TuningRecord("A", ("a.json",), (), 1, 8, 2, "torch 2", ((1, "--lr was 1 and is 2"),))
+    state = {"iteration": 2, "tuning": first.to_json()}
+    run = run_config(optimizer=_rate(2.0), training=TrainingConfig(global_batch_size=4))
+    source = SimpleNamespace(state=state, run=run, additions=None, folder="z")
+    card = model_card(done_in(source, command), "z", has_template=False)
+    for line in (
+        'base_model: "A"', "| Data | a.json |", "| Learning rate | 2, ", "| Programs | torch 2 |",
+        "| lm loss | 9.0000 | 7.0000 |", "| Changed after step 1 | --lr was 1 and is 2 |",
+        "| Length | 2 steps of 4 samples, 1 epoch |",
+    ):  # fmt: skip
+        assert line in card, card
+    adapters = SimpleNamespace(state=state, run=None, additions=source, folder="z")
+    assert done_in(adapters, command).config == run
+    old = SimpleNamespace(state={"iteration": 4}, run=run, additions=None, folder="z")
+    assert done_in(old, command).record == wrong
+
+
+def _rate(lr: float):
+    return dataclasses.replace(run_config().optimizer, lr=lr)
 
 
 def test_folders_of_earlier_versions_are_compared_by_the_path_of_their_base(tmp_path, monkeypatch):
