@@ -33,6 +33,7 @@ from megatron.finetune.settings import (
     is_weighted,
 )
 from megatron.finetune.summary import TuningSummary
+from megatron.training.best import stopped_early
 from megatron.training.build import build_trainer
 from megatron.training.launch import start_processes
 from megatron.training.plan import Epochs, TrainingPlan
@@ -148,7 +149,9 @@ def _nothing_left(tuning: TuningRun, earlier: Earlier) -> bool:
     """Whether an output folder has all that a command would make, which is then said: nothing is
     written."""
     config, steps = tuning.config, int(earlier.source.state.get("iteration", 0))
-    if steps < TrainingPlan(tuning.run.config, tuning.epochs).train_iters:
+    training, save = tuning.run.config.training, Path(tuning.run.config.checkpoint.save or "")
+    early = stopped_early(save, training.early_stopping_patience, steps)
+    if steps < TrainingPlan(tuning.run.config, tuning.epochs).train_iters and not early:
         return False
     if config.export and not is_exported(config, tuning.run):
         return False

@@ -20,6 +20,7 @@ from megatron.finetune.export import done_in
 from megatron.finetune.model_card import model_card
 from megatron.finetune.provenance import Earlier, TuningRecord, base_name, changes_since, check_base
 from megatron.finetune.summary import TuningSummary
+from megatron.training.best import stopped_early
 from megatron.training.resume import ResumeSource
 
 FILE = DataFile("train", "a.json", None, (0.0, 1.0), {"bytes": 9, "sample": "ab"})
@@ -148,3 +149,17 @@ def test_the_name_of_a_base(tmp_path):
     cached = tmp_path / "models--Qwen--Qwen2.5-0.5B" / "snapshots" / "ab12"
     assert base_name(str(cached)) == "Qwen/Qwen2.5-0.5B"
     assert base_name(str(tmp_path / "mine")) == "mine"
+
+
+def test_a_run_that_was_stopped_early_has_ended(tmp_path):
+    """After the evaluation that stopped it, with the same patience."""
+    path = tmp_path / "best_epoch.json"
+    losses = [(1, 3.0), (2, 2.0), (3, None), (4, 2.5)]
+    path.write_text(
+        json.dumps({"evaluations": [{"iteration": at, "loss": loss} for at, loss in losses]})
+    )
+    assert stopped_early(tmp_path, 2, 4)
+    for patience, iteration in ((None, 4), (3, 4), (2, 5)):
+        assert not stopped_early(tmp_path, patience, iteration)
+    path.unlink()
+    assert not stopped_early(tmp_path, 2, 4)
