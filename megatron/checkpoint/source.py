@@ -33,7 +33,7 @@ from megatron.util.progress import progress_bar
 
 TOKENIZER = "tokenizer"
 """Folder of the tokenizer's files in this project's checkpoints."""
-_TOKENIZER_FILES = (
+TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
     "sentencepiece.bpe.model", "sentencepiece.model", "spm.model", "spm_char.model", "source.spm",
     "target.spm", "bpe.codes", "byte_maps.json", "dict.txt", "emoji.json", "entity_vocab.json",
@@ -159,7 +159,7 @@ def copy_tokenizer_files(folder: Path, target: Path) -> None:
     folder. Raises CheckpointError if one is a link to another place: the copy would have, and an
     upload of it publish, a file of this user."""
     target.mkdir()
-    for name in _TOKENIZER_FILES:
+    for name in TOKENIZER_FILES:
         if (folder / name).is_file():
             try:
                 found = own_file(folder / name)

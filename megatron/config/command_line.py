@@ -182,7 +182,18 @@ class FlagParser(CommandParser):
 
     def settings(self, argv: Sequence[str] | None = None) -> Settings:
         """Parses ``argv``; exits with a message on an unknown flag or a malformed value."""
-        return dict(vars(self.parse_args(argv)))
+        found = dict(vars(self.parse_args(argv)))
+        _parsed[:] = sys.argv[1:] if argv is None else argv
+        return found
+
+
+_parsed: list[str] = []
+
+
+def parsed_words() -> tuple[str, ...]:
+    """The flags and values of the command line that this process has parsed last, all of which it
+    knows."""
+    return tuple(_parsed)
 
 
 def parse_configs(

@@ -80,8 +80,9 @@ class CheckpointConfig:
     save_rng: bool = option(True, flag="--save-rng", off="--no-save-rng")
     """Save random states."""
     allow_changed_data: bool = option(False)
-    """Continue from a checkpoint although files of data have other content than when it was saved.
-    Without it that is an error. Other paths with the same content are accepted."""
+    """Continue from a checkpoint although files of data, or the models that the run learns from
+    (reference, teacher), have other content than when it was saved. Without it that is an error.
+    Other paths with the same content are accepted."""
     use_checkpoint_args: bool = option(False)
     """Use the model and tokenizer values of the checkpoint at --load where no flag is given."""
 

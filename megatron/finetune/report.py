@@ -87,7 +87,7 @@ def _results(summary: TuningSummary) -> str:
         (name, "" if before is None else f"{before:.4f}", f"{after:.4f}")
         for name, (before, after) in results.items()
     ]
-    title = f"<h2>On {summary.held_out:,} held-out samples</h2>"
+    title = f"<h2>On {summary.record.held_out:,} held-out samples</h2>"
     return title + _table(("", "before", "after"), rows)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pkgutil import resolve_name
+from typing import Any
 
 import torch
 
@@ -55,6 +58,11 @@ REFERENCE = "megatron.training.reference:add_reference"
 """Adds what a reference model finds to the data of a run whose loss needs it. It is called with the
 run, the mesh and the data, and imported for such runs only."""
 
+INPUTS = "megatron.training.inputs:compared_inputs"
+"""The models and texts that a run uses besides its data, compared with those of the checkpoint that
+it continues. It is called with the configuration and that, and imported for runs that save or
+load."""
+
 COMPARISONS = "megatron.training.comparisons:compare_ahead"
 """Makes an engine compute what kto compares answers with. It is called with the engine, and
 imported for such runs only."""
@@ -102,11 +110,12 @@ def build_trainer(
     callbacks: Sequence[Callback] = (),
     data: TrainingData | None = None,
     epochs: Epochs | None = None,
+    notes: Mapping[str, Any] | None = None,
 ) -> Trainer:
     """The trainer of a run: model, data, checkpoints, logging and signals. ``callbacks`` are called
     before those of the run; ``data`` take the place of the run's own, and ``epochs`` that of its
-    length. Raises ValueError or OSError if data or checkpoints cannot be used; the message names
-    them."""
+    length; checkpoints keep the objects ``notes``. Raises ValueError or OSError if data or
+    checkpoints cannot be used; the message names them."""
     config, device = run.config, training_device()
     tasks = [resolve_name(EVAL_TASKS)(config, run.tokenizer)] if config.tasks.eval_tasks else []
     compare_folders(config)
@@ -124,6 +133,10 @@ def build_trainer(
     lock = hold_folder(config.checkpoint.save, mesh.world, device, say)
     checkpoint = resume.locate(config)
     compare_checkpoints([None if checkpoint is None else checkpoint.found], config)
+    noted, changed = dict(notes or {}), list[str]()
+    if checkpoint is not None or config.checkpoint.save:
+        inputs, changed = resolve_name(INPUTS)(config, checkpoint)
+        noted |= {"inputs": inputs} if inputs else {}
     if data.weighed:
         resolve_name(EXAMPLE_CHECKS)(run, data)
     add_reference(run, mesh, data)
@@ -138,6 +151,7 @@ def build_trainer(
         in_memory = [resolve_name(NODE_CHECKPOINTS)(engine)]
         checkpoint = in_memory[0].newest(on_disk)
     begin = resume.load(engine, plan, checkpoint, files)
+    begin = dataclasses.replace(begin, changed=(*begin.changed, *changed))
     if begin.skip_samples != config.data.skip_samples:
         data = data.skipping(begin.skip_samples)
     if config.kind(PreferenceConfig).preference == "kto":
@@ -159,6 +173,7 @@ def build_trainer(
         newest = on_disk.found.folder if on_disk is not None and on_disk.continues else None
     interval = config.checkpoint.save_interval
     checkpoints = CheckpointManager(writer, report, interval, newest, replicas.check)
+    checkpoints.counted |= {name: partial(dict, value) for name, value in noted.items()}
     replicas.newest = lambda: checkpoints.newest_shown
     for saves in in_memory:
         saves.check = replicas.check

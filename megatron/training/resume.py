@@ -26,7 +26,7 @@ from megatron.config.layouts import StateDtypes
 from megatron.data.build import DataFile, changed_files
 from megatron.data.sampler import check_skipped, continued_ranges
 from megatron.engine.loading import load_checkpoint
-from megatron.engine.saving import check_writable, ruined
+from megatron.engine.saving import check_writable, ruined, shareable
 from megatron.engine.train_engine import TrainEngine
 from megatron.families import family_names, family_of
 from megatron.parallel.mesh import first_reason
@@ -294,8 +294,10 @@ def _changed_data(source: Source, config: RunConfig, files: Sequence[DataFile]) 
     ``--allow-changed-data`` is given."""
     try:
         saved = [DataFile(**file) for file in source.state.get("data", ())]
-        before = None if source.run is None else source.run.data
-        same = all(getattr(before, name, ()) == getattr(config.data, name) for name in _DATA_FLAGS)
+        files = [DataFile(**shareable(file._asdict())) for file in files]
+        before = {} if source.run is None else source.run.to_dict()["data"]
+        now = shareable(config.to_dict()["data"])
+        same = all(list(before.get(name) or ()) == list(now[name] or ()) for name in _DATA_FLAGS)
         found = changed_files(saved, files, same)
     except (TypeError, AttributeError):
         raise CheckpointError(f"{source.folder}: its list of data files is malformed") from None
@@ -337,7 +339,7 @@ def changes(source: Source, wanted: RunConfig) -> list[str]:
     only the model's where the checkpoint was not written by a run of this project."""
     trained = source.run if source.state else None
     old = trained.to_dict() if trained else {"model": dataclasses.asdict(source.model.flags())}
-    new = wanted.to_dict()
+    new = shareable(wanted.to_dict())  # as the checkpoint's is
     found = [
         f"{name}: {json.dumps(before)} -> {json.dumps(new[part][name])}"
         for part in old

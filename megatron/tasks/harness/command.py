@@ -25,6 +25,7 @@ from megatron.training.run import Run, RunToolParser
 from megatron.util.files import write_whole
 from megatron.util.processes import is_main_process
 from megatron.util.progress import say
+from megatron.util.secrets import without_secrets
 
 if TYPE_CHECKING:
     from megatron.engine.train_engine import ModelEngine
@@ -211,8 +212,8 @@ def _report(results: dict[str, Any], config: HarnessConfig, opened: HarnessRun) 
     results["megatron"] = {
         "versions": versions(),
         "model": asdict(opened.checkpoint),
-        "flags": config.to_dict(),
-        "run": opened.run.config.to_dict(),
+        "flags": without_secrets(config.to_dict()),
+        "run": without_secrets(opened.run.config.to_dict()),
         "speed": asdict(speed),
     }
     write_whole(path, (_json(results, indent=2) + "\n").encode())

@@ -99,6 +99,11 @@ def test_stages_of_a_training(pool, teacher, tmp_path):
     assert alone.losses == staged.losses[3:]
     same(alone, staged)
     (taught,) = pool.run(1, train, [*STUDENT, *teacher])
+    other = [*teacher[:-1], str(tmp_path)]
+    pool.run(1, train, [*STUDENT, *teacher, *save[:1], str(tmp_path / "b"), "--exit-interval", "1"])
+    continued = [*STUDENT, *other, "--save", str(tmp_path / "b"), "--load", str(tmp_path / "b")]
+    (message,) = pool.run(1, refusals, [continued])
+    assert f"the teacher was {teacher[-1]} and is {tmp_path}" in message[0]
     assert taught.losses[:3] == staged.losses[:3] and taught.losses[3] != staged.losses[3]
 
 

@@ -141,4 +141,5 @@ def test_a_model_of_others_is_not_replaced(tmp_path):
         check_output_folder(TuningConfig(output=str(output)))
     check_output_folder(TuningConfig(output=str(output), overwrite=True))
     (output / "checkpoints").mkdir()
-    check_output_folder(TuningConfig(output=str(output)))
+    with pytest.raises(ConfigError, match="that no checkpoint in .*checkpoints has made"):
+        check_output_folder(TuningConfig(output=str(output)))
