@@ -24,6 +24,7 @@ from megatron.config.flags import (
     flag_value,
     nearest,
 )
+from megatron.util.console import name_output
 from megatron.util.errors import one_line
 
 MANY_FLAGS = 40
@@ -62,6 +63,7 @@ class CommandParser(argparse.ArgumentParser):
         )  # fmt: skip
 
     def parse_args(self, args=None, namespace=None):  # type: ignore[override]
+        name_output()
         self.complete()
         namespace, unknown = self.parse_known_args(args, namespace)
         if unknown:
