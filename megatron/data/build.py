@@ -59,6 +59,8 @@ class Portion(NamedTuple):
     """Numbers of those that belong to the part."""
     weight: float
     """Of the file in its blend; they sum to 1."""
+    total: int
+    """Units of the whole file."""
 
 
 class DataFile(NamedTuple):
@@ -213,7 +215,12 @@ class DatasetBuilder:
             weights = normalised_weights(self._weights(blend.flag, groups), blend.flag)
         return [
             Portion(
-                each.source, each.path, self._documents(each.source, each.path), each.units, weight
+                each.source,
+                each.path,
+                self._documents(each.source, each.path),
+                each.units,
+                weight,
+                self._total(each.source, each.path),
             )
             for each, weight in zip(chosen, weights, strict=True)
         ]

@@ -251,7 +251,9 @@ class DataPipeline(ABC):
         found = self._unordered(sample_counts)
         ordered = partial(self._ordered, found.train, sample_counts[0], batch_sizes)
         weighed = self.reads_examples or any(kind.weighed for kind in self.acting)
-        data = TrainingData(found, collate, weighed, self.files, ordered)
+        data = TrainingData(
+            found, collate, weighed, self.files, ordered, self.training_portions
+        )
         return data.skipping(self.config.data.skip_samples)
 
     def datasets(
@@ -276,7 +278,7 @@ class DataPipeline(ABC):
     def training_portions(self) -> list[Portion]:
         """The documents that the training samples are made of, file by file, in the order of the
         flags. Raises ValueError or OSError for files that cannot be used."""
-        train = self.parts.train
+        train = None if self.config.data.mock_data else self.parts.train
         return [] if train is None else self._builder.portions(train, PARTS[0])
 
     def _ordered(
