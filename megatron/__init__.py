@@ -10,9 +10,9 @@ _ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
 if _MAIN.startswith((_ROOT + os.sep, os.path.join(os.path.dirname(_MAIN), "megatron-"))):
     # One of this project's programs, whose Ctrl-C is the user's; the first import of each is this.
-    import megatron.util.console
+    import megatron.util.errors
 
-    megatron.util.console.shorten_interrupts()
+    megatron.util.errors.shorten_interrupts()
 
 if "_ARGCOMPLETE" in os.environ:  # a shell completes a command line
     import megatron.util.completion

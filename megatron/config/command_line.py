@@ -24,8 +24,7 @@ from megatron.config.flags import (
     flag_value,
     nearest,
 )
-from megatron.util.console import name_output
-from megatron.util.errors import one_line
+from megatron.util.errors import name_output, one_line
 
 MANY_FLAGS = 40
 """With more flags than this, --help shows the examples again at its end."""

@@ -50,6 +50,31 @@ FRACTION = Bounds(lambda value: 0 <= value < 1, "must be in [0, 1)")
 SHARE = Bounds(lambda value: 0 <= value <= 1, "must be in [0, 1]")
 
 
+class Need(NamedTuple):
+    """What a flag needs to have an effect.
+
+    Attributes:
+        text: other flags, for messages.
+        met: says whether the values of a run, by field name, have it.
+        refused: whether a run without it is refused; otherwise it gets a note, where scripts of
+            other trainers often have such a flag.
+    """
+
+    text: str
+    met: Callable[[Mapping[str, Any]], bool]
+    refused: bool = True
+
+
+def needs_value(name: str, *values: Any, refused: bool = True) -> Need:
+    """One of these values of another field; without any, a value."""
+    flag = _dashed(name)
+    if not values:
+        return Need(flag, lambda all_values: bool(all_values[name]), refused)
+    *others, last = map(str, values)
+    text = f"{flag} {' or '.join(filter(None, (', '.join(others), last)))}"
+    return Need(text, lambda all_values: all_values[name] in values, refused)
+
+
 Role = Literal["weights", "results", "layout", "schedule", "course"]
 """What a field affects: the network's parameters and their meaning; what is computed with them; the
 layout over processes; learning rate and weight decay; when a run evaluates and ends, and other
@@ -69,6 +94,7 @@ def option(
     derived: str | None = None,
     internal: bool = False,
     bounds: Bounds | None = None,
+    needs: Need | None = None,
     role: Role | None = None,
     megatron: bool | Sequence[str] = False,
 ) -> Any:
@@ -83,6 +109,7 @@ def option(
         note: for flags that are accepted and not used, what happens instead; needs no help text.
         derived: how the value is derived when neither a flag nor the JSON gives one.
         internal: the field is filled by the program and has no flag.
+        needs: what a value other than the default needs to have an effect.
         role: what it affects, for code that needs all such fields.
         megatron: whether Megatron's checkpoints have an argument of this name and meaning, or its
             names there, the first of which is written.
@@ -100,6 +127,7 @@ def option(
             "derived": derived,
             "internal": internal,
             "bounds": bounds,
+            "needs": needs,
             "role": role,
             "megatron": megatron,
         },
@@ -196,6 +224,7 @@ class ConfigResolver:
 
     def __init__(self, classes: Sequence[type], settings: Settings) -> None:
         fields = [field for cls in classes for field in dataclasses.fields(cls)]
+        self._fields = fields
         self._flags = {field.name: flag_of(field) for field in fields}
         self.values: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
@@ -235,8 +264,7 @@ class ConfigResolver:
         origin, flag = self.origins[name], self.flag(name)
         place = "" if origin == f"flag {flag}" else f" ({origin})"
         value = self.values[name]
-        shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
-        return flag + ("" if value is True else f" {shown}") + place
+        return flag + ("" if value is True else f" {_words(value)}") + place
 
     def check(self, condition: bool, message: str) -> None:
         """Raises ConfigError with ``message`` unless the condition holds."""
@@ -249,12 +277,35 @@ class ConfigResolver:
         unused = self.values[name] is None or not self.given(name)
         self.check(unused, f"{self.show(name)} has an effect with {needs} only")
 
+    def check_needs(self) -> None:
+        """Refuses flags whose values do nothing because another flag is missing, or adds a note
+        about them; the other values must be complete."""
+        for field in self._fields:
+            need, value = field.metadata.get("needs"), self.values[field.name]
+            if need is None or value == field.default:
+                continue
+            if not self.origins[field.name].startswith("flag "):
+                continue
+            idle = not need.met(self.values)
+            typed = self.origins[field.name].removeprefix("flag ")
+            shown = typed if isinstance(value, bool) else f"{typed} {_words(value)}"
+            self.check(
+                not (idle and need.refused),
+                f"{shown} has an effect with {need.text} only; leave it out, or give that too",
+            )
+            if idle:
+                self.notes.append(f"{shown} changes nothing without {need.text}")
+
     def check_divides(self, divisor: str, whole: str) -> None:
         """Refuses a value that does not divide the other."""
         self.check(
             self.values[whole] % self.values[divisor] == 0,
             f"{self.show(divisor)} must divide {self.show(whole)}",
         )
+
+
+def _words(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def shared(flags: Any, cls: type) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from megatron.config.flags import (
     Bounds,
     ConfigError,
     ConfigResolver,
+    needs_value,
     option,
     shared,
 )
@@ -29,6 +30,7 @@ FLAGS_OF_2019 = {
     )
 }
 """Origins of settings that no later trainer's scripts have."""
+_FP16 = needs_value("fp16", refused=False)
 _SEEDS = Bounds(lambda value: 0 <= value < 1 << 32, "must be from 0 to 4,294,967,295")
 """Those of NumPy's generators."""
 
@@ -263,13 +265,13 @@ class PrecisionConfig:
     """Train in bfloat16, with float32 main weights."""
     loss_scale: float | None = option(None, derived="dynamic", bounds=POSITIVE)
     """fp16: static loss scale."""
-    initial_loss_scale: float = option(2.0**32)
+    initial_loss_scale: float = option(2.0**32, needs=_FP16)
     """fp16: initial dynamic loss scale, a power of two."""
-    min_loss_scale: float = option(1.0, aliases=("--min-scale",), bounds=POSITIVE)
+    min_loss_scale: float = option(1.0, aliases=("--min-scale",), bounds=POSITIVE, needs=_FP16)
     """fp16: lowest dynamic loss scale."""
-    loss_scale_window: int = option(1000, bounds=POSITIVE)
+    loss_scale_window: int = option(1000, bounds=POSITIVE, needs=_FP16)
     """fp16: iterations without overflow after which the dynamic loss scale doubles."""
-    hysteresis: int = option(2, bounds=POSITIVE)
+    hysteresis: int = option(2, bounds=POSITIVE, needs=_FP16)
     """fp16: number of overflows before the dynamic loss scale is halved."""
     accumulate_allreduce_grads_in_fp32: bool = option(False, aliases=("--fp32-allreduce",))
     """Accumulate and all-reduce gradients in float32 (data_types.grad_accum_dtype in the DeepSpeed

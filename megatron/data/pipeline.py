@@ -251,9 +251,7 @@ class DataPipeline(ABC):
         found = self._unordered(sample_counts)
         ordered = partial(self._ordered, found.train, sample_counts[0], batch_sizes)
         weighed = self.reads_examples or any(kind.weighed for kind in self.acting)
-        data = TrainingData(
-            found, collate, weighed, self.files, ordered, self.training_portions
-        )
+        data = TrainingData(found, collate, weighed, self.files, ordered, self.training_portions)
         return data.skipping(self.config.data.skip_samples)
 
     def datasets(
@@ -280,6 +278,10 @@ class DataPipeline(ABC):
         flags. Raises ValueError or OSError for files that cannot be used."""
         train = None if self.config.data.mock_data else self.parts.train
         return [] if train is None else self._builder.portions(train, PARTS[0])
+
+    def samples_of(self, tokens: int) -> int | None:
+        """Samples of a stream of so many tokens; None where every pass over it draws others."""
+        return None
 
     def _ordered(
         self,

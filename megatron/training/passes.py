@@ -8,7 +8,6 @@ from typing import NamedTuple
 from megatron.config import ConfigError, Setting, Settings
 from megatron.config.training import LENGTHS
 from megatron.data.build import Portion
-from megatron.data.gpt_dataset import GPTRecipe
 from megatron.families import family_of
 from megatron.training.plan import TrainingPlan
 from megatron.training.run import Run
@@ -79,15 +78,14 @@ def _unit(settings: Settings) -> str:
 def _files(run: Run, epochs: int, shown: str) -> list[FileSamples]:
     data = family_of(run.config.model.family).data(run.config, run.tokenizer)
     of_examples = data.reads_examples or any(kind.weighed for kind in data.acting)
-    if not of_examples and not isinstance(data.recipe(), GPTRecipe):
+    if not of_examples and data.samples_of(0) is None:
         raise ConfigError(
             f"{shown}: samples of {run.config.model.family} are drawn again in every pass, and "
             "their number differs; give --train-samples"
         )
     portions = data.training_portions()
     if not of_examples:
-        length = run.config.model.seq_length
-        samples = [max(0, epochs * tokens_of(each) - 1) // length for each in portions]
+        samples = [data.samples_of(epochs * tokens_of(each)) or 0 for each in portions]
     else:
         # A data set for one sample has those of a whole pass.
         train = data.training_data((1, 0, 0), list).datasets.train

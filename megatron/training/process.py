@@ -21,13 +21,13 @@ from megatron.engine.environment import distributed
 from megatron.parallel import agreement
 from megatron.parallel.mesh import Mesh
 from megatron.training.run import Run
-from megatron.util.console import outlive_output
 from megatron.util.errors import (
     RESTART_STATUS,
     FaultError,
     is_for_users,
     name_lost_pages,
     one_line,
+    outlive_output,
 )
 from megatron.util.processes import is_main_process
 

@@ -14,8 +14,7 @@ from megatron.training.resume import ResumePoint
 from megatron.training.run import Run
 from megatron.training.run_record.folder import StartRecord
 from megatron.training.trainer import Callback, Trainer
-from megatron.util.console import lost_output
-from megatron.util.errors import one_line
+from megatron.util.errors import lost_output, one_line
 
 logger = logging.getLogger(__name__)
 

@@ -44,7 +44,10 @@ def refusal(capsys):
             "--recompute-granularity full --recompute-num-layers 2",
         ),
         (f"{SAVE} --save-iters 10", f"{SAVE} --save-interval 10"),
-        ("--use-checkpoint-lr-scheduler", "--use-checkpoint-opt_param-scheduler"),
+        (
+            "--load a --use-checkpoint-lr-scheduler",
+            "--load a --use-checkpoint-opt_param-scheduler",
+        ),
         ("--override-lr-scheduler", ""),
         ("--vocab v.json", "--vocab-file v.json"),
         ("--tokenizer-path m", "--tokenizer-model m"),

@@ -1,4 +1,4 @@
-"""``--epochs``: the length of a run in passes over its data, against what samples themselves say."""
+"""``--epochs``: the length of a run in passes over its data, against the samples."""
 
 import json
 from collections import Counter
@@ -80,7 +80,7 @@ def test_examples_have_passes(run, more, samples):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--data-path 1 A 1 B --split 1,0,0", "by the weights of the data A, which has 103 samples"),
+        ("--data-path 1 A 1 B --split 1,0,0", "by the weights of the data A, which has 103"),
         ("--mock-data", "--epochs 1: --mock-data have no end; give --train-iters"),
         ("--data-path B --split 1,0,0 --global-batch-size 50", "43 samples of 16 tokens"),
         ("--data-path A --train-samples 5", "--epochs 1 and --train-samples 5 both say how long"),

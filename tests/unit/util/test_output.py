@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from megatron.training.process import errors_for_users
-from megatron.util.console import (
+from megatron.util.errors import (
     READER_GONE,
     ProgramOutput,
     lost_output,
