@@ -11,10 +11,13 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import re
 import sys
 import types
 import typing
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any, Literal, NamedTuple, TypeVar
 
 C = TypeVar("C")
@@ -311,6 +314,71 @@ def _words(value: Any) -> str:
 def shared(flags: Any, cls: type) -> dict[str, Any]:
     """The values of an object for the fields of a class, by name."""
     return {field.name: getattr(flags, field.name) for field in dataclasses.fields(cls)}
+
+
+_INTEGER = re.compile(r"([+-]?[\d_]+(?:\.\d+)?(?:[eE][+-]?\d{1,2})?)([kKMBT]?)")
+_LENGTHS = re.compile(r"(seq_length|position_embeddings|sliding_window)$")
+"""Fields of lengths in tokens, of which 64k is a power of two: 65,536."""
+_COUNTS = re.compile(r"^(train|lr)_|_(iters|interval|samples|tokens)$|^(limit|epochs)$")
+"""Fields of counts, of which 64k is 64,000."""
+_POWERS = {"": 0, "k": 1, "K": 1, "M": 2, "B": 3, "T": 4}
+
+
+def integer(name: str, text: str) -> int:
+    """The number that the value of a field means: 2_048, 1e6, 64k, 1.5M. Raises
+    argparse.ArgumentTypeError where it is not an integer, or k may be 1,000 or 1,024."""
+    match = _INTEGER.fullmatch(text.strip())
+    if match is None:
+        raise ArgumentTypeError(f"invalid int value: {text!r}")
+    try:
+        number, power = Fraction(match[1].replace("_", "")), _POWERS[match[2]]
+        int(match[1]) if match[1].lstrip("+-").replace("_", "").isdecimal() else None
+    except ValueError:
+        raise ArgumentTypeError(f"invalid int value: {text!r}") from None
+    decimal, binary = number * 1000**power, number * 1024**power
+    if power and not _COUNTS.search(name) and not _LENGTHS.search(name):
+        raise ArgumentTypeError(
+            f"{text} may be {_shown(decimal)} or {_shown(binary)}; give the number itself"
+        )
+    value = binary if _LENGTHS.search(name) else decimal
+    if value.denominator != 1:
+        raise ArgumentTypeError(f"{text} is not an integer")
+    return int(value)
+
+
+def _shown(value: Fraction) -> str:
+    return f"{int(value):,}" if value.denominator == 1 else f"{float(value):,}"
+
+
+def nearest_flag(name: str, known: Iterable[str]) -> str:
+    """The known flag that an unknown one is probably a misspelling of: up to a quarter of its
+    letters are wrong, or words are missing from it; empty if there is none."""
+    typed = name.lower().replace("_", "-")
+    flags = [flag for flag in known if flag.startswith("--")]
+    most = max(1, len(typed.strip("-")) // 4)
+    by_distance = [(edit_distance(typed, flag.lower().replace("_", "-")), flag) for flag in flags]
+    distance, flag = min(by_distance, default=(most + 1, ""))
+    if distance <= most:
+        return flag
+    words = set(typed.strip("-").split("-"))
+    longer = [flag for flag in flags if words < set(flag[2:].replace("_", "-").split("-"))]
+    fewest = min((flag.count("-") for flag in longer), default=0)
+    longer = [flag for flag in longer if flag.count("-") == fewest]
+    return longer[0] if len(longer) == 1 and len(words) > 1 else ""
+
+
+def edit_distance(one: str, other: str) -> int:
+    """Number of letters to insert, delete, replace or swap (optimal string alignment)."""
+    before: list[int] = []
+    row = list(range(len(other) + 1))
+    for i, a in enumerate(one, 1):
+        earlier, before, row = before, row, [i]
+        for j, b in enumerate(other, 1):
+            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (a != b))
+            if i > 1 and j > 1 and a == other[j - 2] and one[i - 2] == b:
+                cost = min(cost, earlier[j - 2] + 1)
+            row.append(cost)
+    return row[-1]
 
 
 def nearest(name: str, known: Iterable[str], hint: str, cutoff: float = 0.6) -> str:
