@@ -142,7 +142,7 @@ def build_trainer(
         data = data.skipping(begin.skip_samples)
     if config.kind(PreferenceConfig).preference == "kto":
         resolve_name(COMPARISONS)(engine)
-    report = Reporter(run.resolved, plan, mesh, device, begin)
+    report = Reporter(run.resolved, plan, mesh, device, begin, data.portions)
     for teacher in teaching:
         teacher.start(engine, data, plan, begin.consumed_samples)
         report.beside = teacher.flops
@@ -187,6 +187,7 @@ def build_trainer(
         ),
         Position(begin.iteration, begin.consumed_samples),
         config.data.num_workers,
+        report.evaluated_before(config, begin),
     )
 
 

@@ -1,17 +1,20 @@
-"""Passes over the training data: ``--epochs``, and how often a run reads its data."""
+"""The extent of a run: ``--epochs``, its parameters and tokens, and passes over its data."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import NamedTuple
 
-from megatron.config import ConfigError, Setting, Settings
+from megatron.config import ConfigError, RunConfig, Setting, Settings
 from megatron.config.training import LENGTHS
 from megatron.data.build import Portion
 from megatron.families import family_of
 from megatron.training.plan import TrainingPlan
 from megatron.training.run import Run
 
+PARAMETERS = "megatron.planning.parameters"
+"""Counts the parameters of a layout; imported by name, since planning uses training."""
 ORIGIN = "--epochs"
 PROVISIONAL = 10**6
 """Length of the run until the number of samples is known."""
@@ -108,3 +111,38 @@ def tokens_of(portion: Portion) -> int:
 def data_passes(portions: Sequence[Portion], tokens: int) -> list[float]:
     """How often a run of so many tokens reads each portion."""
     return [tokens * each.weight / max(1, tokens_of(each)) for each in portions]
+
+
+def extent(config: RunConfig, plan: TrainingPlan, portions: Sequence[Portion]) -> list[str]:
+    """Lines about how much a run trains: parameters, tokens, and epochs over its data."""
+    per_step = plan.global_batch_size * plan.seq_length
+    tokens = plan.lengths.tokens(plan.batch_size.samples(plan.train_iters))
+    length = f"{per_step:,} tokens a step, {tokens:,} in all"
+    passes = data_passes(portions, tokens)
+    if plan.epochs is not None:
+        length += f" ({plan.epochs.count} epochs of {plan.epochs.samples:,} samples)"
+    elif passes:
+        ends = dict.fromkeys(f"{count:,.3g}" for count in (min(passes), max(passes)))
+        files = f" of {len(portions)} files" if len(portions) > 1 else ""
+        total = sum(map(tokens_of, portions))
+        length += f": {' to '.join(ends)} epochs over the {total:,} tokens{files}"
+    lines = [f"model: {_parameters(config)}; {length}"]
+    if plan.epochs is None and passes and max(passes) >= OFTEN:
+        most = passes.index(max(passes))
+        lines.append(
+            f"note: each token of {portions[most].path} is read about {passes[most]:,.0f} times; "
+            "more text or a shorter run is usually better than many epochs over little"
+        )
+    return lines
+
+
+def _parameters(config: RunConfig) -> str:
+    """The number of parameters, and the most that a rank has where ranks divide them."""
+    sizes = import_module(PARAMETERS)
+    layout = config.layout()
+    text = f"{sizes.model_parameters(config.model):,} parameters"
+    if layout.tensor * layout.pipeline == 1 and layout.zero < 3:
+        return text
+    shares = sizes.rank_shares(config.model, layout, config.parallel.pipeline_partition)
+    most = max(share.parameters for share in shares)
+    return f"{text}, {most // (layout.data if layout.zero == 3 else 1):,} on a rank"

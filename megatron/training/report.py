@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from pkgutil import resolve_name
 from typing import Any
 
@@ -14,8 +17,9 @@ import torch
 
 from megatron.config import Resolved, RunConfig
 from megatron.config.parallel import ParallelConfig
+from megatron.data.build import Portion
 from megatron.families import family_of
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.mesh import Mesh, first_reason
 from megatron.training.metrics import (
     IntervalMeter,
     RankTimes,
@@ -32,9 +36,24 @@ from megatron.training.trainer import Callback, Step, Trainer
 from megatron.training.writers import RunWriter, TeeWriter, build_writers
 from megatron.training.written import WrittenTexts
 from megatron.util.processes import is_main_process
+from megatron.util.progress import above_bars, progress_bar
 
+FIRST_STEPS = 2
+"""Steps of a start with a line of their own, where log lines are further apart."""
 ADAPTERS = "megatron.training.adapters"
 """What to say of the adapters of ``--lora``; imported for runs with the flag only."""
+
+
+EXTENT = "megatron.training.passes:extent"
+"""Lines about parameters, tokens and epochs; imported for runs that train."""
+READ_METRICS = "megatron.training.plots:read_metrics"
+"""Reads the metrics of an earlier start; imported where a run has nothing left to train."""
+
+
+class _LogHandler(logging.StreamHandler[Any]):
+    def emit(self, record: logging.LogRecord) -> None:
+        with above_bars(self.stream):
+            super().emit(record)
 
 
 class _LogFormatter(logging.Formatter):
@@ -49,7 +68,7 @@ def show_log() -> None:
     logger = logging.getLogger("megatron")
     if logger.handlers:
         return
-    handler = logging.StreamHandler()
+    handler = _LogHandler()
     handler.setFormatter(_LogFormatter())
     logger.addHandler(handler)
     logger.setLevel(logging.INFO if is_main_process() else logging.WARNING)
@@ -58,7 +77,8 @@ def show_log() -> None:
 
 def say(text: str) -> None:
     """Prints a line with the time."""
-    print(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {text}", flush=True)
+    with above_bars():
+        print(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {text}", flush=True)
 
 
 class Reporter(Callback):
@@ -71,6 +91,7 @@ class Reporter(Callback):
         mesh: Mesh,
         device: torch.device,
         begin: ResumePoint,
+        portions: Callable[[], Sequence[Portion]] = list,
     ) -> None:
         config = resolved.config
         self.plan, self.mesh, self.device = plan, mesh, device
@@ -99,14 +120,22 @@ class Reporter(Callback):
                 configuration=config.to_dict(),
             )
         self._write_resume(begin.iteration, begin.consumed_samples)
-        self._announce(resolved, begin)
+        self._announce(resolved, begin, portions)
+        self._bar = progress_bar(
+            "training", total=plan.train_iters, unit=" steps", initial=begin.iteration
+        )
+        self._early = FIRST_STEPS if self.log_interval > FIRST_STEPS else 0
+        """Steps that still get a line of their own."""
+        self._last_step = time.monotonic()
 
     def _write_resume(self, iteration: int, consumed_samples: int) -> None:
         """Where the rows before were written by another process, or before a step back."""
         if iteration:
             self._write("resume", iteration, consumed_samples, {})
 
-    def _announce(self, resolved: Resolved, begin: ResumePoint) -> None:
+    def _announce(
+        self, resolved: Resolved, begin: ResumePoint, portions: Callable[[], Sequence[Portion]]
+    ) -> None:
         config, origins = resolved.config, resolved.origins.values()
         given = sum(origin.startswith(("flag", "derived")) for origin in origins)
         self.say(f"{given} values given or derived; --explain-config prints all")
@@ -119,6 +148,9 @@ class Reporter(Callback):
             f"batches: micro {self.plan.micro_batch_size}, "
             f"global {growing}{self.plan.global_batch_size}, {self.plan.train_iters} iterations"
         )
+        if self.main and not self.plan.skip_train:
+            for line in resolve_name(EXTENT)(config, self.plan, portions()):
+                self.say(line)
         if config.adapters.lora:
             self.say(resolve_name(f"{ADAPTERS}:trained_line")(config))
         if self.peak is not None:
@@ -135,12 +167,44 @@ class Reporter(Callback):
             self.say(f"weights from {begin.folder}; starting at iteration 0")
         elif begin.restarts:
             self.say(f"weights and optimizer from {begin.folder}; starting at iteration 0")
-        else:
+        elif not self.nothing_left(begin):
             self.say(f"resumed from {begin.folder} at iteration {begin.iteration}")
         for line in begin.notes:
             self.say(f"{begin.folder}: {line}")
         for line in begin.changed:
             self.say(f"differs from the checkpoint's run: {line}")
+
+    def nothing_left(self, begin: ResumePoint) -> bool:
+        """True if the checkpoint is of the run's last step, or a later one."""
+        return not self.plan.skip_train and begin.iteration >= self.plan.train_iters
+
+    def evaluated_before(self, config: RunConfig, begin: ResumePoint) -> bool:
+        """True if nothing is left to train, and the metrics of an earlier start have the last
+        evaluations. Every rank calls it."""
+        if not self.nothing_left(begin):
+            return False
+        done = None
+        if self.main and self._has_evaluations(config, begin.iteration):
+            done = "evaluated"
+        again = (
+            "evaluations follow"
+            if first_reason(done, self.device) is None
+            else ("its evaluations are in the metrics; --skip-train evaluates again")
+        )
+        self.say(
+            f"nothing left to train: {begin.folder} has all {self.plan.train_iters} iterations; "
+            f"{again}"
+        )
+        return again != "evaluations follow"
+
+    def _has_evaluations(self, config: RunConfig, iteration: int) -> bool:
+        file = config.logging.metrics_file
+        if file is None or not os.path.exists(file):
+            return False
+        rows = resolve_name(READ_METRICS)(file)
+        kinds = {row["kind"].split()[0] for row in rows if row.get("iteration") == iteration}
+        missing = {"task"} - kinds if config.tasks.eval_tasks else set()
+        return bool(kinds & {"validation", "test", "task"}) and not missing
 
     def say(self, text: str) -> None:
         """Prints a line with the time, on the main process."""
@@ -150,6 +214,8 @@ class Reporter(Callback):
     def before_step(self, trainer: Trainer) -> None:
         """Starts the clock at the first step."""
         if self.meter is None:
+            self._last_step = time.monotonic()
+            self._bar.n = trainer.iteration  # after a step back it is a lower one
             self.time_left.begin(trainer.iteration)
             self.meter = IntervalMeter(
                 train_iters=self.plan.train_iters,
@@ -191,6 +257,21 @@ class Reporter(Callback):
                 trained_tokens=None if step.counts is None else step.counts.trained,
             )
         )
+        self._bar.update()
+        if self._early and not trainer.at_end:
+            self._say_early(step)
+
+    def _say_early(self, step: Step) -> None:
+        """Prints the time of the first steps, which waits for them."""
+        losses = ", ".join(f"{name} {loss:.4g}" for name, loss in _read(step.result.losses))
+        now = time.monotonic()
+        seconds, self._last_step = now - self._last_step, now
+        text = f"step {step.iteration}: {seconds:.3g} s, {losses}"
+        self._early -= 1
+        if not self._early:
+            left = timedelta(seconds=round(seconds * (self.plan.train_iters - step.iteration)))
+            text += f"; the other {self.plan.train_iters - step.iteration:,} take about {left}"
+        self.say(text)
 
     @contextlib.contextmanager
     def paused(self, trainer: Trainer) -> Iterator[None]:
@@ -216,7 +297,8 @@ class Reporter(Callback):
             seconds_left=left,
             spending=self.spending(left),
         )
-        self.say(metrics.line().strip())
+        on_terminal = sys.stdout.isatty()
+        self.say(metrics.short_line() if on_terminal else metrics.line().strip())
         self._write("train", iteration, samples, metrics.row())
 
     def evaluated(self, trainer: Trainer, evaluation: Reported) -> None:
@@ -235,6 +317,7 @@ class Reporter(Callback):
         )
 
     def training_ended(self, trainer: Trainer, reason: str | None) -> None:
+        self._bar.close()
         if reason is not None:
             self.say(f"stopped by {reason} after iteration {trainer.iteration}")
 
@@ -255,7 +338,12 @@ class Reporter(Callback):
         self.writer.scalars(kind, iteration, values, samples=samples, tokens=tokens)
 
     def __exit__(self, error_type: type[BaseException] | None, *_: Any) -> None:
+        self._bar.close()
         self.writer.close()
+
+
+def _read(losses: Mapping[str, torch.Tensor]) -> list[tuple[str, float]]:
+    return [(name, float(loss)) for name, loss in losses.items()]
 
 
 def _layout(config: RunConfig) -> str:
