@@ -11,7 +11,6 @@ import sys
 import typing
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
-from importlib import import_module
 from pkgutil import resolve_name
 from typing import Any, NoReturn
 
@@ -99,12 +98,13 @@ class CommandParser(argparse.ArgumentParser):
         word = next((w for w in unknown if w.startswith("-")), unknown[0])
         known, name = self._option_string_actions, word.split("=", 1)[0]
         # It knows all flags of training, and is needed for a message only.
-        others = import_module("megatron.config.unknown_flags")
+        others = "megatron.config.unknown_flags:{}"
         if not word.startswith("-"):
-            other = others.another_trainers(name, known) if "=" in word else None
+            trainers = resolve_name(others.format("another_trainers"))
+            other = trainers(name, known) if "=" in word else None
             hint = "" if other is None else f"; flags begin with --: {other}"
             self.error(f"'{word}' is not a value of any flag{hint}")
-        instead = others.instead_of(name, self.prog, known)
+        instead = resolve_name(others.format("instead_of"))(name, self.prog, known)
         if instead is not None:
             self.error(f"{name} {instead}")
         hint = nearest_flag(name, known)

@@ -62,6 +62,21 @@ class Portion(NamedTuple):
     total: int
     """Units of the whole file."""
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of the documents; where several sequences are a unit, the share of the file's."""
+        lengths = self.documents.sequence_lengths
+        if self.total == len(lengths):
+            return int(lengths[self.units.start : self.units.stop].sum(dtype="int64"))
+        return int(lengths.sum(dtype="int64")) * len(self.units) // max(1, self.total)
+
+
+class PortionSize(NamedTuple):
+    """Tokens of a portion, and the weight of its file."""
+
+    weight: float
+    tokens: int
+
 
 class DataFile(NamedTuple):
     """A file that a part of the data was made of."""

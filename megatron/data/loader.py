@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from megatron.data.build import DataFile, Datasets, Portion
+from megatron.data.build import DataFile, Datasets, PortionSize
 from megatron.data.sampler import MicroBatchSampler, without_samples
 from megatron.data.samples import SampleDataset
 from megatron.util.errors import FaultError, is_for_users, name_lost_pages
@@ -132,7 +132,7 @@ class TrainingData(NamedTuple):
         files: returns what the samples are made of.
         ordered: makes the training samples in their order, without those of some ``--skip-samples``
             ranges; by default ``datasets.train`` without them.
-        portions: returns the documents that the training samples are made of, where they are known.
+        sizes: returns the tokens that the training samples are made of, by file, where known.
     """
 
     datasets: Datasets
@@ -140,7 +140,7 @@ class TrainingData(NamedTuple):
     weighed: bool = False
     files: Callable[[], Sequence[DataFile]] = list
     ordered: Callable[[Sequence[str]], SampleDataset[Any] | None] | None = None
-    portions: Callable[[], Sequence[Portion]] = list
+    sizes: Callable[[], Sequence[PortionSize]] = list
 
     def skipping(self, ranges: Sequence[str]) -> TrainingData:
         """The same without training samples of these ranges, instead of those that it is without.

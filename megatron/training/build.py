@@ -142,7 +142,7 @@ def build_trainer(
         data = data.skipping(begin.skip_samples)
     if config.kind(PreferenceConfig).preference == "kto":
         resolve_name(COMPARISONS)(engine)
-    report = Reporter(run.resolved, plan, mesh, device, begin, data.portions)
+    report = Reporter(run.resolved, plan, mesh, device, begin, data.sizes)
     for teacher in teaching:
         teacher.start(engine, data, plan, begin.consumed_samples)
         report.beside = teacher.flops

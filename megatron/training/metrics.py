@@ -183,7 +183,7 @@ class IntervalMetrics:
         ]
         if self.mfu is not None:
             fields.append(f"MFU: {100 * self.mfu:.1f}%")
-        if self.hfu is not None and self.hfu != self.mfu:
+        if self.hfu is not None:
             fields.append(f"HFU: {100 * self.hfu:.1f}%")
         fields.append(f"memory (GiB): {self.memory.allocated / 2**30:.2f}")
         if (ranks := self.rank_times) is not None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from megatron.config import ConfigError, RunConfig, Setting, Settings
 from megatron.config.training import LENGTHS
-from megatron.data.build import Portion
+from megatron.data.build import PortionSize
 from megatron.families import family_of
 from megatron.training.plan import TrainingPlan
 from megatron.training.run import Run
@@ -88,7 +88,7 @@ def _files(run: Run, epochs: int, shown: str) -> list[FileSamples]:
         )
     portions = data.training_portions()
     if not of_examples:
-        samples = [data.samples_of(epochs * tokens_of(each)) or 0 for each in portions]
+        samples = [data.samples_of(epochs * each.tokens) or 0 for each in portions]
     else:
         # A data set for one sample has those of a whole pass.
         train = data.training_data((1, 0, 0), list).datasets.train
@@ -99,39 +99,25 @@ def _files(run: Run, epochs: int, shown: str) -> list[FileSamples]:
     ]
 
 
-def tokens_of(portion: Portion) -> int:
-    """Tokens of the documents of a portion; where several sequences are a document, the share of
-    the file's."""
-    lengths, units = portion.documents.sequence_lengths, portion.units
-    if portion.total == len(lengths):
-        return int(lengths[units.start : units.stop].sum(dtype="int64"))
-    return int(lengths.sum(dtype="int64")) * len(units) // max(1, portion.total)
-
-
-def data_passes(portions: Sequence[Portion], tokens: int) -> list[float]:
-    """How often a run of so many tokens reads each portion."""
-    return [tokens * each.weight / max(1, tokens_of(each)) for each in portions]
-
-
-def extent(config: RunConfig, plan: TrainingPlan, portions: Sequence[Portion]) -> list[str]:
-    """Lines about how much a run trains: parameters, tokens, and epochs over its data."""
+def extent(config: RunConfig, plan: TrainingPlan, files: Sequence[PortionSize]) -> list[str]:
+    """Lines about how much a run trains: parameters, tokens, and epochs over its files."""
     per_step = plan.global_batch_size * plan.seq_length
     tokens = plan.lengths.tokens(plan.batch_size.samples(plan.train_iters))
     length = f"{per_step:,} tokens a step, {tokens:,} in all"
-    passes = data_passes(portions, tokens)
+    passes = [tokens * file.weight / max(1, file.tokens) for file in files]
     if plan.epochs is not None:
         length += f" ({plan.epochs.count} epochs of {plan.epochs.samples:,} samples)"
     elif passes:
         ends = dict.fromkeys(f"{count:,.3g}" for count in (min(passes), max(passes)))
-        files = f" of {len(portions)} files" if len(portions) > 1 else ""
-        total = sum(map(tokens_of, portions))
-        length += f": {' to '.join(ends)} epochs over the {total:,} tokens{files}"
+        total, several = sum(file.tokens for file in files), len(files) > 1
+        length += f": {' to '.join(ends)} epochs over the {total:,} tokens of data"
+        length += f" in {len(files)} files" if several else ""
     lines = [f"model: {_parameters(config)}; {length}"]
     if plan.epochs is None and passes and max(passes) >= OFTEN:
-        most = passes.index(max(passes))
+        where = f" in file {passes.index(max(passes)) + 1}" if several else ""
         lines.append(
-            f"note: each token of {portions[most].path} is read about {passes[most]:,.0f} times; "
-            "more text or a shorter run is usually better than many epochs over little"
+            f"note: each token of the data{where} is read about {max(passes):,.0f} times; more "
+            "text or a shorter run is usually better than many epochs over little"
         )
     return lines
 

@@ -17,7 +17,7 @@ import torch
 
 from megatron.config import Resolved, RunConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.data.build import Portion
+from megatron.data.build import PortionSize
 from megatron.families import family_of
 from megatron.parallel.mesh import Mesh, first_reason
 from megatron.training.metrics import (
@@ -91,7 +91,7 @@ class Reporter(Callback):
         mesh: Mesh,
         device: torch.device,
         begin: ResumePoint,
-        portions: Callable[[], Sequence[Portion]] = list,
+        sizes: Callable[[], Sequence[PortionSize]] = list,
     ) -> None:
         config = resolved.config
         self.plan, self.mesh, self.device = plan, mesh, device
@@ -120,7 +120,7 @@ class Reporter(Callback):
                 configuration=config.to_dict(),
             )
         self._write_resume(begin.iteration, begin.consumed_samples)
-        self._announce(resolved, begin, portions)
+        self._announce(resolved, begin, sizes)
         self._bar = progress_bar(
             "training", total=plan.train_iters, unit=" steps", initial=begin.iteration
         )
@@ -134,7 +134,7 @@ class Reporter(Callback):
             self._write("resume", iteration, consumed_samples, {})
 
     def _announce(
-        self, resolved: Resolved, begin: ResumePoint, portions: Callable[[], Sequence[Portion]]
+        self, resolved: Resolved, begin: ResumePoint, sizes: Callable[[], Sequence[PortionSize]]
     ) -> None:
         config, origins = resolved.config, resolved.origins.values()
         given = sum(origin.startswith(("flag", "derived")) for origin in origins)
@@ -149,7 +149,7 @@ class Reporter(Callback):
             f"global {growing}{self.plan.global_batch_size}, {self.plan.train_iters} iterations"
         )
         if self.main and not self.plan.skip_train:
-            for line in resolve_name(EXTENT)(config, self.plan, portions()):
+            for line in resolve_name(EXTENT)(config, self.plan, sizes()):
                 self.say(line)
         if config.adapters.lora:
             self.say(resolve_name(f"{ADAPTERS}:trained_line")(config))
