@@ -102,11 +102,12 @@ def build_trainer(
     callbacks: Sequence[Callback] = (),
     data: TrainingData | None = None,
     epochs: Epochs | None = None,
+    brief: bool = False,
 ) -> Trainer:
     """The trainer of a run: model, data, checkpoints, logging and signals. ``callbacks`` are called
     before those of the run; ``data`` take the place of the run's own, and ``epochs`` that of its
-    length. Raises ValueError or OSError if data or checkpoints cannot be used; the message names
-    them."""
+    length; ``brief`` are short log lines. Raises ValueError or OSError if data or checkpoints
+    cannot be used; the message names them."""
     config, device = run.config, training_device()
     tasks = [resolve_name(EVAL_TASKS)(config, run.tokenizer)] if config.tasks.eval_tasks else []
     compare_folders(config)
@@ -142,7 +143,8 @@ def build_trainer(
         data = data.skipping(begin.skip_samples)
     if config.kind(PreferenceConfig).preference == "kto":
         resolve_name(COMPARISONS)(engine)
-    report = Reporter(run.resolved, plan, mesh, device, begin, data.sizes)
+    sizes = list if data.weighed else data.sizes  # examples are padded
+    report = Reporter(run.resolved, plan, mesh, device, begin, sizes, brief)
     for teacher in teaching:
         teacher.start(engine, data, plan, begin.consumed_samples)
         report.beside = teacher.flops

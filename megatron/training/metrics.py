@@ -198,14 +198,14 @@ class IntervalMetrics:
         return " " + " | ".join(fields) + " |"
 
     def short_line(self) -> str:
-        """The console line for a terminal: the same names, without what hardly changes or who
-        watches a terminal does not need; :meth:`row` has everything."""
+        """The console line for readers: the same names, the losses first, without values that
+        hardly change or explain something; :meth:`row` has everything."""
         rate = self.tokens_per_second_per_device * self.devices
         fields = [
             f"iteration {self.iteration:8d}/{self.train_iters:8d}",
-            f"consumed samples: {self.consumed_samples}",
             *(f"{name}: {loss:.6E}" for name, loss in self.losses.items()),
             f"learning rate: {self.learning_rate:.3E}",
+            f"consumed samples: {self.consumed_samples}",
         ]
         if self.grad_norm is not None:
             fields.append(f"grad norm: {self.grad_norm:.3f}")

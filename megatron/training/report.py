@@ -92,7 +92,9 @@ class Reporter(Callback):
         device: torch.device,
         begin: ResumePoint,
         sizes: Callable[[], Sequence[PortionSize]] = list,
+        brief: bool = False,
     ) -> None:
+        self._brief = brief or sys.stdout.isatty()
         config = resolved.config
         self.plan, self.mesh, self.device = plan, mesh, device
         self.beside: Callable[[Step], float] = lambda step: 0.0
@@ -297,8 +299,7 @@ class Reporter(Callback):
             seconds_left=left,
             spending=self.spending(left),
         )
-        on_terminal = sys.stdout.isatty()
-        self.say(metrics.short_line() if on_terminal else metrics.line().strip())
+        self.say(metrics.short_line() if self._brief else metrics.line().strip())
         self._write("train", iteration, samples, metrics.row())
 
     def evaluated(self, trainer: Trainer, evaluation: Reported) -> None:
@@ -308,8 +309,8 @@ class Reporter(Callback):
         )
 
     def wrote(self, trainer: Trainer, texts: WrittenTexts) -> None:
-        for line in texts.lines():
-            self.say(line)
+        if trainer.at_end and texts.texts:
+            self.say(texts.line())
         self.writer.texts(
             texts,
             samples=trainer.consumed_samples,

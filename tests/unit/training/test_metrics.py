@@ -173,8 +173,8 @@ def test_a_terminals_line_is_short_with_the_same_names():
     interval.add(step(10.0))
     metrics = finish(interval)
     assert metrics.short_line() == (
-        "iteration       10/     100 | consumed samples: 160 | lm loss: 1.000000E+01 | "
-        "learning rate: 1.500E-04 | grad norm: 1.234 | elapsed time per iteration (ms): 123.4 | "
+        "iteration       10/     100 | lm loss: 1.000000E+01 | learning rate: 1.500E-04 | "
+        "consumed samples: 160 | grad norm: 1.234 | elapsed time per iteration (ms): 123.4 | "
         f"tokens per second: {metrics.tokens_per_second_per_device * 2:,.0f} | MFU: 207.5% |"
     )
     names = {field.partition(":")[0] for field in metrics.short_line().split(" | ")[1:6]}
