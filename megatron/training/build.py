@@ -84,6 +84,9 @@ RUN_RECORD = "megatron.training.run_record.callback:RunRecorder"
 RESTARTED = "megatron.training.unattended.restarted:restarted"
 """The callback of ``--inprocess-restart``, imported for runs with the flag only."""
 
+FITS = "megatron.planning.fit:check_fits"
+"""Refuses a model that memory has no room for. It uses training, hence the name."""
+
 EXAMPLE_CHECKS = "megatron.training.example_checks:warn_of_examples"
 """Warns of what is probably wrong with instructions and preferences. It is called with the run and
 its data, and imported for such data only."""
@@ -111,6 +114,7 @@ def build_trainer(
     config, device = run.config, training_device()
     tasks = [resolve_name(EVAL_TASKS)(config, run.tokenizer)] if config.tasks.eval_tasks else []
     compare_folders(config)
+    resolve_name(FITS)(config, run.content, mesh, device)
     data = data or run_data(run)
     if config.data.verify_data:
         verify_checksums([file.path for file in data.files()], mesh.world.rank, mesh.world.size)
