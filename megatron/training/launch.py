@@ -269,7 +269,8 @@ def run_node(node: Node, command: Sequence[str], port: int, timeout_minutes: flo
             rank, failure = error.get_first_failure()
             if failure.exitcode >= 0:
                 return failure.exitcode
-            print(f"error: process {rank} {death(failure.exitcode)}", file=sys.stderr)
+            if failure.exitcode != -signal.SIGINT:  # the user's, which the process has mentioned
+                print(f"error: process {rank} {death(failure.exitcode)}", file=sys.stderr)
             return 128 - failure.exitcode
     return 0
 

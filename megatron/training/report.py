@@ -17,10 +17,11 @@ import torch
 
 from megatron.config import Resolved, RunConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.data.build import PortionSize
+from megatron.data.build import Datasets, PortionSize
 from megatron.families import family_of
 from megatron.parallel.mesh import Mesh, first_reason
 from megatron.training.metrics import (
+    Evaluation,
     IntervalMeter,
     RankTimes,
     Reported,
@@ -180,33 +181,36 @@ class Reporter(Callback):
         """True if the checkpoint is of the run's last step, or a later one."""
         return not self.plan.skip_train and begin.iteration >= self.plan.train_iters
 
-    def evaluated_before(self, config: RunConfig, begin: ResumePoint) -> bool:
-        """True if nothing is left to train, and the metrics of an earlier start have the last
+    def evaluated_before(self, config: RunConfig, begin: ResumePoint, datasets: Datasets) -> bool:
+        """True if nothing is left to train, and the metrics of an earlier start have all last
         evaluations. Every rank calls it."""
         if not self.nothing_left(begin):
             return False
-        done = None
-        if self.main and self._has_evaluations(config, begin.iteration):
-            done = "evaluated"
-        again = (
-            "evaluations follow"
-            if first_reason(done, self.device) is None
-            else ("its evaluations are in the metrics; --skip-train evaluates again")
-        )
+        missing = None
+        if self.main:
+            missing = self._missing_evaluation(config, begin.iteration, datasets)
+        again = first_reason(missing, self.device) is not None
+        how = "" if again else "; its evaluations were made, and --skip-train repeats them"
         self.say(
-            f"nothing left to train: {begin.folder} has all {self.plan.train_iters} iterations; "
-            f"{again}"
+            f"nothing left to train: {begin.folder} has all {self.plan.train_iters} iterations{how}"
         )
-        return again != "evaluations follow"
+        return not again
 
-    def _has_evaluations(self, config: RunConfig, iteration: int) -> bool:
-        file = config.logging.metrics_file
-        if file is None or not os.path.exists(file):
-            return False
-        rows = resolve_name(READ_METRICS)(file)
-        kinds = {row["kind"].split()[0] for row in rows if row.get("iteration") == iteration}
-        missing = {"task"} - kinds if config.tasks.eval_tasks else set()
-        return bool(kinds & {"validation", "test", "task"}) and not missing
+    def _missing_evaluation(
+        self, config: RunConfig, iteration: int, datasets: Datasets
+    ) -> str | None:
+        """An evaluation of an iteration that is not in the metrics; None if all are there."""
+        wanted = []
+        if self.plan.eval_micro_batches:
+            for test, sets in ((False, datasets.valid), (True, datasets.test)):
+                wanted += [Evaluation(iteration, {}, name, test).kind for name in sets]
+        file, rows = config.logging.metrics_file, []
+        if file is not None and os.path.exists(file):
+            rows = resolve_name(READ_METRICS)(file)
+        kinds = [row["kind"] for row in rows if row.get("iteration") == iteration]
+        if config.tasks.eval_tasks and not any(kind.startswith("task ") for kind in kinds):
+            return "tasks"
+        return next((kind for kind in wanted if kind not in kinds), None)
 
     def say(self, text: str) -> None:
         """Prints a line with the time, on the main process."""

@@ -149,8 +149,9 @@ def shorten_interrupts() -> None:
         if not issubclass(kind, KeyboardInterrupt):
             others(kind, error, trace)
             return
-        with suppress(OSError):
-            print("interrupted", file=sys.stderr, flush=True)
+        if os.environ.get("RANK", "0") == "0":
+            with suppress(OSError):
+                print("interrupted", file=sys.stderr, flush=True)
 
     sys.excepthook = show
 
