@@ -106,7 +106,8 @@ def extent(config: RunConfig, plan: TrainingPlan, files: Sequence[PortionSize]) 
     length = f"{per_step:,} tokens a step, {tokens:,} in all"
     passes = [tokens * file.weight / max(1, file.tokens) for file in files]
     if plan.epochs is not None:
-        length += f" ({plan.epochs.count} epochs of {plan.epochs.samples:,} samples)"
+        epochs = f"{plan.epochs.count} epoch{'s' * (plan.epochs.count > 1)}"
+        length += f" ({epochs} of {plan.epochs.samples:,} samples)"
     elif passes:
         ends = dict.fromkeys(f"{count:,.3g}" for count in (min(passes), max(passes)))
         total, several = sum(file.tokens for file in files), len(files) > 1
