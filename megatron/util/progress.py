@@ -61,6 +61,11 @@ def counted(items: Iterator[Any], bar: tqdm[Any]) -> Iterator[Any]:
         bar.update()
 
 
+def move_to(bar: tqdm[Any], done: int) -> None:
+    """Moves a bar to a number of items that are done."""
+    bar.update(done - bar.n)
+
+
 def say(line: str) -> None:
     """Prints a line on standard output, above any bar."""
     tqdm.write(line, file=sys.stdout)
