@@ -25,7 +25,7 @@ from megatron.config import ConfigError, ParallelFlags, Settings
 from megatron.config.flags import ConfigResolver, build
 from megatron.config.resilience import ResilienceConfig
 from megatron.engine.environment import meeting, prepare_deepspeed, tasks_of_scheduler, world_size
-from megatron.training.stopping import STOP_SIGNALS
+from megatron.training.stopping import stop_signals
 from megatron.util.processes import death
 
 logger = logging.getLogger(__name__)
@@ -292,7 +292,7 @@ def _forwarded_signals() -> Iterator[None]:
                     child.send_signal(received[0])
 
     threading.Thread(target=forward, daemon=True).start()
-    handlers = {number: signal.signal(number, lambda *_: None) for number in STOP_SIGNALS}
+    handlers = {number: signal.signal(number, lambda *_: None) for number in stop_signals()}
     before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     try:
         yield
