@@ -352,7 +352,7 @@ def _shown(value: Fraction) -> str:
 
 def nearest_flag(name: str, known: Iterable[str]) -> str:
     """The known flag that an unknown one is probably a misspelling of: up to a quarter of its
-    letters are wrong, or words are missing from it; empty if there is none."""
+    letters are wrong, or words are missing from it; empty without one."""
     typed = name.lower().replace("_", "-")
     flags = [flag for flag in known if flag.startswith("--")]
     most = max(1, len(typed.strip("-")) // 4)

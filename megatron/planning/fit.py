@@ -32,7 +32,7 @@ _CGROUPS = (
 
 
 @dataclass(frozen=True)
-class Need:
+class MemoryNeed:
     """Bytes that a rank needs at least, and in all, in the memory of its device or machine."""
 
     least: float = 0.0
@@ -54,7 +54,7 @@ def check_fits(config: RunConfig, content: Json, mesh: Mesh, device: torch.devic
     ranks = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     stages = [coordinates_of(rank, mesh.sizes)["pipeline"][0] for rank in ranks]
     needs = [_on_machine(config, layout, memories[stage], device.type) for stage in stages]
-    together = Need(sum(need.least for need in needs), sum(need.whole for need in needs))
+    together = MemoryNeed(sum(need.least for need in needs), sum(need.whole for need in needs))
     where = "this machine" + (f", for its {len(ranks)} ranks" if len(ranks) > 1 else "")
     _judge(config, layout, device.type, together, free_memory(), where)
 
@@ -102,24 +102,24 @@ def _optimizer(config: RunConfig, layout: Layout, memory: Memory) -> float:
     return memory.optimizer
 
 
-def _on_device(config: RunConfig, layout: Layout, memory: Memory) -> Need:
+def _on_device(config: RunConfig, layout: Layout, memory: Memory) -> MemoryNeed:
     optimizer = _optimizer(config, layout, memory) if layout.offload_optimizer is None else 0.0
     weights = memory.weights if layout.offload_param is None else 0.0
     rest = 0.0 if config.training.skip_train else memory.gradients + memory.activations
-    return Need(weights + optimizer, weights + optimizer + rest)
+    return MemoryNeed(weights + optimizer, weights + optimizer + rest)
 
 
-def _on_machine(config: RunConfig, layout: Layout, memory: Memory, device: str) -> Need:
+def _on_machine(config: RunConfig, layout: Layout, memory: Memory, device: str) -> MemoryNeed:
     if device == "cpu":
         everything = replace(layout, offload_optimizer=None, offload_param=None)
         return _on_device(config, everything, memory)
     optimizer = _optimizer(config, layout, memory) if layout.offload_optimizer == "cpu" else 0.0
     least = optimizer + (memory.weights if layout.offload_param == "cpu" else 0.0)
-    return Need(least, least)
+    return MemoryNeed(least, least)
 
 
 def _judge(
-    config: RunConfig, layout: Layout, device: str, need: Need, free: float, where: str
+    config: RunConfig, layout: Layout, device: str, need: MemoryNeed, free: float, where: str
 ) -> None:
     shown = f"{free / 2**30:,.1f} GiB are free on {where}"
     if need.least > free:

@@ -193,7 +193,7 @@ def build_trainer(
         ),
         Position(begin.iteration, begin.consumed_samples),
         config.data.num_workers,
-        report.evaluated_before(config, begin, data.datasets),
+        report.evaluated_before(config, begin, list(data.datasets.valid), list(data.datasets.test)),
     )
 
 

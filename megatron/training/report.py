@@ -17,7 +17,7 @@ import torch
 
 from megatron.config import Resolved, RunConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.data.build import Datasets, PortionSize
+from megatron.data.build import PortionSize
 from megatron.families import family_of
 from megatron.parallel.mesh import Mesh, first_reason
 from megatron.training.metrics import (
@@ -181,14 +181,16 @@ class Reporter(Callback):
         """True if the checkpoint is of the run's last step, or a later one."""
         return not self.plan.skip_train and begin.iteration >= self.plan.train_iters
 
-    def evaluated_before(self, config: RunConfig, begin: ResumePoint, datasets: Datasets) -> bool:
+    def evaluated_before(
+        self, config: RunConfig, begin: ResumePoint, valid: Sequence[str], test: Sequence[str]
+    ) -> bool:
         """True if nothing is left to train, and the metrics of an earlier start have all last
-        evaluations. Every rank calls it."""
+        evaluations, of data sets with these names. Every rank calls it."""
         if not self.nothing_left(begin):
             return False
         missing = None
         if self.main:
-            missing = self._missing_evaluation(config, begin.iteration, datasets)
+            missing = self._missing_evaluation(config, begin.iteration, valid, test)
         again = first_reason(missing, self.device) is not None
         how = "" if again else "; its evaluations were made, and --skip-train repeats them"
         self.say(
@@ -197,20 +199,20 @@ class Reporter(Callback):
         return not again
 
     def _missing_evaluation(
-        self, config: RunConfig, iteration: int, datasets: Datasets
+        self, config: RunConfig, iteration: int, valid: Sequence[str], test: Sequence[str]
     ) -> str | None:
         """An evaluation of an iteration that is not in the metrics; None if all are there."""
-        wanted = []
+        due = []
         if self.plan.eval_micro_batches:
-            for test, sets in ((False, datasets.valid), (True, datasets.test)):
-                wanted += [Evaluation(iteration, {}, name, test).kind for name in sets]
+            due = [Evaluation(iteration, {}, name).kind for name in valid]
+            due += [Evaluation(iteration, {}, name, test=True).kind for name in test]
         file, rows = config.logging.metrics_file, []
         if file is not None and os.path.exists(file):
             rows = resolve_name(READ_METRICS)(file)
         kinds = [row["kind"] for row in rows if row.get("iteration") == iteration]
         if config.tasks.eval_tasks and not any(kind.startswith("task ") for kind in kinds):
             return "tasks"
-        return next((kind for kind in wanted if kind not in kinds), None)
+        return next((kind for kind in due if kind not in kinds), None)
 
     def say(self, text: str) -> None:
         """Prints a line with the time, on the main process."""
