@@ -22,7 +22,14 @@ import numpy as np
 from megatron.config import ConfigError, RunConfig
 from megatron.config.flags import flag_of
 from megatron.config.kinds import DOCUMENTS, file_kinds, kind_classes
-from megatron.data.build import DataFile, DatasetBuilder, Datasets, Portion, SourceReader
+from megatron.data.build import (
+    DataFile,
+    DatasetBuilder,
+    Datasets,
+    Portion,
+    PortionSize,
+    SourceReader,
+)
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed import IndexedDataset
 from megatron.data.indexed.dataset_checks import TokenExtremes
@@ -251,7 +258,7 @@ class DataPipeline(ABC):
         found = self._unordered(sample_counts)
         ordered = partial(self._ordered, found.train, sample_counts[0], batch_sizes)
         weighed = self.reads_examples or any(kind.weighed for kind in self.acting)
-        data = TrainingData(found, collate, weighed, self.files, ordered)
+        data = TrainingData(found, collate, weighed, self.files, ordered, self.training_sizes)
         return data.skipping(self.config.data.skip_samples)
 
     def datasets(
@@ -276,8 +283,16 @@ class DataPipeline(ABC):
     def training_portions(self) -> list[Portion]:
         """The documents that the training samples are made of, file by file, in the order of the
         flags. Raises ValueError or OSError for files that cannot be used."""
-        train = self.parts.train
+        train = None if self.config.data.mock_data else self.parts.train
         return [] if train is None else self._builder.portions(train, PARTS[0])
+
+    def training_sizes(self) -> list[PortionSize]:
+        """Tokens of :meth:`training_portions`."""
+        return [PortionSize(each.weight, each.tokens) for each in self.training_portions()]
+
+    def samples_of(self, tokens: int) -> int | None:
+        """Samples of a stream of so many tokens; None where every pass over it draws others."""
+        return None
 
     def _ordered(
         self,

@@ -49,6 +49,10 @@ EARLY_STOP = "--early-stopping-patience"
 """How the reason of an end begins that is no interruption."""
 EVALUATIONS = 10
 """In a run, where no flag says how many."""
+LINES = 50
+"""Log lines that a run has at least, if it has as many steps."""
+MOST_BETWEEN_LINES = 10
+"""Steps between two log lines, likewise."""
 
 
 class TuningRun(NamedTuple):
@@ -105,14 +109,18 @@ def _by_examples(config: TuningConfig, settings: Settings, counts: ExampleCounts
 
 
 def _evaluations(settings: Settings, run: Run, counts: ExampleCounts) -> Settings:
-    """Evaluates on all held-out samples, now and then."""
+    """Evaluates on all held-out samples a few times, and logs often enough for a curve."""
     batch = run.config.training.global_batch_size
     own = {"eval_iters": math.ceil(max(counts.valid.values(), default=0) / batch)}
-    length = settings.get("train_samples")
-    if length is not None:
-        own["eval_interval"] = max(1, length.value // batch // EVALUATIONS)
+    steps = None
+    if "train_samples" in settings:
+        steps = settings["train_samples"].value // batch
     elif "train_iters" in settings:
-        own["eval_interval"] = max(1, settings["train_iters"].value // EVALUATIONS)
+        steps = settings["train_iters"].value
+    own["log_interval"] = MOST_BETWEEN_LINES
+    if steps is not None:
+        own["eval_interval"] = max(1, steps // EVALUATIONS)
+        own["log_interval"] = min(MOST_BETWEEN_LINES, max(1, steps // LINES))
     return {name: Setting(value, ORIGIN) for name, value in own.items()} | settings
 
 
@@ -130,9 +138,8 @@ def fine_tune(tuning: TuningRun) -> None:
         record = record_of(tuning, earlier, changes)
         prompts = sample_prompts(config, run, data)
         callbacks = (Baseline(), SampleTexts(run, mesh, prompts, config.sample_tokens))
-        trainer = build_trainer(
-            run, mesh, callbacks, data, tuning.epochs, {TUNING: record.to_json()}
-        )
+        notes = {TUNING: record.to_json()}
+        trainer = build_trainer(run, mesh, callbacks, data, tuning.epochs, notes, brief=True)
         stopped = trainer.fit()
     if not is_main_process():
         return
@@ -143,7 +150,7 @@ def fine_tune(tuning: TuningRun) -> None:
         say(f"stopped by {stopped}: the same command continues from {output / CHECKPOINTS}")
     elif config.export:
         export_model(config, run, summary, prompts.ends)
-    say(f"report: {output / REPORT}")
+    say(f"report, with the losses and the samples of every evaluation: {output / REPORT}")
 
 
 def _nothing_left(tuning: TuningRun, earlier: Earlier) -> bool:

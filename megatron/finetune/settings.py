@@ -151,7 +151,6 @@ def _defaults(
         "lr": RATES[kind],
         "lr_decay_style": "cosine",
         "weight_decay": 0.0,
-        "log_interval": 10,
         "keep_last": 2,
         **(_FOR_PREFERENCES if "preference" in settings else _FOR_INSTRUCTIONS),
         **_batches(settings, processes),

@@ -92,6 +92,9 @@ RUN_RECORD = "megatron.training.run_record.callback:RunRecorder"
 RESTARTED = "megatron.training.unattended.restarted:restarted"
 """The callback of ``--inprocess-restart``, imported for runs with the flag only."""
 
+FITS = "megatron.planning.fit:check_fits"
+"""Refuses a model that memory has no room for. It uses training, hence the name."""
+
 EXAMPLE_CHECKS = "megatron.training.example_checks:warn_of_examples"
 """Warns of what is probably wrong with instructions and preferences. It is called with the run and
 its data, and imported for such data only."""
@@ -111,14 +114,16 @@ def build_trainer(
     data: TrainingData | None = None,
     epochs: Epochs | None = None,
     notes: Mapping[str, Any] | None = None,
+    brief: bool = False,
 ) -> Trainer:
     """The trainer of a run: model, data, checkpoints, logging and signals. ``callbacks`` are called
     before those of the run; ``data`` take the place of the run's own, and ``epochs`` that of its
-    length; checkpoints keep the objects ``notes``. Raises ValueError or OSError if data or
-    checkpoints cannot be used; the message names them."""
+    length; checkpoints keep the objects ``notes``; ``brief`` are short log lines. Raises ValueError
+    or OSError if data or checkpoints cannot be used; the message names them."""
     config, device = run.config, training_device()
     tasks = [resolve_name(EVAL_TASKS)(config, run.tokenizer)] if config.tasks.eval_tasks else []
     compare_folders(config)
+    resolve_name(FITS)(config, run.content, mesh, device)
     data = data or run_data(run)
     if config.data.verify_data:
         verify_checksums([file.path for file in data.files()], mesh.world.rank, mesh.world.size)
@@ -156,7 +161,8 @@ def build_trainer(
         data = data.skipping(begin.skip_samples)
     if config.kind(PreferenceConfig).preference == "kto":
         resolve_name(COMPARISONS)(engine)
-    report = Reporter(run.resolved, plan, mesh, device, begin)
+    sizes = list if data.weighed else data.sizes  # examples are padded
+    report = Reporter(run.resolved, plan, mesh, device, begin, sizes, brief)
     for teacher in teaching:
         teacher.start(engine, data, plan, begin.consumed_samples)
         report.beside = teacher.flops
@@ -202,6 +208,7 @@ def build_trainer(
         ),
         Position(begin.iteration, begin.consumed_samples),
         config.data.num_workers,
+        report.evaluated_before(config, begin, list(data.datasets.valid), list(data.datasets.test)),
     )
 
 

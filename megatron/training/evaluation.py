@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import TOKENIZER
@@ -35,6 +36,8 @@ from megatron.training.run import Run, run_of, show_configuration
 from megatron.util.processes import is_main_process
 from megatron.util.progress import say
 
+FITS = "megatron.planning.fit:check_fits"
+"""Refuses a model that memory has no room for. It uses training, hence the name."""
 MICRO_BATCH_SIZE = 8
 """Where no flag gives one; results do not depend on it."""
 
@@ -81,6 +84,7 @@ def opened_checkpoint(
         where = f"--load {named} has no checkpoint" if named else "--load is missing"
         raise CheckpointError(f"{where}; name one")
     with connected(run, watched=watched) as mesh:
+        resolve_name(FITS)(run.config, run.content, mesh, training_device())
         compare_checkpoints([origin.found])
         spec = spec_of(run.config.model, run.config.parallel)
         engine = build_evaluator(run.config, spec, mesh, training_device())

@@ -24,6 +24,7 @@ from megatron.config import (
     resolve,
 )
 from megatron.config.flags import ConfigResolver, build
+from megatron.config.training import LENGTHS
 from megatron.data.loader import TrainingData
 from megatron.data.pipeline import training_texts
 from megatron.data.sources import with_corpora
@@ -39,6 +40,12 @@ from megatron.training.report import show_log
 from megatron.util.processes import is_main_process
 
 Config = TypeVar("Config")
+
+RUN_LENGTHS = tuple(f"train_{unit}" for unit in LENGTHS)
+"""Fields that give the length of a run."""
+
+EPOCHS = "megatron.training.passes:with_epochs"
+"""Gives a run the length of ``--epochs``, which depends on its data; imported likewise."""
 
 OWN_CHECKPOINT = "megatron.training.unattended.restarted:from_own_checkpoint"
 """Changes what a run that has been started again loads; imported likewise."""
@@ -97,6 +104,12 @@ def run_of(settings: Settings, processes: int, samples: str | None = None) -> Ru
     settings = deepspeed_json.merge(settings, content, path, processes)
     if "inprocess_restart" in settings:
         settings = resolve_name(OWN_CHECKPOINT)(settings)
+    if "epochs" in settings and not {"skip_train", *RUN_LENGTHS} & settings.keys():
+        return run_of(
+            resolve_name(EPOCHS)(settings, lambda rest: run_of(rest, processes, samples)),
+            processes,
+            samples,
+        )
     settings = resume.with_origin(resume.with_checkpoint(with_corpora(settings)))
     trained = settings["family"].value if "family" in settings else ModelConfig.family
     family = family_of(samples or trained)
