@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 
 from megatron.inference.decoding.text_stream import TextStream
 from megatron.inference.request import Finish, StopRules
@@ -23,13 +25,15 @@ class StopWatch:
         without."""
         self._stopping = stopping
         self._count = 0
-        self._texts = _StopTexts(stopping.texts)
         self._stream: TextStream | None = None
         if stopping.texts:
             if tokenizer is None:
                 raise ValueError("stop texts need a tokenizer")
             self._stream = TextStream(tokenizer, prompt)
-        self._tail = self._texts.undecided(stopping.before)
+        self._written = _StopFinder(stopping.texts)
+        self._written.find(stopping.before)
+        self._held, self._ahead = "", self._written
+        """What the stream holds back, and the finder after it."""
 
     def add(self, token: int) -> Finish | None:
         """Why the sequence ends with this token; None if it continues."""
@@ -41,11 +45,16 @@ class StopWatch:
         return "length" if self._count >= self._stopping.max_new_tokens else None
 
     def _found(self, stream: TextStream, token: int) -> bool:
-        # What was seen before cannot contain a whole stop text, only the beginning of one.
-        seen = self._tail + stream.add(token)
-        self._tail = self._texts.undecided(seen)
-        # A token adds no more than its last character to what is held.
-        return self._texts.find(seen) is not None or self._texts.end(seen, stream.held)
+        text, held = stream.add(token), stream.held
+        if self._written.find(text) is not None:
+            return True
+        if not held:
+            self._held = ""
+            return False
+        if text or not self._held or not held.startswith(self._held):
+            self._held, self._ahead = "", self._written.copy()
+        new, self._held = held[len(self._held) :], held
+        return self._ahead.find(new) is not None
 
 
 class TextBeforeStop:
@@ -56,7 +65,7 @@ class TextBeforeStop:
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
-        self._texts = _StopTexts(texts)
+        self._finder = _StopFinder(texts)
         self._held = ""
         self.stopped = False
 
@@ -64,13 +73,16 @@ class TextBeforeStop:
         """What is certain not to be, or follow, a stop text."""
         if self.stopped:
             return ""
+        before = len(self._held)
         self._held += text
-        start = self._texts.find(self._held)
-        if start is not None:
+        match = self._finder.find(text)
+        if match is not None:
             self.stopped = True
-            return self._passed(start, rest="")
-        kept = self._texts.undecided(self._held)
-        return self._passed(len(self._held) - len(kept), rest=kept)
+            end, length = match
+            return self._passed(before + end - length, rest="")
+        kept = self._finder.begun
+        count = len(self._held) - kept
+        return self._passed(count, rest=self._held[count:])
 
     def close(self) -> str:
         """The rest, which only began as a stop text does."""
@@ -81,29 +93,54 @@ class TextBeforeStop:
         return text
 
 
-class _StopTexts:
+class _StopFinder:
+    """Searches a text, which comes in pieces, for the stop texts: the algorithm of Knuth, Morris
+    and Pratt for each of them, whose time is linear in both texts."""
+
     def __init__(self, texts: Sequence[str]) -> None:
-        self._texts = texts
-        self.longest = max(map(len, texts), default=0)
+        self._borders = [(text, _borders(text)) for text in texts]
+        self._matched = [0] * len(texts)
 
-    def find(self, text: str) -> int | None:
-        """Where the one begins that is complete first; of several, the longest."""
-        found = [
-            (start + len(stop), start) for stop in self._texts if (start := text.find(stop)) >= 0
-        ]
-        return min(found)[1] if found else None
+    def copy(self) -> _StopFinder:
+        """Another one that has seen the same."""
+        other = _StopFinder(())
+        other._borders, other._matched = self._borders, [*self._matched]
+        return other
 
-    def end(self, text: str, held: str) -> bool:
-        """Whether one ends at the end of ``held``, after ``text``."""
-        seen = held[-self.longest :]
-        if len(seen) < self.longest:
-            seen = text + seen
-        return bool(held) and seen.endswith(tuple(self._texts))
+    @property
+    def begun(self) -> int:
+        """The length of the longest end of what was seen with which a stop text may begin."""
+        return max(self._matched, default=0)
 
-    def undecided(self, text: str) -> str:
-        """The longest end of the text with which a stop text may begin."""
-        for length in range(min(len(text), self.longest - 1), 0, -1):
-            end = text[len(text) - length :]
-            if any(stop.startswith(end) for stop in self._texts):
-                return end
-        return ""
+    def find(self, piece: str) -> tuple[int, int] | None:
+        """The end, in this piece, and the length of the stop text that is complete first; of
+        several, the longest. What follows it in the piece is not looked at."""
+        if not any(self._matched) and not any(text[0] in piece for text, _ in self._borders):
+            return None
+        for end, character in enumerate(piece, 1):
+            longest = 0
+            for number, (text, borders) in enumerate(self._borders):
+                matched = self._matched[number]
+                while matched and text[matched] != character:
+                    matched = borders[matched - 1]
+                matched += text[matched] == character
+                if matched == len(text):
+                    longest = max(longest, matched)
+                    matched = borders[matched - 1]
+                self._matched[number] = matched
+            if longest:
+                return end, longest
+        return None
+
+
+@lru_cache(maxsize=256)
+def _borders(text: str) -> array[int]:
+    """Of each beginning of a text, the length of the longest shorter one that it ends with."""
+    found = array("q", [0])
+    length = 0
+    for character in text[1:]:
+        while length and text[length] != character:
+            length = found[length - 1]
+        length += text[length] == character
+        found.append(length)
+    return found

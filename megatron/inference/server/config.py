@@ -26,10 +26,11 @@ class ServiceLimits:
     request_seconds: float = 600.0
     request_bytes: int = 4 * 2**20
     read_seconds: float = 30.0
+    text_seconds: float = 30.0
 
     @property
     def held_bytes(self) -> int:
-        """Of large bodies of all clients that are being read at once."""
+        """Of large bodies of all clients that are being read, or whose texts are not tokens yet."""
         return 16 * self.request_bytes
 
 
