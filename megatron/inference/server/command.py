@@ -110,6 +110,7 @@ def _serve(config: ServerConfig, settings: Settings, processes: int) -> None:
         build_app(service, access),
         listening,
         ConnectionLimits(config.max_connections, config.read_timeout, config.write_timeout),
+        _log,
     )
     stop = StopSignals()
     http.start()

@@ -30,7 +30,7 @@ from megatron.inference.server.config import RequestDefaults, ServiceLimits
 from megatron.inference.server.errors import RequestError
 from megatron.inference.server.exchange import Body, HeldBodies, while_connected
 from megatron.inference.server.metrics import Metrics, RequestRecord, current_record
-from megatron.inference.server.turns import Turn, Turns
+from megatron.inference.server.turns import SMALL_BODY, Turn, Turns
 from megatron.parallel.random import derive_seed
 from megatron.tokenizer import Tokenizer
 
@@ -240,10 +240,13 @@ class Service:
 
         async def work() -> T:
             async with self.turns.of(client, body.size) as turn:
-                return await make(body.parsed(), TextReader(model, turn, self.limits.tokens))
+                parse = body.parsed
+                is_small = body.size <= SMALL_BODY
+                fields = parse() if is_small else await turn.work(parse)
+                return await make(fields, TextReader(model, turn, self.limits.tokens))
 
         try:
-            return await asyncio.wait_for(work(), self._seconds_left())
+            return await asyncio.wait_for(_without_frames(work()), self._seconds_left())
         except asyncio.TimeoutError as error:
             raise self._error(error) from None
 
@@ -375,6 +378,16 @@ class TextReader:
                 f"characters: {sum(sizes):,} characters are too many"
             )
             raise RequestError(text, code="context_length_exceeded")
+
+
+async def _without_frames(work: Awaitable[T]) -> T:
+    """The result of work, whose RequestError keeps nothing of a large request in memory."""
+    try:
+        return await work
+    except RequestError as error:
+        refusal = error
+    refusal.__traceback__ = refusal.__context__ = None
+    raise refusal
 
 
 @contextmanager

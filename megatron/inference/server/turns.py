@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -14,6 +15,7 @@ from megatron.inference.server.errors import RequestError
 T = TypeVar("T")
 SMALL_BODY = 2**16
 """Bytes up to which a body waits for no larger one."""
+_TINY_BODY = 2**12
 _MOST_OVERDUE = 4
 """Threads of a lane that may still work on a text whose time is over."""
 
@@ -138,11 +140,12 @@ class _Work(threading.Thread):
 
 
 class Turns:
-    """Two lanes: small requests do not wait for the texts of large ones."""
+    """Lanes by the size of a request, so that small ones do not wait for the texts of large
+    ones."""
 
     def __init__(self, seconds: float) -> None:
-        self._small, self._large = Lane(seconds), Lane(seconds)
+        self._lanes = {size: Lane(seconds) for size in (_TINY_BODY, SMALL_BODY, math.inf)}
 
     def of(self, client: str, size: int) -> Turn:
         """The turn of a client's request whose body has ``size`` bytes."""
-        return Turn(self._small if size <= SMALL_BODY else self._large, client)
+        return Turn(next(lane for most, lane in self._lanes.items() if size <= most), client)
