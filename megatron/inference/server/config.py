@@ -94,9 +94,11 @@ class ServerConfig(ServedConfig):
     max_request_bytes: int = option(4 * 2**20, bounds=POSITIVE)
     """The longest body of a request."""
     max_connections: int = option(1024, bounds=POSITIVE)
-    """Clients at once; a further one gets status 503."""
+    """Clients at once; a further one gets status 503. Fewer where the process may have fewer files
+    open (ulimit -n)."""
     drain_seconds: float = option(20.0, bounds=NOT_NEGATIVE)
-    """After SIGTERM or Ctrl-C: how long running requests have to end. torchrun kills after 30."""
+    """After SIGTERM or Ctrl-C: how long requests that have arrived have to end. torchrun kills after
+    30."""
     chat_template: str | None = option(None, derived="that of the tokenizer")
     """File with a chat template (Jinja)."""
     log_prompts: bool = option(False)

@@ -57,8 +57,8 @@ class BoundedConnection(H11Protocol):
     when nothing of an answer is read for ``write_seconds``, or its client is the one that has most
     to read while all have too much. What uvicorn calls closing waits for the other side to read.
 
-    One that comes when there are ``limit_concurrency`` already is closed after its first request,
-    or at once if there are many more: the process must not run out of file descriptors."""
+    With ``limit_concurrency`` and more of them the newest gets status 503 and is soon closed, or at
+    once if there are many more: the process must not run out of file descriptors."""
 
     read_seconds = 30.0
     write_seconds = 30.0
@@ -72,7 +72,7 @@ class BoundedConnection(H11Protocol):
         self._timer: asyncio.TimerHandle | None = None
         over = len(self.connections) - (self.limit_concurrency or 0)
         if over >= 0:
-            line = f"{self.limit_concurrency:,} clients are connected: others are refused"
+            line = f"{len(self.connections) - 1:,} clients are connected: others are refused"
             self.rare_log.say("connections", line)
         if over >= _OVER:
             transport.abort()

@@ -100,7 +100,7 @@ class HTTPThread:
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                limit_concurrency=connections,
+                limit_concurrency=connections + 1,  # with the one that is refused
                 backlog=_ACCEPTED,
                 timeout_keep_alive=max(1, round(limits.read_seconds)),
                 timeout_graceful_shutdown=_CLOSING_SECONDS,
@@ -121,12 +121,12 @@ class HTTPThread:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(self._failed)
-        self._begun.set()
         serving = asyncio.create_task(self._server.serve(sockets=[self._listening]))
         while not (self._server.started or serving.done()):
             await asyncio.sleep(0.01)
         with contextlib.suppress(OSError):  # it may be closed already
             self._listening.listen(_BACKLOG)  # more may wait than are accepted at a time
+        self._begun.set()
         await serving
 
     def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

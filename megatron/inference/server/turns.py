@@ -50,12 +50,11 @@ class Lane:
         """Passes the turn to another client's oldest request that still waits."""
         while self._waiting:
             client = next(iter(self._waiting))
-            requests = self._waiting.pop(client)
-            turn = requests.popleft()
+            requests = deque(turn for turn in self._waiting.pop(client) if not turn.done())
             if requests:
-                self._waiting[client] = requests  # after those of the others
-            if not turn.done():
-                turn.set_result(None)
+                requests.popleft().set_result(None)
+                if requests:
+                    self._waiting[client] = requests  # after those of the others
                 return
         self._is_taken = False
 
