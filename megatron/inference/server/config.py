@@ -97,7 +97,7 @@ class ServerConfig(ServedConfig):
     """Clients at once; a further one gets status 503. Fewer where the process may have fewer files
     open (ulimit -n)."""
     drain_seconds: float = option(20.0, bounds=NOT_NEGATIVE)
-    """After SIGTERM or Ctrl-C: how long requests that have arrived have to end. torchrun kills after
+    """After SIGTERM or Ctrl-C: how long requests that have come have to end. torchrun kills after
     30."""
     chat_template: str | None = option(None, derived="that of the tokenizer")
     """File with a chat template (Jinja)."""

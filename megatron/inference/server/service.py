@@ -30,7 +30,7 @@ from megatron.inference.server.config import RequestDefaults, ServiceLimits
 from megatron.inference.server.errors import RequestError
 from megatron.inference.server.exchange import Body, HeldBodies, while_connected
 from megatron.inference.server.metrics import Metrics, RequestRecord, current_record
-from megatron.inference.server.turns import SMALL_BODY, Turn, Turns
+from megatron.inference.server.turns import SMALL_BODY, RequestTurn, Turns
 from megatron.parallel.random import derive_seed
 from megatron.tokenizer import Tokenizer
 
@@ -337,7 +337,7 @@ class TextReader:
     """From the texts of a request to tokens, in its turn. All methods raise RequestError for a
     text that is too long, or that the tokenizer or the chat template refuses."""
 
-    def __init__(self, model: ServedModel, turn: Turn, most_tokens: int) -> None:
+    def __init__(self, model: ServedModel, turn: RequestTurn, most_tokens: int) -> None:
         self._model, self._turn, self._most_tokens = model, turn, most_tokens
 
     async def tokenized(self, texts: Sequence[str]) -> list[Tokens]:

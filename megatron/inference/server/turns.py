@@ -65,7 +65,7 @@ class Lane:
         task.add_done_callback(self._tasks.discard)
 
 
-class Turn:
+class RequestTurn:
     """One request's turn, as an asynchronous context manager."""
 
     def __init__(self, lane: Lane, client: str) -> None:
@@ -73,7 +73,7 @@ class Turn:
         self._working: asyncio.Future[Any] | None = None
         self._end = 0.0
 
-    async def __aenter__(self) -> Turn:
+    async def __aenter__(self) -> RequestTurn:
         await self._lane.take(self._client)
         return self
 
@@ -145,6 +145,6 @@ class Turns:
     def __init__(self, seconds: float) -> None:
         self._lanes = {size: Lane(seconds) for size in (_TINY_BODY, SMALL_BODY, math.inf)}
 
-    def of(self, client: str, size: int) -> Turn:
+    def of(self, client: str, size: int) -> RequestTurn:
         """The turn of a client's request whose body has ``size`` bytes."""
-        return Turn(next(lane for most, lane in self._lanes.items() if size <= most), client)
+        return RequestTurn(next(lane for most, lane in self._lanes.items() if size <= most), client)

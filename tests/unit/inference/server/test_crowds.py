@@ -22,7 +22,7 @@ from megatron.inference.server.connections import RareLog, most_connections
 from megatron.inference.server.errors import RequestError
 from megatron.inference.server.listening import ConnectionLimits
 from megatron.inference.server.service import _without_frames
-from megatron.inference.server.turns import Lane, Turn
+from megatron.inference.server.turns import Lane, RequestTurn
 
 LARGE = "x" * 150_000
 CHAT = "/v1/chat/completions"
@@ -146,13 +146,13 @@ def test_clients_take_turns():
     order = []
 
     async def ask(lane, client):
-        async with Turn(lane, client):
+        async with RequestTurn(lane, client):
             order.append(client)
             await asyncio.sleep(0)
 
     async def all_of_them():
         lane = Lane(1.0)
-        async with Turn(lane, "first"):
+        async with RequestTurn(lane, "first"):
             tasks = [asyncio.create_task(ask(lane, name)) for name in "aaabcb"]
             await asyncio.sleep(0.01)
             tasks[1].cancel()
@@ -169,9 +169,9 @@ def test_a_text_that_takes_too_long_delays_nobody_else():
         lane = Lane(0.05)
         for _ in range(turns._MOST_OVERDUE):
             with pytest.raises(RequestError, match="more than 0.05 seconds"):
-                async with Turn(lane, "a") as turn:
+                async with RequestTurn(lane, "a") as turn:
                     await turn.work(released.wait, 20)
-            async with Turn(lane, "b") as turn:
+            async with RequestTurn(lane, "b") as turn:
                 assert await turn.work(str, 7) == "7"
         assert lane.overdue == turns._MOST_OVERDUE
         released.set()
