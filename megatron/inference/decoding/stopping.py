@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from copy import copy
 from functools import lru_cache
 
 from megatron.inference.decoding.text_stream import TextStream
@@ -94,43 +95,58 @@ class TextBeforeStop:
 
 
 class _StopFinder:
-    """Searches a text, which comes in pieces, for the stop texts: the algorithm of Knuth, Morris
-    and Pratt for each of them, whose time is linear in both texts."""
+    """Searches a text, which comes in pieces, for the stop texts, in time linear in both."""
 
     def __init__(self, texts: Sequence[str]) -> None:
-        self._borders = [(text, _borders(text)) for text in texts]
-        self._matched = [0] * len(texts)
+        self._stops = [_StopText(text) for text in texts]
 
     def copy(self) -> _StopFinder:
         """Another one that has seen the same."""
         other = _StopFinder(())
-        other._borders, other._matched = self._borders, [*self._matched]
+        other._stops = [copy(stop) for stop in self._stops]
         return other
 
     @property
     def begun(self) -> int:
         """The length of the longest end of what was seen with which a stop text may begin."""
-        return max(self._matched, default=0)
+        return max((stop.matched for stop in self._stops), default=0)
 
     def find(self, piece: str) -> tuple[int, int] | None:
         """The end, in this piece, and the length of the stop text that is complete first; of
-        several, the longest. What follows it in the piece is not looked at."""
-        if not any(self._matched) and not any(text[0] in piece for text, _ in self._borders):
+        several, the longest. Nothing can be searched after it."""
+        ends = [(end, -len(stop.text)) for stop in self._stops if (end := stop.end_in(piece))]
+        if not ends:
             return None
-        for end, character in enumerate(piece, 1):
-            longest = 0
-            for number, (text, borders) in enumerate(self._borders):
-                matched = self._matched[number]
-                while matched and text[matched] != character:
-                    matched = borders[matched - 1]
-                matched += text[matched] == character
-                if matched == len(text):
-                    longest = max(longest, matched)
-                    matched = borders[matched - 1]
-                self._matched[number] = matched
-            if longest:
-                return end, longest
-        return None
+        end, length = min(ends)
+        return end, -length
+
+
+class _StopText:
+    """The algorithm of Knuth, Morris and Pratt: ``matched`` characters of ``text`` are the end of
+    what was seen."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.matched, self._borders = text, 0, _borders(text)
+
+    def end_in(self, piece: str) -> int:
+        """Where the text ends in what follows; 0 if it does not."""
+        text, rest = self.text, piece
+        if not self.matched and text[0] not in piece:
+            return 0
+        if len(piece) >= len(text):  # which str.find searches faster
+            start = (text[: self.matched] + piece).find(text)
+            if start >= 0:
+                return start + len(text) - self.matched
+            self.matched, rest = 0, piece[len(piece) - len(text) + 1 :]
+        matched, borders = self.matched, self._borders
+        for end, character in enumerate(rest, 1):
+            while matched and text[matched] != character:
+                matched = borders[matched - 1]
+            matched += text[matched] == character
+            if matched == len(text):
+                return end
+        self.matched = matched
+        return 0
 
 
 @lru_cache(maxsize=256)
