@@ -361,7 +361,7 @@ def test_parquet_without_values_is_read_in_blocks(tmp_path, parquet):
     assert sum(sizes) == 100_000 and max(sizes) <= 1 << 15
 
 
-@pytest.mark.parametrize("store_schema", [False, True])
+@pytest.mark.parametrize("store_schema", [False, pytest.param(True, marks=pytest.mark.proof)])
 def test_parquet_whose_rows_share_a_long_text(tmp_path, parquet, store_schema):
     path = tmp_path / "in.parquet"
     options = {"compression": "zstd", "store_schema": store_schema}

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 from serving import PlainChat, TextRunner, served
 
-from megatron.inference.server import connections, turns
+from megatron.inference.server import connections, listening, turns
 from megatron.inference.server.command import _drain
 from megatron.inference.server.config import ServiceLimits
 from megatron.inference.server.connections import RareLog, most_connections
@@ -248,7 +248,12 @@ def test_a_burst_of_idle_connections_is_cut():
         state = server.http._server.server_state
         first = [stack.enter_context(connection(server)) for _ in range(20)]
         wait_for(lambda: len(state.connections) == 20)
-        clients = [stack.enter_context(connection(server)) for _ in range(100)]
+        clients, peak = [], 0
+        for _ in range(100):
+            clients.append(stack.enter_context(connection(server)))
+            peak = max(peak, len(state.connections))
+        wait_for(lambda: len(state.connections) <= 20 + connections._OVER)
+        assert peak <= 20 + connections._OVER + listening._ACCEPTED
         for one in clients:  # at once, or after a second
             with contextlib.suppress(ConnectionResetError):
                 assert one.recv(10) == b""
