@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.util.files import read_regular, sync, sync_path, write_whole
+from megatron.util.files import naming, read_regular, sync, sync_path, write_whole
 from megatron.util.json_text import parse_json
 from megatron.util.phases import moved
 
@@ -180,7 +180,7 @@ def _header(tensors: Mapping[str, Tensor | LazyTensor]) -> bytes:
 def _write(path: Path, contents: Iterable[memoryview]) -> Facts:
     """Writes and hashes bytes, without Python's lock. (A second thread for the hash was slower.)"""
     digest, size = hashlib.sha256(), 0
-    with open(path, "xb", buffering=0) as file:
+    with naming(path), open(path, "xb", buffering=0) as file:
         for content in contents:
             for start in range(0, len(content), _BLOCK_BYTES):
                 block = content[start : start + _BLOCK_BYTES]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, BinaryIO
@@ -22,7 +22,7 @@ from megatron.data.indexed.dataset import (
     bin_path,
     idx_path,
 )
-from megatron.util.files import sync
+from megatron.util.files import naming, sync
 from megatron.util.progress import progress_bar
 
 # Entries, or tokens, in memory at a time.
@@ -300,12 +300,3 @@ def _counts(values: npt.ArrayLike, name: str, total: int, unit: str) -> np.ndarr
     if (counts < 0).any() or counts.sum() != total:
         raise ValueError(f"{name} must be counts that sum to {total} {unit}, not {counts}")
     return counts
-
-
-@contextmanager
-def naming(path: Path | str) -> Iterator[None]:
-    """Adds the file's name to errors of writing, such as a full disk."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error

@@ -109,6 +109,7 @@ def _serve(config: ServerConfig, settings: Settings, processes: int) -> None:
         build_app(service, access),
         listening,
         ConnectionLimits(config.max_connections, config.read_timeout, config.write_timeout),
+        _log,
     )
     stop = StopSignals()
     http.start()
@@ -136,7 +137,12 @@ def _drain(service: Service, thread: EngineThread, http: HTTPThread, seconds: fl
     """Lets running requests end, and refuses others."""
     service.drain()
     _log(f"ending: {service.active} requests have {seconds:g} s; a second signal ends it now")
-    ended = http.submit(lambda: thread.drain(seconds)).result()
+    end = time.monotonic() + seconds
+    while service.active and thread.failed is None and time.monotonic() < end:
+        time.sleep(_POLL_SECONDS / 10)
+    ended = not service.active
+    http.submit(lambda: thread.drain(0)).result()
+    http.submit(service.end).result()
     if thread.failed is not None:
         _check(service, thread, http)
     end = time.monotonic() + _NOTICE_SECONDS

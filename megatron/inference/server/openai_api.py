@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -15,9 +15,9 @@ from fastapi.responses import StreamingResponse
 from megatron.inference.decoding.text_stream import bytes_of_token, token_texts
 from megatron.inference.request import TokenScore, Update
 from megatron.inference.server.errors import RequestError
-from megatron.inference.server.exchange import JSON, read_object, while_connected
+from megatron.inference.server.exchange import JSON, while_connected
 from megatron.inference.server.openai_requests import TextsAsked, chat_asked, completion_asked
-from megatron.inference.server.service import Answer, Service
+from megatron.inference.server.service import Answer, ServedModel, Service, TextReader, prepared
 from megatron.inference.server.texts import ChoiceText, PlacedToken, TextPiece, token_name
 from megatron.tokenizer import Tokenizer
 
@@ -111,10 +111,11 @@ def _choice(index: int, content: Json, logprobs: Json | None, piece: TextPiece) 
 class _Exchange:
     """One request for texts, and its answer in either form."""
 
-    def __init__(self, service: Service, asked: TextsAsked, form: type[_Form]) -> None:
-        self.service, self.asked = service, asked
-        tokenizer = service.model().tokenizer
-        self.form, self._tokenizer = form(tokenizer, asked), tokenizer
+    def __init__(
+        self, service: Service, model: ServedModel, asked: TextsAsked, form: type[_Form]
+    ) -> None:
+        self.service, self.asked, self._model = service, asked, model
+        self.form, self._tokenizer = form(model.tokenizer, asked), model.tokenizer
         self._id = f"{form.prefix}-{secrets.token_hex(12)}"
         self._created = int(time.time())
 
@@ -132,7 +133,7 @@ class _Exchange:
         shown = self.asked.shown[index // self.asked.choices] if self.asked.echo else ""
         stops = self.asked.template.stopping.texts
         # Of an encoder the prompt is no part of the text.
-        encoded = self.service.model().has_encoder
+        encoded = self._model.has_encoder
         prompt = () if encoded else self.asked.prompts[index // self.asked.choices]
         return ChoiceText(self._tokenizer, prompt, stops, self.asked.hidden, len(shown))
 
@@ -247,18 +248,20 @@ def openai_router(service: Service) -> APIRouter:
 
     async def answer(
         request: Request,
-        read: Callable[[Service, Json], Coroutine[Any, Any, TextsAsked]],
+        read: Callable[[Service, ServedModel, Json, TextReader], Awaitable[TextsAsked]],
         form: type[_Form],
     ) -> Response:
-        service.model()
-        body = await read_object(request, service.limits, service.bodies)
-        asked = await read(service, body)
-        if service.log_prompts:
-            service.log(f"prompts: {body.get('prompt', body.get('messages'))}")
-        exchange = _Exchange(service, asked, form)
-        if asked.stream:
-            return await _streamed(request, exchange.stream())
-        return JSON(await while_connected(request, exchange.whole()))
+        async def make(fields: Json, texts: TextReader) -> TextsAsked:
+            if service.log_prompts:
+                service.log(f"prompts: {fields.get('prompt', fields.get('messages'))}")
+            return await read(service, model, fields, texts)
+
+        with service.admitted() as model:
+            asked = await prepared(request, service, model, make)
+            exchange = _Exchange(service, model, asked, form)
+            if asked.stream:
+                return await _streamed(request, exchange.stream())
+            return JSON(await while_connected(request, exchange.whole()))
 
     def described(name: str) -> Json:
         found = {"id": name, "object": "model", "created": service.created}

@@ -99,9 +99,8 @@ def served(
     if opened:
         service.open(ServedModel(engine, tokenizer, chat or PlainChat()))
     listening = listening_socket("127.0.0.1", port)
-    http = HTTPThread(
-        build_app(service, access or Access()), listening, connections or ConnectionLimits()
-    )
+    app = build_app(service, access or Access())
+    http = HTTPThread(app, listening, connections or ConnectionLimits(), lines.append)
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     http.start()
     try:
