@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -110,6 +111,7 @@ def fine_tune(tuning: TuningRun) -> None:
     with connected(run, config) as mesh:
         data = training_data(run, tuning.epochs, tuning.counts.valid)
         prompts = sample_prompts(config, run, data)
+        run = replace(run, ends=prompts.ends or None)
         callbacks = (Baseline(), SampleTexts(run, mesh, prompts, config.sample_tokens))
         trainer = build_trainer(run, mesh, callbacks, data, tuning.epochs)
         stopped = trainer.fit()

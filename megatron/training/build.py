@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
 
 import torch
 
@@ -84,6 +86,9 @@ RUN_RECORD = "megatron.training.run_record.callback:RunRecorder"
 RESTARTED = "megatron.training.unattended.restarted:restarted"
 """The callback of ``--inprocess-restart``, imported for runs with the flag only."""
 
+GENERATION = "megatron.checkpoint.generation_settings"
+"""The settings of generation of models that have them."""
+
 EXAMPLE_CHECKS = "megatron.training.example_checks:warn_of_examples"
 """Warns of what is probably wrong with instructions and preferences. It is called with the run and
 its data, and imported for such data only."""
@@ -132,12 +137,12 @@ def build_trainer(
     engine = build_engine(config, run.content, spec, mesh, device)
     files = data.files() if checkpoint is not None or config.checkpoint.save else []
     saved = [file._asdict() for file in files]
-    writer = checkpoint_writer(engine, run.content, run.tokenizer.save_pretrained, saved)
     in_memory, on_disk = [], checkpoint
     if config.resilience.non_persistent_save_interval is not None:
         in_memory = [resolve_name(NODE_CHECKPOINTS)(engine)]
         checkpoint = in_memory[0].newest(on_disk)
     begin = resume.load(engine, plan, checkpoint, files)
+    writer = checkpoint_writer(engine, run.content, _tokenizer_writer(run, begin.generation), saved)
     if begin.skip_samples != config.data.skip_samples:
         data = data.skipping(begin.skip_samples)
     if config.kind(PreferenceConfig).preference == "kto":
@@ -188,6 +193,19 @@ def build_trainer(
         Position(begin.iteration, begin.consumed_samples),
         config.data.num_workers,
     )
+
+
+def _tokenizer_writer(run: Run, generation: Mapping[str, Any]) -> Callable[[Path], None]:
+    """Writes the files of a run's tokenizer into a folder, and next to them where the texts of its
+    model end, as far as its base (``generation``) or its examples say so."""
+    if not generation and run.ends is None:
+        return run.tokenizer.save_pretrained
+
+    def save(folder: Path) -> None:
+        run.tokenizer.save_pretrained(folder)
+        resolve_name(GENERATION).write_of_run(folder, run.tokenizer, generation, run.ends)
+
+    return save
 
 
 def _elastic(mesh: Mesh) -> list[Callback]:
