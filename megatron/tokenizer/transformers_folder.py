@@ -62,7 +62,8 @@ _KEYS = frozenset(
     "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output "
     # Of the files, and of who wrote and who reads them.
     "auto_map backend fast_tokenizer_files cache_dir device_map dtype from_slow init_inputs "
-    "is_local local_files_only model_name model_type name_or_path processor_class revision special_tokens_map subfolder "
+    "is_local local_files_only model_name model_type name_or_path processor_class revision "
+    "special_tokens_map subfolder "
     "tokenizer_type torch_dtype transformers_version trust_remote_code use_auth_token use_fast "
     "use_source_tokenizer verbose version vocab_size vocab_type vocabulary_size".split()
 )
