@@ -17,6 +17,7 @@ from megatron.config import (
 from megatron.config.kinds.preference import PreferenceConfig
 from megatron.config.resilience import ResilienceConfig
 from megatron.data.build import DataFile
+from megatron.data.indexed.dataset import read_mark
 from megatron.data.indexed.dataset_checks import verify_checksums
 from megatron.data.loader import TrainingData
 from megatron.engine.build import build_engine
@@ -86,6 +87,11 @@ RUN_RECORD = "megatron.training.run_record.callback:RunRecorder"
 RESTARTED = "megatron.training.unattended.restarted:restarted"
 """The callback of ``--inprocess-restart``, imported for runs with the flag only."""
 
+MARK = "megatron.tokenizer.mark:mark_of"
+"""Tells tokenizers apart. A checkpoint has the mark of its tokenizer, with which a run that
+continues it is compared."""
+MARK_FILE = "tokenizer/mark.json"
+
 GENERATION = "megatron.checkpoint.generation_settings"
 """The settings of generation of models that have them."""
 
@@ -142,6 +148,7 @@ def build_trainer(
         in_memory = [resolve_name(NODE_CHECKPOINTS)(engine)]
         checkpoint = in_memory[0].newest(on_disk)
     begin = resume.load(engine, plan, checkpoint, files)
+    _check_tokenizer(run, begin)
     writer = checkpoint_writer(engine, run.content, _tokenizer_writer(run, begin.generation), saved)
     if begin.skip_samples != config.data.skip_samples:
         data = data.skipping(begin.skip_samples)
@@ -195,15 +202,31 @@ def build_trainer(
     )
 
 
+def _check_tokenizer(run: Run, begin: ResumePoint) -> None:
+    """Raises ValueError if a run continues with another tokenizer than its checkpoint's."""
+    if begin.folder is None or not begin.iteration:
+        return
+    theirs = read_mark(begin.folder / MARK_FILE)
+    ours = resolve_name(MARK)(run.tokenizer, run.config.tokenizer.tokenizer_type)
+    if theirs is not None and ours is not None and theirs.digest != ours.digest:
+        raise ValueError(
+            f"{begin.folder} was trained with another tokenizer: {theirs}, and this run has "
+            f"{ours}, {run.tokenizer.source}: name that tokenizer (--tokenizer-type ...), or start "
+            "again from the weights with --finetune"
+        )
+
+
 def _tokenizer_writer(run: Run, generation: Mapping[str, Any]) -> Callable[[Path], None]:
     """Writes the files of a run's tokenizer into a folder, and next to them where the texts of its
     model end, as far as its base (``generation``) or its examples say so."""
-    if not generation and run.ends is None:
-        return run.tokenizer.save_pretrained
+    mark = resolve_name(MARK)(run.tokenizer, run.config.tokenizer.tokenizer_type)
 
     def save(folder: Path) -> None:
         run.tokenizer.save_pretrained(folder)
-        resolve_name(GENERATION).write_of_run(folder, run.tokenizer, generation, run.ends)
+        if mark is not None:
+            (folder.parent / MARK_FILE).write_bytes(mark.json())
+        if generation or run.ends is not None:
+            resolve_name(GENERATION).write_of_run(folder, run.tokenizer, generation, run.ends)
 
     return save
 
