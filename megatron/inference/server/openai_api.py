@@ -105,8 +105,10 @@ class _Chat:
             content.append({**one, "top_logprobs": top})
         return {"content": content, "refusal": None}
 
-    def _one(self, token: int, logprob: float, there: str | None = None) -> Json:
-        found = bytes_of_token(self._tokenizer, token) if there is None else there.encode()
+    def _one(self, token: int, logprob: float, placed_as: str | None = None) -> Json:
+        found = bytes_of_token(self._tokenizer, token)
+        if placed_as is not None:
+            found = placed_as.encode()
         name = found.decode("utf-8", "replace")
         return {"token": name, "logprob": logprob, "bytes": list(found)}
 
