@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -168,6 +168,10 @@ class AdaptedSource(Source):
         if name in self.adapted or name in self.beside or kind != "weight":
             return super().read(name, kind, wanted)
         return self.base.read(name, kind, wanted)
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        return super().generation or self.base.generation
 
     def copy_tokenizer(self, target: Path) -> bool:
         return super().copy_tokenizer(target) or self.base.copy_tokenizer(target)

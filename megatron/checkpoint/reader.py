@@ -26,7 +26,7 @@ from megatron.checkpoint.manifest import (
     verify,
 )
 from megatron.checkpoint.slices import Slice
-from megatron.checkpoint.source import TOKENIZER, Source
+from megatron.checkpoint.source import Source, tokenizer_in
 from megatron.config import ConfigError, ModelConfig, RunConfig, TokenizerConfig
 from megatron.util.phases import moved
 
@@ -117,8 +117,8 @@ class CheckpointReader(Source):
     def _tokenizer(self) -> TokenizerConfig | None:
         if self.config.tokenizer.tokenizer_type is not None:
             return self.config.tokenizer
-        own = self.folder / TOKENIZER
-        if not own.is_dir():
+        own = tokenizer_in(self.folder)
+        if own is None:
             return None
         return TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(own))
 

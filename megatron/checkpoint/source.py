@@ -43,6 +43,8 @@ TOKENIZER_FILES = (
     "chat_template.json", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
 """What the tokenizers of transformers are saved as, and settings of generation."""
+GENERATION = "megatron.checkpoint.generation_settings:read_generation"
+"""Reads how a model generates."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Dtypes in which other programs keep weights, as torch and config.json call them."""
 
@@ -143,15 +145,32 @@ class Source(ABC):
             for kind in self.kinds(name):
                 self.tensor(name, kind)
 
+    @property
+    def generation(self) -> dict[str, Any]:
+        """How the model generates, and where its texts end: the keys of its
+        ``generation_config.json``; empty where nothing is known. Raises CheckpointError if they are
+        malformed."""
+        rows = self.model.vocabulary.size
+        found: dict[str, Any] = resolve_name(GENERATION)(self.folder / TOKENIZER, rows)
+        return found
+
     def copy_tokenizer(self, target: Path) -> bool:
-        """Copies the tokenizer's files, in Hugging Face's form, to a new folder; returns whether
-        there are any. Raises CheckpointError if one is a link that leaves the folder."""
+        """Copies the tokenizer's files, in Hugging Face's form, and :attr:`generation` to a new
+        folder, which is not created where there is neither; returns whether there is a tokenizer.
+        Raises CheckpointError if a file is a link that leaves the folder."""
         own = self.folder / TOKENIZER
         if own.is_symlink():
             raise CheckpointError(f"{own} is a link, not the folder of the checkpoint's tokenizer")
         if own.is_dir():
             copy_tokenizer_files(own, target)
-        return own.is_dir()
+        return tokenizer_in(self.folder) is not None
+
+
+def tokenizer_in(folder: Path) -> Path | None:
+    """The folder of the tokenizer in a checkpoint of this project; None if it has no tokenizer."""
+    own = folder / TOKENIZER
+    names = [name for name in TOKENIZER_FILES if (own / name).is_file()]
+    return own if names and names != ["generation_config.json"] else None
 
 
 def copy_tokenizer_files(folder: Path, target: Path) -> None:

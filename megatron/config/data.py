@@ -129,7 +129,7 @@ class TokenizerConfig:
     tokenizer_model_type: str | None = option(None)
     """SentencePieceTokenizer: type of a model that is trained: unigram, bpe (default), char or
     word. BertWordPieceTokenizer: name of the BERT model, which decides whether text is lower-cased
-    (bert-large-cased)."""
+    (bert-large-cased); or, as for BertWordPiece..., the path of its vocab.txt."""
     cache_dir: str | None = option(None)
     """Folder in which vocab.json and merges.txt of gpt2 (GPT2BPETokenizer), or vocab.txt of the
     model in --tokenizer-model-type (BertWordPiece...), are looked for if no files are given, also

@@ -32,8 +32,8 @@ from megatron.util.json_text import parse_json
 LOOKED_AT = 32
 """Samples that are looked at."""
 _SHOWN = 400
-_ENDING = 3
-"""Tokens at the end of an answer of which one should end it: templates write line breaks behind."""
+ENDING = 3
+"""Tokens at the end of an answer of which one should end it: templates write line breaks after."""
 
 
 class Finding(NamedTuple):
@@ -125,11 +125,11 @@ def _without_end(
     data: DataPipeline, samples: Sequence[PackedSample | PreferenceSample]
 ) -> Finding | None:
     """Nothing is said where one of the answers ends with a token that no text contains."""
-    ends = np.array(sorted(end_tokens(data.tokenizer)), np.int64)
+    ends = np.array(sorted(possible_ends(data.tokenizer)), np.int64)
     answers = ((s, answer) for s in samples for answer in _answers(data, s) if answer.whole)
     first = None
     for sample, (tokens, counted, _) in answers:
-        last = np.flatnonzero(counted)[-_ENDING:]
+        last = np.flatnonzero(counted)[-ENDING:]
         if np.isin(tokens[last], ends).any():
             return None
         first = first or sample
@@ -143,7 +143,7 @@ def _without_end(
     )
 
 
-def end_tokens(tokenizer: Tokenizer) -> frozenset[int]:
+def possible_ends(tokenizer: Tokenizer) -> frozenset[int]:
     """Tokens that may end an answer: those that no ordinary text contains."""
     found = set(tokenizer.special_tokens)
     for name in ("eod", "eos"):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.files import read_json, write_json
+from megatron.checkpoint.generation_settings import ends_of, with_ends
 from megatron.config.kinds.instruction import InstructionConfig
 from megatron.config.kinds.preference import PreferenceConfig
 from megatron.data.kinds.instruction.columns import RecordColumns
@@ -112,16 +113,6 @@ def write_chat_format(folder: Path, base: str, run: Run, ends: frozenset[int]) -
     for name in ("transformers_version", "_from_model_config"):
         kept.pop(name, None)
     special = run.tokenizer.special_tokens
-    found = [_ids(written), [i for i in _ids(kept) if i in special], sorted(ends)]
-    together = list(dict.fromkeys(token for ids in found for token in ids))
-    content = kept | written
-    if together:
-        content["eos_token_id"] = together[0] if len(together) == 1 else together
-    write_json(path, content)
+    of_base = [token for token in ends_of(kept) if token in special]
+    write_json(path, with_ends(kept | written, [*ends_of(written), *of_base, *sorted(ends)]))
     return template is not None
-
-
-def _ids(generation: dict[str, Any]) -> list[int]:
-    """The tokens at which a generation_config.json ends a text."""
-    value = generation.get("eos_token_id")
-    return value if isinstance(value, list) else [] if value is None else [value]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron.config import (
 from megatron.config.kinds.preference import PreferenceConfig
 from megatron.config.resilience import ResilienceConfig
 from megatron.data.build import DataFile
+from megatron.data.indexed.dataset import read_mark
 from megatron.data.indexed.dataset_checks import verify_checksums
 from megatron.data.loader import TrainingData
 from megatron.engine.build import build_engine
@@ -95,6 +97,14 @@ RESTARTED = "megatron.training.unattended.restarted:restarted"
 FITS = "megatron.planning.fit:check_fits"
 """Refuses a model that memory has no room for. It uses training, hence the name."""
 
+MARK = "megatron.tokenizer.mark:mark_of"
+"""Tells tokenizers apart. A checkpoint has the mark of its tokenizer, with which a run that
+continues it is compared."""
+MARK_FILE = "tokenizer/mark.json"
+
+GENERATION = "megatron.checkpoint.generation_settings"
+"""The settings of generation of models that have them."""
+
 EXAMPLE_CHECKS = "megatron.training.example_checks:warn_of_examples"
 """Warns of what is probably wrong with instructions and preferences. It is called with the run and
 its data, and imported for such data only."""
@@ -150,13 +160,14 @@ def build_trainer(
     engine = build_engine(config, run.content, spec, mesh, device)
     files = data.files() if checkpoint is not None or config.checkpoint.save else []
     saved = [file._asdict() for file in files]
-    writer = checkpoint_writer(engine, run.content, run.tokenizer.save_pretrained, saved)
     in_memory, on_disk = [], checkpoint
     if config.resilience.non_persistent_save_interval is not None:
         in_memory = [resolve_name(NODE_CHECKPOINTS)(engine)]
         checkpoint = in_memory[0].newest(on_disk)
     begin = resume.load(engine, plan, checkpoint, files)
     begin = dataclasses.replace(begin, changed=(*begin.changed, *changed))
+    _check_tokenizer(run, begin)
+    writer = checkpoint_writer(engine, run.content, _tokenizer_writer(run, begin.generation), saved)
     if begin.skip_samples != config.data.skip_samples:
         data = data.skipping(begin.skip_samples)
     if config.kind(PreferenceConfig).preference == "kto":
@@ -210,6 +221,35 @@ def build_trainer(
         config.data.num_workers,
         report.evaluated_before(config, begin, list(data.datasets.valid), list(data.datasets.test)),
     )
+
+
+def _check_tokenizer(run: Run, begin: ResumePoint) -> None:
+    """Raises ValueError if a run continues with another tokenizer than its checkpoint's."""
+    if begin.folder is None or not begin.iteration:
+        return
+    theirs = read_mark(begin.folder / MARK_FILE)
+    ours = resolve_name(MARK)(run.tokenizer, run.config.tokenizer.tokenizer_type)
+    if theirs is not None and ours is not None and theirs.digest != ours.digest:
+        raise ValueError(
+            f"{begin.folder} was trained with another tokenizer: {theirs}, and this run has "
+            f"{ours}, {run.tokenizer.source}: name that tokenizer (--tokenizer-type ...), or start "
+            "again from the weights with --finetune"
+        )
+
+
+def _tokenizer_writer(run: Run, generation: Mapping[str, Any]) -> Callable[[Path], None]:
+    """Writes the files of a run's tokenizer into a folder, and next to them where the texts of its
+    model end, as far as its base (``generation``) or its examples say so."""
+    mark = resolve_name(MARK)(run.tokenizer, run.config.tokenizer.tokenizer_type)
+
+    def save(folder: Path) -> None:
+        run.tokenizer.save_pretrained(folder)
+        if mark is not None:
+            (folder.parent / MARK_FILE).write_bytes(mark.json())
+        if generation or run.ends is not None:
+            resolve_name(GENERATION).write_of_run(folder, run.tokenizer, generation, run.ends)
+
+    return save
 
 
 def _elastic(mesh: Mesh) -> list[Callback]:

@@ -11,7 +11,8 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.source import TOKENIZER
+from megatron.checkpoint.generation_settings import end_tokens
+from megatron.checkpoint.source import tokenizer_in
 from megatron.config import (
     CheckpointConfig,
     ConfigError,
@@ -57,12 +58,14 @@ _SAVING = {
 
 @dataclass(frozen=True)
 class Opened:
-    """A run with the model of its checkpoint, which is in ``folder``."""
+    """A run with the model of its checkpoint, which is in ``folder``; ``ends`` are the tokens that
+    end its texts."""
 
     run: Run
     engine: ModelEngine
     folder: Path
     iteration: int | None
+    ends: frozenset[int]
 
 
 @contextmanager
@@ -92,9 +95,10 @@ def opened_checkpoint(
         for note in (*notes, *source.notes) if is_main_process() else ():
             say(note)
         folder, iteration = source.folder, source.state.get("iteration")
+        ends = end_tokens(run.tokenizer, source.generation)
         del source  # and with it the mapped files
         return_freed_memory()
-        yield Opened(run, engine, folder, iteration)
+        yield Opened(run, engine, folder, iteration, ends)
 
 
 def evaluated_run(settings: Settings, processes: int) -> Run:
@@ -105,10 +109,10 @@ def evaluated_run(settings: Settings, processes: int) -> Run:
     except FileNotFoundError:
         origin = find_origin(build(CheckpointConfig, settings))
         named = {field.name for field in dataclasses.fields(TokenizerConfig)} & settings.keys()
-        if origin is None or named or not (origin.found.folder / "tokenizer").is_dir():
+        folder = None if origin is None else tokenizer_in(origin.found.folder)
+        if origin is None or named or folder is None:
             raise
-        folder = str(origin.found.folder / "tokenizer")
-        values = {"tokenizer_type": "HFTokenizer", "tokenizer_model": folder}
+        values = {"tokenizer_type": "HFTokenizer", "tokenizer_model": str(folder)}
         own = {name: Setting(value, origin.flag) for name, value in values.items()}
         return run_of(settings | own, processes)
 
@@ -135,8 +139,8 @@ def checkpoint_settings(settings: Settings) -> Settings:
 def _own_tokenizer(origin: ResumeSource) -> Settings:
     """The tokenizer that a checkpoint has in its folder, where the files of its run's have gone."""
     source = origin.found.open(verify=False)
-    copied, of_run = source.folder / TOKENIZER, source.tokenizer
-    if of_run is None or not copied.is_dir():
+    copied, of_run = tokenizer_in(source.folder), source.tokenizer
+    if of_run is None or copied is None:
         return {}
     files = [getattr(of_run, name) for name in _FILES]
     if all(Path(file).exists() for file in files if file is not None):

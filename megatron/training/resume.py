@@ -55,7 +55,8 @@ class ResumePoint:
     differ from its run, ``notes`` what was decided where it does not say, a line each.
     ``restarts``: also the optimizer's state was loaded, and the count starts again.
     ``skip_samples`` are the ranges of training samples that the run skips, those that its flags
-    name and those that it found bad itself; ``spikes`` is what its rule of spikes has learned."""
+    name and those that it found bad itself; ``spikes`` is what its rule of spikes has learned;
+    ``generation`` is that of its :class:`Source`."""
 
     folder: Path | None = None
     iteration: int = 0
@@ -66,6 +67,7 @@ class ResumePoint:
     restarts: bool = False
     skip_samples: tuple[str, ...] = ()
     spikes: Mapping[str, Any] = field(default_factory=dict)
+    generation: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -242,6 +244,7 @@ def load(
     except DamagedError as error:
         source, origin = resolve_name(f"{DAMAGED}:load_older")(engine, origin, error)
     point = _resume_point(engine, plan, origin, source, files)
+    point = replace(point, generation=source.generation)
     if origin.damaged:
         lines = resolve_name(f"{DAMAGED}:set_damaged_aside")(engine, origin)
         point = replace(point, notes=(*lines, *point.notes))

@@ -61,8 +61,10 @@ def write_model(
     generation = folder / "generation_config.json"
     if task.generates and not generation.exists():
         write_json(generation, tokens)
-    elif generation.exists() and tokens.get("use_cache") is False:
-        write_json(generation, read_json(generation, lenient=True) | {"use_cache": False})
+    elif generation.exists():
+        names = [name for name in ("eos_token_id", "use_cache") if tokens.get(name) is not None]
+        settings = read_json(generation, lenient=True)
+        write_json(generation, settings | {name: tokens[name] for name in names})
     sync_path(folder)
     if sample is not None:
         loaded = _tokenizer(folder)
@@ -136,27 +138,26 @@ def _copy_tokenizer(
 ) -> tuple[dict[str, Any], list[int] | None]:
     """Copies the files; returns the ids of the special tokens for config.json, and the tokens of
     :data:`_SAMPLE`, None without a tokenizer."""
-    copied = folder / "tokenizer"
-    if not source.copy_tokenizer(copied):
-        progress(f"no tokenizer: {source.folder} has none, so there are no tokenizer files to copy")
-        return task.end_only(source), None
-    names = sorted(path.name for path in copied.iterdir() if path.is_file())
+    copied, sample = folder / "tokenizer", None
+    has_tokenizer = source.copy_tokenizer(copied)
+    names = sorted(path.name for path in copied.glob("*") if path.is_file())
     for name in names:
         os.replace(copied / name, folder / name)
         sync_path(folder / name)
-    shutil.rmtree(copied)
-    progress(f"tokenizer: {', '.join(names)}")
-    loaded = _tokenizer(folder)
-    if task.fit_tokenizer(folder, loaded):
+    shutil.rmtree(copied, ignore_errors=True)
+    if has_tokenizer:
+        progress(f"tokenizer: {', '.join(names)}")
         loaded = _tokenizer(folder)
-    tokens = task.special_tokens(loaded, source)
-    generation = folder / "generation_config.json"
-    if generation.is_file():
-        # It may list several end tokens, as that of Llama 3 does.
-        known = read_json(generation, lenient=True)
-        ids = [name for name in tokens if name.endswith("_token_id")]
-        tokens |= {name: known[name] for name in ids if known.get(name) is not None}
-    return tokens, loaded(_SAMPLE)["input_ids"]
+        if task.fit_tokenizer(folder, loaded):
+            loaded = _tokenizer(folder)
+        tokens, sample = task.special_tokens(loaded, source), loaded(_SAMPLE)["input_ids"]
+    else:
+        progress(f"no tokenizer: {source.folder} has none, so there are no tokenizer files to copy")
+        tokens = task.end_only(source)
+    # The model may end its texts at several tokens, as Llama 3 does.
+    known, ids = source.generation, [name for name in tokens if name.endswith("_token_id")]
+    tokens |= {name: known[name] for name in ids if known.get(name) is not None}
+    return tokens, sample
 
 
 def _tokenizer(folder: Path) -> Any:

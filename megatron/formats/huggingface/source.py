@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError, read_json
+from megatron.checkpoint.generation_settings import ends_of, read_generation, write_generation
 from megatron.checkpoint.source import Source, copy_tokenizer_files
 from megatron.config import ModelConfig, TokenizerConfig
 from megatron.families import build_model
@@ -202,9 +203,19 @@ class HuggingFaceFolder(Source):
         parts = [self._weights.tensor(self._stored[theirs]) for theirs in parameter.theirs]
         return parameter.from_hf([part.float() for part in parts])
 
+    @property
+    def generation(self) -> dict[str, Any]:
+        """See :attr:`Source.generation`; config.json names the end of a text where the other file
+        does not."""
+        rows = self.model.vocabulary.size
+        return read_generation(self.folder, rows, self.architecture.model_type)
+
     def copy_tokenizer(self, target: Path) -> bool:
-        """See :meth:`Source.copy_tokenizer`; copies generation_config.json too."""
-        return copy_tokenizer(self.folder, target)
+        has_tokenizer = copy_tokenizer(self.folder, target)
+        generation = self.generation
+        if has_tokenizer or ends_of(generation):
+            write_generation(target, generation)
+        return has_tokenizer
 
     def _has_tokenizer(self) -> bool:
         return any((self.folder / name).is_file() for name in TOKENIZER)

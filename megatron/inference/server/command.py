@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.checkpoint.source import tokenizer_in
 from megatron.config import ConfigError, Settings
 from megatron.inference.decoding.chat import ChatFormat
 from megatron.inference.opening import opened_runner
@@ -119,11 +120,10 @@ def _serve(config: ServerConfig, settings: Settings, processes: int) -> None:
             config.max_batch_size, config.max_num_batched_tokens, config.max_waiting
         )
         thread = EngineThread(GenerationEngine(opened.runner, opened.tokenizer, limits))
-        own = opened.folder / "tokenizer"  # of a checkpoint of this project
-        files = own if own.is_dir() else opened.folder
+        files = tokenizer_in(opened.folder) or opened.folder
         chat = ChatFormat.of(opened.tokenizer, files, template)
         thread.start()
-        service.open(ServedModel(thread, opened.tokenizer, chat))
+        service.open(ServedModel(thread, opened.tokenizer, chat, opened.ends))
         stop.serving = True
         host, port, *_ = listening.getsockname()
         shown = f"[{host}]" if ":" in host else host

@@ -208,13 +208,14 @@ def _sampling(asked: MegatronRequest, index: int) -> Sampling:
 
 
 def _stopping(asked: MegatronRequest, index: int, model: ServedModel) -> StopRules:
-    """As Megatron's: text ends it, or else tokens do. In a beam search ``stop_token`` alone."""
+    """As Megatron's: text ends it, or else tokens do. In a beam search ``stop_token`` alone, or
+    else the tokens that end a text of the model."""
     if asked.beam_width is None and (asked.stop_on_eol or asked.stop_on_double_eol):
         if asked.stop_on_double_eol:  # which Megatron asks for first
             before = asked.prompts[index][-1:]
             return StopRules(asked.tokens_to_generate, texts=("\n\n",), before=before)
         return StopRules(asked.tokens_to_generate, texts=("\n",))
-    tokens = set() if model.eod is None else {model.eod}
+    tokens = set(model.ends)
     if asked.stop_token is not None:
         tokens = {asked.stop_token} | (tokens if asked.beam_width is None else set())
     known = frozenset(token for token in tokens if 0 <= token < model.tokenizer.vocab_size)

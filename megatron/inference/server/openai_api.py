@@ -12,13 +12,20 @@ import orjson
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 
-from megatron.inference.decoding.text_stream import bytes_of_token, token_texts
+from megatron.inference.decoding.text_stream import bytes_of_token
 from megatron.inference.request import TokenScore, Update
 from megatron.inference.server.errors import RequestError
 from megatron.inference.server.exchange import JSON, while_connected
 from megatron.inference.server.openai_requests import TextsAsked, chat_asked, completion_asked
 from megatron.inference.server.service import Answer, ServedModel, Service, TextReader, prepared
-from megatron.inference.server.texts import ChoiceText, PlacedToken, TextPiece, token_name
+from megatron.inference.server.texts import (
+    ChoiceText,
+    PlacedToken,
+    TextPiece,
+    name_there,
+    placed_prompt,
+    token_name,
+)
 from megatron.tokenizer import Tokenizer
 
 Json = dict[str, Any]
@@ -45,20 +52,23 @@ class _Completions:
         return None if echo is None else self.chunk(index, echo)
 
     def _logprobs(self, placed: tuple[PlacedToken, ...]) -> Json:
-        names = [token_name(self._tokenizer, p.token) for p in placed]
+        names = [name_there(self._tokenizer, p) for p in placed]
         return {
             "tokens": names,
             "token_logprobs": [None if p.score is None else p.score.logprob for p in placed],
-            "top_logprobs": [self._top(p.score) for p in placed] if self._asked.top else None,
+            "top_logprobs": [self._top(p) for p in placed] if self._asked.top else None,
             "text_offset": [p.offset for p in placed],
         }
 
-    def _top(self, score: TokenScore | None) -> dict[str, float] | None:
-        if score is None:
+    def _top(self, placed: PlacedToken) -> dict[str, float] | None:
+        if placed.score is None:
             return None
-        found = {token_name(self._tokenizer, token): logprob for token, logprob in score.top}
+        here, found = name_there(self._tokenizer, placed), dict[str, float]()
+        for token, logprob in placed.score.top:
+            name = here if token == placed.token else token_name(self._tokenizer, token)
+            found.setdefault(name, logprob)
         # As OpenAI: the token itself is always there.
-        found.setdefault(token_name(self._tokenizer, score.token), score.logprob)
+        found.setdefault(here, placed.score.logprob)
         return found
 
 
@@ -91,12 +101,14 @@ class _Chat:
         for placed in piece.tokens:
             assert placed.score is not None
             top = [self._one(*pair) for pair in placed.score.top]
-            one = self._one(placed.token, placed.score.logprob)
+            one = self._one(placed.token, placed.score.logprob, placed.name)
             content.append({**one, "top_logprobs": top})
         return {"content": content, "refusal": None}
 
-    def _one(self, token: int, logprob: float) -> Json:
+    def _one(self, token: int, logprob: float, placed_as: str | None = None) -> Json:
         found = bytes_of_token(self._tokenizer, token)
+        if placed_as is not None:
+            found = placed_as.encode()
         name = found.decode("utf-8", "replace")
         return {"token": name, "logprob": logprob, "bytes": list(found)}
 
@@ -169,11 +181,7 @@ class _Exchange:
         prompt, shown = self.asked.prompts[number], self.asked.shown[number]
         if self.asked.top is None or not shown:  # an empty prompt has a token that is not shown
             return TextPiece(shown, (), None)
-        found, place = [], 0
-        texts = token_texts(self._tokenizer, prompt)
-        for token, score, text in zip(prompt, (None, *scores), texts, strict=True):
-            found.append(PlacedToken(token, place, score))
-            place += len(text)
+        found = placed_prompt(self._tokenizer, prompt, (None, *scores), shown)
         return TextPiece(shown, tuple(found), None)
 
     async def stream(self) -> AsyncGenerator[bytes, None]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from fastapi import Request
 
-from megatron.inference.prompts import end_tokens, prompt_tokens
+from megatron.inference.prompts import prompt_tokens
 from megatron.inference.request import BeamResult, Finish, GenerationRequest, TokenScore, Update
 from megatron.inference.scheduling.engine import QueueFull
 from megatron.inference.scheduling.engine_stats import EngineStats
@@ -48,11 +48,13 @@ _LEAST_LONGEST = 64
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A running engine and what else belongs to its model."""
+    """A running engine and what else belongs to its model; ``ends`` are the tokens that end a
+    text."""
 
     thread: EngineThread
     tokenizer: Tokenizer
     chat: ChatFormat
+    ends: frozenset[int]
 
     @property
     def positions(self) -> int:
@@ -101,11 +103,6 @@ class ServedModel:
     def eod(self) -> int | None:
         """The end-of-document token, if there is one."""
         return self.tokenizer.special_ids.eod
-
-    @property
-    def ends(self) -> frozenset[int]:
-        """The tokens that end a text."""
-        return end_tokens(self.tokenizer)
 
 
 @dataclass

@@ -9,6 +9,8 @@ import torch
 from finetune_cases import QUICK, metrics, save_base, save_data, tune
 from samples import sampled
 
+from megatron.checkpoint.source import open_checkpoint
+
 pytest.importorskip("transformers")
 
 KINDS = {
@@ -91,6 +93,11 @@ def test_held_out_loss_falls_and_everything_is_there(tuned):
     assert f"| {losses[0]:.4f} | {losses[2]:.4f} |" in card
     assert "<svg" in (output / "report.html").read_text()
     assert (output / "chat_template.jinja").is_file()
+    # The run's own checkpoints end an answer where the exported model does.
+    exported = json.loads((output / "generation_config.json").read_text())
+    newest = open_checkpoint(output / "checkpoints").folder
+    own = json.loads((newest / "tokenizer" / "generation_config.json").read_text())
+    assert own["eos_token_id"] == exported["eos_token_id"] == opened(output)[1].eos_token_id
 
 
 def rows_of(output: Path) -> list[dict]:
