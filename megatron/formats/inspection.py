@@ -49,6 +49,12 @@ def tensor_facts(source: Source, norms: bool = True) -> Iterator[TensorFacts]:
             yield TensorFacts(name, kind, shape, source.dtype(name, kind), norm, finite)
 
 
+def counted(source: Source) -> str:
+    """The numbers of a model's parameters and of the tensors that they are in, in words."""
+    names = source.names()
+    return f"{sum(math.prod(source.shape(n)) for n in names):,} parameters in {len(names)} tensors"
+
+
 def run_facts(source: Source) -> dict[str, Any]:
     """Counters, layout and dtype of the run that wrote a checkpoint, as far as they are known."""
     keys = ("iteration", "consumed_samples", "optimizer_step")

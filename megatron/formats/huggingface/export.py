@@ -72,7 +72,9 @@ def write_model(
                 f"{type(loaded).__name__} of the tokenizer's files, which gives other tokens; load "
                 "them by transformers.PreTrainedTokenizerFast, or name another --architecture"
             )
-    progress(f"{form.class_of(model)}, {len(parameters)} parameters, {dtype}")
+    count = sum(math.prod(source.shape(each.ours)) for each in parameters)
+    tensors = sum(len(each.theirs) for each in parameters)
+    progress(f"{form.class_of(model)}, {count:,} parameters in {tensors} tensors, {dtype}")
 
 
 def _write_weights(
