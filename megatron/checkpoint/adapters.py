@@ -143,9 +143,8 @@ class AdaptedSource(Source):
     def tensor(self, name: str, kind: str = "weight") -> Tensor:
         if kind != "weight":
             raise CheckpointError(f"{self.folder} is merged with its base, and has no {kind}")
-        if name in self.beside:
-            return self.additions.tensor(name)
-        whole = self.base.tensor(name)
+        trained = name in self.beside
+        whole = (self.additions if trained else self.base).tensor(name)
         parts = self.adapted.get(name, {})
         if parts:
             whole = whole.clone()  # it may be a file that is mapped into memory
