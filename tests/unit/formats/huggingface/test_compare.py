@@ -2,6 +2,8 @@
 and refuses each of many wrong ones."""
 
 import dataclasses
+import json
+import shutil
 
 import pytest
 import torch
@@ -276,3 +278,27 @@ def test_another_vocabulary(hf_folder):
     model = HuggingFaceFolder(folder).model.with_vocabulary(60)
     with pytest.raises(CheckpointError, match="transformers reads vocab_size 61, .* has 60"):
         reference_of(folder, model)
+
+
+WITHOUT_EFFECT = {
+    "transformers.js_config": {"dtype": "q4", "kv_cache_dtype": {"q4f16": "float16"}},
+    "_flash_attn_2_enabled": True, "_attn_implementation_autoset": True,
+    "_attn_implementation_internal": "sdpa", "use_flash_attention_2": True,
+    "unsloth_version": "2024.9", "pretraining_tp": 2, "loss_type": "ForCausalLM",
+    "keys_to_ignore_at_inference": ["past_key_values"], "_commit_hash": "0123abcd",
+    "auto_map": {"AutoModelForCausalLM": "modeling_x.X"}, "quantization_config": None,
+    "model_max_length": 7, "padding_side": "right", "add_bos_token": True, "max_new_tokens": 3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "gpt_neox"])
+def test_keys_without_effect(model_type, right, tmp_path):
+    """transformers computes the same with them."""
+    source, reference = right(model_type)
+    shutil.copytree(source.folder, tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | WITHOUT_EFFECT))
+    again = HuggingFaceFolder(tmp_path / "model")
+    assert again.model == source.model
+    logits = reference_of(again.folder, again.model).logits
+    assert torch.equal(logits["logits"], reference.logits["logits"])
