@@ -23,7 +23,7 @@ from megatron.config.flags import ConfigError, option
 from megatron.config.kinds.curriculum import CurriculumConfig, without_sampling
 from megatron.data.kinds.curriculum.analysis import METRICS, MetricSummary, analyse
 from megatron.training.run import Run, RunToolParser, run_data, run_of
-from megatron.util.errors import one_line
+from megatron.util.errors import end_with_reader, one_line
 from megatron.util.progress import progress_bar
 
 
@@ -102,4 +102,5 @@ def report(summaries: Sequence[MetricSummary], seconds: float) -> None:
 
 
 if __name__ == "__main__":
+    end_with_reader()
     main()

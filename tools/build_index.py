@@ -23,7 +23,7 @@ from megatron.data.sources import parts_of
 from megatron.families import family_names, family_of
 from megatron.training.plan import TrainingPlan
 from megatron.training.run import Run, RunToolParser, run_of
-from megatron.util.errors import one_line
+from megatron.util.errors import end_with_reader, one_line
 from megatron.util.processes import usable_processors
 
 
@@ -92,4 +92,5 @@ def build_all(config: BuildConfig, run: Run) -> None:
 
 
 if __name__ == "__main__":
+    end_with_reader()
     main()

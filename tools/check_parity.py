@@ -46,7 +46,7 @@ from megatron.parity.check import (
     check_flags,
 )
 from megatron.training.run import RunToolParser
-from megatron.util.errors import one_line
+from megatron.util.errors import end_with_reader, one_line
 
 EPILOG = """All flags of pretrain_gpt.py (see its --help), with --model-family those of that
 family's program, describe model, data, optimizer and batch; layouts are named by --layouts instead.
@@ -211,4 +211,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    end_with_reader()
     main()

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron.config.command_line import run_command
-from megatron.util.errors import one_line
+from megatron.util.errors import end_with_reader, one_line
 
 COMMANDS = {
     "to-hf": "megatron.formats.conversion.commands:to_hf",
@@ -37,4 +37,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    end_with_reader()
     main()

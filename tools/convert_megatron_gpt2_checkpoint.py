@@ -26,7 +26,7 @@ from megatron.formats.huggingface.gpt2 import GPT2
 from megatron.formats.huggingface.source import TOKENIZER, WeightFiles
 from megatron.formats.legacy_megatron.rank_files import MODEL_FILES
 from megatron.formats.legacy_megatron.reader import MegatronCheckpoint
-from megatron.util.errors import one_line
+from megatron.util.errors import end_with_reader, one_line
 
 NAME = "convert_megatron_gpt2_checkpoint.py"
 MEMBER = f"release/mp_rank_00/{MODEL_FILES[0]}"
@@ -167,4 +167,5 @@ def next_steps(path: Path, has_tokenizer: bool) -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    end_with_reader()
     main()

@@ -34,7 +34,7 @@ from megatron.doctor.findings import NodeFinding, usual_link
 from megatron.doctor.links import OVER
 from megatron.doctor.session import Session, by_srun, by_ssh, here
 from megatron.resilience.nodes import ask
-from megatron.util.errors import one_line
+from megatron.util.errors import end_with_reader, one_line
 from megatron.util.hostfile import chosen, read_hostfile
 
 
@@ -207,4 +207,5 @@ def as_text(names: Sequence[str], done: Examination, over: str) -> str:
 
 
 if __name__ == "__main__":
+    end_with_reader()
     sys.exit(main())

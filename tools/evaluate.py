@@ -15,6 +15,7 @@ HF_DATASETS_OFFLINE=0 is set: tasks read files of this machine. Needs the extra 
 
 from megatron.tasks.harness.command import run_evaluation
 from megatron.training.process import ending_process, errors_for_users
+from megatron.util.errors import end_with_reader
 
 
 def main() -> None:
@@ -24,4 +25,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    end_with_reader()
     main()

@@ -19,6 +19,7 @@ neighbours of what it writes, chunk by chunk, and their text and sources follow 
 
 from megatron.inference.generation.command import run_generation
 from megatron.training.process import ending_process, errors_for_users
+from megatron.util.errors import end_with_reader
 
 
 def main() -> None:
@@ -28,4 +29,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    end_with_reader()
     main()

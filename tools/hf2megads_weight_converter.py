@@ -13,6 +13,7 @@ layout loads the checkpoint. One process converts, the others end. Logits are co
 
 from megatron.formats.conversion.megads import convert
 from megatron.training.process import ending_process, errors_for_users
+from megatron.util.errors import end_with_reader
 
 
 def main() -> None:
@@ -22,4 +23,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    end_with_reader()
     main()

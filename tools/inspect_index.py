@@ -21,7 +21,7 @@ from megatron.config.flags import build, option
 from megatron.data.indexed import IndexedDataset
 from megatron.data.indexed.dataset_checks import contents, find_prefixes
 from megatron.tokenizer import Tokenizer, build_tokenizer
-from megatron.util.errors import one_line
+from megatron.util.errors import end_with_reader, one_line
 
 
 @dataclass(frozen=True)
@@ -138,4 +138,5 @@ def document_report(found: dict[str, Any], max_tokens: int) -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    end_with_reader()
     main()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from megatron.config import parse_configs
 from megatron.config.flags import option
 from megatron.config.layouts import PRECISIONS, RULES, Layout, StateDtypes, parse_layout, refusal
+from megatron.util.errors import end_with_reader
 
 STAGES = range(4)
 
@@ -173,4 +174,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    end_with_reader()
     main()

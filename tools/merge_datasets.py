@@ -19,7 +19,7 @@ from megatron.config.flags import option
 from megatron.data.indexed import IndexedDataset
 from megatron.data.indexed.dataset_checks import find_prefixes
 from megatron.data.indexed.dataset_writer import merge_datasets
-from megatron.util.errors import one_line
+from megatron.util.errors import end_with_reader, one_line
 
 
 @dataclass(frozen=True)
@@ -55,4 +55,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    end_with_reader()
     main()

@@ -48,6 +48,7 @@ from megatron.planning.step_time import Hardware
 from megatron.profiling.tables import aligned
 from megatron.retro.index.config import IndexFlags
 from megatron.retro.index.sizes import size_table
+from megatron.util.errors import end_with_reader
 
 GIB, GB = 2**30, 10**9
 
@@ -284,4 +285,5 @@ def offload(plans: Sequence[Plan], usable: int) -> list[str]:
 
 
 if __name__ == "__main__":
+    end_with_reader()
     sys.exit(main())

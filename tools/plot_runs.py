@@ -25,7 +25,7 @@ from megatron.training.run_curves import (
     read_evaluations,
     write_csv,
 )
-from megatron.util.errors import one_line
+from megatron.util.errors import end_with_reader, one_line
 
 
 @dataclass(frozen=True)
@@ -107,4 +107,5 @@ def compared(first: RunCurve, other: RunCurve) -> str:
 
 
 if __name__ == "__main__":
+    end_with_reader()
     main()

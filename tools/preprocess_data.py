@@ -14,7 +14,7 @@ from megatron.config import TokenizerConfig, parse_configs
 from megatron.corpus.preprocessing.config import PreprocessConfig
 from megatron.corpus.preprocessing.preprocess import preprocess
 from megatron.corpus.preprocessing.reporting import PreprocessSummary
-from megatron.util.errors import one_line
+from megatron.util.errors import end_with_reader, one_line
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -45,4 +45,5 @@ def report(summary: PreprocessSummary) -> None:
 
 
 if __name__ == "__main__":
+    end_with_reader()
     main()

@@ -29,7 +29,7 @@ from megatron.training.build import train
 from megatron.training.launch import start_processes
 from megatron.training.process import ending_process, errors_for_users
 from megatron.training.run import RunToolParser, run_of
-from megatron.util.errors import one_line
+from megatron.util.errors import end_with_reader, one_line
 from megatron.util.files import write_whole
 
 _LENGTHS = ("train_iters", "train_samples", "train_tokens")
@@ -107,5 +107,6 @@ def few_steps(settings: Settings) -> Settings:
 
 
 if __name__ == "__main__":
+    end_with_reader()
     with ending_process():
         main()

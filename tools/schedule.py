@@ -24,7 +24,7 @@ from megatron.config import ConfigError, parse_configs
 from megatron.config.flags import option
 from megatron.parallel.pipeline_schedules import SCHEDULES, Action, PipelineSchedule
 from megatron.parallel.timeline import Timeline, simulate, theory, transfer_of
-from megatron.util.errors import one_line
+from megatron.util.errors import end_with_reader, one_line
 from megatron.util.files import replacing
 
 if TYPE_CHECKING:
@@ -320,4 +320,5 @@ def legend(chunks: int) -> list["Patch"]:
 
 
 if __name__ == "__main__":
+    end_with_reader()
     main()

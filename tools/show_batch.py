@@ -32,7 +32,7 @@ from megatron.families import family_names, family_of
 from megatron.parallel.mesh import MODEL, memberships
 from megatron.training.plan import TrainingPlan
 from megatron.training.run import Run, RunToolParser, run_of
-from megatron.util.errors import one_line
+from megatron.util.errors import end_with_reader, one_line
 
 
 @dataclass(frozen=True)
@@ -233,4 +233,5 @@ def _shortened(text: str, most: int) -> str:
 
 
 if __name__ == "__main__":
+    end_with_reader()
     main()

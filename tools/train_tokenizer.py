@@ -25,7 +25,7 @@ from megatron.corpus.preprocessing.inputs import (
 from megatron.corpus.preprocessing.reporting import Progress
 from megatron.data.json_lines import BadLine, long_line, texts_of_line
 from megatron.tokenizer.train import KINDS, TRAINED_FILES, train_tokenizer
-from megatron.util.errors import one_line
+from megatron.util.errors import end_with_reader, one_line
 
 
 @dataclass(frozen=True)
@@ -145,4 +145,5 @@ def plain_text(batch: LineBatch) -> str:
 
 
 if __name__ == "__main__":
+    end_with_reader()
     main()

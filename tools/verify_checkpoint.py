@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megatron.config.command_line import CommandParser
 from megatron.formats.inspection import Verdict, verify_all
-from megatron.util.errors import one_line
+from megatron.util.errors import end_with_reader, one_line
 
 TITLES = ("checkpoint", "files", "MB", "tensors", "seconds", "")
 
@@ -37,14 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 break
             rows.append(row(verdict, time.perf_counter() - began))
             if verdict.error is not None:
-                errors.append(verdict.error)
+                errors.append(f"{'damaged' if verdict.there else 'error'}: {verdict.error}")
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for words in rows:
         first, *others = zip(words, widths, strict=True)
         line = [first[0].ljust(first[1]), *(word.rjust(width) for word, width in others[:-1])]
         print("  ".join([*line, words[-1]]).rstrip())
     for error in errors:
-        print(f"damaged: {one_line(error)}", file=sys.stderr)
+        print(one_line(error), file=sys.stderr)
     return 1 if errors else 0
 
 
@@ -65,9 +65,10 @@ def row(verdict: Verdict, seconds: float) -> tuple[str, ...]:
         f"{verdict.bytes / 1e6:.1f}",
         str(verdict.parameters),
         f"{seconds:.2f}",
-        "whole" if verdict.error is None else "DAMAGED",
+        "whole" if verdict.error is None else "DAMAGED" if verdict.there else "not found",
     )
 
 
 if __name__ == "__main__":
+    end_with_reader()
     sys.exit(main())

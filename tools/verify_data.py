@@ -20,13 +20,14 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron.config import FlagParser, TokenizerConfig
 from megatron.config.flags import build, option
 from megatron.data.indexed.dataset_checks import check_dataset, find_prefixes
 from megatron.tokenizer import build_tokenizer
-from megatron.util.errors import one_line
+from megatron.util.errors import end_with_reader, one_line
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             prefixes = find_prefixes([entry])
         except (ValueError, OSError) as error:
-            print(f"damaged: {one_line(error)}", file=sys.stderr)
+            there = any(Path(f"{entry}{ending}").exists() for ending in ("", ".idx", ".bin"))
+            what = "damaged" if there else "error"
+            print(f"{what}: {one_line(error)}", file=sys.stderr)
             status = 1
             continue
         for prefix in prefixes:
@@ -90,4 +93,5 @@ def verify(prefix: str, vocab_size: int | None, write: bool) -> int:
 
 
 if __name__ == "__main__":
+    end_with_reader()
     sys.exit(main())

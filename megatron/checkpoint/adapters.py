@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.folder import complete_tags, find
-from megatron.checkpoint.manifest import BASE, MANIFEST, BaseRecord, verify
+from megatron.checkpoint.folder import find, may_be_ours
+from megatron.checkpoint.manifest import BASE, BaseRecord, verify
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.slices import Slice
 from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoint
@@ -241,7 +241,7 @@ class AdaptedCheckpoint(AdaptedSource):
 
     @classmethod
     def locate(cls, path: Path, wanted: str | None) -> Path | None:
-        if not (path / MANIFEST).is_file() and not (path.is_dir() and complete_tags(path)):
+        if not may_be_ours(path):
             return None
         found = find(str(path), wanted)
         return found if found is not None and (found / BASE).is_file() else None

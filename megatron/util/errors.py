@@ -1,11 +1,13 @@
 """Errors as users see them: which are about their input, what libraries in Rust raise about it, and
-the signal of a mapped file that cannot be read."""
+the signals of a mapped file that cannot be read and of output that is not read."""
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import re
+import select
 import signal
 import sys
 import traceback
@@ -66,6 +68,35 @@ def rust_errors(subject: str) -> Iterator[None]:
             raise
         reason = " ".join(str(error).split())[:300] or "it does not say why"
         raise ValueError(f"{subject}: {reason}") from None
+
+
+def end_with_reader() -> None:
+    """Makes this program end without a message, and with the status of others, when what reads its
+    output ends first, such as ``head``. Other broken pipes and sockets remain errors."""
+    if not hasattr(signal, "SIGPIPE"):
+        return
+    signal.signal(signal.SIGPIPE, lambda number, frame: _leave_if_unread())
+    atexit.register(_flush)
+
+
+def _leave_if_unread() -> None:
+    poll = select.poll()
+    poll.register(1, 0)
+    if any(event & select.POLLERR for _, event in poll.poll(0)):
+        _discard_output()
+        raise SystemExit(128 + signal.SIGPIPE)
+
+
+def _flush() -> None:
+    try:
+        sys.stdout.flush()
+    except (BrokenPipeError, SystemExit):  # the latter of the signal, which can come first
+        _discard_output()
+
+
+def _discard_output() -> None:
+    """Gives what is still buffered another place, else Python complains at the end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def name_lost_pages() -> None:

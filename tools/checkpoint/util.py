@@ -27,7 +27,7 @@ from megatron.formats.legacy_megatron.names import FAMILIES
 from megatron.formats.legacy_megatron.reader import MegatronCheckpoint
 from megatron.formats.meta.source import PARAMS, tokenizer_of_file
 from megatron.tokenizer import build_tokenizer
-from megatron.util.errors import one_line
+from megatron.util.errors import end_with_reader, one_line
 from megatron.util.progress import say
 
 SAVERS = ("megatron", "safetensors")
@@ -208,4 +208,5 @@ def sizes_of(source: Source) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
+    end_with_reader()
     main()

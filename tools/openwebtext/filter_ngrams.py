@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from megatron.corpus.collection.decontamination import filter_ngrams
 from megatron.corpus.collection.line_job import run_tool
+from megatron.util.errors import end_with_reader
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -17,4 +18,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    end_with_reader()
     main()

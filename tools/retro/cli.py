@@ -17,6 +17,7 @@ neighbours and where it is from. An interactive Python has the same:
 
 from megatron.retro.inspection import RetroInspector, run_inspection
 from megatron.training.process import errors_for_users
+from megatron.util.errors import end_with_reader
 
 retro = RetroInspector()
 """For an interactive Python."""
@@ -29,4 +30,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    end_with_reader()
     main()

@@ -15,6 +15,7 @@ takes a Retro or a GPT of any format, in any layout.
 
 from megatron.retro.evaluation.command import run_evaluation
 from megatron.training.process import ending_process, errors_for_users
+from megatron.util.errors import end_with_reader
 
 
 def main() -> None:
@@ -24,4 +25,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    end_with_reader()
     main()

@@ -14,6 +14,7 @@ was killed continues where it was when it is started again. Needs the extra "ret
 
 from megatron.retro.command import run_preprocessing
 from megatron.training.process import ending_process, errors_for_users
+from megatron.util.errors import end_with_reader
 
 
 def main() -> None:
@@ -23,4 +24,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    end_with_reader()
     main()

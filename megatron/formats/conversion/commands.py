@@ -20,6 +20,7 @@ from megatron.checkpoint.source import (
     FoundCheckpoint,
     Source,
     locate_checkpoint,
+    nothing_at,
     run_of,
 )
 from megatron.checkpoint.writer import write_checkpoint
@@ -207,7 +208,7 @@ def import_hf(
     CheckpointError if ``path`` has no model, or ``output`` must not be replaced, or logits
     differ."""
     if HuggingFaceFolder.locate(path, None) is None:
-        why = "config.json not found" if path.is_dir() else "the folder does not exist"
+        why = "config.json not found" if path.is_dir() else "no such folder"
         raise CheckpointError(
             f"{input_flag} {path}: {why}; expected the folder of a Hugging Face model"
         )
@@ -384,7 +385,7 @@ def located(load: str, iteration: int | None, base: str | None = None) -> FoundC
     it is missing."""
     found = locate_checkpoint(load, _wanted(iteration))
     if found is None:
-        raise CheckpointError(f"--load {load}: no complete checkpoint found")
+        raise CheckpointError(f"--load {load}: {nothing_at(load)}")
     return found._replace(base=base)
 
 

@@ -16,12 +16,10 @@ from typing import Any
 
 import regex
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron.checkpoint.adapters import AdaptedSource
-from megatron.checkpoint.files import CheckpointError, finite, read_json, write_json
+from megatron.checkpoint.files import CheckpointError, finite, read_json, save_tensors, write_json
 from megatron.checkpoint.source import FoundCheckpoint
 from megatron.config import ModelConfig
 from megatron.config.adapters import AdapterConfig
@@ -254,11 +252,7 @@ def write_peft(
     if base is None:
         found = source.base.folder
         base = str(found) if (found / "config.json").is_file() else None
-    path = folder / WEIGHTS[0]
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # a full disk, for example
-        raise OSError(f"{path} cannot be written: {error}") from None
+    save_tensors(tensors, folder / WEIGHTS[0], {"format": "pt"})
     write_json(
         folder / CONFIG,
         {

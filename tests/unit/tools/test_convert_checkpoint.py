@@ -133,7 +133,7 @@ def test_no_architecture(tool, saved, tmp_path):
         ("to-hf --load x --output y --push-to-hub a/b/c", "--push-to-hub a/b/c: Repo id must"),
         ("to-hf --output x", "--load is missing"),
         ("to-hf --load x", "--output is missing"),
-        ("to-hf --load x --output y", "x: no complete checkpoint found"),
+        ("to-hf --load x --output y", "x: no such folder"),
         ("to-hf --load x --output y --max-shard-size 5GBs", "5GBs is not a size"),
         ("to-hf --load x --output y --max-shard-size 0", "0 is not a size"),
     ],

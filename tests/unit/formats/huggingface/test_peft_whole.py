@@ -128,6 +128,8 @@ def test_merged_is_what_peft_computes(name, trained, tmp_path, monkeypatch):
 
     (tmp_path / "again").mkdir()
     write_adapters(source, tmp_path / "again")
+    modes = {path.stat().st_mode for path in (tmp_path / "again").iterdir()}
+    assert len(modes) == 1  # that of adapter_config.json
     again = peft.PeftModel.from_pretrained(base(), tmp_path / "again").eval()
     with torch.no_grad():
         torch.testing.assert_close(again(TOKENS).logits, expected, rtol=2e-6, atol=2e-5)
