@@ -122,8 +122,8 @@ def checkpoint_settings(settings: Settings) -> Settings:
         return settings
     if origin is None:
         load = options.load
-        where = f"--load {load}: {nothing_at(load)}" if load else "--load is missing"
-        raise ConfigError(f"{where}; name a checkpoint, or describe a model with --num-layers")
+        where = f"--load {load}: {nothing_at(load)};" if load else "--load is missing:"
+        raise ConfigError(f"{where} name a checkpoint, or describe a model with --num-layers")
     if not settings.keys() & _FILES:
         settings = settings | _own_tokenizer(origin)
     return settings | {"use_checkpoint_args": Setting(True, _OWN)}
