@@ -235,13 +235,14 @@ class PeftTensors(Source):
         values = self._of_base(theirs)
         if "tokens" in pieces:
             rows = self._read(pieces["tokens"])
-            places = torch.tensor(self._token_indices(theirs), dtype=torch.long)
-            if len(places) != len(rows) or not bool(((places >= 0) & (places < len(values))).all()):
+            tokens = torch.tensor(self._token_indices(theirs), dtype=torch.long)
+            inside = bool(((tokens >= 0) & (tokens < len(values))).all())
+            if not inside or rows.shape != (len(tokens), *values.shape[1:]):
                 raise CheckpointError(
                     f"{self._path}: {pieces['tokens']} has {len(rows)} rows for the tokens "
-                    f"{places.tolist()} (trainable_token_indices) of {len(values)}"
+                    f"{tokens.tolist()} (trainable_token_indices) of {len(values)}"
                 )
-            values = values.index_copy(0, places, rows)
+            values = values.index_copy(0, tokens, rows)
         if pieces.keys() & {"A", "B"}:
             values = values + self._addition(theirs, values)
         return values
@@ -262,29 +263,32 @@ class PeftTensors(Source):
         if not {"A", "B"} <= pieces.keys():
             raise CheckpointError(f"{self._path}: the addition to {theirs} lacks a matrix")
         a, b = self._read(pieces["A"]), self._read(pieces["B"])
-        product = b @ a
-        product = product.T if theirs == self._embedding else product
-        if product.shape != values.shape:
+        rows, columns = values.shape[::-1] if theirs == self._embedding else values.shape
+        if a.shape[1:] != (columns,) or b.shape != (rows, len(a)):
             raise CheckpointError(
-                f"{self._path}: the addition to {theirs} has the shape {tuple(product.shape)}; the "
-                f"base's is {tuple(values.shape)}"
+                f"{self._path}: an addition of shapes {tuple(b.shape)} x {tuple(a.shape)} does not "
+                f"fit {theirs} of {tuple(values.shape)}"
             )
-        return product * self._scale(theirs.rpartition(".")[0], len(a))
+        product = (b @ a) * self._scale(theirs.rpartition(".")[0], len(a))
+        return product.T if theirs == self._embedding else product
 
     def _token_indices(self, theirs: str) -> Sequence[int]:
-        indices = self._content["trainable_token_indices"]
+        indices = self._content.get("trainable_token_indices") or []
         if isinstance(indices, dict):
             module = theirs.rpartition(".")[0]
-            names = [name for name in indices if module.endswith(name)]
             # Of a head that is the embedding too, those of the embedding.
-            indices = indices[names[0]] if names else next(iter(indices.values()))
+            names = [name for name in indices if module.endswith(name)] or [*indices]
+            indices = indices[names[0]]
         return indices
 
     def _rows(self, theirs: str) -> int:
         pieces = self._pieces.get(theirs, {})
         key = pieces.get("trained") or pieces.get("base")
         if key is not None:
-            return int(self._tensors[key].shape[0])
+            shape = self._tensors[key].shape
+            if len(shape) != 2 or not shape[0]:
+                raise CheckpointError(f"{self._path}: {key} has the shape {shape}, not of a matrix")
+            return shape[0]
         if theirs == self._head and self._base.model.embedding.tied:
             return self._rows(self._embedding)
         return self._base.model.vocabulary.size

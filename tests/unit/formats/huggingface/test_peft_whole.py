@@ -181,6 +181,7 @@ def test_a_head_that_differs_from_its_embedding(trained, tmp_path):
     [
         ({"trainable_token_indices": [3, 99, 5]}, r"3 rows for the tokens \[3, 99, 5\] .* of 61"),
         ({"trainable_token_indices": [3, 5]}, r"3 rows for the tokens \[3, 5\]"),
+        ({"trainable_token_indices": None}, r"3 rows for the tokens \[\]"),
         ({"trainable_token_indices": "all"}, r"adapter_config.json: trainable_token_indices is 'a"),
         ({"trainable_token_indices": {"embed_tokens": [True]}}, "expected a list of tokens"),
         ({"modules_to_save": "lm_head"}, "modules_to_save is 'lm_head'; expected a list of names"),
