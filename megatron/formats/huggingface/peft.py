@@ -198,11 +198,15 @@ def _check_whole(content: Mapping[str, Any], path: Path) -> None:
         raise CheckpointError(f"{path}: modules_to_save is {saved!r:.60}; expected a list of names")
     tokens = content.get("trainable_token_indices") or []
     lists = list(tokens.values()) if isinstance(tokens, dict) else [tokens]
-    if not all(isinstance(each, list) and {type(n) for n in each} <= {int} for each in lists):
+    if not all(isinstance(each, list) and all(map(_is_token, each)) for each in lists):
         raise CheckpointError(
             f"{path}: trainable_token_indices is {tokens!r:.60}; expected a list of tokens, or one "
             "for each module"
         )
+
+
+def _is_token(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**31
 
 
 def write_peft(
