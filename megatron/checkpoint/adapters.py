@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.folder import complete_tags, find
-from megatron.checkpoint.manifest import BASE, MANIFEST, BaseRecord, verify
+from megatron.checkpoint.folder import find, may_be_ours
+from megatron.checkpoint.manifest import BASE, BaseRecord, verify
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.slices import Slice
 from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoint
@@ -143,9 +143,8 @@ class AdaptedSource(Source):
     def tensor(self, name: str, kind: str = "weight") -> Tensor:
         if kind != "weight":
             raise CheckpointError(f"{self.folder} is merged with its base, and has no {kind}")
-        if name in self.beside:
-            return self.additions.tensor(name)
-        whole = self.base.tensor(name)
+        trained = name in self.beside
+        whole = (self.additions if trained else self.base).tensor(name)
         parts = self.adapted.get(name, {})
         if parts:
             whole = whole.clone()  # it may be a file that is mapped into memory
@@ -246,7 +245,7 @@ class AdaptedCheckpoint(AdaptedSource):
 
     @classmethod
     def locate(cls, path: Path, wanted: str | None) -> Path | None:
-        if not (path / MANIFEST).is_file() and not (path.is_dir() and complete_tags(path)):
+        if not may_be_ours(path):
             return None
         found = find(str(path), wanted)
         return found if found is not None and (found / BASE).is_file() else None

@@ -326,10 +326,15 @@ def _is_empty(path: Path) -> bool:
     return not path.exists() or (path.is_dir() and not any(path.iterdir()))
 
 
+def nothing_at(path: str | Path) -> str:
+    """What a message says of a path where :func:`locate_checkpoint` finds no checkpoint."""
+    return "no complete checkpoint found" if Path(path).exists() else "no such folder"
+
+
 def open_checkpoint(load: str | Path, wanted: str | None = None, verify: bool = True) -> Source:
     """Finds and opens a checkpoint of any format; see :func:`locate_checkpoint`. Raises
     CheckpointError if it does not exist or is damaged."""
     found = locate_checkpoint(load, wanted)
     if found is None:
-        raise CheckpointError(f"{load}: no complete checkpoint found")
+        raise CheckpointError(f"{load}: {nothing_at(load)}")
     return found.open(verify)

@@ -9,9 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
-
-from megatron.checkpoint.files import NotFiniteError, write_json
+from megatron.checkpoint.files import NotFiniteError, save_tensors, write_json
 from megatron.checkpoint.folder import MEGATRON_TRACKER, TRACKER, replace_folder, tag
 from megatron.checkpoint.source import TOKENIZER
 from megatron.engine.deepspeed_json import Json
@@ -91,7 +89,7 @@ def write_engine_folder(
             str(folder.parent), tag=folder.name, client_state=client, save_latest=False
         )
     if engine.config.checkpoint.save_rng:
-        save_file(random_state(), folder / f"random-{rank:05d}.safetensors")
+        save_tensors(random_state(), folder / f"random-{rank:05d}.safetensors")
     if history := amax_history(engine):
         tensors = {key: values.contiguous() for key, values in history.items()}
-        save_file(tensors, folder / f"float8-{rank:05d}.safetensors")
+        save_tensors(tensors, folder / f"float8-{rank:05d}.safetensors")

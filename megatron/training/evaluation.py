@@ -12,7 +12,7 @@ from pkgutil import resolve_name
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.generation_settings import end_tokens
-from megatron.checkpoint.source import tokenizer_in
+from megatron.checkpoint.source import nothing_at, tokenizer_in
 from megatron.config import (
     CheckpointConfig,
     ConfigError,
@@ -84,7 +84,7 @@ def opened_checkpoint(
     origin = find_origin(run.config.checkpoint)
     if origin is None:
         named = run.config.checkpoint.load
-        where = f"--load {named} has no checkpoint" if named else "--load is missing"
+        where = f"--load {named}: {nothing_at(named)}" if named else "--load is missing"
         raise CheckpointError(f"{where}; name one")
     with connected(run, watched=watched) as mesh:
         resolve_name(FITS)(run.config, run.content, mesh, training_device())
@@ -129,8 +129,9 @@ def checkpoint_settings(settings: Settings) -> Settings:
     if {"num_layers", "encoder_num_layers", "use_checkpoint_args"} & settings.keys():
         return settings
     if origin is None:
-        where = f"--load {options.load} has no checkpoint" if options.load else "--load is missing"
-        raise ConfigError(f"{where}: name a checkpoint, or describe a model with --num-layers")
+        load = options.load
+        where = f"--load {load}: {nothing_at(load)};" if load else "--load is missing:"
+        raise ConfigError(f"{where} name a checkpoint, or describe a model with --num-layers")
     if not settings.keys() & _FILES:
         settings = settings | _own_tokenizer(origin)
     return settings | {"use_checkpoint_args": Setting(True, _OWN)}

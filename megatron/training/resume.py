@@ -11,7 +11,13 @@ from pkgutil import resolve_name
 from typing import Any
 
 from megatron.checkpoint.files import CheckpointError, DamagedError
-from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoint, reader
+from megatron.checkpoint.source import (
+    FoundCheckpoint,
+    Source,
+    locate_checkpoint,
+    nothing_at,
+    reader,
+)
 from megatron.config import (
     CheckpointConfig,
     ConfigError,
@@ -118,7 +124,7 @@ def find_origin(options: CheckpointConfig) -> ResumeSource | None:
         flag = f"--pretrained-checkpoint {options.pretrained_checkpoint}"
         base = locate_checkpoint(options.pretrained_checkpoint)
         if base is None:
-            raise CheckpointError(f"{flag}: no checkpoint found")
+            raise CheckpointError(f"{flag}: {nothing_at(options.pretrained_checkpoint)}")
         return ResumeSource(base, flag, continues=False)
     for wanted, flag in (
         (options.finetune, "--finetune"),

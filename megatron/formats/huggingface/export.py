@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron.checkpoint.files import CheckpointError, finite, read_json, write_json
+from megatron.checkpoint.files import CheckpointError, finite, read_json, save_tensors, write_json
 from megatron.checkpoint.source import DTYPES, Source
 from megatron.formats.huggingface.architecture import Parameter
 from megatron.formats.huggingface.registry import architecture_of, departure
@@ -36,8 +34,8 @@ def write_model(
     empty folder, with at most one shard in memory; a parameter larger than ``max_shard_bytes`` has
     its own. ``architecture`` is the ``model_type`` to write; see :func:`architecture_of`. Raises
     ValueError if the model fits no known architecture, or not that one. Raises CheckpointError if
-    the checkpoint lacks parameters of its configuration, one is not finite in ``dtype``, or a file
-    cannot be written.
+    the checkpoint lacks parameters of its configuration, or one is not finite in ``dtype``. Raises
+    OSError if a file cannot be written.
     """
     model = source.model
     form = architecture_of(model, architecture)
@@ -74,7 +72,9 @@ def write_model(
                 f"{type(loaded).__name__} of the tokenizer's files, which gives other tokens; load "
                 "them by transformers.PreTrainedTokenizerFast, or name another --architecture"
             )
-    progress(f"{form.class_of(model)}, {len(parameters)} parameters, {dtype}")
+    count = sum(math.prod(source.shape(each.ours)) for each in parameters)
+    tensors = sum(len(each.theirs) for each in parameters)
+    progress(f"{form.class_of(model)}, {count:,} parameters in {tensors} tensors, {dtype}")
 
 
 def _write_weights(
@@ -100,11 +100,8 @@ def _write_weights(
         for parameter in progress_bar(f"writing {path.name}", members, unit=" parameters"):
             values = finite(parameter.ours, source.tensor(parameter.ours), dtype, source.folder)
             tensors |= parameter.to_hf(values)
-        try:
-            save_file(tensors, path, metadata={"format": "pt"})
-            sync_path(path)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} cannot be written: {error}") from None
+        save_tensors(tensors, path, {"format": "pt"})
+        sync_path(path)
         weight_map |= dict.fromkeys(tensors, path.name)
         progress(f"{path.name}: {sum(sizes[member.ours] for member in members) / 1e6:,.1f} MB")
     if len(shards) > 1:

@@ -154,10 +154,7 @@ class HuggingFaceFolder(Source):
         self._stored = self._match(parameters)
         self._shapes = _shapes(self.model, folder)
         self._check_shapes()
-        if self._has_tokenizer():
-            self.tokenizer = TokenizerConfig(
-                tokenizer_type="HFTokenizer", tokenizer_model=str(folder)
-            )
+        self.tokenizer = tokenizer_in(folder)
 
     @classmethod
     def locate(cls, path: Path, wanted: str | None) -> Path | None:
@@ -216,9 +213,6 @@ class HuggingFaceFolder(Source):
         if has_tokenizer or ends_of(generation):
             write_generation(target, generation)
         return has_tokenizer
-
-    def _has_tokenizer(self) -> bool:
-        return any((self.folder / name).is_file() for name in TOKENIZER)
 
     def _parameter(self, name: str) -> Parameter:
         if name not in self._parameters:
@@ -291,10 +285,17 @@ class HuggingFaceFolder(Source):
                     )
 
 
+def tokenizer_in(folder: Path) -> TokenizerConfig | None:
+    """The flags of the tokenizer whose files are in a folder; None without any."""
+    if not any((folder / name).is_file() for name in TOKENIZER):
+        return None
+    return TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(folder))
+
+
 def copy_tokenizer(folder: Path, target: Path) -> bool:
     """Copies the files of a tokenizer, and generation_config.json, to a new folder; returns whether
     there is a tokenizer."""
-    if not any((folder / name).is_file() for name in TOKENIZER):
+    if tokenizer_in(folder) is None:
         return False
     copy_tokenizer_files(folder, target)
     return True

@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.files import CheckpointError, save_tensors
 from megatron.checkpoint.source import Source
 from megatron.config import ConfigError
 from megatron.data.samples import SampleDataset
@@ -197,7 +196,7 @@ class _Block:
         }
         name = f"{digest_of_parts(f'{key} ' for key in keys)}.safetensors"
         with replacing(folder / name) as path:
-            save_file(tensors, path)
+            save_tensors(tensors, path)
         self.__init__()  # type: ignore[misc]
 
 

@@ -142,7 +142,7 @@ def test_what_cannot_teach_is_refused_by_name(pool, teacher, tmp_path):
     cases = {
         ("--load-teacher", "missing"): alone,
         ("--load-teacher", folder, "effect with --kd only"): [*STUDENT, "--load-teacher", folder],
-        ("no checkpoint found", str(tmp_path / "no")): [*alone, "--load-teacher", f"{tmp_path}/no"],
+        ("no such folder", str(tmp_path / "no")): [*alone, "--load-teacher", f"{tmp_path}/no"],
         ("family bert", "student of gpt"): [*alone, "--load-teacher", bert],
         ("--num-layers-teacher 7", "has 5"): [*named, "--num-layers-teacher", "7"],
         ("--hidden-size-teacher 64", "has 48"): [*named, "--hidden-size-teacher", "64"],

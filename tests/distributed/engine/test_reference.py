@@ -182,7 +182,7 @@ def test_without_a_reference(pool, pairs: str, base: str) -> None:
     with pytest.raises(Exception, match="--preference dpo compares .* --reference-checkpoint"):
         pool.run(1, found, argv)
     missing = [*flags(base, pairs), "--reference-checkpoint", "/nowhere"]
-    with pytest.raises(Exception, match="--reference-checkpoint /nowhere: no checkpoint found"):
+    with pytest.raises(Exception, match="--reference-checkpoint /nowhere: no such folder"):
         pool.run(1, found, missing)
 
 

@@ -144,7 +144,7 @@ def test_longer_than_the_model_leaves_nothing(main, load, tmp_path):
     ("flags", "message"),
     [
         (["--prompt", "1"], "--load is missing"),
-        (["--load", "x", "--prompt", "1"], "--load x has no checkpoint: name a checkpoint"),
+        (["--load", "x", "--prompt", "1"], "--load x: no such folder; name a checkpoint"),
         (["--load", "x", "--prompt", "1", "--prompt-file", "y"], "give one of them"),
         (["--load", "x", "--output", "y"], "--output needs --prompt or --prompt-file"),
         (["--load", "x", "--prompt-file", "absent"], "absent"),
