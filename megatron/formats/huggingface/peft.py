@@ -7,6 +7,7 @@ that were trained beside them (``modules_to_save``).
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -92,6 +93,13 @@ class PeftFolder(AdaptedSource):
     @classmethod
     def locate_base(cls, folder: Path, base: str | Path | None) -> FoundCheckpoint:
         _adapters(_content(folder), folder / CONFIG)
+        named = cls.base_of(folder)
+        if base is None and os.path.exists(named) and not os.path.isdir(named):
+            # Whatever a foreign folder names is not opened.
+            raise CheckpointError(
+                f"{folder / CONFIG}: base_model_name_or_path {named} is not a folder: name the base "
+                "by --pretrained-checkpoint"
+            )
         return super().locate_base(folder, base)
 
     def alpha_of(self, weight: str, part: str) -> float:
