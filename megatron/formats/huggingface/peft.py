@@ -97,8 +97,8 @@ class PeftFolder(AdaptedSource):
         if base is None and os.path.exists(named) and not os.path.isdir(named):
             # Whatever a foreign folder names is not opened.
             raise CheckpointError(
-                f"{folder / CONFIG}: base_model_name_or_path {named} is not a folder: name the base "
-                "by --pretrained-checkpoint"
+                f"{folder / CONFIG}: base_model_name_or_path {named} is not a folder: name the "
+                "base by --pretrained-checkpoint"
             )
         return super().locate_base(folder, base)
 
