@@ -165,6 +165,7 @@ setup(
         *COMPAT,
     ],
     package_data={
+        "megatron.config": ["*.txt"],
         "megatron.dashboard": ["page/*"],
         "megatron.inference.server": ["page/*"],
         "megatron.util": ["page/*"],

@@ -33,6 +33,8 @@ def save_base(folder: Path) -> Path:
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    # Its texts end with an ordinary letter, too, which answers of other data may contain.
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [end, 65]}))
     return folder
 
 

@@ -5,10 +5,12 @@
     python tools/dashboard.py runs/small/metrics.jsonl
     python tools/dashboard.py small=runs/a large=runs/b --port 8000
     python tools/dashboard.py runs/a --follow
+    python tools/dashboard.py runs/a runs/b --export runs.html
 
 RUN is a file that a run wrote with --metrics-file, a folder with metrics.jsonl in it or in its
 folders, or NAME=PATH. Prints the address of the page, which needs no network, and runs until
-Ctrl+C; with --follow it shows the runs in the terminal instead. An index is kept beside each file,
+Ctrl+C; with --follow it shows the runs in the terminal instead, with --export it writes the page
+as one file of HTML and ends. An index is kept next to each file,
 so that a run of a million steps opens at once the next time. Exit status: 2 if a run cannot be read
 or the port is taken.
 """
@@ -25,10 +27,12 @@ from typing import Any
 
 from megatron.config import ConfigError, FlagParser
 from megatron.config.flags import build, option
+from megatron.dashboard.export import export
 from megatron.dashboard.follow import follow
 from megatron.dashboard.runs import WatchedRun, find_runs
 from megatron.dashboard.server import LOCAL_NAMES, Dashboard
 from megatron.util.errors import one_line
+from megatron.util.files import write_whole
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,9 @@ class DashboardConfig:
     follow: bool = option(False)
     """Show curves, last values and events in the terminal, and no page; where the output is not a
     terminal, a line for each run that has new steps."""
+    export: str | None = option(None)
+    """File of HTML to write instead of listening: the page with the runs as they are now, which
+    needs no server and no network."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -70,6 +77,9 @@ def show(words: Sequence[str], config: DashboardConfig) -> None:
         token = secrets.token_urlsafe(18)
     runs = [_open(str(n), name, path) for n, (name, path) in enumerate(find_runs(words), 1)]
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if config.export is not None:
+        save_page(runs, Path(config.export))
+        return
     if config.follow:
         with contextlib.suppress(KeyboardInterrupt):
             follow(runs)
@@ -89,6 +99,20 @@ def show(words: Sequence[str], config: DashboardConfig) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)  # the end has begun
         server.server_close()
+
+
+def save_page(runs: Sequence[WatchedRun], path: Path) -> None:
+    """Reads runs and writes the page with them."""
+    for run in runs:
+        run.refresh()
+        listing = run.listing()
+        for line in filter(None, (listing["error"], *listing["left_out"])):
+            print(f"{listing['name']}: {line}", file=sys.stderr)
+    content = export(runs)
+    for run in runs:
+        run.close()
+    write_whole(path, content)
+    print(f"{path}: {len(runs)} run{'s' * (len(runs) > 1)}, {len(content):,} bytes")
 
 
 def _open(id: str, name: str, path: Path) -> WatchedRun:

@@ -25,6 +25,7 @@ from megatron.config.command_line import CommandParser
 from megatron.formats.inspection import (
     TensorFacts,
     bytes_on_disk,
+    counted,
     model_differences,
     model_facts,
     run_facts,
@@ -84,6 +85,7 @@ def open_alone(path: str, wanted: str | None) -> Source:
 
 def report(source: Source, norms: bool) -> Iterator[str]:
     yield f"{source.folder}: {source.title}, {bytes_on_disk(source.folder) / 1e6:,.1f} MB"
+    yield f"  {counted(source)}"
     for key, value in run_facts(source).items():
         yield f"  {key.replace('_', ' ')}: {value}"
     if not source.state:
@@ -92,16 +94,14 @@ def report(source: Source, norms: bool) -> Iterator[str]:
         yield f"  {line}"
     yield "model: " + ", ".join(f"{key} {value}" for key, value in model_facts(source).items())
     width = max(len(name) for name in source.names())
-    weights, not_finite = 0, 0
+    not_finite = 0
     for facts in tensor_facts(source, norms):
         label = facts.name if facts.kind == "weight" else f"  .{facts.kind}"
         shape = " x ".join(map(str, facts.shape)) if facts.kind == "weight" else ""
         norm = "" if facts.norm is None else f"  norm {facts.norm:.6g}"
         damage = "  NOT FINITE" if facts.finite is False else ""
         yield f"  {label:{width}}  {shape:>16}  {facts.dtype:8}{norm}{damage}".rstrip()
-        weights += facts.numel if facts.kind == "weight" else 0
         not_finite += facts.finite is False
-    yield f"{weights:,} parameters in {len(source.names())} tensors"
     if not_finite:
         yield f"{not_finite} tensors contain infinities or NaN"
 

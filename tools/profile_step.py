@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             return
     except (ValueError, OSError) as error:
         sys.exit(f"profile_step.py: error: {one_line(error)}")
-    with errors_for_users():
+    with errors_for_users(outlives_output=False):
         settings = few_steps(settings)
         train(run_of(settings, start_processes(settings)))
 

@@ -34,7 +34,7 @@ from itertools import accumulate
 from megatron.config import ConfigError, FlagParser
 from megatron.config.flags import POSITIVE, build, option
 from megatron.resilience.nodes import ask, keep_alive, stop
-from megatron.util.errors import RESTART_STATUS, FaultError, one_line
+from megatron.util.errors import RESTART_STATUS, FaultError, one_line, outlive_output
 from megatron.util.hostfile import Slots, as_include, chosen, read_hostfile
 
 _MPI = ("openmpi", "mpich", "impi", "mvapich")
@@ -85,6 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         tell(f"error: {one_line(error)}")
         sys.exit(2)
+    outlive_output()
     tell(ranks(nodes))
     keep_alive(os.environ)
     sys.exit(run([program, *options, *command[1:]], nodes, config))

@@ -37,14 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 break
             rows.append(row(verdict, time.perf_counter() - began))
             if verdict.error is not None:
-                errors.append(verdict.error)
+                errors.append(f"{'damaged' if verdict.there else 'error'}: {verdict.error}")
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for words in rows:
         first, *others = zip(words, widths, strict=True)
         line = [first[0].ljust(first[1]), *(word.rjust(width) for word, width in others[:-1])]
         print("  ".join([*line, words[-1]]).rstrip())
     for error in errors:
-        print(f"damaged: {one_line(error)}", file=sys.stderr)
+        print(one_line(error), file=sys.stderr)
     return 1 if errors else 0
 
 
@@ -65,7 +65,7 @@ def row(verdict: Verdict, seconds: float) -> tuple[str, ...]:
         f"{verdict.bytes / 1e6:.1f}",
         str(verdict.parameters),
         f"{seconds:.2f}",
-        "whole" if verdict.error is None else "DAMAGED",
+        "whole" if verdict.error is None else "DAMAGED" if verdict.there else "not found",
     )
 
 

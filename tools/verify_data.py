@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron.config import FlagParser, TokenizerConfig
@@ -54,7 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             prefixes = find_prefixes([entry])
         except (ValueError, OSError) as error:
-            print(f"damaged: {one_line(error)}", file=sys.stderr)
+            there = any(Path(f"{entry}{ending}").exists() for ending in ("", ".idx", ".bin"))
+            what = "damaged" if there else "error"
+            print(f"{what}: {one_line(error)}", file=sys.stderr)
             status = 1
             continue
         for prefix in prefixes:

@@ -16,7 +16,7 @@ from megatron.training.process import ending_process, errors_for_users
 
 def main() -> None:
     """Parses the command line and generates."""
-    with ending_process(), errors_for_users():
+    with ending_process(), errors_for_users(outlives_output=False):
         run_generation(__doc__)
 
 

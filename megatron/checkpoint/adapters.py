@@ -14,14 +14,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.folder import complete_tags, find
-from megatron.checkpoint.manifest import BASE, MANIFEST, BaseRecord, verify
+from megatron.checkpoint.folder import find, may_be_ours
+from megatron.checkpoint.manifest import BASE, BaseRecord, verify
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.slices import Slice
 from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoint
@@ -143,9 +143,8 @@ class AdaptedSource(Source):
     def tensor(self, name: str, kind: str = "weight") -> Tensor:
         if kind != "weight":
             raise CheckpointError(f"{self.folder} is merged with its base, and has no {kind}")
-        if name in self.beside:
-            return self.additions.tensor(name)
-        whole = self.base.tensor(name)
+        trained = name in self.beside
+        whole = (self.additions if trained else self.base).tensor(name)
         parts = self.adapted.get(name, {})
         if parts:
             whole = whole.clone()  # it may be a file that is mapped into memory
@@ -168,6 +167,10 @@ class AdaptedSource(Source):
         if name in self.adapted or name in self.beside or kind != "weight":
             return super().read(name, kind, wanted)
         return self.base.read(name, kind, wanted)
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        return super().generation or self.base.generation
 
     def copy_tokenizer(self, target: Path) -> bool:
         return super().copy_tokenizer(target) or self.base.copy_tokenizer(target)
@@ -242,7 +245,7 @@ class AdaptedCheckpoint(AdaptedSource):
 
     @classmethod
     def locate(cls, path: Path, wanted: str | None) -> Path | None:
-        if not (path / MANIFEST).is_file() and not (path.is_dir() and complete_tags(path)):
+        if not may_be_ours(path):
             return None
         found = find(str(path), wanted)
         return found if found is not None and (found / BASE).is_file() else None

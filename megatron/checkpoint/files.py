@@ -1,8 +1,8 @@
 """Files of checkpoints: JSON and safetensors, on the disk and with a checksum once written.
 
-The ``safetensors`` package reads tensors, but its writer is not used: it sorts the tensors by name,
-needs all of them on the CPU at the same time, and leaves the checksum to a second pass over the
-file (15 % more time on a CPU).
+The ``safetensors`` package reads tensors, but does not write those of training: it sorts them by
+name, needs all of them on the CPU at the same time, and leaves the checksum to a second pass over
+the file (15 % more time on a CPU).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import stat
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.util.files import read_regular, sync, sync_path, write_whole
+from megatron.util.files import naming, read_regular, sync, sync_path, write_whole
 from megatron.util.json_text import parse_json
 from megatron.util.phases import moved
 
@@ -42,6 +43,24 @@ class DamagedError(CheckpointError):
 
 class NotFiniteError(CheckpointError):
     """Weights or moments that are not finite, and must not be saved; the message names a tensor."""
+
+
+def save_tensors(
+    tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None
+) -> None:
+    """Writes a safetensors file by the ``safetensors`` package, with the permissions of any new
+    file: the package's own temporary file can be read by its user alone. Raises OSError if it
+    cannot be written."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
+    try:
+        save_file(tensors, path, metadata)
+        path.chmod(mode)
+    except (SafetensorError, OSError) as error:  # a full disk, for example
+        raise OSError(f"{path} cannot be written: {error}") from None
 
 
 def write_text(path: Path, text: str) -> None:
@@ -180,7 +199,7 @@ def _header(tensors: Mapping[str, Tensor | LazyTensor]) -> bytes:
 def _write(path: Path, contents: Iterable[memoryview]) -> Facts:
     """Writes and hashes bytes, without Python's lock. (A second thread for the hash was slower.)"""
     digest, size = hashlib.sha256(), 0
-    with open(path, "xb", buffering=0) as file:
+    with naming(path), open(path, "xb", buffering=0) as file:
         for content in contents:
             for start in range(0, len(content), _BLOCK_BYTES):
                 block = content[start : start + _BLOCK_BYTES]

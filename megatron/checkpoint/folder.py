@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from megatron.checkpoint.files import CheckpointError, Facts, stage_text, write_text
-from megatron.checkpoint.manifest import INDEX, MANIFEST, write_manifest
+from megatron.checkpoint.manifest import INDEX, MANIFEST, STATE, write_manifest
 from megatron.util.files import sync_path
 from megatron.util.json_text import parse_json
 from megatron.util.locks import Lock, LockTakenError
@@ -231,6 +231,30 @@ def complete_tags(save: Path) -> list[str]:
     return [found[iteration] for iteration in sorted(found)]
 
 
+def lost_manifest(folder: Path) -> str | None:
+    """Why a folder with the other files of a checkpoint is not a complete one; None for others."""
+    if (folder / MANIFEST).is_file() or not all((folder / n).is_file() for n in (INDEX, STATE)):
+        return None
+    return (
+        f"{folder / MANIFEST} is missing, without which {folder.name} is not a complete checkpoint "
+        "(its save was killed, or the file was deleted)"
+    )
+
+
+def may_be_ours(path: Path) -> bool:
+    """Whether a path is a checkpoint of this project or a folder of such, or would be if it had not
+    lost a manifest."""
+    if not path.is_dir():
+        return False
+    return (path / MANIFEST).is_file() or bool(complete_tags(path) or lost_manifests(path))
+
+
+def lost_manifests(path: Path) -> list[str]:
+    """:func:`lost_manifest` of a folder and of those in it with the name of a checkpoint."""
+    named = (path / name for name in sorted(os.listdir(path)) if iteration_of(name) is not None)
+    return [lost for each in (path, *named) if (lost := lost_manifest(each))]
+
+
 def iterations_in(save: Path, before: int | None = None) -> list[int]:
     """Iterations of what has the name of a checkpoint, or of a universal copy, in a folder, newest
     first; those ``before`` one, if that is given."""
@@ -255,12 +279,16 @@ def find(load: str, wanted: str | None = None) -> Path | None:
         return root
     if not root.is_dir() and wanted is None:
         return None
+    if wanted is None and (lost := lost_manifest(root)):
+        raise CheckpointError(lost)
     known = complete_tags(root) if root.is_dir() else []
     if wanted is not None:
         name = tag(int(wanted)) if wanted.isdigit() else wanted
         if name not in known:
+            lost = lost_manifest(root / name)
             raise CheckpointError(
-                f"{root} has no complete checkpoint {name}; it has {', '.join(known) or 'none'}"
+                f"{root} has no complete checkpoint {name}{f': {lost}' if lost else ''}; it has "
+                f"{', '.join(known) or 'none'}"
             )
         return _complete(root, name)
     tracker = root / TRACKER
@@ -269,10 +297,11 @@ def find(load: str, wanted: str | None = None) -> Path | None:
         if named not in known:
             if named and (root / named).is_dir() and not (root / named / INDEX).is_file():
                 return None  # of another format
+            lost = lost_manifest(root / named) if named else None
             raise CheckpointError(
-                f"{tracker} names {named!r}, which is not a complete checkpoint in {root}; it has "
-                f"{', '.join(known) or 'none'}: write the tag of one into it, or delete it to load "
-                "the newest"
+                f"{tracker} names {named!r}, which is not a complete checkpoint in {root}"
+                f"{f': {lost}' if lost else ''}; it has {', '.join(known) or 'none'}: write the "
+                "tag of one into it, or delete it to load the newest"
             )
         return _complete(root, named)
     if not known:
@@ -281,6 +310,8 @@ def find(load: str, wanted: str | None = None) -> Path | None:
                 f"{root / MEGATRON_TRACKER} names a checkpoint, but {root} has none in this "
                 "project's format"
             )
+        if lost_manifests(root):
+            raise CheckpointError(lost_manifests(root)[-1])
         return None
     return _complete(root, known[-1])
 

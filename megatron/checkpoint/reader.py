@@ -13,11 +13,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError, read_json
-from megatron.checkpoint.folder import complete_tags, find
+from megatron.checkpoint.folder import find, may_be_ours
 from megatron.checkpoint.manifest import (
     BASE,
     CONFIG,
-    MANIFEST,
     STATE,
     IndexEntry,
     manifest,
@@ -26,7 +25,7 @@ from megatron.checkpoint.manifest import (
     verify,
 )
 from megatron.checkpoint.slices import Slice
-from megatron.checkpoint.source import TOKENIZER, Source
+from megatron.checkpoint.source import Source, tokenizer_in
 from megatron.config import ConfigError, ModelConfig, RunConfig, TokenizerConfig
 from megatron.util.phases import moved
 
@@ -48,7 +47,7 @@ class CheckpointReader(Source):
 
     @classmethod
     def locate(cls, path: Path, wanted: str | None) -> Path | None:
-        if not (path / MANIFEST).is_file() and not (path.is_dir() and complete_tags(path)):
+        if not may_be_ours(path):
             return None
         found = find(str(path), wanted)
         # One of adapters is not a model by itself, and has a reader of its own.
@@ -117,8 +116,8 @@ class CheckpointReader(Source):
     def _tokenizer(self) -> TokenizerConfig | None:
         if self.config.tokenizer.tokenizer_type is not None:
             return self.config.tokenizer
-        own = self.folder / TOKENIZER
-        if not own.is_dir():
+        own = tokenizer_in(self.folder)
+        if own is None:
             return None
         return TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(own))
 

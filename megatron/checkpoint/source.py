@@ -33,7 +33,7 @@ from megatron.util.progress import progress_bar
 
 TOKENIZER = "tokenizer"
 """Folder of the tokenizer's files in this project's checkpoints."""
-_TOKENIZER_FILES = (
+TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
     "sentencepiece.bpe.model", "sentencepiece.model", "spm.model", "spm_char.model", "source.spm",
     "target.spm", "bpe.codes", "byte_maps.json", "dict.txt", "emoji.json", "entity_vocab.json",
@@ -43,6 +43,8 @@ _TOKENIZER_FILES = (
     "chat_template.json", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
 """What the tokenizers of transformers are saved as, and settings of generation."""
+GENERATION = "megatron.checkpoint.generation_settings:read_generation"
+"""Reads how a model generates."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Dtypes in which other programs keep weights, as torch and config.json call them."""
 
@@ -143,15 +145,32 @@ class Source(ABC):
             for kind in self.kinds(name):
                 self.tensor(name, kind)
 
+    @property
+    def generation(self) -> dict[str, Any]:
+        """How the model generates, and where its texts end: the keys of its
+        ``generation_config.json``; empty where nothing is known. Raises CheckpointError if they are
+        malformed."""
+        rows = self.model.vocabulary.size
+        found: dict[str, Any] = resolve_name(GENERATION)(self.folder / TOKENIZER, rows)
+        return found
+
     def copy_tokenizer(self, target: Path) -> bool:
-        """Copies the tokenizer's files, in Hugging Face's form, to a new folder; returns whether
-        there are any. Raises CheckpointError if one is a link that leaves the folder."""
+        """Copies the tokenizer's files, in Hugging Face's form, and :attr:`generation` to a new
+        folder, which is not created where there is neither; returns whether there is a tokenizer.
+        Raises CheckpointError if a file is a link that leaves the folder."""
         own = self.folder / TOKENIZER
         if own.is_symlink():
             raise CheckpointError(f"{own} is a link, not the folder of the checkpoint's tokenizer")
         if own.is_dir():
             copy_tokenizer_files(own, target)
-        return own.is_dir()
+        return tokenizer_in(self.folder) is not None
+
+
+def tokenizer_in(folder: Path) -> Path | None:
+    """The folder of the tokenizer in a checkpoint of this project; None if it has no tokenizer."""
+    own = folder / TOKENIZER
+    names = [name for name in TOKENIZER_FILES if (own / name).is_file()]
+    return own if names and names != ["generation_config.json"] else None
 
 
 def copy_tokenizer_files(folder: Path, target: Path) -> None:
@@ -159,7 +178,7 @@ def copy_tokenizer_files(folder: Path, target: Path) -> None:
     folder. Raises CheckpointError if one is a link to another place: the copy would have, and an
     upload of it publish, a file of this user."""
     target.mkdir()
-    for name in _TOKENIZER_FILES:
+    for name in TOKENIZER_FILES:
         if (folder / name).is_file():
             try:
                 found = own_file(folder / name)
@@ -307,10 +326,15 @@ def _is_empty(path: Path) -> bool:
     return not path.exists() or (path.is_dir() and not any(path.iterdir()))
 
 
+def nothing_at(path: str | Path) -> str:
+    """What a message says of a path where :func:`locate_checkpoint` finds no checkpoint."""
+    return "no complete checkpoint found" if Path(path).exists() else "no such folder"
+
+
 def open_checkpoint(load: str | Path, wanted: str | None = None, verify: bool = True) -> Source:
     """Finds and opens a checkpoint of any format; see :func:`locate_checkpoint`. Raises
     CheckpointError if it does not exist or is damaged."""
     found = locate_checkpoint(load, wanted)
     if found is None:
-        raise CheckpointError(f"{load}: no complete checkpoint found")
+        raise CheckpointError(f"{load}: {nothing_at(load)}")
     return found.open(verify)

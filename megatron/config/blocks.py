@@ -252,6 +252,8 @@ def _activation(flags: MLPFlags, resolver: ConfigResolver) -> str:
     resolver.check(
         len(given) < 2, f"{' contradicts '.join(given)}: an MLP has one activation; give one"
     )
+    if given and flags.openai_gelu:
+        resolver.notes.append(f"--openai-gelu changes nothing in an MLP with {next(iter(given))}")
     gelu = "gelu_tanh" if flags.bias_gelu_fusion or flags.openai_gelu else "gelu_erf"
     return next(iter(given.values()), gelu)
 

@@ -10,6 +10,7 @@ import re
 import sys
 import typing
 from collections.abc import Callable, Container, Mapping, Sequence
+from functools import partial
 from pkgutil import resolve_name
 from typing import Any, NoReturn
 
@@ -22,9 +23,11 @@ from megatron.config.flags import (
     field_help,
     flag_names,
     flag_value,
+    integer,
     nearest,
+    nearest_flag,
 )
-from megatron.util.errors import one_line
+from megatron.util.errors import name_output, one_line
 
 MANY_FLAGS = 40
 """With more flags than this, --help shows the examples again at its end."""
@@ -62,6 +65,7 @@ class CommandParser(argparse.ArgumentParser):
         )  # fmt: skip
 
     def parse_args(self, args=None, namespace=None):  # type: ignore[override]
+        name_output()
         self.complete()
         namespace, unknown = self.parse_known_args(args, namespace)
         if unknown:
@@ -74,7 +78,7 @@ class CommandParser(argparse.ArgumentParser):
             import argcomplete  # needed by nothing else
 
             for action in self._actions:
-                if action.type in (int, float):
+                if action.metavar in ("INT", "FLOAT"):
                     action.completer = argcomplete.SuppressCompleter()  # type: ignore[attr-defined]
             argcomplete.autocomplete(self)
 
@@ -92,15 +96,19 @@ class CommandParser(argparse.ArgumentParser):
         """Names the first word that is no flag, and what to use instead, whose flag it is, or else
         the nearest flag."""
         word = next((w for w in unknown if w.startswith("-")), unknown[0])
-        if not word.startswith("-"):
-            self.error(f"'{word}' is not a value of any flag")
-        name = word.split("=", 1)[0]
+        known, name = self._option_string_actions, word.split("=", 1)[0]
         # It knows all flags of training, and is needed for a message only.
-        instead = resolve_name("megatron.config.unknown_flags:instead_of")(name, self.prog)
+        others = "megatron.config.unknown_flags:{}"
+        if not word.startswith("-"):
+            trainers = resolve_name(others.format("another_trainers"))
+            other = trainers(name, known) if "=" in word else None
+            hint = "" if other is None else f"; flags begin with --: {other}"
+            self.error(f"'{word}' is not a value of any flag{hint}")
+        instead = resolve_name(others.format("instead_of"))(name, self.prog, known)
         if instead is not None:
             self.error(f"{name} {instead}")
-        known = self._option_string_actions
-        hint = nearest(name, known, "; the nearest known flag is {}", cutoff=0.5)
+        hint = nearest_flag(name, known)
+        hint = hint and f"; the nearest known flag is {hint}"
         self.error(f"unknown flag {name}{hint} (--help lists all)")
 
 
@@ -125,14 +133,21 @@ class FlagParser(CommandParser):
             self._add_class(cls)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Says why a flag that is not used does not take a value that asks for something else."""
+        """Says why a flag that is not used does not take a value that asks for something else, and
+        which of its choices may be meant."""
         note = self._notes.get(action.dest)
         if note and action.choices and value not in action.choices:
             expected = " or ".join(map(str, action.choices))
             raise argparse.ArgumentError(
                 action, f"{value} is not supported here, {expected} is: {note}"
             )
-        super()._check_value(action, value)
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            choices = {str(choice).lower(): str(choice) for choice in action.choices or ()}
+            near = nearest(str(value).lower(), choices, "{}")
+            error.message += f"; did you mean {choices[near]}?" if near else ""
+            raise
 
     def _add_class(self, cls: type) -> None:
         fields = [
@@ -171,7 +186,7 @@ class FlagParser(CommandParser):
             choices, bare = meta.get("choices"), meta.get("bare")
             group.add_argument(
                 *names,
-                type=_parser(parse, meta.get("spellings") or {}),
+                type=_parser(parse, meta.get("spellings") or {}, field.name),
                 nargs=count if bare is None else "?",
                 const=bare,
                 choices=choices,
@@ -182,7 +197,18 @@ class FlagParser(CommandParser):
 
     def settings(self, argv: Sequence[str] | None = None) -> Settings:
         """Parses ``argv``; exits with a message on an unknown flag or a malformed value."""
-        return dict(vars(self.parse_args(argv)))
+        found = dict(vars(self.parse_args(argv)))
+        _parsed[:] = sys.argv[1:] if argv is None else argv
+        return found
+
+
+_parsed: list[str] = []
+
+
+def parsed_words() -> tuple[str, ...]:
+    """The flags and values of the command line that this process has parsed last, all of which it
+    knows."""
+    return tuple(_parsed)
 
 
 def parse_configs(
@@ -274,7 +300,11 @@ def _words(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _parser(parse: type, spellings: Mapping[str, str]) -> Callable[[str], Any]:
+def _parser(parse: type, spellings: Mapping[str, str], name: str) -> Callable[[str], Any]:
+    if parse is int:
+        convert = partial(integer, name)
+        convert.__name__ = "int"  # type: ignore[attr-defined]
+        return convert
     return (lambda text: spellings.get(text, text)) if spellings else parse
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.flags import NOT_NEGATIVE, ConfigResolver, option
+from megatron.config.flags import NOT_NEGATIVE, ConfigResolver, needs_value, option
 
 SOURCE_FIELDS = (
     *("data_path", "data_args_path", "per_split_data_args_path"),
@@ -105,6 +105,9 @@ class DataConfig:
         )
 
 
+_TIKTOKEN = needs_value("tokenizer_type", "TikTokenizer", "Llama3Tokenizer")
+
+
 @dataclass(frozen=True)
 class TokenizerConfig:
     """Tokenizer: which one, and its files."""
@@ -126,7 +129,7 @@ class TokenizerConfig:
     tokenizer_model_type: str | None = option(None)
     """SentencePieceTokenizer: type of a model that is trained: unigram, bpe (default), char or
     word. BertWordPieceTokenizer: name of the BERT model, which decides whether text is lower-cased
-    (bert-large-cased)."""
+    (bert-large-cased); or, as for BertWordPiece..., the path of its vocab.txt."""
     cache_dir: str | None = option(None)
     """Folder in which vocab.json and merges.txt of gpt2 (GPT2BPETokenizer), or vocab.txt of the
     model in --tokenizer-model-type (BertWordPiece...), are looked for if no files are given, also
@@ -142,9 +145,9 @@ class TokenizerConfig:
     bpe_library: str = option("tiktoken", choices=("tiktoken", "fastokens"))
     """GPT2BPETokenizer: library that encodes batches of text, with the same ids. fastokens must be
     installed (pip install -e '.[fast]') and is faster."""
-    tiktoken_pattern: str | None = option(None, choices=("v1", "v2"))
+    tiktoken_pattern: str | None = option(None, choices=("v1", "v2"), needs=_TIKTOKEN)
     """TikTokenizer: version of the pattern that splits text, for a JSON vocabulary."""
-    tiktoken_num_special_tokens: int = option(1000)
+    tiktoken_num_special_tokens: int = option(1000, needs=_TIKTOKEN)
     """TikTokenizer: number of ids reserved for special tokens before those of a JSON vocabulary."""
-    tiktoken_special_tokens: tuple[str, ...] = option(("<unk>", "<s>", "</s>"))
+    tiktoken_special_tokens: tuple[str, ...] = option(("<unk>", "<s>", "</s>"), needs=_TIKTOKEN)
     """TikTokenizer: first special tokens of a JSON vocabulary; the others are <SPECIAL_N>."""

@@ -10,6 +10,7 @@ from megatron.config.flags import (
     SHARE,
     Bounds,
     ConfigResolver,
+    needs_value,
     option,
     shared,
 )
@@ -27,6 +28,8 @@ _MARGIN = Bounds(
     "must be in [0, 16]: E4M3 has 18 powers of two, of which it leaves that many unused",
 )
 
+_ZERO = needs_value("zero_stage", 1, 2, 3, refused=False)
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Engine:
@@ -39,16 +42,18 @@ class _Engine:
     )
     """DeepSpeed's JSON configuration; its "auto" values are filled in from the flags. A value that
     contradicts a flag is an error."""
-    zero_reduce_scatter: bool | None = option(None)
+    zero_reduce_scatter: bool | None = option(None, needs=_ZERO)
     """ZeRO 1 and 2: each rank receives only its share of the reduced gradients (reduce_scatter of
     zero_optimization in the DeepSpeed JSON, which is DeepSpeed's default)."""
-    zero_contiguous_gradients: bool | None = option(None, aliases=("--zero-contigious-gradients",))
+    zero_contiguous_gradients: bool | None = option(
+        None, aliases=("--zero-contigious-gradients",), needs=_ZERO
+    )
     """ZeRO 2 and 3: copy gradients to one buffer as they are computed (contiguous_gradients in the
     DeepSpeed JSON, which is DeepSpeed's default)."""
-    zero_reduce_bucket_size: int | None = option(None, bounds=POSITIVE)
+    zero_reduce_bucket_size: int | None = option(None, bounds=POSITIVE, needs=_ZERO)
     """ZeRO: number of elements that are reduced at once (reduce_bucket_size in the DeepSpeed
     JSON)."""
-    zero_allgather_bucket_size: int | None = option(None, bounds=POSITIVE)
+    zero_allgather_bucket_size: int | None = option(None, bounds=POSITIVE, needs=_ZERO)
     """ZeRO 1 and 2: number of elements that are gathered at once (allgather_bucket_size in the
     DeepSpeed JSON)."""
     remote_device: str | None = option(None, choices=("none", "cpu", "nvme"), role="layout")

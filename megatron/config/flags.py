@@ -11,10 +11,13 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import re
 import sys
 import types
 import typing
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any, Literal, NamedTuple, TypeVar
 
 C = TypeVar("C")
@@ -50,6 +53,31 @@ FRACTION = Bounds(lambda value: 0 <= value < 1, "must be in [0, 1)")
 SHARE = Bounds(lambda value: 0 <= value <= 1, "must be in [0, 1]")
 
 
+class Need(NamedTuple):
+    """What a flag needs to have an effect.
+
+    Attributes:
+        text: other flags, for messages.
+        met: says whether the values of a run, by field name, have it.
+        refused: whether a run without it is refused; otherwise it gets a note, where scripts of
+            other trainers often have such a flag.
+    """
+
+    text: str
+    met: Callable[[Mapping[str, Any]], bool]
+    refused: bool = True
+
+
+def needs_value(name: str, *values: Any, refused: bool = True) -> Need:
+    """One of these values of another field; without any, a value."""
+    flag = _dashed(name)
+    if not values:
+        return Need(flag, lambda all_values: bool(all_values[name]), refused)
+    *others, last = map(str, values)
+    text = f"{flag} {' or '.join(filter(None, (', '.join(others), last)))}"
+    return Need(text, lambda all_values: all_values[name] in values, refused)
+
+
 Role = Literal["weights", "results", "layout", "schedule", "course"]
 """What a field affects: the network's parameters and their meaning; what is computed with them; the
 layout over processes; learning rate and weight decay; when a run evaluates and ends, and other
@@ -69,6 +97,7 @@ def option(
     derived: str | None = None,
     internal: bool = False,
     bounds: Bounds | None = None,
+    needs: Need | None = None,
     role: Role | None = None,
     megatron: bool | Sequence[str] = False,
 ) -> Any:
@@ -83,6 +112,7 @@ def option(
         note: for flags that are accepted and not used, what happens instead; needs no help text.
         derived: how the value is derived when neither a flag nor the JSON gives one.
         internal: the field is filled by the program and has no flag.
+        needs: what a value other than the default needs to have an effect.
         role: what it affects, for code that needs all such fields.
         megatron: whether Megatron's checkpoints have an argument of this name and meaning, or its
             names there, the first of which is written.
@@ -100,6 +130,7 @@ def option(
             "derived": derived,
             "internal": internal,
             "bounds": bounds,
+            "needs": needs,
             "role": role,
             "megatron": megatron,
         },
@@ -196,6 +227,7 @@ class ConfigResolver:
 
     def __init__(self, classes: Sequence[type], settings: Settings) -> None:
         fields = [field for cls in classes for field in dataclasses.fields(cls)]
+        self._fields = fields
         self._flags = {field.name: flag_of(field) for field in fields}
         self.values: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
@@ -235,8 +267,7 @@ class ConfigResolver:
         origin, flag = self.origins[name], self.flag(name)
         place = "" if origin == f"flag {flag}" else f" ({origin})"
         value = self.values[name]
-        shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
-        return flag + ("" if value is True else f" {shown}") + place
+        return flag + ("" if value is True else f" {_words(value)}") + place
 
     def check(self, condition: bool, message: str) -> None:
         """Raises ConfigError with ``message`` unless the condition holds."""
@@ -249,6 +280,25 @@ class ConfigResolver:
         unused = self.values[name] is None or not self.given(name)
         self.check(unused, f"{self.show(name)} has an effect with {needs} only")
 
+    def check_needs(self) -> None:
+        """Refuses flags whose values do nothing because another flag is missing, or adds a note
+        about them; the other values must be complete."""
+        for field in self._fields:
+            need, value = field.metadata.get("needs"), self.values[field.name]
+            if need is None or value == field.default:
+                continue
+            if not self.origins[field.name].startswith("flag "):
+                continue
+            idle = not need.met(self.values)
+            typed = self.origins[field.name].removeprefix("flag ")
+            shown = typed if isinstance(value, bool) else f"{typed} {_words(value)}"
+            self.check(
+                not (idle and need.refused),
+                f"{shown} has an effect with {need.text} only; leave it out, or give that too",
+            )
+            if idle:
+                self.notes.append(f"{shown} changes nothing without {need.text}")
+
     def check_divides(self, divisor: str, whole: str) -> None:
         """Refuses a value that does not divide the other."""
         self.check(
@@ -257,9 +307,78 @@ class ConfigResolver:
         )
 
 
+def _words(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
 def shared(flags: Any, cls: type) -> dict[str, Any]:
     """The values of an object for the fields of a class, by name."""
     return {field.name: getattr(flags, field.name) for field in dataclasses.fields(cls)}
+
+
+_INTEGER = re.compile(r"([+-]?[\d_]+(?:\.\d+)?(?:[eE][+-]?\d{1,2})?)([kKMBT]?)")
+_LENGTHS = re.compile(r"(seq_length|position_embeddings|sliding_window)$")
+"""Fields of lengths in tokens, of which 64k is a power of two: 65,536."""
+_COUNTS = re.compile(r"^(train|lr)_|_(iters|interval|samples|tokens)$|^(limit|epochs)$")
+"""Fields of counts, of which 64k is 64,000."""
+_POWERS = {"": 0, "k": 1, "K": 1, "M": 2, "B": 3, "T": 4}
+
+
+def integer(name: str, text: str) -> int:
+    """The number that the value of a field means: 2_048, 1e6, 64k, 1.5M. Raises
+    argparse.ArgumentTypeError where it is not an integer, or k may be 1,000 or 1,024."""
+    match = _INTEGER.fullmatch(text.strip())
+    if match is None:
+        raise ArgumentTypeError(f"invalid int value: {text!r}")
+    try:
+        number, power = Fraction(match[1].replace("_", "")), _POWERS[match[2]]
+        int(match[1]) if match[1].lstrip("+-").replace("_", "").isdecimal() else None
+    except ValueError:
+        raise ArgumentTypeError(f"invalid int value: {text!r}") from None
+    decimal, binary = number * 1000**power, number * 1024**power
+    if power and not _COUNTS.search(name) and not _LENGTHS.search(name):
+        raise ArgumentTypeError(
+            f"{text} may be {_shown(decimal)} or {_shown(binary)}; give the number itself"
+        )
+    value = binary if _LENGTHS.search(name) else decimal
+    if value.denominator != 1:
+        raise ArgumentTypeError(f"{text} is not an integer")
+    return int(value)
+
+
+def _shown(value: Fraction) -> str:
+    return f"{int(value):,}" if value.denominator == 1 else f"{float(value):,}"
+
+
+def nearest_flag(name: str, known: Iterable[str]) -> str:
+    """The known flag that an unknown one is probably a misspelling of: up to a quarter of its
+    letters are wrong, or words are missing from it; empty without one."""
+    typed = name.lower().replace("_", "-")
+    flags = [flag for flag in known if flag.startswith("--")]
+    most = max(1, len(typed.strip("-")) // 4)
+    by_distance = [(edit_distance(typed, flag.lower().replace("_", "-")), flag) for flag in flags]
+    distance, flag = min(by_distance, default=(most + 1, ""))
+    if distance <= most:
+        return flag
+    words = set(typed.strip("-").split("-"))
+    longer = [flag for flag in flags if words < set(flag[2:].replace("_", "-").split("-"))]
+    fewest = min((flag.count("-") for flag in longer), default=0)
+    longer = [flag for flag in longer if flag.count("-") == fewest]
+    return longer[0] if len(longer) == 1 and len(words) > 1 else ""
+
+
+def edit_distance(one: str, other: str) -> int:
+    """Number of letters to insert, delete, replace or swap (optimal string alignment)."""
+    before: list[int] = []
+    row = list(range(len(other) + 1))
+    for i, a in enumerate(one, 1):
+        earlier, before, row = before, row, [i]
+        for j, b in enumerate(other, 1):
+            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (a != b))
+            if i > 1 and j > 1 and a == other[j - 2] and one[i - 2] == b:
+                cost = min(cost, earlier[j - 2] + 1)
+            row.append(cost)
+    return row[-1]
 
 
 def nearest(name: str, known: Iterable[str], hint: str, cutoff: float = 0.6) -> str:

@@ -13,10 +13,25 @@ from megatron.config.flags import (
     POSITIVE,
     ConfigError,
     ConfigResolver,
+    Need,
+    needs_value,
     option,
     shared,
 )
 from megatron.config.training import LENGTHS, TrainingConfig
+
+_WSD = needs_value("lr_decay_style", "WSD")
+_DECAY = Need(
+    "a --lr-decay-style other than constant",
+    lambda values: values["lr_decay_style"] != "constant",
+    refused=False,
+)
+_WARMUP = Need(
+    "--lr-warmup-iters or its like",
+    lambda values: any(values[f"lr_warmup_{unit}"] for unit in (*LENGTHS, "fraction")),
+)
+_ADAM = needs_value("optimizer", "adam", refused=False)
+_SGD = needs_value("optimizer", "sgd", refused=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +40,7 @@ class _Optimizer:
 
     optimizer: str = option("adam", choices=("adam", "sgd"), spellings={"adamw": "adam"})
     """Optimizer; adam or adamw is AdamW (decoupled weight decay), as in Megatron."""
-    min_lr: float = option(0.0, role="schedule")
+    min_lr: float = option(0.0, role="schedule", needs=_DECAY)
     """Minimum learning rate, reached at the end of the decay."""
     lr_decay_style: str = option(
         "linear",
@@ -45,17 +60,20 @@ class _Optimizer:
     """Samples of linear learning-rate warm-up."""
     lr_warmup_tokens: int = option(0, role="schedule")
     """Tokens of linear learning-rate warm-up."""
-    lr_warmup_init: float = option(0.0, role="schedule")
+    lr_warmup_init: float = option(0.0, role="schedule", needs=_WARMUP)
     """Learning rate at the start of the warm-up."""
     lr_wsd_decay_style: str = option(
-        "exponential", choices=("exponential", "linear", "cosine", "minus_sqrt"), role="schedule"
+        "exponential",
+        choices=("exponential", "linear", "cosine", "minus_sqrt"),
+        role="schedule",
+        needs=_WSD,
     )
     """WSD: shape of the decay phase."""
-    lr_wsd_decay_iters: int | None = option(None, role="schedule")
+    lr_wsd_decay_iters: int | None = option(None, role="schedule", needs=_WSD)
     """WSD: iterations of the decay phase."""
-    lr_wsd_decay_samples: int | None = option(None, role="schedule")
+    lr_wsd_decay_samples: int | None = option(None, role="schedule", needs=_WSD)
     """WSD: samples of the decay phase."""
-    lr_wsd_decay_tokens: int | None = option(None, role="schedule")
+    lr_wsd_decay_tokens: int | None = option(None, role="schedule", needs=_WSD)
     """WSD: tokens of the decay phase."""
     weight_decay: float = option(0.01, bounds=NOT_NEGATIVE, role="schedule")
     """Decoupled weight decay of weight matrices; biases and norms are not decayed."""
@@ -65,13 +83,13 @@ class _Optimizer:
     """Schedule of the weight decay, from --start-weight-decay to --end-weight-decay."""
     clip_grad: float = option(1.0, bounds=NOT_NEGATIVE)
     """Clip gradients to this global L2 norm; 0 turns clipping off."""
-    adam_beta1: float = option(0.9, bounds=FRACTION)
+    adam_beta1: float = option(0.9, bounds=FRACTION, needs=_ADAM)
     """Adam: decay rate of the first moment."""
-    adam_beta2: float = option(0.999, bounds=FRACTION)
+    adam_beta2: float = option(0.999, bounds=FRACTION, needs=_ADAM)
     """Adam: decay rate of the second moment."""
-    adam_eps: float = option(1e-8, bounds=POSITIVE)
+    adam_eps: float = option(1e-8, bounds=POSITIVE, needs=_ADAM)
     """Adam: epsilon added to the root of the second moment."""
-    sgd_momentum: float = option(0.9, bounds=FRACTION)
+    sgd_momentum: float = option(0.9, bounds=FRACTION, needs=_SGD)
     """Momentum of SGD."""
     lr_group: tuple[str, ...] = option((), role="schedule")
     """PATTERN=FACTOR: multiply the learning rate of the parameters whose canonical names match

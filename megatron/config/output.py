@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from typing import Any
 
-from megatron.config.flags import NOT_NEGATIVE, POSITIVE, ConfigResolver, option
+from megatron.config.flags import NOT_NEGATIVE, POSITIVE, ConfigResolver, Need, needs_value, option
+
+_LOAD = needs_value("load")
+_LOAD_NOTE = needs_value("load", refused=False)
+_WEIGHTS = Need("--load", lambda values: bool(values["load"] or values["pretrained_checkpoint"]))
+_SAVE_NOTE = needs_value("save", refused=False)
 
 
 @dataclass(frozen=True)
@@ -19,9 +25,9 @@ class CheckpointConfig:
     load: str | None = option(None)
     """Folder of checkpoints (the newest complete one is loaded) or one checkpoint, in the format of
     this project or another. Training starts from scratch if the folder has no checkpoint."""
-    exit_on_missing_checkpoint: bool = option(False)
+    exit_on_missing_checkpoint: bool = option(False, needs=_LOAD)
     """Do not start from scratch if --load has no checkpoint: that is an error."""
-    load_tag: str | None = option(None)
+    load_tag: str | None = option(None, needs=_LOAD)
     """Load this checkpoint of --load (for example global_step100) instead of the newest."""
     save_interval: int | None = option(
         None, aliases=("--save-iters", "--persistent-save-interval"), bounds=POSITIVE
@@ -42,46 +48,48 @@ class CheckpointConfig:
     that is the best so far is followed by a checkpoint. best_epoch.json names it."""
     save_universal: bool = option(False)
     """Also write each checkpoint as a universal checkpoint of DeepSpeed."""
-    universal_checkpoint: bool = option(False)
+    universal_checkpoint: bool = option(False, needs=_LOAD)
     """Load DeepSpeed's universal checkpoint from a folder that has checkpoints of several formats;
     refused if it has none. Not needed otherwise: --load recognises the format."""
     pretrained_checkpoint: str | None = option(None)
     """Checkpoint to take the initial weights from when --load has none; where --load has adapters,
     the model that they belong to."""
-    load_adapter: str | None = option(None)
+    load_adapter: str | None = option(None, needs=needs_value("lora"))
     """Adapters for --lora to begin with when --load has none: a folder of peft, or a checkpoint of
     a run with --lora."""
     use_checkpoint_opt_param_scheduler: bool = option(
         False,
         flag="--use-checkpoint-opt_param-scheduler",
         aliases=("--use-checkpoint-opt-param-scheduler", "--use-checkpoint-lr-scheduler"),
+        needs=_LOAD,
     )
     """Use the learning rate, the weight decay and their schedules of the loaded checkpoint's run
     instead of those of the flags."""
-    finetune: bool = option(False)
+    finetune: bool = option(False, needs=_WEIGHTS)
     """Load only the weights, and start at iteration 0."""
-    reset_iteration: bool = option(False)
+    reset_iteration: bool = option(False, needs=_LOAD)
     """Load weights and optimizer state, and start at iteration 0 with the first sample."""
-    on_damaged_checkpoint: str = option("stop", choices=("stop", "previous"))
+    on_damaged_checkpoint: str = option("stop", choices=("stop", "previous"), needs=_LOAD)
     """What to do if the checkpoint that --load would continue from is damaged: stop, naming the
     newest older one that is whole, or continue from that one and set the damaged ones aside."""
-    max_failed_saves: int = option(3, bounds=NOT_NEGATIVE)
+    max_failed_saves: int = option(3, bounds=NOT_NEGATIVE, needs=_SAVE_NOTE)
     """Number of saves in a row that may fail until the run ends; 0 for no limit. The last save of a
     run must always succeed."""
     load_lr_state: bool = option(True, off="--no-load-lr-state", role="course")
     """Start the schedules of learning rate and weight decay again with --reset-iteration, as they
     always do here: they are functions of the iteration."""
-    load_optim: bool = option(True, flag="--load-optim", off="--no-load-optim")
+    load_optim: bool = option(True, flag="--load-optim", off="--no-load-optim", needs=_LOAD_NOTE)
     """Load optimizer state."""
-    load_rng: bool = option(True, flag="--load-rng", off="--no-load-rng")
+    load_rng: bool = option(True, flag="--load-rng", off="--no-load-rng", needs=_LOAD_NOTE)
     """Load random states."""
-    save_optim: bool = option(True, flag="--save-optim", off="--no-save-optim")
+    save_optim: bool = option(True, flag="--save-optim", off="--no-save-optim", needs=_SAVE_NOTE)
     """Save optimizer state."""
-    save_rng: bool = option(True, flag="--save-rng", off="--no-save-rng")
+    save_rng: bool = option(True, flag="--save-rng", off="--no-save-rng", needs=_SAVE_NOTE)
     """Save random states."""
-    allow_changed_data: bool = option(False)
-    """Continue from a checkpoint although files of data have other content than when it was saved.
-    Without it that is an error. Other paths with the same content are accepted."""
+    allow_changed_data: bool = option(False, needs=_LOAD_NOTE)
+    """Continue from a checkpoint although files of data, or the models that the run learns from
+    (reference, teacher), have other content than when it was saved. Without it that is an error.
+    Other paths with the same content are accepted."""
     use_checkpoint_args: bool = option(False)
     """Use the model and tokenizer values of the checkpoint at --load where no flag is given."""
 
@@ -129,6 +137,21 @@ class CheckpointConfig:
         )
 
 
+def _reports_to(*names: str) -> Need:
+    """To one of these programs."""
+
+    def met(values: Mapping[str, Any]) -> bool:
+        flags = ("report_to", "tensorboard_dir", "wandb_project")
+        trackers = LoggingConfig(**{name: values[name] for name in flags}).trackers
+        return any(name in trackers for name in names)
+
+    return Need(f"--report-to {' or '.join(names)}", met, refused=False)
+
+
+_TENSORBOARD, _WANDB, _MLFLOW = map(_reports_to, ("tensorboard", "wandb", "mlflow"))
+_TRACKER = _reports_to("wandb", "mlflow", "trackio")
+
+
 @dataclass(frozen=True)
 class LoggingConfig:
     """Logging: what is reported, where."""
@@ -148,46 +171,52 @@ class LoggingConfig:
     report_to: tuple[str, ...] = option(())
     """Where metrics are also reported, several separated by commas: tensorboard, wandb, mlflow,
     trackio; none for none of them, also where --tensorboard-dir or --wandb-project is given."""
-    tracker_project: str = option("megatron")
+    tracker_project: str = option("megatron", needs=_TRACKER)
     """Project of the run in Weights & Biases and trackio, its experiment in MLflow."""
-    run_name: str | None = option(None)
+    run_name: str | None = option(None, needs=_TRACKER)
     """Name of the run in these programs, in which a resumed run is one more of that name."""
     tensorboard_dir: str | None = option(
         None, derived="tensorboard in --save, with --report-to tensorboard"
     )
     """Folder for TensorBoard; turns its writer on."""
-    tensorboard_log_interval: int = option(1)
+    tensorboard_log_interval: int = option(1, needs=_TENSORBOARD)
     """Number of iterations between TensorBoard points."""
-    tensorboard_queue_size: int = option(1000)
+    tensorboard_queue_size: int = option(1000, needs=_TENSORBOARD)
     """Number of TensorBoard events that are buffered before a write."""
-    log_timers_to_tensorboard: bool = option(False)
+    log_timers_to_tensorboard: bool = option(False, needs=_TENSORBOARD)
     """Write iteration times to TensorBoard."""
-    log_batch_size_to_tensorboard: bool = option(False)
+    log_batch_size_to_tensorboard: bool = option(False, needs=_TENSORBOARD)
     """Write the global batch size to TensorBoard."""
     log_learning_rate_to_tensorboard: bool = option(
-        True, off="--no-log-learnig-rate-to-tensorboard", flag="--log-learning-rate-to-tensorboard"
+        True,
+        off="--no-log-learnig-rate-to-tensorboard",
+        flag="--log-learning-rate-to-tensorboard",
+        needs=_TENSORBOARD,
     )
     """Write the learning rate to TensorBoard (the off flag's spelling is Megatron's)."""
     log_loss_scale_to_tensorboard: bool = option(
         True,
         off="--no-log-loss-scale-to-tensorboard --disable-log-loss-scale-to-tensorboard",
         flag="--log-loss-scale-to-tensorboard",
+        needs=_TENSORBOARD,
     )
     """Write the loss scale to TensorBoard."""
-    log_validation_ppl_to_tensorboard: bool = option(False)
+    log_validation_ppl_to_tensorboard: bool = option(False, needs=_TENSORBOARD)
     """Write validation perplexity to TensorBoard."""
-    log_memory_to_tensorboard: bool = option(False)
+    log_memory_to_tensorboard: bool = option(False, needs=_TENSORBOARD)
     """Write GPU memory use to TensorBoard."""
     wandb_project: str | None = option(None)
     """Project in Weights & Biases; turns its writer on."""
-    wandb_exp_name: str | None = option(None)
+    wandb_exp_name: str | None = option(None, needs=_WANDB)
     """Name of the run in Weights & Biases."""
-    wandb_save_dir: str | None = option(None)
+    wandb_save_dir: str | None = option(None, needs=_WANDB)
     """Folder for the local files of Weights & Biases."""
-    wandb_entity: str | None = option(None)
+    wandb_entity: str | None = option(None, needs=_WANDB)
     """Team or user in Weights & Biases."""
     mlflow_tracking_uri: str | None = option(
-        None, derived="mlflow.db in --save, or MLFLOW_TRACKING_URI in the environment"
+        None,
+        derived="mlflow.db in --save, or MLFLOW_TRACKING_URI in the environment",
+        needs=_MLFLOW,
     )
     """Store or server of MLflow, such as sqlite:////folder/mlflow.db or https://host:5000."""
 

@@ -9,6 +9,7 @@ from megatron.config.flags import (
     POSITIVE,
     ConfigError,
     ConfigResolver,
+    needs_value,
     option,
     shared,
 )
@@ -106,7 +107,9 @@ class ParallelFlags:
     """Addresses or names of --num-nodes nodes, separated by commas, of which the first is where
     they meet. The place of its own address is a node's rank; NODE_RANK in the environment
     overrides it."""
-    ctrl_port: int = option(50051, bounds=POSITIVE, role="layout")
+    ctrl_port: int = option(
+        50051, bounds=POSITIVE, role="layout", needs=needs_value("node_ips", refused=False)
+    )
     """Port of the first of --node-ips where the nodes meet."""
     data_parallel_size: int = option(1, internal=True)
     """Data-parallel size: world size / (tensor x pipeline size)."""

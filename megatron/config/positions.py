@@ -17,10 +17,13 @@ from megatron.config.flags import (
     Bounds,
     ConfigError,
     ConfigResolver,
+    needs_value,
     option,
     shared,
 )
 from megatron.util.json_text import parse_json
+
+_ROPE = needs_value("position_embedding_type", "rope")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +56,10 @@ class _Positions:
         aliases=("--rotary-position-embeddings-theta",),
         bounds=POSITIVE,
         megatron=("rotary_base", "rope_theta"),
+        needs=_ROPE,
     )
     """RoPE: base of the frequencies (theta)."""
-    rotary_percent: float = option(1.0, role="results", megatron=True)
+    rotary_percent: float = option(1.0, role="results", megatron=True, needs=_ROPE)
     """RoPE: fraction of each head's channels that is rotated."""
     rotary_base_local: float | None = option(None, bounds=POSITIVE, role="results")
     """RoPE: base of the frequencies in blocks with a sliding window, where it differs (Gemma 3);
@@ -83,7 +87,7 @@ class PositionsFlags(_Positions):
     llama3, yarn, longrope) and its parameters."""
     use_rope_scaling: bool = option(False)
     """RoPE scaling of Llama 3.1."""
-    rope_scaling_factor: float = option(8.0, bounds=POSITIVE)
+    rope_scaling_factor: float = option(8.0, bounds=POSITIVE, needs=needs_value("use_rope_scaling"))
     """Factor of --use-rope-scaling."""
 
 

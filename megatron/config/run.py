@@ -281,6 +281,7 @@ def resolve(settings: Settings, world_size: int) -> Resolved:
         resolver,
     )
     check_layout(config.layout())
+    resolver.check_needs()
     notes = [
         f"{settings[f.name].origin.removeprefix('flag ')} is accepted and not used: "
         f"{f.metadata['note']}"

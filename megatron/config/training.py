@@ -12,6 +12,7 @@ from megatron.config.flags import (
     Bounds,
     ConfigError,
     ConfigResolver,
+    needs_value,
     option,
     shared,
 )
@@ -19,6 +20,17 @@ from megatron.config.layouts import StateDtypes
 
 LENGTHS = ("iters", "samples", "tokens")
 """Units of the length of a run, as in ``--train-iters``."""
+FLAGS_OF_2019 = {
+    f"flag --{name}"
+    for name in (
+        *("save-iters", "save-optim", "save-rng", "save-all-rng"),
+        *("load-optim", "load-rng", "load-all-rng", "resume-dataloader", "shuffle", "deep-init"),
+        *("eval-batch-size", "eval-seq-length", "fp32-embedding", "fp32-layernorm"),
+        *("fp32-tokentypes", "model-parallel-size", "intermediate-size"),
+    )
+}
+"""Origins of settings that no later trainer's scripts have."""
+_FP16 = needs_value("fp16", refused=False)
 _SEEDS = Bounds(lambda value: 0 <= value < 1 << 32, "must be from 0 to 4,294,967,295")
 """Those of NumPy's generators."""
 
@@ -40,7 +52,8 @@ class _Batch:
     eval_seq_length: int | None = option(None, bounds=POSITIVE)
     """Sequence length of evaluations; it must be --seq-length (2019)."""
     epochs: int | None = option(None, bounds=POSITIVE)
-    """Multiplies --train-iters, which then is the length of one epoch (2019)."""
+    """Length of the run in passes over the training data, instead of --train-iters; with it, and
+    another flag that only scripts of 2019 have, such as --save-iters, a multiple of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,17 +144,23 @@ def resolve_training(
     ]
     resolver.check(
         bool(given) or flags.skip_train,
-        "missing the length of the run: --train-iters, --train-samples or --train-tokens",
+        "missing the length of the run: --train-iters, --train-samples, --train-tokens or --epochs",
     )
     resolver.check(len(given) < 2, f"{' and '.join(given)}: give one length of the run only")
     iters = flags.train_iters
     if flags.epochs is not None:
+        old = FLAGS_OF_2019 & set(resolver.origins.values())
         resolver.check(
-            iters is not None,
-            f"{resolver.show('epochs')} multiplies --train-iters, the length of an epoch; give it",
+            not given or (iters is not None and bool(old)),
+            f"{resolver.show('epochs')} and {', '.join(given)} both say how long the run is; give "
+            "one of them",
         )
-        assert iters is not None
-        iters = resolver.put("train_iters", iters * flags.epochs, "train-iters x epochs")
+        if iters is not None:
+            resolver.notes.append(
+                f"--epochs {flags.epochs} multiplies --train-iters {iters}, as in scripts of 2019, "
+                f"where {min(old).removeprefix('flag ')} is from"
+            )
+            iters = resolver.put("train_iters", iters * flags.epochs, "train-iters x epochs")
     return TrainingConfig(
         **shared(flags, _Training) | {"train_iters": iters},
         micro_batch_size=micro,
@@ -246,13 +265,13 @@ class PrecisionConfig:
     """Train in bfloat16, with float32 main weights."""
     loss_scale: float | None = option(None, derived="dynamic", bounds=POSITIVE)
     """fp16: static loss scale."""
-    initial_loss_scale: float = option(2.0**32)
+    initial_loss_scale: float = option(2.0**32, needs=_FP16)
     """fp16: initial dynamic loss scale, a power of two."""
-    min_loss_scale: float = option(1.0, aliases=("--min-scale",), bounds=POSITIVE)
+    min_loss_scale: float = option(1.0, aliases=("--min-scale",), bounds=POSITIVE, needs=_FP16)
     """fp16: lowest dynamic loss scale."""
-    loss_scale_window: int = option(1000, bounds=POSITIVE)
+    loss_scale_window: int = option(1000, bounds=POSITIVE, needs=_FP16)
     """fp16: iterations without overflow after which the dynamic loss scale doubles."""
-    hysteresis: int = option(2, bounds=POSITIVE)
+    hysteresis: int = option(2, bounds=POSITIVE, needs=_FP16)
     """fp16: number of overflows before the dynamic loss scale is halved."""
     accumulate_allreduce_grads_in_fp32: bool = option(False, aliases=("--fp32-allreduce",))
     """Accumulate and all-reduce gradients in float32 (data_types.grad_accum_dtype in the DeepSpeed

@@ -3,7 +3,11 @@ Megatron-DeepSpeed that means nothing here, or whose flag it is."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Container
 from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
 
 from megatron.config.command_line import FlagParser
 from megatron.config.run import FLAG_CLASSES
@@ -250,6 +254,10 @@ REFUSED = NETWORKS | {
 }
 """The same of all their flags."""
 
+OTHER_TRAINERS = Path(__file__).with_name("other_trainers.txt")
+"""Names in transformers, axolotl, LLaMA-Factory, torchtitan, torchtune, NeMo, nanotron and others,
+and the flags that mean the same here."""
+
 TRAINING = "pretrain_gpt.py"
 
 OWN_FLAGS = {
@@ -295,12 +303,39 @@ _PATTERNS = {
 }
 
 
-def instead_of(flag: str, prog: str) -> str | None:
-    """What to say of a flag that ``prog`` does not have; None if nothing is known of it."""
+def instead_of(flag: str, prog: str, known: Container[str]) -> str | None:
+    """Words about a flag that ``prog``, whose flags are ``known``, does not have; None if nothing
+    is known of it."""
     instead = refused_flag(flag)
     if instead is not None:
         return f"is not supported here: {instead}"
-    return another_program(flag, prog)
+    other = another_trainers(flag, known)
+    return another_program(flag, prog) if other is None else f"is another trainer's name: {other}"
+
+
+def another_trainers(name: str, known: Container[str]) -> str | None:
+    """The flag that means what another trainer calls ``name``, as words; None for any other name.
+    Only ``known`` flags are named."""
+    name = name.lstrip("-+").replace("-", "_").lower()
+    last = name.rpartition(".")[2]
+    own = f"--{last.replace('_', '-')}"
+    for key in dict.fromkeys((name, last)):
+        for advice in _other_trainers().get(key, ()):
+            first = re.search(r"--[a-z][\w-]*", advice)
+            if first is None or first[0] in known:
+                return advice
+    return own if last != name and own in known else None
+
+
+@cache
+def _other_trainers() -> dict[str, list[str]]:
+    advice: dict[str, list[str]] = {}
+    for line in OTHER_TRAINERS.read_text().splitlines():
+        names, colon, words = line.partition(": ")
+        if colon and not line.startswith("#"):
+            for name in names.split():
+                advice.setdefault(name, []).append(words)
+    return advice
 
 
 def refused_flag(flag: str) -> str | None:

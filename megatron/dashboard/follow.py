@@ -15,7 +15,7 @@ from megatron.dashboard.runs import WatchedRun
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SHOWN = {
-    "loss": "loss",
+    "loss": "training loss",
     "grad_norm": "gradient norm",
     "tokens_per_second_per_device": "tokens/s per device",
     "mfu": "MFU",
@@ -58,10 +58,13 @@ def report(run: WatchedRun, width: int) -> list[str]:
     lines = [_head(listing, summary["totals"])]
     if listing["error"]:
         lines.append(f"  {listing['error']}")
+    lines += [f"  {note}" for note in listing["left_out"]]
     ids = {(one["kind"], one["name"]): one["id"] for one in summary["series"]}
     wanted = [("train", name, words) for name, words in _SHOWN.items()]
-    held_out = [kind for kind, name in ids if kind.startswith("validation") and name == "loss"]
-    wanted += [(kind, "loss", kind) for kind in held_out]
+    held_out = [
+        kind for kind, name in ids if kind.startswith(("validation", "test")) and name == "loss"
+    ]
+    wanted += [(kind, "loss", f"{kind} loss") for kind in held_out]
     bars = max(4, width - _NAME_WIDTH - _VALUE_WIDTH - 4)
     for kind, name, words in wanted:
         if (kind, name) in ids:
@@ -75,7 +78,7 @@ def report(run: WatchedRun, width: int) -> list[str]:
 
 def _head(listing: dict[str, Any], totals: dict[str, Any]) -> str:
     last, planned = listing["last"], listing["planned"]
-    words = [listing["name"], listing["state"]]
+    words = [listing["name"], "live" if listing["state"] == "live" else listing["words"]]
     if last is not None:
         step = f"step {last['iteration']:.0f}"
         words.append(step + (f" of {planned}" if planned else ""))

@@ -8,6 +8,7 @@ else may have made, is left alone.
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
@@ -19,16 +20,24 @@ from typing import Any
 
 import orjson
 
-from megatron.dashboard.tables import MetricTable, MetricTableState
+from megatron.dashboard.tables import LONGEST_NAME, MOST_COLUMNS, MetricTable, MetricTableState
 from megatron.util.digests import digest, digest_of_parts
-from megatron.util.files import open_regular, remove_partial, replacing
+from megatron.util.files import open_regular, read_regular, remove_partial, replacing
 from megatron.util.locks import Lock, LockTakenError
 
-FORMAT = 2
+FORMAT = 3
 MOST_KINDS = 500
+MOST_SERIES = 4000
+"""Columns of all kinds together."""
 MOST_TEXTS = 2000
+_MOST_TEXT_BYTES = 1 << 24
+_LONGEST_TEXT = 20_000
+_LONGEST_ROW = 1 << 20
+_LEAST_ROW = len(b'{"kind":"","iteration":0}\n')
+_MOST_MANIFEST = 1 << 27
 _CHUNK_BYTES = 1 << 22
 _KNOWN_BYTES = 1 << 16
+_TEXTS = ("prompt", "answer", "reference")
 _MOST_STEPS = 1 << 53
 _MANIFEST, _LOCK = "index.json", "lock"
 _OWN = re.compile(r"lock|index\.json(\.partial-[0-9a-f]+)?|\d+-\d+\.f64")
@@ -45,6 +54,7 @@ class RunIndex:
         tables: by kind, in the order in which kinds appeared.
         texts: the last rows of the kind ``text``.
         broken: lines that are not rows, which are passed over.
+        left_out: rows of further kinds than there is room for.
         lines: read so far.
         generation: grows whenever the file was read from its beginning.
 
@@ -70,9 +80,11 @@ class RunIndex:
         """Forgets all rows."""
         self.tables: dict[str, MetricTable] = {}
         self.texts: list[dict[str, Any]] = []
-        self.broken = self.lines = self.offset = self._last = 0
+        self.broken = self.lines = self.left_out = self.offset = self._last = 0
+        self.old_texts = self._left_out_before = self._top = 0
+        self._inside = False
+        """True where the next bytes of the file are the rest of a line that is too long."""
         self._mark = ""
-        self._waiting: dict[str, list[dict[str, Any]]] = {}
 
     def close(self) -> None:
         """Lets another process continue the index."""
@@ -110,14 +122,9 @@ class RunIndex:
                 self._begin()
             if size == self.offset:
                 return
-            file.seek(self.offset)
             before = self.offset
             try:
-                while lines := file.readlines(_CHUNK_BYTES):
-                    if not lines[-1].endswith(b"\n"):
-                        lines.pop()  # half a row, whose rest is still to be written
-                    if not lines:
-                        break
+                while lines := self._lines(file):
                     try:
                         self._take(lines)
                     except OSError as error:
@@ -131,6 +138,18 @@ class RunIndex:
                     self._mark = _mark(file, self.offset)
                     with suppress(OSError):  # an earlier one is as good: its tables are cut to it
                         self._save()
+
+    def _lines(self, file: Any) -> list[bytes]:
+        """The next lines, of a bounded number of bytes; those of a line that is longer than any row
+        come in pieces, without an end but the last."""
+        file.seek(self.offset)
+        chunk = file.read(_CHUNK_BYTES)
+        if b"\n" not in chunk:
+            chunk += file.read(_LONGEST_ROW)
+        lines = io.BytesIO(chunk).readlines()
+        if lines and not lines[-1].endswith(b"\n") and len(lines[-1]) <= _LONGEST_ROW:
+            lines.pop()  # half a row, whose rest is still to be written
+        return lines
 
     def _leave(self) -> None:
         """Gives back the place where nothing more fits, and what the index took of it."""
@@ -148,8 +167,13 @@ class RunIndex:
     def _take(self, lines: list[bytes]) -> None:
         """Adds rows. One that continues from an earlier step makes the steps after it void, as the
         writer of the file does when a run is resumed."""
-        self.lines += len(lines)
         for line in lines:
+            whole = line.endswith(b"\n")
+            self.lines += whole
+            if self._inside or not whole or len(line) > _LONGEST_ROW:
+                self.broken += whole
+                self._inside = not whole
+                continue
             try:
                 row = orjson.loads(line)
                 kind, step = row["kind"], row["iteration"]
@@ -165,29 +189,72 @@ class RunIndex:
                 if step <= self._last:
                     self._void(step)
                 self._last = step
-            self._waiting.setdefault(kind, []).append(row)
-        self._flush()
+            self._add(kind, row)
+        room = MOST_SERIES - sum(len(table.columns) for table in self.tables.values())
+        for table in self.tables.values():
+            before = len(table.columns)
+            table.flush(room)
+            room -= len(table.columns) - before
+        self.texts = self._newest_texts()
+
+    def _add(self, kind: str, row: dict[str, Any]) -> None:
+        if row["iteration"] > self._top:
+            self._top = row["iteration"]
+        if kind == "text":
+            self.texts.append(_text(row))
+            return
+        table = self.tables.get(kind)
+        if table is None:
+            if len(self.tables) == MOST_KINDS or len(kind) > LONGEST_NAME:
+                self.left_out += 1
+                return
+            number = len(self.tables)
+            table = MetricTable(self._folder, number, MetricTableState(kind, 0, []))
+            self.tables[kind] = table
+        table.add(row)
 
     def _void(self, step: int) -> None:
-        self._flush()
+        self._last = min(self._last, step - 1)
+        if step > self._top:
+            return
+        self._top = step - 1
         for table in self.tables.values():
             table.cut_from(step)
-        self.texts = [text for text in self.texts if text["iteration"] < step]
-        self._last = min(self._last, step - 1)
+        while self.texts and self.texts[-1]["iteration"] >= step:
+            self.texts.pop()
 
-    def _flush(self) -> None:
-        for kind, rows in self._waiting.items():
-            if kind == "text":
-                self.texts = [*self.texts, *map(_text, rows)][-MOST_TEXTS:]
-                continue
-            if kind not in self.tables:
-                if len(self.tables) == MOST_KINDS:
-                    self.broken += len(rows)
-                    continue
-                number = len(self.tables)
-                self.tables[kind] = MetricTable(self._folder, number, MetricTableState(kind, 0, []))
-            self.tables[kind].append(rows)
-        self._waiting = {}
+    def _newest_texts(self) -> list[dict[str, Any]]:
+        """The last texts, of bounded number and length."""
+        room, kept = _MOST_TEXT_BYTES, 0
+        for text in reversed(self.texts[-MOST_TEXTS:]):
+            room -= sum(len(text[name]) for name in _TEXTS)
+            if room < 0:
+                break
+            kept += 1
+        self.old_texts += len(self.texts) - kept
+        return self.texts[len(self.texts) - kept :]
+
+    @property
+    def _values_left_out(self) -> int:
+        return self._left_out_before + sum(table.left_out for table in self.tables.values())
+
+    @property
+    def notes(self) -> list[str]:
+        """A line for each part of the file that there was no room for."""
+        values, notes = self._values_left_out, []
+        if self.left_out:
+            notes.append(
+                f"{self.left_out:,} rows are left out, of kinds beyond the first {MOST_KINDS} or "
+                f"with names of more than {LONGEST_NAME} characters"
+            )
+        if values:
+            notes.append(
+                f"{values:,} values are left out, of names beyond the first {MOST_COLUMNS} of a "
+                f"kind or {MOST_SERIES:,} of all, or of more than {LONGEST_NAME} characters"
+            )
+        if self.old_texts:
+            notes.append(f"{self.old_texts:,} older texts are left out")
+        return notes
 
     def _save(self) -> None:
         content = {
@@ -197,6 +264,8 @@ class RunIndex:
             "lines": self.lines,
             "broken": self.broken,
             "last": self._last,
+            "inside": self._inside,
+            "left_out": [self.left_out, self._values_left_out, self.old_texts],
             "tables": [list(table.state) for table in self.tables.values()],
             "texts": self.texts,
         }
@@ -204,28 +273,63 @@ class RunIndex:
             part.write_bytes(orjson.dumps(content))
 
     def _restore(self) -> bool:
-        """Opens what an earlier process has read; False if it is not an index of this file."""
+        """Opens what an earlier process has read; False if it is not an index of this file. A run
+        that was passed on has the index of somebody else: numbers that the file cannot have are
+        refused, so that it costs no more than the file."""
         try:
-            content = orjson.loads((self._folder / _MANIFEST).read_bytes())
+            content = orjson.loads(read_regular(self._folder / _MANIFEST, _MOST_MANIFEST))
             if content["format"] != FORMAT:
                 return False
-            states = [MetricTableState(*state) for state in content["tables"]]
+            with open_regular(self.path) as file:
+                size = os.fstat(file.fileno()).st_size
+                offset = _count(content["offset"], size)
+                if content["mark"] != _mark(file, offset):
+                    return False
+            states = [_table_state(*state) for state in content["tables"]]
+            columns = sum(len(state.columns) for state in states)
+            if len(states) > len({state.kind for state in states}) or len(states) > MOST_KINDS:
+                return False
+            if columns > MOST_SERIES + MOST_KINDS or len(content["texts"]) > MOST_TEXTS:
+                return False
+            lines = _count(content["lines"], offset)
+            _count(sum(state.rows for state in states), offset // _LEAST_ROW)
             for number, state in enumerate(states):
                 self.tables[state.kind] = MetricTable(self._folder, number, state)
             self.texts = [_text(row) for row in content["texts"]]
-            self.offset, self.lines = int(content["offset"]), int(content["lines"])
-            self.broken, self._last = int(content["broken"]), int(content["last"])
-            self._mark = content["mark"]
-            with open_regular(self.path) as file:
-                same = self._mark == _mark(file, self.offset)
-        except (OSError, ValueError, KeyError, TypeError, IndexError):
+            left_out = (_count(number, _MOST_STEPS) for number in content["left_out"])
+            self.left_out, self._left_out_before, self.old_texts = left_out
+            self.offset, self.lines, self._mark = offset, lines, content["mark"]
+            self.broken, self._last = _count(content["broken"], lines), _count(content["last"])
+            self._inside, self._top = bool(content["inside"]), _MOST_STEPS
+        except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
             return False
-        return same
+        return True
+
+
+def _count(value: Any, most: int = _MOST_STEPS) -> int:
+    """A count that an index names. Raises ValueError if it cannot be right."""
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f"{value} of an index")
+    return value
+
+
+def _table_state(kind: Any, rows: Any, columns: Any) -> MetricTableState:
+    names = [kind, *columns]
+    if not all(type(name) is str and len(name) <= LONGEST_NAME for name in names):
+        raise ValueError("names of an index")
+    if len(set(columns)) < len(columns) or len(columns) > MOST_COLUMNS:
+        raise ValueError("columns of an index")
+    if rows and "iteration" not in columns:
+        raise ValueError("a table without steps")
+    return MetricTableState(kind, _count(rows), columns)
 
 
 def _text(row: dict[str, Any]) -> dict[str, Any]:
-    words = {name: str(row.get(name) or "") for name in ("prompt", "answer", "reference")}
-    return {"iteration": row["iteration"], **words, "ended": bool(row.get("ended", True))}
+    words = {name: str(row.get(name) or "") for name in _TEXTS}
+    for name, text in words.items():
+        if len(text) > _LONGEST_TEXT:
+            words[name] = f"{text[: _LONGEST_TEXT - 4]} […]"
+    return {"iteration": _count(row["iteration"]), **words, "ended": bool(row.get("ended", True))}
 
 
 def _mark(file: Any, offset: int) -> str:
@@ -273,5 +377,8 @@ def _is_index(folder: Path) -> bool:
         return False
     with os.scandir(folder) as entries:
         return all(
-            _OWN.fullmatch(entry.name) and entry.is_file(follow_symlinks=False) for entry in entries
+            _OWN.fullmatch(entry.name)
+            and entry.is_file(follow_symlinks=False)
+            and entry.stat(follow_symlinks=False).st_nlink == 1
+            for entry in entries
         )

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from megatron.dashboard.index import RunIndex
-from megatron.dashboard.records import newest_record, read_record
+from megatron.dashboard.records import StartNotes, newest_record, read_record
 from megatron.dashboard.series import (
     Curve,
     clock,
     part,
+    power,
     rising,
     smoothed,
     thinned,
@@ -28,10 +29,14 @@ from megatron.util.errors import one_line
 
 AXES = (*CLOCKS, "seconds")
 METRICS = "metrics.jsonl"
+POWER = "power_watts"
 _DRAWN = frozenset({"train", "validation", "test", "task"})
 _SAVES = frozenset({"save", "memory_save"})
 _MOST_EVENTS = 2000
-_QUIET_SECONDS = 600.0
+_QUIET_SECONDS, _QUIET_STEPS = 600.0, 10
+"""Without a new row, after which a run is not taken for one that runs: the larger of the two."""
+_PLAN = "the end of its plan"
+_INTERRUPTS = frozenset({"KeyboardInterrupt", "SystemExit"})
 _LOOK_SECONDS = 20.0
 _RETRY_SECONDS = 2.0
 _RECENT = 100
@@ -53,8 +58,7 @@ class WatchedRun:
         self._lock = threading.RLock()
         self._progress: float | None = 0.0
         self._error: str | None = None
-        self._record: dict[str, Any] | None = None
-        self._configuration: dict[str, Any] = {}
+        self._start = StartNotes(None, {}, [])
         self._look_at, self._looked_in, self._retry_at = 0.0, -1, 0.0
         self._time: tuple[str, Curve] = "", training_seconds(None)
         self._last: tuple[str, dict[str, float] | None] = "", None
@@ -87,9 +91,9 @@ class WatchedRun:
     def _look(self) -> None:
         """Reads the record of the last start, which is not looked for all the time."""
         if (folder := newest_record(self.path)) is not None:
-            record, configuration = read_record(folder)
+            start = read_record(folder)
             with self._lock:
-                self._record, self._configuration = record, configuration
+                self._start = start
         self._look_at = time.monotonic() + _LOOK_SECONDS
         self._looked_in = self._index.generation  # a start of the run may have replaced the file
 
@@ -101,17 +105,20 @@ class WatchedRun:
     def listing(self) -> dict[str, Any]:
         """Its entry in the list of runs."""
         with self._lock:
+            state, words = self._state()
             return {
                 "id": self.id,
                 "name": self.name,
                 "path": _shown_name(str(self.path)),
-                "state": self._state(),
+                "state": state,
+                "words": words,
                 "progress": self._progress,
                 "error": self._error,
                 "rows": self._index.lines - self._index.broken,
                 "broken": self._index.broken,
-                "planned": self._configuration.get("training.train_iters"),
-                "version": f"{self._index.version} {len(self._configuration)}",
+                "left_out": [*self._index.notes, *self._start.left_out],
+                "planned": self._planned,
+                "version": f"{self._index.version} {len(self._start.configuration)} {state}",
                 "last": self._newest(),
             }
 
@@ -121,6 +128,7 @@ class WatchedRun:
             tables = self._index.tables
             train = tables.get("train")
             ends = [] if train is None or not train.rows else self._ends(train)
+            events, count = self._events()
             return {
                 "extent": {
                     name: [end[name] for end in ends] for name in AXES if ends and name in ends[1]
@@ -129,13 +137,14 @@ class WatchedRun:
                     {"id": f"{number}-{name}", "kind": table.kind, "name": name}
                     for number, table in enumerate(tables.values())
                     if table.kind.partition(" ")[0] in _DRAWN or table.kind in _SAVES
-                    for name in table.columns
+                    for name in (*table.columns, *self._derived(table))
                     if name not in CLOCKS
                 ],
-                "events": self._events(),
+                "events": events,
+                "event_count": count,
                 "totals": self._totals(),
-                "configuration": self._configuration,
-                "record": self._record,
+                "configuration": self._start.configuration,
+                "record": self._start.record,
             }
 
     def series(
@@ -154,12 +163,21 @@ class WatchedRun:
         for id in ids:
             with self._lock:
                 table, name = self._series(id)
-                curve = rising(clock(axis, table, self._seconds()), table.column(name))
+                curve = rising(clock(axis, table, self._seconds()), self._column(table, name))
             found[id] = _shown(thinned(part(curve, first, last), points))
             if factor and table.kind == "train":
                 mean = part(smoothed(curve, factor), first, last)
                 found[id]["smooth"] = _shown(thinned(mean, points))
         return found
+
+    def positions(self, points: int) -> dict[str, Column]:
+        """About ``points`` of the positions that training has passed, on each axis."""
+        with self._lock:
+            train = self._index.tables.get("train")
+            if train is None or not train.rows:
+                return {name: np.empty(0) for name in AXES}
+            chosen = np.unique(np.linspace(0, train.rows - 1, min(points, train.rows)).astype(int))
+            return {name: clock(name, train, self._seconds())[chosen] for name in AXES}
 
     def table(
         self, ids: Sequence[str], axis: str, first: float | None, last: float | None
@@ -176,7 +194,7 @@ class WatchedRun:
                 inside &= x >= (-math.inf if first is None else first)
                 inside &= x <= (math.inf if last is None else last)
                 names.append(name if table.kind == "train" else f"{table.kind} {name}")
-                columns = [table.column(each)[inside].tolist() for each in (*CLOCKS, name)]
+                columns = [self._column(table, each)[inside].tolist() for each in (*CLOCKS, name)]
                 for step, samples, tokens, value in zip(*columns, strict=True):
                     row = places.setdefault(step, {"samples": samples, "tokens": tokens})
                     row[names[-1]] = value
@@ -203,18 +221,35 @@ class WatchedRun:
             )
         return None
 
-    def _state(self) -> str:
-        if self._error is not None:
-            return "error"
-        if self._progress is not None:
-            return "loading"
-        if self._record is not None and self._record.get("ended"):
-            return "ended"
+    @property
+    def _planned(self) -> int | None:
+        planned = self._start.configuration.get("training.train_iters")
+        return planned if type(planned) is int and 0 < planned < 1 << 53 else None
+
+    def _state(self) -> tuple[str, str]:
+        """Return the state of the run, and words for it. That a run has ended is known
+        from its record; of one that was killed nothing says so but its silence."""
+        if self._error is not None or self._progress is not None:
+            return ("error", "not readable") if self._error is not None else ("loading", "reading")
+        record = self._start.record or {}
+        if record.get("ended"):
+            end = record.get("end") or ""
+            error, colon, _ = end.partition(": ")
+            failed = bool(colon) and error.isidentifier() and error not in _INTERRUPTS
+            state = "finished" if end in ("", _PLAN) else "failed" if failed else "stopped"
+            return state, one_line(f"{state}: {end}"[:300] if state != "finished" else state)
         try:
             quiet = time.time() - self.path.stat().st_mtime
         except OSError:
-            return "ended"
-        return "live" if quiet < _QUIET_SECONDS else "ended"
+            return "quiet", "its file is gone"
+        train = self._index.tables.get("train")
+        each = None if train is None else _last(train.column("seconds_per_iteration", 1))
+        if quiet < max(_QUIET_SECONDS, _QUIET_STEPS * (each or 0.0)):
+            return "live", "running"
+        last = self._newest()
+        if last is not None and self._planned and last.get("iteration", 0) >= self._planned:
+            return "finished", "finished"
+        return "quiet", f"no rows for {_rough(quiet)}"
 
     def _series(self, id: str) -> tuple[MetricTable, str]:
         number, _, name = id.partition("-")
@@ -222,9 +257,19 @@ class WatchedRun:
         if not number.isdecimal() or int(number) >= len(tables):
             raise KeyError(id)
         table = tables[int(number)]
-        if name not in table.columns or name in CLOCKS:
+        if name not in (*table.columns, *self._derived(table)) or name in CLOCKS:
             raise KeyError(id)
         return table, name
+
+    def _derived(self, table: MetricTable) -> tuple[str, ...]:
+        """Names of what is computed of columns."""
+        measured = {"energy_joules", "seconds_per_iteration"}.issubset(table.columns)
+        return (POWER,) if table.kind == "train" and measured else ()
+
+    def _column(self, table: MetricTable, name: str) -> Column:
+        if name != POWER or name in table.columns:
+            return table.column(name)
+        return power(table.column("energy_joules"), self._seconds())
 
     def _newest(self) -> dict[str, float] | None:
         """The position that the run has reached."""
@@ -253,24 +298,37 @@ class WatchedRun:
             self._time = self._index.version, found
         return found
 
-    def _events(self) -> list[dict[str, Any]]:
-        events = []
-        for table in self._index.tables.values():
-            if table.kind.partition(" ")[0] in _DRAWN:
+    def _events(self) -> tuple[list[dict[str, Any]], int]:
+        """The last events, and how many there are."""
+        tables = [
+            table
+            for table in self._index.tables.values()
+            if table.kind.partition(" ")[0] not in _DRAWN and table.rows
+        ]
+        count = sum(table.rows for table in tables)
+        ends = [table.column("iteration", _MOST_EVENTS) for table in tables]
+        steps = np.sort(np.concatenate(ends)) if ends else np.empty(0)
+        first = steps[-_MOST_EVENTS] if len(steps) > _MOST_EVENTS else -np.inf
+        events: list[dict[str, Any]] = []
+        for table, end in zip(tables, ends, strict=True):
+            chosen = np.flatnonzero(end >= first)
+            if not len(chosen):
                 continue
-            kept = slice(max(0, table.rows - _MOST_EVENTS), None)
-            clocks = {name: clock(name, table, self._seconds())[kept].tolist() for name in AXES}
-            names = [name for name in table.columns if name not in CLOCKS]
-            values = {name: table.column(name)[kept].tolist() for name in names}
-            for row in range(len(clocks["iteration"])):
-                events.append(
-                    {
-                        "kind": table.kind,
-                        **{name: clocks[name][row] for name in AXES},
-                        "values": {name: values[name][row] for name in names},
-                    }
-                )
-        return sorted(events, key=lambda event: event["iteration"])
+            clocks = {
+                name: clock(name, table, self._seconds())[-len(end) :][chosen].tolist()
+                for name in AXES
+            }
+            rows = [
+                {"kind": table.kind, **dict(zip(AXES, values, strict=True)), "values": {}}
+                for values in zip(*clocks.values(), strict=True)
+            ]
+            for name in table.columns:
+                if name not in CLOCKS:
+                    column = table.column(name, len(end))[chosen]
+                    for place in np.flatnonzero(~np.isnan(column)).tolist():
+                        rows[place]["values"][name] = float(column[place])
+            events += rows
+        return sorted(events, key=lambda event: event["iteration"])[-_MOST_EVENTS:], count
 
     def _totals(self) -> dict[str, float | None]:
         tables = self._index.tables
@@ -283,13 +341,21 @@ class WatchedRun:
         rate = None
         if len(seconds) > 1 and seconds[-1] > seconds[0]:
             rate = float((tokens[-1] - tokens[0]) / (seconds[-1] - seconds[0]))
-        held_out = next((t for k, t in tables.items() if k.partition(" ")[0] == "validation"), None)
+        held_out, test = (
+            next((t for k, t in tables.items() if k.partition(" ")[0] == family and t.rows), None)
+            for family in ("validation", "test")
+        )
         names = ("seconds_left", "energy_joules", "co2_grams", "cost", "cost_left")
         return {
             "loss": _mean(train.column("loss", recent)),
             "validation_loss": None if held_out is None else _least(held_out.column("loss")),
+            "test_loss": None if test is None else _last(test.column("loss", 1)),
             "tokens_per_second": rate,
             "mfu": _mean(train.column("mfu", recent)),
+            "memory_bytes": _last(train.column("memory_allocated_bytes", 1)),
+            POWER: None
+            if not self._derived(train)
+            else _mean(self._column(train, POWER)[-recent:]),
             **{name: _last(train.column(name, 1)) for name in names},
         }
 
@@ -328,6 +394,13 @@ def find_runs(words: Sequence[str]) -> list[tuple[str, Path]]:
 def _shown_name(name: str) -> str:
     """A name with a mark in place of what is not UTF-8, as those of files may be."""
     return os.fsencode(name).decode(errors="replace")
+
+
+def _rough(seconds: float) -> str:
+    for name, size in (("days", 86400.0), ("hours", 3600.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {name}"
+    return f"{seconds / 60:.0f} minutes"
 
 
 def _shown(curve: Curve) -> dict[str, Column]:

@@ -30,6 +30,14 @@ def training_seconds(train: MetricTable | None) -> Curve:
     return Curve(steps, np.cumsum(each * counts))
 
 
+def power(energy: Column, seconds: Curve) -> Column:
+    """Watts between each row of training and the one before it, from the energy used so far; NaN
+    for the first, and where a counter began again."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        watts = np.diff(energy, prepend=np.nan) / np.diff(seconds.y, prepend=np.nan)
+    return np.where((watts >= 0) & np.isfinite(watts), watts, np.nan)
+
+
 def clock(name: str, table: MetricTable, seconds: Curve) -> Column:
     """The positions of the rows of a table on the axis ``name``: their iteration, samples or
     tokens, or the seconds that training took until then."""

@@ -9,21 +9,20 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from http import HTTPStatus
-from http.cookies import CookieError, SimpleCookie
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
+from http.server import ThreadingHTTPServer
 from socketserver import TCPServer
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import orjson
 
+from megatron.dashboard.export import PAGE, export
+from megatron.dashboard.requests import RefusedError, StrictHandler
 from megatron.dashboard.runs import AXES, WatchedRun
 from megatron.util.digests import hash64, sha256
 from megatron.util.errors import one_line
 from megatron.util.pages import PAGE_HEADERS, page_files
 
-PAGE = Path(__file__).parent / "page"
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 _COOKIE = "megatron_dashboard_{}"
 """With the port: a browser sends the cookies of a machine to all of its ports."""
@@ -31,14 +30,6 @@ _JSON = "application/json"
 _BEAT_SECONDS = 15.0
 _MOST_POINTS = 20_000
 _PACKED_BYTES = 1024
-
-
-class RefusedError(Exception):
-    """A request that is not answered, with its HTTP status and words."""
-
-    def __init__(self, status: int, words: str) -> None:
-        super().__init__(words)
-        self.status = status
 
 
 class Dashboard(ThreadingHTTPServer):
@@ -106,29 +97,27 @@ class Dashboard(ThreadingHTTPServer):
             self._ended.wait(0.5)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(StrictHandler):
     server: Dashboard
-    protocol_version = "HTTP/1.1"
-    timeout = 60
 
     def do_GET(self) -> None:
         """Answers, or says why not."""
         try:
             self._answer()
         except RefusedError as error:
-            body = orjson.dumps({"error": str(error)})
-            self._send(body, _JSON, status=error.status)
+            self.refuse(error)
         except (BrokenPipeError, ConnectionResetError, TimeoutError):
             self.close_connection = True
-        except (ValueError, CookieError):  # of what is no address, name or cookie
+        except ValueError:  # of what is no address or name
             self._send(orjson.dumps({"error": "not a request"}), _JSON, status=400)
         except OSError as error:
             self._send(orjson.dumps({"error": one_line(error)}), _JSON, status=500)
 
     do_HEAD = do_GET
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Requests are not listed."""
+    def refuse(self, error: RefusedError) -> None:
+        """Sends the words of a refusal."""
+        self._send(orjson.dumps({"error": str(error)}), _JSON, status=error.status)
 
     def _answer(self) -> None:
         url = urlsplit(self.path)
@@ -146,6 +135,9 @@ class _Handler(BaseHTTPRequestHandler):
                 self._follow()
             case ["api", "runs"]:
                 self._send(self.server.listing(), _JSON)
+            case ["api", "export"]:
+                saved = {"Content-Disposition": 'attachment; filename="runs.html"'}
+                self._send(export(self.server.runs), "text/html; charset=utf-8", saved)
             case ["api", "runs", id]:
                 self._json(self._run(id).summary())
             case ["api", "runs", id, "texts"]:
@@ -167,9 +159,8 @@ class _Handler(BaseHTTPRequestHandler):
                 raise RefusedError(HTTPStatus.FORBIDDEN, words)
             return False
         given, kept = query.get("token", [""])[0], sha256(token)
-        cookies = SimpleCookie(self.headers.get("Cookie", ""))
         name = _COOKIE.format(self.server.server_address[1])
-        cookie = cookies[name].value if name in cookies else ""
+        cookie = _cookie(self.headers.get("Cookie", ""), name)
         bearer = self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
         pairs = ((given, token), (bearer, token), (cookie, kept))
         if not any(hmac.compare_digest(a.encode(), b.encode()) for a, b in pairs):
@@ -232,6 +223,8 @@ class _Handler(BaseHTTPRequestHandler):
         status: int = HTTPStatus.OK,
     ) -> None:
         headers = {**PAGE_HEADERS, **(headers or {}), "Vary": "Accept-Encoding, Cookie"}
+        if self.close_connection:
+            headers["Connection"] = "close"
         if status == HTTPStatus.OK:
             headers["ETag"] = tag = f'"{hash64(body):016x}"'
             if self.headers.get("If-None-Match") == tag:
@@ -248,6 +241,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
+
+
+def _cookie(header: str, name: str) -> str:
+    """The value of a cookie, which needs no unquoting: the server has set it."""
+    for pair in header.split(";"):
+        key, _, value = pair.strip().partition("=")
+        if key == name:
+            return value
+    return ""
 
 
 def _known(answer: Any, *arguments: Any) -> Any:

@@ -59,6 +59,23 @@ class Portion(NamedTuple):
     """Numbers of those that belong to the part."""
     weight: float
     """Of the file in its blend; they sum to 1."""
+    total: int
+    """Units of the whole file."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the documents; where several sequences are a unit, the share of the file's."""
+        lengths = self.documents.sequence_lengths
+        if self.total == len(lengths):
+            return int(lengths[self.units.start : self.units.stop].sum(dtype="int64"))
+        return int(lengths.sum(dtype="int64")) * len(self.units) // max(1, self.total)
+
+
+class PortionSize(NamedTuple):
+    """Tokens of a portion, and the weight of its file."""
+
+    weight: float
+    tokens: int
 
 
 class DataFile(NamedTuple):
@@ -213,7 +230,12 @@ class DatasetBuilder:
             weights = normalised_weights(self._weights(blend.flag, groups), blend.flag)
         return [
             Portion(
-                each.source, each.path, self._documents(each.source, each.path), each.units, weight
+                each.source,
+                each.path,
+                self._documents(each.source, each.path),
+                each.units,
+                weight,
+                self._total(each.source, each.path),
             )
             for each, weight in zip(chosen, weights, strict=True)
         ]

@@ -17,11 +17,11 @@ import numpy.typing as npt
 
 from megatron.config.kinds.instruction import InstructionConfig
 from megatron.config.kinds.preference import PreferenceConfig
+from megatron.data.kinds.instruction.columns import RecordColumns
 from megatron.data.kinds.instruction.conversations import Example, read_examples
 from megatron.data.kinds.instruction.example_encoder import ChatTemplate, ExampleEncoder
-from megatron.data.kinds.instruction.examples import ENDINGS
+from megatron.data.kinds.instruction.record_files import example_files
 from megatron.data.kinds.preference.records import read_preferences
-from megatron.data.kinds.raw_text.text_files import text_files
 from megatron.data.pipeline import DataPipeline
 from megatron.data.preference_batch import PreferenceSample
 from megatron.data.samples import PackedSample, SampleDataset
@@ -32,8 +32,8 @@ from megatron.util.json_text import parse_json
 LOOKED_AT = 32
 """Samples that are looked at."""
 _SHOWN = 400
-_ENDING = 3
-"""Tokens at the end of an answer of which one should end it: templates write line breaks behind."""
+ENDING = 3
+"""Tokens at the end of an answer of which one should end it: templates write line breaks after."""
 
 
 class Finding(NamedTuple):
@@ -125,11 +125,11 @@ def _without_end(
     data: DataPipeline, samples: Sequence[PackedSample | PreferenceSample]
 ) -> Finding | None:
     """Nothing is said where one of the answers ends with a token that no text contains."""
-    ends = np.array(sorted(end_tokens(data.tokenizer)), np.int64)
+    ends = np.array(sorted(possible_ends(data.tokenizer)), np.int64)
     answers = ((s, answer) for s in samples for answer in _answers(data, s) if answer.whole)
     first = None
     for sample, (tokens, counted, _) in answers:
-        last = np.flatnonzero(counted)[-_ENDING:]
+        last = np.flatnonzero(counted)[-ENDING:]
         if np.isin(tokens[last], ends).any():
             return None
         first = first or sample
@@ -143,7 +143,7 @@ def _without_end(
     )
 
 
-def end_tokens(tokenizer: Tokenizer) -> frozenset[int]:
+def possible_ends(tokenizer: Tokenizer) -> frozenset[int]:
     """Tokens that may end an answer: those that no ordinary text contains."""
     found = set(tokenizer.special_tokens)
     for name in ("eod", "eos"):
@@ -216,11 +216,12 @@ def _first_example(data: DataPipeline) -> Example | None:
     for source in train.sources if train is not None else ():
         if source.kind not in kinds:
             continue
-        file = text_files(source.paths[0], ENDINGS)[0]
+        file = example_files(source.paths[0])[0]
+        columns = RecordColumns.of(data.config.kind(InstructionConfig))
         if source.kind == InstructionConfig.files:
-            return next((example for _, example in read_examples(file.path)), None)
-        for _, each in islice(read_preferences(file.path), 1):
-            return Example((*each.prompt, *each.answers[0]), each.is_text)
+            return next((example for _, example in read_examples(file.path, columns)), None)
+        for _, each in islice(read_preferences(file.path, columns), 1):
+            return Example((*each.prompt, *each.answers[0]), each.is_text, each.variables)
     return None
 
 

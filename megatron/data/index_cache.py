@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron.util.digests import digest, digest_of_parts
-from megatron.util.files import sync
+from megatron.util.files import naming, sync
 from megatron.util.locks import Lock, LockTakenError
 
 logger = logging.getLogger(__name__)
@@ -222,7 +222,7 @@ class _Entry:
                 _write_array(file, array)
                 digests[name] = digest_of(_map_array(file))
                 del array  # free it before the next one is built
-            with (part / DESCRIPTION).open("w") as text:
+            with naming(part / DESCRIPTION), (part / DESCRIPTION).open("w") as text:
                 json.dump({"depends_on": self.depends_on, "digests": digests}, text, indent=1)
                 sync(text)
             os.rename(part, self.folder)
@@ -284,17 +284,16 @@ def _map_entry(entry: Path) -> StoredArrays:
 
 
 def _write_array(file: Path, array: np.ndarray | Blocks) -> None:
-    with file.open("wb") as stream:
-        if isinstance(array, Blocks):
-            header = np.lib.format.header_data_from_array_1_0(np.empty(0, array.dtype))
-            np.lib.format.write_array_header_1_0(stream, header | {"shape": array.shape})
-            rows = 0
-            for block in array.blocks:
-                stream.write(np.ascontiguousarray(block, array.dtype).data)
-                rows += len(block)
-            assert rows == array.shape[0]
-        else:
-            np.save(stream, array, allow_pickle=False)
+    blocks = array.blocks if isinstance(array, Blocks) else (array,)
+    with naming(file), file.open("wb") as stream:
+        header = np.lib.format.header_data_from_array_1_0(np.empty(0, array.dtype))
+        np.lib.format.write_array_header_1_0(stream, header | {"shape": array.shape})
+        rows = 0
+        for block in blocks:
+            # np.save says of a full disk neither that nor the file.
+            stream.write(np.ascontiguousarray(block, array.dtype).data)
+            rows += len(block)
+        assert rows == array.shape[0]
         sync(stream)
 
 

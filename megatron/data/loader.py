@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from megatron.data.build import DataFile, Datasets
+from megatron.data.build import DataFile, Datasets, PortionSize
 from megatron.data.sampler import MicroBatchSampler, without_samples
 from megatron.data.samples import SampleDataset
 from megatron.util.errors import RESTART_STATUS, FaultError, is_for_users, name_lost_pages
@@ -140,6 +140,7 @@ class TrainingData(NamedTuple):
         files: returns what the samples are made of.
         ordered: makes the training samples in their order, without those of some ``--skip-samples``
             ranges; by default ``datasets.train`` without them.
+        sizes: returns the tokens that the training samples are made of, by file, where known.
     """
 
     datasets: Datasets
@@ -147,6 +148,7 @@ class TrainingData(NamedTuple):
     weighed: bool = False
     files: Callable[[], Sequence[DataFile]] = list
     ordered: Callable[[Sequence[str]], SampleDataset[Any] | None] | None = None
+    sizes: Callable[[], Sequence[PortionSize]] = list
 
     def skipping(self, ranges: Sequence[str]) -> TrainingData:
         """The same without training samples of these ranges, instead of those that it is without.

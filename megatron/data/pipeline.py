@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from importlib import import_module
 from itertools import pairwise
+from pkgutil import resolve_name
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -22,9 +23,17 @@ import numpy as np
 from megatron.config import ConfigError, RunConfig
 from megatron.config.flags import flag_of
 from megatron.config.kinds import DOCUMENTS, file_kinds, kind_classes
-from megatron.data.build import DataFile, DatasetBuilder, Datasets, Portion, SourceReader
+from megatron.data.build import (
+    DataFile,
+    DatasetBuilder,
+    Datasets,
+    Portion,
+    PortionSize,
+    SourceReader,
+)
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed import IndexedDataset
+from megatron.data.indexed.dataset import mark_path, read_mark
 from megatron.data.indexed.dataset_checks import TokenExtremes
 from megatron.data.loader import TrainingData
 from megatron.data.remote import DEFAULT_CACHE, RemoteDataset
@@ -36,6 +45,9 @@ from megatron.tokenizer import Tokenizer
 from megatron.util.progress import progress_bar
 
 logger = logging.getLogger(__name__)
+
+MARK = "megatron.tokenizer.mark:mark_of"
+"""Tells a run's tokenizer from others; imported for indexed files only."""
 
 BatchSizes = Callable[[], Sequence[tuple[int, int]]]
 """Returns the batch sizes of a run in turn: (size, number of steps)."""
@@ -197,6 +209,7 @@ class DataPipeline(ABC):
         self.config, self.tokenizer = config, tokenizer
         self.seq_length: int = config.model.seq_length
         self.seed = config.training.seed
+        self._said_unknown = False
 
     @property
     def reads_examples(self) -> bool:
@@ -251,7 +264,7 @@ class DataPipeline(ABC):
         found = self._unordered(sample_counts)
         ordered = partial(self._ordered, found.train, sample_counts[0], batch_sizes)
         weighed = self.reads_examples or any(kind.weighed for kind in self.acting)
-        data = TrainingData(found, collate, weighed, self.files, ordered)
+        data = TrainingData(found, collate, weighed, self.files, ordered, self.training_sizes)
         return data.skipping(self.config.data.skip_samples)
 
     def datasets(
@@ -276,8 +289,16 @@ class DataPipeline(ABC):
     def training_portions(self) -> list[Portion]:
         """The documents that the training samples are made of, file by file, in the order of the
         flags. Raises ValueError or OSError for files that cannot be used."""
-        train = self.parts.train
+        train = None if self.config.data.mock_data else self.parts.train
         return [] if train is None else self._builder.portions(train, PARTS[0])
+
+    def training_sizes(self) -> list[PortionSize]:
+        """Tokens of :meth:`training_portions`."""
+        return [PortionSize(each.weight, each.tokens) for each in self.training_portions()]
+
+    def samples_of(self, tokens: int) -> int | None:
+        """Samples of a stream of so many tokens; None where every pass over it draws others."""
+        return None
 
     def _ordered(
         self,
@@ -347,10 +368,37 @@ class DataPipeline(ABC):
         return IndexCache.beside(path, self.config.data.data_cache_path)
 
     def open_indexed(self, path: str, source: DataSource) -> IndexedDataset:
-        """Opens indexed files and checks that all ids are in the vocabulary."""
+        """Opens indexed files and checks that all ids are of the tokenizer, as far as it is known
+        which one made them, and in the vocabulary."""
         indexed = open_indexed(path, self.config.data.object_storage_cache_path)
+        self._check_tokenizer(path)
         check_vocabulary(indexed, self.tokenizer.vocab_size, self.cache(path))
         return indexed
+
+    def _check_tokenizer(self, path: str) -> None:
+        """Raises ValueError if another tokenizer made indexed files than the run's. A run that
+        names none (--vocab-size) has nothing to compare."""
+        if self._mark is None:
+            return
+        file, ours, source = mark_path(path), self._mark, self.tokenizer.source
+        theirs = read_mark(file)
+        if theirs is not None and theirs.digest != ours.digest:
+            raise ValueError(
+                f"{path}.bin was made with another tokenizer: {theirs}, and this run has {ours}, "
+                f"{source}: name that tokenizer (--tokenizer-type ...), or preprocess the texts "
+                f"with this one; or remove {file} if the ids mean the same"
+            )
+        if theirs is None and not self._said_unknown:
+            self._said_unknown = True
+            logger.info(
+                "%s.bin: no %s says which tokenizer made it; its ids are taken to be those of %s",
+                path, file.name, source,
+            )  # fmt: skip
+
+    @cached_property
+    def _mark(self) -> Any:
+        kind = self.config.tokenizer.tokenizer_type
+        return resolve_name(MARK)(self.tokenizer, kind)
 
 
 def open_indexed(prefix: str, cache_path: str | None = None) -> IndexedDataset:

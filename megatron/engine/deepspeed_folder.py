@@ -9,15 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
-
-from megatron.checkpoint.files import NotFiniteError, write_json
+from megatron.checkpoint.files import NotFiniteError, save_tensors, write_json
 from megatron.checkpoint.folder import MEGATRON_TRACKER, TRACKER, replace_folder, tag
-from megatron.checkpoint.manifest import CONFIG, STATE
 from megatron.checkpoint.source import TOKENIZER
 from megatron.engine.deepspeed_json import Json
 from megatron.engine.deepspeed_patches import save_errors_at_end
-from megatron.engine.saving import CheckpointWriter, SaveJob, amax_history, ruined
+from megatron.engine.saving import CheckpointWriter, SaveJob, amax_history, ruined, shareable
 from megatron.engine.train_engine import TrainEngine
 from megatron.engine.universal_info import COUNTERS, RUN, registered_parameters, universal_info
 from megatron.parallel.random import random_state
@@ -44,9 +41,8 @@ class EngineFolderWriter(CheckpointWriter):
 
     def complete(self, job: SaveJob) -> int:
         folder, final = job.folder, self.folder / tag(job.iteration)
-        write_json(folder / CONFIG, self.engine.config.to_dict())
-        write_json(folder / "deepspeed.json", self.content)
-        write_json(folder / STATE, job.state)
+        for name, content in self.descriptions(job).items():
+            write_json(folder / name, content)
         self.save_tokenizer(folder / TOKENIZER)
         files = [path for path in folder.rglob("*") if path.is_file()]
         for path in files:
@@ -79,8 +75,8 @@ def write_engine_folder(
     client: dict[str, Any] = {
         "iteration": state["iteration"],
         "consumed_samples": state["consumed_samples"],
-        COUNTERS: state,
-        RUN: engine.config.to_dict(),
+        COUNTERS: shareable(state),
+        RUN: shareable(engine.config.to_dict()),
         "universal_checkpoint_info": info,
     }
     if engine.stage == 0:
@@ -93,7 +89,7 @@ def write_engine_folder(
             str(folder.parent), tag=folder.name, client_state=client, save_latest=False
         )
     if engine.config.checkpoint.save_rng:
-        save_file(random_state(), folder / f"random-{rank:05d}.safetensors")
+        save_tensors(random_state(), folder / f"random-{rank:05d}.safetensors")
     if history := amax_history(engine):
         tensors = {key: values.contiguous() for key, values in history.items()}
-        save_file(tensors, folder / f"float8-{rank:05d}.safetensors")
+        save_tensors(tensors, folder / f"float8-{rank:05d}.safetensors")

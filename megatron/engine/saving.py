@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -247,15 +248,20 @@ class CheckpointWriter:
 
     def complete(self, job: SaveJob) -> int:
         """Makes the checkpoint visible, on the first rank after all have written; returns bytes."""
+        contents = self.descriptions(job)
+        if self.engine.base is not None:
+            contents[BASE] = self.engine.base.to_json()
+        world = self.engine.mesh.world.size
+        return finish_checkpoint(self.folder, job.iteration, world, contents, self.save_tokenizer)
+
+    def descriptions(self, job: SaveJob) -> dict[str, Any]:
+        """The JSON files of a checkpoint, by name, without passwords in the addresses of data."""
         contents = {
             CONFIG: self.engine.config.to_dict(),
             "deepspeed.json": self.content,
             STATE: job.state,
         }
-        if self.engine.base is not None:
-            contents[BASE] = self.engine.base.to_json()
-        world = self.engine.mesh.world.size
-        return finish_checkpoint(self.folder, job.iteration, world, contents, self.save_tokenizer)
+        return {name: shareable(content) for name, content in contents.items()}
 
     def _follow_up(self, iteration: int) -> list[str]:
         """The universal copy and the deletion of older checkpoints; returns notes on failures."""
@@ -270,6 +276,11 @@ class CheckpointWriter:
         return notes + apply_retention(
             self.folder, iteration, options.keep_last, options.keep_every
         )
+
+
+def shareable(content: Any) -> Any:
+    """A JSON value as checkpoints keep it: without passwords in addresses and the like."""
+    return resolve_name("megatron.util.secrets:without_secrets")(content)
 
 
 def own_slices(engine: TrainEngine, folder: Path) -> SliceWriter:

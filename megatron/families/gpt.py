@@ -100,6 +100,9 @@ class GPTData(DataPipeline):
             head_multiple=self._head_multiple if self.reads_examples else None,
         )
 
+    def samples_of(self, tokens: int) -> int | None:
+        return max(0, tokens - 1) // self.seq_length  # neighbours share a token
+
     @property
     def _head_multiple(self) -> int | None:
         """Of which the positions of examples that the head computes are a multiple; None where it

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.files import read_json, write_json
+from megatron.checkpoint.generation_settings import ends_of, with_ends
 from megatron.config.kinds.instruction import InstructionConfig
 from megatron.config.kinds.preference import PreferenceConfig
-from megatron.data.kinds.instruction.conversations import read_examples
-from megatron.data.kinds.instruction.example_encoder import ALPACA_PREAMBLE
-from megatron.data.kinds.instruction.examples import ENDINGS
+from megatron.data.kinds.instruction.columns import RecordColumns
+from megatron.data.kinds.instruction.conversations import ALPACA_PREAMBLE, read_examples
+from megatron.data.kinds.instruction.record_files import example_files
 from megatron.data.kinds.preference.records import read_preferences
-from megatron.data.kinds.raw_text.text_files import text_files
 from megatron.data.sources import parts_of
 from megatron.tokenizer.chat_process import read_template
 from megatron.training.run import Run
@@ -74,11 +74,12 @@ def _has_pairs(run: Run) -> bool:
     train = parts_of(run.config).train
     assert train is not None
     source = train.sources[0]
-    file = text_files(source.paths[0], ENDINGS)[0]
+    file = example_files(source.paths[0])[0]
+    columns = RecordColumns.of(run.config.kind(InstructionConfig))
     if run.config.kind(PreferenceConfig).preference is not None:
-        _, preference = next(iter(read_preferences(file.path)))
+        _, preference = next(iter(read_preferences(file.path, columns)))
         return preference.is_text
-    _, example = next(iter(read_examples(file.path)))
+    _, example = next(iter(read_examples(file.path, columns)))
     return example.is_pair
 
 
@@ -112,16 +113,6 @@ def write_chat_format(folder: Path, base: str, run: Run, ends: frozenset[int]) -
     for name in ("transformers_version", "_from_model_config"):
         kept.pop(name, None)
     special = run.tokenizer.special_tokens
-    found = [_ids(written), [i for i in _ids(kept) if i in special], sorted(ends)]
-    together = list(dict.fromkeys(token for ids in found for token in ids))
-    content = kept | written
-    if together:
-        content["eos_token_id"] = together[0] if len(together) == 1 else together
-    write_json(path, content)
+    of_base = [token for token in ends_of(kept) if token in special]
+    write_json(path, with_ends(kept | written, [*ends_of(written), *of_base, *sorted(ends)]))
     return template is not None
-
-
-def _ids(generation: dict[str, Any]) -> list[int]:
-    """The tokens at which a generation_config.json ends a text."""
-    value = generation.get("eos_token_id")
-    return value if isinstance(value, list) else [] if value is None else [value]

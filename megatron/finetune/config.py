@@ -16,13 +16,15 @@ class TuningConfig:
     model: str | None = option(None)
     """Folder of the model, as downloaded from Hugging Face, or a checkpoint of any format."""
     data: tuple[str, ...] = option(())
-    """Files, folders or globs of examples (JSON or JSON lines): instructions and answers, or, with
-    --preference, better and worse answers. PATH PATH ... uses all examples of each,
-    WEIGHT PATH WEIGHT PATH ... blends them."""
+    """Files, folders or globs of examples (JSON, JSON lines, Parquet, CSV, TSV): instructions and
+    answers, or, with --preference, better and worse answers. Of the folder of a data set its
+    training split. PATH PATH ... uses all examples of each, WEIGHT PATH WEIGHT PATH ... blends
+    them."""
     output: str | None = option(None)
     """Folder for the result: a model of Hugging Face, the checkpoints, and a report."""
     eval_data: tuple[str, ...] = option(())
-    """Files, folders or globs of held-out examples, instead of a share of --data."""
+    """Files, folders or globs of held-out examples, instead of a share of --data. Of the folder of
+    a data set its validation or, without one, its test split."""
     held_out: float | None = option(
         None, derived="0.05; 0 with --eval-data", bounds=_HELD_OUT, aliases=("--val-size",)
     )

@@ -55,7 +55,7 @@ def model_card(summary: TuningSummary, name: str, has_template: bool) -> str:
     results = summary.results()
     if results:
         parts += [
-            f"## On {summary.held_out:,} held-out samples",
+            f"## On {summary.record.held_out:,} held-out samples",
             _table(
                 ("", "before", "after"),
                 {

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron.checkpoint.generation_settings import end_tokens, ends_of
+from megatron.checkpoint.source import open_checkpoint
 from megatron.config import ConfigError
 from megatron.config.kinds.instruction import InstructionConfig
 from megatron.config.kinds.preference import PreferenceConfig
+from megatron.data.example_checks import ENDING, possible_ends
+from megatron.data.kinds.instruction.columns import RecordColumns
 from megatron.data.kinds.instruction.conversations import ANSWER, Example, Turn, read_examples
 from megatron.data.kinds.instruction.example_encoder import ExampleEncoder
+from megatron.data.kinds.instruction.record_files import ENDINGS
 from megatron.data.loader import TrainingData
 from megatron.data.preference_batch import PreferenceSample
 from megatron.data.samples import PackedSample, SampleDataset
 from megatron.finetune.config import TuningConfig
-from megatron.inference.prompts import end_tokens
 from megatron.tokenizer import Tokenizer
 from megatron.training.run import Run
 
@@ -60,7 +64,8 @@ def sample_prompts(config: TuningConfig, run: Run, data: TrainingData) -> Prompt
             f"{run.config.model.positions.max_position_embeddings} positions of the model"
         )
     short = (each._replace(prompt=each.prompt[-room:]) for each in found)
-    return Prompts(tuple(short), answer_ends(datasets.train, run.tokenizer))
+    base = open_checkpoint(config.model or "", verify=False).generation
+    return Prompts(tuple(short), answer_ends(datasets.train, run.tokenizer, ends_of(base)))
 
 
 def held_out_prompts(dataset: SampleDataset[Any], count: int) -> list[PromptTokens]:
@@ -96,8 +101,9 @@ def prompts_of_file(path: str, count: int, run: Run) -> list[PromptTokens]:
     flag = f"--sample-prompts {path}"
     if not Path(path).is_file():
         raise ConfigError(f"{flag}: there is no such file")
-    if path.endswith((".json", ".jsonl")):
-        examples = [example for _, example in read_examples(path)]
+    if path.endswith(ENDINGS):
+        columns = RecordColumns.of(run.config.kind(InstructionConfig))
+        examples = [example for _, example in read_examples(path, columns)]
     else:
         lines = Path(path).read_text("utf-8").splitlines()
         examples = [_asked(line) for line in lines if line.strip()]
@@ -119,27 +125,33 @@ def _prompt(tokens: npt.NDArray[np.int32], counted: npt.NDArray[np.bool_]) -> Pr
     return PromptTokens(tuple(tokens[:start].tolist()))
 
 
-def answer_ends(dataset: SampleDataset[Any], tokenizer: Tokenizer) -> frozenset[int]:
-    """The tokens that end an answer: those of the tokenizer, and the one at which most answers of
-    the data end, which a chat template may write."""
+def answer_ends(
+    dataset: SampleDataset[Any], tokenizer: Tokenizer, of_base: Sequence[int]
+) -> frozenset[int]:
+    """The tokens that end an answer: those of the tokenizer, those of the base (``of_base``) that
+    no text contains, and the special one at which most answers of the data end, which a chat
+    template may write."""
     samples = (dataset[number] for number in range(min(_LOOKED_AT, len(dataset))))
-    last = Counter(token for sample in samples for token in _last_counted(sample))
-    found = end_tokens(tokenizer)
+    # Where answers end without such a token, the full stop of most of them is not one.
+    known = possible_ends(tokenizer)
+    answers = (answer for sample in samples for answer in _answer_endings(sample))
+    last = Counter(next((i for i in reversed(each) if i in known), None) for each in answers)
+    found = end_tokens(tokenizer, {}) | tokenizer.special_tokens.intersection(of_base)
     if last:
         token, times = last.most_common(1)[0]
-        if times > _MOSTLY * last.total():
+        if token is not None and times > _MOSTLY * last.total():
             found |= {token}
     return found
 
 
-def _last_counted(sample: Any) -> Iterator[int]:
-    """The last token that counts of each example that the end of a sample does not cut."""
+def _answer_endings(sample: Any) -> Iterator[list[int]]:
+    """The last tokens that count of each example that the end of a sample does not cut."""
     if isinstance(sample, PreferenceSample):
-        yield from (int(row.continuation[-1]) for row in sample.rows)
+        yield from (row.continuation[-ENDING:].tolist() for row in sample.rows)
     if not isinstance(sample, PackedSample):
         return
     counted_S, documents_S = sample.loss_mask_S > 0, sample.document_ids_S
     for document in np.unique(documents_S[counted_S]):
         places = np.flatnonzero(counted_S & (documents_S == document))
         if places[-1] < len(counted_S) - 1:
-            yield int(sample.tokens_T[places[-1] + 1])
+            yield sample.tokens_T[places[-ENDING:] + 1].tolist()

@@ -5,16 +5,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from html import escape
 from itertools import groupby
 
 from megatron.finetune.summary import TuningSummary, numbers
+from megatron.training.metrics import Spending
 
 _LEFT_OUT = frozenset(
     {
         *("weight_decay", "global_batch_size", "loss_scale", "skipped_steps", "nan_steps"),
         *("seconds_per_iteration", "samples_per_second", "tflops_per_device", "mfu", "hfu"),
         *("memory_allocated_bytes", "memory_reserved_bytes", "seq_length"),
+        *("tokens_per_second_per_device", "trained_tokens_per_second", "seconds_left"),
+        *("slowest_rank", "own_seconds_slowest", "own_seconds_median", "own_seconds_fastest"),
+        *(field.name for field in fields(Spending)),
     }
 )
 """Values of training steps without a curve here; metrics.jsonl has them."""
@@ -28,6 +33,8 @@ table { border-collapse: collapse; }
 td, th { border-top: 1px solid var(--line); padding: .3rem .8rem .3rem 0; text-align: left;
   vertical-align: top; }
 .curves { display: flex; flex-wrap: wrap; gap: 1rem; }
+.curves figure:first-child { flex-basis: 100%; }
+.curves figure:first-child svg { width: 100%; max-width: 50rem; }
 figure { margin: 0; } figcaption { font-weight: 600; }
 svg { display: block; max-width: 100%; height: auto; }
 svg text { fill: var(--soft); font: 11px system-ui, sans-serif; }
@@ -63,7 +70,7 @@ def report(summary: TuningSummary, name: str) -> str:
 
 
 def curves_of(summary: TuningSummary) -> dict[str, dict[str, Curve]]:
-    """Curves by value, and by what they are of (training, held out); losses first."""
+    """Curves by value, and by what they are of (training, held out); the loss first."""
     found: dict[str, dict[str, Curve]] = {}
     for row in summary.rows:
         kind, _, name_of_set = row["kind"].partition(" ")
@@ -76,7 +83,12 @@ def curves_of(summary: TuningSummary) -> dict[str, dict[str, Curve]]:
             steps, values = found.setdefault(name, {}).setdefault(label, ([], []))
             steps.append(float(row["iteration"]))
             values.append(value)
-    return dict(sorted(found.items(), key=lambda item: "loss" not in item[0]))
+    return dict(sorted(found.items(), key=lambda item: _rank(item[0])))
+
+
+def _rank(name: str) -> int:
+    """The loss that is minimised first, then other losses."""
+    return 0 if name in ("lm loss", "loss") else 1 if "loss" in name else 2
 
 
 def _results(summary: TuningSummary) -> str:
@@ -87,7 +99,7 @@ def _results(summary: TuningSummary) -> str:
         (name, "" if before is None else f"{before:.4f}", f"{after:.4f}")
         for name, (before, after) in results.items()
     ]
-    title = f"<h2>On {summary.held_out:,} held-out samples</h2>"
+    title = f"<h2>On {summary.record.held_out:,} held-out samples</h2>"
     return title + _table(("", "before", "after"), rows)
 
 

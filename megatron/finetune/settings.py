@@ -12,10 +12,13 @@ from megatron.checkpoint.files import CheckpointError
 from megatron.config import CheckpointConfig, ConfigError, Setting, Settings
 from megatron.config.flags import build
 from megatron.config.training import LENGTHS
+from megatron.data.kinds.instruction.record_files import HELD_OUT as HELD_OUT_SPLITS
+from megatron.data.kinds.instruction.record_files import TRAIN as TRAIN_SPLITS
+from megatron.data.kinds.instruction.record_files import split_of
 from megatron.engine import deepspeed_json
 from megatron.engine.deepspeed_file import read_json
 from megatron.finetune.config import TuningConfig
-from megatron.training.resume import find_origin
+from megatron.training.resume import ResumeSource, find_origin
 
 ORIGIN = "finetune.py"
 CHECKPOINTS = "checkpoints"
@@ -78,7 +81,7 @@ def completed(config: TuningConfig, settings: Settings, processes: int) -> Setti
     content = read_json(path) if path else {}
     settings = deepspeed_json.merge(settings, content, path, processes)
     settings = _own(_files(config, settings)) | settings
-    defaults = _defaults(settings, processes, has_json=bool(path))
+    defaults = _defaults(config, settings, processes, has_json=bool(path))
     return _own(defaults) | settings
 
 
@@ -98,15 +101,22 @@ def _files(config: TuningConfig, settings: Settings) -> dict[str, Any]:
     if "preference" not in settings:
         found["sft"] = True
     if config.eval_data:
-        found["train_data_path"] = weighted(config.data)
-        found["valid_data_path"] = weighted(config.eval_data)
+        found["train_data_path"] = weighted(training_paths(config))
+        found["valid_data_path"] = weighted(
+            tuple(split_of(path, HELD_OUT_SPLITS) for path in config.eval_data)
+        )
     else:
         share = HELD_OUT if config.held_out is None else config.held_out
-        found["data_path"] = weighted(config.data)
+        found["data_path"] = weighted(training_paths(config))
         found["split"] = f"{1 - share:g},{share:g},0"
         # No prompt is trained on and evaluated on.
         found["split_by"] = "prompt"
     return found
+
+
+def training_paths(config: TuningConfig) -> tuple[str, ...]:
+    """``--data``, in which the folder of a data set names its training split."""
+    return tuple(split_of(path, TRAIN_SPLITS) for path in config.data)
 
 
 def weighted(paths: tuple[str, ...]) -> tuple[str, ...]:
@@ -126,7 +136,9 @@ def is_weighted(paths: tuple[str, ...]) -> bool:
     return len(paths) > 1
 
 
-def _defaults(settings: Settings, processes: int, has_json: bool) -> dict[str, Any]:
+def _defaults(
+    config: TuningConfig, settings: Settings, processes: int, has_json: bool
+) -> dict[str, Any]:
     """What neither flags nor the DeepSpeed JSON give."""
     origin = find_origin(build(CheckpointConfig, settings))
     assert origin is not None  # --model exists
@@ -134,11 +146,11 @@ def _defaults(settings: Settings, processes: int, has_json: bool) -> dict[str, A
     lora = "lora" in settings or "qlora" in settings
     kind = f"{'lora' if lora else 'full'}{' preference' if 'preference' in settings else ''}"
     found = {
+        **_moved_tokenizer(config, origin),
         "seq_length": min(SEQ_LENGTH, model.seq_length),
         "lr": RATES[kind],
         "lr_decay_style": "cosine",
         "weight_decay": 0.0,
-        "log_interval": 10,
         "keep_last": 2,
         **(_FOR_PREFERENCES if "preference" in settings else _FOR_INSTRUCTIONS),
         **_batches(settings, processes),
@@ -149,6 +161,18 @@ def _defaults(settings: Settings, processes: int, has_json: bool) -> dict[str, A
     if not {"lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens"} & settings.keys():
         found["lr_warmup_fraction"] = 0.03
     return found
+
+
+def _moved_tokenizer(config: TuningConfig, origin: ResumeSource) -> dict[str, str]:
+    """The tokenizer of --model, where the checkpoint that is continued names that of the base as it
+    was called then."""
+    run = origin.found.open(verify=False).run if origin.continues else None
+    if run is None or config.model is None:
+        return {}
+    then, tokenizer = run.checkpoint.pretrained_checkpoint, run.tokenizer.tokenizer_model
+    if then is None or tokenizer is None or Path(then) != Path(tokenizer):
+        return {}
+    return {"tokenizer_model": config.model}
 
 
 def _batches(settings: Settings, processes: int) -> dict[str, int]:

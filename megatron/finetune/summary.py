@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megatron.config import RunConfig
-from megatron.config.command_line import versions
 from megatron.config.kinds.instruction import InstructionConfig
 from megatron.config.kinds.preference import PreferenceConfig
+from megatron.finetune.provenance import TuningRecord
 from megatron.training.plots import Rows
 
 PREFERENCES = {
@@ -26,34 +25,23 @@ PREFERENCES = {
 
 @dataclass(frozen=True)
 class TuningSummary:
-    """A fine-tuning that has ended.
+    """What a fine-tuning has done.
 
     Attributes:
-        base: the model that it began with.
-        data: paths of the examples.
-        epochs: how often it went over all of them; None where another length was given.
-        samples: of an epoch.
-        held_out: samples that were evaluated on, together.
+        config: of its last part, if it was resumed.
         steps: of the optimizer.
-        rows: of the metrics.
+        rows: of the metrics, of these steps.
     """
 
     config: RunConfig
-    base: str
-    data: tuple[str, ...]
-    epochs: int | None
-    samples: int
-    held_out: int
+    record: TuningRecord
     steps: int
     rows: Rows
 
     @property
     def base_name(self) -> str:
-        """The folder's own name, or in Hugging Face's cache that of the repository."""
-        path = Path(self.base).resolve()
-        names = (part for part in path.parts if part.startswith("models--"))
-        cached = next(names, None)
-        return path.name if cached is None else cached.removeprefix("models--").replace("--", "/")
+        """The name of the model that it began with."""
+        return self.record.model
 
     @property
     def method(self) -> str:
@@ -69,15 +57,20 @@ class TuningSummary:
         """Names and values, in the order in which they are shown."""
         config, training = self.config, self.config.training
         optimizer, parallel = config.optimizer, config.parallel
+        samples = self.record.samples
         length = f"{self.steps:,} steps of {training.global_batch_size} samples"
-        if self.epochs is not None:
-            length += f", {self.epochs} epoch{'s' * (self.epochs > 1)}"
+        epochs = self.record.epochs
+        if epochs is not None and self.steps * training.global_batch_size >= epochs * samples:
+            length += f", {epochs} epoch{'s' * (epochs > 1)}"
+        changes: dict[int, list[str]] = {}
+        for after, line in self.record.changes:
+            changes.setdefault(after, []).append(line)
         found = {
             "Base model": self.base_name,
             "Method": self.method,
             **self._adapters(),
-            "Data": ", ".join(Path(path).name for path in self.data),
-            "Samples": f"{self.samples:,} for training, {self.held_out:,} held out",
+            **self._data(),
+            "Samples": f"{samples:,} for training, {self.record.held_out:,} held out",
             **self._format(),
             "Longest sample": f"{config.model.seq_length:,} tokens",
             "Length": length,
@@ -93,9 +86,14 @@ class TuningSummary:
             f"{parallel.pipeline_model_parallel_size} x data {parallel.data_parallel_size}, "
             f"ZeRO stage {config.engine.zero_stage}",
             "Seed": str(training.seed),
-            "Programs": versions(),
+            "Programs": self.record.programs,
+            **{f"Changed after step {after}": "; ".join(found) for after, found in changes.items()},
         }
         return found
+
+    def _data(self) -> dict[str, str]:
+        named = {"Data": self.record.data, "Held-out data": self.record.eval_data}
+        return {what: ", ".join(names) for what, names in named.items() if names}
 
     def _adapters(self) -> dict[str, str]:
         adapters = self.config.adapters

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.folder import complete_tags
-from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoint
+from megatron.checkpoint.folder import complete_tags, lost_manifests
+from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoint, nothing_at
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,12 @@ def tensor_facts(source: Source, norms: bool = True) -> Iterator[TensorFacts]:
                 norm, finite = _norm(values), bool(values.isfinite().all())
             shape = source.shape(name)
             yield TensorFacts(name, kind, shape, source.dtype(name, kind), norm, finite)
+
+
+def counted(source: Source) -> str:
+    """The numbers of a model's parameters and of the tensors that they are in, in words."""
+    names = source.names()
+    return f"{sum(math.prod(source.shape(n)) for n in names):,} parameters in {len(names)} tensors"
 
 
 def run_facts(source: Source) -> dict[str, Any]:
@@ -141,13 +146,15 @@ def _norm(values: Tensor) -> float:
 @dataclass(frozen=True)
 class Verdict:
     """The result of verifying one checkpoint: the numbers of its files, their bytes and its
-    parameters, and what is wrong with it, with the file's name; None when nothing is."""
+    parameters, what is wrong with it, with the file's name (None when nothing is), and whether
+    there is a checkpoint."""
 
     folder: Path
     files: int = 0
     bytes: int = 0
     parameters: int = 0
     error: str | None = None
+    there: bool = True
 
 
 def verify_all(path: Path, every: bool = False) -> Iterator[Verdict]:
@@ -155,15 +162,18 @@ def verify_all(path: Path, every: bool = False) -> Iterator[Verdict]:
     tags: list[str | None] = []
     if every and path.is_dir():
         tags += complete_tags(path)
+        for lost in lost_manifests(path) if tags else ():
+            yield Verdict(path, error=lost)
     for wanted in tags or [None]:
         try:
             found = locate_checkpoint(path, wanted)
-            if found is None:
-                raise CheckpointError(f"{path}: no complete checkpoint found")
         except (ValueError, OSError) as error:
             yield Verdict(path / (wanted or ""), error=str(error))
         else:
-            yield _verified(found)
+            if found is None:
+                yield Verdict(path, error=f"{path}: {nothing_at(path)}", there=False)
+            else:
+                yield _verified(found)
     if tags:
         # Each can be intact, and the tracker name none of them.
         try:

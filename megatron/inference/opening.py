@@ -28,13 +28,15 @@ _OWN = Setting(False, "this program")
 
 @dataclass(frozen=True)
 class OpenedRunner:
-    """A checkpoint that generates, of ``folder``, and the run that describes it."""
+    """A checkpoint that generates, of ``folder``, and the run that describes it; ``ends`` are the
+    tokens that end its texts."""
 
     run: Run
     tokenizer: Tokenizer
     runner: PagedRunner
     folder: Path
     iteration: int | None
+    ends: frozenset[int]
 
 
 @contextmanager
@@ -67,7 +69,9 @@ def opened_runner(
             yield None
             return
         try:
-            yield OpenedRunner(found.run, tokenizer, runner, found.folder, found.iteration)
+            yield OpenedRunner(
+                found.run, tokenizer, runner, found.folder, found.iteration, found.ends
+            )
         finally:
             runner.close()
 

@@ -1,4 +1,4 @@
-"""From texts to the tokens that a model continues, and those at which it ends."""
+"""From texts to the tokens that a model continues."""
 
 from __future__ import annotations
 
@@ -13,9 +13,3 @@ def prompt_tokens(tokenizer: Tokenizer, text: str, runner: Runner) -> tuple[int,
     if runner.max_prompt is None:
         return tuple(tokenizer.tokenize(text)) or (tokenizer.eod,)
     return (*tokenizer.tokenize_sentences([text])[0].tolist(), tokenizer.eos)
-
-
-def end_tokens(tokenizer: Tokenizer) -> frozenset[int]:
-    """The tokens that end a document or a text; there may be none."""
-    ids = tokenizer.special_ids
-    return frozenset(token for token in (ids.eod, ids.eos) if token is not None)

@@ -109,7 +109,7 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotation is not None:
             lengths = None if state.cache is None else state.cache.lengths_BS
-            angles = self.rotation.angles(q.shape[1], positions, lengths, q.device)
+            angles = self.rotation.angles(q.shape[1], positions, lengths, q.device, q.dtype)
             q, k = apply_rope(q, *angles), apply_rope(k, *angles)
         if state.cache is not None:
             y_BSND = state.cache.attend(self.layer, q, k, v, self.scores, state.bias)

@@ -85,17 +85,19 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
     return (*slopes, *between[: heads - lower])
 
 
-def slopes_on(slopes: tuple[float, ...], device: torch.device) -> Tensor:
-    """float32 [N], made once for a device."""
-    return _slopes_on(slopes, device)
+def slopes_on(
+    slopes: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """[N], made once for a device."""
+    return _slopes_on(slopes, device, dtype)
 
 
 @functools.lru_cache(maxsize=8)
-def _slopes_on(slopes: tuple[float, ...], device: torch.device) -> Tensor:
+def _slopes_on(slopes: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
     # The cache outlives the call, which may run under inference mode. Filled in on the device:
     # copying a list to a GPU would synchronize with it.
     with torch.inference_mode(False), torch.no_grad():
-        return torch.stack([torch.full((), slope, device=device) for slope in slopes])
+        return torch.stack([torch.full((), slope, device=device, dtype=dtype) for slope in slopes])
 
 
 class AttentionMasks:
@@ -191,7 +193,8 @@ class AttentionMasks:
             biases = torch.zeros((), device=like.device)
             if slopes:
                 # Fused kernels on the CPU accept masks of two or four dimensions.
-                biases = distance_biases(queries, keys, slopes, like.device).unsqueeze(0)
+                dtype = torch.promote_types(like.dtype, torch.float32)
+                biases = distance_biases(queries, keys, slopes, like.device, dtype).unsqueeze(0)
                 biases = biases if causal else -biases.abs()
             if visible is not None:
                 biases = biases.masked_fill(~visible, -torch.inf)
@@ -242,9 +245,13 @@ def document_mask(document_ids_BS: Tensor, causal: bool = True) -> Tensor:
 
 
 def distance_biases(
-    queries: int, keys: int, slopes: tuple[float, ...], device: torch.device
+    queries: int,
+    keys: int,
+    slopes: tuple[float, ...],
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """float32 [N, S, T]: -slope x (query position - key position), last query at the last key."""
-    places_T = torch.arange(keys, device=device, dtype=torch.float32)
+    """[N, S, T]: -slope x (query position - key position), last query at the last key."""
+    places_T = torch.arange(keys, device=device, dtype=dtype)
     distances_ST = places_T[keys - queries :, None] - places_T
-    return -slopes_on(slopes, device)[:, None, None] * distances_ST
+    return -slopes_on(slopes, device, dtype)[:, None, None] * distances_ST

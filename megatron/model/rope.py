@@ -56,24 +56,25 @@ class RotaryEmbedding:
         positions_BS: Tensor | None,
         lengths_BS: Tensor | None,
         device: torch.device,
+        dtype: torch.dtype = torch.float32,
     ) -> tuple[Tensor, Tensor]:
-        """Cosines and sines for :func:`apply_rope` for ``length`` current tokens, float32: each
-        [S, 1, R], or [B, S, 1, R] with positions.
+        """Cosines and sines for :func:`apply_rope` for ``length`` current tokens of ``dtype``,
+        float32 or better: each [S, 1, R], or [B, S, 1, R] with positions.
 
         LongRoPE has other frequencies for sequences longer than the original ones. The length of
         the whole sequence decides, so that positions may restart with each document; of tokens
         whose sequence has others, in a cache, ``lengths_BS`` says it.
         """
-        original = 0
+        original, dtype = 0, torch.promote_types(dtype, torch.float32)
         if self.scaling.rope_type == "longrope":
             original = self.scaling.original_max_position_embeddings or 0
             assert original
         if original and lengths_BS is not None and positions_BS is not None:
-            tables = (rope_table(self.number, long, device) for long in (False, True))
+            tables = (rope_table(self.number, long, device, dtype) for long in (False, True))
             short, long = (tuple(x[positions_BS].unsqueeze(2) for x in table) for table in tables)
             is_long = (lengths_BS > original)[..., None, None]
             return torch.where(is_long, long[0], short[0]), torch.where(is_long, long[1], short[1])
-        cos, sin = rope_table(self.number, 0 < original < length, device)
+        cos, sin = rope_table(self.number, 0 < original < length, device, dtype)
         if positions_BS is None:
             return cos[:length, None], sin[:length, None]
         at_BS1 = positions_BS.unsqueeze(2)
@@ -84,24 +85,28 @@ _ROTATIONS: list[RotaryEmbedding] = []
 """Each once, at the place that is its number."""
 
 
-def rope_table(number: int, long: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of all positions, each float32 [positions, R], of the rotation with this
-    number. The angle of channel pair i at position p is p * base^(-2i / R) without scaling;
-    ``long`` is whether the sequence is longer than the original ones (LongRoPE)."""
+def rope_table(
+    number: int, long: bool, device: torch.device, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of all positions, each [positions, R], of the rotation with this number.
+    The angle of channel pair i at position p is p * base^(-2i / R) without scaling; ``long`` is
+    whether the sequence is longer than the original ones (LongRoPE)."""
     # By number: torch 2.11 compiles no such call with a frozen dataclass among its arguments.
-    return _table(_ROTATIONS[number], long, device)
+    return _table(_ROTATIONS[number], long, device, dtype)
 
 
 @functools.lru_cache(maxsize=8)
-def _table(rotation: RotaryEmbedding, long: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+def _table(
+    rotation: RotaryEmbedding, long: bool, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     # The cache outlives the call, which may run under inference mode.
     with torch.inference_mode(False), torch.no_grad():
-        exponents = torch.arange(0, rotation.rotated, 2, device=device, dtype=torch.float32)
+        exponents = torch.arange(0, rotation.rotated, 2, device=device, dtype=dtype)
         frequencies_P = 1.0 / (rotation.base ** (exponents / rotation.rotated))
         frequencies_P, factor = scaled_frequencies(
             frequencies_P, rotation.base, rotation.scaling, rotation.positions, long
         )
-        places = torch.arange(rotation.positions, device=device, dtype=torch.float32)
+        places = torch.arange(rotation.positions, device=device, dtype=dtype)
         angles = places[:, None] * frequencies_P
         angles = torch.cat([angles, angles], dim=-1)
         return angles.cos() * factor, angles.sin() * factor
@@ -121,7 +126,7 @@ def apply_rope(x_BSND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def scaled_frequencies(
     frequencies_P: Tensor, base: float, scaling: RopeScaling, positions: int, long: bool
 ) -> tuple[Tensor, float]:
-    """Frequencies after RoPE scaling, float32 [P], and a factor of cosines and sines;
+    """Frequencies after RoPE scaling, [P], and a factor of cosines and sines;
     ``frequencies_P`` are base^(-2i / R), in radians per position. ``dynamic`` scales only sequences
     longer than ``positions``, which no model here accepts. ``long`` is as in :func:`rope_table`."""
     if scaling.rope_type in ("default", "dynamic"):
@@ -164,7 +169,7 @@ def _yarn(frequencies_P: Tensor, base: float, scaling: RopeScaling) -> tuple[Ten
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * pairs - 1)
     width = last - first or 0.001  # a step
-    numbers_P = torch.arange(pairs, device=frequencies_P.device, dtype=torch.float32)
+    numbers_P = torch.arange(pairs, device=frequencies_P.device, dtype=frequencies_P.dtype)
     scaled_P = ((numbers_P - first) / width).clamp(0, 1)
     frequencies_P = frequencies_P * (1 - scaled_P + scaled_P / factor)
     if scaling.attention_factor is not None:
@@ -188,7 +193,7 @@ def _longrope(
     original = scaling.original_max_position_embeddings
     divisors = scaling.long_factor if long else scaling.short_factor
     assert original and divisors
-    frequencies_P = frequencies_P / torch.tensor(divisors, device=frequencies_P.device)
+    frequencies_P = frequencies_P / frequencies_P.new_tensor(divisors)
     if scaling.attention_factor is not None:
         return frequencies_P, scaling.attention_factor
     factor = scaling.factor or positions / original

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from megatron.config import ConfigError
 from megatron.util.digests import digest
+from megatron.util.json_text import parse_json
 
 Facts = Mapping[str, str]
 """What is compared, by the name that users know it by: a flag, a file, a variable."""
@@ -320,7 +321,7 @@ class Agreement:
 
     def _read(self, key: str) -> Any:
         self._store.wait([key], self._timeout + _MARGIN)
-        return json.loads(self._store.get(key))
+        return parse_json(self._store.get(key), f"{key} in the store of the ranks", lenient=True)
 
     def _wait_for_listeners(self, here: int, count: int) -> None:
         """Until the others have read why; they could not, if the first rank had ended."""

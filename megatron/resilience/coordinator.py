@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron.resilience.peers import UNANSWERED_MILLISECONDS, Message, Peer
 from megatron.util.digests import digest
-from megatron.util.errors import RESTART_STATUS
+from megatron.util.errors import RESTART_STATUS, one_line
 from megatron.util.processes import death
 
 logger = logging.getLogger(__name__)
@@ -150,11 +150,15 @@ class Coordinator:
 
     def joined(self, peer: Peer, hello: Message) -> Member | None:
         """A guardian has come, perhaps again; None if it cannot take part. Only before the run has
-        begun can the mistake of one end it."""
-        member = Member(peer, hello["rank"], hello["host"], hello["process"], hello["port"])
+        begun can the mistake of one end it. Raises KeyError or ValueError for what no guardian
+        says."""
+        host = one_line(hello["host"])[:256]
+        member = Member(peer, hello["rank"], host, hello["process"], hello["port"])
         size = hello["size"]
+        if not 0 <= member.rank < size:
+            raise ValueError(f"rank {member.rank} of {size}")
         if other := _differences(self._own, hello):
-            self._refuse(member, f"started with another {', '.join(other[:4])}")
+            self._refuse(member, f"started with another {one_line(', '.join(other[:4]))[:300]}")
             return None
         if self.generation < 0:
             mistake = None

@@ -28,6 +28,7 @@ from megatron.resilience.machines import Door, SilentMachines
 from megatron.resilience.process_states import GONE, process_space, state_letter, state_of
 from megatron.resilience.reports import Report
 from megatron.resilience.verdict import LOST, HangQuestion, HangVerdict, Silent, judge
+from megatron.util.json_text import parse_json
 from megatron.util.phases import activity
 
 logger = logging.getLogger(__name__)
@@ -194,8 +195,12 @@ class RankExchange:
         """What a rank has said last."""
         if not self._store.check([f"life/{rank}"]):
             return Silent(rank, "", 0, "", 0)
-        host, space, pid, phase, iteration, *_ = json.loads(self._store.get(f"life/{rank}"))
+        host, space, pid, phase, iteration, *_ = self._said(f"life/{rank}")
         return Silent(rank, host, pid, phase, iteration, space=space)
+
+    def _said(self, key: str) -> Any:
+        """Return what a rank has written. Raises ValueError for what none writes."""
+        return parse_json(self._store.get(key), f"{key} in the watchdog's store", lenient=True)
 
     def _hand_in(self, number: int) -> None:
         place = self._store.add(f"{number}/answers", 1)
@@ -208,13 +213,13 @@ class RankExchange:
         looked = False
         for _ in self._pauses(4 * PATIENCE):
             if self._store.check([f"{number}/verdict"]):
-                found = json.loads(self._store.get(f"{number}/verdict"))
+                found = self._said(f"{number}/verdict")
                 self._store.add(f"{number}/heard", 1)
                 self._close(number, HangVerdict.of_json(found))
                 return
             if not looked and self._store.check([f"{number}/silent"]):
                 looked = True
-                for rank, space, pid in json.loads(self._store.get(f"{number}/silent")):
+                for rank, space, pid in self._said(f"{number}/silent"):
                     if space == self._space and pid:
                         self._store.set(f"{number}/state/{rank}", state_of(pid))
         # The rank that asked has ended, or was stopped; whoever still waits asks again.
@@ -246,7 +251,7 @@ class RankExchange:
         there = self._store.add(f"{number}/answers", 0)
         while read < there and self._store.check([f"{number}/answer/{read + 1}"]):
             read += 1
-            found = Report.of_json(json.loads(self._store.get(f"{number}/answer/{read}")))
+            found = Report.of_json(self._said(f"{number}/answer/{read}"))
             answers[found.rank] = found
         return read
 
@@ -320,7 +325,7 @@ class RankExchange:
             self._firsts = {there: rank for rank, there in spaces.items() if there != self._space}
         said = {}
         for there, rank in self._firsts.items():
-            *_, address, port, beats = json.loads(self._store.get(f"life/{rank}"))
+            *_, address, port, beats = self._said(f"life/{rank}")
             said[there] = (beats, (address, port))
         if self._machines.look(said):
             self._question = self._question or HangQuestion(LOST)

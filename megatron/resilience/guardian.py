@@ -29,13 +29,15 @@ from megatron.resilience.coordinator import Coordinator, Member, Rules, hello
 from megatron.resilience.generation import RunGeneration, TrainerProgress
 from megatron.resilience.peers import Message, Peer, connect, listen
 from megatron.resilience.process_states import state_of
-from megatron.util.errors import RESTART_STATUS
+from megatron.util.errors import RESTART_STATUS, one_line
 from megatron.util.processes import die_with_parent
 
 logger = logging.getLogger(__name__)
 
 LOOP_SECONDS = 0.1
 """How long a guardian sleeps at most; signals wait as long."""
+MOST_STRANGERS = 64
+"""Connections that have not said yet whose they are, besides one for each rank."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 FROM_TERMINAL = 0x80
 """``SI_KERNEL``: all processes of the terminal's group have got the signal."""
@@ -94,6 +96,7 @@ class Guardian:
         self._launcher, self._launched = os.getppid(), "LOCAL_RANK" in os.environ
         self._coordinator: Coordinator | None = None
         self._listener: socket.socket | None = None
+        self._strangers: list[Peer] = []
         with _interrupted_at_once():
             self._peer = self._meet(place, rules, greeting)
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -166,32 +169,56 @@ class Guardian:
         with contextlib.suppress(BlockingIOError):
             peer = Peer(self._listener.accept()[0])
             self._selector.register(peer, selectors.EVENT_READ, lambda: self._introduced(peer))
+            self._strangers.append(peer)
+        while len(self._strangers) > self._size + MOST_STRANGERS:
+            self._dismiss(self._strangers[0], "too many connections say nothing")
 
     def _introduced(self, peer: Peer) -> None:
         """The first message of a guardian to the coordinator, and what has come with it."""
         assert self._coordinator is not None
+        if peer not in self._strangers:
+            return  # dismissed since the selector has named it
         try:
             messages = peer.receive()
             if not messages:
                 return
             member = self._coordinator.joined(peer, messages[0])
-        except (OSError, ValueError, KeyError):  # no guardian
-            member = None
-        if member is None:
-            self._selector.unregister(peer)
-            peer.close()
+        except OSError:
+            self._dismiss(peer)
             return
+        except (ValueError, KeyError) as error:
+            self._dismiss(peer, str(error) if isinstance(error, ValueError) else f"no {error}")
+            return
+        if member is None:
+            self._dismiss(peer)
+            return
+        self._strangers.remove(peer)
         self._selector.modify(peer, selectors.EVENT_READ, lambda: self._told_by(member))
-        for message in messages[1:]:
-            self._coordinator.received(member, message)
+        self._hear(member, lambda: messages[1:])
+
+    def _dismiss(self, peer: Peer, why: str = "") -> None:
+        """Ends the connection of a process that is not a guardian of this run."""
+        if why:
+            logger.warning(
+                f"a connection to the guardians' port {self._place} is refused: {one_line(why)}; "
+                "the run continues"
+            )
+        self._strangers.remove(peer)
+        self._selector.unregister(peer)
+        peer.close()
 
     def _told_by(self, member: Member) -> None:
+        self._hear(member, member.peer.receive)
+
+    def _hear(self, member: Member, said: Callable[[], list[dict[str, Any]]]) -> None:
         assert self._coordinator is not None
         try:
-            for message in member.peer.receive():
+            for message in said():
                 self._coordinator.received(member, message)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, KeyError) as error:
             how = "has ended" if isinstance(error, ConnectionError) else "does not answer"
+            if isinstance(error, ValueError | KeyError):
+                how = f"says what no guardian does ({one_line(error)})"
             if member.peer.fileno() >= 0:
                 self._selector.unregister(member.peer)
             self._coordinator.left(member, how)

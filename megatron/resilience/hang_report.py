@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megatron.resilience.reports import Report
 from megatron.resilience.verdict import Silent
+from megatron.util.secrets import Redactor
 
 COLLECTIVES = "collectives"
 """Folder in ``--save`` with a pickle ``rank_N`` of each rank; ``torchfrtrace`` reads NCCL's."""
@@ -60,7 +61,8 @@ def write_report(line: str, body: str, save: str | None) -> None:
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             file = folder / f"hang-{time.strftime('%Y%m%d-%H%M%S')}.txt"
-            file.write_text(f"{line}\n\n{body}\n", encoding="utf-8")
+            shown = Redactor(os.environ).text(f"{line}\n\n{body}\n")
+            file.write_text(shown, encoding="utf-8")
 
     works = [show, store] if save is not None and body else [show]
     in_time(*works)

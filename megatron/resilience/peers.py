@@ -9,6 +9,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.util.json_text import parse_json
+
 Message = Mapping[str, Any]
 
 KEEP_ALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5))
@@ -17,6 +19,14 @@ that are stopped: a suspended job is not lost."""
 UNANSWERED_MILLISECONDS = 15_000
 LONGEST_MESSAGE = 2**20
 """Bytes; no guardian sends a longer one."""
+_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("rank", "size", "port", "process", "trainer", "generation"), (int,)),
+    **dict.fromkeys(("iteration", "saves", "replica", "micro_batch", "global_batch"), (int,)),
+    **dict.fromkeys(("status", "signal", "batch"), (int,)),
+    **dict.fromkeys(("host", "folder", "kind", "address", "state", "why"), (str,)),
+    **{"flags": (dict,), "killed": (bool,), "grace": (int, float), "failure": (str, type(None))},
+}
+"""Types of the values in a message, by name: any process of the machine can write to the port."""
 _RETRY_SECONDS = 0.2
 
 
@@ -56,16 +66,24 @@ class Peer:
         if not found:
             raise ConnectionResetError("closed")
         *lines, self._rest = (self._rest + found).split(b"\n")
-        if len(self._rest) > LONGEST_MESSAGE:
-            raise ValueError("a message without end")
-        messages = [json.loads(line) for line in lines]
-        if not all(isinstance(message, dict) for message in messages):
-            raise ValueError("a message that is no object")
-        return messages
+        if max(map(len, (*lines, self._rest))) > LONGEST_MESSAGE:
+            raise ValueError(f"a message of more than {LONGEST_MESSAGE:,} bytes")
+        return [_message(line) for line in lines]
 
     def close(self) -> None:
         """Ends the connection; the other end learns it."""
         self.connection.close()
+
+
+def _message(line: bytes) -> dict[str, Any]:
+    """The message in a line. Raises ValueError if no guardian writes such a one."""
+    message = parse_json(line, "a message")
+    if not isinstance(message, dict):
+        raise ValueError("a message is not an object")
+    for name, value in message.items():
+        if name in _TYPES and type(value) not in _TYPES[name]:
+            raise ValueError(f"{name} of a message is {str(value)[:100]!r}")
+    return message
 
 
 def listen(address: str, port: int) -> socket.socket:

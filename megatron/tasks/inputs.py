@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.source import FoundCheckpoint, locate_checkpoint
+from megatron.checkpoint.source import FoundCheckpoint, locate_checkpoint, nothing_at
 from megatron.config import CheckpointConfig, ConfigError
 from megatron.training.resume import find_origin
 
@@ -24,7 +24,9 @@ def wanted_checkpoints(
         return list(checkpoints_in(options))
     origin = find_origin(options)
     if origin is None and options.load:
-        raise CheckpointError(f"--load {options.load} has no checkpoint; name one to evaluate")
+        raise CheckpointError(
+            f"--load {options.load}: {nothing_at(options.load)}; name one to evaluate"
+        )
     return [None if origin is None else origin.found]
 
 
@@ -47,7 +49,7 @@ def checkpoints_in(options: CheckpointConfig) -> list[FoundCheckpoint]:
     complete = [each for each in found if each is not None]
     if not complete:
         raise CheckpointError(
-            f"--all-iterations: --load {load} has no checkpoint; it must be the folder of a run, "
+            f"--all-iterations: --load {load}: {nothing_at(load)}; it must be the folder of a run, "
             "with folders such as global_step100"
         )
     return complete

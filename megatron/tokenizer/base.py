@@ -161,6 +161,10 @@ class Tokenizer(ABC):
             "HFTokenizer with a folder that contains tokenizer.json"
         )
 
+    def sample_ids(self, texts: Sequence[str]) -> list[TokenIds]:
+        """:meth:`tokenize_sentences` of a few texts, where nothing else may be tokenized."""
+        return self.tokenize_sentences(texts)
+
     @abstractmethod
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of ids; bytes that are not UTF-8 (a character cut in two) become U+FFFD. Raises

@@ -34,16 +34,23 @@ _LONGEST_NOTE = 1 << 16
 
 
 def with_cached_files(config: TokenizerConfig) -> TokenizerConfig:
-    """The configuration with files of --cache-dir where none are given, and without that folder.
-    ConfigError if it does not have them."""
+    """The configuration with the file that --tokenizer-model-type is the path of, or with files of
+    --cache-dir where none are given, and without that folder. Raises ConfigError if it does not
+    have them, FileNotFoundError."""
     found = dataclasses.replace(config, cache_dir=None)
-    if config.cache_dir is None or config.tokenizer_type not in _WANTED:
-        return found
-    if config.vocab_file or config.merge_file:
+    if config.tokenizer_type not in _WANTED:
         return found
     model, files = _WANTED[config.tokenizer_type]
-    if config.tokenizer_model_type and files is _BERT:
-        model = config.tokenizer_model_type
+    named = config.tokenizer_model_type
+    if named and files is _BERT:
+        model = named
+        if _is_path(named, config.cache_dir is not None):
+            path = config.vocab_file or _file_at(Path(named))
+            return dataclasses.replace(
+                found, vocab_file=path, tokenizer_model_type=_model_at(named)
+            )
+    if config.cache_dir is None or config.vocab_file or config.merge_file:
+        return found
     folder = Path(config.cache_dir)
     ways: list[dict[str, Any]] = [
         {field: _first(place, names, model) for field, names in files}
@@ -58,6 +65,34 @@ def with_cached_files(config: TokenizerConfig) -> TokenizerConfig:
         f"--cache-dir {config.cache_dir} does not have the vocabulary of {model}, and nothing is "
         f"downloaded: put {wanted} there, or give {flags}"
     )
+
+
+def _is_path(named: str, is_searched: bool) -> bool:
+    """Whether a path is named, as 2019's loader accepted, and not a model: a folder may have the
+    name of one, but not where the model is searched for elsewhere."""
+    if "/" in named or named.endswith(".txt"):
+        return True
+    return not (is_searched and named.startswith("bert-")) and Path(named).exists()
+
+
+def _file_at(path: Path) -> str:
+    """The vocabulary that is a path, or is in the folder of that path."""
+    names = [path, path / "vocab.txt", path / f"{path.name}-vocab.txt"]
+    file = next((file for file in names if file.is_file()), None)
+    if file is None:
+        problem = "has no vocab.txt" if path.is_dir() else "does not exist"
+        raise FileNotFoundError(
+            f"--tokenizer-model-type {path} {problem}; it must be the path of a vocab.txt or of "
+            "its folder, or the name of a model of BERT (bert-large-cased), whose file is given by "
+            "--vocab-file or is in --cache-dir"
+        )
+    return str(file)
+
+
+def _model_at(path: str) -> str:
+    """A model of the case that the last two names of a path say, as that of a model would."""
+    names = "/".join(Path(path).parts[-2:])
+    return "bert-large-cased" if "-cased" in names or "chinese" in names else "bert-large-uncased"
 
 
 def _places(folder: Path, model: str) -> Iterator[Path]:

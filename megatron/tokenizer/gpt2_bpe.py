@@ -255,6 +255,10 @@ class GPT2BPETokenizer(Tokenizer):
             config.bpe_library == "fastokens",
         )
 
+    def sample_ids(self, texts: Sequence[str]) -> list[TokenIds]:
+        found = self._definition.encode_batch(list(texts), add_special_tokens=False)
+        return [np.array(each.ids, np.int32) for each in found]
+
     def tokenize_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         if self._batches is None:
             return super().tokenize_batch(texts)

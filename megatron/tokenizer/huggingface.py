@@ -27,7 +27,7 @@ from megatron.tokenizer.base import (
 )
 from megatron.tokenizer.gpt2_bpe import token_bytes
 from megatron.tokenizer.tokenizer_json import WatchedNormalizer
-from megatron.tokenizer.transformers_folder import load_folder
+from megatron.tokenizer.transformers_folder import load_as_written
 from megatron.util.errors import rust_errors
 
 _BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
@@ -37,9 +37,9 @@ the byte alphabet's characters for white space (gpt2_bpe.py)."""
 
 
 class HFTokenizer(Tokenizer):
-    """The tokenizer of a folder, with its own settings. Ids are those of
-    `AutoTokenizer.from_pretrained(folder)(text)`: where the folder says that a text begins with a
-    beginning-of-sequence token (Llama), it does so here as well."""
+    """The tokenizer of a folder, with its own settings. Ids are those of its tokenizer.json, or
+    without one those of `AutoTokenizer.from_pretrained(folder)(text)`: where the folder says that a
+    text begins with a beginning-of-sequence token (Llama), it does so here as well."""
 
     def __init__(self, directory: str | Path) -> None:
         """Loads the folder, and nothing from the network. Raises FileNotFoundError; ValueError if
@@ -51,7 +51,7 @@ class HFTokenizer(Tokenizer):
                 f"--tokenizer-model {directory} {found}; it must be a local folder with the files "
                 "of a Hugging Face tokenizer (tokenizer.json, tokenizer_config.json)"
             )
-        self._tokenizer: Any = load_folder(directory)
+        self._tokenizer: Any = load_as_written(directory)
         self._watched: WatchedNormalizer | None = None
         if self._tokenizer.is_fast:  # what transformers sets before each of its own calls
             backend = self._tokenizer.backend_tokenizer

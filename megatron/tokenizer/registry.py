@@ -64,9 +64,10 @@ def build_tokenizer(config: TokenizerConfig, texts: TextSource | None = None) ->
 
 
 def with_files(config: TokenizerConfig) -> TokenizerConfig:
-    """The configuration with the files that are found in --cache-dir, and without that folder.
-    Raises ConfigError if it does not have them."""
-    if config.cache_dir is None:
+    """The configuration with the files that are found in --cache-dir, without that folder, or at
+    the path of --tokenizer-model-type. Raises ConfigError or FileNotFoundError if one does not
+    exist."""
+    if config.cache_dir is None and config.tokenizer_model_type is None:
         return config
     return _resolved("cached_files:with_cached_files")(config)
 

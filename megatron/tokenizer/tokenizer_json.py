@@ -30,6 +30,15 @@ _PROBE, _PROBE_SECONDS = 8000, 0.15
 """Characters of a text on which a pattern is tried, and the time that it may take, of which
 ordinary ones need a fiftieth."""
 Step = Mapping[str, Any]
+_PARTS = frozenset(
+    "version truncation padding added_tokens normalizer pre_tokenizer post_processor decoder "
+    "model".split()
+)
+_OF_MODEL = frozenset(
+    "type vocab merges dropout unk_token unk_id continuing_subword_prefix end_of_word_suffix "
+    "fuse_unk byte_fallback ignore_merges max_input_chars_per_word".split()
+)
+"""Keys of the file and of its model."""
 
 
 def check_size_of_ids(largest: int, tokens: int, where: str) -> None:
@@ -72,6 +81,13 @@ def check_tokenizer_json(path: Path, where: str) -> None:
     except orjson.JSONDecodeError as error:
         raise ValueError(f"{where} is not valid JSON: {error}") from None
     model = content.get("model") if isinstance(content, dict) else None
+    for part, known in ((content, _PARTS), (model, _OF_MODEL)):
+        unknown = sorted(part.keys() - known) if isinstance(part, dict) else []
+        if unknown:
+            raise ValueError(
+                f"{where} has the key {unknown[0]!r:.80}, which is not known here: the library "
+                "makes nothing of it; if no id depends on it, remove it"
+            )
     if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
         raise ValueError(f'{where} is not a tokenizer.json: it has no "model" with a "vocab"')
     try:

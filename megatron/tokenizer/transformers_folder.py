@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +18,61 @@ from megatron.tokenizer.tokenizer_json import (
 )
 from megatron.util.errors import rust_errors
 from megatron.util.json_text import parse_json
+from megatron.util.processes import is_main_process
+
+logger = logging.getLogger(__name__)
 
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
+_CHOSEN = (
+    ("add_prefix_space", "add_prefix_space"), ("add_prefix_space", "prepend_scheme"),
+    ("do_lower_case", "lowercase"), ("strip_accents", "strip_accents"),
+    ("tokenize_chinese_chars", "handle_chinese_chars"), ("trim_offsets", "trim_offsets"),
+)  # fmt: skip
+"""Keys of tokenizer_config.json, and the fields of steps that classes set by them."""
+_OF_MODEL = (
+    "unk_token", "unk_id", "byte_fallback", "fuse_unk", "ignore_merges", "dropout",
+    "continuing_subword_prefix", "end_of_word_suffix", "max_input_chars_per_word",
+)  # fmt: skip
+"""Settings of the models of `tokenizers`."""
+_TEXTS = (
+    "It's 3 7 59 12345678 na\u00efve: def f(x):\n\treturn 1\n\n\n \u6771\u4eac  I'LL",
+    " e\u0301",
+    "a  b",
+)
+"""Texts that tokenizers often split in different ways."""
+_KEYS = frozenset(
+    # Of the ids of a text, or of those around it.
+    "add_bos_token add_eos_token add_prefix_space added_tokens_decoder additional_special_tokens "
+    "do_basic_tokenize do_lower_case errors extra_ids extra_special_tokens fix_mistral_regex "
+    "keep_accents legacy legacy_behaviour max_input_chars_per_word model_specific_special_tokens "
+    "never_split normalization remove_space sp_model_kwargs special_tokens split_special_tokens "
+    "strip_accents tokenize_chinese_chars tokenizer_class trim_offsets wordpieces_prefix "
+    "clean_text do_clean_text do_lowercase do_lowercase_and_remove_accent do_split_on_punc "
+    "do_subword_tokenize do_word_tokenize do_phonemize phonemize is_uroman add_blank encoding mode "
+    "normalize normalize_text offset preserve_case reduce_len should_strip_spaces split_by_punct "
+    "strip_handles trim_whitespace mecab_kwargs subword_tokenizer_type word_tokenizer_type "
+    "sudachi_kwargs jumanpp_kwargs unk_id vocab merges "
+    # Of a text of ids, of batches, and of conversations.
+    "clean_up_tokenization_spaces spaces_between_special_tokens add_generation_prompt max_length "
+    "max_len model_max_length model_input_names pad_to_max_length pad_to_multiple_of padding "
+    "padding_side return_tensors return_token_type_ids return_attention_mask stride truncation "
+    "truncation_side truncation_strategy use_default_system_prompt chat_template response_schema "
+    "predict_timestamps language task lang langs lang2id id2lang src_lang tgt_lang language_codes "
+    "source_lang target_lang separate_vocabs num_madeup_words do_upper_case "
+    "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output "
+    # Of the files, and of who wrote and who reads them.
+    "auto_map backend fast_tokenizer_files cache_dir device_map dtype from_slow init_inputs "
+    "is_local local_files_only model_name model_type name_or_path processor_class revision "
+    "special_tokens_map subfolder "
+    "tokenizer_type torch_dtype transformers_version trust_remote_code use_auth_token use_fast "
+    "use_source_tokenizer verbose version vocab_size vocab_type vocabulary_size".split()
+)
+"""Keys of tokenizer_config.json that `transformers` reads, or that change no id."""
+_KEY = re.compile(
+    r"_.*|(image|video|audio|vision|unsloth)_.*|.*_(token|tokens|tokens?_ids?|template|parser_type)"
+    r"|.*_(file|token_type_id|token_box|token_label)"
+)
+"""Names of special tokens, templates and files, which a class may have of its own."""
 _OTHERS = (
     "config.json", "processor_config.json", "preprocessor_config.json", "chat_template.json",
     "chat_template.jinja", "merges.txt", "vocab.txt", "tekken.json",
@@ -54,6 +111,73 @@ def load_folder(folder: Path, flag: str = "--tokenizer-model") -> Any:
     return tokenizer
 
 
+def load_as_written(folder: Path, flag: str = "--tokenizer-model") -> Any:
+    """:func:`load_folder`, with the steps of the folder's own tokenizer.json: for some model types
+    and classes `transformers` 5 reads only the vocabulary of that file, and splits texts as the
+    class does, whose digits may then be other ids. Says where the ids differ."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = load_folder(folder, flag)
+    plain = type(tokenizer) is PreTrainedTokenizerFast
+    if plain or not tokenizer.is_fast or not (folder / "tokenizer.json").is_file():
+        return tokenizer
+    with rust_errors(f"{flag} {folder}"):
+        written: Any = PreTrainedTokenizerFast.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    path = folder / _SETTINGS[0]
+    settings = parse_json(path.read_bytes(), str(path), lenient=True) if path.is_file() else {}
+    chosen = {field for key, field in _CHOSEN if settings.get(key) is not None}
+    if _steps(written, chosen) == _steps(tokenizer, chosen):
+        return tokenizer
+    vocab = written.get_vocab()
+    for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"):  # a class has some of its own
+        name = f"{role}_token"
+        if getattr(written, name) is None and getattr(tokenizer, name) in vocab:
+            setattr(written, name, getattr(tokenizer, name))
+    if is_main_process() and any(_ids(written, text) != _ids(tokenizer, text) for text in _TEXTS):
+        logger.warning(
+            "%s %s: ids are those of its tokenizer.json; AutoTokenizer of transformers makes a %s "
+            "of it here, which gives other ids",
+            flag, folder, type(tokenizer).__name__,
+        )  # fmt: skip
+    return written
+
+
+def _steps(tokenizer: Any, chosen: Collection[str]) -> list[Any]:
+    """What decides the ids of a text, but not those around it, without the fields of its steps that
+    tokenizer_config.json sets."""
+    backend, model = tokenizer.backend_tokenizer, tokenizer.backend_tokenizer.model
+    steps = (backend.normalizer, backend.pre_tokenizer)
+    added = {i: repr(token) for i, token in backend.get_added_tokens_decoder().items()}
+    return [
+        *(
+            None if step is None else _without(json.loads(step.__getstate__()), chosen)
+            for step in steps
+        ),
+        type(model),
+        *(getattr(model, name, None) or None for name in _OF_MODEL),
+        added,
+        tokenizer.get_vocab(),
+    ]
+
+
+def _without(step: Any, fields: Collection[str]) -> Any:
+    if isinstance(step, list):
+        return [_without(each, fields) for each in step]
+    if not isinstance(step, dict):
+        return step
+    return {name: _without(each, fields) for name, each in step.items() if name not in fields}
+
+
+def _ids(tokenizer: Any, text: str) -> list[int] | str:
+    try:
+        ids: list[int] = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+    except Exception as error:  # of the Rust library: it has no token for what it does not know
+        return str(error)
+    return ids
+
+
 def _check_files(folder: Path, flag: str) -> None:
     """Raises ValueError if a file that `transformers` reads is out of bounds."""
     for name in _OTHERS:
@@ -75,6 +199,13 @@ def _check_settings(name: str, text: bytes, where: str) -> None:
     content = parse_json(text, where, lenient=True)
     if not isinstance(content, dict):
         raise ValueError(f"{where} is not a JSON object")
+    if name == _SETTINGS[0]:
+        unknown = [key for key in content if key not in _KEYS and not _KEY.fullmatch(key)]
+        if unknown:
+            raise ValueError(
+                f"{where} has the key {unknown[0]!r:.80}, which is not known here: transformers "
+                "makes nothing of it; if no id depends on it, remove it"
+            )
     if name != _SETTINGS[0]:
         ids = [i for i in content.values() if type(i) is int]
         check_size_of_ids(max(ids, default=0), len(ids), where)

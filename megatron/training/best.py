@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +53,15 @@ class BestEvaluation(Callback):
         self.losses: dict[int, float] = {}
         """The validation loss after so many steps."""
         if iteration and self._path is not None:
-            found = [self._read(self._path) if self._main else {}]
+            found = [self.read(self._path) if self._main else {}]
             if mesh.world.size > 1:
                 dist.broadcast_object_list(found, src=0, group=mesh.world.handle)
             self.losses = {at: loss for at, loss in found[0].items() if at <= iteration}
 
     @staticmethod
-    def _read(path: Path) -> dict[int, float]:
+    def read(path: Path) -> dict[int, float]:
+        """The validation losses of a file by their steps; nothing without it. Raises ConfigError if
+        it is malformed."""
         if not path.is_file():
             return {}
         try:
@@ -76,8 +79,7 @@ class BestEvaluation(Callback):
     @property
     def best(self) -> int | None:
         """The steps before the first evaluation with the lowest loss."""
-        finite = {at: loss for at, loss in self.losses.items() if math.isfinite(loss)}
-        return min(finite, key=finite.__getitem__, default=None)
+        return _best(self.losses)
 
     def evaluated(self, trainer: Trainer, evaluation: Reported) -> None:
         if isinstance(evaluation, Evaluation) and not evaluation.test:
@@ -105,8 +107,7 @@ class BestEvaluation(Callback):
         patience, best = self._patience, self.best
         if patience is None or best is None or trainer.at_end:
             return None
-        worse = sum(at > best for at in self.losses)
-        if trainer.iteration not in self.losses or worse < patience:
+        if not _is_over(self.losses, best, patience, trainer.iteration):
             return None
         return (
             f"--early-stopping-patience {patience}: the validation loss was lowest, "
@@ -132,6 +133,23 @@ class BestEvaluation(Callback):
             write_whole(self._path, (json.dumps(content, indent=2) + "\n").encode())
         except OSError as error:  # the next evaluation writes all of them
             logger.warning("%s cannot be written: %s", self._path, error.strerror)
+
+
+def stopped_early(save: Path, patience: int | None, iteration: int) -> bool:
+    """Whether a run whose checkpoints are in ``save`` has ended after so many steps by its
+    ``--early-stopping-patience``."""
+    losses = {} if patience is None else BestEvaluation.read(save / BEST)
+    best = _best(losses)
+    return patience is not None and best is not None and _is_over(losses, best, patience, iteration)
+
+
+def _best(losses: Mapping[int, float]) -> int | None:
+    finite = {at: loss for at, loss in losses.items() if math.isfinite(loss)}
+    return min(finite, key=finite.__getitem__, default=None)
+
+
+def _is_over(losses: Mapping[int, float], best: int, patience: int, iteration: int) -> bool:
+    return iteration in losses and sum(at > best for at in losses) >= patience
 
 
 def _minimised(trainer: Trainer, evaluation: Evaluation) -> float:

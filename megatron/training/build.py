@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
+from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
 
 import torch
 
@@ -15,6 +19,7 @@ from megatron.config import (
 from megatron.config.kinds.preference import PreferenceConfig
 from megatron.config.resilience import ResilienceConfig
 from megatron.data.build import DataFile
+from megatron.data.indexed.dataset import read_mark
 from megatron.data.indexed.dataset_checks import verify_checksums
 from megatron.data.loader import TrainingData
 from megatron.engine.build import build_engine
@@ -55,6 +60,11 @@ REFERENCE = "megatron.training.reference:add_reference"
 """Adds what a reference model finds to the data of a run whose loss needs it. It is called with the
 run, the mesh and the data, and imported for such runs only."""
 
+INPUTS = "megatron.training.inputs:compared_inputs"
+"""The models and texts that a run uses besides its data, compared with those of the checkpoint that
+it continues. It is called with the configuration and that, and imported for runs that save or
+load."""
+
 COMPARISONS = "megatron.training.comparisons:compare_ahead"
 """Makes an engine compute what kto compares answers with. It is called with the engine, and
 imported for such runs only."""
@@ -84,6 +94,17 @@ RUN_RECORD = "megatron.training.run_record.callback:RunRecorder"
 RESTARTED = "megatron.training.unattended.restarted:restarted"
 """The callback of ``--inprocess-restart``, imported for runs with the flag only."""
 
+FITS = "megatron.planning.fit:check_fits"
+"""Refuses a model that memory has no room for. It uses training, hence the name."""
+
+MARK = "megatron.tokenizer.mark:mark_of"
+"""Tells tokenizers apart. A checkpoint has the mark of its tokenizer, with which a run that
+continues it is compared."""
+MARK_FILE = "tokenizer/mark.json"
+
+GENERATION = "megatron.checkpoint.generation_settings"
+"""The settings of generation of models that have them."""
+
 EXAMPLE_CHECKS = "megatron.training.example_checks:warn_of_examples"
 """Warns of what is probably wrong with instructions and preferences. It is called with the run and
 its data, and imported for such data only."""
@@ -102,14 +123,17 @@ def build_trainer(
     callbacks: Sequence[Callback] = (),
     data: TrainingData | None = None,
     epochs: Epochs | None = None,
+    notes: Mapping[str, Any] | None = None,
+    brief: bool = False,
 ) -> Trainer:
     """The trainer of a run: model, data, checkpoints, logging and signals. ``callbacks`` are called
     before those of the run; ``data`` take the place of the run's own, and ``epochs`` that of its
-    length. Raises ValueError or OSError if data or checkpoints cannot be used; the message names
-    them."""
+    length; checkpoints keep the objects ``notes``; ``brief`` are short log lines. Raises ValueError
+    or OSError if data or checkpoints cannot be used; the message names them."""
     config, device = run.config, training_device()
     tasks = [resolve_name(EVAL_TASKS)(config, run.tokenizer)] if config.tasks.eval_tasks else []
     compare_folders(config)
+    resolve_name(FITS)(config, run.content, mesh, device)
     data = data or run_data(run)
     if config.data.verify_data:
         verify_checksums([file.path for file in data.files()], mesh.world.rank, mesh.world.size)
@@ -124,6 +148,10 @@ def build_trainer(
     lock = hold_folder(config.checkpoint.save, mesh.world, device, say)
     checkpoint = resume.locate(config)
     compare_checkpoints([None if checkpoint is None else checkpoint.found], config)
+    noted, changed = dict(notes or {}), list[str]()
+    if checkpoint is not None or config.checkpoint.save:
+        inputs, changed = resolve_name(INPUTS)(config, checkpoint)
+        noted |= {"inputs": inputs} if inputs else {}
     if data.weighed:
         resolve_name(EXAMPLE_CHECKS)(run, data)
     add_reference(run, mesh, data)
@@ -132,17 +160,20 @@ def build_trainer(
     engine = build_engine(config, run.content, spec, mesh, device)
     files = data.files() if checkpoint is not None or config.checkpoint.save else []
     saved = [file._asdict() for file in files]
-    writer = checkpoint_writer(engine, run.content, run.tokenizer.save_pretrained, saved)
     in_memory, on_disk = [], checkpoint
     if config.resilience.non_persistent_save_interval is not None:
         in_memory = [resolve_name(NODE_CHECKPOINTS)(engine)]
         checkpoint = in_memory[0].newest(on_disk)
     begin = resume.load(engine, plan, checkpoint, files)
+    begin = dataclasses.replace(begin, changed=(*begin.changed, *changed))
+    _check_tokenizer(run, begin)
+    writer = checkpoint_writer(engine, run.content, _tokenizer_writer(run, begin.generation), saved)
     if begin.skip_samples != config.data.skip_samples:
         data = data.skipping(begin.skip_samples)
     if config.kind(PreferenceConfig).preference == "kto":
         resolve_name(COMPARISONS)(engine)
-    report = Reporter(run.resolved, plan, mesh, device, begin)
+    sizes = list if data.weighed else data.sizes  # examples are padded
+    report = Reporter(run.resolved, plan, mesh, device, begin, sizes, brief)
     for teacher in teaching:
         teacher.start(engine, data, plan, begin.consumed_samples)
         report.beside = teacher.flops
@@ -159,6 +190,7 @@ def build_trainer(
         newest = on_disk.found.folder if on_disk is not None and on_disk.continues else None
     interval = config.checkpoint.save_interval
     checkpoints = CheckpointManager(writer, report, interval, newest, replicas.check)
+    checkpoints.counted |= {name: partial(dict, value) for name, value in noted.items()}
     replicas.newest = lambda: checkpoints.newest_shown
     for saves in in_memory:
         saves.check = replicas.check
@@ -187,7 +219,37 @@ def build_trainer(
         ),
         Position(begin.iteration, begin.consumed_samples),
         config.data.num_workers,
+        report.evaluated_before(config, begin, list(data.datasets.valid), list(data.datasets.test)),
     )
+
+
+def _check_tokenizer(run: Run, begin: ResumePoint) -> None:
+    """Raises ValueError if a run continues with another tokenizer than its checkpoint's."""
+    if begin.folder is None or not begin.iteration:
+        return
+    theirs = read_mark(begin.folder / MARK_FILE)
+    ours = resolve_name(MARK)(run.tokenizer, run.config.tokenizer.tokenizer_type)
+    if theirs is not None and ours is not None and theirs.digest != ours.digest:
+        raise ValueError(
+            f"{begin.folder} was trained with another tokenizer: {theirs}, and this run has "
+            f"{ours}, {run.tokenizer.source}: name that tokenizer (--tokenizer-type ...), or start "
+            "again from the weights with --finetune"
+        )
+
+
+def _tokenizer_writer(run: Run, generation: Mapping[str, Any]) -> Callable[[Path], None]:
+    """Writes the files of a run's tokenizer into a folder, and next to them where the texts of its
+    model end, as far as its base (``generation``) or its examples say so."""
+    mark = resolve_name(MARK)(run.tokenizer, run.config.tokenizer.tokenizer_type)
+
+    def save(folder: Path) -> None:
+        run.tokenizer.save_pretrained(folder)
+        if mark is not None:
+            (folder.parent / MARK_FILE).write_bytes(mark.json())
+        if generation or run.ends is not None:
+            resolve_name(GENERATION).write_of_run(folder, run.tokenizer, generation, run.ends)
+
+    return save
 
 
 def _elastic(mesh: Mesh) -> list[Callback]:

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.source import TOKENIZER
+from megatron.checkpoint.generation_settings import end_tokens
+from megatron.checkpoint.source import nothing_at, tokenizer_in
 from megatron.config import (
     CheckpointConfig,
     ConfigError,
@@ -35,6 +37,8 @@ from megatron.training.run import Run, run_of, show_configuration
 from megatron.util.processes import is_main_process
 from megatron.util.progress import say
 
+FITS = "megatron.planning.fit:check_fits"
+"""Refuses a model that memory has no room for. It uses training, hence the name."""
 MICRO_BATCH_SIZE = 8
 """Where no flag gives one; results do not depend on it."""
 
@@ -54,12 +58,14 @@ _SAVING = {
 
 @dataclass(frozen=True)
 class Opened:
-    """A run with the model of its checkpoint, which is in ``folder``."""
+    """A run with the model of its checkpoint, which is in ``folder``; ``ends`` are the tokens that
+    end its texts."""
 
     run: Run
     engine: ModelEngine
     folder: Path
     iteration: int | None
+    ends: frozenset[int]
 
 
 @contextmanager
@@ -78,9 +84,10 @@ def opened_checkpoint(
     origin = find_origin(run.config.checkpoint)
     if origin is None:
         named = run.config.checkpoint.load
-        where = f"--load {named} has no checkpoint" if named else "--load is missing"
+        where = f"--load {named}: {nothing_at(named)}" if named else "--load is missing"
         raise CheckpointError(f"{where}; name one")
     with connected(run, watched=watched) as mesh:
+        resolve_name(FITS)(run.config, run.content, mesh, training_device())
         compare_checkpoints([origin.found])
         spec = spec_of(run.config.model, run.config.parallel)
         engine = build_evaluator(run.config, spec, mesh, training_device())
@@ -88,9 +95,10 @@ def opened_checkpoint(
         for note in (*notes, *source.notes) if is_main_process() else ():
             say(note)
         folder, iteration = source.folder, source.state.get("iteration")
+        ends = end_tokens(run.tokenizer, source.generation)
         del source  # and with it the mapped files
         return_freed_memory()
-        yield Opened(run, engine, folder, iteration)
+        yield Opened(run, engine, folder, iteration, ends)
 
 
 def evaluated_run(settings: Settings, processes: int) -> Run:
@@ -101,10 +109,10 @@ def evaluated_run(settings: Settings, processes: int) -> Run:
     except FileNotFoundError:
         origin = find_origin(build(CheckpointConfig, settings))
         named = {field.name for field in dataclasses.fields(TokenizerConfig)} & settings.keys()
-        if origin is None or named or not (origin.found.folder / "tokenizer").is_dir():
+        folder = None if origin is None else tokenizer_in(origin.found.folder)
+        if origin is None or named or folder is None:
             raise
-        folder = str(origin.found.folder / "tokenizer")
-        values = {"tokenizer_type": "HFTokenizer", "tokenizer_model": folder}
+        values = {"tokenizer_type": "HFTokenizer", "tokenizer_model": str(folder)}
         own = {name: Setting(value, origin.flag) for name, value in values.items()}
         return run_of(settings | own, processes)
 
@@ -121,8 +129,9 @@ def checkpoint_settings(settings: Settings) -> Settings:
     if {"num_layers", "encoder_num_layers", "use_checkpoint_args"} & settings.keys():
         return settings
     if origin is None:
-        where = f"--load {options.load} has no checkpoint" if options.load else "--load is missing"
-        raise ConfigError(f"{where}: name a checkpoint, or describe a model with --num-layers")
+        load = options.load
+        where = f"--load {load}: {nothing_at(load)};" if load else "--load is missing:"
+        raise ConfigError(f"{where} name a checkpoint, or describe a model with --num-layers")
     if not settings.keys() & _FILES:
         settings = settings | _own_tokenizer(origin)
     return settings | {"use_checkpoint_args": Setting(True, _OWN)}
@@ -131,8 +140,8 @@ def checkpoint_settings(settings: Settings) -> Settings:
 def _own_tokenizer(origin: ResumeSource) -> Settings:
     """The tokenizer that a checkpoint has in its folder, where the files of its run's have gone."""
     source = origin.found.open(verify=False)
-    copied, of_run = source.folder / TOKENIZER, source.tokenizer
-    if of_run is None or not copied.is_dir():
+    copied, of_run = tokenizer_in(source.folder), source.tokenizer
+    if of_run is None or copied is None:
         return {}
     files = [getattr(of_run, name) for name in _FILES]
     if all(Path(file).exists() for file in files if file is not None):

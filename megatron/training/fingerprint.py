@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import megatron
-from megatron.checkpoint.source import FoundCheckpoint, locate_checkpoint
+from megatron.checkpoint.source import TOKENIZER_FILES, FoundCheckpoint, locate_checkpoint
 from megatron.config import PART_FLAGS, RunConfig, Settings, TokenizerConfig
 from megatron.config.flags import flag_of
 from megatron.config.kinds.preference import PreferenceConfig
@@ -54,9 +54,12 @@ _VARIABLES = (
 _ON_CPUS = ("OMP_NUM_THREADS",)
 """The number of parts that a sum has."""
 _LARGEST_TOKENIZER_FILE = 2**26
-_TOKENIZER_FILES = (".json", ".jinja", ".model", ".tiktoken", ".txt", ".vocab")
-"""Beside which a folder may have the weights of a model."""
+_OTHER_TOKENIZERS = (".model", ".tiktoken", ".vocab")
+"""Files of a folder that may have any name; it may be that of a model, with other texts."""
 _READ_FILES = 64
+_WEIGHTS = frozenset(".safetensors .bin .pt .pth .ckpt".split())
+_ABOUT_WEIGHTS = frozenset(("config.json", "params.json", "adapter_config.json"))
+"""Files of a model's folder besides its weights. Others, such as README.md, change no weight."""
 
 
 def run_facts(config: RunConfig, content: Json, *more: Any) -> Facts:
@@ -148,13 +151,21 @@ def _named_beside(config: RunConfig) -> dict[str, FoundCheckpoint | None]:
 
 def checkpoint_digest(folder: Path) -> str:
     """Differs between checkpoints, without reading their weights: the manifest's digest where there
-    is one; of other formats names and sizes of all files, and blocks of some."""
+    is one; of other formats names and sizes of weights and configuration, and blocks of some."""
     manifest = folder / "manifest.json"
     if manifest.is_file():
         return digest(manifest.read_bytes())
     if folder.is_file():
         return digest_of_sample(folder)
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    weights = [path for path in folder.iterdir() if path.suffix in _WEIGHTS and path.is_file()]
+    if not weights:  # each rank of the other program may have a folder
+        weights = [path for path in folder.rglob("*") if path.suffix in _WEIGHTS]
+    return digest_of_files(folder, [*weights, *(folder / name for name in _ABOUT_WEIGHTS)])
+
+
+def digest_of_files(folder: Path, paths: Iterable[Path]) -> str:
+    """Names and sizes of those files of a folder that exist, and blocks of some."""
+    files = sorted(path for path in paths if path.is_file())
     some = files[:: -(-len(files) // _READ_FILES) or 1]
     return digest_of_parts(
         (
@@ -184,7 +195,8 @@ def _tokenizer_files(named: str | None) -> list[Path]:
     return sorted(
         file
         for file in path.iterdir()
-        if file.suffix in _TOKENIZER_FILES
+        if (file.name in TOKENIZER_FILES or file.suffix in _OTHER_TOKENIZERS)
+        and file.name != "generation_config.json"
         and file.is_file()
         and file.stat().st_size <= _LARGEST_TOKENIZER_FILE
     )

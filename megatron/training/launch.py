@@ -25,7 +25,7 @@ from megatron.config import ConfigError, ParallelFlags, Settings
 from megatron.config.flags import ConfigResolver, build
 from megatron.config.resilience import ResilienceConfig
 from megatron.engine.environment import meeting, prepare_deepspeed, tasks_of_scheduler, world_size
-from megatron.training.stopping import STOP_SIGNALS
+from megatron.training.stopping import stop_signals
 from megatron.util.processes import death
 
 logger = logging.getLogger(__name__)
@@ -269,7 +269,8 @@ def run_node(node: Node, command: Sequence[str], port: int, timeout_minutes: flo
             rank, failure = error.get_first_failure()
             if failure.exitcode >= 0:
                 return failure.exitcode
-            print(f"error: process {rank} {death(failure.exitcode)}", file=sys.stderr)
+            if failure.exitcode != -signal.SIGINT:  # the user's, which the process has mentioned
+                print(f"error: process {rank} {death(failure.exitcode)}", file=sys.stderr)
             return 128 - failure.exitcode
     return 0
 
@@ -291,7 +292,7 @@ def _forwarded_signals() -> Iterator[None]:
                     child.send_signal(received[0])
 
     threading.Thread(target=forward, daemon=True).start()
-    handlers = {number: signal.signal(number, lambda *_: None) for number in STOP_SIGNALS}
+    handlers = {number: signal.signal(number, lambda *_: None) for number in stop_signals()}
     before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     try:
         yield

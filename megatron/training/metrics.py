@@ -155,6 +155,7 @@ class IntervalMetrics:
     rank_times: RankTimes | None = None
     seconds_left: float | None = None
     spending: Spending | None = None
+    devices: int = 1
 
     def line(self) -> str:
         """The console line, with the key texts of Megatron that people's scripts look for."""
@@ -195,6 +196,30 @@ class IntervalMetrics:
         if self.spending is not None:
             fields += self.spending.fields()
         return " " + " | ".join(fields) + " |"
+
+    def short_line(self) -> str:
+        """The console line for readers: the same names, the losses first, without values that
+        hardly change or explain something; :meth:`row` has everything."""
+        rate = self.tokens_per_second_per_device * self.devices
+        fields = [
+            f"iteration {self.iteration:8d}/{self.train_iters:8d}",
+            *(f"{name}: {loss:.6E}" for name, loss in self.losses.items()),
+            f"learning rate: {self.learning_rate:.3E}",
+            f"consumed samples: {self.consumed_samples}",
+        ]
+        if self.grad_norm is not None:
+            fields.append(f"grad norm: {self.grad_norm:.3f}")
+        for count, what in ((self.skipped_steps, "skipped"), (self.nan_steps, "nan")):
+            fields += [f"number of {what} iterations: {count}"] * bool(count)
+        fields += [
+            f"elapsed time per iteration (ms): {1000 * self.seconds / self.steps:.1f}",
+            f"tokens per second: {rate:,.0f}",
+        ]
+        if self.mfu is not None:
+            fields.append(f"MFU: {100 * self.mfu:.1f}%")
+        if self.seconds_left is not None:
+            fields.append(f"time left: {timedelta(seconds=round(self.seconds_left))}")
+        return " | ".join(fields) + " |"
 
     def _spent(self) -> dict[str, float | None]:
         spent = {} if self.spending is None else dataclasses.asdict(self.spending)
@@ -432,6 +457,7 @@ class IntervalMeter:
             memory=memory_use(self._device),
             seq_length=last.seq_length,
             trained_tokens_per_second=trained,
+            devices=self._devices,
         )
 
     def _flops(self, step: StepMetrics) -> float:

@@ -27,7 +27,7 @@ class TrainingPlan:
     ConfigError if the schedules' values contradict each other, or the run has no step."""
 
     def __init__(self, config: RunConfig, epochs: Epochs | None = None) -> None:
-        self._epochs = epochs
+        self.epochs = epochs
         training, optimizer = config.training, config.optimizer
         self.micro_batch_size = training.micro_batch_size
         self.global_batch_size = training.global_batch_size
@@ -94,10 +94,10 @@ class TrainingPlan:
 
     def epochs_ended(self, iteration: int) -> range:
         """The epochs, from 1, whose last sample that step has consumed."""
-        if self._epochs is None:
+        if self.epochs is None:
             return range(0)
         before, after = (
-            min(self.batch_size.samples(steps) // self._epochs.samples, self._epochs.count)
+            min(self.batch_size.samples(steps) // self.epochs.samples, self.epochs.count)
             for steps in (iteration - 1, iteration)
         )
         return range(before + 1, after + 1)

@@ -27,6 +27,7 @@ from megatron.util.errors import (
     is_for_users,
     name_lost_pages,
     one_line,
+    outlive_output,
 )
 from megatron.util.processes import is_main_process
 
@@ -89,11 +90,14 @@ def _fingerprint() -> Any:
 
 
 @contextlib.contextmanager
-def errors_for_users() -> Iterator[None]:
+def errors_for_users(outlives_output: bool = True) -> Iterator[None]:
     """Turns errors about the user's input into one line and exit status 2. These are errors that
     this package raised with a message for users; anything raised deeper (torch, deepspeed, an
-    assertion) keeps its traceback. A mapped file that is cut short ends the process likewise."""
+    assertion) keeps its traceback. A mapped file that is cut short ends the process likewise. Where
+    standard output cannot be written, a program that ``outlives_output`` continues."""
     name_lost_pages()
+    if outlives_output:
+        outlive_output()
     try:
         yield
     except agreement.DisagreementError as error:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.manifest import MANIFEST
-from megatron.checkpoint.source import FoundCheckpoint, locate_checkpoint
+from megatron.checkpoint.source import FoundCheckpoint, locate_checkpoint, nothing_at
 from megatron.config import ConfigError, RunConfig
 from megatron.config.adapters import is_adapter
 from megatron.config.kinds.preference import PreferenceConfig
@@ -102,7 +102,7 @@ def reference_checkpoint(config: RunConfig) -> tuple[FoundCheckpoint, str]:
         )
     found = locate_checkpoint(path, tag)
     if found is None:
-        raise CheckpointError(f"{flag} {path}: no checkpoint found")
+        raise CheckpointError(f"{flag} {path}: {nothing_at(path)}")
     return found, f"{flag} {path}"
 
 

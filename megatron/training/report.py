@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from pkgutil import resolve_name
 from typing import Any
 
@@ -14,9 +17,11 @@ import torch
 
 from megatron.config import Resolved, RunConfig
 from megatron.config.parallel import ParallelConfig
+from megatron.data.build import PortionSize
 from megatron.families import family_of
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.mesh import Mesh, first_reason
 from megatron.training.metrics import (
+    Evaluation,
     IntervalMeter,
     RankTimes,
     Reported,
@@ -32,9 +37,24 @@ from megatron.training.trainer import Callback, Step, Trainer
 from megatron.training.writers import RunWriter, TeeWriter, build_writers
 from megatron.training.written import WrittenTexts
 from megatron.util.processes import is_main_process
+from megatron.util.progress import above_bars, progress_bar
 
+FIRST_STEPS = 2
+"""Steps of a start with a line of their own, where log lines are further apart."""
 ADAPTERS = "megatron.training.adapters"
 """What to say of the adapters of ``--lora``; imported for runs with the flag only."""
+
+
+EXTENT = "megatron.training.passes:extent"
+"""Lines about parameters, tokens and epochs; imported for runs that train."""
+READ_METRICS = "megatron.training.plots:read_metrics"
+"""Reads the metrics of an earlier start; imported where a run has nothing left to train."""
+
+
+class _LogHandler(logging.StreamHandler[Any]):
+    def emit(self, record: logging.LogRecord) -> None:
+        with above_bars(self.stream):
+            super().emit(record)
 
 
 class _LogFormatter(logging.Formatter):
@@ -49,7 +69,7 @@ def show_log() -> None:
     logger = logging.getLogger("megatron")
     if logger.handlers:
         return
-    handler = logging.StreamHandler()
+    handler = _LogHandler()
     handler.setFormatter(_LogFormatter())
     logger.addHandler(handler)
     logger.setLevel(logging.INFO if is_main_process() else logging.WARNING)
@@ -58,7 +78,8 @@ def show_log() -> None:
 
 def say(text: str) -> None:
     """Prints a line with the time."""
-    print(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {text}", flush=True)
+    with above_bars():
+        print(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {text}", flush=True)
 
 
 class Reporter(Callback):
@@ -71,7 +92,10 @@ class Reporter(Callback):
         mesh: Mesh,
         device: torch.device,
         begin: ResumePoint,
+        sizes: Callable[[], Sequence[PortionSize]] = list,
+        brief: bool = False,
     ) -> None:
+        self._brief = brief or sys.stdout.isatty()
         config = resolved.config
         self.plan, self.mesh, self.device = plan, mesh, device
         self.beside: Callable[[Step], float] = lambda step: 0.0
@@ -99,14 +123,22 @@ class Reporter(Callback):
                 configuration=config.to_dict(),
             )
         self._write_resume(begin.iteration, begin.consumed_samples)
-        self._announce(resolved, begin)
+        self._announce(resolved, begin, sizes)
+        self._bar = progress_bar(
+            "training", total=plan.train_iters, unit=" steps", initial=begin.iteration
+        )
+        self._early = FIRST_STEPS if self.log_interval > FIRST_STEPS else 0
+        """Steps that still get a line of their own."""
+        self._last_step = time.monotonic()
 
     def _write_resume(self, iteration: int, consumed_samples: int) -> None:
         """Where the rows before were written by another process, or before a step back."""
         if iteration:
             self._write("resume", iteration, consumed_samples, {})
 
-    def _announce(self, resolved: Resolved, begin: ResumePoint) -> None:
+    def _announce(
+        self, resolved: Resolved, begin: ResumePoint, sizes: Callable[[], Sequence[PortionSize]]
+    ) -> None:
         config, origins = resolved.config, resolved.origins.values()
         given = sum(origin.startswith(("flag", "derived")) for origin in origins)
         self.say(f"{given} values given or derived; --explain-config prints all")
@@ -119,6 +151,9 @@ class Reporter(Callback):
             f"batches: micro {self.plan.micro_batch_size}, "
             f"global {growing}{self.plan.global_batch_size}, {self.plan.train_iters} iterations"
         )
+        if self.main and not self.plan.skip_train:
+            for line in resolve_name(EXTENT)(config, self.plan, sizes()):
+                self.say(line)
         if config.adapters.lora:
             self.say(resolve_name(f"{ADAPTERS}:trained_line")(config))
         if self.peak is not None:
@@ -135,12 +170,49 @@ class Reporter(Callback):
             self.say(f"weights from {begin.folder}; starting at iteration 0")
         elif begin.restarts:
             self.say(f"weights and optimizer from {begin.folder}; starting at iteration 0")
-        else:
+        elif not self.nothing_left(begin):
             self.say(f"resumed from {begin.folder} at iteration {begin.iteration}")
         for line in begin.notes:
             self.say(f"{begin.folder}: {line}")
         for line in begin.changed:
             self.say(f"differs from the checkpoint's run: {line}")
+
+    def nothing_left(self, begin: ResumePoint) -> bool:
+        """True if the checkpoint is of the run's last step, or a later one."""
+        return not self.plan.skip_train and begin.iteration >= self.plan.train_iters
+
+    def evaluated_before(
+        self, config: RunConfig, begin: ResumePoint, valid: Sequence[str], test: Sequence[str]
+    ) -> bool:
+        """True if nothing is left to train, and the metrics of an earlier start have all last
+        evaluations, of data sets with these names. Every rank calls it."""
+        if not self.nothing_left(begin):
+            return False
+        missing = None
+        if self.main:
+            missing = self._missing_evaluation(config, begin.iteration, valid, test)
+        again = first_reason(missing, self.device) is not None
+        how = "" if again else "; its evaluations were made, and --skip-train repeats them"
+        self.say(
+            f"nothing left to train: {begin.folder} has all {self.plan.train_iters} iterations{how}"
+        )
+        return not again
+
+    def _missing_evaluation(
+        self, config: RunConfig, iteration: int, valid: Sequence[str], test: Sequence[str]
+    ) -> str | None:
+        """An evaluation of an iteration that is not in the metrics; None if all are there."""
+        due = []
+        if self.plan.eval_micro_batches:
+            due = [Evaluation(iteration, {}, name).kind for name in valid]
+            due += [Evaluation(iteration, {}, name, test=True).kind for name in test]
+        file, rows = config.logging.metrics_file, []
+        if file is not None and os.path.exists(file):
+            rows = resolve_name(READ_METRICS)(file)
+        kinds = [row["kind"] for row in rows if row.get("iteration") == iteration]
+        if config.tasks.eval_tasks and not any(kind.startswith("task ") for kind in kinds):
+            return "tasks"
+        return next((kind for kind in due if kind not in kinds), None)
 
     def say(self, text: str) -> None:
         """Prints a line with the time, on the main process."""
@@ -150,6 +222,8 @@ class Reporter(Callback):
     def before_step(self, trainer: Trainer) -> None:
         """Starts the clock at the first step."""
         if self.meter is None:
+            self._last_step = time.monotonic()
+            self._bar.n = trainer.iteration  # after a step back it is a lower one
             self.time_left.begin(trainer.iteration)
             self.meter = IntervalMeter(
                 train_iters=self.plan.train_iters,
@@ -191,6 +265,21 @@ class Reporter(Callback):
                 trained_tokens=None if step.counts is None else step.counts.trained,
             )
         )
+        self._bar.update()
+        if self._early and not trainer.at_end:
+            self._say_early(step)
+
+    def _say_early(self, step: Step) -> None:
+        """Prints the time of the first steps, which waits for them."""
+        losses = ", ".join(f"{name} {loss:.4g}" for name, loss in _read(step.result.losses))
+        now = time.monotonic()
+        seconds, self._last_step = now - self._last_step, now
+        text = f"step {step.iteration}: {seconds:.3g} s, {losses}"
+        self._early -= 1
+        if not self._early:
+            left = timedelta(seconds=round(seconds * (self.plan.train_iters - step.iteration)))
+            text += f"; the other {self.plan.train_iters - step.iteration:,} take about {left}"
+        self.say(text)
 
     @contextlib.contextmanager
     def paused(self, trainer: Trainer) -> Iterator[None]:
@@ -216,7 +305,7 @@ class Reporter(Callback):
             seconds_left=left,
             spending=self.spending(left),
         )
-        self.say(metrics.line().strip())
+        self.say(metrics.short_line() if self._brief else metrics.line().strip())
         self._write("train", iteration, samples, metrics.row())
 
     def evaluated(self, trainer: Trainer, evaluation: Reported) -> None:
@@ -226,8 +315,8 @@ class Reporter(Callback):
         )
 
     def wrote(self, trainer: Trainer, texts: WrittenTexts) -> None:
-        for line in texts.lines():
-            self.say(line)
+        if trainer.at_end and texts.texts:
+            self.say(texts.line())
         self.writer.texts(
             texts,
             samples=trainer.consumed_samples,
@@ -235,6 +324,7 @@ class Reporter(Callback):
         )
 
     def training_ended(self, trainer: Trainer, reason: str | None) -> None:
+        self._bar.close()
         if reason is not None:
             self.say(f"stopped by {reason} after iteration {trainer.iteration}")
 
@@ -255,7 +345,12 @@ class Reporter(Callback):
         self.writer.scalars(kind, iteration, values, samples=samples, tokens=tokens)
 
     def __exit__(self, error_type: type[BaseException] | None, *_: Any) -> None:
+        self._bar.close()
         self.writer.close()
+
+
+def _read(losses: Mapping[str, torch.Tensor]) -> list[tuple[str, float]]:
+    return [(name, float(loss)) for name, loss in losses.items()]
 
 
 def _layout(config: RunConfig) -> str:

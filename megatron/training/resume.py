@@ -11,7 +11,13 @@ from pkgutil import resolve_name
 from typing import Any
 
 from megatron.checkpoint.files import CheckpointError, DamagedError
-from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoint, reader
+from megatron.checkpoint.source import (
+    FoundCheckpoint,
+    Source,
+    locate_checkpoint,
+    nothing_at,
+    reader,
+)
 from megatron.config import (
     CheckpointConfig,
     ConfigError,
@@ -26,7 +32,7 @@ from megatron.config.layouts import StateDtypes
 from megatron.data.build import DataFile, changed_files
 from megatron.data.sampler import check_skipped, continued_ranges
 from megatron.engine.loading import load_checkpoint
-from megatron.engine.saving import check_writable, ruined
+from megatron.engine.saving import check_writable, ruined, shareable
 from megatron.engine.train_engine import TrainEngine
 from megatron.families import family_names, family_of
 from megatron.parallel.mesh import first_reason
@@ -55,7 +61,8 @@ class ResumePoint:
     differ from its run, ``notes`` what was decided where it does not say, a line each.
     ``restarts``: also the optimizer's state was loaded, and the count starts again.
     ``skip_samples`` are the ranges of training samples that the run skips, those that its flags
-    name and those that it found bad itself; ``spikes`` is what its rule of spikes has learned."""
+    name and those that it found bad itself; ``spikes`` is what its rule of spikes has learned;
+    ``generation`` is that of its :class:`Source`."""
 
     folder: Path | None = None
     iteration: int = 0
@@ -66,6 +73,7 @@ class ResumePoint:
     restarts: bool = False
     skip_samples: tuple[str, ...] = ()
     spikes: Mapping[str, Any] = field(default_factory=dict)
+    generation: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -116,7 +124,7 @@ def find_origin(options: CheckpointConfig) -> ResumeSource | None:
         flag = f"--pretrained-checkpoint {options.pretrained_checkpoint}"
         base = locate_checkpoint(options.pretrained_checkpoint)
         if base is None:
-            raise CheckpointError(f"{flag}: no checkpoint found")
+            raise CheckpointError(f"{flag}: {nothing_at(options.pretrained_checkpoint)}")
         return ResumeSource(base, flag, continues=False)
     for wanted, flag in (
         (options.finetune, "--finetune"),
@@ -242,6 +250,7 @@ def load(
     except DamagedError as error:
         source, origin = resolve_name(f"{DAMAGED}:load_older")(engine, origin, error)
     point = _resume_point(engine, plan, origin, source, files)
+    point = replace(point, generation=source.generation)
     if origin.damaged:
         lines = resolve_name(f"{DAMAGED}:set_damaged_aside")(engine, origin)
         point = replace(point, notes=(*lines, *point.notes))
@@ -294,8 +303,10 @@ def _changed_data(source: Source, config: RunConfig, files: Sequence[DataFile]) 
     ``--allow-changed-data`` is given."""
     try:
         saved = [DataFile(**file) for file in source.state.get("data", ())]
-        before = None if source.run is None else source.run.data
-        same = all(getattr(before, name, ()) == getattr(config.data, name) for name in _DATA_FLAGS)
+        files = [DataFile(**shareable(file._asdict())) for file in files]
+        before = {} if source.run is None else source.run.to_dict()["data"]
+        now = shareable(config.to_dict()["data"])
+        same = all(list(before.get(name) or ()) == list(now[name] or ()) for name in _DATA_FLAGS)
         found = changed_files(saved, files, same)
     except (TypeError, AttributeError):
         raise CheckpointError(f"{source.folder}: its list of data files is malformed") from None
@@ -337,7 +348,7 @@ def changes(source: Source, wanted: RunConfig) -> list[str]:
     only the model's where the checkpoint was not written by a run of this project."""
     trained = source.run if source.state else None
     old = trained.to_dict() if trained else {"model": dataclasses.asdict(source.model.flags())}
-    new = wanted.to_dict()
+    new = shareable(wanted.to_dict())  # as the checkpoint's is
     found = [
         f"{name}: {json.dumps(before)} -> {json.dumps(new[part][name])}"
         for part in old

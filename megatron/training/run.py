@@ -24,6 +24,7 @@ from megatron.config import (
     resolve,
 )
 from megatron.config.flags import ConfigResolver, build
+from megatron.config.training import LENGTHS
 from megatron.data.loader import TrainingData
 from megatron.data.pipeline import training_texts
 from megatron.data.sources import with_corpora
@@ -40,6 +41,12 @@ from megatron.util.processes import is_main_process
 
 Config = TypeVar("Config")
 
+RUN_LENGTHS = tuple(f"train_{unit}" for unit in LENGTHS)
+"""Fields that give the length of a run."""
+
+EPOCHS = "megatron.training.passes:with_epochs"
+"""Gives a run the length of ``--epochs``, which depends on its data; imported likewise."""
+
 OWN_CHECKPOINT = "megatron.training.unattended.restarted:from_own_checkpoint"
 """Changes what a run that has been started again loads; imported likewise."""
 
@@ -48,13 +55,15 @@ OWN_CHECKPOINT = "megatron.training.unattended.restarted:from_own_checkpoint"
 class Run:
     """A training command, completed: ``content`` is the DeepSpeed JSON, ``resolved`` the
     configuration with the origin of every value, ``launched`` whether a launcher would end this
-    process."""
+    process. ``ends`` are the tokens at which its examples teach the model to end a text; None for
+    those of the model that it starts from, and of the tokenizer."""
 
     config: RunConfig
     content: Json
     tokenizer: Tokenizer
     resolved: Resolved
     launched: bool
+    ends: frozenset[int] | None = None
 
 
 def parse_run(
@@ -97,6 +106,12 @@ def run_of(settings: Settings, processes: int, samples: str | None = None) -> Ru
     settings = deepspeed_json.merge(settings, content, path, processes)
     if "inprocess_restart" in settings:
         settings = resolve_name(OWN_CHECKPOINT)(settings)
+    if "epochs" in settings and not {"skip_train", *RUN_LENGTHS} & settings.keys():
+        return run_of(
+            resolve_name(EPOCHS)(settings, lambda rest: run_of(rest, processes, samples)),
+            processes,
+            samples,
+        )
     settings = resume.with_origin(resume.with_checkpoint(with_corpora(settings)))
     trained = settings["family"].value if "family" in settings else ModelConfig.family
     family = family_of(samples or trained)

@@ -31,6 +31,13 @@ Subject = TypeVar("Subject")
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """Signals that stop a run: SIGHUP too, unless ``nohup`` or a program ignores or handles it."""
+    default = signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+    return (*STOP_SIGNALS, signal.SIGHUP) if default else STOP_SIGNALS
+
+
 ASKED_ELSEWHERE = "a request to another rank"
 """Why a rank stops that was not asked itself."""
 
@@ -216,9 +223,9 @@ class NonFiniteGuard(Callback):
 class StopRequest:
     """Context in which a signal, a lost launcher or the time limit becomes :attr:`requested`.
 
-    SIGTERM, SIGUSR1 (slurm's ``--signal=USR1@300``) and the first SIGINT (Ctrl-C) are recorded; a
-    second SIGINT kills the process. On exit the previous handlers are restored. Python requires
-    that it is entered in the main thread.
+    SIGTERM, SIGUSR1 (slurm's ``--signal=USR1@300``), SIGHUP (a closed terminal), unless ``nohup``
+    ignores it, and the first SIGINT (Ctrl-C) are recorded; a second SIGINT kills the process. On
+    exit the previous handlers are restored. Python requires that it is entered in the main thread.
 
     Args:
         watch_parent: stop when the process that started this one is gone. DeepSpeed's launcher
@@ -265,7 +272,7 @@ class StopRequest:
         return None
 
     def __enter__(self) -> StopRequest:
-        for number in STOP_SIGNALS:
+        for number in stop_signals():
             self._previous[number] = signal.signal(number, self._record)
         return self
 

@@ -20,6 +20,7 @@ from megatron.training.metrics import Evaluation, Reported
 from megatron.training.plan import TrainingPlan
 from megatron.training.written import WrittenTexts
 from megatron.util.phases import ending, moved, phase
+from megatron.util.progress import counted, progress_bar
 
 WEIGHED_STEP = "megatron.training.step_batches:weighed_step"
 OF_ONE_LENGTH = "megatron.training.step_batches:of_one_length"
@@ -129,7 +130,7 @@ class Callback:
 class Trainer:
     """Trains one model: batches in, steps and evaluations out; callbacks, called in their order, do
     the rest. ``num_workers`` processes read training samples ahead; 0 reads them when they are
-    needed."""
+    needed. With ``evaluated`` the end of the plan is not evaluated again."""
 
     def __init__(
         self,
@@ -139,7 +140,9 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         position: Position = Position(),  # noqa: B008  # frozen
         num_workers: int = 0,
+        evaluated: bool = False,
     ) -> None:
+        self._evaluated = evaluated
         self.engine, self.data, self.plan = engine, data, plan
         self.callbacks, self.num_workers = tuple(callbacks), num_workers
         self.iteration, self.consumed_samples = position.iteration, position.consumed_samples
@@ -158,7 +161,7 @@ class Trainer:
                 raise
             ending()
             self._end_training(reason)
-            if reason is None:
+            if reason is None and not self._evaluated:
                 self.validate()
                 self._evaluate_otherwise(last=True)
                 self.test()
@@ -274,8 +277,8 @@ class Trainer:
         if self.data.weighed and self.engine.mesh.pipeline.size > 1:
             # A pipeline takes batches of one shape; they are token ids, and small.
             found = iter(resolve_name(OF_ONE_LENGTH)([next(batches) for _ in range(count)]))
-        with phase("evaluation", name):
-            losses = self.engine.evaluate(found, count)
+        with phase("evaluation", name), progress_bar(name, total=count, unit=" batches") as bar:
+            losses = self.engine.evaluate(counted(found, bar), count)
         spec, total = self.engine.spec, None
         if spec.no_perplexity and losses.keys() == spec.losses.keys():
             total = spec.total(losses)

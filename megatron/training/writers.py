@@ -30,6 +30,8 @@ Values = Mapping[str, float | None]
 TRACKER = "megatron.training.trackers.{}:open_writer"
 """Makes the writer of a tracker, imported for runs with it only: a function of the flags, the
 configuration, and the iteration and number of samples before what it gets."""
+SECRETS = "megatron.util.secrets:without_secrets"
+"""Imported for runs with trackers, which must not get passwords."""
 
 TASK_COSTS = ("examples", "seconds", "tokens_per_second", "share_of_time")
 """What rows of the kind ``task`` say of the evaluation itself, besides the task's metrics."""
@@ -206,15 +208,16 @@ def build_writers(
     configuration: Mapping[str, Any] | None = None,
 ) -> RunWriter:
     """The writers that ``logging`` selects; on a resume, after the iteration and samples of the
-    loaded checkpoint. Trackers show ``configuration``. Raises ValueError or OSError if a new run
-    asks for a tracker that is not installed or does not start, or for a file that cannot be
-    written."""
+    loaded checkpoint. Trackers show ``configuration``, without secrets. Raises ValueError or
+    OSError if a new run asks for a tracker that is not installed or does not start, or for a file
+    that cannot be written."""
     writers: list[RunWriter] = []
     if logging.metrics_file is not None:
         writers.append(JsonLinesWriter(Path(logging.metrics_file), resume_iteration))
     begin = resume_iteration, resume_samples
-    trackers = logging.trackers
-    writers += [_tracker(name, logging, begin, dict(configuration or {})) for name in trackers]
+    if logging.trackers:
+        shown = resolve_name(SECRETS)(configuration or {})
+        writers += [_tracker(name, logging, begin, shown) for name in logging.trackers]
     return TeeWriter(writers)
 
 

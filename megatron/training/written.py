@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-_SHOWN = 300
+_SHOWN = 60
 
 
 class WrittenText(NamedTuple):
@@ -25,15 +25,15 @@ class WrittenTexts:
     iteration: int
     texts: tuple[WrittenText, ...]
 
-    def lines(self) -> list[str]:
-        """For the console: a line for each, with line breaks as \\n and long texts shortened."""
-        count = len(self.texts)
-        return [
-            f"sample {number} of {count} at iteration {self.iteration} | "
+    def line(self) -> str:
+        """For the console: the first text, with line breaks as \\n, shortened. The metrics have all
+        of them."""
+        text = self.texts[0]
+        return (
+            f"sample 1 of {len(self.texts)} at iteration {self.iteration} | "
             f"prompt: {_short(text.prompt, at_end=True)} | answer: {_short(text.answer)}"
             + ("" if text.ended else " (not ended)")
-            for number, text in enumerate(self.texts, 1)
-        ]
+        )
 
 
 def _short(text: str, at_end: bool = False) -> str:

@@ -15,6 +15,19 @@ MOST_BYTES = 1 << 30
 """Of a file that is no data and no weights."""
 _SMALL_BYTES = 1 << 26
 _MOST_INFLATION = 20
+_WRITING_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+
+
+@contextmanager
+def naming(path: Path | str) -> Iterator[None]:
+    """Adds the file's name to errors of the system that have none: those of writing, such as a full
+    disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno in _WRITING_ERRORS:
+            error.filename = str(path)
+        raise
 
 
 @contextmanager
@@ -24,7 +37,8 @@ def replacing(path: Path, suffix: str = "") -> Iterator[Path]:
     OSError if the file cannot be replaced."""
     part = path.with_name(f"{path.name}.partial-{os.urandom(16).hex()}{suffix}")
     try:
-        yield part
+        with naming(path):
+            yield part
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
@@ -70,13 +84,13 @@ def open_regular(path: Path) -> BinaryIO:
     raise OSError(errno.EINVAL, "it is not a regular file", str(path))
 
 
-def read_regular(path: Path) -> bytes:
+def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
     """The content of a file of settings; errors as of :func:`open_regular`, also if it is larger
-    than any."""
+    than ``most``, which is more than any has."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > MOST_BYTES:
-            reason = f"it has {size:,} bytes, and at most {MOST_BYTES:,} are read"
+        if size > most:
+            reason = f"it has {size:,} bytes, and at most {most:,} are read"
             raise OSError(errno.EFBIG, reason, str(path))
         return file.read()
 

@@ -96,3 +96,26 @@ def write_run(
                 file.write(row("resume", step))
         file.write('{"kind": "train", "iteration": 7, \n' * broken)
     return path
+
+
+def write_record(metrics: Path, number: int = 1, end: str | None = None, **values: object) -> None:
+    """Writes the record of a start next to the metrics: ``values`` are its configuration, by names
+    such as ``training__seed``; ``end`` says why it has ended."""
+    folder = metrics.parent / "run" / f"{number:03d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    times = {"began": "2026-11-27T08:00:00+00:00", "ended": end and "2026-11-27T09:41:00+00:00"}
+    record = {"start": number, **times, "end": end, "folder": str(metrics.parent)}
+    record |= {"command": ["pretrain_gpt.py", "--micro-batch-size", "8"], "world_size": 8}
+    record |= {"hosts": [{"host": "node1", "ranks": [*range(8)], "devices": ["H100"] * 8}]}
+    record |= {
+        "data": [
+            {"part": "train", "path": "/data/web_text_document", "weight": 0.7},
+            {"part": "train", "path": "/data/books_text_document", "weight": 0.3},
+        ]
+    }
+    (folder / "record.json").write_text(json.dumps(record))
+    config: dict[str, dict[str, object]] = {}
+    for name, value in {"logging__metrics_file": str(metrics), **values}.items():
+        section, _, key = name.partition("__")
+        config.setdefault(section, {})[key] = value
+    (folder / "config.json").write_text(json.dumps(config))

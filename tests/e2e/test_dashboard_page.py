@@ -8,6 +8,7 @@ writes the pictures of the guide.
 import csv
 import io
 import json
+import os
 import re
 import sys
 import time
@@ -28,7 +29,18 @@ from browser import (  # noqa: E402
     assert_no_markup_is_made,
     chromium,
 )
-from dashboards import BATCH, LENGTH, dashboard, row, train_row, write_run  # noqa: E402
+from dashboards import (  # noqa: E402
+    BATCH,
+    LENGTH,
+    dashboard,
+    row,
+    train_row,
+    write_record,
+    write_run,
+)
+
+from megatron.dashboard.export import export  # noqa: E402
+from megatron.dashboard.runs import WatchedRun, find_runs  # noqa: E402
 
 PAGE = Path(__file__).parents[2] / "megatron" / "dashboard" / "page"
 SPIKE = 1234
@@ -50,6 +62,8 @@ def runs(tmp_path_factory) -> list[str]:
     for seed, path in enumerate(paths):
         spike = SPIKE if seed == 1 else None
         write_run(path, 2000 + 300 * seed, seed, spike, broken=3 * (seed == 2))
+        values = {"model__num_layers": 12 + 12 * (seed == 2), "optimizer__lr": 3e-4}
+        write_record(path, model__hidden_size=768 + 256 * (seed == 1), **values)
     return [f"{name}={path}" for name, path in zip(names, paths, strict=True)]
 
 
@@ -133,7 +147,7 @@ def test_a_run_and_its_values(visit, one_run):
     at = hover(one, 0.5)
     step = steps_of(at)
     assert abs(step - 1150) < 20, at
-    value = float(page.inner_text(f"{LOSS} .values output").split("(")[1].rstrip(")"))
+    value = float(page.inner_text(f"{LOSS} .values output").split("measured ")[1])
     assert abs(value - float(re.search(r'"loss": ([\d.]+)', train_row(step, 1))[1])) < 0.5
     assert page.inner_text("figure:has(h3:text-is('Validation loss')) .values output")
 
@@ -425,13 +439,144 @@ def test_what_is_unchanged_is_not_drawn_again(tab, visit, tmp_path):
         assert shown.evaluate("cell => cell.isConnected")
 
 
+SEEDS, RATES = (1, 2, 3), (1e-4, 3e-4)
+ENDS = ("the end of its plan", "RuntimeError: CUDA out of memory", "SIGTERM", None, None, None)
+
+
+def loss_of(rate: float, seed: int, step: int) -> float:
+    return 2.0 + 1000 * rate + 0.1 * seed**2 + 1 / step
+
+
+@pytest.fixture(scope="module")
+def seeds(tmp_path_factory) -> Path:
+    """Runs of two learning rates with three seeds each, which ended in different ways."""
+    folder = tmp_path_factory.mktemp("seeds")
+    pairs = [(rate, seed) for rate in RATES for seed in SEEDS]
+    for (rate, seed), end in zip(pairs, ENDS, strict=True):
+        path = folder / f"rate{rate:g}-s{seed}" / "metrics.jsonl"
+        path.parent.mkdir()
+        ranks = {"own_seconds_rank_0": 0.3, "own_seconds_rank_1": 0.2, "gpu_utilization": 97.0}
+        losses = [loss_of(rate, seed, step) for step in range(1, 41)]
+        steps = [train_row(step, loss=loss, **ranks) for step, loss in enumerate(losses, 1)]
+        path.write_text("".join(steps) + row("test", 40, loss=2.5))
+        values = {"optimizer__lr": rate, "model__num_layers": 12, "training__seed": seed}
+        write_record(path, end=end, **values, checkpoint__save=str(path.parent))
+        if (rate, seed) == pairs[-1]:
+            os.utime(path, (1e9, 1e9))
+    return folder
+
+
+def test_runs_are_filtered_sorted_and_grouped(visit, seeds):
+    with dashboard(seeds) as url:
+        one = visit(f"{url}#smooth=0")
+        page = one.page
+        states = page.locator(".run .state").all_inner_texts()
+        assert states[:3] == [
+            "finished",
+            "failed: RuntimeError: CUDA out of memory",
+            "stopped: SIGTERM",
+        ]
+        assert states[3:5] == ["running"] * 2 and re.fullmatch(r"no rows for \d+ days", states[5])
+        playwright.expect(page.locator("#health")).to_have_text("Live: 2 of 6")
+
+        headings = page.locator(".totals thead th").all_inner_texts()
+        assert headings[:4] == ["Run", "Training loss", "Test loss", "lr"]
+        assert not {"seed", "save", "num_layers"}.intersection(headings)
+        page.click(".totals [data-key='Training loss']")
+        page.click(".totals [data-key='Training loss']")
+        first = page.locator(".totals tbody th").first
+        playwright.expect(first).to_have_text("rate0.0003-s3")
+        assert page.locator(".totals [aria-sort=descending]").count() == 1 and "sort=" in page.url
+        page.click("#columns summary")
+        page.check("#column-choice label[title='training.seed'] input")
+        assert "seed" in page.locator(".totals thead").inner_text()
+
+        page.fill("#filter", "lr>0.0002 seed!=2")
+        playwright.expect(page.locator(".run")).to_have_count(2)
+        playwright.expect(page.locator(".totals tbody tr")).to_have_count(2)
+        page.fill("#filter", "failed")
+        playwright.expect(page.locator(".run .name")).to_have_text(["rate0.0001-s2"])
+        page.fill("#filter", "nothing")
+        playwright.expect(page.locator("#no-runs")).to_be_visible()
+        page.fill("#filter", "")
+
+        page.check("#group")
+        playwright.expect(page.locator(".totals tbody tr")).to_have_count(2)
+        labels = page.locator(f"{LOSS} .values .label")
+        playwright.expect(labels).to_have_text(["rate0.0001 (3 runs)", "rate0.0003 (3 runs)"])
+        shown = page.locator(f"{LOSS} .values output").first.inner_text()
+        values = [loss_of(RATES[0], seed, 40) for seed in SEEDS]
+        mean, low, high = map(float, re.findall(r"[\d.]+", shown))
+        assert mean == pytest.approx(sum(values) / 3, abs=1e-3)
+        assert (low, high) == pytest.approx((min(values), max(values)), abs=1e-3)
+
+        page.check("[name=tab][value=configuration]", force=True)
+        rows = page.locator("#configuration tbody th").all_inner_texts()
+        assert rows[0] == "optimizer.lr" and "model.num_layers" not in rows
+        table = page.locator("#configuration table").bounding_box()
+        assert table["y"] < page.locator(".record").first.bounding_box()["y"]
+        assert page.locator("#configuration .wide").bounding_box()["y"] < 300
+
+
+def test_a_run_names_its_losses(visit, seeds):
+    with dashboard(seeds / "rate0.0001-s1") as url:
+        page = visit(url).page
+        playwright.expect(page.locator("#health")).to_have_text("Connected")
+        playwright.expect(page.locator(f"{LOSS} .values")).to_contain_text(
+            re.compile(r"trainingmean [\d.]+ · measured [\d.]+")
+        )
+        test = page.locator("figure:has(h3:text-is('Test loss'))")
+        test.scroll_into_view_if_needed()
+        playwright.expect(test.locator(".values")).to_have_text("test2.5")
+        titles = page.locator("figure h3").all_inner_texts()
+        assert {"Power", "Slowest rank", "Own time of ranks", "Gpu utilization"} <= set(titles)
+        ranks = page.locator("section[aria-label=Ranks] figure:has(h3:text-is('Own seconds'))")
+        ranks.scroll_into_view_if_needed()
+        playwright.expect(ranks.locator(".label")).to_have_text(["rank 0", "rank 1"])
+
+
+def test_a_saved_page_needs_nothing_else(browser, tmp_path, seeds):
+    """One file, opened without a server; names and texts of runs are no markup in it."""
+    path = tmp_path / "odd" / "metrics.jsonl"
+    write_run(path, 300, spike=123)
+    with path.open("a") as file:
+        file.write(row("text", 300, prompt=f"</script>{MARKUP}<!--", answer=MARKUP, ended=True))
+    words = [f"{MARKUP.replace('/', ' ').replace('=', ' ')}={path}", str(seeds / "rate0.0001-s1")]
+    watched = [WatchedRun(str(n), *found) for n, found in enumerate(find_runs(words), 1)]
+    for run in watched:
+        run.refresh()
+        run.close()
+    saved = tmp_path / "saved.html"
+    saved.write_bytes(export(watched))
+    one = Visit(browser, saved.as_uri())
+    page = one.page
+    page.wait_for_selector(f"{LOSS}[aria-busy=false] canvas")
+    playwright.expect(page.locator("#health")).to_have_text("Saved page")
+    assert page.locator("#save").is_hidden() and high(one) >= 30
+    page.select_option("#x", "tokens")
+    page.wait_for_selector(f"{LOSS}[aria-busy=false] canvas")
+    page.wait_for_timeout(300)
+    assert abs(steps_of(hover(one, 1.0)) - 300 * BATCH * LENGTH) < 3 * BATCH * LENGTH
+    with page.expect_download() as download:
+        page.click(f"{LOSS} button:text-is('CSV')")
+    table = Path(download.value.path()).read_text().splitlines()
+    assert table[0] == "tokens,loss" and len(table) >= 40
+    for tab in ("events", "texts", "configuration"):
+        page.check(f"[name=tab][value={tab}]", force=True)
+        page.wait_for_timeout(100)
+    assert page.locator("main img, aside img, main script").count() == 0
+    assert page.title() == "2 runs"
+    one.asked = [url for url in one.asked if not url.startswith("data:")]
+    one.close()
+
+
 def test_an_odd_address_shows_the_page(visit, one_run):
     one = visit(f"{one_run}#log=50%25&off=%25zz")
     assert one.page.locator(f"{LOSS} canvas").is_visible()
 
 
 @pytest.mark.skipif(not SHOTS, reason="MEGATRON_SHOTS names no folder for pictures")
-def test_pictures(visit, one_run, four_runs):
+def test_pictures(visit, one_run, four_runs, seeds):
     from PIL import Image
 
     folder = Path(SHOTS or "")
@@ -449,4 +594,6 @@ def test_pictures(visit, one_run, four_runs):
     take("one", one_run, (SPIKE - 1) / 2299, viewport=small)
     take("four", f"{four_runs}#cut=1", viewport=small)
     take("dark", four_runs, viewport=small, color_scheme="dark")
+    with dashboard(seeds) as url:
+        take("seeds", f"{url}#group=1&sort=-Training+loss", viewport=small)
     take("phone", one_run, viewport=PHONE, has_touch=True, device_scale_factor=1.5)

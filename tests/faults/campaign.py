@@ -42,7 +42,7 @@ KILLED = re.compile(
 )
 """A rank that a guardian names."""
 _SAVED = r"saved checkpoint (?:in memory )?at iteration (\d+)"
-_BEGUN = r"resumed from \S+ at iteration (\d+)"
+_BEGUN = r"(?:resumed from|nothing left to train:) \S+ (?:at iteration|has all) (\d+)"
 _NOTHING = r"(starting from random weights)"
 _EVENT = re.compile(f"{_SAVED}|{_BEGUN}|{_NOTHING}")
 _AGAIN = re.compile(r"; (\d+) steps are computed again")

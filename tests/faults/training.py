@@ -136,7 +136,10 @@ class Training:
     @property
     def resumed(self) -> int:
         """Where the latest start began."""
-        found = re.search(r"resumed from \S+ at iteration (\d+)", self.text(0))
+        found = re.search(
+            r"(?:resumed from|nothing left to train:) \S+ (?:at iteration|has all) (\d+)",
+            self.text(0),
+        )
         return int(found[1]) if found else 0
 
     def status(self, rank: int) -> int | None:

@@ -41,12 +41,14 @@ MASKED = (
 
 @pytest.fixture(autouse=True)
 def angles_of_the_cpu(monkeypatch):
-    """The tables of rotary positions are float32, and each device rounds them in its own way."""
+    """Each device rounds the tables of rotary positions in its own way."""
     made = rope._table
     monkeypatch.setattr(
         rope,
         "_table",
-        lambda rotation, long, device: tuple(x.to(device) for x in made(rotation, long, CPU)),
+        lambda rotation, long, device, dtype: tuple(
+            x.to(device) for x in made(rotation, long, CPU, dtype)
+        ),
     )
 
 

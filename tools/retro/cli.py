@@ -24,7 +24,7 @@ retro = RetroInspector()
 
 def main() -> None:
     """Parses the command line and prints."""
-    with errors_for_users():
+    with errors_for_users(outlives_output=False):
         run_inspection(__doc__)
 
 

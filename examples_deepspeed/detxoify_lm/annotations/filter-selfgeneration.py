@@ -12,7 +12,7 @@ from megatron.training.process import errors_for_users
 
 def main() -> None:
     """Parses the command line and filters."""
-    with errors_for_users():
+    with errors_for_users(outlives_output=False):
         run_filter(__doc__)
 
 

@@ -14,8 +14,9 @@ class InstructionConfig(KindConfig):
     """Instruction data: format of the examples, and tokens that count in the loss."""
 
     sft: bool = option(False)
-    """Supervised fine-tuning: the data paths are files with instructions and answers (JSON or JSON
-    lines), or folders or globs of such files, instead of prefixes of indexed datasets."""
+    """Supervised fine-tuning: the data paths are files with instructions and answers (JSON, JSON
+    lines, Parquet, CSV, TSV), or folders or globs of such files, instead of prefixes of indexed
+    datasets."""
     prompt_format: str = option(
         "auto",
         choices=("auto", "chat", "alpaca", "plain"),
@@ -54,6 +55,24 @@ class InstructionConfig(KindConfig):
     split_by: str = option("order", choices=("order", "prompt"))
     """How --split divides examples: in the order of the files, or with all examples of a prompt in
     one part, which a hash of the prompt draws. Then no prompt that is evaluated was trained on."""
+
+    messages_column: str | None = option(None, derived="messages, conversations")
+    """Column (key of a record) with the messages of a conversation."""
+    prompt_column: str | None = option(None, derived="instruction, prompt, question, query")
+    """Column with an instruction or question, or with the messages that an answer follows."""
+    response_column: str | None = option(None, derived="output, response, completion, answer")
+    """Column with the answer."""
+    system_column: str | None = option(None, derived="system, system_prompt")
+    """Column with a system message."""
+    chosen_column: str | None = option(None, derived="chosen")
+    """Column with the better answer of a preference."""
+    rejected_column: str | None = option(None, derived="rejected")
+    """Column with the worse answer of a preference."""
+    label_column: str | None = option(None, derived="label, kto_tag")
+    """Column that says whether an answer is good (kto)."""
+    ignore_columns: tuple[str, ...] = option(())
+    """Columns of records, and keys of messages, to leave out. Without this flag a key that is not
+    known is an error."""
 
     files: ClassVar[str | None] = "instruction"
     samples: ClassVar[str] = "packed"

@@ -63,7 +63,11 @@ class PreferenceConfig(KindConfig):
     files: ClassVar[str | None] = "preference"
     samples: ClassVar[str] = "pairs"
     shares: ClassVar[frozenset[str]] = frozenset(
-        {"prompt_format", "chat_template", "on_long_example", "split_by"}
+        {
+            *("prompt_format", "chat_template", "on_long_example", "split_by"),
+            *("messages_column", "prompt_column", "response_column", "system_column"),
+            *("chosen_column", "rejected_column", "label_column", "ignore_columns"),
+        }
     )
     idle: ClassVar[str] = "this run has no preference data (--preference)"
 

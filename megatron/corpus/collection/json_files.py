@@ -16,7 +16,7 @@ import zstandard
 
 from megatron.corpus.preprocessing.inputs import LineBatch, read_batches
 from megatron.data.json_lines import BadLine, is_too_deep, long_line, texts_of_line
-from megatron.util.files import sync, write_whole
+from megatron.util.files import naming, sync, write_whole
 from megatron.util.locks import Lock, LockTakenError
 
 _MAX_LINES = 1000
@@ -181,14 +181,16 @@ class OutputFile:
         if data and self._pack is not None:
             self._packer = self._packer or self._pack()
             data = self._packer.compress(data)
-        self._file.write(data)
+        with naming(self._file.name):
+            self._file.write(data)
 
     def checkpoint(self) -> int:
         """Writes everything to the disk; the size up to here, in bytes."""
-        if self._packer is not None:
-            self._file.write(self._packer.flush())
-            self._packer = None
-        sync(self._file)
+        with naming(self._file.name):
+            if self._packer is not None:
+                self._file.write(self._packer.flush())
+                self._packer = None
+            sync(self._file)
         return self._file.tell()
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from megatron.corpus.preprocessing.inputs import Form
 from megatron.corpus.preprocessing.readers import FileRange, Record, RecordBlock, too_long
 from megatron.data.json_lines import BadLine, read_lines, texts_of_line
 from megatron.data.text_encoder import TextEncoder, TextSettings, refused
+from megatron.tokenizer.mark import mark_of
 
 _RANGE_BUFFER_BYTES = 1 << 17
 
@@ -56,6 +57,8 @@ class BlockEncoder:
         self.config = config
         self._encode = TextEncoder(config.text)
         self.dtype = self._encode.dtype
+        mark = mark_of(self._encode.tokenizer, config.text.tokenizer.tokenizer_type)
+        self.mark = None if mark is None else mark.json()
         assert self._encode.eod is None or self._encode.eod.size == 1
         assert self._encode.split is None or config.text.splitter
 

@@ -34,10 +34,10 @@ from megatron.corpus.preprocessing.encode import BlockEncoder, EncodedBlock
 from megatron.corpus.preprocessing.inputs import Form, InputFile
 from megatron.corpus.preprocessing.readers import FileRange, RecordBlock, read_blocks
 from megatron.corpus.preprocessing.reporting import BadLines, KeySummary, located
-from megatron.data.indexed.dataset_writer import Spool, index_parts, naming
+from megatron.data.indexed.dataset_writer import Spool, index_parts
 from megatron.data.json_lines import lines_in
 from megatron.util.digests import digest
-from megatron.util.files import sync, write_whole
+from megatron.util.files import naming, sync, write_whole
 from megatron.util.locks import Lock, LockTakenError
 from megatron.util.processes import map_in_order
 

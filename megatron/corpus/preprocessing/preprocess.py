@@ -91,7 +91,8 @@ class _Preprocessing:
                 summary = self._summary(self._run_parts())
                 self._check_any_document(summary)
                 for prefix, final in zip(self._merged(), self._final_prefixes(), strict=True):
-                    publish(Path(f"{prefix}.bin"), Path(f"{prefix}.idx"), final)
+                    files = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+                    publish(*files, final, self._encoder.mark)
                 shutil.rmtree(self._folder)
                 return summary
             finally:

@@ -9,14 +9,27 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO
+from itertools import islice
+from typing import Any, BinaryIO
 
 from megatron.config import ConfigError
 from megatron.corpus.preprocessing.inputs import Form, InputFile, naming_file, opened, unpacked
 from megatron.data.json_lines import ArrayReader, BadLine, read_lines
+from megatron.util.files import check_inflation
 
 BLOCK_BYTES = 1 << 20
 _ROWS_AT_A_TIME = 1024
+_BATCH_BYTES = 1 << 26
+"""Of the texts of a column that are in memory at a time, about."""
+_LONG_TEXT = _BATCH_BYTES // _ROWS_AT_A_TIME
+_ROW_BYTES = 64
+"""Memory of a row, besides its texts."""
+_PARQUET_LIMITS: Any = {
+    "buffer_size": 1 << 20,
+    "thrift_string_size_limit": 1 << 26,
+    "thrift_container_size_limit": 1 << 20,
+}
+"""Of what is read of a file's columns and of its footer at a time."""
 
 Content = bytes | list[str | None] | BadLine
 """A JSON record, a text in UTF-8, the strings of a row, or what makes a record unusable."""
@@ -84,6 +97,7 @@ def _record_blocks(
             continue
         batch.append(record)
         content = record[1]
+        size += _ROW_BYTES
         if isinstance(content, list):
             size += sum(len(text) for text in content if text is not None)
         elif isinstance(content, bytes):
@@ -157,21 +171,62 @@ def _rows(file: BinaryIO, name: str, columns: Sequence[str], done: int) -> Itera
             "(pip install pyarrow)"
         ) from error
     try:
-        table = parquet.ParquetFile(file)
+        table = parquet.ParquetFile(file, **_PARQUET_LIMITS)
         _check_columns(table.schema_arrow, name, columns)
+        shared = parquet.ParquetFile(
+            file, metadata=table.metadata, read_dictionary=columns, **_PARQUET_LIMITS
+        )
         number = 1
         for group in range(table.num_row_groups):
             rows = table.metadata.row_group(group).num_rows
             if number + rows - 1 <= done:
                 number += rows
                 continue
-            for batch in table.iter_batches(_ROWS_AT_A_TIME, [group], list(columns)):
-                texts = [batch.column(column).to_pylist() for column in columns]
-                for row in zip(*texts, strict=True):
-                    yield number, list(row)
-                    number += 1
+            for row in _rows_of_group(table, shared, group, name, columns):
+                yield number, row
+                number += 1
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--input {name} is damaged or not a Parquet file: {error}") from error
+
+
+def _rows_of_group(  # type: ignore[no-untyped-def]
+    table, shared, group: int, name: str, columns: Sequence[str]
+) -> Iterator[list[str | None]]:
+    """``shared`` reads the same file, each text of a dictionary once. Raises ValueError if a few
+    bytes stand for too much."""
+    where = f"--input {name}, row group {group + 1}:"
+    chunks = table.metadata.row_group(group)
+    ours = [c for c in map(chunks.column, range(chunks.num_columns)) if c.path_in_schema in columns]
+    for chunk in ours:
+        column = f"{where} column {chunk.path_in_schema!r}"
+        check_inflation(chunk.total_compressed_size, chunk.total_uncompressed_size, column)
+    packed = sum(chunk.total_compressed_size for chunk in ours)
+    largest = max(chunk.total_uncompressed_size for chunk in ours)
+    at_a_time = min(_ROWS_AT_A_TIME, _ROWS_AT_A_TIME * _BATCH_BYTES // max(largest, 1))
+    if largest > _LONG_TEXT:
+        at_a_time = min(at_a_time, _BATCH_BYTES // _longest_shared(shared, group, columns))
+    at_a_time = max(at_a_time, 1)
+    long_texts = 0
+    for batch in table.iter_batches(at_a_time, [group], columns):
+        texts = [batch.column(column).to_pylist() for column in columns]
+        if at_a_time < _ROWS_AT_A_TIME:
+            lengths = (len(text) for column in texts for text in column if text is not None)
+            long_texts += sum(length for length in lengths if length > _LONG_TEXT)
+            check_inflation(packed, long_texts, where)
+        yield from map(list, zip(*texts, strict=True))
+
+
+def _longest_shared(shared, group: int, columns: Sequence[str]) -> int:  # type: ignore[no-untyped-def]
+    """Bytes of the longest text of the dictionaries of a row group: it is in the file once, and may
+    be that of every row."""
+    from pyarrow import compute
+
+    longest = 1
+    for batch in islice(shared.iter_batches(1, [group], columns), 1):
+        for column in batch.columns:
+            lengths = compute.binary_length(column.dictionary)
+            longest = max(longest, compute.max(lengths).as_py() or 1)
+    return longest
 
 
 def _check_columns(schema, name: str, columns: Sequence[str]) -> None:  # type: ignore[no-untyped-def]

@@ -40,6 +40,9 @@ const part = ({ x, zoom }) => ({ x, from: zoom?.[0], to: zoom?.[1] });
 const namesOf = (run, members) =>
   members.flatMap((one) => run.series.find(({ kind, name }) => kind === one.kind && name === one.name)?.id ?? []);
 
+/** The address of the page with these runs as one file; null in such a file. */
+export const file = address("api/export");
+
 /** All runs, as `page.js` describes them. */
 export const runs = () => ask("api/runs");
 

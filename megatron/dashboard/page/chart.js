@@ -101,9 +101,9 @@ export class Chart {
         const style = lineStyle(alone ? place + number : number);
         const dash = alone ? style.dash : seriesDash(place);
         const name = members.length > 1 ? member.label : "";
-        const label = alone ? name || run.name : [run.name, name].filter(Boolean).join(" · ");
+        const label = alone && !points.low ? member.label : [run.name, name].filter(Boolean).join(" · ");
         const key = `${run.id} ${member.kind} ${member.name}`;
-        return [{ key, label, colour: style.colour, dash, run, member, ...points }];
+        return [{ key, label, colour: style.colour, dash, run, member, dots: this.panel.unit === "rank", ...points }];
       }),
     );
     this.#marks = marks;
@@ -148,7 +148,9 @@ export class Chart {
   saveTable() {
     for (const run of new Set(this.#lines.map((line) => line.run))) {
       const members = this.#lines.filter((line) => line.run === run).map((line) => line.member);
-      element("a", { href: this.csv(run, members), download: `${fileName(run.name, this.panel.heading)}.csv` }).click();
+      for (const each of run.members ?? [run]) {
+        element("a", { href: this.csv(each, members), download: `${fileName(each.name, this.panel.heading)}.csv` }).click();
+      }
     }
   }
 
@@ -185,7 +187,8 @@ export class Chart {
       const raw = write(this.panel.unit, line.y[index]);
       const { smooth } = line;
       const mean = smooth && write(this.panel.unit, smooth.y[x === null ? smooth.x.length - 1 : nearest(smooth.x, x)]);
-      place.textContent = outside ? "" : smooth ? `${mean} (${raw})` : raw;
+      const edges = line.low && `${raw} (${write(this.panel.unit, line.low[index])} to ${write(this.panel.unit, line.high[index])})`;
+      place.textContent = outside ? "" : smooth ? `mean ${mean} · measured ${raw}` : edges || raw;
     }
   }
 

@@ -3,6 +3,7 @@
 import { Chart } from "./chart.js";
 import { lineStyle } from "./colours.js";
 import { element } from "./element.js";
+import { groupsOf, meanOf } from "./groups.js";
 import { panelsOf } from "./panels.js";
 import { state } from "./state.js";
 
@@ -22,6 +23,21 @@ class Slot {
   constructor(chart) {
     this.chart = chart;
   }
+}
+
+/** The parts of runs as those of their groups: the means of members, with what is least and greatest. */
+function grouped(parts) {
+  const byId = new Map(parts.map((part) => [part.run.id, part]));
+  return groupsOf(parts.map(({ run }) => run), true).map(({ id, name, runs }) => {
+    const members = runs.map((run) => byId.get(run.id));
+    if (members.length === 1) return members[0];
+    const run = { id, name, members: runs };
+    const data = (member) => {
+      const curves = members.map((part) => part.data(member)).filter(Boolean);
+      return curves.length ? meanOf(curves.map((curve) => curve.smooth ?? curve)) : null;
+    };
+    return { run, number: members[0].number, data };
+  });
 }
 
 /** Keeps the charts of `{runs}`, the chosen ones, in `place`. */
@@ -197,7 +213,8 @@ export class Charts {
         })),
       );
       if (asked.x === state.x && String(asked.zoom) === String(state.zoom)) {
-        chart.draw(parts, this.#marks(parts), this.range);
+        const drawn = state.group ? grouped(parts) : parts;
+        chart.draw(drawn, drawn.some(({ run }) => run.members) ? [] : this.#marks(parts), this.range);
         data = "fresh";
       }
     } catch (error) {

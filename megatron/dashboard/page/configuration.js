@@ -2,14 +2,16 @@
 
 import { element } from "./element.js";
 import { lineStyle, swatch } from "./colours.js";
+import { isPlace } from "./groups.js";
 import { recordCards } from "./records.js";
 
 const ABSENT = "–";
 const text = (value) => (value === undefined ? ABSENT : typeof value === "string" ? value : JSON.stringify(value));
 
-/** Rows `[name, [text of each run], whether they differ]`, by name. */
+/** Rows `[name, [text of each run], whether they differ]`, by name, those of places last. */
 export function compared(runs) {
-  const names = [...new Set(runs.flatMap((run) => Object.keys(run.configuration ?? {})))].sort();
+  const names = [...new Set(runs.flatMap((run) => Object.keys(run.configuration ?? {})))]
+    .sort((a, b) => isPlace(a) - isPlace(b) || (a < b ? -1 : 1));
   return names.map((name) => {
     const values = runs.map((run) => text(run.configuration?.[name]));
     return [name, values, new Set(values).size > 1];
@@ -28,7 +30,7 @@ export class ConfigurationView {
     this.table = element("div", { class: "wide", tabindex: "0", role: "group", "aria-label": "Table of the configuration" });
     this.tools = element("p", { class: "moment" }, this.find, this.only);
     this.records = element("div", { class: "records" });
-    place.replaceChildren(this.records, this.tools, this.table);
+    place.replaceChildren(this.tools, this.table, this.records);
   }
 
   show(runs) {

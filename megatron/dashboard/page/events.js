@@ -12,6 +12,7 @@ const unitOf = (name) => UNITS.find(([pattern]) => pattern.test(name))?.[1] ?? "
 /** A table of the events of runs, with a choice of kinds. `chosen` is the set of kinds left out. */
 export function eventsView(runs, without, changed) {
   const all = runs.flatMap((run) => (run.events ?? []).map((event) => ({ ...event, run })));
+  const count = runs.reduce((sum, run) => sum + (run.event_count ?? 0), 0);
   if (!all.length) return [element("p", { class: "note" }, "No events yet.")];
   const kinds = [...new Set(all.map(({ kind }) => kind))].sort();
   const shown = all.filter(({ kind }) => !without.has(kind)).sort((a, b) => b.iteration - a.iteration);
@@ -40,7 +41,8 @@ export function eventsView(runs, without, changed) {
         element("tbody", {}, shown.slice(0, MOST).map((event) => row(event, several))),
       ),
     ),
-    shown.length > MOST && element("p", { class: "hint" }, `The last ${MOST} of ${grouped(shown.length)}.`),
+    (shown.length > MOST || count > all.length) &&
+      element("p", { class: "hint" }, `The last ${grouped(Math.min(MOST, shown.length))} of ${grouped(Math.max(count, shown.length))}.`),
   ].filter(Boolean);
 }
 

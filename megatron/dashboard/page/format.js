@@ -59,6 +59,8 @@ export const UNITS = {
   joules: (value) => (Math.abs(value) >= 3.6e6
     ? `${scaled(value / 3600, 1000, ["Wh", "kWh", "MWh", "GWh"], 4, " ")}`
     : `${scaled(value, 1000, ["", "k", "M"], 4, " ")}J`),
+  watts: (value) => `${scaled(value, 1000, ["", "k", "M"], 4, " ")}W`,
+  rank: grouped,
   grams: (value) => scaled(value, 1000, ["g", "kg", "t"], 4, " "),
   money: (value) => (Math.abs(value) >= 1 ? value.toFixed(2) : plain(value, 3)),
 };

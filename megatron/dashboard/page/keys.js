@@ -24,6 +24,8 @@ const KEYS = [
   [["t"], "Next part of the page", () => state.set({ tab: after(TABS, state.tab) })],
   [["d"], "Light or dark", () => byId("theme").click()],
   [["/"], "Find a chart", () => byId("find").focus()],
+  [["f"], "Filter the runs", () => byId("filter").focus()],
+  [["g"], "Group runs that differ in their seed only", () => state.set({ group: !state.group })],
   [["?"], "This list", () => byId("help").showModal()],
 ];
 const DIGITS = "Show or hide the first, second, … run";

@@ -1,6 +1,6 @@
 // The page of the runs: what the server knows is fetched, and shown as the state says.
 //
-// A run is `{id, name, path, number, state, progress, error, broken, planned, version, last, extent,
+// A run is `{id, name, path, number, state, words, left_out, progress, error, broken, planned, version, last, extent,
 // series, events, totals, configuration}`; what follows `version` comes with its summary.
 
 import * as api from "./api.js";
@@ -11,12 +11,15 @@ import { byId, element } from "./element.js";
 import { eventsView } from "./events.js";
 import { CLOCKS, position } from "./format.js";
 import { listenToKeys } from "./keys.js";
-import { overview, runList } from "./runs.js";
+import { matches } from "./filter.js";
+import { groupsOf } from "./groups.js";
+import { runList } from "./runs.js";
 import { SMOOTHINGS, TABS, state } from "./state.js";
+import { columnChoice, ordered, overview } from "./table.js";
 import { TextsView } from "./texts.js";
 
-const HEALTH = { up: "Live", down: "The server does not answer" };
-const RELOADED = new Set(["x", "smooth", "zoom", "off", "find"]); // whose change needs other data
+const HEALTH = { up: "Connected", down: "The server does not answer", saved: "Saved page" };
+const RELOADED = new Set(["x", "smooth", "zoom", "off", "find", "runs", "group"]); // whose change needs other data
 
 let runs = [];
 let listed = false; // whether the server has said which there are
@@ -37,7 +40,7 @@ const charts = new Charts(byId("charts"), api, {
 const texts = new TextsView(byId("texts"));
 const configuration = new ConfigurationView(byId("configuration"));
 
-const chosen = () => runs.filter((run) => run.series && !state.off.has(run.id));
+const chosen = () => runs.filter((run) => run.series && !state.off.has(run.id) && matches(run, state.runs));
 
 // Data
 
@@ -64,6 +67,7 @@ async function take(list) {
       }
     }),
   );
+  if (changed.size) drawRuns(); // whose order and numbers their summaries say
   if (changed.size || !charts.ids.length) draw(changed);
 }
 
@@ -84,11 +88,37 @@ function differs(tab, shown, content) {
 
 function drawRuns() {
   const focused = document.activeElement?.closest?.("[data-run]")?.dataset.run;
-  byId("runs").replaceChildren(...runList(runs));
+  // A group has one colour.
+  groupsOf(runs, state.group).forEach((group, number) => group.runs.forEach((run) => Object.assign(run, { number })));
+  const fitting = runs.filter((run) => matches(run, state.runs));
+  const sorted = state.sort ? ordered(groupsOf(fitting.filter(({ totals }) => totals), false)).flatMap((group) => group.runs) : fitting;
+  byId("runs").replaceChildren(...runList([...sorted, ...fitting.filter((run) => !sorted.includes(run))]));
+  byId("run-tools").hidden = runs.length < 2;
+  byId("no-runs").hidden = !listed || !runs.length || fitting.length > 0;
+  drawHealth();
   if (focused) byId("runs").querySelector(`[data-run="${CSS.escape(focused)}"] input`)?.focus();
   const name = runs.length === 1 ? runs[0].name : `${runs.length} runs`;
   byId("heading").textContent = name;
   document.title = runs.length ? name : "Runs";
+}
+
+let health = "unknown";
+
+/** Says "Live" while a run writes, and else only that the server is there. */
+function drawHealth() {
+  const live = runs.filter((run) => run.state === "live").length;
+  byId("health").dataset.state = health;
+  if (health === "up" && live) byId("health").textContent = runs.length > 1 ? `Live: ${live} of ${runs.length}` : "Live";
+  else byId("health").textContent = HEALTH[health] ?? "Connecting";
+  byId("health").dataset.live = String(live > 0);
+}
+
+function drawOverview(shown) {
+  const focused = document.activeElement?.dataset?.key;
+  byId("overview").replaceChildren(...overview(groupsOf(shown, state.group)));
+  if (focused) byId("overview").querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
+  byId("columns").hidden = !shown.some(({ configuration }) => Object.keys(configuration ?? {}).length);
+  if (byId("columns").open) byId("column-choice").replaceChildren(...columnChoice(shown));
 }
 
 /** Draws the part of the page that is chosen; charts again where runs in `changed` have other data. */
@@ -97,7 +127,8 @@ function draw(changed = null) {
   for (const tab of TABS) byId(tab).hidden = tab !== state.tab;
   byId("chart-tools").hidden = state.tab !== "charts";
   byId("overview").hidden = state.tab !== "charts";
-  byId("overview").replaceChildren(...overview(shown));
+  byId("table-tools").hidden = state.tab !== "charts";
+  if (state.tab === "charts") drawOverview(shown);
   if (state.tab === "charts") {
     charts.show(shown, changed);
     if (!charts.ids.length) byId("charts").replaceChildren(element("p", { class: "note" }, emptyWords(shown)));
@@ -154,7 +185,10 @@ function showControls() {
   byId("cut").checked = state.cut;
   byId("marks").checked = state.marks;
   byId("all").hidden = !state.zoom;
-  if (byId("find") !== document.activeElement) byId("find").value = state.find;
+  for (const name of ["find", "filter"]) {
+    if (byId(name) !== document.activeElement) byId(name).value = name === "find" ? state.find : state.runs;
+  }
+  byId("group").checked = state.group;
   for (const choice of document.querySelectorAll("[name=tab]")) choice.checked = choice.value === state.tab;
 }
 
@@ -167,6 +201,11 @@ function prepareControls() {
   byId("cut").addEventListener("change", () => state.set({ cut: byId("cut").checked }));
   byId("marks").addEventListener("change", () => state.set({ marks: byId("marks").checked }));
   byId("find").addEventListener("input", () => state.set({ find: byId("find").value }));
+  byId("filter").addEventListener("input", () => state.set({ runs: byId("filter").value }));
+  byId("group").addEventListener("change", () => state.set({ group: byId("group").checked }));
+  byId("columns").addEventListener("toggle", () => drawOverview(chosen()));
+  byId("save").hidden = !api.file;
+  if (api.file) byId("save").href = api.file;
   byId("all").addEventListener("click", () => state.set({ zoom: null }));
   byId("tabs").addEventListener("change", (event) => state.set({ tab: event.target.value }));
   byId("skip").addEventListener("click", (event) => {
@@ -177,7 +216,11 @@ function prepareControls() {
 
 state.onChange((names) => {
   showControls();
-  if (names.has("off")) drawRuns();
+  if (["off", "runs", "group", "sort"].some((name) => names.has(name))) drawRuns();
+  if (names.has("sort") || names.has("columns")) {
+    drawOverview(chosen());
+    if (names.size === 1) return;
+  }
   if (names.has("zoom")) charts.redraw();
   if (names.has("tab") || [...names].some((name) => RELOADED.has(name))) {
     draw(names.size === 1 && (names.has("tab") || names.has("find")) ? new Set() : null);
@@ -195,8 +238,8 @@ showControls();
 listenToKeys({ charts, runs: () => runs });
 draw();
 api.follow(take, (now, words) => {
-  byId("health").dataset.state = now;
-  byId("health").textContent = HEALTH[now];
+  health = now;
+  drawHealth();
   complain(words);
   if (now !== "up") return;
   charts.retry();

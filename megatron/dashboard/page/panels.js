@@ -16,14 +16,15 @@ const TRAINING = [
   ["Speed and memory", "FLOP utilization", "share", ["mfu", "hfu"], NOISY],
   ["Speed and memory", "Time of a step", "seconds", ["seconds_per_iteration"], NOISY],
   [
-    "Speed and memory", "Own time of ranks", "seconds",
+    "Ranks", "Own time of ranks", "seconds",
     ["own_seconds_slowest", "own_seconds_median", "own_seconds_fastest"], NOISY,
   ],
-  ["Speed and memory", "Slowest rank", "number", ["slowest_rank"]],
+  ["Ranks", "Slowest rank", "rank", ["slowest_rank"]],
   ["Speed and memory", "Peak memory", "bytes", ["memory_allocated_bytes", "memory_reserved_bytes"]],
   ["Speed and memory", "TFLOP/s per device", "number", ["tflops_per_device"], NOISY],
   ["Speed and memory", "Samples per second", "rate", ["samples_per_second"], NOISY],
   ["Speed and memory", "Trained tokens per second", "rate", ["trained_tokens_per_second"], NOISY],
+  ["Energy and cost", "Power", "watts", ["power_watts"], NOISY],
   ["Energy and cost", "Energy", "joules", ["energy_joules"]],
   ["Energy and cost", "Device time", "seconds", ["device_seconds"]],
   ["Energy and cost", "Cost", "money", ["cost", "cost_left"]],
@@ -36,11 +37,12 @@ const TRAINING = [
   ["Schedule", "Skipped and NaN steps", "count", ["skipped_steps", "nan_steps"]],
 ];
 const SECTIONS = [
-  "Loss", "Evaluation", "Optimization", "Speed and memory", "Data", "Energy and cost", "Schedule",
+  "Loss", "Evaluation", "Optimization", "Speed and memory", "Ranks", "Data", "Energy and cost", "Schedule",
   "Checkpoints", "Other",
 ];
 
 const LABELS = {
+  loss: "training",
   own_seconds_slowest: "slowest",
   own_seconds_median: "median",
   own_seconds_fastest: "fastest",
@@ -58,7 +60,13 @@ const BY_TRAINING_NAME = new Map(
   ),
 );
 
+/** A value of one rank, such as `seconds_rank_3` or `rank3/memory_bytes`. */
+const OF_A_RANK = /^(?:(.+?)[_/ ])?rank[_/ ]?(\d+)(?:[_/ ](.+))?$/;
+const SYSTEM = /memory|utili[sz]ation|temperature|power|throughput|per_second/;
+
 function unitOf(name) {
+  if (/watts$/.test(name)) return "watts";
+  if (/utili[sz]ation$/.test(name)) return "number";
   if (/(^|_)seconds$/.test(name)) return "seconds";
   if (/(^|_)bytes$/.test(name)) return "bytes";
   if (/joules$/.test(name)) return "joules";
@@ -76,6 +84,12 @@ function placed({ kind, name }) {
     if (/loss/.test(name)) {
       return { section: "Loss", heading: "Parts of the loss", unit: "number", order: 50, label: name, noisy: NOISY };
     }
+    const [, before, rank, after] = OF_A_RANK.exec(name) ?? [];
+    if (rank) {
+      const what = [before, after].filter(Boolean).join("_");
+      return { section: "Ranks", heading: title(what || "value"), unit: unitOf(what), order: 20, label: `rank ${rank}`, noisy: NOISY };
+    }
+    if (SYSTEM.test(name)) return { section: "Speed and memory", heading: title(name), unit: unitOf(name), order: 55, label };
     if (/^(data|mix|share)[ _/]/.test(name)) {
       return { section: "Data", heading: "Data mix", unit: "share", order: 50, label: name.replace(/^\w+[ _/]/, "") };
     }
@@ -85,7 +99,7 @@ function placed({ kind, name }) {
     const heading = `${title(family)} ${name.replaceAll("_", " ")}`;
     const order = (family === "test" ? 60 : 40) + (name === "loss" ? 0 : 1);
     const section = heading === "Validation loss" ? "Loss" : "Evaluation";
-    return { section, heading, unit: "number", order, label: set || "all" };
+    return { section, heading, unit: "number", order, label: set || family };
   }
   if (family === "task") {
     if (EVALUATION_COSTS.has(name) || name.endsWith("ratio")) return null;

@@ -43,8 +43,8 @@ function logTicks(plot, values, axis) {
 }
 
 /**
- * uPlot with what this page needs of it. A line is `{key, name, colour, dash, x, y, smooth?}`, the
- * latter a `{x, y}`; x rises. `zoomed` gets `[from, to]`, or null where all is to be seen;
+ * uPlot with what this page needs of it. A line is `{key, name, colour, dash, x, y, smooth?, low?, high?,
+ * dots?}`: smooth is a `{x, y}`, low and high are the edges of a band, dots leave the line out; x rises. `zoomed` gets `[from, to]`, or null where all is to be seen;
  * `pointed` a position, or null where the pointer has left; `drawn` is called after each drawing.
  */
 export class Plot {
@@ -64,7 +64,7 @@ export class Plot {
   show(content) {
     this.#content = content;
     const { lines, clock, unit, log, logX, cut, dark } = content;
-    const styles = lines.map(({ key, colour, dash, smooth, x }) => [key, colour, dash, !!smooth, x.length < FEW_POINTS]);
+    const styles = lines.map(({ key, colour, dash, smooth, low, dots, x }) => [key, colour, dash, !!smooth, !!low, dots, x.length < FEW_POINTS]);
     const shape = JSON.stringify([clock, unit, log, logX, cut, dark, styles]);
     const data = this.#data();
     if (this.#plot && shape === this.#shape) {
@@ -111,7 +111,7 @@ export class Plot {
     const { lines, log, logX } = this.#content;
     const start = ({ x }) => (logX ? x.findIndex((value) => value > 0) : 0);
     const tables = lines.flatMap((line) =>
-      [line, line.smooth].filter(Boolean).map((points) => {
+      [line, line.smooth, ...bandOf(line)].filter(Boolean).map((points) => {
         const from = Math.max(0, start(points));
         return [points.x.slice(from), drawable(points.y.slice(from), log)];
       }),
@@ -138,6 +138,7 @@ export class Plot {
         { ...axis, space: 34, size: axisWidth, values: words(unit), ...(log && { filter: logTicks }) },
       ],
       series: [{}, ...lines.flatMap(seriesOf)],
+      bands: bandsOf(lines),
       cursor: {
         drag: { x: true, y: false, setScale: false },
         sync: { key: SYNCHRONIZED, scales: ["x", null], filters: { pub: (type) => /move|leave/.test(type) } },
@@ -196,11 +197,26 @@ function axisWidth(plot, values) {
   return Math.ceil(12 + 6.4 * longest);
 }
 
+/** The two edges of a line of a group, as lines. */
+const bandOf = ({ x, low, high }) => (low ? [{ x, y: high }, { x, y: low }] : []);
+
+/** Fills between the edges, by their places among the series. */
+function bandsOf(lines) {
+  let place = 1;
+  return lines.flatMap((line) => {
+    const [first, count] = [place, seriesOf(line).length];
+    place += count;
+    return line.low ? [{ series: [first + 1, first + 2], fill: `${line.colour}33` }] : [];
+  });
+}
+
 /** A line as measured, pale where a smoothed one is drawn over it. */
-function seriesOf({ colour, dash, smooth, x }) {
+function seriesOf({ colour, dash, smooth, low, dots, x }) {
+  if (dots) return [{ stroke: colour, width: 0, paths: () => null, points: { show: true, size: 3, fill: colour, width: 0 } }];
   const few = x.length < FEW_POINTS;
   const points = { show: few, size: 5, fill: colour };
   const whole = { stroke: colour, dash, width: 1.75, points: { show: false } };
+  if (low) return [whole, ...[0, 0].map((width) => ({ width, points: { show: false } }))];
   if (!smooth) return [{ ...whole, width: few ? 1.75 : 1.25, points }];
   return [{ ...whole, dash: [], width: 1, alpha: PALE, points }, whole];
 }

@@ -3,7 +3,8 @@
 import { CLOCKS } from "./format.js";
 
 export const TABS = ["charts", "events", "texts", "configuration"];
-export const SMOOTHINGS = [0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999];
+/** A page that was saved as one file has fewer curves. */
+export const SMOOTHINGS = document.getElementById("saved") ? [0, 0.9, 0.99] : [0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999];
 
 const number = (text) => (text === null || text === "" || !Number.isFinite(+text) ? null : +text);
 const list = (text) => (text ? text.split(",").map(decoded) : []);
@@ -31,6 +32,10 @@ function read() {
     off: new Set(list(given.get("off"))),
     marks: given.get("marks") !== "0",
     find: given.get("find") ?? "",
+    runs: given.get("runs") ?? "",
+    sort: given.get("sort") ?? "",
+    group: given.get("group") === "1",
+    columns: given.has("columns") ? new Set(list(given.get("columns"))) : null,
   };
 }
 
@@ -76,14 +81,18 @@ class State {
       off: [...this.off].map(encodeURIComponent).join(","),
       marks: this.marks ? "" : "0",
       find: this.find,
+      runs: this.runs,
+      sort: this.sort,
+      group: this.group ? "1" : "",
     };
     const words = new URLSearchParams(Object.entries(kept).filter(([, value]) => value));
+    if (this.columns) words.set("columns", [...this.columns].map(encodeURIComponent).join(","));
     return `${location.pathname}${location.search}#${words}`;
   }
 }
 
 function same(a, b) {
-  if (a instanceof Set) return a.size === b.size && [...a].every((one) => b.has(one));
+  if (a instanceof Set && b instanceof Set) return a.size === b.size && [...a].every((one) => b.has(one));
   if (Array.isArray(a) && Array.isArray(b)) return a.every((one, index) => one === b[index]);
   return a === b;
 }

@@ -8,6 +8,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -43,6 +44,22 @@ def bin_path(prefix: str | os.PathLike[str]) -> Path:
 
 def idx_path(prefix: str | os.PathLike[str]) -> Path:
     return Path(f"{os.fspath(prefix)}.idx")
+
+
+def mark_path(prefix: str | os.PathLike[str]) -> Path:
+    """The file that says which tokenizer made a dataset."""
+    return Path(f"{prefix}.tokenizer")
+
+
+def read_mark(path: Path) -> Any:
+    """The `TokenizerMark` in a file (megatron/tokenizer/mark.py); None where it is not known.
+    Raises ValueError if the file is malformed."""
+    if not path.is_file():
+        return None
+    try:
+        return resolve_name("megatron.tokenizer.mark:parsed_mark")(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 # Opening checks up to this many blocks of entries, evenly spaced: all of them below 16 million.

@@ -40,7 +40,13 @@ def find_prefixes(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
             raise ValueError(f"the folder {path} has no .bin and .idx files")
         prefixes.extend(str(prefix) for prefix in sorted(found))
     for prefix in prefixes:
-        for file in (idx_path(prefix), bin_path(prefix)):
+        files = idx_path(prefix), bin_path(prefix)
+        if not any(file.is_file() for file in files):
+            raise FileNotFoundError(
+                f"{prefix}: no such folder or indexed dataset, which is the prefix of a .bin and "
+                "an .idx file"
+            )
+        for file in files:
             if not file.is_file():
                 raise FileNotFoundError(
                     f"{file} does not exist; an indexed dataset is the prefix of a .bin and an "

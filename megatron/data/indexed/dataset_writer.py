@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
+from pkgutil import resolve_name
 from types import TracebackType
 from typing import IO, BinaryIO
 
@@ -21,8 +22,10 @@ from megatron.data.indexed.dataset import (
     IndexedDataset,
     bin_path,
     idx_path,
+    mark_path,
+    read_mark,
 )
-from megatron.util.files import sync
+from megatron.util.files import naming, sync, sync_path
 from megatron.util.progress import progress_bar
 
 # Entries, or tokens, in memory at a time.
@@ -37,7 +40,14 @@ class IndexedDatasetWriter:
     removes everything.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str], dtype: npt.DTypeLike) -> None:
+    def __init__(
+        self,
+        prefix: str | os.PathLike[str],
+        dtype: npt.DTypeLike,
+        mark: bytes | None = None,
+    ) -> None:
+        """``mark`` is the file of the tokenizer whose ids are written, where it is known."""
+        self.mark = mark
         self.dtype = np.dtype(dtype).newbyteorder("<")
         if self.dtype not in CODE_OF_DTYPE:
             raise ValueError(
@@ -147,7 +157,7 @@ class IndexedDatasetWriter:
                 parts = index_parts(self.dtype, self._lengths, self._bounds, self._modes)
                 file.writelines(parts)
                 sync(file)
-            publish(self._bin_part, self._idx_part, self.prefix)
+            publish(self._bin_part, self._idx_part, self.prefix, self.mark)
             self._open = False
         finally:
             self.discard()
@@ -213,10 +223,17 @@ def merge_datasets(prefixes: Sequence[str], output_prefix: str) -> list[str]:
             f"{with_modes[0]} has a mode for each sequence (multimodal data) and {without[0]} has "
             "none: they cannot be merged"
         )
-    with IndexedDatasetWriter(output_prefix, dtype) as writer:
+    marks = resolve_name("megatron.tokenizer.mark")
+    found = {f"{prefix}.bin": read_mark(mark_path(prefix)) for prefix in prefixes}
+    mark = marks.common_mark(found)
+    with IndexedDatasetWriter(output_prefix, dtype, mark and mark.json()) as writer:
         for prefix in prefixes:
             writer.merge(prefix, widen=True)
-    return [
+    unknown = [name for name, each in found.items() if each is None]
+    notes = []
+    if 0 < len(unknown) < len(found):
+        notes.append(f"{unknown[0]}: it is not known which tokenizer made it; not compared")
+    return notes + [
         f"{bin_path(d.prefix)}: {d.dtype.name} tokens are written as {dtype.name}"
         for d in inputs
         if d.dtype != dtype
@@ -240,14 +257,22 @@ def _common_dtype(inputs: Sequence[IndexedDataset]) -> np.dtype:
     return dtype
 
 
-def publish(new_bin: Path, new_idx: Path, prefix: str) -> None:
-    """Renames two complete files to those of a dataset; completes an interrupted call."""
+def publish(new_bin: Path, new_idx: Path, prefix: str, mark: bytes | None = None) -> None:
+    """Renames two complete files to those of a dataset, and writes the mark of its tokenizer next
+    to them; completes an interrupted call."""
     if not new_idx.exists():
         return
     if new_bin.exists():
         # An old index must never describe the new tokens, not even after a kill between the two.
         idx_path(prefix).unlink(missing_ok=True)
         os.replace(new_bin, bin_path(prefix))
+    if mark is None:
+        mark_path(prefix).unlink(missing_ok=True)
+    else:
+        part = mark_path(new_idx)
+        part.write_bytes(mark)
+        sync_path(part)
+        os.replace(part, mark_path(prefix))
     os.replace(new_idx, idx_path(prefix))
 
 
@@ -300,12 +325,3 @@ def _counts(values: npt.ArrayLike, name: str, total: int, unit: str) -> np.ndarr
     if (counts < 0).any() or counts.sum() != total:
         raise ValueError(f"{name} must be counts that sum to {total} {unit}, not {counts}")
     return counts
-
-
-@contextmanager
-def naming(path: Path | str) -> Iterator[None]:
-    """Adds the file's name to errors of writing, such as a full disk."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megatron.checkpoint.adapters import AdaptedSource
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.folder import MEGATRON_TRACKER
 from megatron.checkpoint.reader import CheckpointReader
@@ -18,6 +20,7 @@ from megatron.checkpoint.source import (
     FoundCheckpoint,
     Source,
     locate_checkpoint,
+    nothing_at,
     run_of,
 )
 from megatron.checkpoint.writer import write_checkpoint
@@ -28,15 +31,15 @@ from megatron.formats.conversion.whole_model import model_of
 from megatron.formats.deepspeed_folders.folder import UNIVERSAL_TRACKER, is_universal
 from megatron.formats.deepspeed_folders.universal import write_universal
 from megatron.formats.huggingface.compare import (
-    ATOL,
-    RTOL,
     Comparison,
-    compare_logits,
     largest_difference,
+    reference_of,
 )
 from megatron.formats.huggingface.export import write_model
+from megatron.formats.huggingface.peft import PeftFolder
 from megatron.formats.huggingface.registry import architecture_of
 from megatron.formats.huggingface.source import HuggingFaceFolder
+from megatron.formats.inspection import counted
 from megatron.formats.legacy_megatron.reader import MegatronCheckpoint
 from megatron.formats.legacy_megatron.writer import write_megatron
 from megatron.model.spec import training_dtype
@@ -124,6 +127,7 @@ def export_hf(
     ValueError if the model fits no architecture. Raises CheckpointError if the checkpoint is
     damaged, cannot be used as a model, or the logits differ."""
     source.require_model()
+    _check_reading(source, name)
     dtype = dtype or _dtype_of(source)
     form, exact = architecture_of(source.model, architecture), None
     near, why = form.nearest(source.model)
@@ -131,15 +135,34 @@ def export_hf(
         exact = model_of(source, DTYPES[dtype], torch.device("cpu")).float()
         source.model = near
     write_model(source, folder, dtype, shard_bytes, architecture, progress=say)
+    # Before there is our model: in float64 each needs twice the memory of float32.
+    reference = reference_of(folder, source.model)
     # Our weights are rounded like theirs.
     ours = model_of(source, DTYPES[dtype], torch.device("cpu")).float()
     if exact is not None:
         largest = largest_difference(ours, exact, form, near)
         say(f"approximated: {why}; logits differ from the checkpoint's by up to {largest:.2g}")
-    result = compare_logits(ours, folder, source.model)
+    result = reference.compared_with(ours)
     what = f"transformers computes other logits than the checkpoint {source.folder}"
     _require_agreement(result, what, name)
     return f"{source.folder} in {dtype}; {result}"
+
+
+def _check_reading(source: Source, name: str) -> None:
+    """Compares a source with the folder of transformers or peft that it, or its base, was read
+    from: a mistake of reading that is made again in writing shows nowhere else."""
+    base = source.base if isinstance(source, AdaptedSource) else source
+    if not isinstance(base, HuggingFaceFolder):
+        return
+    adapters = None
+    if isinstance(source, PeftFolder) and importlib.util.find_spec("peft") is not None:
+        base, adapters = source, source.folder
+    folder = source.base.folder if isinstance(source, AdaptedSource) else source.folder
+    reference = reference_of(folder, base.model, strict=False, adapters=adapters)
+    result = reference.compared_with(model_of(base, torch.float32, torch.device("cpu")))
+    program = "transformers" if adapters is None else "peft"
+    what = f"{program} computes other logits with {base.folder} than the model that was read there"
+    _require_agreement(result, what, name)
 
 
 @dataclass(frozen=True)
@@ -165,10 +188,7 @@ def from_hf(argv: Sequence[str]) -> None:
     shard_bytes = parse_size(config.max_shard_size)
     need("from-hf", "transformers")
     source, result = import_hf(path, output, "--input", "--output", shard_bytes, config.overwrite)
-    print(
-        f"{output}: {source.architecture.title} of {path}, {len(source.names())} parameters; "
-        f"{result}"
-    )
+    print(f"{output}: {source.architecture.title} of {path}, {counted(source)}; {result}")
     if source.model.head == "lm":
         print(f"train on it with --load {output} --use-checkpoint-args")
     else:
@@ -188,7 +208,7 @@ def import_hf(
     CheckpointError if ``path`` has no model, or ``output`` must not be replaced, or logits
     differ."""
     if HuggingFaceFolder.locate(path, None) is None:
-        why = "config.json not found" if path.is_dir() else "the folder does not exist"
+        why = "config.json not found" if path.is_dir() else "no such folder"
         raise CheckpointError(
             f"{input_flag} {path}: {why}; expected the folder of a Hugging Face model"
         )
@@ -204,8 +224,9 @@ def import_hf(
         written = write_checkpoint(
             folder, source, iteration=0, moments=False, max_file_bytes=shard_bytes, progress=say
         )
+        reference = reference_of(path, source.model, strict=False)
         ours = model_of(CheckpointReader(written), torch.float32, torch.device("cpu"))
-        result = compare_logits(ours, path, source.model, strict=False)
+        result = reference.compared_with(ours)
         _require_agreement(
             result, f"the checkpoint computes other logits than transformers with {path}",
             f"{output_flag} {output}",
@@ -290,7 +311,7 @@ def export_megatron(
     result = "read back and equal, bit by bit" if checking else "not read back"
     print(
         f"{folder}: {source.folder} in {dtype} for tensor-parallel size {sizes[0]} and pipeline-"
-        f"parallel size {sizes[1]}; {len(source.names())} parameters, {result}"
+        f"parallel size {sizes[1]}; {counted(source)}, {result}"
     )
     if iteration is not None:
         print("it has weights only: load it with --no-load-optim --no-load-rng or --finetune")
@@ -364,7 +385,7 @@ def located(load: str, iteration: int | None, base: str | None = None) -> FoundC
     it is missing."""
     found = locate_checkpoint(load, _wanted(iteration))
     if found is None:
-        raise CheckpointError(f"--load {load}: no complete checkpoint found")
+        raise CheckpointError(f"--load {load}: {nothing_at(load)}")
     return found._replace(base=base)
 
 
@@ -376,6 +397,6 @@ def _dtype_of(source: Source) -> str:
 def _require_agreement(result: Comparison, what: str, output: str) -> None:
     if not result.agree:
         raise CheckpointError(
-            f"{what}: the largest difference is {result.largest:.3g} (allowed {ATOL:g} + {RTOL:g} "
-            f"x logit); {output} is not written"
+            f"{what}: the largest difference is {result.largest:.3g} (allowed {result.allowed:.2g} "
+            f"of logits up to {result.magnitude:.3g}, in float64); {output} is not written"
         )

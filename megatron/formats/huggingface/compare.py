@@ -2,94 +2,145 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.checkpoint.files import CheckpointError, read_json
 from megatron.config import ModelConfig
 from megatron.formats.huggingface.architecture import Architecture
 from megatron.formats.huggingface.registry import architecture_named
-from megatron.formats.huggingface.tasks import Inputs
+from megatron.formats.huggingface.rope_and_windows import SLIDING
+from megatron.formats.huggingface.tasks import Inputs, Task
 from megatron.model.layer_list import LayerStack
 
-RTOL, ATOL = 1.3e-6, 1e-5
-"""Largest relative and absolute difference of logits, those of torch.testing for float32."""
+BOUND = torch.finfo(torch.float32).eps
+"""Largest difference of logits in float64, as a share of the largest one: the last digit of it in
+float32. Two right models differ by rounding in float64, which is 1e-9 of that in float32, and by
+the digits of constants: 0.79788456 in BLOOM's GELU makes 1e-9."""
+MERGED = 100 * BOUND
+"""The same where adapters were merged: their sums with the base's weights are rounded to float32,
+which a deep model makes larger."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Logits of two models on the same tokens: largest absolute difference, largest absolute logit,
-    how many were compared of what, and whether all agree within :data:`RTOL` and :data:`ATOL`."""
+    """Logits of two models on the same tokens: largest absolute difference, the largest that is
+    allowed, largest absolute logit, how many were compared of what, and whether all agree."""
 
     largest: float
+    allowed: float
     magnitude: float
     compared: str
-    dtype: torch.dtype
     agree: bool
 
     def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
         return (
             f"logits of {self.compared} agree, largest difference {self.largest:.2g} of "
-            f"logits up to {self.magnitude:.3g} (computed in {dtype})"
+            f"logits up to {self.magnitude:.3g} (computed in float64)"
+        )
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The logits that `transformers` computes with a folder, by their names, and on what; ``bound``
+    is the largest difference as a share of the largest logit."""
+
+    model: ModelConfig
+    task: Task
+    inputs: Inputs
+    logits: Mapping[str, Tensor]
+    bound: float = BOUND
+
+    @torch.no_grad()
+    def compared_with(self, ours: LayerStack) -> Comparison:
+        """Compares all heads of our model (float32, on the CPU) in float64, to which it is widened
+        meanwhile."""
+        state = ours.double()(self.inputs.ours)
+        found = {
+            name: _counted(values, self.inputs)
+            for name, values in self.task.outputs(state, self.model).items()
+        }
+        ours.float()
+        apart = {name: float((found[name] - self.logits[name]).abs().max()) for name in found}
+        sizes = {name: float(self.logits[name].abs().max()) for name in found}
+        worst = max(found, key=lambda name: apart[name] / max(sizes[name], 1e-30))
+        first = next(iter(found.values()))
+        return Comparison(
+            largest=apart[worst],
+            allowed=self.bound * sizes[worst],
+            magnitude=max(sizes.values()),
+            compared=f"{self.task.count(first)} {self.task.unit}",
+            agree=all(apart[name] <= self.bound * sizes[name] for name in found),  # not with NaN
         )
 
 
 @torch.no_grad()
+def reference_of(
+    folder: Path,
+    model: ModelConfig,
+    strict: bool = True,
+    seed: int = 1234,
+    adapters: Path | None = None,
+) -> Reference:
+    """What `transformers` computes with a folder in float64 on random tokens at the first and at
+    the last positions of ``model``, ours for the folder; with ``adapters``, what peft computes with
+    the folder and that of adapters. With ``strict`` it must find all weights and no other there.
+    Raises CheckpointError if it does not, or if it reads another size of the vocabulary, another
+    number of positions, other sliding windows or other factors of LongRoPE than ``model`` has."""
+    path = folder / "config.json"
+    form = architecture_named(read_json(path, lenient=True), path)
+    task = form.task_of(model)
+    inputs = task.inputs(model, seed)
+    # The buckets of relative positions depend on rounding to float32.
+    with _Float64(integers=model.positions.position_embedding_type != "relative"), _Constants():
+        theirs = _load(folder, form.class_of(model), strict)
+        if adapters is not None:
+            theirs = _adapted(theirs, adapters, model.vocabulary.size)
+        _check_settings(theirs.config, model, path)
+        output = theirs(**inputs.theirs)
+    logits = {
+        name: _counted(values, inputs) for name, values in output.items() if name.endswith("logits")
+    }
+    return Reference(model, task, inputs, logits, BOUND if adapters is None else MERGED)
+
+
 def compare_logits(
     ours: LayerStack, folder: Path, model: ModelConfig, strict: bool = True, seed: int = 1234
 ) -> Comparison:
-    """Compares the logits of all heads of ``ours`` (float32, on the CPU) and ``folder`` on random
-    tokens at the first and at the last positions of the model, in float64 where rounding to float32
-    exceeds what is allowed. With ``strict`` `transformers` must find all weights and no other in
-    the folder. Raises CheckpointError if `transformers` finds weights missing or superfluous in the
-    folder."""
-    form = architecture_named(
-        read_json(folder / "config.json", lenient=True), folder / "config.json"
-    )
-    theirs = _load(folder, model, form.class_of(model), strict)
-    task = form.task_of(model)
-    inputs = task.inputs(model, seed)
-
-    def compared(dtype: torch.dtype) -> Comparison:
-        state = ours.to(dtype)(inputs.ours)
-        with _Unrounded():
-            output = theirs.to(dtype)(**inputs.theirs)
-        pairs = [
-            (_counted(values, inputs), _counted(getattr(output, name), inputs))
-            for name, values in task.outputs(state, model).items()
-        ]
-        return Comparison(
-            largest=max(float((found - wanted).abs().max()) for found, wanted in pairs),
-            magnitude=max(float(found.abs().max()) for found, _ in pairs),
-            compared=f"{task.count(pairs[0][0])} {task.unit}",
-            dtype=dtype,
-            agree=all(
-                bool(torch.isclose(wanted, found, rtol=RTOL, atol=ATOL).all())
-                for found, wanted in pairs
-            ),
-        )
-
-    result = compared(torch.float32)
-    if not result.agree:
-        result = compared(torch.float64)
-        ours.float()
-    return result
+    """:meth:`Reference.compared_with` for :func:`reference_of`."""
+    return reference_of(folder, model, strict, seed).compared_with(ours)
 
 
-class _Unrounded(TorchDispatchMode):
-    """Leaves float64 values alone that code written for less casts to float32, as T5's norms and
-    attention do: all of a model in float64 is then computed in float64."""
+class _Float64(TorchDispatchMode):
+    """Leaves float64 values alone that code written for less casts to float32, as norms and
+    attention do, and makes of ``integers`` float64 too, as tables of rotary positions and ALiBi's
+    distances: all of a model in float64 is then computed in float64."""
+
+    def __init__(self, integers: bool) -> None:
+        super().__init__()
+        self._integers = integers
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = dict(kwargs or {})
         wide = any(isinstance(each, Tensor) and each.dtype == torch.float64 for each in args)
-        if wide and options.get("dtype") == torch.float32:
+        if (wide or self._integers) and options.get("dtype") == torch.float32:
+            options["dtype"] = torch.float64
+        return func(*args, **options)
+
+
+class _Constants(TorchFunctionMode):
+    """Makes constants float64 that code written for less makes float32, as ALiBi's slopes."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = dict(kwargs or {})
+        if func is torch.tensor and options.get("dtype") == torch.float32:
             options["dtype"] = torch.float64
         return func(*args, **options)
 
@@ -114,18 +165,16 @@ def _counted(values: Tensor, inputs: Inputs) -> Tensor:
     return values if inputs.counted is None or values.ndim < 3 else values[inputs.counted]
 
 
-def _load(folder: Path, model: ModelConfig, class_name: str, strict: bool) -> Any:
+def _load(folder: Path, class_name: str, strict: bool) -> Any:
     import transformers  # takes seconds
 
-    # torch's fused kernel has no softcap.
-    softcap = model.attention.attn_logit_softcapping is not None
     loaded: Any = getattr(transformers, class_name).from_pretrained(
         folder,
-        dtype=torch.float32,
+        dtype=torch.float64,
         local_files_only=True,
         trust_remote_code=False,
         output_loading_info=True,
-        **({"attn_implementation": "eager"} if softcap else {}),
+        attn_implementation="eager",  # the definition; fused kernels have no softcap
     )
     theirs, report = loaded
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
@@ -133,3 +182,41 @@ def _load(folder: Path, model: ModelConfig, class_name: str, strict: bool) -> An
             names = ", ".join(map(str, sorted(report[problem])[:5]))
             raise CheckpointError(f"transformers reports {problem} in {folder}: {names}")
     return theirs.eval()
+
+
+def _adapted(base: Any, adapters: Path, vocabulary: int) -> Any:
+    """A model with peft's adapters, unmerged: peft merges wrongly where a head is tied to what was
+    trained."""
+    import peft
+
+    if base.config.vocab_size != vocabulary:
+        base.resize_token_embeddings(vocabulary, mean_resizing=False)
+    adapted = peft.PeftModel.from_pretrained(base, adapters, autocast_adapter_dtype=False)
+    return adapted.double().eval().get_base_model()
+
+
+def _check_settings(config: Any, model: ModelConfig, path: Path) -> None:
+    """Compares what some hundred tokens do not show with the configuration as `transformers` reads
+    it."""
+    positions, scaling = model.positions, model.positions.rope_scaling
+    ours: dict[str, Any] = {"vocab_size": model.vocabulary.size}
+    theirs: dict[str, Any] = {"vocab_size": config.vocab_size}
+    if positions.longest is not None:
+        ours["max_position_embeddings"] = positions.longest
+        theirs["max_position_embeddings"] = config.max_position_embeddings
+    if scaling.long_factor is not None:
+        table = getattr(config, "rope_parameters", None) or config.rope_scaling
+        ours["long_factor"], theirs["long_factor"] = scaling.long_factor, (*table["long_factor"],)
+    window, kinds = (getattr(config, name, None) for name in ("sliding_window", "layer_types"))
+    if kinds is None and hasattr(config, "sliding_window") and len(set(model.windows)) == 1:
+        kinds = [SLIDING] * model.num_layers  # of the others transformers 4 does not tell
+    if kinds is not None and not (window and getattr(config, "use_sliding_window", None) is False):
+        ours["sliding_window of each block"] = model.windows
+        theirs["sliding_window of each block"] = tuple(
+            window if kind == SLIDING else None for kind in kinds
+        )
+    for name, value in ours.items():
+        if value != theirs[name]:
+            raise CheckpointError(
+                f"{path}: transformers reads {name} {theirs[name]}, and the checkpoint has {value}"
+            )

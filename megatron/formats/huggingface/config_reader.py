@@ -66,13 +66,17 @@ _HARMLESS = frozenset(
     "forced_eos_token_id length_penalty max_length min_length no_repeat_ngram_size "
     "num_beam_groups num_beams num_return_sequences prefix remove_invalid_values "
     "repetition_penalty suppress_tokens temperature tf_legacy_loss tokenizer_class top_k top_p "
-    "typical_p use_bfloat16 use_cache cache_implementation "
+    "typical_p use_bfloat16 use_cache cache_implementation forced_decoder_ids max_new_tokens "
+    "min_new_tokens renormalize_logits add_bos_token add_eos_token model_max_length padding_side "
+    "tokenizer_model_max_length tokenizer_padding_side "
     # Other tasks than language modelling.
     "classifier_dropout finetuning_task id2label label2id num_labels problem_type "
     "task_specific_params summary_activation summary_first_dropout summary_proj_to_labels "
     "summary_type summary_use_proj "
-    # How transformers returns and computes, not what.
-    "_attn_implementation _attn_implementation_autoset attn_implementation "
+    # How transformers and other programs return and compute, not what.
+    "_attn_implementation _attn_implementation_autoset _attn_implementation_internal "
+    "attn_implementation _experts_implementation _flash_attn_2_enabled use_flash_attention_2 "
+    "transformers.js_config pretraining_tp loss_type keys_to_ignore_at_inference _commit_hash "
     "chunk_size_feed_forward gradient_checkpointing "
     "output_attentions output_hidden_states return_dict return_dict_in_generate output_scores "
     "output_past torchscript".split()

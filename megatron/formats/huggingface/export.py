@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron.checkpoint.files import CheckpointError, finite, read_json, write_json
+from megatron.checkpoint.files import CheckpointError, finite, read_json, save_tensors, write_json
 from megatron.checkpoint.source import DTYPES, Source
 from megatron.formats.huggingface.architecture import Parameter
 from megatron.formats.huggingface.registry import architecture_of, departure
@@ -36,8 +34,8 @@ def write_model(
     empty folder, with at most one shard in memory; a parameter larger than ``max_shard_bytes`` has
     its own. ``architecture`` is the ``model_type`` to write; see :func:`architecture_of`. Raises
     ValueError if the model fits no known architecture, or not that one. Raises CheckpointError if
-    the checkpoint lacks parameters of its configuration, one is not finite in ``dtype``, or a file
-    cannot be written.
+    the checkpoint lacks parameters of its configuration, or one is not finite in ``dtype``. Raises
+    OSError if a file cannot be written.
     """
     model = source.model
     form = architecture_of(model, architecture)
@@ -61,8 +59,10 @@ def write_model(
     generation = folder / "generation_config.json"
     if task.generates and not generation.exists():
         write_json(generation, tokens)
-    elif generation.exists() and tokens.get("use_cache") is False:
-        write_json(generation, read_json(generation, lenient=True) | {"use_cache": False})
+    elif generation.exists():
+        names = [name for name in ("eos_token_id", "use_cache") if tokens.get(name) is not None]
+        settings = read_json(generation, lenient=True)
+        write_json(generation, settings | {name: tokens[name] for name in names})
     sync_path(folder)
     if sample is not None:
         loaded = _tokenizer(folder)
@@ -72,7 +72,9 @@ def write_model(
                 f"{type(loaded).__name__} of the tokenizer's files, which gives other tokens; load "
                 "them by transformers.PreTrainedTokenizerFast, or name another --architecture"
             )
-    progress(f"{form.class_of(model)}, {len(parameters)} parameters, {dtype}")
+    count = sum(math.prod(source.shape(each.ours)) for each in parameters)
+    tensors = sum(len(each.theirs) for each in parameters)
+    progress(f"{form.class_of(model)}, {count:,} parameters in {tensors} tensors, {dtype}")
 
 
 def _write_weights(
@@ -98,11 +100,8 @@ def _write_weights(
         for parameter in progress_bar(f"writing {path.name}", members, unit=" parameters"):
             values = finite(parameter.ours, source.tensor(parameter.ours), dtype, source.folder)
             tensors |= parameter.to_hf(values)
-        try:
-            save_file(tensors, path, metadata={"format": "pt"})
-            sync_path(path)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} cannot be written: {error}") from None
+        save_tensors(tensors, path, {"format": "pt"})
+        sync_path(path)
         weight_map |= dict.fromkeys(tensors, path.name)
         progress(f"{path.name}: {sum(sizes[member.ours] for member in members) / 1e6:,.1f} MB")
     if len(shards) > 1:
@@ -136,27 +135,26 @@ def _copy_tokenizer(
 ) -> tuple[dict[str, Any], list[int] | None]:
     """Copies the files; returns the ids of the special tokens for config.json, and the tokens of
     :data:`_SAMPLE`, None without a tokenizer."""
-    copied = folder / "tokenizer"
-    if not source.copy_tokenizer(copied):
-        progress(f"no tokenizer: {source.folder} has none, so there are no tokenizer files to copy")
-        return task.end_only(source), None
-    names = sorted(path.name for path in copied.iterdir() if path.is_file())
+    copied, sample = folder / "tokenizer", None
+    has_tokenizer = source.copy_tokenizer(copied)
+    names = sorted(path.name for path in copied.glob("*") if path.is_file())
     for name in names:
         os.replace(copied / name, folder / name)
         sync_path(folder / name)
-    shutil.rmtree(copied)
-    progress(f"tokenizer: {', '.join(names)}")
-    loaded = _tokenizer(folder)
-    if task.fit_tokenizer(folder, loaded):
+    shutil.rmtree(copied, ignore_errors=True)
+    if has_tokenizer:
+        progress(f"tokenizer: {', '.join(names)}")
         loaded = _tokenizer(folder)
-    tokens = task.special_tokens(loaded, source)
-    generation = folder / "generation_config.json"
-    if generation.is_file():
-        # It may list several end tokens, as that of Llama 3 does.
-        known = read_json(generation, lenient=True)
-        ids = [name for name in tokens if name.endswith("_token_id")]
-        tokens |= {name: known[name] for name in ids if known.get(name) is not None}
-    return tokens, loaded(_SAMPLE)["input_ids"]
+        if task.fit_tokenizer(folder, loaded):
+            loaded = _tokenizer(folder)
+        tokens, sample = task.special_tokens(loaded, source), loaded(_SAMPLE)["input_ids"]
+    else:
+        progress(f"no tokenizer: {source.folder} has none, so there are no tokenizer files to copy")
+        tokens = task.end_only(source)
+    # The model may end its texts at several tokens, as Llama 3 does.
+    known, ids = source.generation, [name for name in tokens if name.endswith("_token_id")]
+    tokens |= {name: known[name] for name in ids if known.get(name) is not None}
+    return tokens, sample
 
 
 def _tokenizer(folder: Path) -> Any:

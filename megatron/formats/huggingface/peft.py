@@ -7,36 +7,38 @@ that were trained beside them (``modules_to_save``).
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import regex
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron.checkpoint.adapters import AdaptedSource, adapter_name
-from megatron.checkpoint.files import CheckpointError, finite, read_json, write_json
-from megatron.checkpoint.source import FoundCheckpoint, Source
+from megatron.checkpoint.adapters import AdaptedSource
+from megatron.checkpoint.files import CheckpointError, finite, read_json, save_tensors, write_json
+from megatron.checkpoint.source import FoundCheckpoint
 from megatron.config import ModelConfig
 from megatron.config.adapters import AdapterConfig
-from megatron.formats.huggingface.adapter_targets import LinearTarget, linear_targets
-from megatron.formats.huggingface.architecture import Architecture, Parameter
+from megatron.formats.huggingface.peft_tensors import (
+    EMBEDDING,
+    KINDS,
+    PREFIX,
+    WEIGHTS,
+    PeftTensors,
+    head_of,
+    module_name,
+    places,
+)
 from megatron.formats.huggingface.registry import architecture_of
-from megatron.formats.huggingface.source import copy_tokenizer
-from megatron.formats.unpickle import load_pickle
+from megatron.formats.huggingface.source import copy_tokenizer, tokenizer_in
 
 CONFIG = "adapter_config.json"
-WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-_PREFIX = "base_model.model."
 _PATTERN_SECONDS = 0.2
-_TENSOR = re.compile(r"(.+)\.lora_(A|B|magnitude_vector)(?:\.\w+)??(?:\.weight)?")
-_KINDS = {"A": "a", "B": "b", "magnitude_vector": "magnitude"}
 _TASKS = {"lm": "CAUSAL_LM"}
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 """Initialisations (``init_lora_weights``) that change the base too."""
@@ -51,32 +53,9 @@ _REFUSED = {
     "monteclora_config": "MonteCLoRA has another formula",
     "velora_config": "VeLoRA has another formula",
     "target_parameters": "adapters of parameters that are in no linear module",
-    "trainable_token_indices": "single rows of the embedding were trained",
     "megatron_config": "adapters of Megatron's own layers",
 }
 """Keys that may not have a value here, and what it would mean."""
-
-
-class Place(NamedTuple):
-    """Where an adapter is: its block's layer by canonical name, and the module that it is of."""
-
-    layer: str
-    target: LinearTarget
-
-    def name(self, kind: str) -> str:
-        """The canonical name of one of its parameters, ``kind`` a, b or magnitude."""
-        part = f"{self.target.part}_" if self.target.part else ""
-        return f"{self.layer}.lora_{part}{kind}"
-
-
-def places(model: ModelConfig) -> dict[str, Place]:
-    """The linear modules of all blocks of a model, by the names of Hugging Face."""
-    stacks = architecture_of(model).stacks
-    found = {}
-    for target in linear_targets(model):
-        for n in range(stacks[target.layer.partition(".{n}.")[0]](model)):
-            found[target.module.format(n=n)] = Place(target.layer.format(n=n), target)
-    return found
 
 
 class PeftFolder(AdaptedSource):
@@ -86,11 +65,12 @@ class PeftFolder(AdaptedSource):
 
     def __init__(self, folder: Path, base: str | Path | None = None) -> None:
         super().__init__(folder, base)
-        self.model, self.tokenizer = self.base.model, self.base.tokenizer
         content = _content(folder)
         self.adapters = _adapters(content, folder / CONFIG)
         self._content = content
-        self.additions = PeftTensors(folder, self.model)
+        additions = PeftTensors(folder, self.base, content, self._scale)
+        self.additions, self.model = additions, additions.model
+        self.tokenizer = tokenizer_in(folder) or self.base.tokenizer
         if isinstance(content.get("target_modules"), str):  # a pattern, which flags do not take
             present = set(self.additions.names())
             used = [m for m, place in places(self.model).items() if place.name("a") in present]
@@ -113,15 +93,27 @@ class PeftFolder(AdaptedSource):
     @classmethod
     def locate_base(cls, folder: Path, base: str | Path | None) -> FoundCheckpoint:
         _adapters(_content(folder), folder / CONFIG)
+        named = cls.base_of(folder)
+        if base is None and os.path.exists(named) and not os.path.isdir(named):
+            # Whatever a foreign folder names is not opened.
+            raise CheckpointError(
+                f"{folder / CONFIG}: base_model_name_or_path {named} is not a folder: name the "
+                "base by --pretrained-checkpoint"
+            )
         return super().locate_base(folder, base)
 
     def alpha_of(self, weight: str, part: str) -> float:
         """As :meth:`AdaptedSource.alpha_of`, with the patterns of ``alpha_pattern``."""
-        module = self._modules[weight, part]
+        return self._alpha(self._modules[weight, part])
+
+    def _alpha(self, module: str) -> float:
         for pattern, value in (self._content.get("alpha_pattern") or {}).items():
             if _matches(pattern, module, self.folder / CONFIG):
                 return float(value)
         return self.adapters.alpha
+
+    def _scale(self, module: str, rank: int) -> float:
+        return self.adapters.scale_of(rank, self._alpha(module))
 
     @cached_property
     def _modules(self) -> dict[tuple[str, str], str]:
@@ -131,73 +123,6 @@ class PeftFolder(AdaptedSource):
 
     def copy_tokenizer(self, target: Path) -> bool:
         return copy_tokenizer(self.folder, target) or self.base.copy_tokenizer(target)
-
-
-class PeftTensors(Source):
-    """The tensors of a folder of peft by canonical name, float32, the rows in our order. Raises
-    CheckpointError if there is one that is not known."""
-
-    title = "tensors of peft"
-
-    def __init__(self, folder: Path, model: ModelConfig) -> None:
-        super().__init__(folder)
-        self.model = model
-        found = next((name for name in WEIGHTS if (folder / name).is_file()), None)
-        if found is None:
-            raise CheckpointError(f"{folder} has none of {', '.join(WEIGHTS)}")
-        self._path = folder / found
-        self._tensors = _opened(self._path)
-        modules, whole = places(model), _whole(architecture_of(model), model)
-        self._stored: dict[str, tuple[str, Place | Parameter]] = {}
-        for key in self._tensors:
-            name = key.removeprefix(_PREFIX)
-            match = _TENSOR.fullmatch(name)
-            if match is not None and match[1] in modules:
-                place = modules[match[1]]
-                self._stored[place.name(_KINDS[match[2]])] = key, place
-            elif match is None and (parameter := whole.get(_unwrapped(name))) is not None:
-                self._stored[parameter.ours] = key, parameter
-            else:
-                raise CheckpointError(
-                    f"{self._path}: {key} is of no linear layer of the blocks of the base "
-                    f"({architecture_of(model).title}), and cannot be represented"
-                )
-
-    @classmethod
-    def locate(cls, path: Path, wanted: str | None) -> Path | None:
-        return None  # not a model by itself
-
-    def names(self) -> Sequence[str]:
-        return list(self._stored)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.tensor(name).shape)
-
-    def kinds(self, name: str) -> Sequence[str]:
-        return ("weight",)
-
-    def tensor(self, name: str, kind: str = "weight") -> Tensor:
-        if name not in self._stored:
-            raise CheckpointError(f"{self._path} has no {name}")
-        key, place = self._stored[name]
-        try:
-            values = self._tensors[key]().float()
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self._path}: {key}: {error}") from None
-        if isinstance(place, Parameter):
-            return place.from_hf([values])
-        parsed = adapter_name(name)
-        assert parsed is not None
-        return values.contiguous() if parsed.kind == "a" else place.target.rows_from_hf(values)
-
-
-def _whole(architecture: Architecture, model: ModelConfig) -> dict[str, Parameter]:
-    """The parameters outside the blocks that are one tensor of theirs, by its name."""
-    found = {}
-    for parameter in architecture.parameters(model):
-        if parameter.entry.stack is None and len(parameter.theirs) == 1:
-            found[parameter.theirs[0]] = parameter
-    return found
 
 
 def _matches(pattern: str, module: str, path: Path) -> bool:
@@ -216,22 +141,6 @@ def _matches(pattern: str, module: str, path: Path) -> bool:
             f"{_PATTERN_SECONDS} s on {module}"
         ) from None
     return found is not None
-
-
-def _unwrapped(name: str) -> str:
-    """The name of a tensor of ``modules_to_save`` without what peft's wrapper adds."""
-    return re.sub(r"\.(modules_to_save(\.\w+)?|original_module)\.", ".", name)
-
-
-def _opened(path: Path) -> Mapping[str, Any]:
-    """By key of a tensor in a file: a function that reads it."""
-    if path.suffix != ".safetensors":
-        return {key: (lambda value=value: value) for key, value in load_pickle(path).items()}
-    try:
-        file = safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: {error}") from None
-    return {key: (lambda key=key: file.get_tensor(key)) for key in file.keys()}  # noqa: SIM118
 
 
 def _content(folder: Path) -> dict[str, Any]:
@@ -278,6 +187,7 @@ def _adapters(content: Mapping[str, Any], path: Path) -> AdapterConfig:
         raise CheckpointError(
             f"{path}: target_modules is {targets!r:.60}; expected a list of names"
         )
+    _check_whole(content, path)
     return AdapterConfig(
         lora=True,
         lora_rank=rank,
@@ -287,6 +197,24 @@ def _adapters(content: Mapping[str, Any], path: Path) -> AdapterConfig:
         use_rslora=bool(content.get("use_rslora")),
         use_dora=bool(content.get("use_dora")),
     )
+
+
+def _check_whole(content: Mapping[str, Any], path: Path) -> None:
+    """Checks the keys about what was trained beside the additions."""
+    saved = content.get("modules_to_save") or []
+    if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
+        raise CheckpointError(f"{path}: modules_to_save is {saved!r:.60}; expected a list of names")
+    tokens = content.get("trainable_token_indices") or []
+    lists = list(tokens.values()) if isinstance(tokens, dict) else [tokens]
+    if not all(isinstance(each, list) and all(map(_is_token, each)) for each in lists):
+        raise CheckpointError(
+            f"{path}: trainable_token_indices is {tokens!r:.60}; expected a list of tokens, or one "
+            "for each module"
+        )
+
+
+def _is_token(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**31
 
 
 def write_peft(
@@ -310,30 +238,33 @@ def write_peft(
                 ranks[re.escape(module)] = rank
             if alpha != adapters.alpha:
                 alphas[re.escape(module)] = _number(alpha)
-            for theirs, kind in _KINDS.items():
+            for theirs, kind in KINDS.items():
                 name = place.name(kind)
                 if name in present:
                     values = finite(name, additions.tensor(name), dtype, source.folder)
                     if kind != "a":
                         values = place.target.rows_to_hf(values)
                     ending = "" if kind == "magnitude" else ".weight"
-                    key = f"{_PREFIX}{module}.lora_{theirs}{ending}"
+                    key = f"{PREFIX}{module}.lora_{theirs}{ending}"
                     tensors[key] = values.contiguous()
-    saved = []
-    for theirs, parameter in _whole(architecture_of(model), model).items():
+    saved = list[str]()
+    tied = model.embedding.tied and EMBEDDING in present
+    for parameter in architecture_of(model).parameters(model):
         if parameter.ours in present:
-            whole = finite(theirs, additions.tensor(parameter.ours), dtype, source.folder)
-            (values,) = parameter.to_hf(whole).values()
-            tensors[_PREFIX + theirs] = values.contiguous()
-            saved.append(theirs.rpartition(".")[0].rpartition(".")[2])
+            name = parameter.ours
+            whole = finite(name, additions.tensor(name), dtype, source.folder)
+            for file_name, values in parameter.to_hf(whole).items():
+                theirs = module_name(file_name)
+                module = theirs.rpartition(".")[0]
+                if module not in used:  # else it is there as the base has it
+                    tensors[PREFIX + theirs] = values
+                    saved.append(module)
+                if tied and name == EMBEDDING:
+                    tensors[PREFIX + module_name(head_of(model))] = values.clone()
     if base is None:
         found = source.base.folder
         base = str(found) if (found / "config.json").is_file() else None
-    path = folder / WEIGHTS[0]
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # a full disk, for example
-        raise OSError(f"{path} cannot be written: {error}") from None
+    save_tensors(tensors, folder / WEIGHTS[0], {"format": "pt"})
     write_json(
         folder / CONFIG,
         {
@@ -346,7 +277,9 @@ def write_peft(
             "alpha_pattern": alphas,
             "lora_dropout": adapters.lora_dropout,
             "target_modules": target_modules(used, model),
-            "modules_to_save": sorted(set(saved)) or None,
+            "modules_to_save": target_modules(saved, model, str.endswith) or None,
+            # Else peft trains a copy of a tied embedding, and leaves the head as it was.
+            "ensure_weight_tying": tied,
             "bias": "none",
             "fan_in_fan_out": architecture_of(model).model_type == "gpt2",
             "use_rslora": adapters.use_rslora,
@@ -363,29 +296,32 @@ def _number(value: float) -> int | float:
     return int(value) if value == int(value) else value
 
 
-def target_modules(used: Sequence[str], model: ModelConfig) -> list[str]:
-    """The shortest endings of module names that peft takes for these modules and no others."""
+def _ends(module: str, ending: str) -> bool:
+    return f".{module}".endswith(f".{ending}")
+
+
+def target_modules(
+    used: Sequence[str], model: ModelConfig, matches: Callable[[str, str], bool] = _ends
+) -> list[str]:
+    """The shortest endings of module names that peft takes for these modules and no others;
+    ``matches`` is how it compares a module with an ending."""
     everything = {
-        theirs.removesuffix(".weight")
+        module_name(theirs).removesuffix(".weight")
         for parameter in architecture_of(model).parameters(model)
         for theirs in parameter.theirs
         if theirs.endswith(".weight")
     }
     wanted, endings = set(used), list[str]()
     for module in used:
-        if not any(_ends(module, ending) for ending in endings):
+        if not any(matches(module, ending) for ending in endings):
             endings.append(
                 next(
                     ending
                     for ending in _endings(module)
-                    if all(other in wanted for other in everything if _ends(other, ending))
+                    if all(other in wanted for other in everything if matches(other, ending))
                 )
             )
     return sorted(endings)
-
-
-def _ends(module: str, ending: str) -> bool:
-    return f".{module}".endswith(f".{ending}")
 
 
 def _endings(module: str) -> Iterator[str]:

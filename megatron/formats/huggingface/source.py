@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError, read_json
+from megatron.checkpoint.generation_settings import ends_of, read_generation, write_generation
 from megatron.checkpoint.source import Source, copy_tokenizer_files
 from megatron.config import ModelConfig, TokenizerConfig
 from megatron.families import build_model
@@ -153,10 +154,7 @@ class HuggingFaceFolder(Source):
         self._stored = self._match(parameters)
         self._shapes = _shapes(self.model, folder)
         self._check_shapes()
-        if self._has_tokenizer():
-            self.tokenizer = TokenizerConfig(
-                tokenizer_type="HFTokenizer", tokenizer_model=str(folder)
-            )
+        self.tokenizer = tokenizer_in(folder)
 
     @classmethod
     def locate(cls, path: Path, wanted: str | None) -> Path | None:
@@ -202,12 +200,19 @@ class HuggingFaceFolder(Source):
         parts = [self._weights.tensor(self._stored[theirs]) for theirs in parameter.theirs]
         return parameter.from_hf([part.float() for part in parts])
 
-    def copy_tokenizer(self, target: Path) -> bool:
-        """See :meth:`Source.copy_tokenizer`; copies generation_config.json too."""
-        return copy_tokenizer(self.folder, target)
+    @property
+    def generation(self) -> dict[str, Any]:
+        """See :attr:`Source.generation`; config.json names the end of a text where the other file
+        does not."""
+        rows = self.model.vocabulary.size
+        return read_generation(self.folder, rows, self.architecture.model_type)
 
-    def _has_tokenizer(self) -> bool:
-        return any((self.folder / name).is_file() for name in TOKENIZER)
+    def copy_tokenizer(self, target: Path) -> bool:
+        has_tokenizer = copy_tokenizer(self.folder, target)
+        generation = self.generation
+        if has_tokenizer or ends_of(generation):
+            write_generation(target, generation)
+        return has_tokenizer
 
     def _parameter(self, name: str) -> Parameter:
         if name not in self._parameters:
@@ -280,10 +285,17 @@ class HuggingFaceFolder(Source):
                     )
 
 
+def tokenizer_in(folder: Path) -> TokenizerConfig | None:
+    """The flags of the tokenizer whose files are in a folder; None without any."""
+    if not any((folder / name).is_file() for name in TOKENIZER):
+        return None
+    return TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(folder))
+
+
 def copy_tokenizer(folder: Path, target: Path) -> bool:
     """Copies the files of a tokenizer, and generation_config.json, to a new folder; returns whether
     there is a tokenizer."""
-    if not any((folder / name).is_file() for name in TOKENIZER):
+    if tokenizer_in(folder) is None:
         return False
     copy_tokenizer_files(folder, target)
     return True

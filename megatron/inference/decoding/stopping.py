@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from copy import copy
+from functools import lru_cache
 
 from megatron.inference.decoding.text_stream import TextStream
 from megatron.inference.request import Finish, StopRules
@@ -23,13 +26,15 @@ class StopWatch:
         without."""
         self._stopping = stopping
         self._count = 0
-        self._texts = _StopTexts(stopping.texts)
         self._stream: TextStream | None = None
         if stopping.texts:
             if tokenizer is None:
                 raise ValueError("stop texts need a tokenizer")
             self._stream = TextStream(tokenizer, prompt)
-        self._tail = self._texts.undecided(stopping.before)
+        self._written = _StopFinder(stopping.texts)
+        self._written.find(stopping.before)
+        self._held, self._ahead = "", self._written
+        """What the stream holds back, and the finder after it."""
 
     def add(self, token: int) -> Finish | None:
         """Why the sequence ends with this token; None if it continues."""
@@ -41,11 +46,16 @@ class StopWatch:
         return "length" if self._count >= self._stopping.max_new_tokens else None
 
     def _found(self, stream: TextStream, token: int) -> bool:
-        # What was seen before cannot contain a whole stop text, only the beginning of one.
-        seen = self._tail + stream.add(token)
-        self._tail = self._texts.undecided(seen)
-        # A token adds no more than its last character to what is held.
-        return self._texts.find(seen) is not None or self._texts.end(seen, stream.held)
+        text, held = stream.add(token), stream.held
+        if self._written.find(text) is not None:
+            return True
+        if not held:
+            self._held = ""
+            return False
+        if text or not self._held or not held.startswith(self._held):
+            self._held, self._ahead = "", self._written.copy()
+        new, self._held = held[len(self._held) :], held
+        return self._ahead.find(new) is not None
 
 
 class TextBeforeStop:
@@ -56,7 +66,7 @@ class TextBeforeStop:
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
-        self._texts = _StopTexts(texts)
+        self._finder = _StopFinder(texts)
         self._held = ""
         self.stopped = False
 
@@ -64,13 +74,16 @@ class TextBeforeStop:
         """What is certain not to be, or follow, a stop text."""
         if self.stopped:
             return ""
+        before = len(self._held)
         self._held += text
-        start = self._texts.find(self._held)
-        if start is not None:
+        match = self._finder.find(text)
+        if match is not None:
             self.stopped = True
-            return self._passed(start, rest="")
-        kept = self._texts.undecided(self._held)
-        return self._passed(len(self._held) - len(kept), rest=kept)
+            end, length = match
+            return self._passed(before + end - length, rest="")
+        kept = self._finder.begun
+        count = len(self._held) - kept
+        return self._passed(count, rest=self._held[count:])
 
     def close(self) -> str:
         """The rest, which only began as a stop text does."""
@@ -81,29 +94,69 @@ class TextBeforeStop:
         return text
 
 
-class _StopTexts:
+class _StopFinder:
+    """Searches a text, which comes in pieces, for the stop texts, in time linear in both."""
+
     def __init__(self, texts: Sequence[str]) -> None:
-        self._texts = texts
-        self.longest = max(map(len, texts), default=0)
+        self._stops = [_StopText(text) for text in texts]
 
-    def find(self, text: str) -> int | None:
-        """Where the one begins that is complete first; of several, the longest."""
-        found = [
-            (start + len(stop), start) for stop in self._texts if (start := text.find(stop)) >= 0
-        ]
-        return min(found)[1] if found else None
+    def copy(self) -> _StopFinder:
+        """Another one that has seen the same."""
+        other = _StopFinder(())
+        other._stops = [copy(stop) for stop in self._stops]
+        return other
 
-    def end(self, text: str, held: str) -> bool:
-        """Whether one ends at the end of ``held``, after ``text``."""
-        seen = held[-self.longest :]
-        if len(seen) < self.longest:
-            seen = text + seen
-        return bool(held) and seen.endswith(tuple(self._texts))
+    @property
+    def begun(self) -> int:
+        """The length of the longest end of what was seen with which a stop text may begin."""
+        return max((stop.matched for stop in self._stops), default=0)
 
-    def undecided(self, text: str) -> str:
-        """The longest end of the text with which a stop text may begin."""
-        for length in range(min(len(text), self.longest - 1), 0, -1):
-            end = text[len(text) - length :]
-            if any(stop.startswith(end) for stop in self._texts):
+    def find(self, piece: str) -> tuple[int, int] | None:
+        """The end, in this piece, and the length of the stop text that is complete first; of
+        several, the longest. Nothing can be searched after it."""
+        ends = [(end, -len(stop.text)) for stop in self._stops if (end := stop.end_in(piece))]
+        if not ends:
+            return None
+        end, length = min(ends)
+        return end, -length
+
+
+class _StopText:
+    """The algorithm of Knuth, Morris and Pratt: ``matched`` characters of ``text`` are the end of
+    what was seen."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.matched, self._borders = text, 0, _borders(text)
+
+    def end_in(self, piece: str) -> int:
+        """Where the text ends in what follows; 0 if it does not."""
+        text, rest = self.text, piece
+        if not self.matched and text[0] not in piece:
+            return 0
+        if len(piece) >= len(text):  # which str.find searches faster
+            start = (text[: self.matched] + piece).find(text)
+            if start >= 0:
+                return start + len(text) - self.matched
+            self.matched, rest = 0, piece[len(piece) - len(text) + 1 :]
+        matched, borders = self.matched, self._borders
+        for end, character in enumerate(rest, 1):
+            while matched and text[matched] != character:
+                matched = borders[matched - 1]
+            matched += text[matched] == character
+            if matched == len(text):
                 return end
-        return ""
+        self.matched = matched
+        return 0
+
+
+@lru_cache(maxsize=256)
+def _borders(text: str) -> array[int]:
+    """Of each beginning of a text, the length of the longest shorter one that it ends with."""
+    found = array("q", [0])
+    length = 0
+    for character in text[1:]:
+        while length and text[length] != character:
+            length = found[length - 1]
+        length += text[length] == character
+        found.append(length)
+    return found

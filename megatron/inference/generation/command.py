@@ -60,7 +60,7 @@ def run_generation(description: str | None, argv: Sequence[str] | None = None) -
         engine = GenerationEngine(runner, opened.tokenizer, limits)
         generator = TextGenerator(
             engine, opened.tokenizer, options.max_new_tokens, options.sampling(),
-            next(iter(opened.runner.adapters), None),
+            opened.ends, next(iter(opened.runner.adapters), None),
         )  # fmt: skip
         try:
             _generate(generator, options, texts, sources)

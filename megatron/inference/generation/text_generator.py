@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 
 from megatron.inference.decoding.text_stream import TextStream, continuation_text
-from megatron.inference.prompts import end_tokens, prompt_tokens
+from megatron.inference.prompts import prompt_tokens
 from megatron.inference.request import Completion, GenerationRequest, Sampling, StopRules
 from megatron.inference.scheduling.engine import GenerationEngine
 from megatron.parallel.random import derive_seed
@@ -42,6 +42,7 @@ class TextGenerator:
 
     Args:
         sampling: its seed and the place of a prompt determine the draws.
+        ends: tokens that end a text.
         adapter: that the model has for all texts; None for none.
     """
 
@@ -51,11 +52,12 @@ class TextGenerator:
         tokenizer: Tokenizer,
         max_new_tokens: int,
         sampling: Sampling,
+        ends: frozenset[int],
         adapter: str | None = None,
     ) -> None:
         self.engine, self.tokenizer = engine, tokenizer
         self.max_new_tokens, self.sampling = max_new_tokens, sampling
-        self.stops, self.adapter = end_tokens(tokenizer), adapter
+        self.stops, self.adapter = ends, adapter
 
     def encode(self, text: str) -> Tokens:
         """See :func:`~megatron.inference.prompts.prompt_tokens`. Raises ValueError also if the

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.checkpoint.source import tokenizer_in
 from megatron.config import ConfigError, Settings
 from megatron.inference.decoding.chat import ChatFormat
 from megatron.inference.opening import opened_runner
@@ -109,6 +110,7 @@ def _serve(config: ServerConfig, settings: Settings, processes: int) -> None:
         build_app(service, access),
         listening,
         ConnectionLimits(config.max_connections, config.read_timeout, config.write_timeout),
+        _log,
     )
     stop = StopSignals()
     http.start()
@@ -118,11 +120,10 @@ def _serve(config: ServerConfig, settings: Settings, processes: int) -> None:
             config.max_batch_size, config.max_num_batched_tokens, config.max_waiting
         )
         thread = EngineThread(GenerationEngine(opened.runner, opened.tokenizer, limits))
-        own = opened.folder / "tokenizer"  # of a checkpoint of this project
-        files = own if own.is_dir() else opened.folder
+        files = tokenizer_in(opened.folder) or opened.folder
         chat = ChatFormat.of(opened.tokenizer, files, template)
         thread.start()
-        service.open(ServedModel(thread, opened.tokenizer, chat))
+        service.open(ServedModel(thread, opened.tokenizer, chat, opened.ends))
         stop.serving = True
         host, port, *_ = listening.getsockname()
         shown = f"[{host}]" if ":" in host else host
@@ -136,7 +137,12 @@ def _drain(service: Service, thread: EngineThread, http: HTTPThread, seconds: fl
     """Lets running requests end, and refuses others."""
     service.drain()
     _log(f"ending: {service.active} requests have {seconds:g} s; a second signal ends it now")
-    ended = http.submit(lambda: thread.drain(seconds)).result()
+    end = time.monotonic() + seconds
+    while service.active and thread.failed is None and time.monotonic() < end:
+        time.sleep(_POLL_SECONDS / 10)
+    ended = not service.active
+    http.submit(lambda: thread.drain(0)).result()
+    http.submit(service.end).result()
     if thread.failed is not None:
         _check(service, thread, http)
     end = time.monotonic() + _NOTICE_SECONDS

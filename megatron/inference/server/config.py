@@ -26,10 +26,11 @@ class ServiceLimits:
     request_seconds: float = 600.0
     request_bytes: int = 4 * 2**20
     read_seconds: float = 30.0
+    text_seconds: float = 30.0
 
     @property
     def held_bytes(self) -> int:
-        """Of large bodies of all clients that are being read at once."""
+        """Of large bodies of all clients that are being read, or whose texts are not tokens yet."""
         return 16 * self.request_bytes
 
 
@@ -93,9 +94,11 @@ class ServerConfig(ServedConfig):
     max_request_bytes: int = option(4 * 2**20, bounds=POSITIVE)
     """The longest body of a request."""
     max_connections: int = option(1024, bounds=POSITIVE)
-    """Clients at once; a further one gets status 503."""
+    """Clients at once; a further one gets status 503. Fewer where the process may have fewer files
+    open (ulimit -n)."""
     drain_seconds: float = option(20.0, bounds=NOT_NEGATIVE)
-    """After SIGTERM or Ctrl-C: how long running requests have to end. torchrun kills after 30."""
+    """After SIGTERM or Ctrl-C: how long requests that have come have to end. torchrun kills after
+    30."""
     chat_template: str | None = option(None, derived="that of the tokenizer")
     """File with a chat template (Jinja)."""
     log_prompts: bool = option(False)

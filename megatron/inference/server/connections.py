@@ -1,8 +1,13 @@
-"""Connections that are closed when the client is silent or reads nothing."""
+"""Connections that are closed when there are too many, when the client is silent or reads
+nothing."""
 
 from __future__ import annotations
 
 import asyncio
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import h11
@@ -10,21 +15,54 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 _CHECKS = 8
 """Checks of a connection within each of its two times."""
+_UNREAD = 2**26
+"""Bytes of answers of all clients that may wait to be read."""
+_UNREAD_OF_ONE = 2**16
+"""Bytes of a client that are never too many."""
+_OTHER_DESCRIPTORS = 128
+"""Kept free: for the processes of chat templates and constraints, for files, and for connections
+that are refused and not closed yet."""
+_OVER = 32
+"""Connections above the limit that still get an answer, status 503."""
+_PAUSE = 60.0
 
 
-def bounded_connection(read_seconds: float, write_seconds: float) -> type[H11Protocol]:
-    """uvicorn's protocol with the two times of :class:`BoundedConnection`."""
-    times = {"read_seconds": read_seconds, "write_seconds": write_seconds}
-    return type("BoundedConnection", (BoundedConnection,), times)
+class RareLog:
+    """Logs each kind of line at most once a minute."""
+
+    def __init__(self, log: Callable[[str], None]) -> None:
+        self._log = log
+        self._last: dict[str, float] = {}
+
+    def say(self, kind: str, line: str) -> None:
+        now = time.monotonic()
+        if now - self._last.get(kind, -_PAUSE) >= _PAUSE:
+            self._last[kind] = now
+            self._log(line)
+
+
+def most_connections() -> int:
+    """Connections for which this process has file descriptors, besides those it has now."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most == resource.RLIM_INFINITY:
+        return 2**31
+    folder = Path("/dev/fd")  # of Linux and macOS
+    used = len(list(folder.iterdir())) if folder.is_dir() else 0
+    free = most - used
+    return max(1, free - _OTHER_DESCRIPTORS, free // 4)
 
 
 class BoundedConnection(H11Protocol):
     """Closes itself when no request comes, or its head does not end, within ``read_seconds``, and
-    when nothing of an answer is read for ``write_seconds``. What uvicorn calls closing waits
-    for the other side to read."""
+    when nothing of an answer is read for ``write_seconds``, or its client is the one that has most
+    to read while all have too much. What uvicorn calls closing waits for the other side to read.
+
+    With ``limit_concurrency`` and more of them the newest gets status 503 and is soon closed, or at
+    once if there are many more: the process must not run out of file descriptors."""
 
     read_seconds = 30.0
     write_seconds = 30.0
+    rare_log: RareLog
 
     def connection_made(self, transport: Any) -> None:
         """Starts the checks."""
@@ -32,6 +70,14 @@ class BoundedConnection(H11Protocol):
         self._idle_since = self._read_since = self.loop.time()
         self._unread = 0
         self._timer: asyncio.TimerHandle | None = None
+        over = len(self.connections) - (self.limit_concurrency or 0)
+        if over >= 0:
+            line = f"{len(self.connections) - 1:,} clients are connected: others are refused"
+            self.rare_log.say("connections", line)
+        if over >= _OVER:
+            transport.abort()
+            return
+        self._is_over = over >= 0
         self._check()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -47,6 +93,10 @@ class BoundedConnection(H11Protocol):
             self.cycle is not None and self.cycle.response_complete
         )
 
+    def _has_most_to_read(self) -> bool:
+        unread = [one.transport.get_write_buffer_size() for one in self.connections]
+        return sum(unread) > _UNREAD and self._unread == max(unread)
+
     def _check(self) -> None:
         now = self.loop.time()
         if not self._idle:
@@ -55,11 +105,13 @@ class BoundedConnection(H11Protocol):
         if unread == 0 or unread < self._unread:
             self._read_since = now
         self._unread = unread
+        idle_seconds = min(self.read_seconds, 1.0) if self._is_over else self.read_seconds
         if (
-            now - self._idle_since >= self.read_seconds
+            now - self._idle_since >= idle_seconds
             or now - self._read_since >= self.write_seconds
+            or (unread > _UNREAD_OF_ONE and self._has_most_to_read())
         ):
             self.transport.abort()
             return
-        pause = min(self.read_seconds, self.write_seconds) / _CHECKS
+        pause = min(idle_seconds, self.write_seconds) / _CHECKS
         self._timer = self.loop.call_later(pause, self._check)

@@ -70,14 +70,18 @@ class Fields:
             return value
         raise self.fault(name, "must be an object")
 
-    def texts(self, name: str, most: int) -> tuple[str, ...]:
+    def texts(self, name: str, most: int, longest: int) -> tuple[str, ...]:
         """Of a string or a list of strings, none of them empty."""
         value = self.take(name)
         found = [] if value is None else [value] if isinstance(value, str) else value
+        if isinstance(found, list) and len(found) > most:
+            raise self.fault(name, f"has {len(found):,} strings; at most {most} are possible")
         if not isinstance(found, list) or not all(isinstance(t, str) and t for t in found):
             raise self.fault(name, "must be a string or a list of strings, none of them empty")
-        if len(found) > most:
-            raise self.fault(name, f"has {len(found)} strings; at most {most} are possible")
+        size = max(map(len, found), default=0)
+        if size > longest:
+            what = f"has a string of {size:,} characters; at most {longest:,} are possible"
+            raise self.fault(name, what)
         return tuple(found)
 
     def ignore(self, *names: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import socket
@@ -15,10 +16,12 @@ from typing import Any, TypeVar
 import uvicorn
 
 from megatron.config import ConfigError
-from megatron.inference.server.connections import bounded_connection
+from megatron.inference.server.connections import BoundedConnection, RareLog, most_connections
 
 T = TypeVar("T")
 _BACKLOG = 1024
+_ACCEPTED = 16
+"""Connections that are accepted before others can be closed."""
 _CLOSING_SECONDS = 5
 """How long answers that are complete have to be read at the end."""
 
@@ -66,14 +69,29 @@ class HTTPThread:
     """Serves an application until :meth:`close`."""
 
     def __init__(
-        self, app: Any, listening: socket.socket, limits: ConnectionLimits | None = None
+        self,
+        app: Any,
+        listening: socket.socket,
+        limits: ConnectionLimits | None = None,
+        log: Callable[[str], None] = print,
     ) -> None:
         limits = limits or ConnectionLimits()
-        self._listening = listening
+        self._listening, self._rare_log = listening, RareLog(log)
+        connections = min(limits.connections, most_connections())
+        if connections < limits.connections:
+            log(
+                f"--max-connections {limits.connections:,}: {connections:,} clients at once, "
+                "because this process may have no more files open (ulimit -n)"
+            )
+        bounds = {
+            "read_seconds": limits.read_seconds,
+            "write_seconds": limits.write_seconds,
+            "rare_log": self._rare_log,
+        }
         self._server = uvicorn.Server(
             uvicorn.Config(
                 app,
-                http=bounded_connection(limits.read_seconds, limits.write_seconds),
+                http=type("Connection", (BoundedConnection,), bounds),
                 ws="none",
                 loop="asyncio",
                 lifespan="off",
@@ -82,7 +100,8 @@ class HTTPThread:
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                limit_concurrency=limits.connections,
+                limit_concurrency=connections + 1,  # with the one that is refused
+                backlog=_ACCEPTED,
                 timeout_keep_alive=max(1, round(limits.read_seconds)),
                 timeout_graceful_shutdown=_CLOSING_SECONDS,
             )
@@ -101,8 +120,19 @@ class HTTPThread:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(self._failed)
+        serving = asyncio.create_task(self._server.serve(sockets=[self._listening]))
+        while not (self._server.started or serving.done()):
+            await asyncio.sleep(0.01)
+        with contextlib.suppress(OSError):  # it may be closed already
+            self._listening.listen(_BACKLOG)  # more may wait than are accepted at a time
         self._begun.set()
-        await self._server.serve(sockets=[self._listening])
+        await serving
+
+    def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """An error that no request answers for, such as one of accepting a connection."""
+        message, error = context["message"], context.get("exception")
+        self._rare_log.say(message, f"error: {message}" + f" ({error})" * (error is not None))
 
     def submit(self, work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
         """Runs a coroutine in the loop of the server."""

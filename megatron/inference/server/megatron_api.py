@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -12,9 +12,16 @@ from megatron.inference.decoding.text_stream import token_texts
 from megatron.inference.request import Beams, GenerationRequest, Sampling, StopRules
 from megatron.inference.server.config import RequestDefaults
 from megatron.inference.server.errors import RequestError
-from megatron.inference.server.exchange import JSON, read_object, while_connected
+from megatron.inference.server.exchange import JSON, while_connected
 from megatron.inference.server.fields import Fields, is_integer, is_number
-from megatron.inference.server.service import Answer, ServedModel, Service, seed_of
+from megatron.inference.server.service import (
+    Answer,
+    ServedModel,
+    Service,
+    TextReader,
+    prepared,
+    seed_of,
+)
 
 MAX_PROMPTS = 128
 _NAMES_ELSEWHERE = {
@@ -201,29 +208,39 @@ def _sampling(asked: MegatronRequest, index: int) -> Sampling:
 
 
 def _stopping(asked: MegatronRequest, index: int, model: ServedModel) -> StopRules:
-    """As Megatron's: text ends it, or else tokens do. In a beam search ``stop_token`` alone."""
+    """As Megatron's: text ends it, or else tokens do. In a beam search ``stop_token`` alone, or
+    else the tokens that end a text of the model."""
     if asked.beam_width is None and (asked.stop_on_eol or asked.stop_on_double_eol):
         if asked.stop_on_double_eol:  # which Megatron asks for first
             before = asked.prompts[index][-1:]
             return StopRules(asked.tokens_to_generate, texts=("\n\n",), before=before)
         return StopRules(asked.tokens_to_generate, texts=("\n",))
-    tokens = set() if model.eod is None else {model.eod}
+    tokens = set(model.ends)
     if asked.stop_token is not None:
         tokens = {asked.stop_token} | (tokens if asked.beam_width is None else set())
     known = frozenset(token for token in tokens if 0 <= token < model.tokenizer.vocab_size)
     return StopRules(asked.tokens_to_generate, known)
 
 
-async def _answer(service: Service, asked: MegatronRequest) -> dict[str, Any]:
-    model = service.model()
-    split = service.prompt if model.has_encoder else service.tokenized
-    prompts = [await split(text) for text in asked.prompts]
+async def _prompts_of(
+    asked: MegatronRequest, model: ServedModel, texts: TextReader
+) -> list[tuple[int, ...]]:
+    prompts = await (texts.prompts if model.has_encoder else texts.tokenized)(asked.prompts)
     if asked.add_BOS:
         if model.eod is None:
             raise RequestError("add_BOS: the tokenizer has no end-of-document token to begin with")
         prompts = [(model.eod, *prompt) for prompt in prompts]
     _require(all(prompts), "Empty prompts require add_BOS=true")
-    requests = generation_requests(asked, prompts, model, service.limits.tokens)
+    return prompts
+
+
+async def _answer(
+    service: Service,
+    model: ServedModel,
+    asked: MegatronRequest,
+    prompts: Sequence[tuple[int, ...]],
+    requests: Sequence[GenerationRequest],
+) -> dict[str, Any]:
     answers = await service.complete(requests)
     if asked.beam_width is not None:
         return _beam_answer(prompts[0], answers[0], asked, model)
@@ -269,11 +286,16 @@ def megatron_router(service: Service) -> APIRouter:
 
     @router.api_route("/api", methods=["PUT", "POST"])
     async def generate(request: Request) -> JSON:
-        service.model()
-        body = await read_object(request, service.limits, service.bodies)
-        asked = parsed(body, service.defaults)
-        if service.log_prompts and not asked.no_log:
-            service.log(f"prompts: {list(asked.prompts)}")
-        return JSON(await while_connected(request, _answer(service, asked)))
+        async def make(body: Mapping[str, Any], texts: TextReader) -> tuple[Any, ...]:
+            asked = parsed(body, service.defaults)
+            if service.log_prompts and not asked.no_log:
+                service.log(f"prompts: {list(asked.prompts)}")
+            prompts = await _prompts_of(asked, model, texts)
+            requests = generation_requests(asked, prompts, model, service.limits.tokens)
+            return replace(asked, prompts=()), prompts, requests
+
+        with service.admitted() as model:
+            made = await prepared(request, service, model, make)
+            return JSON(await while_connected(request, _answer(service, model, *made)))
 
     return router

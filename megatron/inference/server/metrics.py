@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -32,10 +33,11 @@ _COUNTERS = {
 
 @dataclass
 class RequestRecord:
-    """Tokens of a request."""
+    """Tokens of a request, and when it began (of the monotonic clock)."""
 
     prompt_tokens: int = 0
     new_tokens: int = 0
+    begun: float = field(default_factory=time.monotonic)
 
 
 current_record: ContextVar[RequestRecord] = ContextVar("record")

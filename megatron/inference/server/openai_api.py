@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -12,13 +12,20 @@ import orjson
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 
-from megatron.inference.decoding.text_stream import bytes_of_token, token_texts
+from megatron.inference.decoding.text_stream import bytes_of_token
 from megatron.inference.request import TokenScore, Update
 from megatron.inference.server.errors import RequestError
-from megatron.inference.server.exchange import JSON, read_object, while_connected
+from megatron.inference.server.exchange import JSON, while_connected
 from megatron.inference.server.openai_requests import TextsAsked, chat_asked, completion_asked
-from megatron.inference.server.service import Answer, Service
-from megatron.inference.server.texts import ChoiceText, PlacedToken, TextPiece, token_name
+from megatron.inference.server.service import Answer, ServedModel, Service, TextReader, prepared
+from megatron.inference.server.texts import (
+    ChoiceText,
+    PlacedToken,
+    TextPiece,
+    name_there,
+    placed_prompt,
+    token_name,
+)
 from megatron.tokenizer import Tokenizer
 
 Json = dict[str, Any]
@@ -45,20 +52,23 @@ class _Completions:
         return None if echo is None else self.chunk(index, echo)
 
     def _logprobs(self, placed: tuple[PlacedToken, ...]) -> Json:
-        names = [token_name(self._tokenizer, p.token) for p in placed]
+        names = [name_there(self._tokenizer, p) for p in placed]
         return {
             "tokens": names,
             "token_logprobs": [None if p.score is None else p.score.logprob for p in placed],
-            "top_logprobs": [self._top(p.score) for p in placed] if self._asked.top else None,
+            "top_logprobs": [self._top(p) for p in placed] if self._asked.top else None,
             "text_offset": [p.offset for p in placed],
         }
 
-    def _top(self, score: TokenScore | None) -> dict[str, float] | None:
-        if score is None:
+    def _top(self, placed: PlacedToken) -> dict[str, float] | None:
+        if placed.score is None:
             return None
-        found = {token_name(self._tokenizer, token): logprob for token, logprob in score.top}
+        here, found = name_there(self._tokenizer, placed), dict[str, float]()
+        for token, logprob in placed.score.top:
+            name = here if token == placed.token else token_name(self._tokenizer, token)
+            found.setdefault(name, logprob)
         # As OpenAI: the token itself is always there.
-        found.setdefault(token_name(self._tokenizer, score.token), score.logprob)
+        found.setdefault(here, placed.score.logprob)
         return found
 
 
@@ -91,12 +101,14 @@ class _Chat:
         for placed in piece.tokens:
             assert placed.score is not None
             top = [self._one(*pair) for pair in placed.score.top]
-            one = self._one(placed.token, placed.score.logprob)
+            one = self._one(placed.token, placed.score.logprob, placed.name)
             content.append({**one, "top_logprobs": top})
         return {"content": content, "refusal": None}
 
-    def _one(self, token: int, logprob: float) -> Json:
+    def _one(self, token: int, logprob: float, placed_as: str | None = None) -> Json:
         found = bytes_of_token(self._tokenizer, token)
+        if placed_as is not None:
+            found = placed_as.encode()
         name = found.decode("utf-8", "replace")
         return {"token": name, "logprob": logprob, "bytes": list(found)}
 
@@ -111,10 +123,11 @@ def _choice(index: int, content: Json, logprobs: Json | None, piece: TextPiece) 
 class _Exchange:
     """One request for texts, and its answer in either form."""
 
-    def __init__(self, service: Service, asked: TextsAsked, form: type[_Form]) -> None:
-        self.service, self.asked = service, asked
-        tokenizer = service.model().tokenizer
-        self.form, self._tokenizer = form(tokenizer, asked), tokenizer
+    def __init__(
+        self, service: Service, model: ServedModel, asked: TextsAsked, form: type[_Form]
+    ) -> None:
+        self.service, self.asked, self._model = service, asked, model
+        self.form, self._tokenizer = form(model.tokenizer, asked), model.tokenizer
         self._id = f"{form.prefix}-{secrets.token_hex(12)}"
         self._created = int(time.time())
 
@@ -132,7 +145,7 @@ class _Exchange:
         shown = self.asked.shown[index // self.asked.choices] if self.asked.echo else ""
         stops = self.asked.template.stopping.texts
         # Of an encoder the prompt is no part of the text.
-        encoded = self.service.model().has_encoder
+        encoded = self._model.has_encoder
         prompt = () if encoded else self.asked.prompts[index // self.asked.choices]
         return ChoiceText(self._tokenizer, prompt, stops, self.asked.hidden, len(shown))
 
@@ -168,11 +181,7 @@ class _Exchange:
         prompt, shown = self.asked.prompts[number], self.asked.shown[number]
         if self.asked.top is None or not shown:  # an empty prompt has a token that is not shown
             return TextPiece(shown, (), None)
-        found, place = [], 0
-        texts = token_texts(self._tokenizer, prompt)
-        for token, score, text in zip(prompt, (None, *scores), texts, strict=True):
-            found.append(PlacedToken(token, place, score))
-            place += len(text)
+        found = placed_prompt(self._tokenizer, prompt, (None, *scores), shown)
         return TextPiece(shown, tuple(found), None)
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
@@ -247,18 +256,20 @@ def openai_router(service: Service) -> APIRouter:
 
     async def answer(
         request: Request,
-        read: Callable[[Service, Json], Coroutine[Any, Any, TextsAsked]],
+        read: Callable[[Service, ServedModel, Json, TextReader], Awaitable[TextsAsked]],
         form: type[_Form],
     ) -> Response:
-        service.model()
-        body = await read_object(request, service.limits, service.bodies)
-        asked = await read(service, body)
-        if service.log_prompts:
-            service.log(f"prompts: {body.get('prompt', body.get('messages'))}")
-        exchange = _Exchange(service, asked, form)
-        if asked.stream:
-            return await _streamed(request, exchange.stream())
-        return JSON(await while_connected(request, exchange.whole()))
+        async def make(fields: Json, texts: TextReader) -> TextsAsked:
+            if service.log_prompts:
+                service.log(f"prompts: {fields.get('prompt', fields.get('messages'))}")
+            return await read(service, model, fields, texts)
+
+        with service.admitted() as model:
+            asked = await prepared(request, service, model, make)
+            exchange = _Exchange(service, model, asked, form)
+            if asked.stream:
+                return await _streamed(request, exchange.stream())
+            return JSON(await while_connected(request, exchange.whole()))
 
     def described(name: str) -> Json:
         found = {"id": name, "object": "model", "created": service.created}

@@ -11,11 +11,14 @@ from megatron.inference.request import Constraint, GenerationRequest, Sampling, 
 from megatron.inference.server.config import RequestDefaults
 from megatron.inference.server.errors import RequestError
 from megatron.inference.server.fields import Fields, is_integer, is_number
-from megatron.inference.server.service import ServedModel, Service, seed_of
+from megatron.inference.server.service import ServedModel, Service, TextReader, seed_of
 
 MAX_CHOICES = 128
 _PROMPT = "must be a string, a list of strings, a list of token ids, or a list of such lists"
+_MAX_MESSAGES = 2048
+"""As OpenAI's API; the same for the parts of one."""
 _MAX_STOPS = 16
+_LONGEST_STOP = 1024
 _MAX_TOP = 20
 _MAX_BIAS = 1024
 _SAYS_NOTHING = (
@@ -71,14 +74,16 @@ class TextsAsked:
         return found
 
 
-async def completion_asked(service: Service, body: Mapping[str, Any]) -> TextsAsked:
+async def completion_asked(
+    service: Service, model: ServedModel, body: Mapping[str, Any], texts: TextReader
+) -> TextsAsked:
     """What a body of ``/v1/completions`` asks for. Raises RequestError."""
-    model, fields = service.model(), Fields(body)
+    fields = Fields(body)
     adapter = _adapter(service, model, fields)
     fields.refuse(_REFUSED_BY_COMPLETIONS)
-    prompts, shown = await _prompts(service, model, fields)
-    choices = _choices(fields, len(prompts))
     echo = fields.flag("echo")
+    prompts, shown = await _prompts(service, model, fields, texts, echo)
+    choices = _choices(fields, len(prompts))
     if echo and model.has_encoder:
         raise fields.fault("echo", "is not supported: an encoder reads the prompt")
     top = fields.integer("logprobs", 0, _MAX_TOP)
@@ -87,15 +92,17 @@ async def completion_asked(service: Service, body: Mapping[str, Any]) -> TextsAs
     return _asked(service, model, fields, prompts, shown, choices, new, top, echo, adapter)
 
 
-async def chat_asked(service: Service, body: Mapping[str, Any]) -> TextsAsked:
+async def chat_asked(
+    service: Service, model: ServedModel, body: Mapping[str, Any], texts: TextReader
+) -> TextsAsked:
     """What a body of ``/v1/chat/completions`` asks for. Raises RequestError."""
-    model, fields = service.model(), Fields(body)
+    fields = Fields(body)
     adapter = _adapter(service, model, fields)
     fields.refuse(_REFUSED_BY_CHAT)
     fields.ignore("parallel_tool_calls")
     if fields.take("modalities") not in (None, ["text"]):
         raise fields.fault("modalities", 'can only be ["text"]: the model writes text only')
-    prompt = await _chat_prompt(service, fields)
+    prompt = await _chat_prompt(fields, texts)
     choices = _choices(fields, 1)
     top = fields.integer("top_logprobs", 0, _MAX_TOP)
     if not fields.flag("logprobs"):
@@ -128,7 +135,7 @@ def _asked(
 ) -> TextsAsked:
     _check_size(service, model, prompts, choices, new)
     hidden = frozenset[int]() if fields.flag("ignore_eos") else model.ends
-    stops = fields.texts("stop", _MAX_STOPS)
+    stops = fields.texts("stop", _MAX_STOPS, _LONGEST_STOP)
     stop_ids = _tokens(fields, "stop_token_ids", model)
     ends = hidden | frozenset(stop_ids)
     template = GenerationRequest(
@@ -166,9 +173,9 @@ def _adapter(service: Service, model: ServedModel, fields: Fields) -> str | None
 
 
 async def _prompts(
-    service: Service, model: ServedModel, fields: Fields
+    service: Service, model: ServedModel, fields: Fields, texts: TextReader, echo: bool
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
-    """Of a text, a list of texts, ids, or a list of lists of ids."""
+    """Of a text, a list of texts, ids, or a list of lists of ids; and the texts, for ``echo``."""
     given = fields.take("prompt")
     if given is None:
         raise fields.fault("prompt", f"is missing: it {_PROMPT}")
@@ -180,35 +187,49 @@ async def _prompts(
         raise fields.fault(
             "prompt", f"has {len(given)} prompts; at most {MAX_CHOICES} are possible"
         )
-    found = [await _prompt(service, model, fields, one) for one in given]
-    return tuple(ids for ids, _ in found), tuple(shown for _, shown in found)
-
-
-async def _prompt(
-    service: Service, model: ServedModel, fields: Fields, given: Any
-) -> tuple[tuple[int, ...], str]:
-    """Ids of a text or of ids, and the text."""
-    if isinstance(given, str):
-        return await service.prompt(given), given
-    if not isinstance(given, list):
+    if not all(isinstance(one, str | list) for one in given):
         raise fields.fault("prompt", _PROMPT)
-    _check_size(service, model, [given], 1, 0)  # before each of them is looked at
+    lists = [one for one in given if isinstance(one, list)]
+    if lists:
+        _check_ids(service, model, fields, lists)
+    # An empty list of ids is an empty text.
+    split = iter(await texts.prompts([one or "" for one in given if not _has_ids(one)]))
+    prompts = tuple(tuple(one) if _has_ids(one) else next(split) for one in given)
+    if not echo:
+        return prompts, ("",) * len(prompts)
+    detokenize = model.tokenizer.detokenize
+    return prompts, tuple(one if isinstance(one, str) else detokenize(one) for one in given)
+
+
+def _has_ids(prompt: str | list[Any]) -> bool:
+    return isinstance(prompt, list) and bool(prompt)
+
+
+def _check_ids(
+    service: Service, model: ServedModel, fields: Fields, prompts: Sequence[list[Any]]
+) -> None:
+    _check_size(service, model, prompts, 1, 0)  # before each of them is looked at
     size = model.tokenizer.vocab_size
-    if not all(is_integer(token) and 0 <= token < size for token in given):
+    if not all(is_integer(token) and 0 <= token < size for ids in prompts for token in ids):
         raise fields.fault("prompt", f"must have token ids from 0 to {size - 1}")
-    ids = tuple(given)
-    return ids or await service.prompt(""), model.tokenizer.detokenize(ids)
 
 
-async def _chat_prompt(service: Service, fields: Fields) -> tuple[int, ...]:
+async def _chat_prompt(fields: Fields, texts: TextReader) -> tuple[int, ...]:
     messages = fields.take("messages")
     if not isinstance(messages, list) or not messages:
         raise fields.fault("messages", "must be a list of messages, not empty")
+    _check_count(fields, "messages", messages)
     plain = [_message(message, index) for index, message in enumerate(messages)]
     try:
-        return await service.chat_prompt(plain)
+        return await texts.chat_prompt(plain)
     except RequestError as error:
         raise fields.fault("messages", f"cannot be made a prompt: {error}") from None
+
+
+def _check_count(fields: Fields, name: str, parts: Sequence[Any]) -> None:
+    if len(parts) > _MAX_MESSAGES:
+        what = f"has {len(parts):,} entries; at most {_MAX_MESSAGES:,} are possible"
+        raise fields.fault(name, what)
 
 
 def _message(message: Any, index: int) -> dict[str, str]:
@@ -223,6 +244,7 @@ def _message(message: Any, index: int) -> dict[str, str]:
         raise fields.fault("role", what)
     content = fields.take("content")
     if isinstance(content, list):
+        _check_count(fields, "content", content)
         content = "".join(_part(part, f"{where}content[{i}].") for i, part in enumerate(content))
     if not isinstance(content, str):
         raise fields.fault("content", "must be a string, or a list of parts of type text")
@@ -320,8 +342,8 @@ def _bias(fields: Fields, model: ServedModel) -> dict[int, float]:
 
 def _tokens(fields: Fields, name: str, model: ServedModel) -> list[int]:
     given, size = fields.take(name) or [], model.tokenizer.vocab_size
-    right = isinstance(given, list) and all(is_integer(t) and 0 <= t < size for t in given)
-    if not right or len(given) > _MAX_STOPS:
+    right = isinstance(given, list) and len(given) <= _MAX_STOPS
+    if not right or not all(is_integer(t) and 0 <= t < size for t in given):
         raise fields.fault(name, f"must be a list of at most {_MAX_STOPS} token ids below {size}")
     return given
 

@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from collections import Counter
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from megatron.inference.prompts import end_tokens, prompt_tokens
+from fastapi import Request
+
+from megatron.inference.prompts import prompt_tokens
 from megatron.inference.request import BeamResult, Finish, GenerationRequest, TokenScore, Update
 from megatron.inference.scheduling.engine import QueueFull
 from megatron.inference.scheduling.engine_stats import EngineStats
 from megatron.inference.scheduling.engine_thread import EngineStopped, EngineThread
 from megatron.inference.server.config import RequestDefaults, ServiceLimits
 from megatron.inference.server.errors import RequestError
-from megatron.inference.server.exchange import HeldBodies
+from megatron.inference.server.exchange import Body, HeldBodies, while_connected
 from megatron.inference.server.metrics import Metrics, RequestRecord, current_record
+from megatron.inference.server.turns import SMALL_BODY, RequestTurn, Turns
 from megatron.parallel.random import derive_seed
 from megatron.tokenizer import Tokenizer
 
@@ -30,20 +42,30 @@ Tokens = tuple[int, ...]
 State = Literal["loading", "ok", "draining", "failed"]
 _SHORT = 4096
 """Characters that are split into tokens in less than a millisecond or two."""
+_LEAST_LONGEST = 64
+"""Characters of a token, at least, for a bound of texts: some tokenizers leave out white space."""
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A running engine and what else belongs to its model."""
+    """A running engine and what else belongs to its model; ``ends`` are the tokens that end a
+    text."""
 
     thread: EngineThread
     tokenizer: Tokenizer
     chat: ChatFormat
+    ends: frozenset[int]
 
     @property
     def positions(self) -> int:
         """The longest sequence, prompt and new tokens together; of an encoder its prompt."""
         return self.thread.engine.runner.max_positions
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens that a prompt has at most."""
+        runner = self.thread.engine.runner
+        return runner.max_positions if runner.max_prompt is None else runner.max_prompt
 
     @property
     def has_encoder(self) -> bool:
@@ -72,15 +94,15 @@ class ServedModel:
             return self.prompt(self.chat.render(messages))
         return tuple(self.chat.tokens(self.tokenizer, messages))
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters that a token has at most."""
+        return max(_LEAST_LONGEST, *map(len, self.tokenizer.token_bytes))
+
     @property
     def eod(self) -> int | None:
         """The end-of-document token, if there is one."""
         return self.tokenizer.special_ids.eod
-
-    @property
-    def ends(self) -> frozenset[int]:
-        """The tokens that end a text."""
-        return end_tokens(self.tokenizer)
 
 
 @dataclass
@@ -119,20 +141,28 @@ class Service:
         self.defaults, self.log_prompts = defaults or RequestDefaults(), log_prompts
         self.metrics = Metrics(self.stats)
         self.created = int(time.time())
-        self.active = 0
         self.bodies = HeldBodies(self.limits.held_bytes)
+        self.turns = Turns(self.limits.text_seconds)
+        self._active: Counter[int] = Counter()
+        self._admitted: set[asyncio.Task[Any]] = set()
         self._draining = False
         self._failure: str | None = None
         self._model: ServedModel | None = None
-        self._tokenizing = ThreadPoolExecutor(1, "tokenizer")
+        self._has_ended = False
 
     def open(self, model: ServedModel) -> None:
         """Takes requests from now on."""
         self._model = model
 
     def drain(self) -> None:
-        """Takes no more requests from now on."""
+        """Takes no more requests; those that were admitted continue."""
         self._draining = True
+
+    async def end(self) -> None:
+        """Answers the requests that remain with status 503."""
+        self._has_ended = True
+        for task in self._admitted:
+            task.cancel()
 
     def fail(self, reason: str) -> None:
         """The engine will answer nothing more."""
@@ -151,6 +181,11 @@ class Service:
         """The engine's; None before the model is loaded."""
         return None if self._model is None else self._model.thread.stats
 
+    @property
+    def active(self) -> int:
+        """Requests that were admitted, and have no whole answer yet."""
+        return len(self._active)
+
     def model(self) -> ServedModel:
         """Raises RequestError while requests are not taken."""
         if self.state == "ok" and self._model is not None:
@@ -161,35 +196,61 @@ class Service:
         }.get(self.state, "the model has failed; the server is about to end")
         raise RequestError(reason, 503, code=self.state, retry_after=5)
 
-    async def tokenized(self, text: str) -> Tokens:
-        """Ids of a text. Raises RequestError if the tokenizer cannot split it."""
-        return await self._split(len(text), self.model().tokenizer.tokenize, text)
-
-    async def prompt(self, text: str) -> Tokens:
-        """Ids of a prompt, at least one. Raises RequestError if the tokenizer cannot make one."""
-        return await self._split(len(text), self.model().prompt, text)
-
-    async def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> Tokens:
-        """Ids of a conversation, up to the model's next message. Raises RequestError if the chat
-        template refuses it."""
-        model = self.model()
-        # A template is rendered in another process, which this thread must not wait for.
-        return await self._split(_SHORT + 1, model.chat_prompt, messages)
-
-    async def _split(
-        self, characters: int, split: Callable[..., Iterable[int]], *arguments: Any
-    ) -> Tokens:
+    @contextmanager
+    def admitted(self) -> Iterator[ServedModel]:
+        """Within it a request is answered, also after :meth:`drain`. Raises RequestError while
+        requests are not taken, and if the server ends before the answer."""
+        model, task = self.model(), asyncio.current_task()
+        assert task is not None
+        self._admitted.add(task)
         try:
-            return tuple(await self._apart(characters, split, *arguments))
-        except ValueError as error:
-            raise RequestError(str(error)) from None
+            with self._counted():
+                yield model
+        except asyncio.CancelledError:
+            if self._has_ended:
+                raise _stopped() from None
+            raise
+        finally:
+            self._admitted.discard(task)
 
-    async def _apart(self, characters: int, work: Callable[..., T], *arguments: Any) -> T:
-        """The result of work on texts, in another thread if they are long."""
-        if characters <= _SHORT:
-            return work(*arguments)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._tokenizing, work, *arguments)
+    @contextmanager
+    def _counted(self) -> Iterator[RequestRecord]:
+        """Counts a request as active, once, although its answer may be a stream that begins within
+        another such block."""
+        record = current_record.get(None) or RequestRecord()
+        self._active[id(record)] += 1
+        try:
+            yield record
+        finally:
+            self._active[id(record)] -= 1
+            if not self._active[id(record)]:
+                del self._active[id(record)]
+
+    async def in_turn(
+        self,
+        body: Body,
+        client: str,
+        model: ServedModel,
+        make: Callable[[dict[str, Any], TextReader], Awaitable[T]],
+    ) -> T:
+        """What ``make`` makes of a body, in the turn of its client. Raises RequestError."""
+
+        async def work() -> T:
+            async with self.turns.of(client, body.size) as turn:
+                parse = body.parsed
+                is_small = body.size <= SMALL_BODY
+                fields = parse() if is_small else await turn.work(parse)
+                return await make(fields, TextReader(model, turn, self.limits.tokens))
+
+        try:
+            return await asyncio.wait_for(_without_frames(work()), self._seconds_left())
+        except asyncio.TimeoutError as error:
+            raise self._error(error) from None
+
+    def _seconds_left(self) -> float:
+        """Of this task's request."""
+        record = current_record.get(None) or RequestRecord()
+        return record.begun + self.limits.request_seconds - time.monotonic()
 
     async def complete(self, requests: Sequence[GenerationRequest]) -> list[Answer]:
         """What each request gets, in their order. Raises RequestError."""
@@ -205,7 +266,7 @@ class Service:
         """What the requests get, as it comes, with their indices; whoever stops iterating cancels
         them. Raises RequestError, which ends all of them; if they cannot run at all, before the
         first update."""
-        thread = self.model().thread
+        thread = (self._model or self.model()).thread
         queue: asyncio.Queue[tuple[int, Update] | BaseException | None] = asyncio.Queue()
 
         async def follow(index: int, request: GenerationRequest) -> None:
@@ -219,36 +280,33 @@ class Service:
             except Exception as error:  # to be raised by whoever reads the queue
                 queue.put_nowait(error)
 
-        self.active += 1
-        record = current_record.get(None) or RequestRecord()
-        record.prompt_tokens += sum(len(request.prompt) for request in requests)
-        seconds = self.limits.request_seconds
-        timer = asyncio.get_running_loop().call_later(seconds, queue.put_nowait, TimeoutError())
+        seconds, loop = self._seconds_left(), asyncio.get_running_loop()
+        timer = loop.call_later(seconds, queue.put_nowait, asyncio.TimeoutError())
         tasks = [asyncio.create_task(follow(*item)) for item in enumerate(requests)]
-        try:
-            running = len(tasks)
-            while running:
-                found = await queue.get()
-                if isinstance(found, BaseException):
-                    raise self._error(found) from None
-                if found is None:
-                    running -= 1
-                elif found[1].finish == "cancelled":
-                    text = "the server has ended before this text did"
-                    raise RequestError(text, 503, code="stopped", retry_after=5)
-                else:
-                    record.new_tokens += len(found[1].tokens)
-                    yield found
-        finally:
-            timer.cancel()
-            self.active -= 1
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        with self._counted() as record:
+            record.prompt_tokens += sum(len(request.prompt) for request in requests)
+            try:
+                running = len(tasks)
+                while running:
+                    found = await queue.get()
+                    if isinstance(found, BaseException):
+                        raise self._error(found) from None
+                    if found is None:
+                        running -= 1
+                    elif found[1].finish == "cancelled":
+                        raise _stopped()
+                    else:
+                        record.new_tokens += len(found[1].tokens)
+                        yield found
+            finally:
+                timer.cancel()
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     def _error(self, error: BaseException) -> RequestError:
         match error:
-            case TimeoutError():
+            case asyncio.TimeoutError():
                 seconds = f"{self.limits.request_seconds:g}"
                 return RequestError(
                     f"not finished within {seconds} seconds (--request-timeout)",
@@ -265,6 +323,91 @@ class Service:
         if self.state == "failed":
             return RequestError("the model has failed; the server is about to end", 503)
         return RequestError("this request made the model fail", 500)
+
+
+def _stopped() -> RequestError:
+    text = "the server has ended before this text did"
+    return RequestError(text, 503, code="stopped", retry_after=5)
+
+
+class TextReader:
+    """From the texts of a request to tokens, in its turn. All methods raise RequestError for a
+    text that is too long, or that the tokenizer or the chat template refuses."""
+
+    def __init__(self, model: ServedModel, turn: RequestTurn, most_tokens: int) -> None:
+        self._model, self._turn, self._most_tokens = model, turn, most_tokens
+
+    async def tokenized(self, texts: Sequence[str]) -> list[Tokens]:
+        """Ids of texts."""
+        return await self._split(texts, self._model.tokenizer.tokenize)
+
+    async def prompts(self, texts: Sequence[str]) -> list[Tokens]:
+        """Ids of prompts, each at least one."""
+        return await self._split(texts, self._model.prompt)
+
+    async def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> Tokens:
+        """Ids of a conversation, up to the model's next message."""
+        self._check([sum(len(message["content"]) for message in messages)])
+        # A template is rendered in another process, which this thread must not wait for.
+        with _refusals():
+            return await self._turn.work(self._model.chat_prompt, messages)
+
+    async def _split(
+        self, texts: Sequence[str], split: Callable[[str], Iterable[int]]
+    ) -> list[Tokens]:
+        def work() -> list[Tokens]:
+            return [tuple(split(text)) for text in texts]
+
+        sizes = [len(text) for text in texts]
+        self._check(sizes)
+        with _refusals():
+            return work() if sum(sizes) <= _SHORT else await self._turn.work(work)
+
+    def _check(self, sizes: Sequence[int]) -> None:
+        """Refuses, before they are split, texts of these characters that must be too many
+        tokens."""
+        model, most = self._model, self._most_tokens
+        longest = min(model.longest_prompt, most) * model.longest_token
+        if max(sizes, default=0) > longest or sum(sizes) > most * model.longest_token:
+            text = (
+                f"This model's maximum context length is {model.longest_prompt:,} tokens, a "
+                f"request has at most {most:,}, and no token has more than {model.longest_token:,} "
+                f"characters: {sum(sizes):,} characters are too many"
+            )
+            raise RequestError(text, code="context_length_exceeded")
+
+
+async def _without_frames(work: Awaitable[T]) -> T:
+    """The result of work, whose RequestError keeps nothing of a large request in memory."""
+    try:
+        return await work
+    except RequestError as error:
+        refusal = error
+    refusal.__traceback__ = refusal.__context__ = None
+    raise refusal
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Raises the errors of a tokenizer or chat template as RequestError."""
+    try:
+        yield
+    except ValueError as error:
+        raise RequestError(str(error)) from None
+
+
+async def prepared(
+    request: Request,
+    service: Service,
+    model: ServedModel,
+    make: Callable[[dict[str, Any], TextReader], Awaitable[T]],
+) -> T:
+    """Reads a request's body, and makes of it, as long as its client waits, what the engine is to
+    do. Raises RequestError, ClientGone."""
+    client = "" if request.client is None else request.client.host
+    with Body(service.bodies) as body:
+        await body.read(request, service.limits)
+        return await while_connected(request, service.in_turn(body, client, model, make))
 
 
 class _Clock:

@@ -17,6 +17,7 @@ from megatron.data.sources import INDEXED
 from megatron.families import family_of
 from megatron.retro.blocks import FileBlock, barrier, blocks_of, naming_full_disks
 from megatron.retro.preprocessing import Preprocessing
+from megatron.tokenizer.mark import mark_of
 from megatron.util.processes import is_main_process
 from megatron.util.progress import progress_bar
 
@@ -60,7 +61,9 @@ def datasets_of(work: Preprocessing) -> list[Dataset]:
         documents, prefix = portion.documents, portion.path
         if portion.source.kind != INDEXED:
             prefix = str(project.data_folder / name)
-            documents = _copied(portion, prefix, run.tokenizer.vocab_size)
+            mark = mark_of(run.tokenizer, run.config.tokenizer.tokenizer_type)
+            made = None if mark is None else mark.json()
+            documents = _copied(portion, prefix, run.tokenizer.vocab_size, made)
         stop = max(portion.units.stop, round(portion.source.share[1] * len(documents)))
         folder = project.database_folder / "individual" / name
         size = work.config.retro_doc_block_size
@@ -87,7 +90,7 @@ def _free_name(name: str, taken: Collection[str]) -> str:
     return next(each for each in chain((name,), numbered) if each not in taken)
 
 
-def _copied(portion: Portion, prefix: str, vocab_size: int) -> IndexedDataset:
+def _copied(portion: Portion, prefix: str, vocab_size: int, mark: bytes | None) -> IndexedDataset:
     """An indexed copy of other data, sequence by sequence. ConfigError if an earlier copy is of
     other text."""
     if is_main_process() and not idx_path(prefix).exists():
@@ -95,7 +98,7 @@ def _copied(portion: Portion, prefix: str, vocab_size: int) -> IndexedDataset:
         numbers = progress_bar(f"tokenizing {portion.path}", range(len(documents)), unit=" texts")
         with (
             naming_full_disks(idx_path(prefix), STAGE),
-            IndexedDatasetWriter(prefix, best_dtype(vocab_size)) as writer,
+            IndexedDatasetWriter(prefix, best_dtype(vocab_size), mark) as writer,
         ):
             for number in numbers:
                 writer.add_document([documents.get(number)])

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.source import FoundCheckpoint, locate_checkpoint
+from megatron.checkpoint.source import FoundCheckpoint, locate_checkpoint, nothing_at
 from megatron.config import (
     ConfigError,
     ModelFlags,
@@ -136,7 +136,7 @@ def _checkpoint(settings: Settings) -> FoundCheckpoint:
     tag = settings["load_tag"].value if "load_tag" in settings else None
     found = locate_checkpoint(load.value, tag)
     if found is None:
-        raise ConfigError(f"{flag} has no checkpoint; name the folder of a BERT's")
+        raise ConfigError(f"{flag}: {nothing_at(load.value)}; name the folder of a BERT's")
     if found.family != "bert":
         raise ConfigError(
             f"{flag} is a model of the family {found.family}, and a BERT embeds chunks; name one, "

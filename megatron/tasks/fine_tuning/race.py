@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import ConfigError
+from megatron.data.kinds.instruction.columns import RecordFields
 from megatron.tasks.fine_tuning.examples import RaceQuestion, clean_text, numbered_lines
 from megatron.util.json_text import parse_json
 
@@ -14,6 +15,7 @@ OPTIONS = 4
 LETTERS = "ABCD"
 """The names of the options."""
 _KEYS = ("article", "questions", "options")
+_KNOWN = frozenset((*_KEYS, "answers"))
 
 
 def read_race(folder: Path) -> list[RaceQuestion]:
@@ -79,6 +81,10 @@ def _check_keys(where: str, passage: Any) -> None:
         if key not in passage:
             present = ", ".join(list(passage)[:8]) or "none"
             raise ConfigError(f"{where} has no key {key!r}; its keys: {present}")
+    try:
+        RecordFields(passage, _KNOWN).check(f"{where}: ", remedy="remove or rename it")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     if not isinstance(passage["article"], str):
         raise ConfigError(f"{where}: 'article' must be a string")
     for key in (*_KEYS[1:], *(["answers"] if passage.get("answers") is not None else [])):

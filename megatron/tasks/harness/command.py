@@ -19,12 +19,13 @@ from megatron.families import family_of
 from megatron.inference.opening import for_generation, runner_of
 from megatron.tasks.harness.config import HarnessConfig
 from megatron.tasks.report import EvaluatedModel, versions
-from megatron.training.evaluation import opened_checkpoint
+from megatron.training.evaluation import Opened, opened_checkpoint
 from megatron.training.launch import start_processes
 from megatron.training.run import Run, RunToolParser
 from megatron.util.files import write_whole
 from megatron.util.processes import is_main_process
 from megatron.util.progress import say
+from megatron.util.secrets import without_secrets
 
 if TYPE_CHECKING:
     from megatron.engine.train_engine import ModelEngine
@@ -83,7 +84,7 @@ def opened_model(
         note = family_of(found.engine.config.model.family).scoring_note
         if note is not None and is_main_process():
             say(note)
-        model = _model(found.engine, found.run, config, found.folder)
+        model = _model(found, config)
         if generates:
             model.writer = _writer(found.engine, found.run, config)
         checkpoint = EvaluatedModel.of(found.run.config, found.folder, found.iteration)
@@ -117,16 +118,20 @@ def _writer(engine: ModelEngine, run: Run, config: HarnessConfig) -> TextWriter:
     return TextWriter(engine.mesh, run.tokenizer, runner)
 
 
-def _model(engine: Any, run: Run, config: HarnessConfig, folder: Path) -> HarnessModel:
+def _model(opened: Opened, config: HarnessConfig) -> HarnessModel:
     from megatron.tasks.harness.cache import AnswerCache
     from megatron.tasks.harness.model import HarnessModel
     from megatron.tasks.harness.scoring import TextScorer
 
-    scorer = TextScorer(engine, run.tokenizer, config.batch_size, config.max_batch_size)
-    model = HarnessModel(scorer, config.max_length, config.prefix_token_id)
+    run, folder = opened.run, opened.folder
+    scorer = TextScorer(opened.engine, run.tokenizer, config.batch_size, config.max_batch_size)
+    model = HarnessModel(scorer, config.max_length, config.prefix_token_id, opened.ends)
     if config.use_cache is not None:
         dtype = model.get_model_info()["model_dtype"]
-        depends = [asdict(run.config.model), asdict(run.config.tokenizer), model.prefix_token_id]
+        depends = [
+            asdict(run.config.model), asdict(run.config.tokenizer), model.prefix_token_id,
+            sorted(opened.ends),
+        ]  # fmt: skip
         mark = fingerprint(folder, depends)
         name = f"{folder.resolve()} ({mark}), {dtype}, {model.max_length} tokens"
         model.answer_cache = AnswerCache(config.use_cache, name)
@@ -211,8 +216,8 @@ def _report(results: dict[str, Any], config: HarnessConfig, opened: HarnessRun) 
     results["megatron"] = {
         "versions": versions(),
         "model": asdict(opened.checkpoint),
-        "flags": config.to_dict(),
-        "run": opened.run.config.to_dict(),
+        "flags": without_secrets(config.to_dict()),
+        "run": without_secrets(opened.run.config.to_dict()),
         "speed": asdict(speed),
     }
     write_whole(path, (_json(results, indent=2) + "\n").encode())

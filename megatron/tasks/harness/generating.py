@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,12 +40,15 @@ class TaskGeneration:
     beams: Beams | None
 
     @classmethod
-    def of(cls, kwargs: Mapping[str, Any], ends: Mapping[int, str], task: str) -> TaskGeneration:
+    def of(
+        cls, kwargs: Mapping[str, Any], ends: frozenset[int], texts: Iterable[str], task: str
+    ) -> TaskGeneration:
         """From a task's ``generation_kwargs``. Raises ConfigError if one of them is unknown or
         wrong.
 
         Args:
-            ends: the tokens that end a text, and their texts.
+            ends: the tokens that end a text.
+            texts: those of the tokenizer's end, which also end it where other tokens write them.
         """
         values: dict[str, Any] = dict(normalize_gen_kwargs(dict(kwargs), MAX_GEN_TOKS))
         unknown = sorted(set(values) - _USED)
@@ -55,11 +58,11 @@ class TaskGeneration:
                 f"supported; known are {', '.join(sorted(_USED))}"
             )
         until = values["until"]
-        for text in ends.values():
+        for text in texts:
             until = handle_stop_sequences(until, text)
         until = [text for text in until if text]
         try:
-            stopping = StopRules(values["max_gen_toks"], frozenset(ends), tuple(until))
+            stopping = StopRules(values["max_gen_toks"], ends, tuple(until))
             return cls(tuple(until), stopping, _sampling(values), _beams(values))
         except (TypeError, ValueError) as error:
             raise ConfigError(f"task {task}: generation_kwargs, or --gen-kwargs: {error}") from None

@@ -20,7 +20,6 @@ from megatron.config import ConfigError
 from megatron.data.scored_text import ScoredText
 from megatron.families import family_of
 from megatron.inference.decoding.chat import ChatFormat
-from megatron.inference.prompts import end_tokens
 from megatron.inference.request import Completion, GenerationRequest
 from megatron.inference.writing import TextWriter
 from megatron.parallel.random import derive_seed
@@ -47,6 +46,7 @@ class HarnessModel(TemplateLM):
         max_length: tokens that the model sees; None for its positions.
         prefix_token_id: the token before a text without context; None for the beginning of text,
             or else its end.
+        ends: tokens that end a generated text.
 
     Raises:
         ConfigError: a model of its family does not predict text.
@@ -57,6 +57,7 @@ class HarnessModel(TemplateLM):
         scorer: TextScorer,
         max_length: int | None = None,
         prefix_token_id: int | None = None,
+        ends: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__()
         config = scorer.engine.config
@@ -72,7 +73,7 @@ class HarnessModel(TemplateLM):
         self.backend = "seq2seq" if family.context_reader == "encoder" else "causal"
         self.max_length = max_length or model.positions.max_position_embeddings
         self._device = scorer.engine.device
-        self._prefix_token_id = prefix_token_id
+        self._prefix_token_id, self.ends = prefix_token_id, ends
         self._encode = functools.lru_cache(maxsize=256)(self._encode_new)
 
     @property
@@ -194,8 +195,9 @@ class HarnessModel(TemplateLM):
         ]
 
     def _wanted(self, request: Instance) -> TaskGeneration:
-        ends = {i: self.text_tokenizer.detokenize([i]) for i in end_tokens(self.text_tokenizer)}
-        return TaskGeneration.of(request.args[1], ends, str(request.task_name))
+        ids = self.text_tokenizer.special_ids
+        texts = [self.text_tokenizer.detokenize([i]) for i in (ids.eod, ids.eos) if i is not None]
+        return TaskGeneration.of(request.args[1], self.ends, texts, str(request.task_name))
 
     def _prompt(self, request: Instance, wanted: TaskGeneration) -> tuple[int, ...]:
         """As much of the end of a context as there is room for."""

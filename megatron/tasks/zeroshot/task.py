@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +16,7 @@ from megatron.engine.train_engine import ModelEngine
 from megatron.tasks.report import TaskResult
 from megatron.tokenizer import Tokenizer
 from megatron.training.measuring import measure_texts
+from megatron.util.progress import move_to, progress_bar
 
 
 class ZeroShotTask(ABC):
@@ -43,13 +46,18 @@ class ZeroShotTask(ABC):
         Args:
             engine: an evaluator, or the engine of a training.
             micro_batch_size: texts in a forward pass of a data-parallel rank.
-            progress: called with the number of texts that are done, from time to time.
+            progress: called with the number of texts that are done, from time to time; by default
+                that moves a bar.
 
         Raises:
             ConfigError: the model's family does not predict text.
         """
         start = time.perf_counter()
-        found = measure_texts(engine, self._tokenizer, self.texts, micro_batch_size, progress)
+        with ExitStack() as stack:
+            if progress is None:
+                bar = progress_bar(self.name, total=len(self.texts), unit=" texts")
+                progress = partial(move_to, stack.enter_context(bar))
+            found = measure_texts(engine, self._tokenizer, self.texts, micro_batch_size, progress)
         seconds = time.perf_counter() - start
         return self.result(found["log_prob"], found["correct"], seconds)
 

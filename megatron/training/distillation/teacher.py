@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.source import FoundCheckpoint, locate_checkpoint
+from megatron.checkpoint.source import FoundCheckpoint, locate_checkpoint, nothing_at
 from megatron.config import (
     CheckpointConfig,
     ConfigError,
@@ -72,7 +72,7 @@ def find_teacher(config: RunConfig, token_count: int | None = None) -> FoundTeac
     shown = f"--load-teacher {flags.load_teacher}"
     found = locate_checkpoint(flags.load_teacher)
     if found is None:
-        raise CheckpointError(f"{shown}: no checkpoint found")
+        raise CheckpointError(f"{shown}: {nothing_at(flags.load_teacher)}")
     family = found.form.family(found.folder)
     if family != student.family:
         raise ConfigError(

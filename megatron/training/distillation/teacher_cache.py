@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.files import CheckpointError, save_tensors
 from megatron.checkpoint.source import Source
 from megatron.config import ConfigError
 from megatron.data.samples import SampleDataset
@@ -27,6 +26,7 @@ from megatron.objectives.distillation import TaughtBatch
 from megatron.parallel.divergence import TopTokens, linear_top_tokens
 from megatron.parallel.mesh import Mesh
 from megatron.training.distillation.teacher import Teacher
+from megatron.training.fingerprint import checkpoint_digest
 from megatron.util.digests import digest_of_parts
 from megatron.util.files import replacing, write_whole
 from megatron.util.json_text import parse_json
@@ -72,7 +72,8 @@ class TeacherCache:
         except ValueError as error:
             raise CheckpointError(f"{error}; remove --kd-cache {self._folder}") from None
         for name, value in self._identity.items():
-            if found.get(name) != value:
+            # Folders of earlier versions do not say what the files were.
+            if found.get(name) != value and not (name == "files" and name not in found):
                 raise ConfigError(
                     f"--kd-cache {self._folder} is of another teacher: {name} is "
                     f"{found.get(name)}, and here {value}; name another folder"
@@ -195,7 +196,7 @@ class _Block:
         }
         name = f"{digest_of_parts(f'{key} ' for key in keys)}.safetensors"
         with replacing(folder / name) as path:
-            save_file(tensors, path)
+            save_tensors(tensors, path)
         self.__init__()  # type: ignore[misc]
 
 
@@ -210,9 +211,11 @@ def _repeated(batch: Any, size: int) -> Any:
 
 
 def identity_of(source: Source, top_tokens: int, temperature: float) -> dict[str, Any]:
-    """What a folder says of its teacher: digest of its weights, of which some are read."""
+    """What a folder says of its teacher: digests of its smallest weights, and of blocks of its
+    files, in which teachers with the same norms differ."""
     shapes = {name: source.shape(name) for name in source.names()}
     smallest = sorted(shapes, key=lambda name: (torch.Size(shapes[name]).numel(), name))
     read = (source.tensor(name).contiguous().numpy().data for name in smallest[:_DIGESTED])
     weights = digest_of_parts([json.dumps(sorted(shapes.items())), *read])
-    return {"weights": weights, "tokens": top_tokens, "temperature": temperature}
+    found = {"weights": weights, "tokens": top_tokens, "temperature": temperature}
+    return found | {"files": checkpoint_digest(source.folder)}

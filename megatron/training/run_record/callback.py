@@ -14,7 +14,7 @@ from megatron.training.resume import ResumePoint
 from megatron.training.run import Run
 from megatron.training.run_record.folder import StartRecord
 from megatron.training.trainer import Callback, Trainer
-from megatron.util.errors import one_line
+from megatron.util.errors import lost_output, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,7 @@ class RunRecorder(Callback):
         if error_type is not None:
             self._reason = f"{error_type.__name__}: {error[0]}"
         try:
-            self._record.end(self._iteration, self._reason)
+            reason = "; ".join([self._reason, *lost_output()])
+            self._record.end(self._iteration, reason)
         except OSError as failure:
             logger.warning("%s: %s", self._record.folder, one_line(failure))

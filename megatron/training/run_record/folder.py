@@ -1,11 +1,12 @@
 """The folder of a start of a run, ``run/001`` and so on in the folder of its checkpoints:
 
-- ``record.json``: command, variables, versions, git, data, hosts, and how it ended;
+- ``record.json``: command, listed variables, versions, git, data, hosts, and how it ended;
 - ``config.json``: the completed configuration, by its sections, and ``deepspeed.json``;
 - ``requirements.txt``: the packages; ``command.sh``: the same command again;
-- ``changes.patch``: what git's commit does not have, if anything.
+- ``changes.patch``: changes of git's files, and new modules that the run imports, if any.
 
-No secrets are in it, and it appears whole.
+Variables, flags and files are recorded if they are listed; no secrets are in them. It appears
+whole.
 """
 
 from __future__ import annotations
@@ -18,23 +19,24 @@ from pathlib import Path
 from typing import Any
 
 import megatron
+from megatron.config import RunConfig
 from megatron.data.build import DataFile
 from megatron.training.fingerprint import tokenizer_digest, versions
 from megatron.training.hosts import RankPlace, by_host
 from megatron.training.resume import ResumePoint
 from megatron.training.run import Run
 from megatron.training.run_record.patch_secrets import without_values
-from megatron.training.run_record.secrets import HIDDEN, Redactor
 from megatron.training.run_record.source_tree import SourceTree, source_tree
 from megatron.training.run_record.surroundings import (
     as_json,
     installed_packages,
-    launcher_command,
+    launched_command,
     own_command,
+    recorded_variables,
     shell_script,
-    variables_that_count,
 )
 from megatron.util.files import sync_path, write_whole
+from megatron.util.secrets import HIDDEN, Redactor
 
 FORMAT = 1
 FOLDER = "run"
@@ -67,7 +69,7 @@ class StartRecord:
         taken = [int(path.name) for path in starts.iterdir() if path.name.isdigit()]
         number = 1 + max(taken, default=0)
         self.folder = starts / f"{number:03d}"
-        tree = source_tree(Path(megatron.__file__).parent)
+        tree = source_tree(Path(megatron.__file__).parent, named_paths(run.config))
         self._record = self._redactor.tree(
             {
                 "format": FORMAT,
@@ -79,7 +81,7 @@ class StartRecord:
                 "consumed_samples": begin.consumed_samples,
                 "loaded": None if begin.folder is None else str(begin.folder),
                 "folder": os.getcwd(),
-                "environment": self._redactor.variables(variables_that_count(environment)),
+                "environment": recorded_variables(environment, self._redactor),
                 "given": _given(run.resolved.origins),
                 "versions": {"megatron": megatron.__version__, **versions()},
                 "git": None if tree is None else _git_state(tree),
@@ -89,11 +91,10 @@ class StartRecord:
                 "hosts": by_host(places),
             }
         )
-        command, launcher = own_command(), launcher_command()
-        self._record |= {
-            "command": self._redactor.arguments(command),
-            "launcher": None if launcher is None else self._redactor.arguments(launcher),
-        }
+        command = own_command(self._redactor)
+        hosts = len({place.host for place in places})
+        launcher = launched_command(command, hosts, len(places))
+        self._record |= {"command": command, "launcher": launcher}
         self._publish(self._files(run, tree))
 
     def end(self, iteration: int, reason: str) -> None:
@@ -111,7 +112,7 @@ class StartRecord:
             f"start {record['start']} of {self.folder.parent.parent}, {record['began']}",
             f"{HIDDEN} is what was secret",
         ]
-        if record["launcher"] is None and record["world_size"] > 1:
+        if len(record["hosts"]) > 1:
             title.append(f"the command of one of {record['world_size']} processes")
         script = shell_script(
             "; ".join(title),
@@ -144,6 +145,21 @@ class StartRecord:
         except OSError:
             shutil.rmtree(part, ignore_errors=True)
             raise
+
+
+def named_paths(config: RunConfig) -> set[Path]:
+    """The paths that a configuration names, as far as a text may be one: data, models, outputs."""
+    waiting: list[Any] = [config.to_dict()]
+    found = set()
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Mapping):
+            waiting += value.values()
+        elif isinstance(value, list | tuple):
+            waiting += value
+        elif isinstance(value, str) and value and "\0" not in value and "://" not in value:
+            found.add(Path(os.path.realpath(value.partition("@")[0])))
+    return found
 
 
 def _git_state(tree: SourceTree) -> dict[str, Any]:

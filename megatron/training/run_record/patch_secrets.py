@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from megatron.training.run_record.secrets import HIDDEN, is_secret
+from megatron.util.secrets import HIDDEN, is_secret
 
 _CODE = tuple(".c .cc .cpp .cu .cuh .go .h .hpp .java .js .py .pyi .pyx .rs .ts".split())
 """Files in which a word without quotes is an expression, which is no secret."""

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
+import sys
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 _SECONDS = 10.0
 """For a command of git: a run must not wait longer for a slow file system."""
-_MOST_PATCH = 32 << 20
-_MOST_NEW_FILES = 500
-_LARGEST_NEW_FILE = 1 << 20
-_SOURCES = "*.py *.pyi *.cu *.cpp *.h *.sh *.sbatch *.json *.yaml *.yml *.toml *.cfg *.ini".split()
-"""Kinds of files that a commit would have: not data and what runs write."""
+_MOST_PATCH = 4 << 20
+_CODE = tuple(".py .pyi .pyx .c .cc .cpp .cu .cuh .h .hpp .js .rs".split())
+_DATA = tuple(".arrow .bin .csv .idx .jsonl .npy .npz .parquet .pt .safetensors .tsv".split())
+_MOST_CODE, _MOST_TEXT = 1 << 20, 64 << 10
+"""Bytes of the change of a file: a larger one is data."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +24,9 @@ class SourceTree:
     """A working tree of git.
 
     Attributes:
-        patch: what ``git apply`` makes of the commit to have this tree, new source files included;
-            empty if nothing has changed.
-        left_out: files or pieces that the patch does not have.
+        patch: what ``git apply`` makes of the commit to have the code of this tree: changes of
+            files that git has, and new modules that this process has imported; empty without any.
+        left_out: changed files that the patch does not have.
     """
 
     commit: str
@@ -33,40 +36,76 @@ class SourceTree:
     left_out: tuple[str, ...]
 
 
-def source_tree(folder: Path) -> SourceTree | None:
-    """The working tree that a folder belongs to; None if git knows of none, or is not there."""
+def source_tree(folder: Path, private: Collection[Path] = ()) -> SourceTree | None:
+    """The working tree that a folder belongs to; None if git knows of none, or is not there. Files
+    in ``private`` folders are not read, nor those whose names begin with such a path."""
     try:
         root = Path(_git(folder, "rev-parse", "--show-toplevel").decode().rstrip("\n"))
         commit = _git(root, "rev-parse", "HEAD").decode().strip()
         branch = _git(root, "rev-parse", "--abbrev-ref", "HEAD").decode().strip()
         # Whoever edits files meanwhile changes a later start.
-        patch = _git(root, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv")
-        new, left_out = _new_files(root)
-    except (OSError, subprocess.SubprocessError, UnicodeError):
+        pieces, left_out = {}, list[str]()
+        for name, piece in (*_changes(root), *_new_modules(root)):
+            if _is_source(name, piece) and not _is_private(root / name, root, private):
+                pieces[name] = piece
+            else:
+                left_out.append(name)
+    except (OSError, subprocess.SubprocessError, ValueError):
         return None
     try:
         remote = _git(root, "config", "--get", "remote.origin.url").decode().strip()
     except (OSError, subprocess.SubprocessError, UnicodeError):
         remote = ""
-    if len(patch) + len(new) > _MOST_PATCH:
-        left_out.append(f"the whole patch, of {len(patch) + len(new):,} bytes")
-        patch = new = b""
-    return SourceTree(commit, branch, remote, patch + new, tuple(left_out))
+    patch = b"".join(pieces.values())
+    if len(patch) > _MOST_PATCH:
+        left_out, patch = [*pieces, *left_out], b""
+    return SourceTree(commit, branch, remote, patch, tuple(left_out))
 
 
-def _new_files(root: Path) -> tuple[bytes, list[str]]:
-    """Source files that are not in git, as a patch; and the names of those that are too many or too
-    large."""
-    listed = _git(root, "ls-files", "-z", "--others", "--exclude-standard", "--", *_SOURCES)
-    names = [os.fsdecode(name) for name in listed.split(b"\0") if name]
-    left_out, patch = names[_MOST_NEW_FILES:], b""
-    for name in names[:_MOST_NEW_FILES]:
-        path = root / name
-        if path.is_symlink() or not path.is_file() or path.stat().st_size > _LARGEST_NEW_FILE:
-            left_out.append(name)
+def _changes(root: Path) -> Iterator[tuple[str, bytes]]:
+    """Files of git that have changed, each with its part of a patch. ValueError if another program
+    changes files meanwhile."""
+    options = ("--no-renames", "--no-ext-diff", "--no-textconv", "--ignore-submodules")
+    names = _git(root, "diff", "HEAD", "--name-only", "-z", *options).split(b"\0")[:-1]
+    patch = _git(root, "diff", "HEAD", *options)
+    # Every line of a change begins with another character.
+    pieces = re.split(rb"^(?=diff --git )", patch, flags=re.M)[1:]
+    yield from zip(map(os.fsdecode, names), pieces, strict=True)
+
+
+def _new_modules(root: Path) -> Iterator[tuple[str, bytes]]:
+    """Modules that this process has imported and git does not have or ignore, as patches."""
+    files = {getattr(module, "__file__", None) for module in tuple(sys.modules.values())}
+    named = (file for file in files if isinstance(file, str) and file.endswith(".py"))
+    paths = map(Path.resolve, map(Path, named))
+    own = [str(path.relative_to(root)) for path in paths if path.is_relative_to(root)]
+    listed = b""
+    for first in range(0, len(own), 500):  # a command line has its limit
+        some = (f":(literal){name}" for name in own[first : first + 500])
+        listed += _git(root, "ls-files", "-z", "--others", "--exclude-standard", "--", *some)
+    for name in sorted({os.fsdecode(name) for name in listed.split(b"\0") if name}):
+        if (root / name).stat().st_size > _MOST_CODE:
+            yield name, b"Binary files differ"
         else:
-            patch += _git(root, "diff", "--binary", "--no-index", "--", os.devnull, name, ends=1)
-    return patch, left_out
+            yield name, _git(root, "diff", "--no-index", "--", os.devnull, name, ends=1)
+
+
+def _is_source(name: str, piece: bytes) -> bool:
+    most = _MOST_CODE if name.endswith(_CODE) else _MOST_TEXT
+    binary = re.search(rb"^Binary files ", piece, re.M)
+    return len(piece) <= most and not name.endswith(_DATA) and not binary
+
+
+def _is_private(path: Path, root: Path, private: Collection[Path]) -> bool:
+    """Whether a path is below one of the private ones, or has its name with an ending, as files of
+    data have. Those that contain the whole tree, and packages of Python, say nothing of a file."""
+    for each in private:
+        if root.is_relative_to(each) or (each / "__init__.py").is_file():
+            continue
+        with_ending = not path.name.endswith(_CODE) and str(path).startswith(f"{each}.")
+        if path.is_relative_to(each) or with_ending:
+            return True
+    return False
 
 
 def _git(folder: Path, *arguments: str, ends: int = 0) -> bytes:

@@ -1,4 +1,5 @@
-"""What a process was started with: command lines, variables of the environment, packages."""
+"""What a process was started with: its command line, variables of the environment, packages. Only
+what is listed here is recorded."""
 
 from __future__ import annotations
 
@@ -11,69 +12,72 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import psutil
-
-from megatron.training.run_record.secrets import HIDDEN
+from megatron.config.command_line import parsed_words
 from megatron.util.json_text import parse_json
+from megatron.util.secrets import Redactor, is_secret
 
 _PREFIXES = tuple(
-    """ATEN_ CUBLAS_ CUDA_ CUDNN_ DEEPSPEED_ DS_ FI_ GLOO_ GOMP_ HF_ HIP_ KMP_ KUBERNETES_ LOCAL_
-    MASTER_ MEGATRON_ MIOPEN_ MKL_ MLFLOW_ NCCL_ NVIDIA_ NVTE_ OMPI_COMM_ OMP_ ONEDNN_ ONEFLOW_
-    PMI_ PYTHON PYTORCH_ RANK RCCL_ RDMAV_ ROCM_ ROCR_ SKYPILOT_ SLURM_ TENSORBOARD_ TOKENIZERS_
-    TORCH TRACKIO_ TRANSFORMERS_ TRITON_ UCX_ WANDB_ WORLD_SIZE""".split()
+    """ATEN_ CUBLAS_ CUDA_ CUDNN_ DEEPSPEED_ DS_ FI_ GLOO_ GOMP_ HIP_ KMP_ MEGATRON_ MIOPEN_ MKL_
+    NCCL_ NVTE_ OMP_ ONEDNN_ ONEFLOW_ PYTORCH_ RCCL_ RDMAV_ ROCM_ ROCR_ TORCH TRITON_
+    UCX_""".split()
 )
+"""Of the libraries that compute and communicate."""
 _NAMES = frozenset(
-    """CONDA_DEFAULT_ENV GROUP_RANK GROUP_WORLD_SIZE LC_ALL LANG LD_LIBRARY_PATH LD_PRELOAD PATH
-    ROLE_RANK TMPDIR VIRTUAL_ENV""".split()
+    """GROUP_RANK GROUP_WORLD_SIZE LANG LC_ALL LD_LIBRARY_PATH LD_PRELOAD LOCAL_RANK LOCAL_SIZE
+    LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT NODE_RANK NVIDIA_TF32_OVERRIDE NVIDIA_VISIBLE_DEVICES
+    OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE PMI_RANK PMI_SIZE
+    PYTHONHASHSEED PYTHONOPTIMIZE PYTHONPATH RANK ROLE_RANK SLURM_GPUS_ON_NODE SLURM_JOB_ID
+    SLURM_JOB_NODELIST SLURM_JOB_NUM_NODES SLURM_JOB_PARTITION SLURM_LOCALID SLURM_NNODES
+    SLURM_NODEID SLURM_NTASKS SLURM_NTASKS_PER_NODE SLURM_PROCID SLURM_RESTART_COUNT
+    TOKENIZERS_PARALLELISM WANDB_MODE WORLD_SIZE""".split()
 )
+"""Of launchers, schedulers and Python."""
 _OF_A_LAUNCHER = tuple(
-    """GROUP_ KUBERNETES_ LOCAL_ MASTER_ OMPI_COMM_ PMI_ RANK ROLE_ SKYPILOT_ SLURM_ TORCHELASTIC_
+    """GROUP_ LOCAL_ MASTER_ NODE_RANK OMPI_COMM_ PMI_ RANK ROLE_ SLURM_ TORCHELASTIC_
     WORLD_SIZE""".split()
 )
 """Variables that a launcher sets for each process."""
-_LAUNCHERS = re.compile(r"\b(?:torchrun|torch\.distributed|deepspeed|srun|mpirun|mpiexec)\b")
-_GENERATIONS = 8
+_OWN_LAUNCHER = ("--num-gpus-per-node", "--num-nodes")
 
 
-def variables_that_count(environment: Mapping[str, str]) -> dict[str, str]:
-    """Those of which libraries, launchers and this project take notice, in the order of names."""
+def recorded_variables(environment: Mapping[str, str], redactor: Redactor) -> dict[str, str]:
+    """Those that change what a run computes, in the order of names, without secrets in their
+    values. No name of a secret is among them."""
     return {
-        name: environment[name]
+        name: redactor.text(environment[name])
         for name in sorted(environment)
-        if name.startswith(_PREFIXES) or name in _NAMES
+        if (name.startswith(_PREFIXES) or name in _NAMES) and not is_secret(name)
     }
 
 
-def own_command() -> list[str]:
-    """The command line of this process."""
-    return list(sys.orig_argv)
+def own_command(redactor: Redactor) -> list[str]:
+    """Python, the program and the flags that it has parsed, without secrets."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    program = ["-m", spec.name] if spec else [sys.argv[0]]
+    python = os.path.basename(sys.executable) or "python"
+    return [python, *program, *redactor.arguments(parsed_words())]
 
 
-def launcher_command() -> list[str] | None:
-    """The command line of the outermost process that started this one for a run: a launcher's, or
-    that of the same program; None if none did."""
-    program = os.path.basename(sys.argv[0])
-    found = None
-    with contextlib.suppress(psutil.Error, OSError):
-        for parent in psutil.Process().parents()[:_GENERATIONS]:
-            words = parent.cmdline()
-            shell = os.path.basename(words[0]) in ("bash", "sh", "dash", "zsh") if words else True
-            names = {os.path.basename(word) for word in words[:4]}
-            if not shell and (program in names or _LAUNCHERS.search(" ".join(words[:4]))):
-                found = words
-    return found
+def launched_command(command: Sequence[str], hosts: int, processes: int) -> list[str] | None:
+    """The command that starts all processes of a run on one host; None where ``command`` does so
+    itself, or each host needs its own."""
+    starts_them = any(word.partition("=")[0] in _OWN_LAUNCHER for word in command)
+    if processes == 1 or hosts > 1 or starts_them:
+        return None
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    # DeepSpeed's launcher gives each process its own.
+    words = [word for word in command[1:] if not re.fullmatch(r"--local[_-]rank=\d+", word)]
+    return [command[0], *launcher, *words]
 
 
 def shell_script(
     title: str, folder: str, environment: Mapping[str, str], command: Sequence[str]
 ) -> str:
     """A script that starts the same command in the same folder, with the same Python and the
-    variables that no launcher sets; those that are hidden are only named."""
+    variables that no launcher sets."""
     lines = [f"export PATH={shlex.quote(os.path.dirname(sys.executable))}:$PATH"]
     for name, value in environment.items():
-        if value == HIDDEN:
-            lines.append(f"# {name} was set, and is secret")
-        elif not name.startswith(_OF_A_LAUNCHER) and name not in ("PATH", "TMPDIR"):
+        if not name.startswith(_OF_A_LAUNCHER):
             lines.append(f"export {name}={shlex.quote(value)}")
     start = "\n".join([f"cd {shlex.quote(folder)} || exit 1", *lines])
     return f"#!/bin/sh\n# {title}\n{start}\nexec {shlex.join(command)}\n"

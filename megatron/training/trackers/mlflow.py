@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.output import LoggingConfig
-from megatron.training.run_record.secrets import Redactor
 from megatron.training.trackers import package
 from megatron.training.trackers.background import BackgroundWriter
 from megatron.training.trackers.tags import as_markdown, flat, tagged
 from megatron.training.writers import Values
 from megatron.training.written import WrittenTexts
+from megatron.util.secrets import Redactor
 
 _NOT_IN_NAMES = re.compile(r"[^\w. :/-]", re.ASCII)
 """Which MLflow accepts in no name of a metric or parameter."""

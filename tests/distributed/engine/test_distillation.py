@@ -99,6 +99,11 @@ def test_stages_of_a_training(pool, teacher, tmp_path):
     assert alone.losses == staged.losses[3:]
     same(alone, staged)
     (taught,) = pool.run(1, train, [*STUDENT, *teacher])
+    other = [*teacher[:-1], str(tmp_path)]
+    pool.run(1, train, [*STUDENT, *teacher, *save[:1], str(tmp_path / "b"), "--exit-interval", "1"])
+    continued = [*STUDENT, *other, "--save", str(tmp_path / "b"), "--load", str(tmp_path / "b")]
+    (message,) = pool.run(1, refusals, [continued])
+    assert f"the teacher was {teacher[-1]} and is {tmp_path}" in message[0]
     assert taught.losses[:3] == staged.losses[:3] and taught.losses[3] != staged.losses[3]
 
 
@@ -137,7 +142,7 @@ def test_what_cannot_teach_is_refused_by_name(pool, teacher, tmp_path):
     cases = {
         ("--load-teacher", "missing"): alone,
         ("--load-teacher", folder, "effect with --kd only"): [*STUDENT, "--load-teacher", folder],
-        ("no checkpoint found", str(tmp_path / "no")): [*alone, "--load-teacher", f"{tmp_path}/no"],
+        ("no such folder", str(tmp_path / "no")): [*alone, "--load-teacher", f"{tmp_path}/no"],
         ("family bert", "student of gpt"): [*alone, "--load-teacher", bert],
         ("--num-layers-teacher 7", "has 5"): [*named, "--num-layers-teacher", "7"],
         ("--hidden-size-teacher 64", "has 48"): [*named, "--hidden-size-teacher", "64"],

@@ -182,14 +182,15 @@ def test_without_a_reference(pool, pairs: str, base: str) -> None:
     with pytest.raises(Exception, match="--preference dpo compares .* --reference-checkpoint"):
         pool.run(1, found, argv)
     missing = [*flags(base, pairs), "--reference-checkpoint", "/nowhere"]
-    with pytest.raises(Exception, match="--reference-checkpoint /nowhere: no checkpoint found"):
+    with pytest.raises(Exception, match="--reference-checkpoint /nowhere: no such folder"):
         pool.run(1, found, missing)
 
 
 def test_training_is_the_same_with_and_without_the_cache(
-    pool, base: str, pairs: str, tmp_path: Path
+    pool, base: str, theirs: str, pairs: str, tmp_path: Path
 ) -> None:
-    """Bit for bit: the evaluation before it leaves no trace. Resumed in the middle, too."""
+    """Bit for bit: the evaluation before it leaves no trace. Resumed in the middle, too, which
+    another reference does not."""
     save = ["--save", str(tmp_path / "saved"), "--save-interval", "1"]
     (first,) = pool.run(1, train, flags(base, pairs, "--train-iters", "3"))
     assert first.losses[0] == pytest.approx(np.log(2), abs=1e-5) != first.losses[1]
@@ -198,6 +199,9 @@ def test_training_is_the_same_with_and_without_the_cache(
     (rest,) = pool.run(1, train, flags(base, pairs, *save, "--train-iters", "3", "--load",
                                        str(tmp_path / "saved")))  # fmt: skip
     assert half.losses + rest.losses == first.losses
+    other = [*flags(theirs, pairs, *save), "--load", str(tmp_path / "saved")]
+    with pytest.raises(Exception, match=f"the reference model was {base} and is {theirs}"):
+        pool.run(1, train, other)
     assert all(np.array_equal(values, rest.state[name]) for name, values in first.state.items())
 
 

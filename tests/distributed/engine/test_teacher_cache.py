@@ -8,12 +8,15 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+from finetune_cases import save_blank
+from safetensors.torch import load_file, save_file
 from samples import sampled
 from training_jobs import TINY, train
 
 from megatron.config import ConfigError
 from megatron.config.layouts import parse_layout
 from megatron.training.distillation import teacher as teachers
+from megatron.training.distillation.teacher_cache import TeacherCache, identity_of
 
 STEPS = 4
 STUDENT = [*TINY, "--train-iters", str(STEPS), "--num-layers", "4"]
@@ -125,3 +128,28 @@ def test_a_few_tokens_and_other_runs(pool, teacher, tmp_path):
     for flag, value, word in (("--kd-temp", "1", "temperature"), ("--kd-top-k", "6", "tokens")):
         (message,) = pool.run(1, refused, [*argv, flag, value])
         assert "--kd-cache" in message and word in message and "another folder" in message
+
+
+def test_teachers_with_the_same_norms_differ(tmp_path, monkeypatch):
+    """As those of which adapters were merged, whose smallest weights are the same."""
+    from megatron.checkpoint.source import locate_checkpoint
+
+    monkeypatch.setattr("megatron.training.distillation.teacher_cache._DIGESTED", 3)
+
+    found = []
+    for name in "ab":
+        folder = save_blank(tmp_path / name)
+        if found:
+            path = folder / "model.safetensors"
+            weights = load_file(path)
+            weights["model.embed_tokens.weight"] += 1
+            save_file(weights, path, {"format": "pt"})
+        found.append(identity_of(locate_checkpoint(folder).open(), 5, 1.0))
+    one, other = found
+    assert one["weights"] == other["weights"] and one["files"] != other["files"]
+    TeacherCache(str(tmp_path / "cache"), one, None)
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "teacher.json").write_text(json.dumps(one))
+    TeacherCache(str(tmp_path / "cache"), one, None)
+    with pytest.raises(ConfigError, match="is of another teacher: files"):
+        TeacherCache(str(tmp_path / "cache"), other, None)

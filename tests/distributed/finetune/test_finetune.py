@@ -1,12 +1,15 @@
 """finetune.py as a whole: from one Hugging Face folder to another, in every layout."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from finetune_cases import QUICK, metrics, save_base, save_data, tune
 from samples import sampled
+
+from megatron.checkpoint.source import open_checkpoint
 
 pytest.importorskip("transformers")
 
@@ -90,6 +93,11 @@ def test_held_out_loss_falls_and_everything_is_there(tuned):
     assert f"| {losses[0]:.4f} | {losses[2]:.4f} |" in card
     assert "<svg" in (output / "report.html").read_text()
     assert (output / "chat_template.jinja").is_file()
+    # The run's own checkpoints end an answer where the exported model does.
+    exported = json.loads((output / "generation_config.json").read_text())
+    newest = open_checkpoint(output / "checkpoints").folder
+    own = json.loads((newest / "tokenizer" / "generation_config.json").read_text())
+    assert own["eos_token_id"] == exported["eos_token_id"] == opened(output)[1].eos_token_id
 
 
 def rows_of(output: Path) -> list[dict]:
@@ -107,6 +115,63 @@ def test_a_stopped_run_continues_bitwise(files, tuned, pool, tmp_path, kind):
     for name in ("model.safetensors", *(["adapter/adapter_model.safetensors"] * ("lora" in kind))):
         assert (output / name).read_bytes() == (whole / name).read_bytes()
     assert metrics(output, "text") == metrics(whole, "text")
+
+
+def other_weights(base: str, folder: Path) -> str:
+    """A copy of a model with other weights of the same shapes."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(base, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] += 0.5
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return str(folder)
+
+
+def test_a_folder_is_of_one_base_and_data(files, tuned, pool, tmp_path):
+    """A finished one, too, in which nothing then changes; other places of the same files are the
+    same."""
+    output = tmp_path / "tuned"
+    shutil.copytree(tuned("sft"), output)
+    before = {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file()}
+    other, rows = other_weights(files["base"], tmp_path / "other"), tmp_path / "rows.json"
+    rows.write_text(Path(files["sft"]).read_text().replace("say red", "say any red"))
+    for more, message in (
+        (["--model", other], f"was made from --model {files['base']}, and --model {other} has"),
+        (["--data", str(rows)], rf"data: {rows} \(before: {files['sft']}\): bytes was"),
+        (["--lora"], "--lora was False and is True"),
+    ):
+        with pytest.raises(Exception, match=message):
+            pool.run(1, tune, flags(files, "sft", output, *more))
+    shutil.copytree(files["base"], tmp_path / "moved")
+    shutil.copyfile(files["sft"], tmp_path / "same.json")
+    same = ["--model", str(tmp_path / "moved"), "--data", str(tmp_path / "same.json")]
+    pool.run(1, tune, flags(files, "sft", output, *same, "--lr", "1"))
+    after = {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file()}
+    assert after == before
+
+
+@pytest.mark.proof
+def test_the_card_says_what_was_done(files, pool, tmp_path):
+    """Both parts of a resumed run; and where only the export is left, what the checkpoint says."""
+    output = tmp_path / "tuned"
+    argv = flags(files, "sft", output, "--keep-best", "--keep-last", "9", "--eval-interval", "2")
+    pool.run(1, tune, [*argv, "--exit-interval", "2"])
+    pool.run(1, tune, [*argv, "--lr", "1e-3", "--clip-grad", "0"])
+    card = (output / "README.md").read_text()
+    assert "| Learning rate | 0.001, cosine |" in card and "| Length | 6 steps of 4" in card
+    assert "| Changed after step 2 | --lr was 0.003 and is 0.001; --clip-grad was 1.0" in card
+    path = output / "checkpoints" / "best_epoch.json"
+    best = json.loads(path.read_text())
+    for evaluation in best["evaluations"]:
+        evaluation["loss"] -= evaluation["iteration"] == 2
+    path.write_text(json.dumps(best | {"checkpoint": "global_step2"}))
+    pool.run(1, tune, [*argv, "--lr", "7"])
+    card = (output / "README.md").read_text()
+    rows = {row["iteration"]: row["lm loss"] for row in metrics(output, "validation")}
+    assert "| Length | 2 steps of 4 samples |" in card
+    assert f"| lm loss | {rows[0]:.4f} | {rows[2]:.4f} |" in card
+    assert "| Learning rate | 0.003, cosine |" in card and "Changed" not in card
 
 
 def test_adapters_and_merged_model_are_the_same_for_peft(tuned, files):

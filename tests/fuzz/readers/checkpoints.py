@@ -96,8 +96,9 @@ def write_meta(folder: Path) -> None:
 ADAPTER = {
     "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 4, "bias": "none",
     "target_modules": ["q_proj", "up_proj"], "fan_in_fan_out": False, "use_dora": False,
-    "use_rslora": False, "lora_dropout": 0.0, "modules_to_save": None, "rank_pattern": {},
-    "alpha_pattern": {}, "base_model_name_or_path": "base", "inference_mode": True,
+    "use_rslora": False, "lora_dropout": 0.0, "modules_to_save": ["norm"], "rank_pattern": {},
+    "alpha_pattern": {}, "trainable_token_indices": {"embed_tokens": [3, 5]},
+    "base_model_name_or_path": "base", "inference_mode": True,
 }  # fmt: skip
 
 
@@ -108,7 +109,13 @@ def write_peft(folder: Path) -> None:
     (folder / "adapters").mkdir()
     config = ADAPTER | {"base_model_name_or_path": "../input/base"}
     (folder / "adapters" / "adapter_config.json").write_text(json.dumps(config))
-    tensors = {}
+    tensors = {
+        "base_model.model.model.norm.weight": torch.randn(H),
+        "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta":
+            torch.randn(2, H),
+        "base_model.model.lm_head.lora_A.weight": torch.randn(2, H),
+        "base_model.model.lm_head.lora_B.weight": torch.randn(V, 2),
+    }  # fmt: skip
     for module, rows in (("self_attn.q_proj", H), ("mlp.up_proj", F)):
         name = f"base_model.model.model.layers.0.{module}"
         tensors[f"{name}.lora_A.weight"] = torch.randn(2, H)

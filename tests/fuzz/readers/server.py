@@ -58,7 +58,7 @@ def application() -> Any:
     runner = TextRunner(259, pages=64, max_positions=64)
     engine = EngineThread(GenerationEngine(runner, byte_tokenizer(), EngineLimits()))
     engine.start()
-    service.open(ServedModel(engine, byte_tokenizer(), PlainChat()))
+    service.open(ServedModel(engine, byte_tokenizer(), PlainChat(), frozenset({258})))
     return build_app(service)
 
 

@@ -76,7 +76,17 @@ EXAMPLES = (
     {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
     {"instruction": "a", "input": "b", "output": "c", "history": [["d", "e"]], "system": "f"},
     {"prompt": "a", "completion": "b"},
-)
+    {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a"}], "name": "x"},
+            {
+                "role": "assistant", "content": None, "weight": 1, "reasoning_content": "b",
+                "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1}'}}],
+            },
+        ],
+        "tools": "[{}]", "chat_template_kwargs": {"a": True}, "id": 1, "system": "c",
+    },
+)  # fmt: skip
 PREFERENCES = (
     {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 0.5},
     {"instruction": "a", "input": "b", "output": ["c", "d"]},
@@ -84,21 +94,23 @@ PREFERENCES = (
     {
         "chosen": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
         "rejected": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "c"}],
+        "prompt": "a", "messages": [{"role": "user", "content": "a"}],
     },
-)
+)  # fmt: skip
 
 
-def write_records(records: tuple[dict, ...]):  # type: ignore[no-untyped-def]
+def write_records(records: tuple[dict, ...], columns: str):  # type: ignore[no-untyped-def]
     def make(folder: Path) -> None:
         (folder / "x.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
         (folder / "y.json").write_text(json.dumps(records, indent=1))
+        (folder / "z.csv").write_text(f'{columns}\n"a\nb",c,d\n')
 
     return make
 
 
 def read_records(read):  # type: ignore[no-untyped-def]
     def both(folder: Path) -> None:
-        for name in ("x.jsonl", "y.json"):
+        for name in ("x.jsonl", "y.json", "z.csv"):
             for _ in read(str(folder / name)):
                 pass
 
@@ -180,8 +192,16 @@ FUZZERS = (
     Fuzzer("indexed", write_indexed_with_cache, read_indexed),
     Fuzzer("raw-text", write_json_lines, read_text),
     Fuzzer("raw-text-tables", write_tables, read_text),
-    Fuzzer("instructions", write_records(EXAMPLES), read_records(read_examples)),
-    Fuzzer("preferences", write_records(PREFERENCES), read_records(read_preferences)),
+    Fuzzer(
+        "instructions",
+        write_records(EXAMPLES, "instruction,input,output"),
+        read_records(read_examples),
+    ),
+    Fuzzer(
+        "preferences",
+        write_records(PREFERENCES, "prompt,chosen,rejected"),
+        read_records(read_preferences),
+    ),
     Fuzzer("tfrecord", write_tfrecord, read_tfrecord, repair=seal_tfrecord),
     Fuzzer("corpora", write_corpora, read_named_corpora),
     Fuzzer("blends", write_blends, read_blends),

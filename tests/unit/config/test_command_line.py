@@ -227,3 +227,16 @@ def test_progress_is_shown_on_a_terminal_by_one_process(monkeypatch, terminal, r
     assert list(progress_bar("indexing", range(3), unit=" files")) == [0, 1, 2]
     assert ("indexing" in stream.getvalue() and "0/3" in stream.getvalue()) is shown
     assert bool(stream.getvalue()) is shown
+
+
+def test_bars_on_a_terminal_without_a_size(monkeypatch):
+    """As of `script` and others, where tqdm shows nothing by itself."""
+    reader, writer = os.openpty()
+    with open(writer, "w") as terminal, open(reader, "rb", buffering=0) as shown:
+        assert os.get_terminal_size(writer).columns == 0
+        monkeypatch.setattr(sys, "stderr", terminal)
+        monkeypatch.setenv("RANK", "0")
+        with progress_bar("indexing", total=3, unit=" files") as bar:
+            bar.update()
+            os.set_blocking(reader, False)
+            assert b"indexing:   0%" in (shown.read(1000) or b"")

@@ -44,12 +44,16 @@ def refusal(capsys):
             "--recompute-granularity full --recompute-num-layers 2",
         ),
         (f"{SAVE} --save-iters 10", f"{SAVE} --save-interval 10"),
-        ("--use-checkpoint-lr-scheduler", "--use-checkpoint-opt_param-scheduler"),
+        (
+            "--load a --use-checkpoint-lr-scheduler",
+            "--load a --use-checkpoint-opt_param-scheduler",
+        ),
         ("--override-lr-scheduler", ""),
         ("--vocab v.json", "--vocab-file v.json"),
         ("--tokenizer-path m", "--tokenizer-model m"),
         ("--data-path a --val-data-path b", "--data-path a --valid-data-path b"),
-        ("--epochs 3", "--train-iters 300"),
+        (f"{SAVE} --epochs 3 --save-iters 10", f"{SAVE} --train-iters 300 --save-interval 10"),
+        ("--epochs 3 --model-parallel-size 1", "--train-iters 300"),
         ("--eval-batch-size 2 --eval-seq-length 32", ""),
         ("--save-optim --save-rng --save-all-rng", ""),
         ("--load-optim --load-rng --load-all-rng", ""),
@@ -135,9 +139,18 @@ def test_contradictions_are_refused(words, told):
         assert part in str(error.value)
 
 
-def test_epochs_need_their_length():
-    with pytest.raises(ConfigError, match="--epochs 2 multiplies --train-iters"):
-        config_of(f"{MODEL} --micro-batch-size 2 --lr 1 --train-samples 8 --epochs 2")
+@pytest.mark.parametrize(
+    "length",
+    [
+        "--train-iters 8",
+        "--train-samples 8",
+        "--train-tokens 800",
+        "--train-samples 8 --save-iters 10 --save a",
+    ],
+)
+def test_epochs_contradict_another_length(length):
+    with pytest.raises(ConfigError, match=f"--epochs 2 and {length[:16]}.* both say how long"):
+        config_of(f"{MODEL} --micro-batch-size 2 --lr 1 {length} --epochs 2")
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_a_picture_in_a_terminal(run, monkeypatch):
 def test_a_report_fits_and_shows_the_spike(width, run):
     lines = report(run, width)
     assert all(len(line) <= width for line in lines)
-    loss = next(line for line in lines if line.lstrip().startswith("loss"))
+    loss = next(line for line in lines if line.lstrip().startswith("training loss"))
     assert loss.count("█") == 1 and loss.count("▁") >= width // 20
     assert sum("validation" in line for line in lines) == 3
 

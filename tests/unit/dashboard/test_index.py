@@ -6,6 +6,8 @@ import json
 import os
 import random
 import shutil
+import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -149,7 +151,8 @@ def test_rows_that_a_killed_process_wrote_without_counting(path):
     path.write_bytes(train(1, 2))
     index = opened(path)
     table = index.tables["train"]
-    table.append([{"iteration": 9, "loss": 9.0}])
+    table.add({"iteration": 9, "loss": 9.0})
+    table.flush()
     index.close()
     with path.open("ab") as file:
         file.write(train(3))
@@ -350,3 +353,158 @@ def test_a_file_without_rights_or_that_is_none(tmp_path):
         RunIndex(tmp_path / "missing")
     with pytest.raises(OSError):
         RunIndex(tmp_path)
+
+
+def forge(path: Path, **changes: object) -> None:
+    """An index next to a file, as another machine may have sent it, with columns of 1 GiB that take
+    no room on a disk."""
+    folder = path.with_name(f".{path.name}.index")
+    content = json.loads((folder / "index.json").read_bytes())
+    (folder / "index.json").write_text(json.dumps(content | changes))
+    for name in ("0-0.f64", "0-1.f64", "0-2.f64", "0-3.f64"):
+        os.truncate(folder / name, 1 << 30)
+
+
+CLOCKED = ["iteration", "samples", "tokens", "loss"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mark": "", "offset": 0, "lines": 0, "tables": [["train", 1 << 27, CLOCKED]]},
+        {"tables": [["train", 1 << 27, CLOCKED]]},
+        {"tables": [["train", 1 << 27, CLOCKED]], "lines": 1 << 27},
+        {"tables": [["train", 20, CLOCKED]]},
+        {"tables": [["train", -1, CLOCKED]]},
+        {"tables": [["train", 3.0, CLOCKED]]},
+        {"tables": [["train", True, CLOCKED]]},
+        {"tables": [["train", 3, ["loss"]]]},
+        {"tables": [["train", 3, ["iteration", "iteration"]]]},
+        {"tables": [["train", 3, CLOCKED], ["train", 0, []]]},
+        {"tables": [["train", 3, [*CLOCKED, "absent"]]]},
+        {"tables": [["train", 3, "iteration"]]},
+        {"tables": [[["train"], 3, CLOCKED]]},
+        {"tables": [["x" * 1000, 3, CLOCKED]]},
+        {"tables": [[f"k{n}", 0, []] for n in range(501)]},
+        {"tables": {"train": 3}},
+        {"offset": -5},
+        {"offset": 1 << 40},
+        {"offset": None},
+        {"lines": -1},
+        {"broken": 4},
+        {"last": "3"},
+        {"left_out": [0, 0]},
+        {"left_out": [-1, 0, 0]},
+        {"mark": "00"},
+        {"mark": ["a"]},
+        {"format": 4},
+        {"format": 2},
+        {"texts": [{"iteration": "x"}]},
+        {"texts": [[]]},
+        {"texts": [{"iteration": 1}] * 2001},
+    ],
+)
+def test_an_index_that_cannot_be_of_the_file_is_made_again(changes, path):
+    path.write_bytes(train(1, 2, 3))
+    opened(path).close()
+    forge(path, **changes)
+    tracemalloc.start()
+    index = opened(path)
+    assert column(index, "train") == [1, 2, 3] and not index.texts
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 20_000_000 and list(index.tables) == ["train"]
+
+
+@pytest.mark.parametrize("content", ["[" * 10_000_000, "null", "[]", '{"format": 3}', "sparse"])
+def test_a_manifest_of_something_else(content, path):
+    path.write_bytes(train(1, 2, 3))
+    opened(path).close()
+    manifest = path.with_name(f".{path.name}.index") / "index.json"
+    manifest.write_text(content)
+    if content == "sparse":
+        os.truncate(manifest, 1 << 40)
+    assert column(opened(path), "train") == [1, 2, 3]
+
+
+def test_hard_links_in_an_index_are_left_alone(path, tmp_path, monkeypatch):
+    """A backup may share files with the folder that it was made of."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path.write_bytes(train(1, 2, 3))
+    opened(path).close()
+    shared = path.with_name(f".{path.name}.index") / "0-0.f64"
+    kept = tmp_path / "kept"
+    kept.hardlink_to(shared)
+    before = kept.read_bytes()
+    with path.open("ab") as file:
+        file.write(train(4))
+    index = opened(path)
+    assert column(index, "train") == [1, 2, 3, 4] and kept.read_bytes() == before
+    index.close()
+
+
+def rows(kind: str, count: int) -> bytes:
+    """Rows of which each asks for something new."""
+    of_kind = {
+        "names": lambda n: line("train", n, **{f"x{n}": 1}),
+        "names of events": lambda n: line("odd", n, **{f"x{n}": 1}),
+        "kinds": lambda n: line(f"kind {n}", n, x=1),
+        "resumes": lambda n: line("train", count + n % 2, x=1) + line("resume", count - 1),
+        "resumes far back": lambda n: train(n % 7 + 1),
+        "steps of two": lambda n: train(min(n, count // 2 + n % 2)),
+        "texts and resumes": lambda n: line("text", 9, prompt="p") + line("resume", 8),
+    }[kind]
+    return train(*range(1, count)) + b"".join(of_kind(n) for n in range(1, count))
+
+
+@pytest.mark.parametrize(
+    "kind, count, note",
+    [
+        ("names", 10_000, "9,603 values are left out, of names beyond the first 400 of a kind"),
+        ("names of events", 6_000, "5,602 values are left out"),
+        ("kinds", 2_000, "1,500 rows are left out, of kinds beyond the first 500"),
+        ("resumes", 15_000, None),
+        ("resumes far back", 15_000, None),
+        ("steps of two", 20_000, None),
+        ("texts and resumes", 15_000, None),
+    ],
+)
+def test_rows_that_ask_for_something_new_take_linear_time(kind, count, note, path):
+    """Twice as many rows took four times as long."""
+    path.write_bytes(rows(kind, count))
+    begin = time.process_time()
+    index = opened(path)
+    assert time.process_time() - begin < 2.5
+    assert len(index.notes) == (note is not None)
+    assert not note or index.notes[0].startswith(note)
+    notes = index.notes
+    index.close()
+    assert opened(path).notes == notes
+
+
+def test_a_line_without_end_is_not_kept_in_memory(path):
+    path.write_bytes(train(1) + b"[" * 12_000_000 + b"\n" + train(2) + b"[" * 12_000_000)
+    tracemalloc.start()
+    index = opened(path)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 30_000_000
+    assert column(index, "train") == [1, 2] and index.broken == 1
+    index.close()
+    again = RunIndex(path)  # within the line
+    with path.open("ab") as file:
+        file.write(b"]\n" + train(3))
+    read(again)
+    assert column(again, "train") == [1, 2, 3] and (again.lines, again.broken) == (5, 2)
+
+
+def test_long_names_kinds_and_texts_are_left_out(path):
+    path.write_bytes(
+        line("train", 1, **{"x" * 201: 1.0})
+        + line("y" * 201, 1, a=1.0)
+        + b"".join(line("text", n, prompt="p" * 20_100) for n in range(1, 1001))
+    )
+    index = opened(path)
+    assert len(index.notes) == 3 and index.notes[2] == "162 older texts are left out"
+    assert index.texts[0]["prompt"].endswith("p […]") and len(index.texts[0]["prompt"]) == 20_000
+    assert sum(len(text["prompt"]) for text in index.texts) <= 2**24

@@ -90,5 +90,7 @@ def test_rising_positions_are_unique():
 def test_the_time_of_a_file_that_begins_late(steps, expected, tmp_path):
     """Steps before the first row were another run's, unless there are no more than in others."""
     table = MetricTable(tmp_path, 0, MetricTableState("train", 0, []))
-    table.append([{"iteration": step, "seconds_per_iteration": 0.5} for step in steps])
+    for step in steps:
+        table.add({"iteration": step, "seconds_per_iteration": 0.5})
+    table.flush()
     assert training_seconds(table).y.tolist() == expected

@@ -4,12 +4,14 @@ import errno
 import gzip
 import http.client
 import json
+import os
+import re
 import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from megatron.dashboard.runs import WatchedRun, find_runs
 from megatron.dashboard.server import Dashboard
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "e2e"))
-from dashboards import row, train_row, write_run  # noqa: E402
+from dashboards import row, train_row, write_record, write_run  # noqa: E402
 
 
 @contextmanager
@@ -207,6 +209,160 @@ def test_two_servers_of_a_machine_have_cookies_of_their_own(run):
 def test_a_server_without_a_token_takes_no_empty_one(run):
     with pytest.raises(ValueError, match="--token is empty"):
         Dashboard([], "127.0.0.1", 0, "")
+
+
+INNER = b"GET /api/runs HTTP/1.1\r\nHost: localhost\r\n\r\n"
+CHUNK = b"%x\r\n%s\r\n0\r\n\r\n" % (len(INNER), INNER)
+
+
+def answers(server: Dashboard, request: bytes) -> list[bytes]:
+    """The status of each answer to bytes on one connection, which the server closes."""
+    with socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=5) as connection:
+        with suppress(OSError):
+            connection.sendall(request)
+        content = b""
+        with suppress(ConnectionResetError):
+            while piece := connection.recv(65536):
+                content += piece
+    return re.findall(rb"HTTP/1\.1 (\d+)", content)
+
+
+def get_with(*lines: bytes, body: bytes = b"", first: bytes = b"GET /api/runs HTTP/1.1") -> bytes:
+    return b"\r\n".join((first, b"Host: localhost", *lines, b"", body))
+
+
+@pytest.mark.parametrize(
+    "request_bytes, status",
+    [
+        (get_with(b"Content-Length: %d" % len(INNER), body=INNER), b"400"),
+        (get_with(b"Transfer-Encoding: chunked", body=CHUNK), b"400"),
+        (get_with(b"Content-Length: 0", b"Transfer-Encoding: chunked", body=CHUNK), b"400"),
+        (get_with(b"Transfer-Encoding: identity", body=INNER), b"400"),
+        (get_with(b"Transfer-Encoding:\x0bchunked", body=CHUNK), b"400"),
+        (get_with(b"Transfer-Encoding : chunked", body=CHUNK), b"400"),
+        (get_with(b"Content-Length: 0", b"Content-Length: 5", body=INNER), b"400"),
+        (get_with(b"Content-Length: 0, 5", body=INNER), b"400"),
+        (get_with(b"Content-Length: +0", body=INNER), b"400"),
+        (get_with(b"Content-Length: 00", body=INNER), b"400"),
+        (get_with(b"X: a", b" Content-Length: 5", body=INNER), b"400"),
+        (get_with(b"X: a\rContent-Length: 5", body=INNER), b"400"),
+        (get_with(b"X: a\nContent-Length: 5", body=INNER), b"400"),
+        (get_with(b"X: a\0", body=INNER), b"400"),
+        (get_with(b"Host: example.com", body=INNER), b"400"),
+        (get_with(b"Expect: 100-continue", body=INNER), b"417"),
+        (get_with(b"Content-Length: 5", first=b"HEAD / HTTP/1.1", body=INNER), b"400"),
+        (get_with(b"Content-Length: 5", first=b"POST / HTTP/1.1", body=INNER), b"405"),
+        (get_with(first=b"POST / HTTP/1.1", body=INNER), b"405"),
+        (get_with(first=b"CONNECT localhost:1 HTTP/1.1", body=INNER), b"405"),
+        (get_with(first=b"GET http://example.com/api/runs HTTP/1.1", body=INNER), b"400"),
+        (get_with(first=b"GET /api/runs HTTP/1.1 ", body=INNER), b"400"),
+        (get_with(first=b"GET  /api/runs HTTP/1.1", body=INNER), b"400"),
+        (get_with(first=b"GET /api/runs HTTP/2.0", body=INNER), b"400"),
+        (get_with(first=b"GET /api/runs", body=INNER), b"400"),
+        (b"GET /api/runs HTTP/1.1\nHost: localhost\n\n" + INNER, b"400"),
+        (b"GET /api/runs HTTP/1.1\r\n\r\n" + INNER, b"400"),
+        (b"\x16\x03\x01" * 100 + b"\r\n" + INNER, b"400"),
+        (get_with(b"Cookie: " + b"\\" * 60_000, body=INNER), b"431"),
+        (get_with(b"Cookie: a=" + b"b; c=" * 10_000, body=INNER), b"431"),
+        (get_with(*[b"X: y"] * 200, body=INNER), b"431"),
+        (get_with(*[b"X: " + b"y" * 1000] * 90, body=INNER), b"431"),
+        (get_with(b"X: " + b"y" * 10_000_000, body=INNER), b"431"),
+        (get_with(first=b"GET /?x=" + b"%41" * 20_000 + b" HTTP/1.1", body=INNER), b"414"),
+        (get_with(first=b"GET /" + b"a/" * 500_000 + b" HTTP/1.1", body=INNER), b"414"),
+    ],
+)
+def test_a_request_that_can_be_read_in_two_ways_has_one_answer(request_bytes, status, server):
+    """A proxy in front of the server would give a second one to its next client."""
+    assert answers(server, request_bytes) == [status]
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        get_with(b"Connection: close"),
+        get_with(b"Content-Length: 0", b"Connection: close"),
+        get_with(b"Connection: close", first=b"GET http://localhost/api/runs HTTP/1.1"),
+        get_with(b"Connection: close", first=b"HEAD /api/runs HTTP/1.1"),
+        get_with(b"Cookie: \xc3\xa4=\x85", b"Connection: close"),
+        b"GET /api/runs HTTP/1.0\r\n\r\n",
+    ],
+)
+def test_ordinary_requests_are_answered(request_bytes, server):
+    assert answers(server, request_bytes) == [b"200"]
+    assert answers(server, INNER + request_bytes) == [b"200", b"200"]
+
+
+@pytest.mark.parametrize("text", ["\\" * 30_000, '"' * 30_000, "a=" * 15_000, ";" * 30_000])
+def test_cookies_cost_no_time_before_the_token_is_known(text, run):
+    with served(str(run), token="a") as server:
+        begin = time.process_time()
+        for _ in range(5):
+            assert get(server, "/api/runs", Cookie=f'a="{text}')[0] == 401
+        assert time.process_time() - begin < 1.0
+
+
+@pytest.mark.parametrize(
+    "end, quiet, state, words",
+    [
+        ("the end of its plan", 0, "finished", "finished"),
+        ("SIGTERM", 0, "stopped", "stopped: SIGTERM"),
+        ("KeyboardInterrupt: ", 0, "stopped", "stopped: KeyboardInterrupt:"),
+        ("--exit-interval 5", 9e4, "stopped", "stopped: --exit-interval 5"),
+        ("RuntimeError: no\nmemory", 0, "failed", "failed: RuntimeError: no memory"),
+        (None, 0, "live", "running"),
+        (None, 3600, "quiet", "no rows for 60 minutes"),
+        (None, 9e4, "quiet", "no rows for 25 hours"),
+        (None, 9e5, "quiet", "no rows for 10 days"),
+    ],
+)
+def test_what_a_run_does_is_known_from_its_record_and_its_file(end, quiet, state, words, tmp_path):
+    path = write_run(tmp_path / "metrics.jsonl", 20)
+    write_record(path, end=end, training__train_iters=40)
+    os.utime(path, (time.time() - quiet,) * 2)
+    with served(str(path)) as server:
+        (listed,) = asked(server, "/api/runs")
+    assert (listed["state"], listed["words"]) == (state, words)
+
+
+def test_a_run_that_reached_its_plan_has_finished_without_a_word(tmp_path):
+    path = write_run(tmp_path / "metrics.jsonl", 20)
+    write_record(path, training__train_iters=20)
+    os.utime(path, (1e9, 1e9))
+    with served(str(path)) as server:
+        assert asked(server, "/api/runs")[0]["state"] == "finished"
+
+
+def test_a_run_of_slow_steps_is_live(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(train_row(1, seconds_per_iteration=1000.0))
+    os.utime(path, (time.time() - 5000,) * 2)
+    with served(str(path)) as server:
+        assert asked(server, "/api/runs")[0]["state"] == "live"
+
+
+def test_power_is_the_energy_of_each_step(server):
+    """``write_run`` has eight devices of 400 joules a step."""
+    id = series_id(server, name="power_watts")
+    curve = asked(server, f"/api/runs/1/series?id={id}&points=5000")[id]
+    steps = map(int, curve["x"])
+    seconds = [json.loads(train_row(step))["seconds_per_iteration"] for step in steps]
+    assert curve["y"][0] is None and len(curve["x"]) == 600
+    expected = [8 * 400.0 / each for each in seconds[1:]]
+    known = [(a, b) for a, b in zip(curve["y"][1:], expected, strict=True) if a is not None]
+    assert len(known) > 590
+    assert [a for a, _ in known] == pytest.approx([b for _, b in known])
+
+
+def test_the_last_events_and_how_many_there_are(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    events = (row(f"kind {n % 300}", n, **{f"v{n % 7}": n}) for n in range(1, 5001))
+    path.write_text(train_row(1) + "".join(events))
+    with served(str(path)) as server:
+        known = asked(server, "/api/runs/1")
+    assert known["event_count"] == 5000
+    steps = [event["iteration"] for event in known["events"]]
+    assert steps == list(range(3001, 5001))
+    assert known["events"][-1]["values"] == {"v2": 5000.0} and len(json.dumps(known)) < 400_000
 
 
 def wait_for(server: Dashboard, state: str) -> dict[str, object]:

@@ -11,6 +11,7 @@ from megatron.config.kinds.instruction import InstructionConfig
 from megatron.config.kinds.preference import PreferenceConfig
 from megatron.data.example_checks import Base, check_examples, template_in
 from megatron.families.gpt import GPTData
+from megatron.finetune.prompts import answer_ends
 
 from .kinds.instruction.conftest import CHATML, Built, gpt2, with_template, write
 
@@ -121,3 +122,26 @@ def test_templates_of_folders(tmp_path: Path) -> None:
     assert template_in(tmp_path) == "D"
     (tmp_path / "chat_template.jinja").write_text("J")
     assert template_in(tmp_path) == "J"
+
+
+def test_the_end_that_examples_teach(gpt2: Built, with_template, write, gpt_config) -> None:
+    """For what finetune.py trains: a special token near the end of an answer, nothing else."""
+    marked = CHATML.replace(
+        "{{ message['content'] + '<|im_end|>' }}{% else",
+        "{% generation %}{{ message['content'] + '<|im_end|>\n' }}{% endgeneration %}{% else",
+    )
+    path, pairs = write(CHATS), write(PAIRS, "pairs.jsonl")
+    built = with_template(CHATML)
+    begin, end = built.tokenizer.tokenize("<|im_start|><|im_end|>")
+    full_stop, eos = built.tokenizer.tokenize("?")[0], built.tokenizer.eos
+
+    def ends(built: Built, path: str, **flags) -> frozenset[int]:
+        train = pipeline(built, path, gpt_config, **flags).datasets((8, 0, 0)).train
+        assert train is not None
+        return answer_ends(train, built.tokenizer, [begin, full_stop])
+
+    assert ends(built, path) == ends(with_template(marked), path) == {eos, end, begin}
+    assert ends(built, path, packing=True) == {eos, end, begin}
+    assert ends(built, pairs, preference="dpo") == {eos, end, begin}
+    assert ends(with_template(ENDLESS), path) == {eos, begin}
+    assert ends(built, path, prompt_format="alpaca") == {eos, begin}

@@ -53,6 +53,15 @@ def test_values_that_nobody_gives(tuning, files):
     assert config.tokenizer.tokenizer_model == files["base"]
 
 
+@pytest.mark.parametrize(
+    ("steps", "every"), [(1, 1), (12, 1), (99, 1), (100, 2), (300, 6), (500, 10), (100_000, 10)]
+)
+def test_a_short_run_has_a_curve(tuning, steps, every):
+    assert tuning("--train-iters", str(steps)).run.config.logging.log_interval == every
+    given = tuning("--train-iters", str(steps), "--log-interval", "7")
+    assert given.run.config.logging.log_interval == 7
+
+
 def test_flags_come_first(tuning):
     config = tuning("--lr", "3e-4", "--seq-length", "512", "--global-batch-size", "6").run.config
     assert (config.optimizer.lr, config.model.seq_length) == (3e-4, 512)
@@ -141,4 +150,5 @@ def test_a_model_of_others_is_not_replaced(tmp_path):
         check_output_folder(TuningConfig(output=str(output)))
     check_output_folder(TuningConfig(output=str(output), overwrite=True))
     (output / "checkpoints").mkdir()
-    check_output_folder(TuningConfig(output=str(output)))
+    with pytest.raises(ConfigError, match="that no checkpoint in .*checkpoints has made"):
+        check_output_folder(TuningConfig(output=str(output)))

@@ -123,7 +123,7 @@ def test_all_checkpoints_of_a_folder(tmp_path, monkeypatch):
     "flags, message",
     [
         ({}, "--all-iterations needs --load"),
-        ({"load": "absent"}, "--load absent has no checkpoint; it must be the folder of a run"),
+        ({"load": "absent"}, "--load absent: no such folder; it must be the folder of a run"),
         ({"load": "x", "load_tag": "5"}, "--load-tag 5 contradicts --all-iterations"),
     ],
 )
@@ -134,5 +134,5 @@ def test_no_checkpoints(flags, message):
 
 def test_one_checkpoint():
     assert wanted_checkpoints(CheckpointConfig(), False) == [None]
-    with pytest.raises(CheckpointError, match="--load absent has no checkpoint"):
+    with pytest.raises(CheckpointError, match="--load absent: no such folder"):
         wanted_checkpoints(CheckpointConfig(load="absent"), False)

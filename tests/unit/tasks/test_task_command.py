@@ -48,7 +48,7 @@ def test_every_task_of_the_list_exists(name):
         (["--task", "RAW", "--overlapping-eval", "0"], "--overlapping-eval 0 must be positive"),
         (["--task", "RAW", "--epochs", "-1"], "--epochs -1 must not be negative"),
         (["--task", "RAW"], "--load is missing: name a checkpoint, or describe .*--num-layers"),
-        (["--task", "RAW", "--load", "nowhere"], "--load nowhere has no checkpoint"),
+        (["--task", "RAW", "--load", "nowhere"], "--load nowhere: no such folder"),
         (["--task", "RAW", "--num-layers", "2"], "--task RAW needs --valid-data"),
         (
             ["--task", "RAW", "--num-layers", "2", "--valid-data", "x", "--model-family", "bert"],

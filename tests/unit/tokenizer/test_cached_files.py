@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import BertTokenizer
 
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.data.text_encoder import tokenizer_identity
@@ -66,6 +67,61 @@ def test_bert(wordpiece_file, tmp_path, kind, name, file):
     lower = kind.endswith("LowerCase") or (kind.endswith("Tokenizer") and name is None)
     tokenizer = build_tokenizer(config)
     assert (tokenizer.tokenize("IMPORT") == tokenizer.tokenize("import")) == lower
+
+
+def bert(path: Path | str, kind: str = "BertWordPieceTokenizer", **others) -> TokenizerConfig:
+    return TokenizerConfig(tokenizer_type=kind, tokenizer_model_type=str(path), **others)
+
+
+@pytest.mark.parametrize(
+    ("named", "lower"),
+    [
+        ("vocab.txt", True),
+        ("bert-base-cased/vocab.txt", False),
+        ("bert-base-cased/x/vocab.txt", True),
+        ("bert-base-cased", False),
+        ("bert-large-uncased-vocab.txt", True),
+        ("words", True),
+    ],
+)
+@pytest.mark.parametrize("relative", [True, False])
+def test_a_path_is_the_file(wordpiece_file, tmp_path, monkeypatch, named, lower, relative):
+    """Or its folder, whatever is in --cache-dir; as 2019's `BertTokenizer.from_pretrained`."""
+    file = named if named.endswith(".txt") or named == "words" else f"{named}/vocab.txt"
+    put(wordpiece_file, tmp_path / "here" / file)
+    put(wordpiece_file, tmp_path / "other.txt")
+    monkeypatch.chdir(tmp_path / "here")
+    path = named if relative else tmp_path / "here" / named
+    tokenizer = build_tokenizer(bert(path))
+    assert (tokenizer.tokenize("IMPORT") == tokenizer.tokenize("import")) == lower
+    reference = BertTokenizer(str(tmp_path / "here" / file), do_lower_case=lower)
+    text = "import os, IMPORT re"
+    assert tokenizer.tokenize(text) == reference(text, add_special_tokens=False)["input_ids"]
+    assert build_tokenizer(bert(path, "BertWordPieceCase")).vocab_size == tokenizer.vocab_size
+    given = bert(path, vocab_file=str(tmp_path / "other.txt"))
+    assert build_tokenizer(given).source.endswith("other.txt")
+    # Digests do not depend on where the file is, but on whether case counts.
+    put(wordpiece_file, tmp_path / "moved" / file)
+    assert tokenizer_identity(bert(tmp_path / "moved" / named)) == tokenizer_identity(bert(path))
+
+
+def test_case_is_a_part_of_a_path(wordpiece_file, tmp_path):
+    for name in ("a-cased", "a-uncased"):
+        put(wordpiece_file, tmp_path / name / "vocab.txt")
+    first, second = (tokenizer_identity(bert(tmp_path / name)) for name in ("a-cased", "a-uncased"))
+    assert first != second
+
+
+def test_a_name_is_searched_for_where_a_folder_has_it(wordpiece_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    put(wordpiece_file, tmp_path / "cache" / "bert-base-cased-vocab.txt")
+    (tmp_path / "bert-base-cased").mkdir()
+    build_tokenizer(bert("bert-base-cased", cache_dir="cache"))
+    with pytest.raises(FileNotFoundError, match="bert-base-cased has no vocab.txt; it must be"):
+        build_tokenizer(bert("bert-base-cased"))
+    for absent in ("no/vocab.txt", "none.txt", f"{tmp_path}/none"):
+        with pytest.raises(FileNotFoundError, match=f"--tokenizer-model-type {absent} does not"):
+            build_tokenizer(bert(absent, cache_dir="cache"))
 
 
 def test_the_named_model_is_preferred(wordpiece_file, tmp_path):

@@ -99,7 +99,7 @@ def test_true_vocab_size(util, saved, tmp_path, capsys):
         (["--model-type", "BERT"], "--load-dir is missing"),
         (["--model-type", "GPT"], "--load-dir is missing"),
         (["--model-type", "GPT", "--load-dir", "nowhere", "--save-dir", "x"],
-         "nowhere: no complete checkpoint found"),
+         "nowhere: no such folder"),
         (["--model-type", "GPT", "--load-dir", "x", "--save-dir", "x", "--saver", "mcore"],
          "--saver mcore: expected one of megatron, safetensors"),
     ],

@@ -133,7 +133,7 @@ def test_no_architecture(tool, saved, tmp_path):
         ("to-hf --load x --output y --push-to-hub a/b/c", "--push-to-hub a/b/c: Repo id must"),
         ("to-hf --output x", "--load is missing"),
         ("to-hf --load x", "--output is missing"),
-        ("to-hf --load x --output y", "x: no complete checkpoint found"),
+        ("to-hf --load x --output y", "x: no such folder"),
         ("to-hf --load x --output y --max-shard-size 5GBs", "5GBs is not a size"),
         ("to-hf --load x --output y --max-shard-size 0", "0 is not a size"),
     ],
@@ -196,7 +196,11 @@ def test_there_and_back(tool, downloaded, tmp_path, capsys):
     theirs, ours, back = downloaded(), tmp_path / "ours", tmp_path / "back"
     tool.main(["from-hf", "--input", str(theirs), "--output", str(ours)])
     *_, line, hint = capsys.readouterr().out.splitlines()
-    assert "Qwen2 of " in line and "17 parameters; logits of 80 tokens agree" in line
+    # Queries, keys and values are one tensor in ours, and gate and up too.
+    tensors = load_file(theirs / "model.safetensors").values()
+    count = sum(values.numel() for values in tensors)
+    assert "Qwen2 of " in line
+    assert f"{count:,} parameters in 17 tensors; logits of 80 tokens agree" in line
     assert hint == f"train on it with --load {ours} --use-checkpoint-args"
     assert sorted(path.name for path in ours.iterdir()) == [
         "global_step0", "latest", "latest_checkpointed_iteration.txt",
@@ -209,6 +213,8 @@ def test_there_and_back(tool, downloaded, tmp_path, capsys):
         tmp_path / "moved" / "global_step0" / "tokenizer"
     )
     tool.main(["to-hf", "--load", str(tmp_path / "moved"), "--output", str(back)])
+    said = capsys.readouterr().out
+    assert f"ForCausalLM, {count:,} parameters in {len(tensors)} tensors, float32\n" in said
     found, wanted = (
         load_file(path / "model.safetensors") for path in (back, tmp_path / "elsewhere")
     )
@@ -218,7 +224,7 @@ def test_there_and_back(tool, downloaded, tmp_path, capsys):
     assert generation == {"eos_token_id": [60, 7], "temperature": 0.6, "do_sample": True}
     assert AutoConfig.from_pretrained(back).eos_token_id == [60, 7]
     # transformers 5 makes Qwen2's tokenizer of any files beside a config.json of Qwen2.
-    assert "warning: in a folder with model_type qwen2, AutoTokenizer" in capsys.readouterr().out
+    assert "warning: in a folder with model_type qwen2, AutoTokenizer" in said
     tokenizer = PreTrainedTokenizerFast.from_pretrained(back)
     assert tokenizer("3 7 59")["input_ids"] == [3, 7, 59]
 

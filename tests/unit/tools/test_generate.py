@@ -11,7 +11,10 @@ from functools import partial
 import pytest
 import torch
 from generation_models import VOCAB, their_model
+from transformers import AutoModelForCausalLM
 
+from megatron.checkpoint.source import open_checkpoint
+from megatron.checkpoint.writer import write_checkpoint
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.inference.generation.command import run_generation
 from megatron.tokenizer.null import NullTokenizer
@@ -141,7 +144,7 @@ def test_longer_than_the_model_leaves_nothing(main, load, tmp_path):
     ("flags", "message"),
     [
         (["--prompt", "1"], "--load is missing"),
-        (["--load", "x", "--prompt", "1"], "--load x has no checkpoint: name a checkpoint"),
+        (["--load", "x", "--prompt", "1"], "--load x: no such folder; name a checkpoint"),
         (["--load", "x", "--prompt", "1", "--prompt-file", "y"], "give one of them"),
         (["--load", "x", "--output", "y"], "--output needs --prompt or --prompt-file"),
         (["--load", "x", "--prompt-file", "absent"], "absent"),
@@ -310,3 +313,26 @@ def test_t5_continues_what_its_encoder_read(main, tmp_path, capsys):
     main([*flags, "--prompt-file", str(tmp_path / "in"), "--output", str(tmp_path / "out")])
     (row,) = rows_of(tmp_path / "out")
     assert row["tokens"] == wanted[0, 1:].tolist()
+
+
+@pytest.mark.parametrize("form", ["folder", "checkpoint"])
+def test_texts_end_where_the_model_says(main, tmp_path, form):
+    """At any of the tokens at which transformers' generate ends them."""
+    theirs, folder = their_model("llama"), tmp_path / "theirs"
+    prompt = torch.tensor([[5, 7, 9]])
+    free = theirs.generate(prompt, max_new_tokens=9, do_sample=False, pad_token_id=0)[0, 3:]
+    theirs.save_pretrained(folder)
+    NullTokenizer(60).save_pretrained(folder)
+    ends = [60, next(t for t in free.tolist()[3:] if t not in free[:3])]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    wanted = theirs.generate(prompt, max_new_tokens=9, do_sample=False, pad_token_id=0)[0, 3:]
+    assert 3 < len(wanted) < 9 and wanted[-1] == ends[1]
+    if form == "checkpoint":
+        folder = write_checkpoint(tmp_path / "ours", open_checkpoint(folder)).parent
+    main([
+        *("--load", str(folder), "--prompt", "5 7 9", "--greedy", "--max-new-tokens", "9"),
+        *("--output", str(tmp_path / "out")),
+    ])  # fmt: skip
+    (row,) = rows_of(tmp_path / "out")
+    assert row["tokens"] == wanted[:-1].tolist() and row["ended"]

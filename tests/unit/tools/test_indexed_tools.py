@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter, dataset_checks
+from megatron.tokenizer.mark import TokenizerMark
 from tools import inspect_index, merge_datasets, verify_data
 
 DOCUMENTS = {
@@ -55,6 +56,38 @@ def test_a_folder_is_merged_by_name(folder: Path, tmp_path: Path, capsys) -> Non
         "6 documents, 6 sequences, 13 tokens of uint16 from 3 datasets" in capsys.readouterr().out
     )
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["all.bin", "all.idx"]
+
+
+def marked(digest: str, kind: str = "HFTokenizer", size: int = 32_000) -> bytes:
+    return TokenizerMark(kind, size, digest).json()
+
+
+def test_the_tokenizer_of_all_is_that_of_the_whole(folder: Path, tmp_path: Path, capsys) -> None:
+    for name, kind in (("a", "HFTokenizer"), ("b", "Llama2Tokenizer"), ("c", "HFTokenizer")):
+        (folder / f"{name}.tokenizer").write_bytes(marked("same", kind))
+    merge("--input", folder, "--output-prefix", tmp_path / "all")
+    assert (tmp_path / "all.tokenizer").read_bytes() == marked("same")
+    (folder / "b.tokenizer").unlink()
+    merge("--input", folder, "--output-prefix", tmp_path / "all")
+    assert not (tmp_path / "all.tokenizer").exists()
+    assert f"{folder / 'b'}.bin: it is not known which tokenizer" in capsys.readouterr().out
+
+
+def test_data_of_different_tokenizers_are_not_merged(folder: Path, tmp_path: Path, capsys) -> None:
+    (folder / "a.tokenizer").write_bytes(marked("one"))
+    (folder / "c.tokenizer").write_bytes(marked("two", "GPT2BPETokenizer", 50_257))
+    with pytest.raises(SystemExit) as end:
+        merge("--input", folder, "--output-prefix", tmp_path / "all")
+    assert str(end.value).endswith(
+        f"{folder / 'a'}.bin was made with HFTokenizer of 32,000 ids (one), and {folder / 'c'}.bin "
+        "with GPT2BPETokenizer of 50,257 ids (two): data of different tokenizers cannot be put "
+        "together; preprocess them with the same one"
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
+    for content in (b"{", b"[]", b'{"format": 1}', b'{"format": 1, "digest": 3}'):
+        (folder / "a.tokenizer").write_bytes(content)
+        with pytest.raises(SystemExit, match="a.tokenizer: it is "):
+            merge("--input", folder, "--output-prefix", tmp_path / "all")
 
 
 def test_prefixes_are_merged_as_given(folder: Path, tmp_path: Path) -> None:

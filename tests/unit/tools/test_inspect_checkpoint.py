@@ -38,7 +38,7 @@ def test_report(main, pair, capsys):
     assert "iteration: 10" in output
     assert "tensor 1 x pipeline 1 x data 1, ZeRO stage 0" in output
     total = sum(facts.numel for facts in tensor_facts(open_checkpoint(pair[0])))
-    assert f"{total:,} parameters" in output
+    assert f"\n  {total:,} parameters in " in output[: output.index("model: ")]
 
 
 def test_without_norms_no_tensor_is_read(main, pair, capsys):

@@ -1,7 +1,9 @@
 """tools/train_tokenizer.py: text in, files out that both readers take."""
 
+import errno
 import gzip
 import json
+import os
 import random
 from pathlib import Path
 
@@ -162,3 +164,14 @@ def test_text_that_is_not_utf8(main, tmp_path):
     (tmp_path / "a.txt").write_bytes(b"ok\n\xff\n")
     with pytest.raises(SystemExit, match="a.txt is not UTF-8 text, after line 0"):
         main(["--input", str(tmp_path / "a.txt"), "--output", str(tmp_path), "--vocab-size", "300"])
+
+
+def test_a_full_disk_is_named(main, tmp_path, monkeypatch):
+    def full(handle):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "a.jsonl").write_text('{"text": "one two"}\n')
+    monkeypatch.setattr(os, "fsync", full)
+    flags = ["--vocab-size", "300", "--output", str(tmp_path / "out")]
+    with pytest.raises(SystemExit, match="No space left on device: .*out/merges.txt'"):
+        main(["--input", str(tmp_path / "a.jsonl"), *flags])

@@ -1,12 +1,15 @@
 """tools/verify_checkpoint.py: whole ones pass, damage is named, the status says so."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.manifest import file_facts, manifest, write_manifest
+from megatron.checkpoint.source import open_checkpoint
 from tools.verify_checkpoint import main
 
 
@@ -87,9 +90,49 @@ def test_a_tracker_that_names_nothing(save, capsys):
     assert "latest names 'global_step30'" in shown.err
 
 
+@pytest.mark.parametrize("file", ["manifest", "index", "config", "state", "weights"])
+@pytest.mark.parametrize("place", [".", "global_step20"])
+@pytest.mark.parametrize("tracker", [True, False])
+def test_a_lost_file_is_named(save, capsys, file, place, tracker):
+    (lost,) = (save / "global_step20").glob(f"{file}*")
+    lost.unlink()
+    if not tracker:
+        (save / "latest").unlink()
+    if not tracker and file == "manifest" and place == ".":
+        assert main([str(save)]) == 0  # loading takes the older one
+        assert main([str(save), "--all"]) == 1
+    else:
+        assert main([str(save / place)]) == 1
+    error = capsys.readouterr().err
+    assert f"{lost} is missing" in error and error.startswith("damaged: ")
+    assert "global_step10: write the tag" in error or not (
+        tracker and file == "manifest" and place == "."
+    )
+
+
+def test_a_lost_manifest_of_the_only_checkpoint(save, capsys):
+    shutil.rmtree(save / "global_step10")
+    (save / "global_step20" / "manifest.json").unlink()
+    assert main([str(save)]) == 1
+    assert f"{save / 'global_step20' / 'manifest.json'} is missing" in capsys.readouterr().err
+
+
+def test_a_lost_manifest_of_a_wanted_iteration(save):
+    (save / "global_step20" / "manifest.json").unlink()
+    with pytest.raises(
+        CheckpointError, match="step20: .*manifest.json is missing.*it has .*step10"
+    ):
+        open_checkpoint(save, "20")
+
+
 def test_what_is_none(tmp_path, capsys):
-    assert main([str(tmp_path / "absent")]) == 1
-    assert "no complete checkpoint found" in capsys.readouterr().err
+    for name, reason in (("absent", "no such folder"), ("empty", "no complete checkpoint found")):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        assert main([str(tmp_path / name), "--all"]) == 1
+        shown = capsys.readouterr()
+        assert shown.err == f"error: {tmp_path / name}: {reason}\n"
+        assert shown.out.splitlines()[1].endswith("not found") and "DAMAGED" not in shown.out
+    (tmp_path / "empty").rmdir()
     (tmp_path / "manifest.json").write_text(json.dumps({"format": 7}))
     assert main([str(tmp_path)]) == 1
     assert "manifest.json is not a manifest of format 2" in capsys.readouterr().err

@@ -166,6 +166,24 @@ def test_losses_keep_no_graph_and_may_be_half_precision():
     assert finish(interval).loss == 5.0
 
 
+def test_a_terminals_line_is_short_with_the_same_names():
+    clock = Clock()
+    interval = meter(clock)
+    clock.now += 0.1234
+    interval.add(step(10.0))
+    metrics = finish(interval)
+    assert metrics.short_line() == (
+        "iteration       10/     100 | lm loss: 1.000000E+01 | learning rate: 1.500E-04 | "
+        "consumed samples: 160 | grad norm: 1.234 | elapsed time per iteration (ms): 123.4 | "
+        f"tokens per second: {metrics.tokens_per_second_per_device * 2:,.0f} | MFU: 207.5% |"
+    )
+    names = {field.partition(":")[0] for field in metrics.short_line().split(" | ")[1:6]}
+    assert names <= {field.partition(":")[0] for field in metrics.line().split(" | ")}
+    skipped = dataclasses.replace(metrics, skipped_steps=2, seconds_left=3661.0)
+    assert "number of skipped iterations: 2 |" in skipped.short_line()
+    assert skipped.short_line().endswith("time left: 1:01:01 |")
+
+
 def test_line_has_megatrons_key_texts():
     clock = Clock()
     interval = meter(clock)

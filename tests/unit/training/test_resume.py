@@ -3,11 +3,15 @@
 import dataclasses
 from types import SimpleNamespace
 
+import pytest
 from configs import run_config
 
-from megatron.config import PrecisionConfig
+from megatron.config import PrecisionConfig, TokenizerConfig
 from megatron.config.engine import FastPathsConfig
-from megatron.training.resume import changes
+from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.mark import TokenizerMark, mark_of
+from megatron.training import build
+from megatron.training.resume import ResumePoint, changes
 
 
 def test_another_format_of_states_is_one_line():
@@ -55,3 +59,20 @@ def test_another_recipe_of_8_bits_is_reported_and_compilation_is_not():
         'fp8_recipe: "tensorwise" -> "delayed"',
         "first_last_layers_bf16: false -> true",
     ]
+
+
+def test_a_run_continues_with_the_tokenizer_of_its_checkpoint(tmp_path):
+    config = TokenizerConfig("ByteLevelTokenizer")
+    run = SimpleNamespace(
+        config=SimpleNamespace(tokenizer=config), tokenizer=build_tokenizer(config)
+    )
+    (tmp_path / "tokenizer").mkdir()
+    file = tmp_path / build.MARK_FILE
+    for mark in (None, mark_of(run.tokenizer, "HFTokenizer")):
+        if mark is not None:
+            file.write_bytes(mark.json())
+        build._check_tokenizer(run, ResumePoint(tmp_path, 3))
+    file.write_bytes(TokenizerMark("HFTokenizer", 259, "another").json())
+    build._check_tokenizer(run, ResumePoint(tmp_path, 0, weights_only=True))
+    with pytest.raises(ValueError, match=f"{tmp_path} was trained with another tokenizer: HFTok"):
+        build._check_tokenizer(run, ResumePoint(tmp_path, 3))

@@ -60,6 +60,19 @@ def test_signal_is_recorded_and_named(number):
         assert stop.requested == number.name
 
 
+@pytest.mark.parametrize("handled", [signal.SIG_DFL, signal.SIG_IGN])
+def test_a_closed_terminal_stops_a_run_unless_it_is_ignored(handled):
+    """As `nohup` ignores it."""
+    before = signal.signal(signal.SIGHUP, handled)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.requested == ("SIGHUP" if handled is signal.SIG_DFL else None)
+        assert signal.getsignal(signal.SIGHUP) is handled
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_first_signal_is_the_one_named():
     with StopRequest() as stop:
         os.kill(os.getpid(), signal.SIGUSR1)

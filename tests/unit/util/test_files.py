@@ -1,10 +1,11 @@
 """Files are there whole or as they were, and nothing else stays."""
 
+import errno
 import os
 
 import pytest
 
-from megatron.util.files import replacing, write_whole
+from megatron.util.files import naming, replacing, write_whole
 
 
 @pytest.mark.parametrize("old", [None, b"old"])
@@ -45,3 +46,19 @@ def test_others_may_read_it_as_any_file(tmp_path):
     (tmp_path / "plain").write_bytes(b"")
     write_whole(tmp_path / "file", b"")
     assert (tmp_path / "file").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_a_full_disk_is_named(tmp_path):
+    def full():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left on device: .*/file'"), naming("a/file"):
+        full()
+    path = tmp_path / "x.json"
+    with pytest.raises(OSError, match="No space left on device: .*x.json'"), replacing(path):
+        full()
+    with pytest.raises(ConnectionResetError) as raised, naming("a/file"):
+        raise ConnectionResetError(errno.ECONNRESET, "reset")
+    assert raised.value.filename is None
+    with pytest.raises(FileNotFoundError, match="other"), naming("a/file"):
+        open("other")  # noqa: SIM115

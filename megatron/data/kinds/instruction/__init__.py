@@ -32,7 +32,7 @@ class Instruction(DataKind):
             if idx_path(path).is_file() and not Path(path).exists():
                 raise ConfigError(
                     f"{path} is the prefix of a .bin and an .idx; --sft, and the type instruction, "
-                    "read files of instructions and answers (JSON or JSON lines)"
+                    "read files of instructions and answers (JSON, JSON lines, Parquet, CSV)"
                 )
             encoder = ExampleEncoder(config, data.tokenizer, data.config.tokenizer)
             return InstructionExamples.open(path, encoder, data.cache(path))

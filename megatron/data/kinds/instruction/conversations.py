@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-import io
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-import orjson
-
-from megatron.data.json_lines import (
-    BYTE_ORDER_MARK,
-    ArrayReader,
-    is_too_deep,
-    long_line,
-    read_lines,
+from megatron.data.kinds.instruction.columns import (
+    CONVERSATIONS,
+    NO_FLAGS,
+    RecordColumns,
+    RecordFields,
+    keys_of,
+    shown,
 )
-from megatron.util.json_text import MAX_DEPTH
+from megatron.data.kinds.instruction.record_files import records_of
 
 Parsed = TypeVar("Parsed")
 
 ANSWER = "assistant"
+ALPACA_PREAMBLE = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes "
+    "the request."
+)
+ALPACA_PREAMBLE_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further "
+    "context. Write a response that appropriately completes the request."
+)
+"""As in the data of Stanford Alpaca (Taori et al. 2023)."""
+ANSWERS = ("output", "response", "completion", "answer")
+_ASKED = ("instruction", "prompt", "question", "query", "input")
+_SYSTEM = ("system", "system_prompt")
+_CONTEXT = ("input", "context")
 _ROLE_OF_SPEAKER = {
     "human": "user",
     "user": "user",
@@ -33,9 +44,13 @@ _ROLE_OF_SPEAKER = {
     "observation": "tool",
 }
 """Speakers of ShareGPT's layout."""
+_TRAINED = ("weight", "train", "training", "loss")
+"""Keys of messages that say whether an answer counts in the loss (OpenAI, axolotl)."""
+REASONING = ("reasoning_content", "reasoning", "thinking")
 _LAYOUTS = (
-    'a record has "messages" or "conversations", or "instruction" and "output", or "prompt" and '
-    '"completion"'
+    'a record has "messages" or "conversations", or "instruction" (or "question", "query") and '
+    '"output" (or "response", "answer"), or "prompt" and "completion"; --messages-column, '
+    "--prompt-column and --response-column name other columns"
 )
 
 
@@ -45,6 +60,10 @@ class Turn(NamedTuple):
     content: str
     context: str = ""
     """Alpaca's "input": the text that an instruction is about."""
+    counts: bool = True
+    """False for an answer that the record excludes from the loss."""
+    fields: tuple[tuple[str, Any], ...] = ()
+    """Further keys of the message for a chat template: tool calls, reasoning, a name."""
 
     @property
     def text(self) -> str:
@@ -56,16 +75,33 @@ class Example:
     turns: tuple[Turn, ...]
     is_pair: bool = False
     """A prompt and its completion, which are one text."""
+    variables: tuple[tuple[str, Any], ...] = ()
+    """Variables of a chat template besides the messages, such as tools."""
+    context: int = 0
+    """Turns before the completion, whose answers do not count, as in trl; 0 without any such."""
 
 
-def read_examples(path: str) -> Iterator[tuple[str, Example]]:
+class StatedPrompt(NamedTuple):
+    """Turns that precede an answer.
+
+    Attributes:
+        column: where it is from.
+        is_text: it is one text with its answer, not a conversation.
+    """
+
+    turns: tuple[Turn, ...]
+    column: str
+    is_text: bool = False
+
+
+def read_examples(path: str, columns: RecordColumns = NO_FLAGS) -> Iterator[tuple[str, Example]]:
     """See :func:`read_records`."""
-    return read_records(path, parse_example)
+    return read_records(path, lambda record: parse_example(record, columns))
 
 
 def read_records(path: str, parse: Callable[[Any], Parsed]) -> Iterator[tuple[str, Parsed]]:
-    """Each record of a JSON array or of JSON lines as ``parse`` reads it, after its place for
-    messages. Raises ValueError, which names the place, if a record is malformed."""
+    """Each record of a file as ``parse`` reads it, after its place for messages. Raises ValueError,
+    which names the place, if a record is malformed."""
     for place, record in records_of(path):
         try:
             parsed = parse(record)
@@ -74,57 +110,200 @@ def read_records(path: str, parse: Callable[[Any], Parsed]) -> Iterator[tuple[st
         yield place, parsed
 
 
-def parse_example(record: Any) -> Example:
-    """A record in any layout. Raises ValueError if the layout is unknown, or the record contains no
-    answer."""
-    if not isinstance(record, dict):
-        raise ValueError(f"a record must be a JSON object, not {json.dumps(record)[:40]}")
-    if "chosen" in record and "rejected" in record:
+def parse_example(record: Any, columns: RecordColumns = NO_FLAGS) -> Example:
+    """A record in any layout. Raises ValueError if the layout is unknown, the record contains no
+    answer, or a key of it would be left out that may matter."""
+    fields = columns.record(record)
+    if "chosen" in fields and "rejected" in fields:
         raise ValueError(
             'a better and a worse answer ("chosen", "rejected"), which --preference trains on, '
             "for example --preference dpo; instructions have one answer"
         )
-    for key in ("messages", "conversations"):
-        if key in record:
-            return _until_last_answer(system_turns(record) + turns_of(record[key], key))
-    response = "response" if "response" in record else None
-    if "instruction" in record:
-        turns = system_turns(record) + history_turns(record.get("history") or [])
-        context = string_of(record, "input") if record.get("input") else ""
-        turns.append(Turn("user", string_of(record, "instruction"), context))
-        turns.append(Turn(ANSWER, string_of(record, response or "output")))
-        return Example(tuple(turns))
-    if "prompt" in record:
-        answer = response or "completion"
-        if isinstance(record["prompt"], list):
-            turns = turns_of(record["prompt"], "prompt") + turns_of(record.get(answer), answer)
-            return _until_last_answer(turns)
-        pair = (Turn("user", string_of(record, "prompt")), Turn(ANSWER, string_of(record, answer)))
-        return Example(pair, is_pair=True)
-    raise ValueError(f"unknown layout (its keys: {keys_of(record)}); {_LAYOUTS}")
+    variables = template_variables(fields)
+    conversation = fields.first(CONVERSATIONS)
+    if conversation is not None:
+        turns = conversation_turns(fields, conversation)
+        example = Example(until_last_answer(turns), variables=variables)
+    else:
+        prompt = prompt_of(fields)
+        if prompt is None:
+            raise ValueError(f"unknown layout (its keys: {keys_of(record)}); {_LAYOUTS}")
+        default = "completion" if prompt.column == "prompt" else "output"
+        key = fields.first(ANSWERS) or default
+        if key not in fields:
+            raise ValueError(
+                f'no key "{key}" (the keys: {fields.keys}); --response-column names another'
+            )
+        answer = fields.take(key)
+        if isinstance(answer, list):
+            completion = turns_of(answer, key, fields.ignored)
+        else:
+            completion = [Turn(ANSWER, fields.text(key))]
+        before = len(prompt.turns) if prompt.column == "prompt" else 0
+        example = Example(
+            (*prompt.turns, *until_last_answer(completion)),
+            prompt.is_text and isinstance(answer, str) and not variables,
+            variables,
+            before if any(turn.role == ANSWER for turn in prompt.turns[:before]) else 0,
+        )
+    turns = example.turns
+    fields.check(repeats=lambda value: repeats(value, turns), conversation=conversation is not None)
+    return example
 
 
-def system_turns(record: Mapping[str, Any]) -> list[Turn]:
-    return [Turn("system", string_of(record, "system"))] if record.get("system") else []
+def template_variables(fields: RecordFields) -> tuple[tuple[str, Any], ...]:
+    """``tools`` of a record, a list or its JSON, and the variables of ``chat_template_kwargs``."""
+    tools = _from_json(fields.take("tools"), "tools")
+    if not isinstance(tools, list | None):
+        raise ValueError(f'"tools" must be a list of tools, not {shown(tools)}')
+    others = _from_json(fields.take("chat_template_kwargs"), "chat_template_kwargs") or {}
+    if not isinstance(others, dict):
+        raise ValueError(f'"chat_template_kwargs" must be an object, not {shown(others)}')
+    values = {key: value for key, value in others.items() if value is not None}
+    return tuple(values.items()) + ((("tools", tools),) if tools else ())
 
 
-def turns_of(messages: Any, key: str) -> list[Turn]:
+def prompt_of(fields: RecordFields) -> StatedPrompt | None:
+    """The prompt of a record without a conversation; None if it has no column for one."""
+    key = fields.first(_ASKED)
+    if key is None:
+        return None
+    asked = fields.take(key)
+    if key == "prompt" and isinstance(asked, list):
+        return StatedPrompt(with_system(fields, turns_of(asked, key, fields.ignored)), key)
+    history = history_turns(fields.take("history") or [])
+    context = fields.optional_text(*(name for name in _CONTEXT if name != key))
+    turns = with_system(fields, (*history, Turn("user", fields.text(key), context)))
+    return StatedPrompt(turns, key, is_text=key == "prompt" and len(turns) == 1 and not context)
+
+
+def conversation_turns(fields: RecordFields, key: str) -> tuple[Turn, ...]:
+    """The messages of a column, after the record's system message."""
+    return with_system(fields, turns_of(fields.take(key), key, fields.ignored))
+
+
+def with_system(fields: RecordFields, turns: Sequence[Turn]) -> tuple[Turn, ...]:
+    """Turns after the system message of their record, unless they begin with it."""
+    system = fields.optional_text(*_SYSTEM)
+    if not system:
+        return tuple(turns)
+    first = turns[0] if turns else None
+    if first is None or first.role not in ("system", "developer"):
+        return (Turn("system", system), *turns)
+    if _normal(first.content) != _normal(system):
+        raise ValueError(
+            f"two system messages: {shown(system)} and, as the first message, "
+            f"{shown(first.content)}; --ignore-columns leaves out a column"
+        )
+    return tuple(turns)
+
+
+def turns_of(messages: Any, key: str, ignored: frozenset[str] = frozenset()) -> list[Turn]:
+    """The messages of a list. Raises ValueError if one is malformed, or has a key that would be
+    left out."""
+    if isinstance(messages, str) and messages.lstrip().startswith("["):
+        messages = _from_json(messages, key)
     if not isinstance(messages, list):
         raise ValueError(f'"{key}" must be a list of messages')
-    turns = []
-    for message in messages:
+    if key != "messages" and all(isinstance(text, str) for text in messages):
+        return [Turn(("user", ANSWER)[n % 2], text) for n, text in enumerate(messages)]
+    turns: list[Turn] = []
+    for number, message in enumerate(messages, 1):
         if not isinstance(message, dict):
             raise ValueError(f'"{key}" must be a list of objects, with "role" and "content"')
-        if "from" in message:
-            speaker = string_of(message, "from")
-            if speaker not in _ROLE_OF_SPEAKER:
-                raise ValueError(
-                    f'a message is from "{speaker}"; expected one of {", ".join(_ROLE_OF_SPEAKER)}'
-                )
-            turns.append(Turn(_ROLE_OF_SPEAKER[speaker], string_of(message, "value")))
+        fields = RecordFields(message, ignored)
+        if "input" in fields and "output" in fields:
+            turns += [Turn("user", fields.text("input")), Turn(ANSWER, fields.text("output"))]
         else:
-            turns.append(Turn(string_of(message, "role"), string_of(message, "content")))
+            turns.append(_turn(fields))
+        fields.check(f'"{key}", message {number}: ')
     return turns
+
+
+def _turn(fields: RecordFields) -> Turn:
+    content_key = "value" if "from" in fields else "content"
+    role = fields.text("from" if "from" in fields else "role")
+    if "from" in fields:
+        if role not in _ROLE_OF_SPEAKER:
+            raise ValueError(
+                f'a message is from "{role}"; expected one of {", ".join(_ROLE_OF_SPEAKER)}'
+            )
+        role = _ROLE_OF_SPEAKER[role]
+    content = _content(fields, content_key)
+    more: dict[str, Any] = {}
+    reasoning = fields.optional_text(*REASONING)
+    if reasoning:
+        more[REASONING[0]] = reasoning
+    calls = _from_json(fields.take("tool_calls"), "tool_calls")
+    if calls:
+        more["tool_calls"] = _calls(calls)
+    for key in ("name", "tool_call_id"):
+        if fields.take(key):
+            more[key] = fields.text(key)
+    return Turn(role, content, counts=_counts(fields, role), fields=tuple(more.items()))
+
+
+def _content(fields: RecordFields, key: str) -> str:
+    """The text of a message: a string, a list of parts with a text each, or null."""
+    if not fields.has_key(key):
+        if "tool_calls" in fields:
+            return ""
+        raise ValueError(f'no key "{key}" (the keys: {fields.keys})')
+    content = fields.take(key)
+    if content is None:
+        return ""
+    if not isinstance(content, list):
+        return fields.text(key)
+    texts = []
+    for part in content:
+        values = RecordFields(part if isinstance(part, dict) else {}, fields.ignored)
+        if values.take("type") != "text":
+            raise ValueError(f'"{key}" has a part that is not a text: {shown(part)}')
+        texts.append(values.text("text"))
+        values.check(f'a part of "{key}": ')
+    return "".join(texts)
+
+
+def _counts(fields: RecordFields, role: str) -> bool:
+    """False where a message says that its answer does not count in the loss."""
+    key = fields.first(_TRAINED)
+    if key is None:
+        return True
+    value = fields.take(key)
+    if value not in (0, 1):
+        raise ValueError(f'"{key}" of a message must be 0 or 1, false or true, not {shown(value)}')
+    if value and role != ANSWER:
+        raise ValueError(
+            f'"{key}" is {shown(value)} in a message of the role "{role}", and only answers count '
+            f"in the loss: remove it, or give --ignore-columns {key}"
+        )
+    return bool(value) or role != ANSWER
+
+
+def _calls(calls: Any) -> list[dict[str, Any]]:
+    """Tool calls, whose arguments may be an object or its JSON."""
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise ValueError(f'"tool_calls" must be a list of calls, not {shown(calls)}')
+    return [_with_arguments(call) for call in calls]
+
+
+def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(call.get("function"), dict):
+        return call | {"function": _with_arguments(call["function"])}
+    arguments = call.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    return call | {"arguments": _from_json(arguments, "arguments")}
+
+
+def _from_json(value: Any, key: str) -> Any:
+    """A value, or what its JSON describes."""
+    if not isinstance(value, str) or not value.strip():
+        return value or None
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise ValueError(f'"{key}" is a string that is not JSON: {shown(value)}') from None
 
 
 def history_turns(pairs: Any) -> list[Turn]:
@@ -134,58 +313,64 @@ def history_turns(pairs: Any) -> list[Turn]:
     return [Turn(*turn) for q, a in pairs for turn in (("user", q), (ANSWER, a))]
 
 
-def _until_last_answer(turns: list[Turn]) -> Example:
-    while turns and turns[-1].role != ANSWER:
-        turns.pop()
-    if not turns:
+def until_last_answer(turns: Sequence[Turn]) -> tuple[Turn, ...]:
+    """Turns without those after the last answer. Raises ValueError if there is no answer."""
+    answers = [number for number, turn in enumerate(turns) if turn.role == ANSWER]
+    if not answers:
         raise ValueError('there is no answer: no message has the role "assistant"')
-    return Example(tuple(turns))
+    return tuple(turns[: answers[-1] + 1])
 
 
-def keys_of(record: Mapping[str, Any]) -> str:
-    return ", ".join(f'"{key}"' for key in list(record)[:8]) or "none"
+def repeats(value: Any, turns: Sequence[Turn]) -> bool:
+    """True if a column contains nothing but some of these turns, or all as Stanford Alpaca's
+    "text"."""
+    if isinstance(value, str):
+        if any(value == turn.content for turn in turns):
+            return True
+        whole = ["".join(pair) for pair in plain_texts(Example(tuple(turns)), alpaca=True)]
+        texts = {_normal(text) for turn in turns for text in (turn.content, turn.text)}
+        texts |= {_normal("".join(whole[: n + 1])) for n in range(len(whole))}
+        texts |= {_normal(prompt) for prompt, _ in plain_texts(Example(tuple(turns)), alpaca=True)}
+        return _normal(value) in texts
+    try:
+        said = {message_key(turn) for turn in turns_of(value, "")}
+    except ValueError:
+        return False
+    return said <= {message_key(turn) for turn in turns}
 
 
-def string_of(record: Mapping[str, Any], key: str) -> str:
-    if key not in record:
-        raise ValueError(f'no key "{key}" (the keys: {keys_of(record)})')
-    if not isinstance(record[key], str):
-        raise ValueError(f'"{key}" must be a string, not {json.dumps(record[key])[:40]}')
-    return record[key]
+def message_key(turn: Turn) -> tuple[object, ...]:
+    """Values by which repeated messages are compared."""
+    return turn.role, turn.text.strip(), turn.counts, repr(turn.fields)
 
 
-def records_of(path: str) -> Iterator[tuple[str, Any]]:
-    with open(path, "rb") as file:
-        start = len(BYTE_ORDER_MARK) if file.peek(3)[:3] == BYTE_ORDER_MARK else 0
-        file.seek(start)
-        while (byte := file.read(1)).isspace():
-            pass
-        file.seek(start)
-        if byte == b"[":
-            for number, item in enumerate(_items(file, path), 1):
-                place = f"{path}, record {number}"
-                yield place, _parsed(item, place)
+def _normal(text: str) -> str:
+    return " ".join(text.split())
+
+
+def plain_texts(example: Example, alpaca: bool) -> Iterator[tuple[str, str]]:
+    """Prompts and answers of an example as plain text: a pair as it is, a conversation with a line
+    break after each turn before an answer; or with Alpaca's headings, where a system message
+    replaces the preamble."""
+    if example.is_pair and not alpaca:
+        yield example.turns[0].content, example.turns[1].content
+        return
+    prompt: list[str] = []
+    is_first = True
+    for turn in example.turns:
+        if turn.role == ANSWER:
+            if alpaca:
+                prompt = ["\n\n".join([*prompt, "### Response:\n"])]
+            yield "".join(prompt), turn.content
+            prompt, is_first = [], False
+        elif not alpaca:
+            prompt.append(f"{turn.text}\n")
+        elif turn.role == "system":
+            prompt.append(turn.content)
         else:
-            for number, (_, line) in enumerate(read_lines(file), 1):
-                place = f"{path}, line {number}"
-                if too_long := long_line(line, number):
-                    raise ValueError(f"{place}: {too_long.reason}")
-                if line and not line.isspace():
-                    yield place, _parsed(line, place)
-
-
-def _items(file: io.BufferedReader, path: str) -> Iterator[bytes]:
-    try:
-        yield from ArrayReader(file)
-    except ValueError as error:
-        raise ValueError(f"{path}, {error}") from None
-
-
-def _parsed(text: bytes, place: str) -> Any:
-    if is_too_deep(text, MAX_DEPTH):
-        raise ValueError(f"{place}: nested more than {MAX_DEPTH} levels deep")
-    try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        shown = text[:60].decode("utf-8", "replace").rstrip()
-        raise ValueError(f"{place}: not JSON ({error}): {shown!r}") from None
+            if is_first and not prompt:
+                prompt.append(ALPACA_PREAMBLE_WITH_INPUT if turn.context else ALPACA_PREAMBLE)
+            heading = "Instruction" if turn.role == "user" else turn.role.capitalize()
+            prompt.append(f"### {heading}:\n{turn.content}")
+            if turn.context:
+                prompt.append(f"### Input:\n{turn.context}")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -15,7 +16,14 @@ import numpy.typing as npt
 
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.config.kinds.instruction import InstructionConfig
-from megatron.data.kinds.instruction.conversations import ANSWER, Example
+from megatron.data.kinds.instruction.columns import RecordColumns
+from megatron.data.kinds.instruction.conversations import (
+    ANSWER,
+    REASONING,
+    Example,
+    Turn,
+    plain_texts,
+)
 from megatron.data.text_encoder import refused, tokenizer_identity
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.chat_process import (
@@ -27,18 +35,18 @@ from megatron.tokenizer.chat_process import (
 from megatron.tokenizer.transformers_folder import load_folder
 from megatron.util.errors import rust_errors
 
-ALPACA_PREAMBLE = (
-    "Below is an instruction that describes a task. Write a response that appropriately completes "
-    "the request."
-)
-ALPACA_PREAMBLE_WITH_INPUT = (
-    "Below is an instruction that describes a task, paired with an input that provides further "
-    "context. Write a response that appropriately completes the request."
-)
-"""As in the data of Stanford Alpaca (Taori et al. 2023)."""
 _MARKS_ANSWERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
-Messages = list[dict[str, str]]
+_FORMS = {
+    "tools": r"\btools\b",
+    "tool_calls": r"\btool_calls\b",
+    REASONING[0]: rf"\b({'|'.join(REASONING)})\b",
+    "name": r"\bmessages?(\[[^\]]*\])?(\.name\b|\[['\"]name['\"]\]|\.get\(['\"]name)",
+}
+"""Patterns of chat templates that write more of a message than its content."""
+_KNOWS_NULL = re.compile(r"(?<!\w)content(['\"]\])?\s+is\s+(not\s+)?none", re.IGNORECASE)
+
+Messages = list[dict[str, Any]]
 Item = TypeVar("Item")
 Found = TypeVar("Found")
 PromptAnswer = tuple[str, str]
@@ -102,7 +110,13 @@ class ExampleEncoder:
             "format": self._config.prompt_format,
             "template": self._template,
             "loss on": self._config.loss_on,
+            "columns": self.columns.identity,
         }
+
+    @property
+    def columns(self) -> RecordColumns:
+        """How records are read."""
+        return RecordColumns.of(self._config)
 
     def __call__(self, examples: Sequence[tuple[str, Example]]) -> list[EncodedExample]:
         """Encodes (place, example) pairs; places are for messages. Raises ValueError if an example
@@ -111,15 +125,18 @@ class ExampleEncoder:
         plain: dict[int, list[PromptAnswer]] = {}
         for number, (place, example) in enumerate(examples):
             kind = self.format_of(example)
-            if kind != "chat":
-                plain[number] = list(plain_texts(example, alpaca=kind == "alpaca"))
-                continue
             try:
-                encoded[number] = _encoded(*self._chat.encode(example, self._config.loss_on))
+                self._check(example, kind)
+                if kind == "chat":
+                    encoded[number] = _encoded(*self._chat.encode(example, self._config.loss_on))
+                    continue
             except ValueError as error:
                 raise ValueError(f"{place}: {error}") from error
+            plain[number] = list(plain_texts(example, alpaca=kind == "alpaca"))
         places = [examples[number][0] for number in plain]
-        found = _naming(places, self._encode_plain, list(plain.values()))
+        counts = [_counts(examples[number][1]) for number in plain]
+        texts = list(zip(plain.values(), counts, strict=True))
+        found = _naming(places, self._encode_plain, texts)
         encoded.update(zip(plain, found, strict=True))
         return [encoded[number] for number in range(len(examples))]
 
@@ -148,6 +165,7 @@ class ExampleEncoder:
         for number, (place, example, count) in enumerate(examples):
             kind = self.format_of(example)
             try:
+                self._check(example, kind)
                 if kind == "chat":
                     encoded[number] = self._chat.continued(example, count)
                     continue
@@ -169,21 +187,35 @@ class ExampleEncoder:
             encoded[number] = Continued(np.asarray(tokens, np.int32), start)
         return [encoded[number] for number in range(len(examples))]
 
+    def _check(self, example: Example, kind: str) -> None:
+        """Raises ValueError if the format leaves out what an example has."""
+        if kind != "chat":
+            for key in _beyond_text(example):
+                raise _unwritten(f"--prompt-format {kind}", key, example)
+        if self._config.loss_on == "everything" and not all(turn.counts for turn in example.turns):
+            raise ValueError(
+                "--loss-on everything, and a message that does not count in the loss (its weight "
+                "is 0): give --loss-on all or last"
+            )
+
     @cached_property
     def _chat(self) -> ChatTemplate:
         assert self._template is not None
         return ChatTemplate(self._tokenizer, self._template)
 
-    def _encode_plain(self, examples: Sequence[Sequence[PromptAnswer]]) -> list[EncodedExample]:
+    def _encode_plain(
+        self, examples: Sequence[tuple[Sequence[PromptAnswer], Sequence[bool]]]
+    ) -> list[EncodedExample]:
         loss_on = self._config.loss_on
         encoded = []
-        for parts in self._tokenized(examples):
+        tokenized = self._tokenized([parts for parts, _ in examples])
+        for parts, (_, trained) in zip(tokenized, examples, strict=True):
             counted = []
             for place, (whole, start) in enumerate(parts):
                 counts = np.arange(len(whole)) >= start
                 if loss_on == "everything":
                     counts[:] = True
-                elif loss_on == "last" and place < len(parts) - 1:
+                elif not trained[place] or (loss_on == "last" and place < len(parts) - 1):
                     counts[:] = False
                 counted.append(counts)
             tokens = np.concatenate([whole for whole, _ in parts])
@@ -212,6 +244,33 @@ class ExampleEncoder:
         return found
 
 
+def _counts(example: Example) -> list[bool]:
+    """True for each answer that counts in the loss."""
+    return [
+        turn.counts and number >= example.context
+        for number, turn in enumerate(example.turns)
+        if turn.role == ANSWER
+    ]
+
+
+def _beyond_text(example: Example) -> Iterator[str]:
+    """Names of what an example has besides texts, and that a format may leave out. The name of a
+    tool repeats that of the call."""
+    yield from (key for key, value in example.variables if value not in ("", [], {}))
+    for turn in example.turns:
+        names = {key for key, _ in turn.fields} - {"tool_call_id"}
+        yield from sorted(names - ({"name"} if turn.role == "tool" else set()))
+
+
+def _unwritten(what: str, key: str, example: Example) -> ValueError:
+    is_variable = key != "tools" and key in dict(example.variables)
+    column = "chat_template_kwargs" if is_variable else key
+    return ValueError(
+        f'{what} does not write "{key}": give a chat template that does (--prompt-format chat, '
+        f"--chat-template FILE), or leave it out by --ignore-columns {column}"
+    )
+
+
 def shared_tokens(first: np.ndarray, second: np.ndarray) -> int:
     """How many tokens both begin with."""
     shared = min(len(first), len(second))
@@ -234,33 +293,6 @@ def _naming(
 def _encoded(tokens: npt.ArrayLike, counted: npt.NDArray[np.bool_]) -> EncodedExample:
     counted[:1] = False
     return EncodedExample(np.asarray(tokens, np.int32), counted)
-
-
-def plain_texts(example: Example, alpaca: bool) -> Iterator[PromptAnswer]:
-    """The example as plain text: a pair as it is, a conversation with a line break after each turn
-    before an answer; or with Alpaca's headings, where a system message replaces the preamble."""
-    if example.is_pair and not alpaca:
-        yield example.turns[0].content, example.turns[1].content
-        return
-    prompt: list[str] = []
-    is_first = True
-    for turn in example.turns:
-        if turn.role == ANSWER:
-            if alpaca:
-                prompt = ["\n\n".join([*prompt, "### Response:\n"])]
-            yield "".join(prompt), turn.content
-            prompt, is_first = [], False
-        elif not alpaca:
-            prompt.append(f"{turn.text}\n")
-        elif turn.role == "system":
-            prompt.append(turn.content)
-        else:
-            if is_first and not prompt:
-                prompt.append(ALPACA_PREAMBLE_WITH_INPUT if turn.context else ALPACA_PREAMBLE)
-            heading = "Instruction" if turn.role == "user" else turn.role.capitalize()
-            prompt.append(f"### {heading}:\n{turn.content}")
-            if turn.context:
-                prompt.append(f"### Input:\n{turn.context}")
 
 
 class ChatTemplate:
@@ -290,56 +322,64 @@ class ChatTemplate:
 
     def encode(self, example: Example, loss_on: str) -> tuple[list[int], npt.NDArray[np.bool_]]:
         """Ids, and which of them count in the loss by --loss-on. Raises ValueError if the template
-        refuses the conversation, or answers cannot be found in it."""
-        messages = [{"role": turn.role, "content": turn.text} for turn in example.turns]
+        refuses the conversation, leaves out a part of it, or answers cannot be found in it."""
         if self._marks_answers and loss_on != "everything":
-            return self._by_marks(messages, loss_on)
+            return self._by_marks(example, loss_on)
         text = self.text_of(example)
         ids, offsets = self._with_offsets(text)
         if loss_on == "everything":
             return ids, np.ones(len(ids), np.bool_)
         counted = np.zeros(len(ids), np.bool_)
-        answers = [n for n, message in enumerate(messages) if message["role"] == ANSWER]
+        answers = [n for n, turn in enumerate(example.turns) if turn.role == ANSWER]
+        trained = dict(zip(answers, _counts(example), strict=True))
         for number in answers if loss_on == "all" else answers[-1:]:
-            start, end = self._span(messages, number, text)
-            counted |= (offsets[:, 0] >= start) & (offsets[:, 0] < end)
+            if trained[number]:
+                start, end = self._span(example, number, text)
+                counted |= (offsets[:, 0] >= start) & (offsets[:, 0] < end)
         return ids, counted
 
     def text_of(self, example: Example) -> str:
-        """The conversation as the template writes it. Raises ValueError if it refuses it."""
-        return self._render([{"role": turn.role, "content": turn.text} for turn in example.turns])
+        """The conversation as the template writes it. Raises ValueError if it refuses it, or leaves
+        out a part of it."""
+        return self._rendered(example).text
 
     def continued(self, example: Example, count: int) -> Continued:
         """Ids of the conversation, and the first of them that its first ``count`` turns, to be
-        answered, do not have. Raises ValueError if the template refuses the conversation."""
-        messages = [{"role": turn.role, "content": turn.text} for turn in example.turns]
+        answered, do not have. Raises as :meth:`text_of`."""
         prompt, whole = (
             np.asarray(self._with_offsets(text)[0])
-            for text in (
-                self._render(messages[:count], add_generation_prompt=True),
-                self._render(messages),
-            )
+            for text in (self._prompt(example, count), self.text_of(example))
         )
         return Continued(whole.astype(np.int32), shared_tokens(prompt, whole))
 
-    def _by_marks(
-        self, messages: Messages, loss_on: str
-    ) -> tuple[list[int], npt.NDArray[np.bool_]]:
-        rendered = self._rendered(messages)
+    def _by_marks(self, example: Example, loss_on: str) -> tuple[list[int], npt.NDArray[np.bool_]]:
+        rendered = self._rendered(example)
         ids, offsets = self._with_offsets(rendered.text)
         counted = np.zeros(len(ids), np.bool_)
-        for start, end in rendered.marks:
-            counted |= (offsets[:, 1] > start) & (offsets[:, 0] < end)
+        trained, marks = _counts(example), rendered.marks
+        if all(trained):
+            trained = [True] * len(marks)
+        elif len(marks) != len(trained):
+            raise ValueError(
+                f"the chat template marks {len(marks)} parts by {{% generation %}} and the "
+                f"conversation has {len(trained)} answers, of which some do not count"
+            )
+        elif loss_on == "last":
+            trained[:-1] = [False] * (len(trained) - 1)
+        for (start, end), counts in zip(marks, trained, strict=True):
+            counted |= counts & (offsets[:, 1] > start) & (offsets[:, 0] < end)
         if loss_on == "last" and counted.any():
             last = np.flatnonzero(counted)[-1]
             before = np.flatnonzero(~counted[:last])
             counted[: before[-1] + 1 if len(before) else 0] = False
         return ids, counted
 
-    def _span(self, messages: Messages, number: int, text: str) -> tuple[int, int]:
+    def _span(self, example: Example, number: int, text: str) -> tuple[int, int]:
         """Start and end of answer `number` in the text of the whole conversation."""
-        before = self._render(messages[:number], add_generation_prompt=True)
-        until = self._render(messages[: number + 1])
+        before = self._prompt(example, number)
+        until = self._text(example.turns[: number + 1], example)
+        if not text.startswith(until):
+            until = self._until_next(example, number)
         if not until.startswith(before) or not text.startswith(until):
             raise ValueError(
                 f"the chat template writes message {number + 1} in another way once others follow "
@@ -349,12 +389,49 @@ class ChatTemplate:
             )
         return len(before), len(before) + len(until[len(before) :].rstrip())
 
-    def _render(self, messages: Messages, add_generation_prompt: bool = False) -> str:
-        return self._rendered(messages, add_generation_prompt).text
+    def _until_next(self, example: Example, number: int) -> str:
+        """The text up to the end of an answer where another message follows, by what that message
+        adds to the text without the answer. Empty if the template leaves out a part of the answer,
+        such as its reasoning, or if its text cannot be divided so."""
+        turns = example.turns
+        following = turns[number + 1 : number + 2]
+        if not following or REASONING[0] in dict(turns[number].fields):
+            return ""
+        before = self._text(turns[:number], example)
+        without_answer = self._text((*turns[:number], *following), example)
+        with_answer = self._text(turns[: number + 2], example)
+        added = without_answer.removeprefix(before)
+        if added in ("", without_answer) or not with_answer.endswith(added):
+            return ""
+        until = with_answer.removesuffix(added)
+        return until if turns[number].text.strip() in until[len(before) :] else ""
 
-    def _rendered(self, messages: Messages, add_generation_prompt: bool = False) -> Rendered:
-        conversation = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+    def _text(self, turns: Sequence[Turn], example: Example) -> str:
+        return self.text_of(replace(example, turns=tuple(turns)))
+
+    def _prompt(self, example: Example, count: int) -> str:
+        """The text of the first turns, up to where the model answers."""
+        return self._rendered(replace(example, turns=example.turns[:count]), True).text
+
+    def _rendered(self, example: Example, add_generation_prompt: bool = False) -> Rendered:
+        for key in _beyond_text(example):
+            if not re.search(_FORMS.get(key, rf"\b{re.escape(key)}\b"), self._template):
+                raise _unwritten("the chat template", key, example)
+        conversation = {
+            **dict(example.variables),
+            "messages": [self._message(turn) for turn in example.turns],
+            "add_generation_prompt": add_generation_prompt,
+        }
         return self._process.render_marked(self._template, self._variables | conversation)
+
+    def _message(self, turn: Turn) -> dict[str, Any]:
+        """A message as templates read it. Without content, next to tool calls, it is null where the
+        template asks for that, else an empty text."""
+        fields = dict(turn.fields)
+        is_null = not turn.text and "tool_calls" in fields and _KNOWS_NULL.search(self._template)
+        if REASONING[0] in fields:
+            fields["thinking"] = fields[REASONING[0]]
+        return {"role": turn.role, "content": None if is_null else turn.text, **fields}
 
     def _with_offsets(self, text: str) -> tuple[list[int], npt.NDArray[np.int64]]:
         """Ids, and the characters of the text that each stands for, [L, 2]."""

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from megatron.data.index_cache import IndexCache, StoredArrays
 from megatron.data.kinds.instruction.conversations import Example, read_examples
 from megatron.data.kinds.instruction.example_encoder import ExampleEncoder
-from megatron.data.kinds.raw_text.text_files import text_files
+from megatron.data.kinds.instruction.record_files import example_files
 from megatron.data.samples import checked_range
 from megatron.util.digests import digest, hash64
 from megatron.util.progress import progress_bar
@@ -22,8 +22,7 @@ from megatron.util.progress import progress_bar
 logger = logging.getLogger(__name__)
 
 # Part of the cache entry's name: raise it when the meaning of the arrays changes.
-INDEX_VERSION = 1
-ENDINGS = (".json", ".jsonl")
+INDEX_VERSION = 2
 _AT_ONCE = 1000
 
 
@@ -47,7 +46,7 @@ class InstructionExamples:
         """Tokenize the examples of a file, folder or glob, or take them from the cache, by default
         `index-cache/` beside the data. Raises FileNotFoundError; ValueError if a record is
         malformed, or none is found."""
-        files = text_files(path, ENDINGS)
+        files = example_files(path)
         depends_on: dict[str, Any] = {
             "version": INDEX_VERSION,
             "files": [file.identity for file in files],
@@ -57,7 +56,7 @@ class InstructionExamples:
 
         def arrays() -> dict[str, np.ndarray]:
             logger.info("tokenizing the examples of %s, once", path)
-            examples = (pair for f in files for pair in read_examples(f.path))
+            examples = (pair for f in files for pair in read_examples(f.path, encoder.columns))
             return _encoded(progress_bar("tokenizing", examples, unit=" examples"), encoder)
 
         examples = cls(path, cache.arrays("instruction", depends_on, arrays))

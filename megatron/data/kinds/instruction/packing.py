@@ -80,7 +80,7 @@ class InstructionRecipe:
         if not isinstance(documents, InstructionExamples):
             raise ValueError(
                 f"{documents.prefix} contains documents without a loss mask; --sft needs files of "
-                "instructions and answers (JSON or JSON lines)"
+                "instructions and answers (JSON, JSON lines, Parquet, CSV)"
             )
         depends_on = {
             "version": INDEX_VERSION,

@@ -56,7 +56,7 @@ class Preferences(DataKind):
             if idx_path(path).is_file() and not Path(path).exists():
                 raise ConfigError(
                     f"{path} is the prefix of a .bin and an .idx; --preference reads files of "
-                    "prompts with better and worse answers (JSON or JSON lines)"
+                    "prompts with better and worse answers (JSON, JSON lines, Parquet, CSV)"
                 )
             encoder = ExampleEncoder(config, data.tokenizer, data.config.tokenizer)
             return PreferenceExamples.open(path, encoder, loss == "kto", data.cache(path))

@@ -14,9 +14,8 @@ import numpy.typing as npt
 from megatron.data.index_cache import IndexCache, StoredArrays
 from megatron.data.kinds.instruction.conversations import Example
 from megatron.data.kinds.instruction.example_encoder import ExampleEncoder
-from megatron.data.kinds.instruction.examples import ENDINGS
+from megatron.data.kinds.instruction.record_files import example_files
 from megatron.data.kinds.preference.records import Preference, read_preferences
-from megatron.data.kinds.raw_text.text_files import text_files
 from megatron.data.samples import checked_range
 from megatron.util.digests import digest, hash64
 from megatron.util.progress import progress_bar
@@ -24,7 +23,7 @@ from megatron.util.progress import progress_bar
 logger = logging.getLogger(__name__)
 
 # Part of the cache entry's name: raise it when the meaning of the arrays changes.
-INDEX_VERSION = 1
+INDEX_VERSION = 2
 _AT_ONCE = 500
 
 
@@ -62,7 +61,7 @@ class PreferenceExamples:
         """Tokenize the records of a file, folder or glob, or take them from the cache, by default
         `index-cache/` beside the data; with ``judged`` pairs become two judged answers. Raises
         FileNotFoundError; ValueError if a record is malformed or not a pair, or none is found."""
-        files = text_files(path, ENDINGS)
+        files = example_files(path)
         depends_on: dict[str, Any] = {
             "version": INDEX_VERSION,
             "files": [file.identity for file in files],
@@ -73,7 +72,7 @@ class PreferenceExamples:
 
         def arrays() -> dict[str, np.ndarray]:
             logger.info("tokenizing the preferences of %s, once", path)
-            records = (pair for f in files for pair in read_preferences(f.path))
+            records = (pair for f in files for pair in read_preferences(f.path, encoder.columns))
             wanted = _as_wanted(progress_bar("tokenizing", records, unit=" examples"), judged)
             return _arrays(wanted, encoder)
 
@@ -155,7 +154,7 @@ def encode_preferences(
     answer, and goes to the end of what the template writes. Raises ValueError, which names the
     place, if one cannot be put into the format or tokenized."""
     conversations = [
-        (place, Example((*each.prompt, *answer), each.is_text), len(each.prompt))
+        (place, Example((*each.prompt, *answer), each.is_text, each.variables), len(each.prompt))
         for place, each in preferences
         for answer in each.answers
     ]

@@ -2,28 +2,44 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.data.kinds.instruction.columns import (
+    CONVERSATIONS,
+    NO_FLAGS,
+    RecordColumns,
+    RecordFields,
+    keys_of,
+    shown,
+)
 from megatron.data.kinds.instruction.conversations import (
     ANSWER,
+    ANSWERS,
+    StatedPrompt,
     Turn,
-    history_turns,
-    keys_of,
+    conversation_turns,
+    message_key,
+    prompt_of,
     read_records,
-    string_of,
-    system_turns,
+    repeats,
+    template_variables,
     turns_of,
+    until_last_answer,
+    with_system,
 )
 
 Turns = tuple[Turn, ...]
 
 _TAGS = ("label", "kto_tag")
+_LABELS = {"true": True, "false": False}
+_ANSWERING = (ANSWER, "tool")
+"""Roles that an answer may begin with; one that begins otherwise repeats its prompt."""
 _LAYOUTS = (
-    'a record has "chosen" and "rejected", beside "prompt", "instruction", "conversations" or '
-    '"messages", or with the prompt in both; or an answer with "label" or "kto_tag"'
+    'a record has "chosen" and "rejected", next to "prompt", "instruction", "question", '
+    '"conversations" or "messages", or with the prompt in both; or an answer with "label" or '
+    '"kto_tag"; --prompt-column, --chosen-column, --rejected-column name other columns'
 )
 
 
@@ -36,6 +52,7 @@ class Preference:
         is_text: prompt and answer are one text, not a conversation.
         good: whether the judged answer is; None for a pair.
         margin: of a pair, where the record says by how much the better answer is better.
+        variables: see :class:`Example`.
     """
 
     prompt: Turns
@@ -43,6 +60,7 @@ class Preference:
     is_text: bool = False
     good: bool | None = None
     margin: float | None = None
+    variables: tuple[tuple[str, Any], ...] = ()
 
     def judged(self) -> Iterator[Preference]:
         """Each answer by itself: of a pair the better one is good, the worse one bad."""
@@ -50,113 +68,179 @@ class Preference:
             yield self
             return
         for answer, good in zip(self.answers, (True, False), strict=True):
-            yield Preference(self.prompt, (answer,), self.is_text, good)
+            yield Preference(self.prompt, (answer,), self.is_text, good, variables=self.variables)
 
 
-def read_preferences(path: str) -> Iterator[tuple[str, Preference]]:
-    """Each record of a JSON array or of JSON lines, after its place for messages. Raises ValueError
-    if a record is malformed."""
-    return read_records(path, parse_preference)
+def read_preferences(
+    path: str, columns: RecordColumns = NO_FLAGS
+) -> Iterator[tuple[str, Preference]]:
+    """Each record of a file, after its place for messages. Raises ValueError if a record is
+    malformed."""
+    return read_records(path, lambda record: parse_preference(record, columns))
 
 
-def parse_preference(record: Any) -> Preference:
-    """A record in any layout. Raises ValueError if the layout is unknown, or there is no prompt or
-    no answer."""
-    if not isinstance(record, dict):
-        raise ValueError(f"a record must be a JSON object, not {json.dumps(record)[:40]}")
-    if "chosen" in record or "rejected" in record:
+def parse_preference(record: Any, columns: RecordColumns = NO_FLAGS) -> Preference:
+    """A record in any layout. Raises ValueError if the layout is unknown, there is no prompt or no
+    answer, or a key of it would be left out that may matter."""
+    fields = columns.record(record)
+    good = None
+    if "chosen" in fields or "rejected" in fields:
         for key in ("chosen", "rejected"):
-            if key not in record:
-                raise ValueError(f'no key "{key}" (the keys: {keys_of(record)})')
-        return _pair(record, record["chosen"], record["rejected"])
-    if "instruction" in record and isinstance(record.get("output"), list):
-        if len(record["output"]) != 2:
+            if key not in fields:
+                raise ValueError(f'no key "{key}" (the keys: {fields.keys})')
+        named = [(key, fields.take(key)) for key in ("chosen", "rejected")]
+    elif "instruction" in fields and isinstance(record.get("output"), list):
+        named = [("output", answer) for answer in fields.take("output")]
+        if len(named) != 2:
             raise ValueError('"output" must be a list of the better and the worse answer')
-        return _pair(record, *record["output"])
-    tags = [key for key in _TAGS if key in record]
-    if not tags:
-        raise ValueError(
-            f"unknown layout (its keys: {keys_of(record)}); {_LAYOUTS}; instructions with one "
-            "answer are trained on without --preference"
-        )
-    good = record[tags[0]]
-    if not isinstance(good, bool):
-        raise ValueError(f'"{tags[0]}" must be true or false, not {json.dumps(good)[:40]}')
-    return _judged(record, good)
-
-
-def _pair(record: Mapping[str, Any], chosen: Any, rejected: Any) -> Preference:
-    margin = record.get("margin")
-    if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float)):
-        raise ValueError(f'"margin" must be a number, not {json.dumps(margin)[:40]}')
-    prompt, is_text = _prompt(record)
-    both_text = isinstance(chosen, str) and isinstance(rejected, str)
-    if is_text and both_text and not prompt:
-        shared = _shared_text(chosen, rejected)
-        prompt = (Turn("user", chosen[:shared]),)
-        chosen, rejected = chosen[shared:], rejected[shared:]
-    answers = [_answer(chosen, "chosen"), _answer(rejected, "rejected")]
-    if is_text and not both_text:
-        # The messages repeat the prompt, or they are a conversation without any before it.
-        shared = _shared_turns(*answers)
-        stated, prompt = prompt, tuple(answers[0][:shared]) or prompt
-        answers, is_text = [answer[shared:] for answer in answers], False
-        if not prompt:
+    else:
+        tag = fields.first(_TAGS)
+        if tag is None:
             raise ValueError(
-                '"chosen" and "rejected" begin with different messages, so that there is no prompt'
+                f"unknown layout (its keys: {keys_of(record)}); {_LAYOUTS}; instructions with one "
+                "answer are trained on without --preference"
             )
-        if prompt is not stated:
-            prompt = (*system_turns(record), *prompt)
-    return Preference(prompt, tuple(map(_checked, answers)), is_text, margin=margin)
+        good = _LABELS.get(str(fields.take(tag)).lower())
+        if good is None:
+            raise ValueError(f'"{tag}" must be true or false, not {shown(fields.take(tag))}')
+        named = [_judged(fields)]
+    return _preference(fields, named, good)
 
 
-def _judged(record: Mapping[str, Any], good: bool) -> Preference:
-    prompt, is_text = _prompt(record)
-    for key in ("completion", "response", "output"):
-        if key in record:
-            answer = _answer(record[key], key)
-            if not prompt:
-                raise ValueError(f'no "prompt" before "{key}" (the keys: {keys_of(record)})')
-            is_text = is_text and isinstance(record[key], str)
-            return Preference(prompt, (_checked(answer),), is_text, good)
-    turns = list(prompt)
-    while turns and turns[-1].role != ANSWER:
-        turns.pop()
-    if is_text or len(turns) < 2:
-        raise ValueError(f"there is no answer to judge (the keys: {keys_of(record)})")
-    return Preference(tuple(turns[:-1]), (tuple(turns[-1:]),), False, good)
+def _judged(fields: RecordFields) -> tuple[str, Any]:
+    """The column of a judged answer: one answer, or a conversation that ends with it."""
+    key = fields.first(ANSWERS) or fields.first(CONVERSATIONS)
+    value = None if key is None else fields.take(key)
+    if key is None or (not isinstance(value, str) and not turns_of(value, key, fields.ignored)):
+        raise ValueError(f"there is no answer to judge (the keys: {fields.keys})")
+    return key, value
 
 
-def _prompt(record: Mapping[str, Any]) -> tuple[Turns, bool]:
-    """The conversation up to the answers, and whether it is mere text. Empty text if no key has
-    it."""
-    for key in ("conversations", "messages"):
-        if key in record:
-            return (*system_turns(record), *turns_of(record[key], key)), False
-    if "instruction" in record:
-        turns = [*system_turns(record), *history_turns(record.get("history") or [])]
-        context = string_of(record, "input") if record.get("input") else ""
-        return (*turns, Turn("user", string_of(record, "instruction"), context)), False
-    if isinstance(record.get("prompt"), list):
-        return (*system_turns(record), *turns_of(record["prompt"], "prompt")), False
-    if "prompt" not in record:
-        return (), True
-    text = Turn("user", string_of(record, "prompt"))
-    system = system_turns(record)
-    return (*system, text), not system
+def _preference(
+    fields: RecordFields, named: Sequence[tuple[str, Any]], good: bool | None
+) -> Preference:
+    margin = fields.take("margin")
+    if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float)):
+        raise ValueError(f'"margin" must be a number, not {shown(margin)}')
+    variables = template_variables(fields)
+    names = " and ".join(dict.fromkeys(f'"{key}"' for key, _ in named))
+    answers = [_answer(value, key, fields.ignored) for key, value in named]
+    if good is not None:
+        answers = [until_last_answer(answer) for answer in answers]
+    columns = [key for key in CONVERSATIONS if key in fields and key != named[0][0]]
+    prompts = [StatedPrompt(conversation_turns(fields, key), key) for key in columns]
+    prompts += [asked] if (asked := prompt_of(fields)) else []
+    prompts = [prompt for prompt in prompts if prompt.turns]
+    texts = all(isinstance(value, str) for _, value in named)
+    if any(answer[0].role not in _ANSWERING for answer in answers):
+        prompt, count = _inside(prompts, answers, names)
+        prompt = StatedPrompt(with_system(fields, prompt.turns), names)
+    elif texts and not prompts and good is None:
+        (chosen,), (rejected,) = answers
+        count = _shared_text(chosen.content, rejected.content)
+        prompt = StatedPrompt((Turn("user", chosen.content[:count]),), names, is_text=True)
+        answers = [(Turn(ANSWER, turn.content[count:]),) for turn in (chosen, rejected)]
+        count = 0
+    elif not prompts:
+        raise ValueError(f'no "prompt" before {names} (the keys: {fields.keys})')
+    else:
+        prompt, count = _stated(prompts[0], answers, names), 0
+    answers = [answer[count:] for answer in answers]
+    _check_repeated(prompts, prompt, answers)
+    is_text = texts and prompt.is_text and not variables
+    result = Preference(
+        prompt.turns, tuple(map(_checked, answers)), is_text, good, margin, variables
+    )
+    turns = (*prompt.turns, *(turn for answer in answers for turn in answer))
+    fields.check(repeats=lambda value: repeats(value, turns), conversation=not texts)
+    return result
 
 
-def _answer(value: Any, key: str) -> Sequence[Turn]:
+def _inside(
+    prompts: Sequence[StatedPrompt], answers: Sequence[Turns], names: str
+) -> tuple[StatedPrompt, int]:
+    """The prompt that conversations of answers begin with, and the number of its turns in them: a
+    stated one if they do, else their common beginning, as trl has it; of one conversation all
+    before its last message."""
+    for stated in prompts:
+        begins = stated.turns
+        if begins[0].role == "system" and answers[0][0].role != "system":
+            begins = begins[1:]
+        repeated = all(_keys(answer[: len(begins)]) == _keys(begins) for answer in answers)
+        if stated.column == "prompt" and repeated and all(len(a) > len(begins) for a in answers):
+            return stated, len(begins)
+    count = len(answers[0]) - 1 if len(answers) == 1 else _shared_turns(*answers)
+    if count < 1:
+        raise ValueError(
+            f"{names} begin with different messages, so that there is no prompt"
+            if len(answers) > 1
+            else "there is no answer to judge: the conversation has one message"
+        )
+    return StatedPrompt(answers[0][:count], names), count
+
+
+def _stated(prompt: StatedPrompt, answers: Sequence[Turns], names: str) -> StatedPrompt:
+    """A prompt that answers do not begin with. Raises ValueError if it contains an answer, or if
+    the texts of the answers repeat it."""
+    last = prompt.turns[-1]
+    if last.role == ANSWER:
+        if last.content not in {answer[0].content for answer in answers} or not prompt.turns[:-1]:
+            raise ValueError(
+                f'"{prompt.column}" is the prompt of {names}, and ends with an answer: '
+                f"leave out a column by --ignore-columns {prompt.column}"
+            )
+        return prompt._replace(turns=prompt.turns[:-1])
+    asked = last.content.strip()
+    if " " in asked and all(a[0].content.lstrip().startswith(asked) for a in answers):
+        raise ValueError(
+            f'{names} repeat the text of "{prompt.column}" ({shown(asked)}): the answers must '
+            f"begin after it, or --ignore-columns {prompt.column} makes what both begin with the "
+            "prompt"
+        )
+    return prompt
+
+
+def _check_repeated(
+    prompts: Sequence[StatedPrompt], prompt: StatedPrompt, answers: Sequence[Turns]
+) -> None:
+    """Raises ValueError if a column has a prompt that is neither the one in use, nor repeats it,
+    with or without an answer."""
+    known = _keys((*prompt.turns, *(turn for answer in answers for turn in answer)))
+    for other in prompts:
+        turns = other.turns
+        if len(turns) > 1 and turns[-1].role == ANSWER:
+            turns = turns[:-1]
+        if not set(_keys(turns)) <= set(known) and other.column != prompt.column:
+            column = prompt.column if '"' in prompt.column else f'"{prompt.column}"'
+            raise ValueError(
+                f'the prompt is in {column} and another in "{other.column}": leave out a column '
+                f"by --ignore-columns {other.column}"
+            )
+
+
+def _keys(turns: Sequence[Turn]) -> list[tuple[object, ...]]:
+    return [message_key(turn) for turn in turns]
+
+
+def _answer(value: Any, key: str, ignored: frozenset[str]) -> Turns:
     """Text, a message, or messages."""
     if isinstance(value, str):
         return (Turn(ANSWER, value),)
-    return turns_of([value] if isinstance(value, dict) else value, key)
+    turns = tuple(turns_of([value] if isinstance(value, dict) else value, key, ignored))
+    if not turns:
+        raise ValueError(f'"{key}" has no message')
+    return turns
 
 
-def _checked(answer: Sequence[Turn]) -> Turns:
+def _checked(answer: Turns) -> Turns:
     if not any(turn.role == ANSWER for turn in answer):
         raise ValueError('an answer has no message of the role "assistant"')
-    return tuple(answer)
+    if not all(turn.counts for turn in answer):
+        raise ValueError(
+            "an answer of a preference has a weight of 0, and all of its tokens count: remove the "
+            "record, or give --ignore-columns weight"
+        )
+    return answer
 
 
 def _shared_text(chosen: str, rejected: str) -> int:

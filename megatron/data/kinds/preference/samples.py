@@ -47,7 +47,7 @@ class PreferenceRecipe:
         if not isinstance(documents, PreferenceExamples):
             raise ValueError(
                 f"{documents.prefix} contains documents and no preferences; --preference needs "
-                "files of prompts with better and worse answers (JSON or JSON lines)"
+                "files of prompts with better and worse answers (JSON, JSON lines, Parquet, CSV)"
             )
         depends_on = {
             "version": INDEX_VERSION,

@@ -66,7 +66,7 @@ def text_files(path: str, endings: tuple[str, ...] = TEXT_ENDINGS) -> list[TextF
     a glob. Raises FileNotFoundError; ValueError if a file is compressed, or the path is a URL."""
     found = [str(p) for p in expand(path, endings)]
     for name in found:
-        if name.endswith(PACKED_ENDINGS):
+        if name.endswith(PACKED_ENDINGS) and not name.endswith(endings):
             raise ValueError(
                 f"{name} cannot be read in place: decompress it to JSON lines, or convert its text "
                 "to a .bin/.idx with tools/preprocess_data.py"
@@ -165,9 +165,9 @@ class Table(TextRecords):
             return BadLine(0, f'no column "{self._key}"', f"the row has {len(row)} columns")
         return row[self._place]
 
-    def _rows(self, file: BinaryIO) -> _Rows:
+    def _rows(self, file: BinaryIO) -> TableRows:
         assert self._delim is not None
-        return _Rows(file, self._delim)
+        return TableRows(file, self._delim)
 
     @cached_property
     def _place(self) -> int:
@@ -188,12 +188,19 @@ class _Unquoted(csv.excel):
     quoting = csv.QUOTE_NONE
 
 
-class _Rows(Iterator[tuple[int, list[str]]]):
+class TableRows(Iterator[tuple[int, list[str]]]):
+    """The rows of a table, each after its offset."""
+
     def __init__(self, file: BinaryIO, delim: str) -> None:
         csv.field_size_limit(LONGEST_RECORD)  # in the whole process; 131,072 characters by default
         self._file, self._position, self.row_start = file, 0, 0
         style = csv.excel if delim != "\t" else _Unquoted
         self._rows = csv.reader(self._lines(), style, delimiter=delim)
+
+    @property
+    def line(self) -> int:
+        """Number of the last line read, counted from 1."""
+        return self._rows.line_num
 
     def __next__(self) -> tuple[int, list[str]]:
         self.row_start = self._position

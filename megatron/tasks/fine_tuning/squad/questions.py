@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron.data.kinds.instruction.columns import RecordFields
 from megatron.util.json_text import parse_json
 
 logger = logging.getLogger(__name__)
@@ -17,6 +18,13 @@ _LAYOUT = (
     '"...", "qas": [{"id": "...", "question": "...", "answers": [{"text": "...", "answer_start": '
     "0}]}]}]}]}"
 )
+_KEYS = {
+    "the file": ("version", "data"),
+    "an article": ("title", "paragraphs"),
+    "a paragraph": ("context", "qas"),
+    "a question": ("question", "answers", "is_impossible", "plausible_answers"),
+    "an answer": ("text", "answer_start"),
+}
 _TOLERANCE = 2
 """Characters by which published files are wrong in places about where an answer begins."""
 
@@ -81,12 +89,17 @@ class _Reader:
         self.moved: list[str] = []
 
     def questions(self, content: Any) -> Iterator[Question]:
-        for number, article in enumerate(self._list(content, "data", "the file"), 1):
+        articles = self._list(content, "data", "the file")
+        self._check_keys(content, "the file", "the file")
+        for number, article in enumerate(articles, 1):
             title = article.get("title") if isinstance(article, dict) else None
             named = f"article {number}" + (f" ({title})" if title else "")
-            for place, paragraph in enumerate(self._list(article, "paragraphs", named), 1):
+            paragraphs = self._list(article, "paragraphs", named)
+            self._check_keys(article, "an article", named)
+            for place, paragraph in enumerate(paragraphs, 1):
                 where = f"{named}, paragraph {place}"
                 context = self._value(paragraph, "context", str, where)
+                self._check_keys(paragraph, "a paragraph", where)
                 for qa in self._list(paragraph, "qas", where):
                     yield self._question(qa, context, where)
 
@@ -97,6 +110,7 @@ class _Reader:
             self._fail(f"{where} occurs twice; every id must be of one question")
         self._identities.add(identity)
         text = self._value(qa, "question", str, where)
+        self._check_keys(qa, "a question", where)
         answers = tuple(
             self._answer(answer, context, identity) for answer in self._list(qa, "answers", where)
         )
@@ -113,6 +127,7 @@ class _Reader:
         where = f"an answer of question {identity}"
         text = self._value(answer, "text", str, where)
         start = self._value(answer, "answer_start", int, where)
+        self._check_keys(answer, "an answer", where)
         if not text.strip():
             self._fail(
                 f"{where} has no text; a question without an answer has an empty list of answers"
@@ -128,6 +143,13 @@ class _Reader:
             f"answer_start {start}, and not the answer {text!r}; correct answer_start (it counts "
             "characters), or remove the question"
         )
+
+    def _check_keys(self, mapping: dict[str, Any], kind: str, where: str) -> None:
+        try:
+            known = RecordFields(mapping, frozenset(_KEYS[kind]))
+            known.check(f"{where}: ", remedy="remove or rename it")
+        except ValueError as error:
+            self._fail(str(error))
 
     def _list(self, mapping: Any, key: str, where: str) -> list[Any]:
         return self._value(mapping, key, list, where)

@@ -8,6 +8,7 @@ import random
 import re
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -340,6 +341,56 @@ def test_parquet_that_is_wrong(tmp_path, tokenizer, parquet):
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(ValueError, match="in.parquet is damaged or not a Parquet file"):
         run(path, tmp_path / "p", tokenizer)
+
+
+def shared_text(rows: int, text: str):
+    """A column whose rows share one text, which is in the file once."""
+    import pyarrow
+
+    places = pyarrow.array([0] * rows, pyarrow.int32())
+    return pyarrow.DictionaryArray.from_arrays(places, pyarrow.array([text]))
+
+
+def test_parquet_without_values_is_read_in_blocks(tmp_path, parquet):
+    import pyarrow
+
+    path = tmp_path / "in.parquet"
+    parquet(path, {"text": pyarrow.array([None] * 100_000, pyarrow.string())})
+    (source,) = find_inputs(PreprocessConfig(input=(str(path),)))
+    sizes = [len(block.records) for block in read_blocks([source], ("text",), 1 << 26)]
+    assert sum(sizes) == 100_000 and max(sizes) <= 1 << 15
+
+
+@pytest.mark.parametrize("store_schema", [False, pytest.param(True, marks=pytest.mark.proof)])
+def test_parquet_whose_rows_share_a_long_text(tmp_path, parquet, store_schema):
+    path = tmp_path / "in.parquet"
+    options = {"compression": "zstd", "store_schema": store_schema}
+    parquet(path, {"text": shared_text(20_000, "hello " * 400_000)}, **options)
+    (source,) = find_inputs(PreprocessConfig(input=(str(path),)))
+    tracemalloc.start()
+    before = pyarrow_bytes()
+    with pytest.raises(ValueError, match="in.parquet, row group 1: .* bytes that are compressed"):
+        for block in read_blocks([source], ("text",), 1 << 26):
+            assert len(block.records) == 1 and pyarrow_bytes() - before < 200e6
+    assert tracemalloc.get_traced_memory()[1] < 300e6
+    tracemalloc.stop()
+    parquet(path, {"text": shared_text(20, "hello " * 400_000)}, **options)
+    (source,) = find_inputs(PreprocessConfig(input=(str(path),)))
+    assert len(list(read_blocks([source], ("text",), 1 << 26))) == 20
+
+
+def pyarrow_bytes() -> int:
+    import pyarrow
+
+    return pyarrow.total_allocated_bytes()
+
+
+def test_parquet_pages_that_are_compressed_too_well(tmp_path, parquet):
+    path, texts = tmp_path / "in.parquet", ["hello " * 3_000_000] * 5
+    parquet(path, {"text": texts}, compression="zstd", use_dictionary=False)
+    (source,) = find_inputs(PreprocessConfig(input=(str(path),)))
+    with pytest.raises(ValueError, match="in.parquet, row group 1: column 'text' has .* unpack it"):
+        next(iter(read_blocks([source], ("text",), 1 << 26)))
 
 
 # Which file is what

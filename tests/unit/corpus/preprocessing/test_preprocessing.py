@@ -1,6 +1,7 @@
 """tools/preprocess_data.py and the pipeline under it, against a plain loop over the lines."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import resource
@@ -18,7 +19,9 @@ from megatron.config import ConfigError, TokenizerConfig
 from megatron.corpus.preprocessing.config import PreprocessConfig
 from megatron.corpus.preprocessing.preprocess import preprocess
 from megatron.data.indexed import IndexedDataset
+from megatron.families.gpt import GPTData
 from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.mark import mark_of
 from megatron.tokenizer.train import train_byte_level_bpe
 
 ROOT = Path(__file__).parents[4]
@@ -89,7 +92,8 @@ def test_against_loop_over_lines(gpt2, tmp_path, out, monkeypatch, workers, bloc
     assert (summary.documents, summary.sequences) == (len(texts), len(texts))
     assert summary.tokens == sum(map(len, wanted)) == dataset.num_tokens
     assert summary.text_bytes == sum(len(text.encode()) for text in texts)
-    assert left_in(out) == ["a_text_document.bin", "a_text_document.idx"]
+    kept = [f"a_text_document.{ending}" for ending in ("bin", "idx", "tokenizer")]
+    assert left_in(out) == kept
 
 
 def test_several_keys_make_a_dataset_each(tmp_path, out):
@@ -379,3 +383,52 @@ def test_report_line(tmp_path, out, capsys):
     line = capsys.readouterr().out
     assert "1 documents (1 empty ones left out), 2 tokens, 3 bytes" in line
     assert line.endswith("0.6667 tokens per byte\n")
+
+
+def test_the_tokenizer_is_kept_next_to_the_index(gpt2, tmp_path):
+    """By its ids alone; the files of tokens stay what they were."""
+    lines = write_lines(tmp_path / "in", [{"text": f"def f{n}(x): return {n}"} for n in range(20)])
+    (tmp_path / "b_text_document.tokenizer").write_text("of earlier files")
+    run(lines, tmp_path / "a", gpt2)
+    run(lines, tmp_path / "b", gpt2, partitions=3)
+    mark = mark_of(build_tokenizer(gpt2), "GPT2BPETokenizer")
+    for name in "ab":
+        prefix = f"{tmp_path / name}_text_document"
+        assert Path(f"{prefix}.tokenizer").read_bytes() == mark.json()
+    run(lines, tmp_path / "a", TokenizerConfig("ByteLevelTokenizer"))
+    assert json.loads(Path(f"{tmp_path / 'a'}_text_document.tokenizer").read_text()) == {
+        "format": 1, "tokenizer_type": "ByteLevelTokenizer", "vocab_size": 259,
+        "digest": mark_of(build_tokenizer(TokenizerConfig("ByteLevelTokenizer")), None).digest,
+    }  # fmt: skip
+
+
+def test_data_of_another_tokenizer_are_refused(gpt2, gpt_config, tmp_path, caplog):
+    caplog.set_level("INFO", "megatron")
+    lines = write_lines(tmp_path / "in", [{"text": f"def f{n}(x): return {n}"} for n in range(20)])
+    prefix = f"{tmp_path / 'a'}_text_document"
+    run(lines, tmp_path / "a", gpt2)
+
+    def opened(tokenizer: TokenizerConfig) -> IndexedDataset:
+        config = dataclasses.replace(gpt_config(), tokenizer=tokenizer)
+        return GPTData(config, build_tokenizer(tokenizer)).open_indexed(prefix, None)
+
+    build_tokenizer(gpt2).save_pretrained(tmp_path / "folder")
+    folder = TokenizerConfig("HFTokenizer", tokenizer_model=str(tmp_path / "folder"))
+    numbers = TokenizerConfig("IdTokenizer", vocab_size=400)
+    for tokenizer in (gpt2, folder, numbers):
+        assert len(opened(tokenizer)) == 20
+    assert "which tokenizer" not in caplog.text
+    train_byte_level_bpe([lines.read_text()], 400, 2).save_pretrained(tmp_path / "other")
+    other = TokenizerConfig("HFTokenizer", tokenizer_model=str(tmp_path / "other"))
+    with pytest.raises(ValueError) as error:
+        opened(other)
+    for part in (
+        f"{prefix}.bin was made with another tokenizer: GPT2BPETokenizer of 400 ids (",
+        "and this run has HFTokenizer of ", f"--tokenizer-model {tmp_path / 'other'}",
+        f"remove {prefix}.tokenizer if the ids mean the same",
+    ):  # fmt: skip
+        assert part in str(error.value)
+    Path(f"{prefix}.tokenizer").unlink()
+    opened(gpt2)
+    (said,) = [m for m in caplog.messages if "which tokenizer made it" in m]
+    assert said.startswith(f"{prefix}.bin: no a_text_document.tokenizer says which tokenizer")

@@ -212,8 +212,11 @@ REFUSED = {
     "kind": ({"peft_type": "IA3"}, "peft_type is 'IA3'; only LORA"),
     "biases": ({"bias": "all"}, "biases of the base were trained"),
     "init": ({"init_lora_weights": "pissa_niter_4"}, "changes the base too"),
-    "tokens": ({"trainable_token_indices": [3]}, "single rows of the embedding"),
     "base": ({"base_model_name_or_path": "meta-llama/L"}, "not there: name its place by --pre"),
+    "file": (
+        {"base_model_name_or_path": __file__},
+        "test_peft.py is not a folder: name the base by",
+    ),
     "rank": ({"r": "8"}, "expected numbers"),
     "alphas": ({"alpha_pattern": 3}, "alpha_pattern is 3; expected numbers by patterns"),
 }

@@ -83,7 +83,7 @@ def test_rounding_of_large_weights(hf_folder, version):
     source = HuggingFaceFolder(folder)
     ours = ours_of(source)
     found = compare_logits(ours, folder, source.model)
-    assert found.agree and found.dtype == torch.float64 and found.largest < 1e-9
+    assert found.agree and found.largest < 1e-9
     with torch.no_grad():
         next(ours.parameters())[3, 5] += 1e-2
     assert not compare_logits(ours, folder, source.model).agree

@@ -276,6 +276,8 @@ REFUSED = [
      "rope_scaling is .*rope_parameters differs"),
     ("llama", SMALL | {"num_key_value_heads": 3}, "num_key_value_heads is 3 .*must divide"),
     ("llama", SMALL | {"num_local_experts": 8}, "num_local_experts = 8"),
+    ("llama", SMALL | {"rope_interleaved": True}, "effect of rope_interleaved = True"),
+    ("llama", SMALL | {"scale_depth": 1.4, "use_mup": True}, "scale_depth = 1.4, use_mup = True"),
     ("mistral", SMALL | {"layer_types": ["full_attention"] * 3}, "layer_types is .*all blocks"),
     ("qwen2", SMALL | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2},
      "max_window_layers is 2 .*every N-th"),

@@ -1,6 +1,7 @@
 """Texts end where they should, and nothing before or after is lost."""
 
 import random
+import time
 
 import pytest
 from small_tokenizers import small_tokenizers
@@ -82,6 +83,32 @@ def test_any_text_stops_where_its_characters_do(tokenizer):
                 expected = (count, "stop")
                 break
         assert watched(StopRules(99, texts=stops), tokens, tokenizer) == expected
+
+
+@pytest.mark.parametrize("kind", ["llama", "hf_llama", "gpt2"])
+def test_any_text_of_byte_pieces_stops_where_its_characters_do(tmp_path, kind):
+    """Against a search of the text so far, with the characters that are whole."""
+    tokenizer, rng = small_tokenizers(tmp_path)[kind](), random.Random(2)
+    ordinary = tokenizer.tokenize("The dog ad")
+    pieces = [tokenizer.token_bytes.index(bytes([byte])) for byte in "é日\n".encode()]
+    for _ in range(150):
+        characters = [pieces[:2], pieces[2:5], pieces[5:], *([token] for token in ordinary)]
+        tokens = [token for part in rng.choices(characters, k=8) for token in part]
+        stops = tuple("".join(rng.choices("é日\nd", k=rng.randrange(1, 4))) for _ in range(3))
+        seen = [continuation_text(tokenizer, [], tokens[:count]) for count in range(1, 99)]
+        ends = [n for n, text in enumerate(seen[: len(tokens)], 1) if any(s in text for s in stops)]
+        count, finish = watched(StopRules(99, texts=stops), tokens, tokenizer)
+        assert (count, finish) == ((ends[0], "stop") if ends else (len(tokens), None)), stops
+
+
+def test_stop_texts_of_equal_characters_take_linear_time(tokenizer):
+    stops = tuple("-" * 100_000 + end for end in "abcdefg")
+    begun = time.process_time()
+    passing, watch = TextBeforeStop(stops), StopWatch(StopRules(10**6, texts=stops), tokenizer)
+    for _ in range(2000):
+        assert passing.add("-" * 10) == "" and watch.add(ord("-")) is None
+    assert time.process_time() - begun < 5  # it took minutes
+    assert passing.add("x") == "-" * 20_000 + "x"
 
 
 def test_text_before_the_stop_is_the_same_for_any_split():

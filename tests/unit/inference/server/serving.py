@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import httpx
 from fake_runner import FakeRunner
 
+from megatron.checkpoint.generation_settings import end_tokens
 from megatron.config import TokenizerConfig
 from megatron.inference.scheduling.engine import GenerationEngine
 from megatron.inference.scheduling.engine_thread import EngineThread
@@ -82,6 +83,7 @@ def served(
     lines=None,
     tokenizer=None,
     name=NAME,
+    ends=(),
 ):
     """A server on a free port."""
     runner = runner or TextRunner(259)
@@ -97,11 +99,11 @@ def served(
     engine = EngineThread(GenerationEngine(runner, tokenizer, engine_limits or EngineLimits()))
     engine.start()
     if opened:
-        service.open(ServedModel(engine, tokenizer, chat or PlainChat()))
+        ends = end_tokens(tokenizer, {"eos_token_id": [*ends]})
+        service.open(ServedModel(engine, tokenizer, chat or PlainChat(), ends))
     listening = listening_socket("127.0.0.1", port)
-    http = HTTPThread(
-        build_app(service, access or Access()), listening, connections or ConnectionLimits()
-    )
+    app = build_app(service, access or Access())
+    http = HTTPThread(app, listening, connections or ConnectionLimits(), lines.append)
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     http.start()
     try:

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from serving import byte_tokenizer
+from serving import byte_tokenizer, served
 
 from megatron.inference.request import GenerationRequest, Sampling, StopRules
 from megatron.inference.scheduling.engine import GenerationEngine
@@ -155,6 +155,19 @@ def test_answer(server, client):
         scores = [score.logprob for score in one.prompt_scores + one.scores]
         assert answer["logprobs"][index] == scores
         assert len(scores) == len(answer["segments"][index]) - 1
+
+
+def test_any_token_that_the_model_names_ends_a_text(client):
+    """And is a part of it, as in Megatron; in a beam search, too."""
+    body = {"prompts": ["ab"], "tokens_to_generate": 300, "random_seed": 2}
+    with served(ends=b"etaoin") as other, other.client() as ended:
+        (text,), (longer,) = put(ended, **body)["segments"], put(client, **body)["segments"]
+        beams = put(ended, **body, beam_width=2)["segments"]
+        (chosen,) = put(ended, **body, beam_width=1, stop_token=258)["segments"]
+    ends = {*"etaoin", "<eos>"}
+    assert longer[: len(text)] == text and text[-1] in "etaoin"
+    assert {each[-1] for each in beams} <= ends and chosen[-1] == "<eos>"
+    assert not ends.intersection(*(each[2:-1] for each in (text, *beams)))
 
 
 def test_logprobs_are_null_as_a_whole(client):

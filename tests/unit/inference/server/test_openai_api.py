@@ -185,6 +185,22 @@ def test_the_end_of_a_document_ends_a_text_and_is_no_part_of_it(client, stream):
     assert "".join(tokens) == text
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_any_token_that_the_model_names_ends_a_text(client, path):
+    """It may name as many as Llama 3 does."""
+    asked = {"messages": USER} if path == CHAT else {"prompt": "ab"}
+
+    def write(client, **more):
+        (choice,) = post(client, path, **asked, seed=2, max_tokens=300, **more)["choices"]
+        return choice["text"] if path == COMPLETIONS else choice["message"]["content"]
+
+    with served(ends=b"etaoin") as other, other.client() as ended:
+        text, longer = write(ended), write(client)
+        assert write(ended, ignore_eos=True).startswith(longer)
+    assert longer.startswith(text) and longer[len(text)] in "etaoin"
+    assert not set(text) & set("etaoin")
+
+
 def test_parts_of_a_message(client):
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
     messages = [{"role": "user", "content": parts}]

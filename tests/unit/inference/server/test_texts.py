@@ -1,10 +1,18 @@
 """Tokens as the text that a client gets."""
 
+import functools
+import random
+
 import pytest
 from serving import byte_tokenizer
+from small_tokenizers import random_ids, small_tokenizers
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
+from megatron.inference.decoding.text_stream import bytes_of_token
 from megatron.inference.request import TokenScore, Update
-from megatron.inference.server.texts import ChoiceText, token_name
+from megatron.inference.server.texts import ChoiceText, name_there, placed_prompt, token_name
+from megatron.tokenizer.huggingface import HFTokenizer
 
 
 def update(text, finish=None, scored=False):
@@ -69,3 +77,61 @@ def test_all_tokens_come_without_a_stop_text():
 def test_parts_of_characters_have_names():
     assert token_name(byte_tokenizer(), 0xC3) == "bytes:\\xc3"
     assert token_name(byte_tokenizer(), 97) == "a"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Tokenizers by name; "begun" puts a token before every text."""
+    folder = tmp_path_factory.mktemp("tokenizers")
+    makers = small_tokenizers(folder)
+
+    def begun():
+        makers["hf_gpt2"]()
+        path = folder / "hf_gpt2" / "tokenizer.json"
+        backend = Tokenizer.from_file(str(path))
+        token = "<|endoftext|>"
+        backend.post_processor = TemplateProcessing(
+            single=f"{token} $A", special_tokens=[(token, backend.token_to_id(token))]
+        )
+        backend.save(str(path))
+        return HFTokenizer(path.parent)
+
+    return functools.cache(lambda name: begun() if name == "begun" else makers[name]())
+
+
+@pytest.mark.parametrize("name", ["bytes", "begun", "gpt2", "llama", "hf_llama", "wordpiece"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_token_is_in_the_text_where_its_place_is(made, name, seed):
+    """Of an echoed prompt and of what follows, however they are split."""
+    tokenizer, draw = made(name), random.Random(seed)
+    parts = ["The", " quick", " the"] + ["東京", "ß", " ", "x", "\n", "👩"] * (name != "wordpiece")
+    shown = "".join(draw.choices(parts, k=draw.randrange(1, 9))) if name != "wordpiece" else "The"
+    prompt = tokenizer.tokenize(shown)
+    new = [i for i in random_ids(tokenizer, draw, 40) if i not in tokenizer.special_tokens]
+    new += [*[i for i in tokenizer.tokenize("x京")][-3:], new[0]]
+    placed = placed_prompt(tokenizer, prompt, [None] * len(prompt), shown)
+    assert [p.token for p in placed] == prompt
+    text = ChoiceText(tokenizer, prompt, (), frozenset(), len(shown))
+    size = draw.choice((1, 5, len(new)))
+    for start in range(0, len(new), size):
+        part = tuple(new[start : start + size])
+        piece = text.add(update(part, "length" if start + size >= len(new) else None))
+        shown, placed = shown + piece.text, [*placed, *piece.tokens]
+    assert [p.token for p in placed] == [*prompt, *new]
+    assert [p.offset for p in placed] == sorted(p.offset for p in placed)
+    most = {"begun": 1, "llama": 2, "hf_llama": 2}  # the beginning, and the first space
+    assert sum(p.name == "" for p in placed) <= most.get(name, 0)
+    for each in placed:
+        called = name_there(tokenizer, each)
+        own, there = bytes_of_token(tokenizer, each.token), shown[each.offset :]
+        if not called.startswith("bytes:") and each.token not in tokenizer.byte_pieces:
+            assert there.startswith(called), (each, called, there[:9])
+        else:  # a part of a character, or of none
+            assert there[0] == "\ufffd" or own[0] in there[0].encode(), (each, own, there[:9])
+
+
+def test_bytes_that_do_not_continue_a_character_come_after_it():
+    text = choice()
+    (piece,) = [text.add(update(b"a\xe6x\xe6\x9d\xb1\xc3", "length", scored=True))]
+    assert piece.text == "a\ufffdx東\ufffd"
+    assert [p.offset for p in piece.tokens] == [0, 1, 2, 3, 3, 3, 4]

@@ -16,6 +16,7 @@ from megatron.training.run import parse_run
 from megatron.training.run_record.callback import RunRecorder
 from megatron.training.run_record.folder import StartRecord
 from megatron.training.run_record.source_tree import SourceTree
+from megatron.training.run_record.surroundings import launched_command
 
 FLAGS = (
     "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --lr 1e-3 "
@@ -30,7 +31,8 @@ PLACES = [
 ]
 ENVIRONMENT = {
     "HF_TOKEN": "secret-in-a-flag", "NCCL_DEBUG": "INFO", "RANK": "0", "MY_DIARY": "private",
-    "WANDB_BASE_URL": "https://me:word@host",
+    "WANDB_BASE_URL": "https://host", "MEGATRON_API_KEY": "secret-key", "HOME": "/private",
+    "MEGATRON_MIRROR": "https://me:word@host", "SLURM_JOB_ID": "7", "SLURM_JOB_ACCOUNT": "private",
 }  # fmt: skip
 
 
@@ -48,8 +50,8 @@ def test_what_is_in_the_folder(run, tmp_path):
     assert record.folder == tmp_path / "run" / "001"
     found = json.loads((record.folder / "record.json").read_text())
     assert found["environment"] == {
-        "HF_TOKEN": "***", "NCCL_DEBUG": "INFO", "RANK": "0",
-        "WANDB_BASE_URL": "https://***@host",
+        "MEGATRON_MIRROR": "https://***@host", "NCCL_DEBUG": "INFO", "RANK": "0",
+        "SLURM_JOB_ID": "7",
     }  # fmt: skip
     assert found["data"][0] == {
         "part": "train", "path": "/data/a", "weight": 0.5, "share": [0.0, 0.9],
@@ -67,13 +69,21 @@ def test_what_is_in_the_folder(run, tmp_path):
     script = record.folder / "command.sh"
     assert stat.S_IMODE(os.stat(script).st_mode) & stat.S_IXUSR
     text = script.read_text()
-    assert "export NCCL_DEBUG=INFO\n" in text and "RANK" not in text
+    assert "export NCCL_DEBUG=INFO\n" in text and "RANK" not in text and "SLURM" not in text
     assert "; the command of one of 3 processes\n" in text
-    assert "# HF_TOKEN was set, and is secret\n" in text
+    assert found["command"][-len(FLAGS) :] == [*FLAGS[:-1], "***"] and found["launcher"] is None
     for file in record.folder.iterdir():
         content = file.read_text(errors="replace")
         assert "secret-in-a-flag" not in content or file.name == "changes.patch", file
         assert "private" not in content.replace("private_", "") or file.suffix != ".json", file
+
+
+def test_the_command_of_all_processes():
+    own = ["python", "train.py", "--local_rank=1", "--lr", "1"]
+    launcher = ["python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    assert launched_command(own, 1, 2) == [*launcher, "train.py", "--lr", "1"]
+    assert launched_command([*own, "--num-gpus-per-node=2"], 1, 2) is None
+    assert launched_command(own, 1, 1) is launched_command(own, 2, 16) is None
 
 
 def lines(record, name):
@@ -83,7 +93,7 @@ def lines(record, name):
 def test_the_patch_has_no_values_of_secret_names(run, tmp_path, monkeypatch):
     patch = b"diff --git a/a.ini b/a.ini\n+password = hunter2 \xe9\n+user = me \xe9\n"
     tree = SourceTree("0" * 40, "main", "", patch, ())
-    monkeypatch.setattr("megatron.training.run_record.folder.source_tree", lambda _: tree)
+    monkeypatch.setattr("megatron.training.run_record.folder.source_tree", lambda *_: tree)
     written = (start(run, tmp_path).folder / "changes.patch").read_bytes()
     assert written == b"diff --git a/a.ini b/a.ini\n+password = ***\n+user = me \xe9\n"
 

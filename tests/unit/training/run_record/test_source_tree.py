@@ -1,7 +1,10 @@
 """The patch of a working tree leads from its commit to the same tree."""
 
+import re
 import shutil
 import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -39,16 +42,23 @@ def test_a_clean_tree_has_no_patch(tree):
     assert (found.remote, found.patch, found.left_out) == ("https://example.org/x.git", b"", ())
 
 
-def test_the_patch_makes_the_same_tree(tree, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_LARGEST_NEW_FILE", 50)
+def imported(monkeypatch, *paths):
+    for number, path in enumerate(paths):
+        found = SimpleNamespace(__file__=str(path))
+        monkeypatch.setitem(sys.modules, f"imported_{number}", found)
+
+
+def test_the_patch_makes_the_same_code(tree, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_MOST_CODE", 500)
     (tree / "inner" / "a.py").write_text("one = 2\nlatin = '\xe9'\n", encoding="latin-1")
     (tree / "b.py").unlink()
     (tree / "new folder").mkdir()
     (tree / "new folder" / "c d.py").write_text("new\n")
-    (tree / "empty.json").write_text("")
-    for name in ("ignored.py", "data.bin"):
+    for name in ("ignored.py", "data.bin", "unused.py", "customers.json", "secret.yaml"):
         (tree / name).write_text("no source\n")
-    (tree / "large.py").write_text("x" * 100)
+    (tree / "large.py").write_text("x" * 1000)
+    names = ("new folder/c d.py", "ignored.py", "customers.json", "large.py", "missing.py")
+    imported(monkeypatch, *(tree / name for name in names), tmp_path / "outside.py")
     found = source_tree(tree)
     assert found.left_out == ("large.py",)
     again = tmp_path / "again"
@@ -60,10 +70,34 @@ def test_the_patch_makes_the_same_tree(tree, tmp_path, monkeypatch):
         paths = (path for path in root.rglob("*") if path.is_file() and ".git/" not in str(path))
         return {str(path.relative_to(root)): path.read_bytes() for path in paths}
 
-    left_out = ("ignored.py", "data.bin", "large.py")
-    wanted = {name: content for name, content in files(tree).items() if name not in left_out}
-    assert files(again) == wanted
-    assert not (again / "b.py").exists()
+    here = files(tree)
+    kept = ("inner/a.py", "new folder/c d.py", ".gitignore")
+    assert files(again) == {name: here[name] for name in kept}
+
+
+def test_data_and_what_flags_name_are_not_read(tree, monkeypatch):
+    """Though git has them, or the run imports them."""
+    texts = {
+        "notes.md": 40, "settings.json": 40, "large.json": 70_000, "rows.csv": 40, "nul.txt": 40,
+        "saved/state.json": 40, "corpus/text.idx": 40, "corpus/text.json": 40, "m/__init__.py": 40,
+    }  # fmt: skip
+    for name in texts:
+        (tree / name).parent.mkdir(exist_ok=True)
+        (tree / name).write_text("before\n")
+    git(tree, "add", "-A")
+    git(tree, "commit", "-q", "-m", "second")
+    for name, size in texts.items():
+        (tree / name).write_text("y" * size)
+    (tree / "nul.txt").write_bytes(b"\0")
+    (tree / "saved" / "plugin.py").write_text("z\n")
+    imported(monkeypatch, tree / "saved" / "plugin.py")
+    private = {tree / "saved", tree / "corpus" / "text", tree / "m", tree, tree.parent}
+    found = source_tree(tree, private)
+    given = re.findall(rb"^\+\+\+ b/(.*)$", found.patch, re.M)
+    assert given == [b"m/__init__.py", b"notes.md", b"settings.json"]
+    assert set(found.left_out) == {*texts, "saved/plugin.py"} - {each.decode() for each in given}
+    monkeypatch.setattr(module, "_MOST_PATCH", 10)
+    assert source_tree(tree, private).patch == b""
 
 
 def test_settings_of_the_folder_start_no_program(tree, tmp_path):

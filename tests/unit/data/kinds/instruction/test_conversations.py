@@ -75,7 +75,7 @@ BAD = [
     ('{"messages": ["a"]}', '"messages" must be a list of objects'),
     ('{"messages": []}', "there is no answer"),
     ('{"messages": [{"role": "user", "content": "a"}]}', "there is no answer"),
-    ('{"messages": [{"role": "assistant", "content": null}]}', '"content" must be a string'),
+    ('{"messages": [{"role": "assistant", "content": 1}]}', '"content" must be a string'),
     ('{"messages": [{"content": "a"}]}', 'no key "role"'),
     ('{"conversations": [{"from": "me", "value": "a"}]}', 'from "me"; expected one of human'),
     ('{"instruction": "a"}', 'no key "output"'),

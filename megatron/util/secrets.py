@@ -96,7 +96,7 @@ class Redactor:
         return text
 
     def tree(self, value: Any) -> Any:
-        """A JSON value without secrets."""
+        """A JSON value without secrets, whose tuples stay tuples."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, Mapping):
@@ -105,7 +105,8 @@ class Redactor:
                 for key, inner in value.items()
             }
         if isinstance(value, Iterable) and not isinstance(value, bytes):
-            return [self.tree(inner) for inner in value]
+            inside = map(self.tree, value)
+            return tuple(inside) if isinstance(value, tuple) else list(inside)
         return value
 
     def arguments(self, words: Sequence[str]) -> list[str]:
@@ -124,8 +125,7 @@ class Redactor:
             hide = flag and not equals and word.startswith("--")
         return shown
 
-    def variables(self, environment: Mapping[str, str]) -> dict[str, str]:
-        return {
-            name: HIDDEN if is_secret(name) else self.text(value)
-            for name, value in environment.items()
-        }
+
+def without_secrets(value: Any) -> Any:
+    """A JSON value without secrets of known names and forms, for what is kept or sent."""
+    return Redactor({}).tree(value)

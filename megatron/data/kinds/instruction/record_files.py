@@ -1,0 +1,206 @@
+"""Files of records: JSON lines, JSON arrays, Parquet, CSV and TSV, and folders of data sets as the
+Hugging Face Hub has them, whose files are named by their split."""
+
+from __future__ import annotations
+
+import csv
+import glob
+import io
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from megatron.data.index_cache import FOLDER
+from megatron.data.json_lines import (
+    BYTE_ORDER_MARK,
+    ArrayReader,
+    is_too_deep,
+    long_line,
+    read_lines,
+)
+from megatron.data.kinds.raw_text.text_files import TableRows, TextFile, text_files
+from megatron.util.json_text import MAX_DEPTH
+
+ENDINGS = (".json", ".jsonl", ".parquet", ".csv", ".tsv")
+TRAIN, HELD_OUT = ("train",), ("validation", "valid", "val", "dev", "eval", "test")
+"""Names of splits."""
+_SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}(-[0-9a-f]+)?")
+_ABOUT = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
+"""Files of the Hub and of `datasets` that have no records."""
+_ROWS = 32
+"""Rows of a Parquet file that are in memory at a time."""
+
+
+def records_of(path: str) -> Iterator[tuple[str, Any]]:
+    """Each record of a file after its place for messages. Raises ValueError, which names the place,
+    if the file is malformed."""
+    if path.endswith(".parquet"):
+        return _rows_of_parquet(path)
+    if path.endswith((".csv", ".tsv")):
+        return _rows_of_table(path)
+    return _json_records(path)
+
+
+def example_files(path: str) -> list[TextFile]:
+    """The files of a path: itself, or those of a folder or glob. Raises FileNotFoundError;
+    ValueError for a folder with several splits, of which a path must name one."""
+    splits = splits_of(path)
+    if len(splits) > 1:
+        raise ValueError(f"{path} has several splits: name one as the path, {_listed(splits)}")
+    return text_files(next(iter(splits.values()), path), ENDINGS)
+
+
+def split_of(path: str, kinds: Sequence[str]) -> str:
+    """The split of a folder, as a glob, that has the first of some kinds that there are; a path
+    that is not a folder of splits as it is. Raises ValueError if no split is of such a kind, or
+    several are."""
+    splits = splits_of(path)
+    if not splits:
+        return path
+    kind = next((kind for kind in kinds if any(_kind(name) == kind for name in splits)), None)
+    fitting = [files for name, files in splits.items() if kind and _kind(name) == kind]
+    if len(fitting) == 1:
+        return fitting[0]
+    problem = f"several splits of the kind {kind}" if kind else f"no split {' or '.join(kinds)}"
+    raise ValueError(f"{path} has {problem}: name one as the path, {_listed(splits)}")
+
+
+def splits_of(path: str) -> dict[str, str]:
+    """The splits of a folder by name (after the folder they are in), each as a glob of its files;
+    empty if the path is not a folder whose files, or the folders in it, are named by splits."""
+    splits: dict[str, str] = {}
+    is_sharded = False
+    folder = Path(path)
+    files = sorted(folder.rglob("*")) if folder.is_dir() else []
+    for file in files:
+        inside = file.relative_to(folder)
+        hidden = any(part.startswith(".") or part == FOLDER for part in inside.parts)
+        if hidden or file.name in _ABOUT or not file.name.endswith(ENDINGS):
+            continue
+        shard = _SHARD.fullmatch(file.stem)
+        name = shard[1] if shard else file.stem
+        if _kind(name) is None and _kind(inside.parent.name) is not None:
+            split, pattern = inside.parent, f"{glob.escape(str(file.parent))}/*{file.suffix}"
+        else:
+            split = inside.parent / name
+            ending = f"{'-*' if shard else ''}{file.suffix}"
+            pattern = glob.escape(str(file.with_name(name))) + ending
+            is_sharded |= shard is not None and _kind(name) is not None
+        splits[split.as_posix()] = pattern
+    kinds = {_kind(split) for split in splits} - {None}
+    return splits if is_sharded or len(kinds) > 1 else {}
+
+
+def _kind(split: str) -> str | None:
+    """The kind of a split: ``train`` of ``data/train_sft``."""
+    words = re.split(r"[-_.]", split.rpartition("/")[2].lower())
+    return next((word for word in words if word in (*TRAIN, *HELD_OUT)), None)
+
+
+def _listed(splits: dict[str, str]) -> str:
+    return ", ".join(splits.values())
+
+
+def _json_records(path: str) -> Iterator[tuple[str, Any]]:
+    with open(path, "rb") as file:
+        start = len(BYTE_ORDER_MARK) if file.peek(3)[:3] == BYTE_ORDER_MARK else 0
+        file.seek(start)
+        while (byte := file.read(1)).isspace():
+            pass
+        file.seek(start)
+        if byte == b"[":
+            for number, item in enumerate(_items(file, path), 1):
+                place = f"{path}, record {number}"
+                yield place, _parsed(item, place)
+        else:
+            for number, (_, line) in enumerate(read_lines(file), 1):
+                place = f"{path}, line {number}"
+                if too_long := long_line(line, number):
+                    raise ValueError(f"{place}: {too_long.reason}")
+                if line and not line.isspace():
+                    yield place, _parsed(line, place)
+
+
+def _items(file: io.BufferedReader, path: str) -> Iterator[bytes]:
+    try:
+        yield from ArrayReader(file)
+    except ValueError as error:
+        raise ValueError(f"{path}, {error}") from None
+
+
+def _parsed(text: bytes, place: str) -> Any:
+    if is_too_deep(text, MAX_DEPTH):
+        raise ValueError(f"{place}: nested more than {MAX_DEPTH} levels deep")
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        shown = text[:60].decode("utf-8", "replace").rstrip()
+        raise ValueError(f"{place}: not JSON ({error}): {shown!r}") from None
+
+
+def _rows_of_table(path: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """Rows of a .csv or .tsv file whose first row names the columns."""
+    with open(path, "rb") as file:
+        rows = TableRows(file, "\t" if path.endswith(".tsv") else ",")
+        names: list[str] | None = None
+        try:
+            for _, row in rows:
+                place = f"{path}, line {rows.line}"
+                if names is None:
+                    names = row
+                    if len(set(names)) < len(names):
+                        raise ValueError(f"{place}: two columns have the same name")
+                elif len(row) not in (0, len(names)):
+                    raise ValueError(f"{place}: {len(row)} values for {len(names)} columns")
+                elif row:
+                    yield place, dict(zip(names, map(_cell, row), strict=True))
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}, line {rows.line}: not a row of a table: {error}") from None
+
+
+def _cell(text: str) -> Any:
+    """The text of a cell, or the messages of which it is the JSON."""
+    if text.startswith("[{"):
+        try:
+            value = orjson.loads(text)
+        except orjson.JSONDecodeError:
+            return text
+        if all(isinstance(item, dict) and {"role", "from"} & item.keys() for item in value):
+            return value
+    return text
+
+
+def _rows_of_parquet(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise ValueError(
+            f"{path} is a Parquet file: reading it needs the package pyarrow (pip install pyarrow)"
+        ) from None
+    number = 0
+    try:
+        with parquet.ParquetFile(path, pre_buffer=False) as file:
+            for batch in file.iter_batches(_ROWS):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}, row {number}", _pruned(row)
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is damaged or not a Parquet file: {error}") from None
+
+
+def _pruned(value: Any, depth: int = 0) -> Any:
+    """A record whose objects lack the keys without a value: Parquet gives every object the keys of
+    all others. A message without content keeps that key."""
+    if isinstance(value, list):
+        return [_pruned(item, depth) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: _pruned(item, depth + 1)
+        for key, item in value.items()
+        if item is not None or not depth or (depth == 1 and key in ("content", "value"))
+    }
