@@ -64,7 +64,6 @@ from megatron.retro.index.config import IndexFlags
 from megatron.retro.index.sizes import size_table
 
 GIB, GB = 2**30, 10**9
-_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class PlanConfig:
     load: str | None = option(None)
     """Checkpoint, or folder of a Hugging Face model (its config.json is enough), whose model is
     planned."""
-    train_tokens: str | None = option(None)
+    train_tokens: int | None = option(None, bounds=POSITIVE)
     """Tokens of the whole training, such as 1e12 or 300B, to print its time, energy and cost."""
     vocab_size: int | None = option(None)
     """Tokens of the vocabulary, which is padded as in training."""
@@ -124,13 +123,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = with_presets(settings, config.gpu, config.model, config.load)
         config, hardware = build(PlanConfig, settings), build(Hardware, settings)
         hardware.check()
-        tokens = _tokens(config.train_tokens)
         work = workload_of(config, settings, hardware.gpus or 1)
         step = work.global_batch_size * work.model.seq_length
-        if tokens is not None and tokens < step:
+        if config.train_tokens is not None and config.train_tokens < step:
             raise ConfigError(
-                f"--train-tokens {tokens} is less than one step takes: {work.global_batch_size} "
-                f"samples of {work.model.seq_length} tokens; give a smaller --global-batch-size"
+                f"--train-tokens {config.train_tokens} is less than one step takes: "
+                f"{work.global_batch_size} samples of {work.model.seq_length} tokens; give a "
+                "smaller --global-batch-size"
             )
     except (ConfigError, CheckpointError) as error:
         parser.error(str(error))
@@ -150,13 +149,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"\n{best[0].layout.name} stands first as the simplest of those within {TIE:.0%}, less "
             "than the estimates can tell apart."
         )
-    budget = Budget(best[0], work, hardware, tokens or 0)
-    if tokens:
+    budget = Budget(best[0], work, hardware, config.train_tokens or 0)
+    if budget.tokens:
         print("\n" + "\n".join(budget.lines()))
     more = changed_flags(work.fast_paths)
     more += changed_flags(work.adapters) if work.adapters else []
     more += ["--load-teacher", config.load_teacher] if config.load_teacher else []
-    if config.model or config.load or tokens:
+    if config.model or config.load or budget.tokens:
         has_tokenizer = config.load and any(Path(config.load).glob("tokenizer*.*"))
         folder = config.load if config.load and has_tokenizer else "FOLDER"
         tokenizer = ["--tokenizer-type", "HFTokenizer", "--tokenizer-model", folder]
@@ -165,23 +164,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\nFlags of the first, for {hardware.gpus} processes:")
         print("  " + shlex.join([*model_words(work.model), *best[0].flags, *more]))
     return 0
-
-
-def _tokens(text: str | None) -> int | None:
-    """The number of ``--train-tokens``, such as 1e12 or 300B, None without. Raises ConfigError."""
-    if text is None:
-        return None
-    unit = _UNITS.get(text[-1:].upper(), 1)
-    try:
-        number = unit * float((text if unit == 1 else text[:-1]).replace("_", "").replace(",", ""))
-        tokens = int(number)
-    except (ValueError, OverflowError):
-        number, tokens = 0.0, 0
-    if tokens < 1 or tokens != number:
-        raise ConfigError(
-            f"--train-tokens {text}: expected a positive whole number, such as 1e12 or 300B"
-        )
-    return tokens
 
 
 def workload_of(config: PlanConfig, settings: Settings, gpus: int) -> Workload:

@@ -66,7 +66,11 @@ class Budget:
     @property
     def steps(self) -> int:
         """Optimizer steps, rounded down, as in training."""
-        return self.tokens // (self.work.global_batch_size * self.work.model.seq_length)
+        return self.tokens // self._step_tokens
+
+    @property
+    def _step_tokens(self) -> int:
+        return self.work.global_batch_size * self.work.model.seq_length
 
     @property
     def hours(self) -> float:
@@ -79,7 +83,7 @@ class Budget:
         gpu_hours = gpus * self.hours
         energy = gpu_hours * self.hardware.gpu_watts / 1000
         price = self.hardware.gpu_hour_price
-        rate = self.tokens / (3600 * self.hours)
+        rate = self._step_tokens / self.plan.time.total
         return [
             f"{self.tokens:,} tokens in {self.steps:,} steps of {self.plan.time.total:.2f} s "
             f"({rate:,.0f} tokens/s): {_duration(self.hours)}, {gpu_hours:,.0f} GPU hours",
