@@ -16,11 +16,12 @@ WIDTH, VOCABULARY, LENGTH = 64, 24, 12
 
 @dataclass(frozen=True)
 class Formula:
-    """What a program computes.
+    """Network of a program.
 
     Attributes:
         order: of the rows of a rank's queries, keys and values: ``interleaved`` per group of heads,
-            ``thirds`` of a rank, ``heads`` [3, heads, width], ``channels`` [heads, width, 3].
+            ``thirds`` of a rank, ``heads`` [3, heads, width], ``channels`` [heads, width, 3],
+            ``shares`` [heads, width + 2 shares], a share being a head's part of the keys.
         gate: which half of a gated MLP is the gate, ``first``, ``last`` or ``apart`` in a matrix of
             its own; None without one.
         biases: output biases that each rank has whole (``once``), or an addend of (``addends``).
@@ -147,7 +148,10 @@ def _split(mixed, formula):
         return mixed.view(length, 3, heads, width).unbind(1)
     if formula.order == "channels":
         return mixed.view(length, heads, width, 3).unbind(3)
-    if formula.order == "thirds":
+    if formula.order == "shares":
+        share = groups * width // heads
+        q, k, v = mixed.view(length, heads, -1).split([width, share, share], 2)
+    elif formula.order == "thirds":
         q, k, v = mixed.split([heads * width, groups * width, groups * width], -1)
     else:
         each = heads // groups

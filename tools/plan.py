@@ -23,9 +23,11 @@ Exit status: 0 if a layout fits; 1 if none fits; 2 if the command line is wrong.
 """
 
 import dataclasses
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import open_checkpoint
@@ -46,6 +48,7 @@ from megatron.families import family_of, refuse_unused
 from megatron.planning.budget import (
     TIE,
     Budget,
+    changed_flags,
     command,
     model_words,
     simplest_first,
@@ -74,8 +77,8 @@ class PlanConfig:
     load: str | None = option(None)
     """Checkpoint, or folder of a Hugging Face model (its config.json is enough), whose model is
     planned."""
-    train_tokens: str | None = option(None)
-    """Tokens of the whole training, such as 1e12, to print its time, energy and cost."""
+    train_tokens: int | None = option(None, bounds=POSITIVE)
+    """Tokens of the whole training, such as 1e12 or 300B, to print its time, energy and cost."""
     vocab_size: int | None = option(None)
     """Tokens of the vocabulary, which is padded as in training."""
     global_batch_size: int | None = option(None, derived="about 4 million tokens")
@@ -120,8 +123,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = with_presets(settings, config.gpu, config.model, config.load)
         config, hardware = build(PlanConfig, settings), build(Hardware, settings)
         hardware.check()
-        tokens = _tokens(config.train_tokens)
-        work = workload_of(config, settings)
+        work = workload_of(config, settings, hardware.gpus or 1)
+        step = work.global_batch_size * work.model.seq_length
+        if config.train_tokens is not None and config.train_tokens < step:
+            raise ConfigError(
+                f"--train-tokens {config.train_tokens} is less than one step takes: "
+                f"{work.global_batch_size} samples of {work.model.seq_length} tokens; give a "
+                "smaller --global-batch-size"
+            )
     except (ConfigError, CheckpointError) as error:
         parser.error(str(error))
     plans = search(work, hardware)
@@ -140,35 +149,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"\n{best[0].layout.name} stands first as the simplest of those within {TIE:.0%}, less "
             "than the estimates can tell apart."
         )
-    budget = Budget(best[0], work, hardware, tokens or 0)
-    if tokens:
+    budget = Budget(best[0], work, hardware, config.train_tokens or 0)
+    if budget.tokens:
         print("\n" + "\n".join(budget.lines()))
-    fast = fast_path_flags(work.fast_paths)
-    if config.model or config.load or tokens:
-        folder = config.load or "FOLDER"
+    more = changed_flags(work.fast_paths)
+    more += changed_flags(work.adapters) if work.adapters else []
+    more += ["--load-teacher", config.load_teacher] if config.load_teacher else []
+    if config.model or config.load or budget.tokens:
+        has_tokenizer = config.load and any(Path(config.load).glob("tokenizer*.*"))
+        folder = config.load if config.load and has_tokenizer else "FOLDER"
         tokenizer = ["--tokenizer-type", "HFTokenizer", "--tokenizer-model", folder]
-        print(f"\nCommand of the first:\n  {command(budget, fast, tokenizer)}")
+        print(f"\nCommand of the first:\n  {command(budget, more, tokenizer)}")
     else:
         print(f"\nFlags of the first, for {hardware.gpus} processes:")
-        print("  " + " ".join([*model_words(work.model), *best[0].flags, *fast]))
+        print("  " + shlex.join([*model_words(work.model), *best[0].flags, *more]))
     return 0
 
 
-def _tokens(text: str | None) -> int | None:
-    """The number of ``--train-tokens``, None without. Raises ConfigError."""
-    if text is None:
-        return None
-    try:
-        number = float(text.replace("_", "").replace(",", ""))
-        tokens = int(number)
-    except (ValueError, OverflowError):
-        number, tokens = 0.0, 0
-    if tokens < 1 or tokens != number:
-        raise ConfigError(f"--train-tokens {text}: expected a positive whole number, such as 1e12")
-    return tokens
-
-
-def workload_of(config: PlanConfig, settings: Settings) -> Workload:
+def workload_of(config: PlanConfig, settings: Settings, gpus: int) -> Workload:
     """The workload of the flags, completed and checked as the trainer does it.
 
     Raises:
@@ -194,7 +192,7 @@ def workload_of(config: PlanConfig, settings: Settings) -> Workload:
     return Workload(
         run.model,
         config.vocab_size,
-        config.global_batch_size or usual_batch(run.model.seq_length),
+        config.global_batch_size or usual_batch(run.model.seq_length, gpus),
         config.micro_batch_size,
         precision,
         run.precision.accumulate_allreduce_grads_in_fp32,
@@ -233,17 +231,6 @@ def assumptions(work: Workload, hardware: Hardware) -> list[str]:
         "what compiled blocks keep less of",
         *["8-bit products count in memory, not in time"] * bool(work.float8),
     ]
-
-
-def fast_path_flags(paths: FastPathsConfig) -> list[str]:
-    """The flags of the fast paths that are not their defaults."""
-    words = []
-    for field in dataclasses.fields(paths):
-        value = getattr(paths, field.name)
-        if value != field.default:
-            flag = "--" + field.name.replace("_", "-")
-            words += [flag] if value is True else [flag, f"{value}"]
-    return words
 
 
 HEADER = [

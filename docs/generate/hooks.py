@@ -81,7 +81,7 @@ def _repository() -> str | None:
 
 @event_priority(-100)  # after the plugin that writes the index
 def on_post_build(config: Any) -> None:
-    """Adds an entry of its own for each flag of a run to the index of the search."""
+    """Adds a separate entry for each flag of a run to the index of the search."""
     path = Path(config.site_dir) / "search" / "search_index.json"
     index = json.loads(path.read_text(encoding="utf-8"))
     page = "reference/flags.html"

@@ -218,7 +218,8 @@ def _without_signals_of_workers() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGCHLD, before)
+        if before is not None:  # a handler of a library in C, which Python cannot set again
+            signal.signal(signal.SIGCHLD, before)
 
 
 def _check_alive(workers: Sequence[Any], ended: bool = False) -> None:

@@ -50,7 +50,7 @@ class Subject:
 
 @dataclass
 class Examination:
-    """What was examined, what was found, and what was measured of every pair of nodes."""
+    """Checks, their findings, and measurements of every pair of nodes."""
 
     checks: list[Check] = field(default_factory=list)
     findings: list[NodeFinding] = field(default_factory=list)

@@ -79,7 +79,7 @@ class Check(NamedTuple):
 
 
 def checks_of(reports: Reports) -> list[Check]:
-    """What was examined of nodes by their reports."""
+    """Checks of nodes, from their reports."""
     if not reports:
         return []
     first = next(iter(reports.values()))

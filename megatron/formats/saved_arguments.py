@@ -2,7 +2,7 @@
 each is read, is known not to change the network, or is refused by name.
 
 A trainer saves hundreds, of which few describe the network, and forks add others. An unknown one
-has no effect if its value is that of a flag that was not given; any other value is refused.
+has no effect if it has the value of a flag that was not given; any other value is refused.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _WITH_A_SWITCH = (
     "retro_* ict_* biencoder_* titles_data_path query_in_block_prob use_one_sent_docs "
     "evidence_data_path retriever_* block_data_path embedding_path indexer_* faiss_use_gpu "
     "num_classes img_h img_w img_dim num_channels patch_dim classes_fraction "
-    "data_per_class_fraction data_sharding head_lr_mult vision_* swin_* dino_* mask_type "
+    "data_per_class_fraction data_sharding head_lr_mult vision_* swin_* dino_* "
     "mask_factor iter_per_epoch "
 ).split()
 
@@ -122,8 +122,9 @@ class SavedArguments(Mapping[str, Any]):
         self._read.update(names)
 
     def refuse(self, where: Path, network: Mapping[str, tuple[Any, ...]]) -> None:
-        """Refuses arguments that change the network, which ``network`` has with the values that do
-        not, besides those of flags that are not given. Raises CheckpointError naming one."""
+        """Refuses arguments that change the network: those in ``network``, unless they have one of
+        its harmless values or that of a flag that was not given. Raises CheckpointError naming
+        one."""
         for name, harmless in network.items():
             value = self._content.get(name)
             if not (is_unset(value) or _is_one_of(value, harmless) or name in _named_harmless()):

@@ -1,13 +1,15 @@
-"""What a whole training takes on given machines: time, GPU hours, energy and money."""
+"""Time, GPU hours, energy and money that a whole training takes, and its command."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shlex
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 from megatron.config import ConfigError, ModelConfig, ModelFlags
 from megatron.config.flags import flag_names
@@ -15,16 +17,21 @@ from megatron.planning.search import Plan, Workload
 from megatron.planning.step_time import Hardware
 
 TOKENS_PER_STEP = 4_194_304
-"""Tokens of a step where no batch size is given, or the next smaller number that a power of two of
-samples makes: the order of magnitude of published runs of 1B to 70B parameters."""
+"""Most tokens of a step where no batch size is given: the order of magnitude of published runs of
+1B to 70B parameters."""
 
 TIE = 0.03
 """Share of the step time by which estimates of layouts do not tell them apart."""
 
+_KEPT = "\N{NO-BREAK SPACE}"
+"""Stands for a space at which a line must not end."""
 
-def usual_batch(seq_length: int) -> int:
-    """The largest power of two of samples that has at most :data:`TOKENS_PER_STEP` tokens."""
-    return int(2 ** max(0, (TOKENS_PER_STEP // seq_length).bit_length() - 1))
+
+def usual_batch(seq_length: int, gpus: int) -> int:
+    """The largest number of samples that has at most :data:`TOKENS_PER_STEP` tokens, of those that
+    are a power of two times the odd factor of the GPUs, which they can be divided among."""
+    odd = gpus // (gpus & -gpus)
+    return odd * int(2 ** max(0, (TOKENS_PER_STEP // seq_length // odd).bit_length() - 1))
 
 
 def simplest_first(plans: Sequence[Plan]) -> list[Plan]:
@@ -49,7 +56,7 @@ def _complexity(plan: Plan) -> tuple[int, float]:
 
 @dataclass(frozen=True)
 class Budget:
-    """A training of so many tokens by a plan."""
+    """A training by a plan, of a number of tokens."""
 
     plan: Plan
     work: Workload
@@ -58,8 +65,12 @@ class Budget:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps, rounded up."""
-        return -(-self.tokens // (self.work.global_batch_size * self.work.model.seq_length))
+        """Optimizer steps, rounded down, as in training."""
+        return self.tokens // self._step_tokens
+
+    @property
+    def _step_tokens(self) -> int:
+        return self.work.global_batch_size * self.work.model.seq_length
 
     @property
     def hours(self) -> float:
@@ -67,12 +78,12 @@ class Budget:
         return self.steps * self.plan.time.total / 3600
 
     def lines(self) -> list[str]:
-        """What a person wants to know of it."""
+        """Sentences about its time, energy and cost."""
         gpus = self.hardware.gpus or 1
         gpu_hours = gpus * self.hours
         energy = gpu_hours * self.hardware.gpu_watts / 1000
         price = self.hardware.gpu_hour_price
-        rate = self.tokens / (3600 * self.hours)
+        rate = self._step_tokens / self.plan.time.total
         return [
             f"{self.tokens:,} tokens in {self.steps:,} steps of {self.plan.time.total:.2f} s "
             f"({rate:,.0f} tokens/s): {_duration(self.hours)}, {gpu_hours:,.0f} GPU hours",
@@ -83,6 +94,8 @@ class Budget:
 
 
 def _duration(hours: float) -> str:
+    if hours < 1:
+        return f"{hours * 60:.1f} minutes"
     if hours < 48:
         return f"{hours:.1f} hours"
     return f"{hours / 24:.1f} days" if hours < 24 * 730 else f"{hours / 24 / 365.25:.1f} years"
@@ -101,45 +114,47 @@ def model_words(model: ModelConfig) -> list[str]:
         with contextlib.suppress(ConfigError, TypeError):
             if ModelFlags(**fewer).resolve() == model:
                 values = fewer
-    words = []
-    for name, value in values.items():
-        on, off = flag_names(fields[name])
-        if isinstance(value, bool):
-            words.append(on[0] if value and on else str(off))
-        else:
-            words += [on[0], *map(str, value if isinstance(value, tuple) else (value,))]
-    return words
+    return list(chain.from_iterable(_words(fields[name], value) for name, value in values.items()))
+
+
+def changed_flags(config: Any) -> list[str]:
+    """Flags of the fields of a config that do not have their defaults."""
+    values = [(field, getattr(config, field.name)) for field in dataclasses.fields(config)]
+    return list(chain.from_iterable(_words(f, value) for f, value in values if value != f.default))
+
+
+def _words(field: dataclasses.Field, value: Any) -> list[str]:
+    on, off = flag_names(field)
+    if isinstance(value, bool):
+        return [on[0] if value and on else str(off)]
+    return [on[0], *map(str, value if isinstance(value, tuple) else (value,))]
 
 
 def command(budget: Budget, more: Sequence[str], tokenizer: Sequence[str]) -> str:
-    """A command that trains by the plan, in lines; DATA is left to the user.
+    """A command that trains by the plan, in lines; what is in capitals is left to the user.
 
     Args:
         more: further flags, such as those of fast paths.
         tokenizer: flags of the tokenizer.
     """
     hardware, gpus = budget.hardware, budget.hardware.gpus or 1
-    nodes = -(-gpus // hardware.gpus_per_node)
-    start = f"deepspeed --num_gpus {gpus}" if nodes == 1 else "deepspeed --hostfile HOSTFILE"
+    nodes, model = -(-gpus // hardware.gpus_per_node), budget.work.model
+    start = ["--num_gpus", str(gpus)] if nodes == 1 else ["--hostfile", "HOSTFILE"]
+    tokens = str(budget.tokens or "TOKENS")
     parts = [
-        [start, "pretrain_gpt.py"],
-        model_words(budget.work.model),
+        ["deepspeed", *start, f"pretrain_{model.family}.py"],
+        model_words(model),
         [*budget.plan.flags, *more],
-        ["--train-tokens", str(budget.tokens), "--lr", "3e-4", "--lr-decay-style", "cosine"],
-        [
-            "--data-path",
-            "DATA",
-            *tokenizer,
-            "--save",
-            "checkpoints",
-            "--load",
-            "checkpoints",
-            "--save-interval",
-            "1000",
-        ],
+        ["--train-tokens", tokens, "--lr", "3e-4", "--lr-decay-style", "cosine"],
+        ["--data-path", "DATA", *tokenizer]
+        + ["--save", "checkpoints", "--load", "checkpoints", "--save-interval", "1000"],
     ]
-    lines = chain.from_iterable(
-        textwrap.wrap(" ".join(part), 90, break_on_hyphens=False, break_long_words=False)
-        for part in parts
-    )
-    return " \\\n    ".join(lines)
+    return " \\\n    ".join(chain.from_iterable(map(_lines, parts)))
+
+
+def _lines(words: Sequence[str]) -> list[str]:
+    """Words for a shell in lines of 90 characters, each flag in one line with its values."""
+    quoted = [shlex.quote(word).replace(" ", _KEPT) for word in words]
+    text = "".join((" " if word.startswith("--") else _KEPT) + word for word in quoted)
+    lines = textwrap.wrap(text, 90, break_on_hyphens=False, break_long_words=False)
+    return [line.replace(_KEPT, " ").strip() for line in lines]

@@ -65,6 +65,8 @@ class Hardware:
                      "inter_node_bandwidth", "gpu_watts"):  # fmt: skip
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{_flag(name)} {getattr(self, name)} must be positive")
+        if not self.gpu_hour_price >= 0:
+            raise ConfigError(f"--gpu-hour-price {self.gpu_hour_price} must not be negative")
         if not 0 < self.utilisation <= 1:
             raise ConfigError(f"--utilisation {self.utilisation} must be above 0 and at most 1")
         for name in ("tensor_overlap", "pipeline_overlap", "data_overlap"):

@@ -24,7 +24,7 @@ _POSITIONS = {1: "rope", 2: "learned_absolute", 3: "alibi"}
 
 
 class Description(NamedTuple):
-    """What is known of a checkpoint besides its tensors. When another trainer wrote it, ``run`` is
+    """Facts about a checkpoint apart from its tensors. When another trainer wrote it, ``run`` is
     None, the optimizer's step is unknown, and ``foreign`` are its names."""
 
     run: RunConfig | None
@@ -96,8 +96,8 @@ def _megatron_deepspeed(arguments: Mapping[str, Any], folder: Path) -> ModelConf
     if isinstance(positions, Inert):
         number = (vars(positions).get("args") or (0,))[0]
         known["position_embedding_type"] = _POSITIONS.get(number, str(number))
-    if isinstance(known.get("window_size"), int):
-        del known["window_size"]  # of its vision models
+    if known.get("window_size") == 7:
+        del known["window_size"]  # the default of its vision models
     model = model_of_arguments(known, folder)
     rows = known.get("padded_vocab_size")
     if not isinstance(rows, int):

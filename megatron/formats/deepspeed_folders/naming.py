@@ -163,10 +163,11 @@ class ForeignNaming(RankNaming):
         blocks = sorted({int(match[1]) for match in placed if self.block(match[2])})
         number = {place: n for n, place in enumerate(blocks)}
         for name in names:
-            if is_buffer(name):
+            if self.unused(name):
                 continue
             canonical, part = self._canonical(self.plain(name), number)
-            if canonical == "output_layer.weight" and model.embedding.tied:
+            copied = canonical == "output_layer.weight" and "word_embeddings" in name
+            if copied and model.embedding.tied:
                 continue
             if canonical not in self.shapes:
                 raise CheckpointError(
@@ -182,6 +183,10 @@ class ForeignNaming(RankNaming):
     def plain(self, name: str) -> str:
         """A name without the prefixes of modules around the network."""
         return name.removeprefix("module.")
+
+    def unused(self, name: str) -> bool:
+        """True for a tensor that does not belong to the network's function."""
+        return is_buffer(name)
 
     def block(self, rest: str) -> tuple[str, int] | None:
         """Canonical name within a block, and which part of the parameter it is."""

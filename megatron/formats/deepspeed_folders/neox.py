@@ -1,4 +1,4 @@
-"""The networks of GPT-NeoX: its settings, which it saves as YAML or JSON files beside its
+"""The networks of GPT-NeoX: its settings, which it saves as YAML or JSON files next to its
 checkpoints, and its names and orders of parameters."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.checkpoint.files import CheckpointError, read_bytes
 from megatron.checkpoint.source import resolved
 from megatron.config import ModelConfig, ModelFlags
-from megatron.formats.deepspeed_folders.naming import ForeignNaming, Naming
+from megatron.formats.deepspeed_folders.naming import ForeignNaming
 from megatron.formats.saved_arguments import SavedArguments
 
 _POSITIONS = {"rotary": "rope", "learned": "learned_absolute", "alibi": "alibi", "none": "none"}
@@ -42,8 +42,8 @@ _NETWORK: dict[str, tuple[Any, ...]] = {
     "apply_residual_connection_post_layernorm": (),
     "num_encoder_layers": (),
 }
-"""Settings that change the network in a way that cannot be represented, and the values besides
-those of settings that are not given with which they do not."""
+"""Settings that change the network in a way that cannot be represented, each with its harmless
+values. Values of settings that were not given are harmless too."""
 
 _UNUSED = (
     # Their effect is in the shapes and names of the tensors, which are compared with the network.
@@ -92,8 +92,7 @@ _MLP = {
     "mlp.w3": ("mlp.up", 1),
     "mlp.w2": ("mlp.down", 0),
 }
-"""Modules of a block besides those that are called as Megatron's: canonical name, and the part of
-it."""
+"""Modules of a block with other names than Megatron's: canonical name, and the part of it."""
 _DOWN = re.compile(r".*\.mlp\.(?:linear2|dense_4h_to_h|w2)\.weight")
 
 
@@ -109,15 +108,21 @@ class StoredTensors(NamedTuple):
 class NeoXNaming(ForeignNaming):
     """The names of a folder of GPT-NeoX, and how its ranks divide parameters.
 
-    Heads that share keys and values are stored as a rank's [queries, keys, values], others as
-    Megatron stores them. A gated MLP has the values before the gates, but for that of the first
-    Llamas, whose two matrices have separate names. With ``gpt_j_residual`` each rank has an
-    addend of the biases after row-parallel products; otherwise all have the same. Norms that have
-    drifted apart are averaged, as by NeoX's own converter.
+    Heads that share keys and values are stored as a rank's [queries, keys, values]. Files with the
+    earlier names of an MLP have [queries, keys, values] of each query head, with its share of the
+    keys. Other heads are stored as in Megatron. A gated MLP has the values before the gates, but
+    for that of the first Llamas, whose two matrices have separate names. With ``gpt_j_residual``
+    each rank has an addend of the biases after row-parallel products; otherwise all have the same.
+    Norms that have drifted apart are averaged, as by NeoX's own converter.
     """
 
     def plain(self, name: str) -> str:
         return super().plain(name).removeprefix("sequential.")
+
+    def unused(self, name: str) -> bool:
+        # With gpt_j_tied the second norm is stored, and the first is computed.
+        second = self.model.shared_parallel_norm and ".post_attention_layernorm." in name
+        return second or super().unused(name)
 
     def block(self, rest: str) -> tuple[str, int] | None:
         module, _, kind = rest.rpartition(".")
@@ -129,7 +134,7 @@ class NeoXNaming(ForeignNaming):
 
     def whole(self, name: str, parts: Sequence[Tensor]) -> Tensor:
         if self._in_thirds(name):
-            return Naming.whole(self, name, [part.float() for part in parts])
+            return self.join(name, "weight", [[parts[0].reshape(-1, *self.shapes[name][1:])]])
         values = super().whole(name, parts)
         if self.model.mlp.gated and ".mlp.up." in name and len(parts) == 1:
             return torch.cat(values.chunk(2)[::-1])
@@ -148,9 +153,12 @@ class NeoXNaming(ForeignNaming):
                 f"{name} has {[share.shape[0] for share in ranks]} rows on its ranks, not "
                 f"{sum(sizes)} each by the configuration"
             )
-        split = [share.float().split(sizes) for share in ranks]
+        count = heads[0] // len(ranks) if self._per_head() else 1
+        of_one = [size // count for size in sizes]
+        split = [share.float().unflatten(0, (count, -1)).split(of_one, 1) for share in ranks]
         return self.trim(
-            name, torch.cat([part for parts in zip(*split, strict=True) for part in parts])
+            name,
+            torch.cat([part.flatten(0, 1) for parts in zip(*split, strict=True) for part in parts]),
         )
 
     def replicated(self, name: str, kind: str, ranks: Sequence[Tensor]) -> Tensor:
@@ -166,17 +174,27 @@ class NeoXNaming(ForeignNaming):
         grouped = attention.num_query_groups != attention.num_attention_heads
         return grouped and ".attention.qkv." in name
 
+    def _per_head(self) -> bool:
+        """True if each query head has its share of the keys and values, as in GPT-NeoX until
+        November 2024; its modules of an MLP were renamed in July 2024."""
+        return ".mlp.linear1." not in self.parts("layers.0.mlp.up.weight")[0]
+
 
 def find_settings(folder: Path) -> dict[str, Any] | None:
-    """All settings of a run, from the ``configs`` folder in or beside a checkpoint; None without.
+    """All settings of a run, from the ``configs`` folder in or next to a checkpoint; None without.
     Raises CheckpointError if a file is malformed, or PyYAML is not installed."""
     for place in (folder / "configs", folder.parent / "configs"):
         files = sorted([*place.glob("*.yml"), *place.glob("*.yaml"), *place.glob("*.json")])
         if files:
-            found: dict[str, Any] = {}
-            for file in files:
-                found |= _read(file)
-            return found
+            settings: dict[str, Any] = {}
+            for file, name, value in ((f, *item) for f in files for item in _read(f).items()):
+                known = settings.setdefault(str(name).replace("-", "_"), value)
+                if known != value:
+                    raise CheckpointError(
+                        f"{file}: {name} is {value!r}, but {known!r} in another line of the files "
+                        f"in {place}; remove the one that the run did not have"
+                    )
+            return settings
     return None
 
 
@@ -200,7 +218,7 @@ def _read(file: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} cannot be read: {reason}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} has no settings")
-    return {str(key).replace("-", "_"): value for key, value in content.items()}
+    return content
 
 
 def model_of(
@@ -227,7 +245,7 @@ def model_of(
     hidden, heads = number("hidden_size"), number("num_attention_heads")
     norm = _NORMS[_choice(settings, "norm", "layernorm", _NORMS, folder)]
     positions = _POSITIONS[_choice(settings, "pos_emb", "learned", _POSITIONS, folder)]
-    residual = bool(settings.get("gpt_j_residual"))
+    residual = _switch(settings, "gpt_j_residual", folder)
     rows = settings.get("padded_vocab_size")
     if isinstance(arguments, Mapping):
         rows = arguments.get("padded_vocab_size", rows)
@@ -253,8 +271,8 @@ def model_of(
         "normalization": norm,
         "norm_epsilon": _real(settings, epsilon, usual, folder),
         "parallel_residual": residual,
-        "shared_parallel_norm": residual and bool(settings.get("gpt_j_tied")),
-        "untie_embeddings_and_output_weights": bool(settings.get("no_weight_tying")),
+        "shared_parallel_norm": residual and _switch(settings, "gpt_j_tied", folder),
+        "untie_embeddings_and_output_weights": _switch(settings, "no_weight_tying", folder),
         "attention_dropout": _real(settings, "attention_dropout", 0.0, folder),
         "hidden_dropout": _real(settings, "hidden_dropout", 0.0, folder),
         "unpadded_vocab_size": rows,
@@ -285,6 +303,13 @@ def _real(settings: Mapping[str, Any], name: str, default: float, folder: Path) 
         return default if value is None else float(value)
     except (TypeError, ValueError):
         raise CheckpointError(f"{folder}: {name} is {value!r}, expected a number") from None
+
+
+def _switch(settings: Mapping[str, Any], name: str, folder: Path, default: bool = False) -> bool:
+    value = settings.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise CheckpointError(f"{folder}: {name} is {value!r}, expected true or false")
+    return default if value is None else value
 
 
 def _check_layout(settings: Mapping[str, Any], folder: Path, tensors: StoredTensors) -> None:
@@ -328,7 +353,7 @@ def _activation(settings: Mapping[str, Any], names: Sequence[str], folder: Path)
     """The fields of the MLP's activation."""
     kind, form = settings.get("activation") or "gelu", settings.get("mlp_type") or "regular"
     # Fused, its GELU is the approximation by tanh, as in Megatron; unfused, the exact one.
-    fused = bool(settings.get("bias_gelu_fusion"))
+    fused = _switch(settings, "bias_gelu_fusion", folder)
     old = any(".mlp.dense_h_to_4h." in name for name in names)
     if form == "regular" and kind in ("gelu", "relu"):
         return {"relu": kind == "relu", "bias_gelu_fusion": kind == "relu" or fused}
@@ -344,7 +369,7 @@ def _activation(settings: Mapping[str, Any], names: Sequence[str], folder: Path)
 
 def _biases(settings: Mapping[str, Any], names: Sequence[str], folder: Path) -> dict[str, Any]:
     """The fields of the biases, which the tensors show."""
-    if settings.get("use_bias_in_norms") is False:
+    if not _switch(settings, "use_bias_in_norms", folder, default=True):
         raise CheckpointError(
             f"{folder}: the network has use_bias_in_norms false, which cannot be represented"
         )
@@ -354,5 +379,10 @@ def _biases(settings: Mapping[str, Any], names: Sequence[str], folder: Path) -> 
         raise CheckpointError(
             f"{folder}: the network has biases in its MLPs and none in its attention, which cannot "
             "be represented"
+        )
+    if not mlp and settings.get("gpt_j_residual"):
+        raise CheckpointError(
+            f"{folder}: the network has gpt_j_residual and MLPs without biases; GPT-NeoX leaves "
+            "the attention out of it, which cannot be represented"
         )
     return {"add_bias_linear": mlp, "add_attention_bias": attention and not mlp}

@@ -42,6 +42,7 @@ _NETWORK: dict[str, tuple[Any, ...]] = {
     "softmax_type": ("vanilla",),
     "qk_l2_norm": (),
     "attention_output_gate": (),
+    "mask_type": ("random", "row"),
     "head_wise_attn_gate": (),
     "no_rope_freq": (),
     "rope_type": ("rope",),
@@ -62,8 +63,8 @@ _NETWORK: dict[str, tuple[Any, ...]] = {
     "parallel_attn": (),
     "scale_embeddings": (),
 }
-"""Arguments that change the network in a way that cannot be represented, and the values besides
-those of flags that are not given with which they do not."""
+"""Arguments that change the network in a way that cannot be represented, each with its harmless
+values. Values of flags that were not given are harmless too."""
 
 _FEATURES = {
     "num_query_groups", "kv_channels", "add_qkv_bias", "rotary_percent", "rope_scaling",
@@ -118,6 +119,8 @@ def model_of_arguments(
     values["num_query_groups"] = _groups(arguments, values["num_attention_heads"], where)
     values |= _window(arguments, where)
     if (scale := _number(arguments, "softmax_scale", where)) is not None:
+        if scale <= 0:
+            raise CheckpointError(f"{where}: softmax_scale is {scale}, expected a positive number")
         values["query_pre_attn_scalar"] = scale**-2
     if values.get("swiglu") or values.get("squared_relu"):
         values.pop("bias_gelu_fusion", None)  # concerns another activation

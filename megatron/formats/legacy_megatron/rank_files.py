@@ -269,10 +269,15 @@ class RankFile:
             path,
             float(version),
             iteration,
-            {name: value for name, value in named.items() if not isinstance(value, Tensor)},
+            {name: _without_tensors(value) for name, value in named.items()},
             tuple(_flat(content[key], path) for key in _chunk_keys(content, path)),
             content.get("optimizer"),
         )
+
+
+def _without_tensors(value: Any) -> Any:
+    """An argument, or a text in place of a tensor, whose memory would stay in use."""
+    return f"a tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else value
 
 
 def _chunk_keys(content: Mapping[str, Any], path: Path) -> list[str]:

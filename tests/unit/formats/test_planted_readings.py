@@ -45,8 +45,8 @@ CASES = {
         order="thirds", groups=4, epsilon=1e-8, table=0.05, rms="outside", gate="last", tied=False,
     ),
     "neox llama": Formula(
-        epsilon=1e-8, table=0.05, rms="outside", gate="apart", biases=None, qkv_bias=False,
-        tied=False, inner=80,
+        order="shares", groups=4, epsilon=1e-8, table=0.05, rms="outside", gate="apart",
+        biases=None, qkv_bias=False, tied=False, inner=80,
     ),
 }  # fmt: skip
 TOKENS = torch.arange(LENGTH) * 7 % VOCABULARY
@@ -251,6 +251,24 @@ def replaced(owner, name, wrong):
     return lambda monkeypatch: monkeypatch.setattr(owner, name, wrong(getattr(owner, name)))
 
 
+@pytest.mark.parametrize("case", ["neox grouped", "neox llama"])
+def test_shared_keys_in_a_universal_folder(case, tmp_path):
+    """A folder that DeepSpeed's ds_to_universal has made of one tensor rank; parameters are flat at
+    ZeRO stage 3."""
+    formula = dataclasses.replace(CASES[case], ranks=1)
+    stored = weights(formula)
+    write_neox(tmp_path / "a", formula, stored)
+    folder = tmp_path / "global_step1_universal"
+    for path in (tmp_path / "a").glob("layer_*"):
+        for name, values in torch.load(path).items():
+            place = folder / "zero" / f"{int(path.name[6:8])}.{name}"
+            place.mkdir(parents=True)
+            torch.save({"param": values.flatten()}, place / "fp32.pt")
+    for name in ("mp_rank_00_model_states.pt", "configs"):
+        (tmp_path / "a" / name).rename(folder / name)
+    assert difference(folder, TOKENS, logits(formula, stored, TOKENS)) < 3e-5
+
+
 def in_order(version):
     """Rows of queries, keys and values in the order of another version."""
     return lambda real: lambda values, _, *sizes: real(values, version, *sizes)
@@ -338,6 +356,10 @@ PLANTS = {
         neox.NeoXNaming, "whole", lambda _: naming.Naming.whole
     ),
     ("neox grouped", "LayerNorm's epsilon"): flags(neox, norm_epsilon=1e-5),
+    ("neox grouped", "keys of each head"): replaced(
+        neox.NeoXNaming, "_per_head", lambda _: lambda self: True
+    ),
+    ("neox llama", "thirds"): replaced(neox.NeoXNaming, "_per_head", lambda _: lambda self: False),
     ("neox llama", "gate last"): replaced(neox.NeoXNaming, "join", gate_last),
     ("neox llama", "usual epsilon"): flags(neox, norm_epsilon=1e-5),
     ("neox llama", "another width"): flags(neox, ffn_hidden_size=64),

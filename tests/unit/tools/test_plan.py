@@ -1,7 +1,7 @@
 """tools/plan.py as people call it."""
 
-import math
 import re
+import shlex
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron.config import FLAG_CLASSES, FlagParser, ModelFlags, resolve
 from megatron.config.layouts import Layout
-from megatron.planning.budget import simplest_first
+from megatron.planning.budget import simplest_first, usual_batch
 from megatron.planning.parameters import model_parameters
 from megatron.planning.presets import MODELS
 
@@ -22,8 +22,13 @@ SMALL = (
 
 
 @pytest.fixture(scope="module")
-def main():
-    return load_program("tools/plan.py").main
+def tool():
+    return load_program("tools/plan.py")
+
+
+@pytest.fixture
+def main(tool):
+    return tool.main
 
 
 def test_lists_the_best(main, capsys):
@@ -96,7 +101,7 @@ def test_says_what_is_missing(main, capsys):
     assert "nothing fits" in out and "more than a GPU has available" in out
     assert "  --gpus 2\n" in out
     assert "offloading the optimizer" in out
-    assert "Flags of the best" not in out
+    assert "Flags of the first" not in out and "Command of" not in out
 
 
 def test_says_when_there_is_no_layout(main, capsys):
@@ -114,9 +119,11 @@ def test_says_when_there_is_no_layout(main, capsys):
         ("--gpus 8 --num-attention-heads 7", "--num-attention-heads 7 must divide"),
         ("--gpus 8 --fp16", "--fp16 contradicts --bf16"),
         ("--gpus 8 --top 0", "--top 0 must be positive"),
-        ("--gpus 8 --train-tokens lots", "--train-tokens lots: expected a positive whole number"),
-        ("--gpus 8 --train-tokens 0", "--train-tokens 0: expected a positive whole number"),
-        ("--gpus 8 --train-tokens 1.5", "--train-tokens 1.5: expected a positive whole number"),
+        ("--gpus 8 --train-tokens lots", "--train-tokens: invalid int value: 'lots'"),
+        ("--gpus 8 --train-tokens 0", "--train-tokens 0 is less than one step takes: 64 samples"),
+        ("--gpus 8 --train-tokens 1.5", "--train-tokens: 1.5 is not an integer"),
+        ("--gpus 8 --train-tokens 9", "--train-tokens 9 is less than one step takes: 64 samples"),
+        ("--gpus 8 --gpu-hour-price -1", "--gpu-hour-price -1.0 must not be negative"),
         ("--gpus 8 --gpu H1000", "H1000"),
         ("--gpus 8 --model llama-8b", "llama-8b"),
         ("--gpus 8 --model gpt2 --load x", "--model gpt2, --load x: give one of the two"),
@@ -152,12 +159,12 @@ def test_published_tables(main, capsys):
     assert "arXiv:2205.05198" in out and "arXiv:2104.04473" in out
 
 
-QUESTION = "--gpus 8 --gpu H100 --model llama-7b --seq-length 8192 --train-tokens 1e12 --top 1"
+QUESTION = "--gpus 8 --gpu H100 --model llama-7b --seq-length 8192 --train-tokens 1T --top 1"
 
 
 def printed_command(out):
     text = out.split("Command of the first:\n")[1].replace("\\\n", " ")
-    return text.split()
+    return shlex.split(text)
 
 
 def test_a_question_is_answered_with_time_cost_and_a_command(main, capsys):
@@ -167,7 +174,7 @@ def test_a_question_is_answered_with_time_cost_and_a_command(main, capsys):
     row = out.split("layouts:\n\n")[1].splitlines()[1].split()
     assert row[0] == "dp8-zero2-bf16"
     seconds = float(row[10])
-    steps = math.ceil(1e12 / (512 * 8192))
+    steps = int(1e12 // (512 * 8192))
     days, hours = (
         float(re.search(rf"([\d.,]+) {unit}", out)[1].replace(",", ""))
         for unit in ("days", "GPU hours")
@@ -185,6 +192,26 @@ def test_a_question_is_answered_with_time_cost_and_a_command(main, capsys):
     assert run.training.train_tokens == 10**12 and run.training.global_batch_size == 512
     assert (run.model.seq_length, run.model.mlp.ffn_hidden_size) == (8192, 11_008)
     assert run.engine.zero_stage == 2 and run.precision.bf16
+
+
+def test_any_number_of_gpus_can_share_the_usual_batch():
+    """A power of two would leave 3 GPUs layouts without data parallelism only."""
+    sizes = {gpus: usual_batch(1024, gpus) for gpus in (1, 3, 8, 24, 1000)}
+    assert sizes == {1: 4096, 3: 3072, 8: 4096, 24: 3072, 1000: 4000}
+
+
+def test_the_command_is_of_the_plan(main, capsys):
+    """Its program, adapters and teacher; words are quoted, and a length that is missing stays."""
+    teacher = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 512"
+    bert = f"--gpus 1 --model-family bert {teacher} --seq-length 32 --global-batch-size 4 --bf16"
+    assert main(f"{bert} --train-tokens 1e4 --top 1".split()) == 0
+    assert printed_command(capsys.readouterr().out)[3] == "pretrain_bert.py"
+    scaling = '{"rope_type": "linear", "factor": 4.0}'
+    flags = "--gpus 1 --model llama-7b --num-layers 2 --global-batch-size 4 --lora --top 1"
+    assert main([*flags.split(), "--rope-scaling", scaling]) == 0
+    words = printed_command(capsys.readouterr().out)
+    assert words[words.index("--rope-scaling") + 1] == scaling
+    assert words[words.index("--train-tokens") + 1] == "TOKENS" and "--lora" in words
 
 
 def parser():
@@ -223,7 +250,7 @@ def test_a_hugging_face_folder_is_planned_by_its_config_alone(main, capsys, tmp_
     words = printed_command(out)
     for flag, value in (("--rotary-base", "50000"), ("--num-query-groups", "2")):
         assert words[words.index(flag) + 1].removesuffix(".0") == value
-    assert words[words.index("--tokenizer-model") + 1] == str(tmp_path)
+    assert words[words.index("--tokenizer-model") + 1] == "FOLDER"  # it has no tokenizer
 
 
 def plan_of(seconds, **layout):

@@ -299,6 +299,13 @@ def test_megatron_deepspeed_llama(tmp_path, their_classes):
     assert source.model.attention.num_query_groups == 2 and source.model.mlp.activation == "swiglu"
     assert source.model.positions.rotary_base == 500000
     check(source, tensors)
+    states = llama_states()
+    for size in (7, 4096):  # the default for its vision models, and the windows of a fork
+        states["args"].window_size = size
+        write_folder(tmp_path / str(size), LLAMA, "llama", tensors, states)
+    DeepSpeedFolder(tmp_path / "7")
+    with pytest.raises(CheckpointError, match=r"window_size is 4096, expected \(N, 0\)"):
+        DeepSpeedFolder(tmp_path / "4096")
 
 
 def test_neox(tmp_path, their_classes):
@@ -358,6 +365,8 @@ def test_all_settings_of_neox_are_known():
         ('"attention-config": [[["local"], 2]]', "attention 'local'"),
         ('"num_layers": 4', "of another run: num_layers is 4 there and 2 in the model states"),
         ('"rotary_emb_base": "x"', "rotary_emb_base is 'x', expected a number"),
+        ('"gpt_j_residual": "no"', "gpt_j_residual is 'no', expected true or false"),
+        ('"no_weight_tying": false', "6.final_linear.weight is not one of the network"),
     ],
 )
 def test_settings_of_neox_that_change_the_network(setting, message, tmp_path):
@@ -365,6 +374,36 @@ def test_settings_of_neox_that_change_the_network(setting, message, tmp_path):
     neox_folder(tmp_path / "a", text, zero=False)
     with pytest.raises(CheckpointError, match=message):
         DeepSpeedFolder(tmp_path / "a")
+
+
+def test_neox_with_one_norm_of_two(tmp_path):
+    """It stores both."""
+    tensors = neox_folder(tmp_path / "a", NEOX_YAML.replace("}", '"gpt-j-tied": true}'))
+    source = DeepSpeedFolder(tmp_path / "a")
+    assert source.model.shared_parallel_norm
+    computed = {key: values for key, values in tensors.items() if "mlp_norm" not in key[0]}
+    assert {name for name, _ in computed} == set(source.names())
+    check(source, computed, exactly=False)
+
+
+def test_neox_without_biases_in_parallel_mlps_is_refused():
+    """Its layers return the MLP's output without that of attention then."""
+    tensors = neox.StoredTensors(lambda: ["2.mlp.linear1.weight"], lambda name: 64 * 16)
+    settings = {**NEOX, "activation": "swiglu"}
+    assert settings["gpt_j_residual"]
+    with pytest.raises(CheckpointError, match="gpt_j_residual and MLPs without biases"):
+        neox.model_of(settings, neox_states()["args"], Path("a"), tensors)
+
+
+def test_settings_of_neox_that_contradict_each_other_are_refused(tmp_path):
+    folder = tmp_path / "a"
+    neox_folder(folder, zero=False)
+    other = folder / "configs" / "sizes.yml"
+    other.write_text('{"rotary_pct": 0.5, "train-iters": 5}')
+    DeepSpeedFolder(folder)
+    other.write_text('{"rotary_pct": 0.25}')
+    with pytest.raises(CheckpointError, match=r"sizes.yml: rotary_pct is 0.25, but 0.5 in another"):
+        DeepSpeedFolder(folder)
 
 
 def test_neox_without_a_pipeline(tmp_path):

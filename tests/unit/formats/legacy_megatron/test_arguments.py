@@ -97,6 +97,8 @@ def test_fields(arguments, field, value):
         ({"no_rope_freq": 4}, "no_rope_freq 4"),
         ({"no_rope_freq": [0, 1]}, r"no_rope_freq \[0, 1\]"),
         ({"softmax_type": "off-by-one"}, "softmax_type 'off-by-one'"),
+        ({"softmax_scale": 0.0}, "softmax_scale is 0.0, expected a positive number"),
+        ({"mask_type": "prefix"}, "mask_type 'prefix'"),
         ({"activation_func_clamp_value": 7.0}, "activation_func_clamp_value 7.0"),
         ({"glu_linear_offset": 1.0}, "glu_linear_offset 1.0"),
         ({"sliding_window_size": 128}, "sliding_window_size = 128"),

@@ -239,6 +239,8 @@ def test_a_vocabulary_of_unknown_size_stays_padded(
                                               "mp_rank_00_001/model_optim_rng.pt is missing"),
         ({"untie_embeddings_and_output_weights": True}, "with output_layer.weight, which no file"),
         ({"group_query_attention": True, "num_query_groups": 3}, "3 key and value heads"),
+        ({"rope_factors": torch.ones(3)}, r"the effect of rope_factors = 'a tensor of \(3,\)'"),
+        ({"layernorm_epsilon": torch.tensor(0.1)}, "layernorm_epsilon is 'a tensor of"),
     ],
 )  # fmt: skip
 def test_arguments_that_do_not_fit(
