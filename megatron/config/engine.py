@@ -183,6 +183,17 @@ def check_fast_paths(
         f"--deterministic-mode, {resolver.show('torch_compile_mode')}: the fastest kernel of a "
         "benchmark may be another one at the next start; give one of the two",
     )
+    if parallel.tensor_model_parallel_size > 1 and paths.torch_compile_mode.startswith("max-auto"):
+        resolver.notes.append(
+            f"{resolver.show('torch_compile_mode')}, {resolver.show('tensor_model_parallel_size')}: "
+            "no kernel is chosen by a benchmark, which may differ between ranks that share layers"
+        )
+    tensor = parallel.tensor_model_parallel_size
+    if tensor > 1 and paths.torch_compile_mode.startswith("max-autotune"):
+        resolver.notes.append(
+            f"{resolver.show('torch_compile_mode')}, --tensor-model-parallel-size {tensor}: no "
+            "kernel is chosen by a benchmark, of which ranks that share layers may find others"
+        )
     nearest = "; blockwise is the nearest (only Blackwell GPUs multiply with mxfp8's scales per 32)"
     resolver.check(
         paths.fp8_recipe in RECIPES,

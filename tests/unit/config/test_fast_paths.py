@@ -30,12 +30,19 @@ def test_blocks_in_8_bits(flags, blocks):
     assert config(flags).fast_paths.float8_blocks(4) == blocks
 
 
+def test_ranks_that_share_layers_choose_no_kernel_by_a_benchmark():
+    flags = f"{MINIMAL} --torch-compile --torch-compile-mode max-autotune {TP2}"
+    notes = resolve(FlagParser(*FLAG_CLASSES).settings(flags.split()), 2).notes
+    assert any("no kernel is chosen by a benchmark" in note for note in notes)
+
+
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 GRAPHS = "--torch-compile --torch-compile-mode reduce-overhead"
 BUDGET = "--torch-compile --activation-memory-budget 0.5"
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
 REFUSED = [
     ("--fp8-format hybrid", "needs --bf16"),
+    ("--deterministic-mode --torch-compile-mode max-autotune", "give one of the two"),
     ("--fp8-format e4m3 --fp16 --zero-stage 1", "needs --bf16"),
     (f"{FP8} --fp8-recipe mxfp8", "one of tensorwise, rowwise, delayed, blockwise; .* Blackwell"),
     (f"{FP8} --fp8-recipe custom", "one of tensorwise, rowwise, delayed, blockwise$"),
