@@ -184,9 +184,10 @@ def check_fast_paths(
         "benchmark may be another one at the next start; give one of the two",
     )
     if parallel.tensor_model_parallel_size > 1 and paths.torch_compile_mode.startswith("max-auto"):
+        shown = resolver.show("torch_compile_mode"), resolver.show("tensor_model_parallel_size")
         resolver.notes.append(
-            f"{resolver.show('torch_compile_mode')}, {resolver.show('tensor_model_parallel_size')}: "
-            "no kernel is chosen by a benchmark, which may differ between ranks that share layers"
+            f"{', '.join(shown)}: no kernel is chosen by a benchmark, which may differ between "
+            "ranks that share layers"
         )
     tensor = parallel.tensor_model_parallel_size
     if tensor > 1 and paths.torch_compile_mode.startswith("max-autotune"):
