@@ -47,8 +47,8 @@ _OBJECTS = frozenset(("metadata", "meta"))
 _MOST_WORDS = 12
 """A text of more words next to an instruction is more than a label."""
 _METADATA_FORMS = re.compile(
-    r".*_(id|ids|idx|index|uuid|hash|score|scores|rating|ratings|rank|model|models|source|language|"
-    r"lang|license|url|timestamp|category|generator|length|tokens|avg|average)|"
+    r".*_(id|ids|idx|index|uuid|hash|score|scores|rating|ratings|rank|model|models|source|license|"
+    r"url|timestamp|category|generator|length|tokens|avg|average)|"
     r"(score|rating|ratings|num|avg|average)_.*"
 )
 _OF_CONVERSATIONS = frozenset(
@@ -125,8 +125,6 @@ class RecordColumns:
                     f'the key "{key}" is not read where flags name other columns: leave it out by '
                     f"--ignore-columns {key}"
                 )
-        if isinstance(renamed.get("instruction"), list):
-            renamed["prompt"] = renamed.pop("instruction")
         return RecordFields(values | renamed, self.ignored.difference(renamed))
 
 

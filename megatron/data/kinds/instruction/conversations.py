@@ -45,7 +45,7 @@ _ROLE_OF_SPEAKER = {
 }
 """Speakers of ShareGPT's layout, with the calls of LLaMA-Factory's."""
 _ROLES = ("human", "user", "gpt", "assistant", "system")
-"""Speakers that are no role of a chat template's own under "role"; in any case of letters."""
+"""Speakers that "role" may name too, in upper or lower case; a chat template knows other roles."""
 _PAIRS = (("input", "output"), ("human", "assistant"))
 """Keys of a message that has a question and its answer (Capybara, MOSS)."""
 _TRAINED = ("weight", "train", "training", "loss")

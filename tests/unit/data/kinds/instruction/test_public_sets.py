@@ -239,6 +239,8 @@ def test_columns_by_flags() -> None:
     flags = {"prompt_column": "task", "context_column": "schema", "response_column": "sql"}
     assert turns(sql, **flags) == WITH_PASSAGE
     assert turns({"question": Q, "answer": A, "p": PASSAGE}, context_column="p") == WITH_PASSAGE
+    with pytest.raises(ValueError, match='the key "prompt"'):
+        turns({"prompt": "x", "q": said(Q), "a": A}, prompt_column="q", response_column="a")
     assert turns({"p": SYSTEM, "question": Q, "answer": A}, system_column="p") == WITH_SYSTEM
     with pytest.raises(ValueError, match='the key "instruction" is not read where flags name'):
         turns({"instruction": Q, "question": Q, "answer": A}, prompt_column="question")
@@ -277,6 +279,7 @@ VANISHING = [
     ({"messages": said(Q, A), "images": [], "tools": None, "evidence": ""}, ONE),
     ({"question": Q, "answer": A, "rationale": "It is red."}, 'key "rationale"'),
     ({"question": Q, "answer": A, "knowledge": PASSAGE}, 'key "knowledge"'),
+    ({"instruction": Q, "output": A, "target_language": "French"}, 'key "target_language"'),
     ({"instruction": Q, "output": A, "task": "Answer in French."}, 'key "task"'),
     ({"instruction": Q, "output": A, "source_text": PASSAGE}, 'key "source_text"'),
     ({"instruction": Q, "output": A, "model_answer": "Venus."}, 'key "model_answer"'),
