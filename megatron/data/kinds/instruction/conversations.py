@@ -184,7 +184,7 @@ def prompt_of(fields: RecordFields) -> StatedPrompt | None:
     if isinstance(asked, list):
         turns = with_system(fields, turns_of(asked, key, fields.ignored))
         return StatedPrompt(turns, key, is_list=True)
-    history = history_turns(fields.take("history") or [])
+    history = history_turns(_from_json(fields.take("history"), "history") or [])
     context = fields.optional_text(*(name for name in _CONTEXT if name != key))
     turns = with_system(fields, (*history, Turn("user", fields.text(key), context)))
     return StatedPrompt(turns, key, is_text=key == "prompt" and len(turns) == 1 and not context)
@@ -247,15 +247,20 @@ def _turn(fields: RecordFields) -> Turn:
     reasoning = fields.optional_text(*REASONING)
     if reasoning:
         more[REASONING[0]] = reasoning
-    keys = [content_key] if is_call else [key for key in _CALL_KEYS if fields.has_key(key)]
-    calls = next(filter(None, [_from_json(fields.take(key), key) for key in keys]), None)
-    if calls and _CALL_KEYS[0] not in fields.ignored:
+    key = content_key if is_call else fields.first(_CALL_KEYS)
+    calls = None if key is None else _from_json(fields.take(key), key)
+    if (calls or is_call) and _CALL_KEYS[0] not in fields.ignored:
         more["tool_calls"] = _calls([calls] if isinstance(calls, dict) else calls)
     for key in ("name", "tool_call_id"):
         if fields.take(key):
             more[key] = fields.text(key)
-    is_left_out = keys and not content and fields.ignored.intersection(_CALL_KEYS)
-    counts = _counts(fields, role) and not is_left_out
+    counts = _counts(fields, role)
+    if role == ANSWER and not content and not more.keys() & {REASONING[0], "tool_calls"}:
+        had_calls = is_call or any(fields.has_key(key) for key in _CALL_KEYS)
+        if had_calls and fields.ignored.intersection(_CALL_KEYS):
+            counts = False
+        elif counts and fields.take(content_key) is None:
+            raise ValueError(f'an answer has neither "{content_key}" nor "tool_calls"')
     return Turn(role, content, counts=counts, fields=tuple(more.items()))
 
 

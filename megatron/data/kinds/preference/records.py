@@ -247,8 +247,9 @@ def _checked(answer: Turns) -> Turns:
         raise ValueError('an answer has no message of the role "assistant"')
     if not all(turn.counts for turn in answer):
         raise ValueError(
-            "an answer of a preference has a weight of 0, and all of its tokens count: remove the "
-            "record, or give --ignore-columns weight"
+            "an answer of a preference has a weight of 0, or no text without the calls that "
+            "--ignore-columns leaves out, and all of its tokens count: remove the record, or give "
+            "--ignore-columns weight"
         )
     return answer
 

@@ -72,6 +72,10 @@ def answer(text: str) -> Turn:
             },
             [user("a"), answer("b")],
         ),
+        (
+            {"history": '[["q", "r"]]', "instruction": "a", "output": "b"},
+            [user("q"), answer("r"), user("a"), answer("b")],
+        ),
         ({"messages": ["a", "b"]}, [user("a"), answer("b")]),
         ({"messages": [{"human": "a", "assistant": "b"}]}, [user("a"), answer("b")]),
         (
