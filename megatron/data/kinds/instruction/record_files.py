@@ -99,18 +99,18 @@ def splits_of(path: str) -> dict[str, str]:
         if not _has_records(file, folder):
             continue
         inside = file.relative_to(folder)
-        suffix = next(ending for ending in ENDINGS if file.name.endswith(ending))
-        stem = file.name.removesuffix(suffix)
+        ending = next(each for each in ENDINGS if file.name.endswith(each))
+        stem = file.name.removesuffix(ending)
         shard = _SHARD.fullmatch(stem)
         name = shard[1] if shard else stem
         if _kind(name) is None and _kind(inside.parent.name) is not None:
-            split, pattern = inside.parent, f"{glob.escape(str(file.parent))}/*{suffix}"
+            split, pattern = inside.parent, f"{glob.escape(str(file.parent))}/*{ending}"
         else:
             split = inside.parent / name
-            ending = f"{'-*' if shard else ''}{suffix}"
+            ending = f"{'-*' if shard else ''}{ending}"
             pattern = glob.escape(str(file.with_name(name))) + ending
             is_sharded |= shard is not None and _kind(name) is not None
-        splits[f"{split.as_posix()}{suffix}"] = pattern
+        splits[f"{split.as_posix()}{ending}"] = pattern
     kinds = {_kind(split) for split in splits} - {None}
     return splits if is_sharded or len(kinds) > 1 else {}
 

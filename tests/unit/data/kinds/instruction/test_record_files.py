@@ -203,3 +203,6 @@ def test_splits_of_several_formats(tmp_path: Path) -> None:
     path = hub(tmp_path / "a", "train.csv")
     with pytest.raises(ValueError, match=r"several splits of the kind train: .*train\.csv, .*\.gz"):
         split_of(path, TRAIN)
+    path = hub(tmp_path / "b", "data/train.parquet", "data/train-00000-of-00001.parquet")
+    with pytest.raises(ValueError, match=r"has several splits.*train-\*.parquet, .*train\.parquet"):
+        example_files(path)
