@@ -60,6 +60,8 @@ class InstructionConfig(KindConfig):
     """Column (key of a record) with the messages of a conversation."""
     prompt_column: str | None = option(None, derived="instruction, prompt, question, query")
     """Column with an instruction or question, or with the messages that an answer follows."""
+    context_column: str | None = option(None, derived="input, context")
+    """Column with the text that an instruction or question is about."""
     response_column: str | None = option(None, derived="output, response, completion, answer")
     """Column with the answer."""
     system_column: str | None = option(None, derived="system, system_prompt")

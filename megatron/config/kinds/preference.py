@@ -65,8 +65,14 @@ class PreferenceConfig(KindConfig):
     shares: ClassVar[frozenset[str]] = frozenset(
         {
             *("prompt_format", "chat_template", "on_long_example", "split_by"),
-            *("messages_column", "prompt_column", "response_column", "system_column"),
-            *("chosen_column", "rejected_column", "label_column", "ignore_columns"),
+            *("messages_column", "prompt_column", "context_column", "response_column"),
+            *(
+                "system_column",
+                "chosen_column",
+                "rejected_column",
+                "label_column",
+                "ignore_columns",
+            ),
         }
     )
     idle: ClassVar[str] = "this run has no preference data (--preference)"

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +20,9 @@ CONVERSATIONS = ("messages", "conversations", "conversation")
 """Columns with whole conversations."""
 _METADATA = frozenset(
     """
-    id ids idx index uuid guid hash md5 sha source sources origin dataset dataset_name datasource
-    data_source subset split category categories subcategory tag tags type difficulty quality lang
+    id ids idx index uid uuid guid hash md5 sha source sources origin version dataset dataset_name
+    datasource data_source subset split category categories subcategory tag tags type difficulty
+    quality lang
     language languages license licence url link timestamp created_at updated_at user_id worker_id
     annotator annotators model models model_name generator generation_model generation_models views
     avatarurl metadata meta token_count num_tokens turn num_turns rating ratings rank score scores
@@ -29,7 +32,7 @@ _METADATA = frozenset(
     toxicity toxic redacted openai_moderation detoxify_moderation labelling_model in_gsm8k_train
     __index_level_0__ unnamed:_0
     """.split()
-)
+) | {""}
 """Names that public sets of instructions and preferences use for what no model reads."""
 _LONG_METADATA = frozenset(
     """
@@ -39,11 +42,13 @@ _LONG_METADATA = frozenset(
     """.split()
 )
 """Such names whose values are long texts (Magpie, MetaMath, distilabel)."""
+_OBJECTS = frozenset(("metadata", "meta"))
+"""Names of objects of metadata, which may have texts of any length."""
 _MOST_WORDS = 12
 """A text of more words next to an instruction is more than a label."""
 _METADATA_FORMS = re.compile(
-    r".*_(id|ids|idx|index|uuid|hash|score|scores|rating|ratings|rank|model|models|source|language|"
-    r"lang|license|url|timestamp|category|generator|length|tokens|avg|average)|"
+    r".*_(id|ids|idx|index|uuid|hash|score|scores|rating|ratings|rank|model|models|source|license|"
+    r"url|timestamp|category|generator|length|tokens|avg|average)|"
     r"(score|rating|ratings|num|avg|average)_.*"
 )
 _OF_CONVERSATIONS = frozenset(
@@ -57,8 +62,8 @@ _NEXT_TO = {
 }
 """Names of the same kind next to another one, by which the set (Magpie, distilabel) is known."""
 _REMEDY = (
-    "if that is right, give --ignore-columns {key}; else rename it, or name columns by "
-    "--messages-column, --prompt-column, --response-column"
+    "if that is right, give --ignore-columns {keys}; else rename columns, or name them by "
+    "--messages-column, --prompt-column, --context-column, --response-column"
 )
 _SHOWN = 20
 
@@ -80,6 +85,7 @@ class RecordColumns:
         flags = {
             "messages": "messages_column",
             "instruction": "prompt_column",
+            "input": "context_column",
             "output": "response_column",
             "system": "system_column",
             "chosen": "chosen_column",
@@ -119,8 +125,6 @@ class RecordColumns:
                     f'the key "{key}" is not read where flags name other columns: leave it out by '
                     f"--ignore-columns {key}"
                 )
-        if isinstance(renamed.get("instruction"), list):
-            renamed["prompt"] = renamed.pop("instruction")
         return RecordFields(values | renamed, self.ignored.difference(renamed))
 
 
@@ -178,16 +182,20 @@ class RecordFields:
         conversation: bool = False,
         remedy: str = _REMEDY,
     ) -> None:
-        """Raises ValueError for the first key that was not taken, unless it is empty, is known to
-        be without effect, or ``repeats`` what was taken."""
+        """Raises ValueError for the keys that were not taken, except those that are empty, are
+        known to be without effect, or that ``repeats`` says repeat what was taken."""
+        unknown = {}
         for key in self._left:
             value = self._values[key]
             known = is_metadata(key, value, conversation) or _NEXT_TO.get(key) in self._values
-            if known or value in ("", [], {}) or repeats(value):
-                continue
+            if not known and value not in ("", [], {}) and not repeats(value):
+                unknown[key] = value
+        if unknown:
+            names = ", ".join(f'"{key}" ({shown(value)})' for key, value in unknown.items())
+            many = len(unknown) > 1
             raise ValueError(
-                f'{where}the key "{key}" ({shown(value)}) is not known here and would have no '
-                f"effect: {remedy.format(key=key)}"
+                f"{where}the key{'s' * many} {names} {'are' if many else 'is'} not known here and "
+                f"would have no effect: {remedy.format(keys=shlex.join(unknown))}"
             )
 
 
@@ -199,13 +207,19 @@ def is_metadata(key: str, value: Any, conversation: bool) -> bool:
         return True
     if name not in _METADATA and _METADATA_FORMS.fullmatch(name) is None:
         return False
-    return conversation or isinstance(value, dict) or _longest_text(value) <= _MOST_WORDS
+    is_object = isinstance(value, dict) or (isinstance(value, str) and value.startswith("{"))
+    if conversation or (is_object and name in _OBJECTS):
+        return True
+    return _longest_text(value) <= _MOST_WORDS
 
 
 def _longest_text(value: Any) -> int:
-    """Words of the longest text in a value that is not JSON."""
+    """Words of the longest text in a value, which may be JSON."""
     if isinstance(value, str):
-        return 0 if value.startswith(("{", "[")) else len(value.split())
+        if value.startswith(("{", "[")):
+            with suppress(ValueError, RecursionError):
+                return _longest_text(json.loads(value))
+        return len(value.split())
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return max(map(_longest_text, items), default=0)
 

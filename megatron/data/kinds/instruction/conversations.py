@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -33,24 +34,30 @@ ANSWERS = ("output", "response", "completion", "answer")
 _ASKED = ("instruction", "prompt", "question", "query", "input")
 _SYSTEM = ("system", "system_prompt")
 _CONTEXT = ("input", "context")
+_CALLS = "function_call"
+_CALL_KEYS = ("tool_calls", _CALLS)
 _ROLE_OF_SPEAKER = {
     "human": "user",
     "user": "user",
-    "gpt": ANSWER,
-    "assistant": ANSWER,
-    "model": ANSWER,
+    **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", _CALLS), ANSWER),
     "system": "system",
-    "tool": "tool",
-    "observation": "tool",
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
-"""Speakers of ShareGPT's layout."""
+"""Speakers of ShareGPT's layout, with the calls of LLaMA-Factory's."""
+_ROLES = ("human", "user", "gpt", "assistant", "system")
+"""Speakers that "role" may name too, in upper or lower case; a chat template knows other roles."""
+_PAIRS = (("input", "output"), ("human", "assistant"))
+"""Keys of a message that has a question and its answer (Capybara, MOSS)."""
 _TRAINED = ("weight", "train", "training", "loss")
 """Keys of messages that say whether an answer counts in the loss (OpenAI, axolotl)."""
+_FORMS = (frozenset({"role", "content"}), frozenset({"from", "value"}))
+_MESSAGES = re.compile(r"""\s*\[\s*\{\s*(['"])(role|content|from|value)\1\s*:""")
+"""The beginning of a text that may contain messages."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
 _LAYOUTS = (
     'a record has "messages" or "conversations", or "instruction" (or "question", "query") and '
     '"output" (or "response", "answer"), or "prompt" and "completion"; --messages-column, '
-    "--prompt-column and --response-column name other columns"
+    "--prompt-column, --context-column and --response-column name other columns"
 )
 
 
@@ -87,11 +94,13 @@ class StatedPrompt(NamedTuple):
     Attributes:
         column: where it is from.
         is_text: it is one text with its answer, not a conversation.
+        is_list: the column is a list of messages.
     """
 
     turns: tuple[Turn, ...]
     column: str
     is_text: bool = False
+    is_list: bool = False
 
 
 def read_examples(path: str, columns: RecordColumns = NO_FLAGS) -> Iterator[tuple[str, Example]]:
@@ -135,11 +144,14 @@ def parse_example(record: Any, columns: RecordColumns = NO_FLAGS) -> Example:
                 f'no key "{key}" (the keys: {fields.keys}); --response-column names another'
             )
         answer = fields.take(key)
+        if prompt.is_list:
+            answer = messages_in(answer, key)
         if isinstance(answer, list):
             completion = turns_of(answer, key, fields.ignored)
+            completion = completion[repeated_turns(prompt.turns, completion) :]
         else:
             completion = [Turn(ANSWER, fields.text(key))]
-        before = len(prompt.turns) if prompt.column == "prompt" else 0
+        before = len(prompt.turns) if prompt.is_list else 0
         example = Example(
             (*prompt.turns, *until_last_answer(completion)),
             prompt.is_text and isinstance(answer, str) and not variables,
@@ -168,10 +180,11 @@ def prompt_of(fields: RecordFields) -> StatedPrompt | None:
     key = fields.first(_ASKED)
     if key is None:
         return None
-    asked = fields.take(key)
-    if key == "prompt" and isinstance(asked, list):
-        return StatedPrompt(with_system(fields, turns_of(asked, key, fields.ignored)), key)
-    history = history_turns(fields.take("history") or [])
+    asked = messages_in(fields.take(key), key)
+    if isinstance(asked, list):
+        turns = with_system(fields, turns_of(asked, key, fields.ignored))
+        return StatedPrompt(turns, key, is_list=True)
+    history = history_turns(_from_json(fields.take("history"), "history") or [])
     context = fields.optional_text(*(name for name in _CONTEXT if name != key))
     turns = with_system(fields, (*history, Turn("user", fields.text(key), context)))
     return StatedPrompt(turns, key, is_text=key == "prompt" and len(turns) == 1 and not context)
@@ -205,48 +218,66 @@ def turns_of(messages: Any, key: str, ignored: frozenset[str] = frozenset()) -> 
         messages = _from_json(messages, key)
     if not isinstance(messages, list):
         raise ValueError(f'"{key}" must be a list of messages')
-    if key != "messages" and all(isinstance(text, str) for text in messages):
+    if key in ("", *CONVERSATIONS) and all(isinstance(text, str) for text in messages):
         return [Turn(("user", ANSWER)[n % 2], text) for n, text in enumerate(messages)]
     turns: list[Turn] = []
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict):
-            raise ValueError(f'"{key}" must be a list of objects, with "role" and "content"')
+            raise ValueError(
+                f'"{key}" must be a list of objects, with "role" and "content", not of '
+                f"{shown(message)}"
+            )
         fields = RecordFields(message, ignored)
-        if "input" in fields and "output" in fields:
-            turns += [Turn("user", fields.text("input")), Turn(ANSWER, fields.text("output"))]
-        else:
+        pair = next((pair for pair in _PAIRS if all(each in fields for each in pair)), None)
+        if pair is None:
             turns.append(_turn(fields))
+        else:
+            turns += [Turn("user", fields.text(pair[0])), Turn(ANSWER, fields.text(pair[1]))]
         fields.check(f'"{key}", message {number}: ')
     return turns
 
 
 def _turn(fields: RecordFields) -> Turn:
     content_key = "value" if "from" in fields else "content"
-    role = fields.text("from" if "from" in fields else "role")
-    if "from" in fields:
-        if role not in _ROLE_OF_SPEAKER:
-            raise ValueError(
-                f'a message is from "{role}"; expected one of {", ".join(_ROLE_OF_SPEAKER)}'
-            )
-        role = _ROLE_OF_SPEAKER[role]
-    content = _content(fields, content_key)
+    speaker = fields.text("from" if "from" in fields else "role")
+    role = _role(speaker, is_sharegpt="from" in fields)
+    is_call = speaker == _CALLS and "from" in fields
+    content = "" if is_call else _content(fields, content_key)
     more: dict[str, Any] = {}
     reasoning = fields.optional_text(*REASONING)
     if reasoning:
         more[REASONING[0]] = reasoning
-    calls = _from_json(fields.take("tool_calls"), "tool_calls")
-    if calls:
-        more["tool_calls"] = _calls(calls)
+    key = content_key if is_call else fields.first(_CALL_KEYS)
+    calls = None if key is None else _from_json(fields.take(key), key)
+    if (calls or is_call) and _CALL_KEYS[0] not in fields.ignored:
+        more["tool_calls"] = _calls([calls] if isinstance(calls, dict) else calls)
     for key in ("name", "tool_call_id"):
         if fields.take(key):
             more[key] = fields.text(key)
-    return Turn(role, content, counts=_counts(fields, role), fields=tuple(more.items()))
+    counts = _counts(fields, role)
+    if role == ANSWER and not content and not more.keys() & {REASONING[0], "tool_calls"}:
+        had_calls = is_call or any(fields.has_key(key) for key in _CALL_KEYS)
+        if had_calls and fields.ignored.intersection(_CALL_KEYS):
+            counts = False
+        elif counts and fields.take(content_key) is None:
+            raise ValueError(f'an answer has neither "{content_key}" nor "tool_calls"')
+    return Turn(role, content, counts=counts, fields=tuple(more.items()))
+
+
+def _role(speaker: str, is_sharegpt: bool) -> str:
+    """The role of a speaker. Raises ValueError for an unknown one of ShareGPT's layout."""
+    lower = speaker.lower()
+    if is_sharegpt and lower not in _ROLE_OF_SPEAKER:
+        raise ValueError(
+            f'a message is from "{speaker}"; expected one of {", ".join(_ROLE_OF_SPEAKER)}'
+        )
+    return _ROLE_OF_SPEAKER[lower] if is_sharegpt or lower in _ROLES else speaker
 
 
 def _content(fields: RecordFields, key: str) -> str:
     """The text of a message: a string, a list of parts with a text each, or null."""
     if not fields.has_key(key):
-        if "tool_calls" in fields:
+        if any(fields.has_key(key) for key in _CALL_KEYS):
             return ""
         raise ValueError(f'no key "{key}" (the keys: {fields.keys})')
     content = fields.take(key)
@@ -294,6 +325,32 @@ def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(arguments, str):
         return call
     return call | {"arguments": _from_json(arguments, "arguments")}
+
+
+def messages_in(value: Any, key: str) -> Any:
+    """A value, or the messages of which a text is the JSON: cells of tables have no lists. Raises
+    ValueError for messages as Python prints them."""
+    if not isinstance(value, str) or not (start := _MESSAGES.match(value)):
+        return value
+    if start[1] == "'" and any(all(f"'{key}':" in value for key in form) for form in _FORMS):
+        raise ValueError(
+            f'"{key}" is a list of messages as Python prints it, not JSON: {shown(value)}'
+        )
+    try:
+        messages = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    is_messages = all(isinstance(m, dict) and any(k <= m.keys() for k in _FORMS) for m in messages)
+    return messages if is_messages else value
+
+
+def repeated_turns(prompt: Sequence[Turn], answer: Sequence[Turn]) -> int:
+    """Number of turns that an answer begins with and that are its whole prompt, of which it may
+    leave out the system message; 0 if it does not begin so."""
+    if prompt and prompt[0].role == "system" and answer and answer[0].role != "system":
+        prompt = prompt[1:]
+    begin = answer[: len(prompt)]
+    return len(prompt) * ([*map(message_key, begin)] == [*map(message_key, prompt)])
 
 
 def _from_json(value: Any, key: str) -> Any:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import csv
 import glob
+import gzip
 import io
 import re
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,8 @@ from megatron.data.json_lines import (
 from megatron.data.kinds.raw_text.text_files import TableRows, TextFile, text_files
 from megatron.util.json_text import MAX_DEPTH
 
-ENDINGS = (".json", ".jsonl", ".parquet", ".csv", ".tsv")
+_PLAIN = (".json", ".jsonl", ".csv", ".tsv")
+ENDINGS = (*_PLAIN, ".parquet", *(f"{ending}.gz" for ending in _PLAIN))
 TRAIN, HELD_OUT = ("train",), ("validation", "valid", "val", "dev", "eval", "test")
 """Names of splits."""
 _SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}(-[0-9a-f]+)?")
@@ -37,20 +40,37 @@ _ROWS = 32
 def records_of(path: str) -> Iterator[tuple[str, Any]]:
     """Each record of a file after its place for messages. Raises ValueError, which names the place,
     if the file is malformed."""
-    if path.endswith(".parquet"):
-        return _rows_of_parquet(path)
-    if path.endswith((".csv", ".tsv")):
-        return _rows_of_table(path)
-    return _json_records(path)
+    name = path.lower()
+    if name.endswith(".parquet"):
+        yield from _rows_of_parquet(path)
+        return
+    delimiter = {".csv": ",", ".tsv": "\t"}.get(name.removesuffix(".gz")[-4:])
+    try:
+        yield from _rows_of_table(path, delimiter) if delimiter else _json_records(path)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} is damaged or not a gzip file: {error}") from None
+
+
+def _opened(path: str) -> io.BufferedReader:
+    return io.BufferedReader(gzip.open(path)) if path.lower().endswith(".gz") else open(path, "rb")
 
 
 def example_files(path: str) -> list[TextFile]:
     """The files of a path: itself, or those of a folder or glob. Raises FileNotFoundError;
-    ValueError for a folder with several splits, of which a path must name one."""
+    ValueError for a folder with several splits, of which a path must name one, or of which no file
+    has records."""
     splits = splits_of(path)
     if len(splits) > 1:
         raise ValueError(f"{path} has several splits: name one as the path, {_listed(splits)}")
-    return text_files(next(iter(splits.values()), path), ENDINGS)
+    files = text_files(next(iter(splits.values()), path), ENDINGS)
+    if Path(path).is_dir():
+        files = [file for file in files if _has_records(Path(file.path), Path(path))]
+    if not files:
+        raise ValueError(
+            f"{path} has no file of records (*{' *'.join(_PLAIN)} *.parquet); write a data set of "
+            "save_to_disk again with to_parquet"
+        )
+    return files
 
 
 def split_of(path: str, kinds: Sequence[str]) -> str:
@@ -76,22 +96,30 @@ def splits_of(path: str) -> dict[str, str]:
     folder = Path(path)
     files = sorted(folder.rglob("*")) if folder.is_dir() else []
     for file in files:
-        inside = file.relative_to(folder)
-        hidden = any(part.startswith(".") or part == FOLDER for part in inside.parts)
-        if hidden or file.name in _ABOUT or not file.name.endswith(ENDINGS):
+        if not _has_records(file, folder):
             continue
-        shard = _SHARD.fullmatch(file.stem)
-        name = shard[1] if shard else file.stem
+        inside = file.relative_to(folder)
+        ending = next(each for each in ENDINGS if file.name.endswith(each))
+        stem = file.name.removesuffix(ending)
+        shard = _SHARD.fullmatch(stem)
+        name = shard[1] if shard else stem
         if _kind(name) is None and _kind(inside.parent.name) is not None:
-            split, pattern = inside.parent, f"{glob.escape(str(file.parent))}/*{file.suffix}"
+            split, pattern = inside.parent, f"{glob.escape(str(file.parent))}/*{ending}"
         else:
             split = inside.parent / name
-            ending = f"{'-*' if shard else ''}{file.suffix}"
+            ending = f"{'-*' if shard else ''}{ending}"
             pattern = glob.escape(str(file.with_name(name))) + ending
             is_sharded |= shard is not None and _kind(name) is not None
-        splits[split.as_posix()] = pattern
+        splits[f"{split.as_posix()}{ending}"] = pattern
     kinds = {_kind(split) for split in splits} - {None}
     return splits if is_sharded or len(kinds) > 1 else {}
+
+
+def _has_records(file: Path, folder: Path) -> bool:
+    """True for a file of a folder that is neither hidden nor about the data set."""
+    parts = file.relative_to(folder).parts
+    is_hidden = any(part.startswith(".") or part == FOLDER for part in parts)
+    return file.name.endswith(ENDINGS) and file.name not in _ABOUT and not is_hidden
 
 
 def _kind(split: str) -> str | None:
@@ -105,7 +133,7 @@ def _listed(splits: dict[str, str]) -> str:
 
 
 def _json_records(path: str) -> Iterator[tuple[str, Any]]:
-    with open(path, "rb") as file:
+    with _opened(path) as file:
         start = len(BYTE_ORDER_MARK) if file.peek(3)[:3] == BYTE_ORDER_MARK else 0
         file.seek(start)
         while (byte := file.read(1)).isspace():
@@ -141,10 +169,10 @@ def _parsed(text: bytes, place: str) -> Any:
         raise ValueError(f"{place}: not JSON ({error}): {shown!r}") from None
 
 
-def _rows_of_table(path: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """Rows of a .csv or .tsv file whose first row names the columns."""
-    with open(path, "rb") as file:
-        rows = TableRows(file, "\t" if path.endswith(".tsv") else ",")
+def _rows_of_table(path: str, delimiter: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """Rows of a table whose first row names the columns."""
+    with _opened(path) as file:
+        rows = TableRows(file, delimiter, strict=True)
         names: list[str] | None = None
         try:
             for _, row in rows:
@@ -156,21 +184,9 @@ def _rows_of_table(path: str) -> Iterator[tuple[str, dict[str, str]]]:
                 elif len(row) not in (0, len(names)):
                     raise ValueError(f"{place}: {len(row)} values for {len(names)} columns")
                 elif row:
-                    yield place, dict(zip(names, map(_cell, row), strict=True))
+                    yield place, dict(zip(names, row, strict=True))
         except (csv.Error, UnicodeDecodeError) as error:
             raise ValueError(f"{path}, line {rows.line}: not a row of a table: {error}") from None
-
-
-def _cell(text: str) -> Any:
-    """The text of a cell, or the messages of which it is the JSON."""
-    if text.startswith("[{"):
-        try:
-            value = orjson.loads(text)
-        except orjson.JSONDecodeError:
-            return text
-        if all(isinstance(item, dict) and {"role", "from"} & item.keys() for item in value):
-            return value
-    return text
 
 
 def _rows_of_parquet(path: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +22,10 @@ from megatron.data.kinds.instruction.conversations import (
     Turn,
     conversation_turns,
     message_key,
+    messages_in,
     prompt_of,
     read_records,
+    repeated_turns,
     repeats,
     template_variables,
     turns_of,
@@ -33,7 +36,7 @@ from megatron.data.kinds.instruction.conversations import (
 Turns = tuple[Turn, ...]
 
 _TAGS = ("label", "kto_tag")
-_LABELS = {"true": True, "false": False}
+_LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 _ANSWERING = (ANSWER, "tool")
 """Roles that an answer may begin with; one that begins otherwise repeats its prompt."""
 _LAYOUTS = (
@@ -102,9 +105,20 @@ def parse_preference(record: Any, columns: RecordColumns = NO_FLAGS) -> Preferen
             )
         good = _LABELS.get(str(fields.take(tag)).lower())
         if good is None:
-            raise ValueError(f'"{tag}" must be true or false, not {shown(fields.take(tag))}')
+            raise ValueError(f'"{tag}" must be true, false, 1 or 0, not {shown(fields.take(tag))}')
         named = [_judged(fields)]
     return _preference(fields, named, good)
+
+
+def _margin(value: Any) -> float | None:
+    """A number, or its text as in a table."""
+    try:
+        margin = None if value in (None, "") else float(value)
+    except (TypeError, ValueError):
+        margin = math.nan
+    if isinstance(value, bool) or (margin is not None and not math.isfinite(margin)):
+        raise ValueError(f'"margin" must be a number, not {shown(value)}')
+    return margin
 
 
 def _judged(fields: RecordFields) -> tuple[str, Any]:
@@ -119,9 +133,8 @@ def _judged(fields: RecordFields) -> tuple[str, Any]:
 def _preference(
     fields: RecordFields, named: Sequence[tuple[str, Any]], good: bool | None
 ) -> Preference:
-    margin = fields.take("margin")
-    if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float)):
-        raise ValueError(f'"margin" must be a number, not {shown(margin)}')
+    named = [(key, messages_in(value, key)) for key, value in named]
+    margin = _margin(fields.take("margin"))
     variables = template_variables(fields)
     names = " and ".join(dict.fromkeys(f'"{key}"' for key, _ in named))
     answers = [_answer(value, key, fields.ignored) for key, value in named]
@@ -163,12 +176,9 @@ def _inside(
     stated one if they do, else their common beginning, as trl has it; of one conversation all
     before its last message."""
     for stated in prompts:
-        begins = stated.turns
-        if begins[0].role == "system" and answers[0][0].role != "system":
-            begins = begins[1:]
-        repeated = all(_keys(answer[: len(begins)]) == _keys(begins) for answer in answers)
-        if stated.column == "prompt" and repeated and all(len(a) > len(begins) for a in answers):
-            return stated, len(begins)
+        count, *others = {repeated_turns(stated.turns, answer) for answer in answers}
+        if stated.is_list and count and not others and all(len(a) > count for a in answers):
+            return stated, count
     count = len(answers[0]) - 1 if len(answers) == 1 else _shared_turns(*answers)
     if count < 1:
         raise ValueError(
@@ -237,8 +247,9 @@ def _checked(answer: Turns) -> Turns:
         raise ValueError('an answer has no message of the role "assistant"')
     if not all(turn.counts for turn in answer):
         raise ValueError(
-            "an answer of a preference has a weight of 0, and all of its tokens count: remove the "
-            "record, or give --ignore-columns weight"
+            "an answer of a preference has a weight of 0, or no text without the calls that "
+            "--ignore-columns leaves out, and all of its tokens count: remove the record, or give "
+            "--ignore-columns weight"
         )
     return answer
 

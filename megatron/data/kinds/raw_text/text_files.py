@@ -191,11 +191,12 @@ class _Unquoted(csv.excel):
 class TableRows(Iterator[tuple[int, list[str]]]):
     """The rows of a table, each after its offset."""
 
-    def __init__(self, file: BinaryIO, delim: str) -> None:
+    def __init__(self, file: BinaryIO, delim: str, strict: bool = False) -> None:
+        """``strict``: a quotation mark that is not closed is an error (csv.Error)."""
         csv.field_size_limit(LONGEST_RECORD)  # in the whole process; 131,072 characters by default
         self._file, self._position, self.row_start = file, 0, 0
         style = csv.excel if delim != "\t" else _Unquoted
-        self._rows = csv.reader(self._lines(), style, delimiter=delim)
+        self._rows = csv.reader(self._lines(), style, delimiter=delim, strict=strict)
 
     @property
     def line(self) -> int:

@@ -55,6 +55,33 @@ def answer(text: str) -> Turn:
             },
             [user("a"), answer("b")],
         ),
+        (
+            {
+                "input": [{"role": "User", "content": "a"}],
+                "output": '[{"role": "Assistant", "content": "b"}]',
+            },
+            [user("a"), answer("b")],
+        ),
+        (
+            {
+                "prompt": [{"role": "user", "content": "a"}],
+                "completion": [
+                    {"role": "user", "content": "a"},
+                    {"role": "assistant", "content": "b"},
+                ],
+            },
+            [user("a"), answer("b")],
+        ),
+        (
+            {"history": '[["q", "r"]]', "instruction": "a", "output": "b"},
+            [user("q"), answer("r"), user("a"), answer("b")],
+        ),
+        ({"messages": ["a", "b"]}, [user("a"), answer("b")]),
+        ({"messages": [{"human": "a", "assistant": "b"}]}, [user("a"), answer("b")]),
+        (
+            {"instruction": "a", "output": '[{"from": "Rome", "to": "Paris"}]'},
+            [user("a"), answer('[{"from": "Rome", "to": "Paris"}]')],
+        ),
     ],
 )
 def test_layouts(record: dict, turns: list[Turn]) -> None:
@@ -72,7 +99,13 @@ BAD = [
     ('{"text": "a"}', r'unknown layout \(its keys: "text"\)'),
     ('{"instruction": "a", "chosen": "b", "rejected": "c"}', "--preference dpo"),
     ('{"messages": "a"}', '"messages" must be a list'),
-    ('{"messages": ["a"]}', '"messages" must be a list of objects'),
+    ('{"messages": ["a"]}', "there is no answer"),
+    ('{"messages": [["a", "b"]]}', '"messages" must be a list of objects'),
+    (
+        '{"instruction": "a", "output": ["b", "c"]}',
+        '"output" must be a list of objects.*not of "b"',
+    ),
+    ('{"prompt": ["a", "b"], "completion": "c"}', '"prompt" must be a list of objects'),
     ('{"messages": []}', "there is no answer"),
     ('{"messages": [{"role": "user", "content": "a"}]}', "there is no answer"),
     ('{"messages": [{"role": "assistant", "content": 1}]}', '"content" must be a string'),

@@ -140,6 +140,7 @@ def spelt_otherwise() -> list:
     arguments = {"name": "weather", "arguments": json.dumps({"city": "Mars"})}
     as_text = {"type": "function", "function": arguments}
     without = {key: value for key, value in CALLING.items() if key != "content"}
+    without_calls = {"role": "assistant", "content": None}
     thought = {key: value for key, value in THOUGHT.items() if key != "reasoning_content"}
     return [
         ([USER, CALLING], [USER, CALLING | {"content": None}]),
@@ -147,6 +148,11 @@ def spelt_otherwise() -> list:
         ([USER, CALLING], [USER, CALLING | {"content": []}]),
         ([USER, CALLING], [USER, CALLING | {"tool_calls": [as_text]}]),
         ([USER, CALLING], [USER, CALLING | {"tool_calls": json.dumps([CALL])}]),
+        ([USER, CALLING], [USER, without_calls | {"function_call": arguments}]),
+        ([USER, CALLING], [USER, {"from": "function_call", "value": json.dumps(arguments)}]),
+        ([USER, CALLING], [USER, {"from": "function_call", "value": json.dumps([CALL])}]),
+        ([USER, RESULT, ANSWER], [USER, {"from": "function_response", "value": "cold"}, ANSWER]),
+        ([USER, ANSWER], [USER | {"role": "human"}, {"from": "chatgpt", "value": "No."}]),
         ([USER, THOUGHT], [USER, thought | {"reasoning": "Mars is far."}]),
         ([USER, THOUGHT], [USER, thought | {"thinking": "Mars is far."}]),
         ([USER, ANSWER], [USER, ANSWER | {"content": [{"type": "text", "text": "No."}]}]),
@@ -218,7 +224,11 @@ REFUSED = [
     ([USER, THOUGHT], {}, None, '"reasoning_content"'),
     ([USER | {"weight": 1}, ANSWER], {}, CHATML, '"weight" is 1 in a message of the role "user"'),
     ([USER, ANSWER | {"weight": 0.5}], {}, CHATML, '"weight" of a message must be 0 or 1'),
-    ([USER, ANSWER | {"function_call": {"name": "f"}}], {}, CHATML, 'message 2: the key "funct'),
+    ([USER, ANSWER | {"function_call": {"name": "f"}}], {}, CHATML, 'not write "tool_calls"'),
+    ([USER, CALLING | {"function_call": {"name": "g"}}], {}, CHATML, 'the key "function_call"'),
+    ([USER, ANSWER | {"content": None}], {}, CHATML, 'neither "content" nor "tool_calls"'),
+    ([USER, {"from": "function_call", "value": ""}], {}, CHATML, '"tool_calls" must be a list'),
+    ([USER, ANSWER | {"refusal": "I won't."}], {}, CHATML, 'message 2: the key "refusal"'),
     ([USER | {"content": [{"type": "image"}]}, ANSWER], {}, CHATML, "not a text"),
     ([USER, ANSWER], {"tools": {"name": "f"}}, CHATML, '"tools" must be a list'),
     ([USER, ANSWER], {"tools": "f(x)"}, CHATML, '"tools" is a string that is not JSON'),
@@ -232,6 +242,24 @@ def test_what_would_be_left_out_is_refused(
     built = gpt2 if template is None else with_template(template)
     with pytest.raises(ValueError, match=message):
         encode({"messages": messages} | more, built)
+
+
+@pytest.mark.parametrize("content", [None, ""])
+def test_an_answer_whose_calls_are_left_out_does_not_count(content, with_template) -> None:
+    """It has no text, and the model must not learn to answer nothing."""
+    built = with_template(CHATML)
+    role = {"role": "assistant", "content": content}
+    for calling in (
+        role | {"tool_calls": [CALL]},
+        role | {"function_call": CALL["function"]},
+        {"role": "assistant", "tool_calls": [CALL]},
+        {"from": "function_call", "value": json.dumps(CALL["function"])},
+    ):
+        record = {"messages": [USER, calling, RESULT | {"name": None}, ANSWER]}
+        with pytest.raises(ValueError, match='"tool_calls".*--ignore-columns tool_calls'):
+            encode(record, built)
+        tokens, counted = encode(record, built, ignore_columns=("tool_calls",))
+        assert answers(built, tokens, counted) == "No.<|im_end|>"
 
 
 def test_ignored_keys_are_left_out(with_template) -> None:

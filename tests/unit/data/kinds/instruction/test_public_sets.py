@@ -5,6 +5,8 @@ under "prompt" and "completion" only; for others the reference is the mapping th
 dataset_info.json has, written here as turns.
 """
 
+import json
+
 import pytest
 
 from megatron.config.kinds.instruction import InstructionConfig
@@ -142,6 +144,27 @@ READ = {
         },
         WITH_SYSTEM,
     ),
+    "glaive_toolcall_en (LLaMA-Factory)": (
+        {
+            "conversations": [
+                {"from": "human", "value": Q},
+                {"from": "function_call", "value": '{"name": "f", "arguments": {"a": 1}}'},
+                {"from": "observation", "value": "1"},
+                {"from": "gpt", "value": A},
+            ],
+            "tools": FUNCTION,
+        },
+        [ONE[0], ("assistant", ""), ("tool", "1"), ONE[1]],
+    ),
+    "Llama-Nemotron": (
+        {
+            "input": said(Q), "output": A, "category": "math", "license": "cc", "version": "v1",
+            "generator": "m", "system_prompt": SYSTEM,
+        },
+        WITH_SYSTEM,
+    ),
+    "moss": ({"conversation_id": 1, "conversation": [{"human": Q, "assistant": A}]}, ONE),
+    "to_csv with an index": ({"": "0", "instruction": Q, "output": A}, ONE),
     "self-cognition (LLaMA-Factory)": (
         {"system": SYSTEM, "history": [[Q, A]], "instruction": "Another?", "output": "Venus."},
         [WITH_SYSTEM[0], *TWO],
@@ -165,7 +188,7 @@ REFUSED = {
     ),
     "OpenMathInstruct-2": (
         {"problem": Q, "generated_solution": A, "expected_answer": "4", "problem_source": "x"},
-        'unknown layout .*"problem", "generated_solution".*--prompt-column and --response-column',
+        'unknown layout .*"problem", "generated_solution".*--context-column and --resp',
     ),
 }  # fmt: skip
 
@@ -200,6 +223,9 @@ def test_columns_by_flags() -> None:
     flags = {"prompt_column": "problem", "response_column": "generated_solution"}
     with pytest.raises(ValueError, match='the key "expected_answer"'):
         turns(record, **flags)
+    two = 'the keys "expected_answer" .*, "level" .* are not known .*columns expected_answer level;'
+    with pytest.raises(ValueError, match=two):
+        turns(record | {"level": 1}, **flags)
     ignored = ("expected_answer", "problem_source")
     assert turns(record, **flags, ignore_columns=ignored) == ONE
     with pytest.raises(ValueError, match=r'--prompt-column task: no such column .*"problem"'):
@@ -208,6 +234,13 @@ def test_columns_by_flags() -> None:
     assert (
         turns({"q": said(Q), "a": said("", A)[1:]}, prompt_column="q", response_column="a") == ONE
     )
+    assert turns({"id": "0", "data": [Q, A]}, messages_column="data") == ONE
+    sql = {"task": Q, "schema": PASSAGE, "sql": A}
+    flags = {"prompt_column": "task", "context_column": "schema", "response_column": "sql"}
+    assert turns(sql, **flags) == WITH_PASSAGE
+    assert turns({"question": Q, "answer": A, "p": PASSAGE}, context_column="p") == WITH_PASSAGE
+    with pytest.raises(ValueError, match='the key "prompt"'):
+        turns({"prompt": "x", "q": said(Q), "a": A}, prompt_column="q", response_column="a")
     assert turns({"p": SYSTEM, "question": Q, "answer": A}, system_column="p") == WITH_SYSTEM
     with pytest.raises(ValueError, match='the key "instruction" is not read where flags name'):
         turns({"instruction": Q, "question": Q, "answer": A}, prompt_column="question")
@@ -222,6 +255,9 @@ VANISHING = [
     ({"prompt": Q, "completion": A, "input": PASSAGE}, WITH_PASSAGE),
     ({"prompt": "Another?", "completion": "Venus.", "history": [[Q, A]]}, TWO),
     ({"prompt": said(Q), "completion": said("", A)[1:], "system": SYSTEM}, WITH_SYSTEM),
+    ({"prompt": said(Q), "completion": said(Q, A), "system": SYSTEM}, WITH_SYSTEM),
+    ({"prompt": Q, "completion": said(Q, A)}, ONE),
+    ({"prompt": str(said(Q)), "completion": A}, "as Python prints it"),
     ({"messages": said(Q, A), "system_prompt": SYSTEM}, WITH_SYSTEM),
     ({"messages": [{"role": "system", "content": SYSTEM}, *said(Q, A)], "system": SYSTEM},
      WITH_SYSTEM),
@@ -243,11 +279,16 @@ VANISHING = [
     ({"messages": said(Q, A), "images": [], "tools": None, "evidence": ""}, ONE),
     ({"question": Q, "answer": A, "rationale": "It is red."}, 'key "rationale"'),
     ({"question": Q, "answer": A, "knowledge": PASSAGE}, 'key "knowledge"'),
+    ({"instruction": Q, "output": A, "target_language": "French"}, 'key "target_language"'),
     ({"instruction": Q, "output": A, "task": "Answer in French."}, 'key "task"'),
     ({"instruction": Q, "output": A, "source_text": PASSAGE}, 'key "source_text"'),
     ({"instruction": Q, "output": A, "model_answer": "Venus."}, 'key "model_answer"'),
     ({"instruction": Q, "output": A, "source": f"{PASSAGE} " * 4}, 'key "source"'),
     ({"instruction": Q, "output": A, "source": "wiki", "meta": '{"a": [1, 2]}'}, ONE),
+    ({"instruction": Q, "output": A, "sources": json.dumps([f"{PASSAGE} " * 4])}, 'key "sources"'),
+    ({"instruction": Q, "output": A, "source": {"text": f"{PASSAGE} " * 4}}, 'key "source"'),
+    ({"instruction": Q, "output": A, "source": f"[1] {PASSAGE} " * 4}, 'key "source"'),
+    ({"instruction": Q, "output": A, "metadata": {"text": f"{PASSAGE} " * 4}}, ONE),
 ]  # fmt: skip
 
 
@@ -313,6 +354,16 @@ def test_tokens_and_masks_are_those_of_trl(name: str, with_template) -> None:
     ((tokens, counted),) = encoder([("here", parse_example(record, RecordColumns.of(config)))])
     assert tokens.tolist() == theirs["input_ids"]
     assert counted.tolist() == [bool(mask) for mask in theirs["assistant_masks"]]
+
+
+def test_answers_of_a_history_count(gpt2: Built) -> None:
+    """Next to a text, under either name; a list of messages is context."""
+    encoder = ExampleEncoder(InstructionConfig(), gpt2.tokenizer, gpt2.config)
+    for key in ("prompt", "instruction"):
+        record = {key: "Another?", "history": [[Q, A]], "output": "Venus."}
+        ((tokens, counted),) = encoder([("here", parse_example(record))])
+        end = "<|endoftext|>"
+        assert gpt2.tokenizer.detokenize(tokens[counted].tolist()) == f"{A}{end}Venus.{end}"
 
 
 def test_answers_in_a_prompt_do_not_count(with_template) -> None:

@@ -1,6 +1,7 @@
 """Records in Parquet, CSV, TSV and JSON, and folders of data sets as the Hub has them."""
 
 import csv
+import gzip
 import json
 import sys
 from pathlib import Path
@@ -43,6 +44,8 @@ def write(path: Path, records: list[dict]) -> str:
         parquet.write_table(pyarrow.Table.from_pylist(records), path)
     elif path.suffix == ".json":
         path.write_text(json.dumps(records))
+    elif path.suffix == ".gz":
+        path.write_bytes(gzip.compress(json.dumps(records).encode()))
     elif path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
     else:
@@ -89,6 +92,7 @@ BAD = [
     ("x.csv", b"instruction,output\na\n", r"x\.csv, line 2: 1 values for 2 columns"),
     ("x.csv", b"output,output\na,b\n", r"x\.csv, line 1: two columns have the same name"),
     ("x.csv", b"instruction,output\n\xff,b\n", r"x\.csv, line .: not a row of a table"),
+    ("x.csv", b'instruction,output\na,"b\nc,d\n', r"x\.csv, line 3: not a row of a table"),
     ("x.csv", b"frage,antwort\na,b\n",
      r'x\.csv, line 2: unknown layout \(its keys: "frage", "antwort"\).*--prompt-column'),
     ("x.csv", b"instruction,output,passage\na,b,c\n", r'x\.csv, line 2: the key "passage"'),
@@ -165,7 +169,40 @@ def test_ordinary_folders_are_read_whole(tmp_path: Path) -> None:
 
 def test_messages_in_a_table(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    path = write(tmp_path / "x.csv", [{"messages": json.dumps(messages), "note": '[{"a": 1}]'}])
-    assert [record for _, record in records_of(path)] == [
-        {"messages": messages, "note": '[{"a": 1}]'}
-    ]
+    answer = '[{"role": "king", "age": 1}]'
+    records = [{"prompt": json.dumps(messages[:1]), "completion": json.dumps(messages[1:])},
+               {"prompt": "a", "completion": answer}]  # fmt: skip
+    (_, chat), (_, pair) = read_examples(write(tmp_path / "x.csv", records))
+    assert [(turn.role, turn.content) for turn in chat.turns] == [("user", "a"), ("assistant", "b")]
+    assert [turn.content for turn in pair.turns] == ["a", answer]
+
+
+@pytest.mark.parametrize("name", ["x.json", "x.jsonl", "x.csv"])
+def test_compressed_files(name: str, tmp_path: Path) -> None:
+    content = Path(write(tmp_path / name, RECORDS)).read_bytes()
+    path = tmp_path / f"{name}.gz"
+    path.write_bytes(gzip.compress(content))
+    assert [record for _, record in records_of(str(path))] == RECORDS
+    for damaged in (gzip.compress(content)[:-9], content, b"\x1f\x8b\x08" + b"\xff" * 30):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=rf"{name}\.gz is damaged or not a gzip file"):
+            list(records_of(str(path)))
+
+
+def test_files_about_a_data_set_are_not_read(tmp_path: Path) -> None:
+    path = hub(tmp_path / "a", "databricks-dolly-15k.jsonl", "more.jsonl.gz")
+    assert files(path) == ["databricks-dolly-15k.jsonl", "more.jsonl.gz"]
+    saved = hub(tmp_path / "b", "train/state.json", "test/dataset_info.json")
+    with pytest.raises(ValueError, match="b has no file of records.*save_to_disk.*to_parquet"):
+        example_files(split_of(saved, TRAIN))
+
+
+def test_splits_of_several_formats(tmp_path: Path) -> None:
+    path = hub(tmp_path / "a", "train.jsonl.gz", "test.jsonl.gz")
+    assert files(split_of(path, TRAIN)) == ["train.jsonl.gz"]
+    path = hub(tmp_path / "a", "train.csv")
+    with pytest.raises(ValueError, match=r"several splits of the kind train: .*train\.csv, .*\.gz"):
+        split_of(path, TRAIN)
+    path = hub(tmp_path / "b", "data/train.parquet", "data/train-00000-of-00001.parquet")
+    with pytest.raises(ValueError, match=r"has several splits.*train-\*.parquet, .*train\.parquet"):
+        example_files(path)

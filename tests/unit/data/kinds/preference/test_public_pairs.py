@@ -4,6 +4,8 @@ The records are made up; their keys are those of the sets. trl's ``maybe_extract
 prompts end in the columns that trl reads.
 """
 
+import json
+
 import numpy as np
 import pytest
 
@@ -78,6 +80,24 @@ PAIRS = {
         {"dataset": "x", **both(Q), "chosen_rating": 5.0, "rejected_rating": 1.0}, ASKED
     ),
     "orpo-dpo-mix-40k": ({"source": "x", **both(Q), "prompt": Q, "question": Q}, ASKED),
+    "orpo-dpo-mix-40k, several turns": (
+        {"source": "x", **both("a", "b", Q), "prompt": "a", "question": "a"}, AFTER_ANOTHER
+    ),
+    "distilabel-capybara-dpo-7k-binarized, several turns": (
+        {
+            "source": "x", "prompt": "a", **both("a", "b", Q), "rating_chosen": 5,
+            "conversation": [{"input": "a", "output": "b"}, {"input": Q, "output": "Venus."}],
+            "original_response": "Venus.",
+        },
+        AFTER_ANOTHER,
+    ),
+    "ultrafeedback_binarized, from a table": (
+        {
+            key: json.dumps(value) if isinstance(value, list) else str(value)
+            for key, value in ULTRAFEEDBACK.items()
+        },
+        ASKED,
+    ),
     "comparison_gpt4 (LLaMA-Factory)": (
         {
             "conversations": spoken(Q),
@@ -94,6 +114,8 @@ JUDGED = {
     "repeated, text": {"prompt": Q, "completion": said(Q, GOOD), "label": True},
     "next to messages": {"prompt": Q, "messages": said(Q, GOOD), "label": True},
     "from a table": {"instruction": Q, "output": GOOD, "label": "True"},
+    "a number": {"prompt": Q, "completion": GOOD, "label": 1},
+    "messages from a table": {"messages": json.dumps(said(Q, GOOD)), "label": "1"},
 }
 REFUSED = {
     "PKU-SafeRLHF": (
@@ -125,6 +147,10 @@ REFUSED = {
     "texts that repeat": (
         {"prompt": Q, "chosen": f"{Q} {GOOD}", "rejected": f"{Q} {BAD}"},
         '"chosen" and "rejected" repeat the text of "prompt"',
+    ),
+    "lists as Python prints them": (
+        {"prompt": Q, "chosen": str(said(Q, GOOD)), "rejected": str(said(Q, BAD))},
+        '"chosen" is a list of messages as Python prints it, not JSON',
     ),
     "two systems": ({"system": "Be long.", "chosen": [SYSTEM_MESSAGE, *said(Q, GOOD)],
                      "rejected": [SYSTEM_MESSAGE, *said(Q, BAD)]}, "two system messages"),
@@ -208,6 +234,11 @@ def test_sets_that_are_refused(name: str) -> None:
         read(record)
 
 
+def test_margins_of_tables() -> None:
+    assert read({"prompt": Q, **ANSWERS, "margin": "1.5"}).margin == 1.5
+    assert read({"prompt": Q, **ANSWERS, "margin": ""}).margin is None
+
+
 def test_columns_by_flags() -> None:
     flags = {"prompt_column": "q", "chosen_column": "better", "rejected_column": "worse"}
     found = read({"q": Q, "better": GOOD, "worse": BAD}, **flags)
@@ -222,7 +253,8 @@ def test_columns_by_flags() -> None:
 
 READ_BY_TRL = ["ultrafeedback_binarized", "trl-lib/ultrafeedback_binarized", "dpo-mix-7k",
                "Skywork-Reward-Preference", "ultrafeedback-binarized-preferences-cleaned",
-               "orpo-dpo-mix-40k"]  # fmt: skip
+               "orpo-dpo-mix-40k", "orpo-dpo-mix-40k, several turns",
+               "distilabel-capybara-dpo-7k-binarized, several turns"]  # fmt: skip
 
 
 @pytest.mark.proof

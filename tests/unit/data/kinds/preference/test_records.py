@@ -141,11 +141,13 @@ BAD = [
         'no message of the role "assistant"',
     ),
     ('{"instruction": "a", "output": ["b"]}', '"output" must be a list of the better and the'),
-    ('{"prompt": "a", "completion": "b", "label": 1}', '"label" must be true or false, not 1'),
+    ('{"prompt": "a", "completion": "b", "label": 2}', '"label" must be true, false, 1 or 0, not'),
     ('{"completion": "b", "label": true}', 'no "prompt" before "completion"'),
     ('{"prompt": "a", "label": true}', "there is no answer to judge"),
     ('{"messages": [], "label": true}', "there is no answer to judge"),
     ('{"prompt": "a", "chosen": "b", "rejected": "c", "margin": "x"}', '"margin" must be a number'),
+    ('{"prompt": "a", "chosen": "b", "rejected": "c", "margin": true}', '"margin" must be a num'),
+    ('{"prompt": "a", "chosen": ["b", "d"], "rejected": "c"}', '"chosen" must be a list of obj'),
     ('{"prompt": "a", ', "not JSON"),
 ]
 
