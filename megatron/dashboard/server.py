@@ -7,7 +7,7 @@ import hmac
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from http import HTTPStatus
@@ -311,7 +311,7 @@ def _known(answer: Any, *arguments: Any) -> Any:
 
 def _part(
     query: dict[str, list[str]],
-) -> tuple[Iterable[str], str, float | None, float | None]:
+) -> tuple[Sequence[str], str, float | None, float | None]:
     """Which series, over which axis, from where to where."""
     axis = query.get("x", ["iteration"])[0]
     if axis not in AXES:
