@@ -387,7 +387,7 @@ def test_a_table_that_is_too_long_is_refused(server, monkeypatch):
 
 
 def test_connections_are_bounded(server, monkeypatch, capfd):
-    """A silent client makes room for a new one; one that sends too slowly is cut."""
+    """A silent client makes room for a new one; one that sends too slowly is closed."""
     monkeypatch.setattr(Dashboard, "most_connections", 3)
     server.most_connections = 3
     address = server.server_address[:2]
@@ -411,7 +411,7 @@ def test_pages_that_are_told_of_updates_are_bounded(server, monkeypatch):
     assert connection.getresponse().status == 200 and connection.sock is None
 
 
-def test_large_answers_that_nobody_reads_are_bounded(server):
+def test_large_answers_that_are_not_read_are_bounded(server):
     with server.sending(1 << 28), pytest.raises(RefusedError), server.sending(1 << 17):
         pass
     with server.sending(1 << 28):
