@@ -30,11 +30,13 @@ MOST_KINDS = 500
 MOST_SERIES = 4000
 """Columns of all kinds together."""
 MOST_TEXTS = 2000
-_MOST_TEXT_BYTES = 1 << 24
+_MOST_TEXT_BYTES = 1 << 23
 _LONGEST_TEXT = 20_000
 _LONGEST_ROW = 1 << 20
 _LEAST_ROW = len(b'{"kind":"","iteration":0}\n')
-_MOST_MANIFEST = 1 << 27
+_MOST_MANIFEST, _MANIFEST_ROOM = 1 << 25, 1 << 20
+"""Bytes of a manifest, and those that it may have more than the file of metrics."""
+_BLOCK_BYTES = 512
 _CHUNK_BYTES = 1 << 22
 _KNOWN_BYTES = 1 << 16
 _TEXTS = ("prompt", "answer", "reference")
@@ -277,11 +279,13 @@ class RunIndex:
         that was passed on has the index of somebody else: numbers that the file cannot have are
         refused, so that it costs no more than the file."""
         try:
-            content = orjson.loads(read_regular(self._folder / _MANIFEST, _MOST_MANIFEST))
-            if content["format"] != FORMAT:
-                return False
             with open_regular(self.path) as file:
-                size = os.fstat(file.fileno()).st_size
+                status = os.fstat(file.fileno())
+                size = status.st_size
+                most = min(_MOST_MANIFEST, size + _MANIFEST_ROOM)
+                content = orjson.loads(read_regular(self._folder / _MANIFEST, most))
+                if content["format"] != FORMAT:
+                    return False
                 offset = _count(content["offset"], size)
                 if content["mark"] != _mark(file, offset):
                     return False
@@ -292,7 +296,9 @@ class RunIndex:
             if columns > MOST_SERIES + MOST_KINDS or len(content["texts"]) > MOST_TEXTS:
                 return False
             lines = _count(content["lines"], offset)
-            _count(sum(state.rows for state in states), offset // _LEAST_ROW)
+            # No rows are in the holes of a sparse file.
+            stored = min(offset, (status.st_blocks + 1) * _BLOCK_BYTES)
+            _count(sum(state.rows for state in states), stored // _LEAST_ROW)
             for number, state in enumerate(states):
                 self.tables[state.kind] = MetricTable(self._folder, number, state)
             self.texts = [_text(row) for row in content["texts"]]

@@ -16,6 +16,8 @@ from http import HTTPStatus
 from http.client import HTTPMessage
 from http.server import BaseHTTPRequestHandler
 
+from megatron.dashboard.connections import BoundedServer
+
 MOST_HEADER_BYTES = 1 << 15
 """Size of a request's first line, and of all its headers."""
 MOST_HEADERS = 100
@@ -39,6 +41,7 @@ class StrictHandler(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     timeout = 60
+    server: BoundedServer
     command, requestline, headers = "", "", HTTPMessage()
     raw_requestline: bytes
 

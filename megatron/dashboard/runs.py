@@ -37,6 +37,8 @@ _QUIET_SECONDS, _QUIET_STEPS = 600.0, 10
 """Without a new row, after which a run is not taken for one that runs: the larger of the two."""
 _PLAN = "the end of its plan"
 _INTERRUPTS = frozenset({"KeyboardInterrupt", "SystemExit"})
+MOST_CELLS = 1 << 22
+"""Rows of a table times its series."""
 _LOOK_SECONDS = 20.0
 _RETRY_SECONDS = 2.0
 _RECENT = 100
@@ -64,21 +66,21 @@ class WatchedRun:
         self._last: tuple[str, dict[str, float] | None] = "", None
 
     def refresh(self, ended: Callable[[], bool] = lambda: False) -> None:
-        """Reads what was written since the last time, until ``ended`` says that nobody wants it."""
+        """Reads what was written since the last time, until ``ended``."""
         if time.monotonic() < self._retry_at:
             return
         try:
-            pieces = self._index.update(self._told)
-            while not ended():
+            pieces, whole = self._index.update(self._told), False
+            while not (whole or ended()):
                 with self._lock:
-                    if next(pieces, self) is self:
-                        break
+                    whole = next(pieces, self) is self
             with self._lock:
                 pieces.close()
             if time.monotonic() >= self._look_at or self._index.generation != self._looked_in:
                 self._look()
             self._error = self._complaint()
-            self._progress = None
+            if whole:
+                self._progress = None
         except OSError as error:
             self.failed(error.strerror or str(error))
 
@@ -183,26 +185,32 @@ class WatchedRun:
         self, ids: Sequence[str], axis: str, first: float | None, last: float | None
     ) -> Iterator[str]:
         """The lines of a CSV file of the rows from ``first`` to ``last`` that have one of the
-        values. Raises KeyError for an id of no series."""
+        values. Raises KeyError for an id of no series, OverflowError if they are too many."""
         with self._lock:
-            chosen = [self._series(id) for id in ids]
-            places: dict[float, dict[str, float]] = {}
-            names = []
-            for table, name in chosen:
+            parts = []
+            for table, name in (self._series(id) for id in dict.fromkeys(ids)):
                 x = clock(axis, table, self._seconds())
                 inside = np.isfinite(x)
                 inside &= x >= (-math.inf if first is None else first)
                 inside &= x <= (math.inf if last is None else last)
-                names.append(name if table.kind == "train" else f"{table.kind} {name}")
-                columns = [self._column(table, each)[inside].tolist() for each in (*CLOCKS, name)]
-                for step, samples, tokens, value in zip(*columns, strict=True):
-                    row = places.setdefault(step, {"samples": samples, "tokens": tokens})
-                    row[names[-1]] = value
-        yield ",".join((*CLOCKS, *map(_field, names))) + "\n"
-        for step, row in sorted(places.items()):
-            counts = (step, row["samples"], row["tokens"])
-            values = (_cell(row.get(name)) for name in names)
-            yield ",".join((*(_cell(count, whole=True) for count in counts), *values)) + "\n"
+                heading = name if table.kind == "train" else f"{table.kind} {name}"
+                columns = [self._column(table, each)[inside] for each in (*CLOCKS, name)]
+                parts.append((heading, columns))
+                if len(parts) * sum(len(columns[0]) for _, columns in parts) > MOST_CELLS:
+                    raise OverflowError(
+                        f"the table has more than {MOST_CELLS:,} values: choose a part with from "
+                        "and to, or fewer series"
+                    )
+        steps = np.unique(np.concatenate([np.empty(0), *(columns[0] for _, columns in parts)]))
+        rows = np.full((len(steps), len(CLOCKS) + len(parts)), np.nan)
+        rows[:, 0] = steps
+        for place, (_, columns) in reversed(list(enumerate(parts, len(CLOCKS)))):
+            at = np.searchsorted(steps, columns[0])
+            rows[at, 1], rows[at, 2], rows[at, place] = columns[1:]
+        yield ",".join((*CLOCKS, *(_field(heading) for heading, _ in parts))) + "\n"
+        for row in rows:
+            counts, values = row[: len(CLOCKS)].tolist(), row[len(CLOCKS) :].tolist()
+            yield ",".join((*(_cell(n, whole=True) for n in counts), *map(_cell, values))) + "\n"
 
     def texts(self) -> list[dict[str, Any]]:
         """What the model wrote."""
@@ -307,11 +315,13 @@ class WatchedRun:
         ]
         count = sum(table.rows for table in tables)
         ends = [table.column("iteration", _MOST_EVENTS) for table in tables]
-        steps = np.sort(np.concatenate(ends)) if ends else np.empty(0)
-        first = steps[-_MOST_EVENTS] if len(steps) > _MOST_EVENTS else -np.inf
+        steps = np.concatenate([np.empty(0), *ends])
+        latest = np.zeros(len(steps), bool)
+        latest[np.argsort(steps, kind="stable")[-_MOST_EVENTS:]] = True
+        borders = np.cumsum([0, *map(len, ends)])
         events: list[dict[str, Any]] = []
-        for table, end in zip(tables, ends, strict=True):
-            chosen = np.flatnonzero(end >= first)
+        for table, end, border in zip(tables, ends, borders[:-1], strict=True):
+            chosen = np.flatnonzero(latest[border : border + len(end)])
             if not len(chosen):
                 continue
             clocks = {
@@ -328,7 +338,7 @@ class WatchedRun:
                     for place in np.flatnonzero(~np.isnan(column)).tolist():
                         rows[place]["values"][name] = float(column[place])
             events += rows
-        return sorted(events, key=lambda event: event["iteration"])[-_MOST_EVENTS:], count
+        return sorted(events, key=lambda event: event["iteration"]), count
 
     def _totals(self) -> dict[str, float | None]:
         tables = self._index.tables
@@ -421,8 +431,8 @@ def _last(values: Column) -> float | None:
     return float(values[-1]) if len(values) and np.isfinite(values[-1]) else None
 
 
-def _cell(value: float | None, whole: bool = False) -> str:
-    if value is None or not math.isfinite(value):
+def _cell(value: float, whole: bool = False) -> str:
+    if not math.isfinite(value):
         return ""
     return str(int(value)) if whole else repr(value)
 

@@ -7,15 +7,17 @@ import hmac
 import socket
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from http import HTTPStatus
-from http.server import ThreadingHTTPServer
 from socketserver import TCPServer
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import orjson
 
+from megatron.dashboard.connections import BoundedServer
 from megatron.dashboard.export import PAGE, export
 from megatron.dashboard.requests import RefusedError, StrictHandler
 from megatron.dashboard.runs import AXES, WatchedRun
@@ -30,9 +32,17 @@ _JSON = "application/json"
 _BEAT_SECONDS = 15.0
 _MOST_POINTS = 20_000
 _PACKED_BYTES = 1024
+_FOLLOWERS = 64
+"""Pages that are told what is new."""
+_COMPOSED = 2
+"""Answers that are computed at a time."""
+_READING_SECONDS = 5.0
+"""Of one run at a time."""
+_SMALL_ANSWER, _WAITING_ANSWERS = 1 << 16, 1 << 28
+"""Bytes of an answer that is always sent, and of all others together."""
 
 
-class Dashboard(ThreadingHTTPServer):
+class Dashboard(BoundedServer):
     """Shows runs until it is shut down; a thread reads what they write.
 
     Args:
@@ -44,8 +54,6 @@ class Dashboard(ThreadingHTTPServer):
     Raises OSError if the address cannot be used, ValueError for an empty token.
     """
 
-    daemon_threads = True
-
     def __init__(
         self, runs: Sequence[WatchedRun], host: str, port: int, token: str | None = None
     ) -> None:
@@ -53,6 +61,9 @@ class Dashboard(ThreadingHTTPServer):
             raise ValueError("--token is empty; give a secret, or leave the flag out")
         self.runs, self.host, self.token = list(runs), host, token
         self.files = page_files(PAGE)
+        self.followers = threading.BoundedSemaphore(_FOLLOWERS)
+        self.composing = threading.BoundedSemaphore(_COMPOSED)
+        self._sizes, self._waiting_bytes = threading.Lock(), 0
         self._ended = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -87,11 +98,29 @@ class Dashboard(ThreadingHTTPServer):
         for run in self.runs:
             run.close()
 
+    @contextmanager
+    def sending(self, size: int) -> Iterator[None]:
+        """Counts an answer until it is read. Raises RefusedError if there are too many."""
+        counted = size if size > _SMALL_ANSWER else 0
+        with self._sizes:
+            if counted and self._waiting_bytes + counted > _WAITING_ANSWERS:
+                words = "too many large answers wait to be read; try again later"
+                raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, words)
+            self._waiting_bytes += counted
+        try:
+            yield
+        finally:
+            with self._sizes:
+                self._waiting_bytes -= counted
+
+    def _is_over(self, end: float) -> bool:
+        return self._ended.is_set() or time.monotonic() > end
+
     def _read(self) -> None:
         while not self._ended.is_set():
             for run in self.runs:
                 try:
-                    run.refresh(self._ended.is_set)
+                    run.refresh(partial(self._is_over, time.monotonic() + _READING_SECONDS))
                 except Exception as error:  # the other runs, and later rows, are still read
                     run.failed(f"{type(error).__name__}: {error}")
             self._ended.wait(0.5)
@@ -102,16 +131,17 @@ class _Handler(StrictHandler):
 
     def do_GET(self) -> None:
         """Answers, or says why not."""
-        try:
-            self._answer()
-        except RefusedError as error:
-            self.refuse(error)
-        except (BrokenPipeError, ConnectionResetError, TimeoutError):
-            self.close_connection = True
-        except ValueError:  # of what is no address or name
-            self._send(orjson.dumps({"error": "not a request"}), _JSON, status=400)
-        except OSError as error:
-            self._send(orjson.dumps({"error": one_line(error)}), _JSON, status=500)
+        with self.server.answering(self.connection):
+            try:
+                self._answer()
+            except RefusedError as error:
+                self.refuse(error)
+            except (BrokenPipeError, ConnectionResetError, TimeoutError):
+                self.close_connection = True
+            except ValueError:  # of what is no address or name
+                self._send(orjson.dumps({"error": "not a request"}), _JSON, status=400)
+            except OSError as error:
+                self._send(orjson.dumps({"error": one_line(error)}), _JSON, status=500)
 
     do_HEAD = do_GET
 
@@ -137,13 +167,14 @@ class _Handler(StrictHandler):
                 self._send(self.server.listing(), _JSON)
             case ["api", "export"]:
                 saved = {"Content-Disposition": 'attachment; filename="runs.html"'}
-                self._send(export(self.server.runs), "text/html; charset=utf-8", saved)
+                page = self._composed(lambda: export(self.server.runs))
+                self._send(page, "text/html; charset=utf-8", saved)
             case ["api", "runs", id]:
-                self._json(self._run(id).summary())
+                self._json(self._run(id).summary)
             case ["api", "runs", id, "texts"]:
-                self._json(self._run(id).texts())
+                self._json(self._run(id).texts)
             case ["api", "runs", id, "series"]:
-                self._json(self._series(self._run(id), query))
+                self._json(partial(self._series, self._run(id), query))
             case ["api", "runs", id, "csv"]:
                 self._table(self._run(id), query)
             case _:
@@ -186,16 +217,31 @@ class _Handler(StrictHandler):
         return _known(run.series, *_part(query), points, factor)
 
     def _table(self, run: WatchedRun, query: dict[str, list[str]]) -> None:
-        lines = _known(lambda *part: "".join(run.table(*part)), *_part(query))
+        part = _part(query)
+        table = self._composed(lambda: _known(lambda: "".join(run.table(*part)).encode()))
         headers = {"Content-Disposition": 'attachment; filename="run.csv"'}
-        self._send(lines.encode(), "text/csv; charset=utf-8", headers)
+        self._send(table, "text/csv; charset=utf-8", headers)
 
-    def _json(self, content: Any) -> None:
-        body = orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
-        self._send(body, _JSON)
+    def _json(self, make: Callable[[], Any]) -> None:
+        options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+        self._send(self._composed(lambda: orjson.dumps(make(), option=options)), _JSON)
+
+    def _composed(self, make: Callable[[], bytes]) -> bytes:
+        """Return an answer that takes time and memory to compute, in turn."""
+        with self.server.composing:
+            return make()
 
     def _follow(self) -> None:
         """Events, each the list of runs as it has become."""
+        if not self.server.followers.acquire(blocking=False):
+            words = f"{_FOLLOWERS} pages are open already; close one"
+            raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, words)
+        try:
+            self._send_updates()
+        finally:
+            self.server.followers.release()
+
+    def _send_updates(self) -> None:
         self.send_response(HTTPStatus.OK)
         for name, value in (("Content-Type", "text/event-stream"), ("Cache-Control", "no-store")):
             self.send_header(name, value)
@@ -203,7 +249,7 @@ class _Handler(StrictHandler):
         self.end_headers()
         self.close_connection = True
         shown, beat = b"", time.monotonic()
-        while True:
+        while self.command != "HEAD":
             listing = self.server.listing()
             if listing != shown:
                 self.wfile.write(b"data: " + listing + b"\n\n")
@@ -233,14 +279,15 @@ class _Handler(StrictHandler):
         if packs and len(body) > _PACKED_BYTES:
             body = gzip.compress(body, 1, mtime=0)
             headers["Content-Encoding"] = "gzip"
-        self.send_response(status)
-        self.send_header("Content-Type", media_type)
-        self.send_header("Content-Length", str(len(body)))
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        with self.server.sending(len(body)):
+            self.send_response(status)
+            self.send_header("Content-Type", media_type)
+            self.send_header("Content-Length", str(len(body)))
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
 
 
 def _cookie(header: str, name: str) -> str:
@@ -258,11 +305,13 @@ def _known(answer: Any, *arguments: Any) -> Any:
     except KeyError as error:
         words = f"the run has no series {str(error)[:200]}"
         raise RefusedError(HTTPStatus.NOT_FOUND, words) from None
+    except OverflowError as error:
+        raise RefusedError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, str(error)) from None
 
 
 def _part(
     query: dict[str, list[str]],
-) -> tuple[Iterable[str], str, float | None, float | None]:
+) -> tuple[Sequence[str], str, float | None, float | None]:
     """Which series, over which axis, from where to where."""
     axis = query.get("x", ["iteration"])[0]
     if axis not in AXES:

@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,6 +26,7 @@ READER_GONE = 141
 status of a program that this signal kills."""
 
 _PANIC = "PanicException"
+_PAUSE = 60.0
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _LONG_WORD = re.compile(r"(\S{500})\S{500,}(\S{100})")
 _LONG = re.compile(r"(?s)(.{6000}).{2000,}(.{1000})")
@@ -54,6 +56,20 @@ def one_line(message: object) -> str:
     return _CONTROL.sub(
         lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text
     )
+
+
+class RareLog:
+    """Logs each kind of line at most once a minute."""
+
+    def __init__(self, log: Callable[[str], None]) -> None:
+        self._log = log
+        self._last: dict[str, float] = {}
+
+    def say(self, kind: str, line: str) -> None:
+        now = time.monotonic()
+        if now - self._last.get(kind, -_PAUSE) >= _PAUSE:
+            self._last[kind] = now
+            self._log(line)
 
 
 def monitor_thread(work: Callable[[], None], name: str, lost: str) -> threading.Thread:

@@ -9,13 +9,19 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO, Any, BinaryIO
 
 MOST_BYTES = 1 << 30
 """Of a file that is no data and no weights."""
 _SMALL_BYTES = 1 << 26
 _MOST_INFLATION = 20
 _WRITING_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+PARQUET_LIMITS: Any = {
+    "buffer_size": 1 << 20,
+    "thrift_string_size_limit": 1 << 26,
+    "thrift_container_size_limit": 1 << 20,
+}
+"""Of what is read of a Parquet file's columns and of its footer at a time."""
 
 
 @contextmanager

@@ -77,7 +77,7 @@ def write_model(folder: Path, texts: list[str]) -> None:
     )
     GPT2LMHeadModel(config).save_pretrained(folder)
     # One of many tokens soon ends what such a model writes.
-    ends = [tokenizer.eod, *range(270, 340)]
+    ends = [tokenizer.eod, *range(270, min(340, tokenizer.vocab_size))]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
 
 

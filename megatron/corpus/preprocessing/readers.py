@@ -10,12 +10,12 @@ import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from megatron.config import ConfigError
 from megatron.corpus.preprocessing.inputs import Form, InputFile, naming_file, opened, unpacked
 from megatron.data.json_lines import ArrayReader, BadLine, read_lines
-from megatron.util.files import check_inflation
+from megatron.util.files import PARQUET_LIMITS, check_inflation
 
 BLOCK_BYTES = 1 << 20
 _ROWS_AT_A_TIME = 1024
@@ -24,12 +24,6 @@ _BATCH_BYTES = 1 << 26
 _LONG_TEXT = _BATCH_BYTES // _ROWS_AT_A_TIME
 _ROW_BYTES = 64
 """Memory of a row, besides its texts."""
-_PARQUET_LIMITS: Any = {
-    "buffer_size": 1 << 20,
-    "thrift_string_size_limit": 1 << 26,
-    "thrift_container_size_limit": 1 << 20,
-}
-"""Of what is read of a file's columns and of its footer at a time."""
 
 Content = bytes | list[str | None] | BadLine
 """A JSON record, a text in UTF-8, the strings of a row, or what makes a record unusable."""
@@ -171,10 +165,10 @@ def _rows(file: BinaryIO, name: str, columns: Sequence[str], done: int) -> Itera
             "(pip install pyarrow)"
         ) from error
     try:
-        table = parquet.ParquetFile(file, **_PARQUET_LIMITS)
+        table = parquet.ParquetFile(file, **PARQUET_LIMITS)
         _check_columns(table.schema_arrow, name, columns)
         shared = parquet.ParquetFile(
-            file, metadata=table.metadata, read_dictionary=columns, **_PARQUET_LIMITS
+            file, metadata=table.metadata, read_dictionary=columns, **PARQUET_LIMITS
         )
         number = 1
         for group in range(table.num_row_groups):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Hashable, Iterable, Sequence
 
 import torch
 
@@ -47,14 +47,18 @@ class EngineThread:
         """Starts the thread."""
         self._thread.start()
 
-    async def stream(self, request: GenerationRequest) -> AsyncGenerator[Update, None]:
+    async def stream(
+        self, request: GenerationRequest, source: tuple[Hashable, Hashable] = (None, None)
+    ) -> AsyncGenerator[Update, None]:
         """What a request gets, as it comes; the last update has ``finish``. Whoever stops
-        iterating cancels it. The first ``anext`` raises ValueError if the request can never run,
-        QueueFull if too many wait, EngineStopped; any may raise what made it fail."""
+        iterating cancels it. Sources (see `Job`) take turns. The first ``anext`` raises ValueError
+        if the request can never run, QueueFull if too many wait, EngineStopped; any may raise what
+        made it fail."""
         if request.constraint is None:
             job = self.engine.job(request)
         else:  # takes long enough to delay other texts
             job = await asyncio.to_thread(self.engine.job, request)
+        job.source = source
         stream = _Stream(job)
         self._enter(stream)
         try:

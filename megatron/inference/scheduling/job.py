@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +18,7 @@ class Job(ABC):
 
     Attributes:
         number: that the engine gave it.
+        source: the client and its request, between which turns are taken.
         prompt: what the decoder begins with.
         text_before: what the new text continues.
         rows: parts of a step that its new tokens take.
@@ -31,6 +32,7 @@ class Job(ABC):
     def __init__(self, request: GenerationRequest, runner: Runner) -> None:
         self.request = request
         self.number = -1
+        self.source: tuple[Hashable, Hashable] = (None, None)
         self.page_size = runner.page_size
         start = runner.start_token
         self.prompt = request.prompt if start is None else (start,)

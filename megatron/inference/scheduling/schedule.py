@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -47,20 +47,70 @@ class PlannedPart(NamedTuple):
     part: SequencePart
 
 
+class FairQueue:
+    """Jobs that wait. Clients take turns, as do the requests of a client, each of which may have
+    many jobs; those of a request come in the order of their arrival."""
+
+    def __init__(self) -> None:
+        self._clients: dict[Hashable, dict[Hashable, deque[Job]]] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Job]:
+        for requests in self._clients.values():
+            for jobs in requests.values():
+                yield from jobs
+
+    def append(self, job: Job) -> None:
+        client, request = job.source
+        self._clients.setdefault(client, {}).setdefault(request, deque()).append(job)
+        self._count += 1
+
+    def first(self) -> Job:
+        """Return the job whose turn it is."""
+        return next(iter(self))
+
+    def popleft(self) -> Job:
+        """Take the first one out; the next turns are other requests' and clients'."""
+        job = self.first()
+        self.remove(job)
+        client, request = job.source
+        requests = self._clients.pop(client, {})
+        if jobs := requests.pop(request, None):
+            requests[request] = jobs
+        if requests:
+            self._clients[client] = requests
+        return job
+
+    def remove(self, job: Job) -> None:
+        """Take a job out, and keep the turns of the others."""
+        client, request = job.source
+        requests = self._clients[client]
+        requests[request].remove(job)
+        if not requests[request]:
+            del requests[request]
+        if not requests:
+            del self._clients[client]
+        self._count -= 1
+
+
 class Scheduler:
-    """Requests run in the order of their arrival, as long as there is room; what has started is
-    never interrupted, and none overtakes another that waits. Every step has a token of each text
-    that is being generated; the rest of its room goes to prompts, the oldest first.
+    """Requests run in turns of their clients, else in the order of their arrival, as long as there
+    is room; what has started is never interrupted, and none overtakes the first that waits. Every
+    step has a token of each text that is being generated; the rest of its room goes to prompts, the
+    oldest first.
 
     Attributes:
-        waiting: in the order of arrival.
+        waiting: in the order of their turns.
         running: in the order of arrival.
         followers: of the jobs that read prompts in this step, those that wait for the same one.
     """
 
     def __init__(self, limits: EngineLimits, pool: PagePool, encodes: bool) -> None:
         self.limits, self.pool = limits, pool
-        self.waiting: deque[Job] = deque()
+        self.waiting = FairQueue()
         self.running: dict[int, Job] = {}
         self.followers: dict[Job, list[Job]] = {}
         self._rows = 0
@@ -69,8 +119,8 @@ class Scheduler:
     def admit(self) -> list[Job]:
         """Starts as many waiting requests as there is room for."""
         admitted = []
-        while self.waiting and self._rows + self.waiting[0].rows <= self.limits.running:
-            if not self.waiting[0].admit(self.pool):
+        while self.waiting and self._rows + self.waiting.first().rows <= self.limits.running:
+            if not self.waiting.first().admit(self.pool):
                 break
             job = self.waiting.popleft()
             self.running[job.number] = job

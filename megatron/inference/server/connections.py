@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import resource
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from megatron.util.errors import RareLog
 
 _CHECKS = 8
 """Checks of a connection within each of its two times."""
@@ -24,21 +24,6 @@ _OTHER_DESCRIPTORS = 128
 that are refused and not closed yet."""
 _OVER = 32
 """Connections above the limit that still get an answer, status 503."""
-_PAUSE = 60.0
-
-
-class RareLog:
-    """Logs each kind of line at most once a minute."""
-
-    def __init__(self, log: Callable[[str], None]) -> None:
-        self._log = log
-        self._last: dict[str, float] = {}
-
-    def say(self, kind: str, line: str) -> None:
-        now = time.monotonic()
-        if now - self._last.get(kind, -_PAUSE) >= _PAUSE:
-            self._last[kind] = now
-            self._log(line)
 
 
 def most_connections() -> int:

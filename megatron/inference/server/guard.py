@@ -118,7 +118,7 @@ class _Call:
 
     async def run(self, app: Any, receive: Any, access: Access, metrics: Metrics) -> None:
         path = self._scope["path"]
-        record = RequestRecord()
+        record = RequestRecord(client=(self._scope.get("client") or ("",))[0])
         token = current_record.set(record)
         try:
             headers = dict(self._scope["headers"])

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 import uvicorn
 
 from megatron.config import ConfigError
-from megatron.inference.server.connections import BoundedConnection, RareLog, most_connections
+from megatron.inference.server.connections import BoundedConnection, most_connections
+from megatron.util.errors import RareLog
 
 T = TypeVar("T")
 _BACKLOG = 1024

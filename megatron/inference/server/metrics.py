@@ -33,11 +33,12 @@ _COUNTERS = {
 
 @dataclass
 class RequestRecord:
-    """Tokens of a request, and when it began (of the monotonic clock)."""
+    """Tokens of a request, its client, and when it began (of the monotonic clock)."""
 
     prompt_tokens: int = 0
     new_tokens: int = 0
     begun: float = field(default_factory=time.monotonic)
+    client: str = ""
 
 
 current_record: ContextVar[RequestRecord] = ContextVar("record")

@@ -272,7 +272,7 @@ class Service:
         async def follow(index: int, request: GenerationRequest) -> None:
             clock = _Clock(self.metrics)
             try:
-                async with aclosing(thread.stream(request)) as stream:
+                async with aclosing(thread.stream(request, source)) as stream:
                     async for update in stream:
                         clock.note(update)
                         queue.put_nowait((index, update))
@@ -284,6 +284,7 @@ class Service:
         timer = loop.call_later(seconds, queue.put_nowait, asyncio.TimeoutError())
         tasks = [asyncio.create_task(follow(*item)) for item in enumerate(requests)]
         with self._counted() as record:
+            source = record.client, id(record)
             record.prompt_tokens += sum(len(request.prompt) for request in requests)
             try:
                 running = len(tasks)

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import socket
+import struct
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from megatron.dashboard import runs
+from megatron.dashboard.requests import RefusedError
 from megatron.dashboard.runs import WatchedRun, find_runs
 from megatron.dashboard.server import Dashboard
 
@@ -363,6 +365,82 @@ def test_the_last_events_and_how_many_there_are(tmp_path):
     steps = [event["iteration"] for event in known["events"]]
     assert steps == list(range(3001, 5001))
     assert known["events"][-1]["values"] == {"v2": 5000.0} and len(json.dumps(known)) < 400_000
+
+
+def test_events_of_one_step_are_bounded(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    events = (row(f"kind {n % 300}", 1, v=n) for n in range(6000))
+    path.write_text(train_row(1) + "".join(events))
+    watched = WatchedRun("1", "one", path)
+    watched.refresh()
+    found = watched.summary()
+    watched.close()
+    assert found["event_count"] == 6000 and len(found["events"]) == 2000
+
+
+def test_a_table_that_is_too_long_is_refused(server, monkeypatch):
+    id = series_id(server)
+    monkeypatch.setattr(runs, "MOST_CELLS", 599)
+    assert "more than 599 values" in asked(server, f"/api/runs/1/csv?id={id}", 413)["error"]
+    path = f"/api/runs/1/csv?from=1&to=500{f'&id={id}' * 100}"
+    assert get(server, path)[2].splitlines()[0] == b"iteration,samples,tokens,loss"
+
+
+def test_connections_are_bounded(server, monkeypatch, capfd):
+    """A silent client makes room for a new one; one that sends too slowly is closed."""
+    monkeypatch.setattr(Dashboard, "most_connections", 3)
+    server.most_connections = 3
+    address = server.server_address[:2]
+    silent = [socket.create_connection(address, timeout=10) for _ in range(8)]
+    silent[7].sendall(b"GET /api/ru")
+    assert asked(server, "/api/runs") and silent[0].recv(100) == b""
+    monkeypatch.setattr(Dashboard, "request_seconds", 0.0)
+    assert silent[7].recv(100) == b""
+    for one in silent:
+        one.close()
+
+
+def test_a_client_that_goes_away_is_not_logged(server, capfd):
+    with suppress(OSError), socket.create_connection(server.server_address[:2]) as client:
+        client.sendall(b"GET /api/ru")
+        wait_until(lambda: server._silent)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    wait_until(lambda: not server._count)
+    assert capfd.readouterr().err == ""
+
+
+def wait_until(is_so) -> None:
+    deadline = time.monotonic() + 10
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_pages_that_are_told_of_updates_are_bounded(server, monkeypatch):
+    monkeypatch.setattr(server, "followers", threading.BoundedSemaphore(1))
+    with server.followers:
+        assert "close one" in asked(server, "/api/updates", 503)["error"]
+    with socket.create_connection(server.server_address[:2], timeout=10) as client:
+        client.sendall(b"HEAD /api/updates HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        answer = b"".join(iter(lambda: client.recv(1 << 16), b""))
+    assert answer.startswith(b"HTTP/1.1 200 ") and answer.endswith(b"\r\n\r\n")
+
+
+def test_large_answers_that_are_not_read_are_bounded(server):
+    with server.sending(1 << 28), pytest.raises(RefusedError), server.sending(1 << 17):
+        pass
+    with server.sending(1 << 28):
+        assert asked(server, "/api/runs")
+
+
+def test_other_runs_are_read_while_one_is_large(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(train_row(1))
+    watched = WatchedRun("1", "one", tmp_path / "metrics.jsonl")
+    watched.refresh(lambda: True)
+    assert watched.listing()["state"] == "loading"
+    watched.refresh()
+    assert watched.listing()["state"] == "live"
+    watched.close()
 
 
 def wait_for(server: Dashboard, state: str) -> dict[str, object]:

@@ -24,6 +24,7 @@ from megatron.data.json_lines import (
     read_lines,
 )
 from megatron.data.kinds.raw_text.text_files import TableRows, TextFile, text_files
+from megatron.util.files import PARQUET_LIMITS, check_inflation
 from megatron.util.json_text import MAX_DEPTH
 
 _PLAIN = (".json", ".jsonl", ".csv", ".tsv")
@@ -35,6 +36,8 @@ _ABOUT = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state
 """Files of the Hub and of `datasets` that have no records."""
 _ROWS = 32
 """Rows of a Parquet file that are in memory at a time."""
+_LARGE_BATCH = 1 << 26
+"""Bytes of such rows."""
 
 
 def records_of(path: str) -> Iterator[tuple[str, Any]]:
@@ -199,13 +202,29 @@ def _rows_of_parquet(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         ) from None
     number = 0
     try:
-        with parquet.ParquetFile(path, pre_buffer=False) as file:
-            for batch in file.iter_batches(_ROWS):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{path}, row {number}", _pruned(row)
+        with parquet.ParquetFile(path, pre_buffer=False, **PARQUET_LIMITS) as file:
+            for group in range(file.num_row_groups):
+                for batch in _batches(file, group, f"{path}, row group {group + 1}"):
+                    for place in range(len(batch)):
+                        number += 1
+                        row = batch.slice(place, 1).to_pylist()[0]
+                        yield f"{path}, row {number}", _pruned(row)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is damaged or not a Parquet file: {error}") from None
+
+
+def _batches(file: Any, group: int, where: str) -> Iterator[Any]:
+    """Rows of a row group, a few at a time. Raises ValueError if a few bytes stand for too much."""
+    chunks = file.metadata.row_group(group)
+    columns = [chunks.column(place) for place in range(chunks.num_columns)]
+    packed = sum(column.total_compressed_size for column in columns)
+    check_inflation(packed, sum(column.total_uncompressed_size for column in columns), where)
+    large = 0
+    for batch in file.iter_batches(_ROWS, [group]):
+        if batch.nbytes > _LARGE_BATCH:  # rows may share texts, which are in the file once
+            large += batch.nbytes
+            check_inflation(packed, large, where)
+        yield batch
 
 
 def _pruned(value: Any, depth: int = 0) -> Any:

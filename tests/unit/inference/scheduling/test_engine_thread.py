@@ -101,6 +101,29 @@ def test_refusals_come_first():
         asyncio.run(main(thread))
 
 
+def test_requests_and_clients_take_turns():
+    """The many texts of one request do not delay another, nor those of one client."""
+    ended = []
+
+    async def main(thread):
+        async def text(source):
+            async with contextlib.aclosing(thread.stream(request(1, 4), source)) as stream:
+                async for _ in stream:
+                    pass
+            ended.append(source)
+
+        many = [("a", 1)] * 9 + [("a", 2)] * 5
+        tasks = [asyncio.create_task(text(source)) for source in many]
+        await until(lambda: thread.stats.waiting > 5)
+        await asyncio.gather(*tasks, text(("a", 3)), text(("b", 4)))
+
+    with thread_of(EngineLimits(1, 16, 100), delay=0.002) as thread:
+        asyncio.run(main(thread))
+        assert thread.stats.waiting == 0
+    assert len(ended) == 16 and ended[-1] == ("a", 1)
+    assert ended.index(("b", 4)) < 5 and ended.index(("a", 3)) < 10
+
+
 def test_burst():
     """Each of many that come at once is answered or refused, while others leave."""
 

@@ -18,11 +18,12 @@ from serving import PlainChat, TextRunner, served
 from megatron.inference.server import connections, turns
 from megatron.inference.server.command import _drain
 from megatron.inference.server.config import ServiceLimits
-from megatron.inference.server.connections import BoundedConnection, RareLog, most_connections
+from megatron.inference.server.connections import BoundedConnection, most_connections
 from megatron.inference.server.errors import RequestError
 from megatron.inference.server.listening import ConnectionLimits
 from megatron.inference.server.service import _without_frames
 from megatron.inference.server.turns import Lane, RequestTurn
+from megatron.util.errors import RareLog
 
 LARGE = "x" * 150_000
 CHAT = "/v1/chat/completions"

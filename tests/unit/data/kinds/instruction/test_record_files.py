@@ -78,6 +78,22 @@ def test_tabs(tmp_path: Path) -> None:
     assert [record for _, record in records_of(str(path))] == expected
 
 
+@pytest.mark.parametrize("rows, compression", [(32, "none"), (4, "zstd")])
+def test_parquet_whose_rows_share_a_long_text(rows: int, compression: str, tmp_path: Path) -> None:
+    """A small file must not stand for more than the memory has."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    text = "hello " * (600_000 if compression == "none" else 12_000_000)
+    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * rows, "int32"), [text])
+    path = str(tmp_path / "x.parquet")
+    parquet.write_table(
+        pyarrow.table({"prompt": column}), path, compression=compression, store_schema=False
+    )
+    with pytest.raises(ValueError, match=r"x\.parquet, row group 1 has [\d,]+ bytes that are"):
+        list(records_of(path))
+
+
 def test_parquet_adds_no_keys(tmp_path: Path) -> None:
     """A column of objects gives each of them the keys of all."""
     ((_, chat),) = read_examples(write(tmp_path / "x.parquet", [CHAT]))
