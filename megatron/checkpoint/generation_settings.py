@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.files import CheckpointError, read_json, write_json
-from megatron.tokenizer import Tokenizer
+from megatron.config import TokenizerConfig
+from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.tokenizer.mark import mark_of
 
 Generation = dict[str, Any]
 """The keys of a ``generation_config.json``; empty where nothing is known."""
@@ -74,6 +76,31 @@ def with_ends(generation: Generation, ends: Iterable[int]) -> Generation:
     if not tokens:
         return generation
     return generation | {_ENDS: tokens[0] if len(tokens) == 1 else tokens}
+
+
+def for_tokenizer(
+    generation: Generation,
+    theirs: TokenizerConfig | None,
+    config: TokenizerConfig,
+    tokenizer: Tokenizer,
+) -> Generation:
+    """The settings of a model whose tokenizer is ``theirs``, for one that is trained from it with
+    another (``tokenizer`` of ``config``): without ids of tokens, if the two give other ids to the
+    same texts."""
+    if theirs is None or theirs == config or not any(map(_is_id, generation)):
+        return generation
+    ours = mark_of(tokenizer, None)
+    try:
+        mark = mark_of(build_tokenizer(theirs), None)
+    except (ValueError, OSError):  # its files are no longer there
+        return generation
+    if mark is None or ours is None or mark.digest == ours.digest:
+        return generation
+    return {name: value for name, value in generation.items() if not _is_id(name)}
+
+
+def _is_id(name: str) -> bool:
+    return name.endswith(("_token_id", "_token_ids"))
 
 
 def write_generation(folder: Path, generation: Generation) -> None:

@@ -7,6 +7,7 @@ nothing, or has forgotten how to answer. Each finding says what is to be done an
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron.checkpoint.generation_settings import end_tokens
 from megatron.config.kinds.instruction import InstructionConfig
 from megatron.config.kinds.preference import PreferenceConfig
 from megatron.data.kinds.instruction.columns import RecordColumns
@@ -31,8 +33,10 @@ from megatron.util.json_text import parse_json
 
 LOOKED_AT = 32
 """Samples that are looked at."""
+_LOOKED_AT_ENDINGS, _MOSTLY = 64, 0.5
+"""Samples whose answers' endings are counted, and the share of them that one must exceed."""
 _SHOWN = 400
-ENDING = 3
+_ENDING = 3
 """Tokens at the end of an answer of which one should end it: templates write line breaks after."""
 
 
@@ -129,7 +133,7 @@ def _without_end(
     answers = ((s, answer) for s in samples for answer in _answers(data, s) if answer.whole)
     first = None
     for sample, (tokens, counted, _) in answers:
-        last = np.flatnonzero(counted)[-ENDING:]
+        last = np.flatnonzero(counted)[-_ENDING:]
         if np.isin(tokens[last], ends).any():
             return None
         first = first or sample
@@ -155,6 +159,38 @@ def possible_ends(tokenizer: Tokenizer) -> frozenset[int]:
     if fast is not None:
         found |= set(fast.added_tokens_decoder)
     return frozenset(found)
+
+
+def answer_ends(
+    dataset: SampleDataset[Any], tokenizer: Tokenizer, of_base: Sequence[int]
+) -> frozenset[int]:
+    """The tokens that end an answer: those of the tokenizer, those of the base (``of_base``) that
+    no text contains, and the special one at which most answers of the data end, which a chat
+    template may write."""
+    samples = (dataset[number] for number in range(min(_LOOKED_AT_ENDINGS, len(dataset))))
+    # Where answers end without such a token, the full stop of most of them is not one.
+    known = possible_ends(tokenizer)
+    answers = (answer for sample in samples for answer in _answer_endings(sample))
+    last = Counter(next((i for i in reversed(each) if i in known), None) for each in answers)
+    found = end_tokens(tokenizer, {}) | tokenizer.special_tokens.intersection(of_base)
+    if last:
+        token, times = last.most_common(1)[0]
+        if token is not None and times > _MOSTLY * last.total():
+            found |= {token}
+    return found
+
+
+def _answer_endings(sample: Any) -> Iterator[list[int]]:
+    """The last tokens that count of each example that the end of a sample does not cut."""
+    if isinstance(sample, PreferenceSample):
+        yield from (row.continuation[-_ENDING:].tolist() for row in sample.rows)
+    if not isinstance(sample, PackedSample):
+        return
+    counted_S, documents_S = sample.loss_mask_S > 0, sample.document_ids_S
+    for document in np.unique(documents_S[counted_S]):
+        places = np.flatnonzero(counted_S & (documents_S == document))
+        if places[-1] < len(counted_S) - 1:
+            yield sample.tokens_T[places[-_ENDING:] + 1].tolist()
 
 
 def _outside_of_table(

@@ -4,7 +4,6 @@ the examples that it was trained on."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from megatron.checkpoint.files import read_json, write_json
 from megatron.checkpoint.generation_settings import ends_of, with_ends
@@ -17,7 +16,6 @@ from megatron.data.kinds.preference.records import read_preferences
 from megatron.data.sources import parts_of
 from megatron.tokenizer.chat_process import read_template
 from megatron.training.run import Run
-from megatron.util.files import own_file
 
 _ALPACA = """\
 {%- set state = namespace(text='', first=true) -%}
@@ -90,13 +88,9 @@ def _begins_texts(run: Run) -> bool:
     return begin is not None and len(ids) > 1 and ids[0] == begin
 
 
-def write_chat_format(folder: Path, base: str, run: Run, ends: frozenset[int]) -> bool:
-    """Adds to an exported model what its prompts need; returns whether it has a chat template.
-
-    Args:
-        base: the model of ``--model``, whose settings of generation are kept.
-        ends: tokens that end an answer.
-    """
+def write_chat_format(folder: Path, run: Run, ends: frozenset[int]) -> bool:
+    """Adds to an exported model what its prompts need, and the tokens ``ends`` at which an answer
+    ends; returns whether it has a chat template."""
     template = template_of(run)
     settings = folder / "tokenizer_config.json"
     if template is not None and settings.is_file():
@@ -105,14 +99,8 @@ def write_chat_format(folder: Path, base: str, run: Run, ends: frozenset[int]) -
             k: v for k, v in read_json(settings, lenient=True).items() if k != "chat_template"
         }
         write_json(settings, content)
-    path, known = folder / "generation_config.json", Path(base) / "generation_config.json"
-    if not path.is_file():
-        return template is not None
-    written = read_json(path, lenient=True)
-    kept: dict[str, Any] = read_json(own_file(known), lenient=True) if known.is_file() else {}
-    for name in ("transformers_version", "_from_model_config"):
-        kept.pop(name, None)
-    special = run.tokenizer.special_tokens
-    of_base = [token for token in ends_of(kept) if token in special]
-    write_json(path, with_ends(kept | written, [*ends_of(written), *of_base, *sorted(ends)]))
+    path = folder / "generation_config.json"
+    if path.is_file():
+        written = read_json(path, lenient=True)
+        write_json(path, with_ends(written, [*ends_of(written), *sorted(ends)]))
     return template is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -138,7 +137,6 @@ def fine_tune(tuning: TuningRun) -> None:
             return
         record = record_of(tuning, earlier, changes)
         prompts = sample_prompts(config, run, data)
-        run = replace(run, ends=prompts.ends or None)
         callbacks = (Baseline(), SampleTexts(run, mesh, prompts, config.sample_tokens))
         notes = {TUNING: record.to_json()}
         trainer = build_trainer(run, mesh, callbacks, data, tuning.epochs, notes, brief=True)

@@ -67,7 +67,7 @@ def export_model(
                 return
         with published_into(output, overwrite=True) as folder:
             result = export_hf(source, folder, size, name=f"--output {output}")
-            has_template = write_chat_format(folder, config.model, run, ends)
+            has_template = write_chat_format(folder, run, ends)
             card = model_card(done_in(source, summary), output.resolve().name, has_template)
             (folder / CARD).write_text(card, "utf-8")
             names = sorted(path.name for path in folder.iterdir())

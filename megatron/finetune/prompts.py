@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.checkpoint.generation_settings import end_tokens, ends_of
+from megatron.checkpoint.generation_settings import ends_of, for_tokenizer
 from megatron.checkpoint.source import open_checkpoint
 from megatron.config import ConfigError
 from megatron.config.kinds.instruction import InstructionConfig
 from megatron.config.kinds.preference import PreferenceConfig
-from megatron.data.example_checks import ENDING, possible_ends
+from megatron.data.example_checks import answer_ends
 from megatron.data.kinds.instruction.columns import RecordColumns
 from megatron.data.kinds.instruction.conversations import ANSWER, Example, Turn, read_examples
 from megatron.data.kinds.instruction.example_encoder import ExampleEncoder
@@ -24,11 +22,7 @@ from megatron.data.loader import TrainingData
 from megatron.data.preference_batch import PreferenceSample
 from megatron.data.samples import PackedSample, SampleDataset
 from megatron.finetune.config import TuningConfig
-from megatron.tokenizer import Tokenizer
 from megatron.training.run import Run
-
-_LOOKED_AT = 64
-_MOSTLY = 0.5
 
 
 class PromptTokens(NamedTuple):
@@ -64,7 +58,8 @@ def sample_prompts(config: TuningConfig, run: Run, data: TrainingData) -> Prompt
             f"{run.config.model.positions.max_position_embeddings} positions of the model"
         )
     short = (each._replace(prompt=each.prompt[-room:]) for each in found)
-    base = open_checkpoint(config.model or "", verify=False).generation
+    source = open_checkpoint(config.model or "", verify=False)
+    base = for_tokenizer(source.generation, source.tokenizer, run.config.tokenizer, run.tokenizer)
     return Prompts(tuple(short), answer_ends(datasets.train, run.tokenizer, ends_of(base)))
 
 
@@ -123,35 +118,3 @@ def _asked(line: str) -> Example:
 def _prompt(tokens: npt.NDArray[np.int32], counted: npt.NDArray[np.bool_]) -> PromptTokens:
     start = int(counted.argmax()) if counted.any() else len(tokens)
     return PromptTokens(tuple(tokens[:start].tolist()))
-
-
-def answer_ends(
-    dataset: SampleDataset[Any], tokenizer: Tokenizer, of_base: Sequence[int]
-) -> frozenset[int]:
-    """The tokens that end an answer: those of the tokenizer, those of the base (``of_base``) that
-    no text contains, and the special one at which most answers of the data end, which a chat
-    template may write."""
-    samples = (dataset[number] for number in range(min(_LOOKED_AT, len(dataset))))
-    # Where answers end without such a token, the full stop of most of them is not one.
-    known = possible_ends(tokenizer)
-    answers = (answer for sample in samples for answer in _answer_endings(sample))
-    last = Counter(next((i for i in reversed(each) if i in known), None) for each in answers)
-    found = end_tokens(tokenizer, {}) | tokenizer.special_tokens.intersection(of_base)
-    if last:
-        token, times = last.most_common(1)[0]
-        if token is not None and times > _MOSTLY * last.total():
-            found |= {token}
-    return found
-
-
-def _answer_endings(sample: Any) -> Iterator[list[int]]:
-    """The last tokens that count of each example that the end of a sample does not cut."""
-    if isinstance(sample, PreferenceSample):
-        yield from (row.continuation[-ENDING:].tolist() for row in sample.rows)
-    if not isinstance(sample, PackedSample):
-        return
-    counted_S, documents_S = sample.loss_mask_S > 0, sample.document_ids_S
-    for document in np.unique(documents_S[counted_S]):
-        places = np.flatnonzero(counted_S & (documents_S == document))
-        if places[-1] < len(counted_S) - 1:
-            yield sample.tokens_T[places[-ENDING:] + 1].tolist()

@@ -74,7 +74,9 @@ def parsed_mark(content: bytes) -> TokenizerMark | None:
         mark = TokenizerMark(**found)
     except (AttributeError, KeyError, TypeError):
         mark = TokenizerMark("", 0, "")
-    if not (isinstance(mark.digest, str) and mark.digest and type(mark.vocab_size) is int):
+    texts = (mark.tokenizer_type, mark.digest)
+    named = all(isinstance(each, str) and each.isprintable() for each in texts)  # it is shown
+    if not (named and mark.digest and type(mark.vocab_size) is int):
         raise ValueError("it is not the mark of a tokenizer: remove it")
     return mark
 

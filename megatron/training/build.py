@@ -105,6 +105,9 @@ MARK_FILE = "tokenizer/mark.json"
 GENERATION = "megatron.checkpoint.generation_settings"
 """The settings of generation of models that have them."""
 
+ANSWER_ENDS = "megatron.data.example_checks:answer_ends"
+"""Tells the tokens at which examples teach a model to end a text; imported for such data only."""
+
 EXAMPLE_CHECKS = "megatron.training.example_checks:warn_of_examples"
 """Warns of what is probably wrong with instructions and preferences. It is called with the run and
 its data, and imported for such data only."""
@@ -167,7 +170,8 @@ def build_trainer(
     begin = resume.load(engine, plan, checkpoint, files)
     begin = dataclasses.replace(begin, changed=(*begin.changed, *changed))
     _check_tokenizer(run, begin)
-    writer = checkpoint_writer(engine, run.content, _tokenizer_writer(run, begin.generation), saved)
+    save_tokenizer = _tokenizer_writer(run, data, begin)
+    writer = checkpoint_writer(engine, run.content, save_tokenizer, saved)
     if begin.skip_samples != config.data.skip_samples:
         data = data.skipping(begin.skip_samples)
     if config.kind(PreferenceConfig).preference == "kto":
@@ -237,17 +241,25 @@ def _check_tokenizer(run: Run, begin: ResumePoint) -> None:
         )
 
 
-def _tokenizer_writer(run: Run, generation: Mapping[str, Any]) -> Callable[[Path], None]:
+def _tokenizer_writer(run: Run, data: TrainingData, begin: ResumePoint) -> Callable[[Path], None]:
     """Writes the files of a run's tokenizer into a folder, and next to them where the texts of its
-    model end, as far as its base (``generation``) or its examples say so."""
+    model end, as far as its base or its examples say so."""
+    settings = resolve_name(GENERATION)
+    generation = settings.for_tokenizer(
+        begin.generation, begin.tokenizer, run.config.tokenizer, run.tokenizer
+    )
     mark = resolve_name(MARK)(run.tokenizer, run.config.tokenizer.tokenizer_type)
+    taught, train = None, data.datasets.train
+    if data.weighed and train is not None:
+        of_base = settings.ends_of(generation)
+        taught = resolve_name(ANSWER_ENDS)(train, run.tokenizer, of_base)
 
     def save(folder: Path) -> None:
         run.tokenizer.save_pretrained(folder)
         if mark is not None:
             (folder.parent / MARK_FILE).write_bytes(mark.json())
-        if generation or run.ends is not None:
-            resolve_name(GENERATION).write_of_run(folder, run.tokenizer, generation, run.ends)
+        if generation or taught is not None:
+            settings.write_of_run(folder, run.tokenizer, generation, taught)
 
     return save
 

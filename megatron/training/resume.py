@@ -25,6 +25,7 @@ from megatron.config import (
     RunConfig,
     Setting,
     Settings,
+    TokenizerConfig,
 )
 from megatron.config.data import SOURCE_FIELDS
 from megatron.config.flags import build, names_of
@@ -62,7 +63,7 @@ class ResumePoint:
     ``restarts``: also the optimizer's state was loaded, and the count starts again.
     ``skip_samples`` are the ranges of training samples that the run skips, those that its flags
     name and those that it found bad itself; ``spikes`` is what its rule of spikes has learned;
-    ``generation`` is that of its :class:`Source`."""
+    ``generation`` and ``tokenizer`` are those of its :class:`Source`."""
 
     folder: Path | None = None
     iteration: int = 0
@@ -74,6 +75,7 @@ class ResumePoint:
     skip_samples: tuple[str, ...] = ()
     spikes: Mapping[str, Any] = field(default_factory=dict)
     generation: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer: TokenizerConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -250,7 +252,7 @@ def load(
     except DamagedError as error:
         source, origin = resolve_name(f"{DAMAGED}:load_older")(engine, origin, error)
     point = _resume_point(engine, plan, origin, source, files)
-    point = replace(point, generation=source.generation)
+    point = replace(point, generation=source.generation, tokenizer=source.tokenizer)
     if origin.damaged:
         lines = resolve_name(f"{DAMAGED}:set_damaged_aside")(engine, origin)
         point = replace(point, notes=(*lines, *point.notes))

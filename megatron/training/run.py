@@ -55,15 +55,13 @@ OWN_CHECKPOINT = "megatron.training.unattended.restarted:from_own_checkpoint"
 class Run:
     """A training command, completed: ``content`` is the DeepSpeed JSON, ``resolved`` the
     configuration with the origin of every value, ``launched`` whether a launcher would end this
-    process. ``ends`` are the tokens at which its examples teach the model to end a text; None for
-    those of the model that it starts from, and of the tokenizer."""
+    process."""
 
     config: RunConfig
     content: Json
     tokenizer: Tokenizer
     resolved: Resolved
     launched: bool
-    ends: frozenset[int] | None = None
 
 
 def parse_run(

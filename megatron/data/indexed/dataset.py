@@ -57,10 +57,15 @@ def read_mark(path: Path) -> Any:
     if not path.is_file():
         return None
     try:
-        return resolve_name("megatron.tokenizer.mark:parsed_mark")(path.read_bytes())
+        with path.open("rb") as file:
+            content = file.read(_MARK_BYTES)
+        return resolve_name("megatron.tokenizer.mark:parsed_mark")(content)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
+
+_MARK_BYTES = 4096
+"""What is read of a mark, which has some 150."""
 
 # Opening checks up to this many blocks of entries, evenly spaced: all of them below 16 million.
 _BLOCK = 1 << 18

@@ -70,7 +70,7 @@ _HARMLESS = frozenset(
     "min_new_tokens renormalize_logits add_bos_token add_eos_token model_max_length padding_side "
     "tokenizer_model_max_length tokenizer_padding_side "
     # Other tasks than language modelling.
-    "classifier_dropout finetuning_task id2label label2id num_labels problem_type "
+    "_num_labels classifier_dropout finetuning_task id2label label2id num_labels problem_type "
     "task_specific_params summary_activation summary_first_dropout summary_proj_to_labels "
     "summary_type summary_use_proj "
     # How transformers and other programs return and compute, not what.

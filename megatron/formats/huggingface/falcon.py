@@ -63,6 +63,7 @@ def _read(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     given.only(
         "apply_residual_connection_post_layernorm", (False,), "the residual cannot be normalised"
     )
+    given.unused("ff_factor")  # in the file of the model of 11 billion parameters
     heads, parallel = fields["num_attention_heads"], fields["parallel_residual"]
     new, multi_query = given.flag("new_decoder_architecture"), given.flag("multi_query")
     groups = given.optional_whole("num_kv_heads") or heads

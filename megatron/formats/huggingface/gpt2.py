@@ -28,7 +28,9 @@ def _read(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
         "scale_attn_by_inverse_layer_idx", (False,), "all blocks must scale scores in the same way"
     )
     given.only("add_cross_attention", (False,), "cross-attention cannot be represented")
-    given.unused("reorder_and_upcast_attn", "n_ctx", "embd_pdrop", "predict_special_tokens")
+    given.unused(
+        "reorder_and_upcast_attn", "n_ctx", "embd_pdrop", "predict_special_tokens", "n_special",
+    )  # fmt: skip
     return {}
 
 

@@ -21,6 +21,8 @@ def _write(model: ModelConfig) -> dict[str, Any]:
 def _read(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     given.only("attention_bias", (True,), "all linear layers must have biases")
     given.only("is_decoder", (True, False), "it is always a decoder")
+    # In the file of the model of 20 billion parameters; transformers reads other names.
+    given.unused("attention_probs_dropout_prob", "hidden_dropout_prob")
     return read_rope(given, fields, "rotary_emb_base", share_key="rotary_pct", share=0.25)
 
 

@@ -27,7 +27,7 @@ def _read(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     )  # fmt: skip
     given.only("_remove_final_layer_norm", (False,), "the last block must be normalised")
     given.only("layer_norm_elementwise_affine", (True,), "norms must have weights")
-    given.unused("activation_dropout")  # of another model
+    given.unused("activation_dropout", "output_projection")  # of another model, and of metaseq
     given.only("layerdrop", (0, 0.0), "blocks cannot be dropped in training")
     return {}
 

@@ -87,6 +87,7 @@ def _scaling(
 ) -> str | None:
     kind = form.pop("rope_type", form.pop("type", "default"))
     form.pop("type", None)
+    form.pop("finetuned", None)  # of the code of YaRN's authors
     kind = types.get(kind, kind)
     if kind == "default":
         return None

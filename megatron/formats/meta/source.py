@@ -7,7 +7,7 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError, read_bytes, read_json
+from megatron.checkpoint.generation_settings import with_ends, write_generation
 from megatron.checkpoint.source import Source
 from megatron.config import ModelConfig, TokenizerConfig
 from megatron.formats.huggingface.architecture import Parameter
@@ -22,6 +23,7 @@ from megatron.formats.huggingface.registry import architecture_named
 from megatron.formats.legacy_megatron.vocabulary import write_tokenizer
 from megatron.formats.meta.params import read_params
 from megatron.formats.unpickle import load_pickle
+from megatron.tokenizer import build_tokenizer
 
 PARAMS = "params.json"
 _RANK = re.compile(r"consolidated\.(\d+)\.pth")
@@ -144,7 +146,19 @@ class MetaFolder(Source):
         """See :meth:`Source.copy_tokenizer`; made of tokenizer.model, which is in the folder or
         the one above it."""
         rows = self.model.vocabulary.padded
-        return write_tokenizer(self.tokenizer, target, rows, str(self.folder))
+        written = write_tokenizer(self.tokenizer, target, rows, str(self.folder))
+        write_generation(target, self.generation)
+        return written
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        """See :attr:`Source.generation`: Meta's programs end texts of Llama 3 at the end of a turn
+        too, which no file says."""
+        if self.tokenizer is None or self.tokenizer.tokenizer_type != "Llama3Tokenizer":
+            return {}
+        tokenizer = build_tokenizer(self.tokenizer)
+        ends = [tokenizer.eos, *tokenizer.tokenize("<|eot_id|>")]
+        return with_ends({}, (end for end in ends if end < self.model.vocabulary.size))
 
     def _parameter(self, name: str) -> Parameter:
         if name not in self._parameters:

@@ -149,16 +149,34 @@ def placed_prompt(
     """The tokens of a prompt in its text ``shown``, which lacks those that the tokenizer puts
     around every text."""
     special = tokenizer.special_tokens
-    around = next((n for n, token in enumerate(prompt) if token not in special), 0)
-    cuts = [cut for cut in range(around + 1) if _text(tokenizer, prompt[cut:]).startswith(shown)]
-    cut = cuts[0] if cuts else 0
+    around = next((n for n, token in enumerate(prompt) if token not in special), len(prompt))
+    cuts = ((cut, _text(tokenizer, prompt[cut:])) for cut in range(around + 1))
+    fitting = ((cut, lead) for cut, text in cuts if (lead := _lead(text, shown)) is not None)
+    cut, lead = next(fitting, (0, 0))
     found = [PlacedToken(prompt[n], 0, scores[n], "") for n in range(cut)]
     places, stream = TokenPlaces(tokenizer, 0), TextStream(tokenizer)
     for token, score in zip(prompt[cut:], scores[cut:], strict=True):
         found += places.add(token, score, stream.add(token))
     found += places.close(stream.close())
-    end = len(shown)
-    return [p if p.offset < end or not shown else _outside(p, end) for p in found]
+    end, moved = len(shown), (_moved(tokenizer, p, lead) if lead else p for p in found)
+    return [p if p.offset < end or not shown else _outside(p, end) for p in moved]
+
+
+def _lead(text: str, shown: str) -> int | None:
+    """How many more spaces the text of a prompt's tokens begins with than the prompt, some of which
+    a tokenizer adds or drops; None if the two differ otherwise."""
+    bare, theirs = text.lstrip(" "), shown.lstrip(" ")
+    if text.startswith(shown):
+        return 0
+    return len(text) - len(bare) - len(shown) + len(theirs) if bare.startswith(theirs) else None
+
+
+def _moved(tokenizer: Tokenizer, placed: PlacedToken, lead: int) -> PlacedToken:
+    """A token whose place was in a text with ``lead`` more spaces at its beginning."""
+    absent, there = max(0, lead - placed.offset), name_there(tokenizer, placed)
+    whole = not absent or there.startswith("bytes:")  # or a part of a character
+    name = placed.name if whole else there[absent:]
+    return replace(placed, offset=max(0, placed.offset - lead), name=name)
 
 
 def _text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:

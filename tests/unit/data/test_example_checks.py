@@ -3,15 +3,18 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from megatron.config import RunConfig
+from megatron.config import RunConfig, TokenizerConfig
 from megatron.config.kinds.instruction import InstructionConfig
 from megatron.config.kinds.preference import PreferenceConfig
-from megatron.data.example_checks import Base, check_examples, template_in
+from megatron.data.example_checks import Base, answer_ends, check_examples, template_in
 from megatron.families.gpt import GPTData
-from megatron.finetune.prompts import answer_ends
+from megatron.training import build
+from megatron.training.resume import ResumePoint
 
 from .kinds.instruction.conftest import CHATML, Built, gpt2, with_template, write
 
@@ -145,3 +148,24 @@ def test_the_end_that_examples_teach(gpt2: Built, with_template, write, gpt_conf
     assert ends(built, pairs, preference="dpo") == {eos, end, begin}
     assert ends(with_template(ENDLESS), path) == {eos, begin}
     assert ends(built, path, prompt_format="alpaca") == {eos, begin}
+
+
+@pytest.mark.parametrize("base", ["none", "same", "another"])
+def test_checkpoints_of_examples_end_where_answers_do(
+    base: str, with_template, write, gpt_config, tmp_path: Path
+) -> None:
+    """Also those of pretrain_gpt.py; with the base's ends only if ids are the base's."""
+    built, path = with_template(CHATML), write(CHATS)
+    begin, end = built.tokenizer.tokenize("<|im_start|><|im_end|>")
+    data = pipeline(built, path, gpt_config)
+    run: Any = SimpleNamespace(config=data.config, tokenizer=built.tokenizer)
+    examples: Any = SimpleNamespace(weighed=True, datasets=data.datasets((8, 0, 0)))
+    tokenizers = {"none": None, "same": built.config}
+    of_base = tokenizers.get(base, TokenizerConfig("ByteLevelTokenizer"))
+    known = {"eos_token_id": begin, "pad_token_id": 3, "top_p": 0.5}
+    point = ResumePoint(generation=known if of_base else {}, tokenizer=of_base)
+    build._tokenizer_writer(run, examples, point)(tmp_path / "tokenizer")
+    written = json.loads((tmp_path / "tokenizer/generation_config.json").read_text())
+    ends = [begin] * (base == "same") + sorted({built.tokenizer.eos, end})
+    kept = {"same": {"pad_token_id": 3, "top_p": 0.5}, "another": {"top_p": 0.5}}
+    assert written == {"eos_token_id": ends} | kept.get(base, {})

@@ -1,10 +1,12 @@
 """Marks of tokenizers: equal for equal ids, whoever reads the files, wherever they are."""
 
+import json
 import shutil
 
 import pytest
 
 from megatron.config import TokenizerConfig
+from megatron.data.indexed.dataset import read_mark
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.mark import TokenizerMark, common_mark, mark_of, parsed_mark
 
@@ -61,3 +63,16 @@ def test_marks_that_are_put_together():
     with pytest.raises(ValueError, match=r"b was made with A of 9 ids \(x\), and c with C of 9"):
         common_mark({"a": None, "b": one, "c": other})
     assert parsed_mark(b'{"format": 2, "anything": 1}') is None  # of a later version
+
+
+@pytest.mark.parametrize(
+    "name",
+    [["A"], "\x1b[2J", "A\nB", "A" * 5000, None],
+    ids=["list", "escape", "lines", "long", "null"],
+)
+def test_a_mark_that_cannot_be_shown_is_refused(name, tmp_path):
+    """Messages contain it."""
+    content = {"format": 1, "tokenizer_type": name, "vocab_size": 3, "digest": "x"}
+    (tmp_path / "data.tokenizer").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="data.tokenizer: it is not "):
+        read_mark(tmp_path / "data.tokenizer")

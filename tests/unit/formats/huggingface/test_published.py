@@ -57,6 +57,28 @@ def test_what_is_written_is_read_as_the_same(name):
     assert known.model(written, PATH) == model
 
 
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("openai-community/gpt2", {"n_special": 0, "predict_special_tokens": True}),
+        ("openai-community/gpt2", {"_num_labels": 1, "id2label": {"0": "LABEL_0"}}),
+        ("EleutherAI/pythia-1b", {"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0}),
+        ("facebook/opt-125m", {"output_projection": True}),
+        ("tiiuae/falcon-40b", {"ff_factor": 4}),
+    ],
+)
+def test_keys_of_other_published_models_change_nothing(name, keys):
+    _, content = PUBLISHED[name]
+    assert model_of(content | keys) == model_of(content)
+
+
+def test_the_yarn_of_its_authors_is_read_without_their_note():
+    _, content = PUBLISHED["meta-llama/Llama-2-7b-hf"]
+    yarn = {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096}
+    plain, noted = (content | {"rope_scaling": yarn | note} for note in ({}, {"finetuned": True}))
+    assert model_of(noted) == model_of(plain) != model_of(content)
+
+
 def test_some_values():
     models = {name.split("/")[1]: model_of(content) for name, (_, content) in PUBLISHED.items()}
     llama = models["Llama-3.1-8B"].positions

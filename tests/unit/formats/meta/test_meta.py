@@ -1,6 +1,7 @@
 """Meta's files give the logits of Meta's own program, and the tensors and configuration of
 transformers' own script (tests/golden/meta_llama/make.py ran both)."""
 
+import base64
 import hashlib
 import json
 import pickle
@@ -16,7 +17,7 @@ from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import locate_checkpoint, open_checkpoint
 from megatron.formats.conversion.whole_model import model_of
 from megatron.formats.huggingface.llama import LLAMA
-from megatron.formats.meta.source import MetaFolder
+from megatron.formats.meta.source import MetaFolder, tokenizer_of_file
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "meta_llama"
 sys.path.insert(0, str(GOLDEN))
@@ -179,6 +180,21 @@ def test_opening_needs_no_transformers(tmp_path):
         "open_checkpoint(sys.argv[1]); assert 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, folder], check=True)
+
+
+def test_texts_of_llama_3_end_with_a_turn_too(tmp_path):
+    """As `stop_tokens` of Meta's tokenizer: the second and the tenth of the tokens after the
+    ranks."""
+    source = open_checkpoint(meta_files.write(next(iter(CASES)), tmp_path / "meta"))
+    assert source.generation == {}
+    lines = (f"{base64.b64encode(bytes([n])).decode()} {n}\n" for n in range(256))
+    (tmp_path / "tokenizer.model").write_text("".join(lines))
+    source.tokenizer = tokenizer_of_file(tmp_path / "tokenizer.model")
+    source.model = source.model.with_vocabulary(512)
+    assert source.generation == {"eos_token_id": [257, 265]}
+    assert source.copy_tokenizer(tmp_path / "copied")
+    copied = json.loads((tmp_path / "copied/generation_config.json").read_text())
+    assert copied == source.generation
 
 
 def test_checksums_of_meta(tmp_path):

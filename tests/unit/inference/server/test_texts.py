@@ -6,7 +6,7 @@ import random
 import pytest
 from serving import byte_tokenizer
 from small_tokenizers import random_ids, small_tokenizers
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from megatron.inference.decoding.text_stream import bytes_of_token
@@ -128,6 +128,31 @@ def test_a_token_is_in_the_text_where_its_place_is(made, name, seed):
             assert there.startswith(called), (each, called, there[:9])
         else:  # a part of a character, or of none
             assert there[0] == "\ufffd" or own[0] in there[0].encode(), (each, own, there[:9])
+
+
+@pytest.mark.parametrize("shown", ["ab c", "a", " a", "  a  b", "a ", "</s>", "é b"])
+@pytest.mark.parametrize("kind", ["prefix", "metaspace", "bos"])
+def test_offsets_where_a_tokenizer_adds_or_drops_spaces(kind, shown, tmp_path):
+    made = pre_tokenizers.Metaspace() if kind == "metaspace" else None
+    made = made or pre_tokenizers.ByteLevel(add_prefix_space=kind == "prefix", use_regex=False)
+    letters = ["\u2581", *"abcé"] if kind == "metaspace" else made.alphabet()
+    vocab = {name: n for n, name in enumerate(["<s>", "</s>", *sorted(letters)])}
+    backend = Tokenizer(models.BPE(vocab, []))
+    backend.pre_tokenizer = made
+    backend.decoder = decoders.Metaspace() if kind == "metaspace" else decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>"])
+    if kind == "bos":
+        backend.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    tokenizer = HFTokenizer(tmp_path)
+    prompt = tokenizer.tokenize(shown)
+    placed = placed_prompt(tokenizer, prompt, [None] * len(prompt), shown)
+    assert [p.token for p in placed] == prompt
+    for each in placed:
+        called = name_there(tokenizer, each)
+        if not called.startswith("bytes:"):
+            assert shown.startswith(called, each.offset), (each, called)
 
 
 def test_bytes_that_do_not_continue_a_character_come_after_it():
