@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.files import read_json, write_json
-from megatron.checkpoint.generation_settings import ends_of, with_ends
+from megatron.checkpoint.generation_settings import OF_WRITER, ends_of, with_ends
 from megatron.config.kinds.instruction import InstructionConfig
 from megatron.config.kinds.preference import PreferenceConfig
 from megatron.data.kinds.instruction.columns import RecordColumns
@@ -110,7 +110,7 @@ def write_chat_format(folder: Path, base: str, run: Run, ends: frozenset[int]) -
         return template is not None
     written = read_json(path, lenient=True)
     kept: dict[str, Any] = read_json(own_file(known), lenient=True) if known.is_file() else {}
-    for name in ("transformers_version", "_from_model_config"):
+    for name in OF_WRITER:
         kept.pop(name, None)
     special = run.tokenizer.special_tokens
     of_base = [token for token in ends_of(kept) if token in special]
