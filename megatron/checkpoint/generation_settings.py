@@ -16,8 +16,8 @@ Generation = dict[str, Any]
 """The keys of a ``generation_config.json``; empty where nothing is known."""
 FILE = "generation_config.json"
 _ENDS = "eos_token_id"
-_WRITER = ("transformers_version", "_from_model_config")
-"""Keys about the program that wrote the file."""
+OF_WRITER = ("transformers_version", "_from_model_config", "_name_or_path")
+"""Keys about the program that wrote the file, and the folder where it did."""
 _INNER = ("decoder", "generator", "text_config")
 """Sections of a config.json in which `transformers` looks for what the file itself lacks."""
 
@@ -52,7 +52,7 @@ def read_generation(folder: Path, rows: int, model_type: str | None = None) -> G
             f"0 to {rows - 1}: correct it, or remove the key"
         )
     content.pop(_ENDS, None)
-    kept = {name: value for name, value in content.items() if name not in _WRITER}
+    kept = {name: value for name, value in content.items() if name not in OF_WRITER}
     return kept if outside else with_ends(kept, tokens)
 
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.files import CheckpointError, read_json
+from megatron.checkpoint.files import CheckpointError, read_json, write_json
 from megatron.checkpoint.folder import MEGATRON_TRACKER, TRACKER
 from megatron.checkpoint.slices import Slice
 from megatron.config import (
@@ -188,9 +188,11 @@ def copy_tokenizer_files(folder: Path, target: Path) -> None:
                 raise CheckpointError(
                     f"{folder / name} has more than {MOST_BYTES:,} bytes: no tokenizer has"
                 )
-            if name.startswith("generation_config"):  # transformers' parser has no bounds
-                read_json(folder / name, lenient=True)
             shutil.copyfile(found, target / name, follow_symlinks=False)
+            if name.startswith("generation_config"):  # transformers' parser has no bounds
+                settings = read_json(found, lenient=True)
+                if isinstance(settings, dict) and settings.pop("_name_or_path", None) is not None:
+                    write_json(target / name, settings)  # without a path of this machine
 
 
 def resolved(flags: ModelFlags, where: Path) -> ModelConfig:

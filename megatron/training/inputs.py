@@ -23,6 +23,7 @@ from megatron.util.digests import digest_of_sample
 INPUTS = "inputs"
 """Their key in ``state.json``."""
 BASE, REFERENCE, TEACHER = "model that it began from", "reference model", "teacher"
+TOKENIZER, TEMPLATE = "tokenizer", "chat template"
 _REFERENCE = "megatron.training.reference:reference_checkpoint"
 
 Inputs = Mapping[str, Mapping[str, str]]
@@ -75,10 +76,10 @@ def _text_inputs(config: RunConfig) -> dict[str, dict[str, str]]:
     found = {}
     path = named.tokenizer_model or named.vocab_file
     if path is not None:
-        found["tokenizer"] = _input(path, Path(path), tokenizer_digest(named))
+        found[TOKENIZER] = _input(path, Path(path), tokenizer_digest(named))
     if template is not None:
         file = Path(template)
-        found["chat template"] = _input(template, file.parent, digest_of_sample(file))
+        found[TEMPLATE] = _input(template, file.parent, digest_of_sample(file))
     return found
 
 
@@ -106,6 +107,12 @@ def changed_inputs(before: Inputs, now: Inputs) -> list[str]:
             lines.append(f"the content of the {what}, {new['path']}, has changed since")
         else:
             lines.append(f"the {what} was {old['path']} and is {new['path']}")
+    if TOKENIZER in before and TOKENIZER in now and (TEMPLATE in before) != (TEMPLATE in now):
+        was, is_now = (
+            one[TEMPLATE]["path"] if TEMPLATE in one else "that of the tokenizer"
+            for one in (before, now)
+        )
+        lines.append(f"the {TEMPLATE} was {was} and is {is_now}")
     return lines
 
 
@@ -136,4 +143,5 @@ def compared_inputs(config: RunConfig, origin: ResumeSource | None) -> tuple[Inp
             "those of then, begin another run from its weights (--finetune, and another --save), "
             "or give --allow-changed-data to continue with those of now"
         )
-    return {**before, **now}, lines
+    kept = {what: one for what, one in before.items() if what != TEMPLATE}
+    return {**kept, **now}, lines

@@ -152,7 +152,11 @@ class ProgramOutput:
 
 def name_output() -> None:
     """Makes standard output and standard error of this program :class:`ProgramOutput`; a second
-    call does nothing."""
+    call does nothing. Of a program that was started with one of them closed, Python has None."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if not isinstance(sys.stdout, ProgramOutput):
         sys.stdout = ProgramOutput(sys.stdout, "standard output")  # type: ignore[assignment]
     if not isinstance(sys.stderr, ProgramOutput):

@@ -70,9 +70,19 @@ _LEAST = 8
 
 
 def is_secret(name: str) -> bool:
-    """Whether a flag, variable or key of this name has a value that nobody else may see."""
-    words = set(re.split(r"[^a-z0-9]+", name.lower())) - {""}
+    """Whether a flag or key of this name has a value that nobody else may see."""
+    words = _words(name)
     return bool(words & _SECRET) or bool(words & _PERHAPS and (len(words) == 1 or words & _WITH))
+
+
+def is_secret_variable(name: str) -> bool:
+    """Whether an environment variable has such a value: a key or token in its name is no token of
+    a text, as in flags."""
+    return is_secret(name) or bool(_words(name) & _PERHAPS)
+
+
+def _words(name: str) -> set[str]:
+    return set(re.split(r"[^a-z0-9]+", name.lower())) - {""}
 
 
 class Redactor:
@@ -83,7 +93,7 @@ class Redactor:
         values = {
             value
             for name, value in environment.items()
-            if is_secret(name) and len(value) >= _LEAST and not value.startswith("/")
+            if is_secret_variable(name) and len(value) >= _LEAST and not value.startswith("/")
         }
         longest_first = sorted(values, key=len, reverse=True)
         self._values = re.compile("|".join(map(re.escape, longest_first))) if values else None

@@ -19,6 +19,7 @@ from megatron.formats.huggingface.registry import architecture_named
 from megatron.formats.huggingface.rope_and_windows import SLIDING
 from megatron.formats.huggingface.tasks import Inputs, Task
 from megatron.model.layer_list import LayerStack
+from megatron.util.progress import hide_bars_of_transformers
 
 BOUND = torch.finfo(torch.float32).eps
 """Largest difference of logits in float64, as a share of the largest one: the last digit of it in
@@ -168,6 +169,7 @@ def _counted(values: Tensor, inputs: Inputs) -> Tensor:
 def _load(folder: Path, class_name: str, strict: bool) -> Any:
     import transformers  # takes seconds
 
+    hide_bars_of_transformers()
     loaded: Any = getattr(transformers, class_name).from_pretrained(
         folder,
         dtype=torch.float64,

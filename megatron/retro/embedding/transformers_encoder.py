@@ -23,6 +23,7 @@ from megatron.retro.embedding.sentence_modules import LIST, SentenceModules, rea
 from megatron.retro.embedding.token_batches import BatchedEncoder, TokenBatch, mean_inside
 from megatron.tokenizer.transformers_folder import load_folder
 from megatron.util.digests import digest
+from megatron.util.progress import hide_bars_of_transformers
 
 _POOLER = "pooler."
 """Parameters that the last hidden states do not depend on; many files lack them."""
@@ -161,6 +162,7 @@ def _encoder(folder: Path, dtype: torch.dtype, flag: str) -> Any:
     # Its table of unused heads says nothing to whoever embeds.
     before = logging.get_verbosity()
     logging.set_verbosity_error()
+    hide_bars_of_transformers()
     try:
         model, report = AutoModel.from_pretrained(
             folder,

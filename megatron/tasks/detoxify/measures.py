@@ -69,6 +69,9 @@ def run_measures(description: str | None, argv: Sequence[str] | None = None) -> 
     print(out)
     if out.exists():
         print("load precalculated scores")
+        if scoring.scorer or scoring.scorer_command:
+            flag = "--scorer-command" if scoring.scorer_command else "--scorer"
+            print(f"{flag} is not asked: {out} has scores; remove it, or name another --out-path")
     else:
         with ending_at_ctrl_c():
             annotate(rows, out, open_scorer(scoring), config.end_text)

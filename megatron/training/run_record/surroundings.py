@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron.config.command_line import parsed_words
 from megatron.util.json_text import parse_json
-from megatron.util.secrets import Redactor, is_secret
+from megatron.util.secrets import Redactor, is_secret_variable
 
 _PREFIXES = tuple(
     """ATEN_ CUBLAS_ CUDA_ CUDNN_ DEEPSPEED_ DS_ FI_ GLOO_ GOMP_ HIP_ KMP_ MEGATRON_ MIOPEN_ MKL_
@@ -46,7 +46,7 @@ def recorded_variables(environment: Mapping[str, str], redactor: Redactor) -> di
     return {
         name: redactor.text(environment[name])
         for name in sorted(environment)
-        if (name.startswith(_PREFIXES) or name in _NAMES) and not is_secret(name)
+        if (name.startswith(_PREFIXES) or name in _NAMES) and not is_secret_variable(name)
     }
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from megatron import __version__
 from megatron.config.command_line import MANY_FLAGS, CommandParser, run_command
-from megatron.util.progress import progress_bar
+from megatron.util.progress import hide_bars_of_transformers, progress_bar
 
 ROOT = Path(__file__).parents[3]
 PROGRAMS = sorted(
@@ -240,3 +240,19 @@ def test_bars_on_a_terminal_without_a_size(monkeypatch):
             bar.update()
             os.set_blocking(reader, False)
             assert b"indexing:   0%" in (shown.read(1000) or b"")
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_bars_of_transformers_are_on_a_terminal_too(monkeypatch, terminal):
+    from transformers.utils import logging
+
+    stream = io.StringIO()
+    stream.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stderr", stream)
+    shown = logging.is_progress_bar_enabled()
+    logging.enable_progress_bar()
+    try:
+        hide_bars_of_transformers()
+        assert logging.is_progress_bar_enabled() == terminal
+    finally:
+        logging.enable_progress_bar() if shown else logging.disable_progress_bar()

@@ -179,6 +179,14 @@ def test_a_folder_within_a_snapshot_of_the_cache(tmp_path):
     assert (tmp_path / "copy" / "tokenizer.json").read_text() == "{}"
 
 
+def test_a_path_of_whoever_saved_the_settings_is_not_copied(tmp_path):
+    (tmp_path / "from").mkdir()
+    content = {"_name_or_path": "/home/someone/base", "top_p": 0.5}
+    (tmp_path / "from" / "generation_config.json").write_text(json.dumps(content))
+    copy_tokenizer_files(tmp_path / "from", tmp_path / "copy")
+    assert read_json(tmp_path / "copy" / "generation_config.json") == {"top_p": 0.5}
+
+
 def test_files_that_no_tokenizer_has_are_not_copied(tmp_path):
     with (tmp_path / "config.json").open("wb") as file:
         file.truncate(1 << 40)

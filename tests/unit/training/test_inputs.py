@@ -1,5 +1,6 @@
 """What a run uses besides its data, by content: compared at a resume, both named."""
 
+import dataclasses
 import json
 import shutil
 from types import SimpleNamespace
@@ -125,6 +126,22 @@ def test_every_input_is_compared(saved, tmp_path, make):
     assert compared_inputs(first, origin)[1] == []
     with pytest.raises(CheckpointError, match=r"was .*1\.0.* and is .*2\.0"):
         compared_inputs(second, origin)
+
+
+def test_a_template_that_is_added_or_left_out_is_another(saved, tmp_path):
+    plain = _tokenizer(tmp_path, 1.0)
+    one, other = run_config(**plain), run_config(**plain | _template(tmp_path, 2.0))
+    path = str(tmp_path / "2.0.jinja")
+    for before, now, names in (
+        (one, other, f"was that of the tokenizer and is {path}"),
+        (other, one, f"was {path} and is that of the tokenizer"),
+    ):
+        origin = saved(before)
+        with pytest.raises(CheckpointError, match=f"the chat template {names}"):
+            compared_inputs(now, origin)
+        options = CheckpointConfig(allow_changed_data=True)
+        kept, _ = compared_inputs(dataclasses.replace(now, checkpoint=options), origin)
+        assert ("chat template" in kept) == (now is other)
 
 
 def test_newer_checkpoints_of_the_base_change_nothing(saved, tmp_path, monkeypatch):

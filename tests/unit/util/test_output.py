@@ -53,6 +53,17 @@ def test_a_training_continues_without_its_log(streams, number):
     assert err.getvalue().startswith("warning: standard output could not be written (")
 
 
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_a_stream_that_is_closed_from_the_start(streams, monkeypatch, closed):
+    """As `pretrain_gpt.py >&-`."""
+    streams(0)
+    monkeypatch.setattr(sys, closed, None)
+    outlive_output()
+    stream = getattr(sys, closed)
+    print("a line", file=stream, flush=True)
+    assert not stream.isatty() and lost_output() == []
+
+
 def test_a_log_that_can_be_written_again_is(streams):
     out, _ = streams(errno.ENOSPC)
     outlive_output()

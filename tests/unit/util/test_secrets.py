@@ -2,7 +2,8 @@
 
 import pytest
 
-from megatron.util.secrets import HIDDEN, Redactor, is_secret
+from megatron.training.run_record.surroundings import recorded_variables
+from megatron.util.secrets import HIDDEN, Redactor, is_secret, is_secret_variable
 
 KEY = "0123456789abcdef"
 ENVIRONMENT = {"WANDB_API_KEY": KEY, "KEY_FOLDER": "/work", "SHORT_TOKEN": "abc", "HOME": "/root"}
@@ -26,6 +27,13 @@ def test_names_of_secrets(name):
 )  # fmt: skip
 def test_names_of_others(name):
     assert not is_secret(name)
+
+
+@pytest.mark.parametrize("name", ["DS_TOKEN", "OMP_KEY", "GITEA_PAT", "EOD_TOKEN"])
+def test_variables_of_any_key_or_token(name):
+    assert is_secret_variable(name)
+    assert Redactor({name: KEY}).text(f"a {KEY} b") == "a *** b"
+    assert recorded_variables({name: "a", "DS_TOKENS": "b"}, Redactor({})) == {"DS_TOKENS": "b"}
 
 
 @pytest.mark.parametrize(

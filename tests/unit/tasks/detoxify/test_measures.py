@@ -85,6 +85,8 @@ def test_scores_are_used_again(files, loud, tmp_path, capsys):
     made = files()
     run_measures(None, words(made, loud))
     first = capsys.readouterr().out
+    run_measures(None, words(made, loud))
+    assert "is not asked" in capsys.readouterr().out
     run_measures(None, ["--data-path", made[0], "--prompt-path", made[1]])
     again = capsys.readouterr().out.splitlines()
     assert again[1] == "load precalculated scores"
