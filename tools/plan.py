@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.files import CheckpointError, read_json
 from megatron.checkpoint.source import open_checkpoint
 from megatron.config import (
     ConfigError,
@@ -45,6 +45,7 @@ from megatron.config.adapters import AdapterConfig
 from megatron.config.engine import FastPathsConfig
 from megatron.config.flags import POSITIVE, ConfigResolver, build, option
 from megatron.families import family_of, refuse_unused
+from megatron.formats.huggingface.registry import architecture_named
 from megatron.planning.budget import (
     TIE,
     Budget,
@@ -120,7 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if config.model is not None and config.load is not None:
             raise ConfigError(f"--model {config.model}, --load {config.load}: give one of the two")
-        settings = with_presets(settings, config.gpu, config.model, config.load)
+        network = _model_at(Path(config.load)) if config.load is not None else None
+        settings = with_presets(settings, config.gpu, config.model, network)
         config, hardware = build(PlanConfig, settings), build(Hardware, settings)
         hardware.check()
         work = workload_of(config, settings, hardware.gpus or 1)
@@ -164,6 +166,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\nFlags of the first, for {hardware.gpus} processes:")
         print("  " + shlex.join([*model_words(work.model), *best[0].flags, *more]))
     return 0
+
+
+def _model_at(folder: Path) -> ModelConfig:
+    """The model of a checkpoint, or of a Hugging Face folder, of which config.json is enough.
+    Raises CheckpointError if there is none."""
+    config = folder / "config.json"
+    content = read_json(config, lenient=True) if config.is_file() else None
+    if isinstance(content, dict) and "model_type" in content:
+        return architecture_named(content, config).model(content, config)
+    return open_checkpoint(folder).model
 
 
 def workload_of(config: PlanConfig, settings: Settings, gpus: int) -> Workload:

@@ -64,9 +64,7 @@ def ends_of(generation: Generation) -> list[int]:
 def end_tokens(tokenizer: Tokenizer, generation: Generation) -> frozenset[int]:
     """The tokens at which a model's texts end: those that the model names, and those that end a
     text or a document in its tokenizer; there may be none."""
-    ids = tokenizer.special_ids
-    ends = {ids.eod, ids.eos, *ends_of(generation)}
-    return frozenset(token for token in ends if token is not None)
+    return tokenizer.ends.union(ends_of(generation))
 
 
 def with_ends(generation: Generation, ends: Iterable[int]) -> Generation:

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron.checkpoint.generation_settings import end_tokens
 from megatron.config.kinds.instruction import InstructionConfig
 from megatron.config.kinds.preference import PreferenceConfig
 from megatron.data.kinds.instruction.columns import RecordColumns
@@ -172,7 +171,7 @@ def answer_ends(
     known = possible_ends(tokenizer)
     answers = (answer for sample in samples for answer in _answer_endings(sample))
     last = Counter(next((i for i in reversed(each) if i in known), None) for each in answers)
-    found = end_tokens(tokenizer, {}) | tokenizer.special_tokens.intersection(of_base)
+    found = tokenizer.ends | tokenizer.special_tokens.intersection(of_base)
     if last:
         token, times = last.most_common(1)[0]
         if token is not None and times > _MOSTLY * last.total():

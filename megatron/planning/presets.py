@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.files import read_json
-from megatron.checkpoint.source import open_checkpoint
 from megatron.config import ModelConfig, ModelFlags, Setting, Settings
 from megatron.config.flags import shared
-from megatron.formats.huggingface.registry import architecture_named
 
 GPUS: dict[str, tuple[str, float, float, float, float, float]] = {
     "A100-40GB": ("40GiB", 312, 300, 25, 812, 1.3),
@@ -91,29 +87,19 @@ MODELS: dict[str, dict[str, Any]] = {
 """Flags of published models, with their vocabularies."""
 
 
-def with_presets(settings: Settings, gpu: str, model: str | None, load: str | None) -> Settings:
-    """The settings, completed by those of a GPU and of a model: one of :data:`MODELS`, or that of a
-    checkpoint or a Hugging Face folder, of which config.json is enough. Given flags win. Raises
-    CheckpointError if ``load`` has no model."""
+def with_presets(
+    settings: Settings, gpu: str, model: str | None, network: ModelConfig | None = None
+) -> Settings:
+    """The settings, completed by those of a GPU and of a model: one of :data:`MODELS`, or
+    ``network``, that of ``--load``. Given flags win."""
     machine = dict(zip(_MACHINE, GPUS[gpu], strict=True))
     values: dict[str, Any] = {name: (value, f"--gpu {gpu}") for name, value in machine.items()}
     if model is not None:
         values |= {name: (value, f"--model {model}") for name, value in MODELS[model].items()}
-    if load is not None:
-        network = _model_at(Path(load))
+    if network is not None:
         flags: Mapping[str, Any] = shared(network.flags(), ModelFlags)
         flags = {**flags, "vocab_size": network.vocabulary.size or None}
         for name in ("unpadded_vocab_size", "padded_vocab_size"):
             flags.pop(name)
-        values |= {
-            name: (value, f"--load {load}") for name, value in flags.items() if value is not None
-        }
+        values |= {name: (value, "--load") for name, value in flags.items() if value is not None}
     return {name: Setting(*value) for name, value in values.items()} | settings
-
-
-def _model_at(folder: Path) -> ModelConfig:
-    config = folder / "config.json"
-    content = read_json(config, lenient=True) if config.is_file() else None
-    if isinstance(content, dict) and "model_type" in content:
-        return architecture_named(content, config).model(content, config)
-    return open_checkpoint(folder).model

@@ -98,6 +98,12 @@ class Tokenizer(ABC):
         return self._vocab_size
 
     @property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end a document or a text; there may be none."""
+        ids = self.special_ids.eod, self.special_ids.eos
+        return frozenset(token for token in ids if token is not None)
+
+    @property
     def sentinels(self) -> list[int]:
         """Ids of `<extra_id_0>`, `<extra_id_1>` and on, T5's spans; may be empty."""
         return list(self.special_ids.sentinels)

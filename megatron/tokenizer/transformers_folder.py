@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -217,3 +218,11 @@ def _check_settings(name: str, text: bytes, where: str) -> None:
     for other in others if isinstance(others, list | dict) else [others]:
         if not isinstance(other, str) or Path(other).name != other:
             raise ValueError(f"{where} names the file {other!r:.80}, which is not in its folder")
+
+
+def hide_bars_of_transformers() -> None:
+    """Makes the bars of `transformers`, like those of this project, appear on a terminal only."""
+    from transformers.utils import logging
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()

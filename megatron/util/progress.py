@@ -54,14 +54,6 @@ def above_bars(stream: Any = None) -> Iterator[None]:
         yield
 
 
-def hide_bars_of_transformers() -> None:
-    """Makes the bars of `transformers`, like those of this project, appear on a terminal only."""
-    from transformers.utils import logging
-
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
-
-
 def counted(items: Iterator[Any], bar: tqdm[Any]) -> Iterator[Any]:
     """The items, each of which moves the bar on by one."""
     for item in items:

@@ -44,7 +44,9 @@ NAME = re.compile(r"megatron(\.\w+)+(:\w+)?")
 REGISTRIES = {
     "megatron/checkpoint/source.py": frozenset({"formats"}),
     "megatron/model/adapters.py": frozenset({"formats"}),
-    "megatron/training/build.py": frozenset({"tasks"}),
+    "megatron/training/build.py": frozenset({"tasks", "planning"}),
+    "megatron/training/evaluation.py": frozenset({"planning"}),
+    "megatron/training/passes.py": frozenset({"planning"}),
     "megatron/inference/generation/command.py": frozenset({"retro"}),
 }
 """Files that name modules of packages above them, which are imported when they are needed."""

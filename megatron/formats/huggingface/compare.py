@@ -19,9 +19,9 @@ from megatron.formats.huggingface.registry import architecture_named
 from megatron.formats.huggingface.rope_and_windows import SLIDING
 from megatron.formats.huggingface.tasks import Inputs, Task
 from megatron.model.layer_list import LayerStack
-from megatron.util.progress import hide_bars_of_transformers
+from megatron.tokenizer.transformers_folder import hide_bars_of_transformers
 
-BOUND = torch.finfo(torch.float32).eps
+BOUND = 2.0**-23
 """Largest difference of logits in float64, as a share of the largest one: the last digit of it in
 float32. Two right models differ by rounding in float64, which is 1e-9 of that in float32, and by
 the digits of constants: 0.79788456 in BLOOM's GELU makes 1e-9."""
@@ -193,7 +193,9 @@ def _adapted(base: Any, adapters: Path, vocabulary: int) -> Any:
 
     if base.config.vocab_size != vocabulary:
         base.resize_token_embeddings(vocabulary, mean_resizing=False)
-    adapted = peft.PeftModel.from_pretrained(base, adapters, autocast_adapter_dtype=False)
+    adapted = peft.PeftModel.from_pretrained(
+        base, adapters, autocast_adapter_dtype=False, trust_remote_code=False
+    )
     return adapted.double().eval().get_base_model()
 
 

@@ -21,9 +21,8 @@ from megatron.retro.embedding.config import EmbedderFlags
 from megatron.retro.embedding.identity import weights_digest
 from megatron.retro.embedding.sentence_modules import LIST, SentenceModules, read_modules
 from megatron.retro.embedding.token_batches import BatchedEncoder, TokenBatch, mean_inside
-from megatron.tokenizer.transformers_folder import load_folder
+from megatron.tokenizer.transformers_folder import hide_bars_of_transformers, load_folder
 from megatron.util.digests import digest
-from megatron.util.progress import hide_bars_of_transformers
 
 _POOLER = "pooler."
 """Parameters that the last hidden states do not depend on; many files lack them."""

@@ -13,7 +13,8 @@ import pytest
 
 from megatron import __version__
 from megatron.config.command_line import MANY_FLAGS, CommandParser, run_command
-from megatron.util.progress import hide_bars_of_transformers, progress_bar
+from megatron.tokenizer.transformers_folder import hide_bars_of_transformers
+from megatron.util.progress import progress_bar
 
 ROOT = Path(__file__).parents[3]
 PROGRAMS = sorted(

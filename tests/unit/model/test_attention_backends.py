@@ -171,7 +171,7 @@ def flash_attn(monkeypatch):
     arguments, computed by the definition."""
     calls = []
 
-    def flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size):
+    def flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, deterministic):
         calls.append(window_size)
         assert causal and dropout_p == 0 and window_size[1] in (-1, 0)
         window = None if window_size[0] == -1 else window_size[0] + 1

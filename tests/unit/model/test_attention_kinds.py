@@ -34,7 +34,7 @@ def tensors(queries: int, keys: int, kv_heads: int = HEADS) -> list[Tensor]:
 def flash_attn(monkeypatch):
     """A module in the place of the flash-attn package."""
 
-    def flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size):
+    def flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, deterministic):
         assert not causal and dropout_p == 0
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         left, right = (q.shape[2] + k.shape[2] if size < 0 else size for size in window_size)

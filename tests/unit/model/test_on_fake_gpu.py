@@ -194,7 +194,7 @@ def test_products_by_blocks_are_laid_out_as_gpus_take_them(monkeypatch, kept):
 @pytest.mark.parametrize("backend", ["eager", "cudnn", "flash"])
 @pytest.mark.parametrize("kind", ["llama", "window"])
 def test_attention_kernels_stay_on_their_device(monkeypatch, kind, backend):
-    def flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size):
+    def flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, deterministic):
         # As the package has it: 16 bits, heads behind the sequence, grouped keys.
         assert q.dtype == torch.bfloat16 and q.shape[1] == k.shape[1] == LENGTH
         assert q.shape[2] % k.shape[2] == 0 and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
