@@ -275,12 +275,12 @@ def test_zero_options(pool, tmp_path, options):
 
 
 def test_evaluation_alone(pool, tmp_path):
-    """Also of a checkpoint that lies past the run that the flags describe."""
+    """A run that was finished and evaluated before is not evaluated again."""
     files = ["--save", str(tmp_path), "--load", str(tmp_path)]
     pool.run(1, train, [*FLAGS, *files])
     pool.run(1, train, [*ENDLESS, *files, "--skip-train", "--global-batch-size", "2"])
     pool.run(1, train, [*FLAGS, *files, "--train-iters", "4"])
-    assert [iteration for iteration, _ in evaluations(tmp_path)] == [3, 6, *[8] * 6]
+    assert [iteration for iteration, _ in evaluations(tmp_path)] == [3, 6, *[8] * 4]
 
 
 def test_batch_sizes_that_do_not_continue(pool, tmp_path):

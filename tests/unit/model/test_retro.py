@@ -91,11 +91,10 @@ class Reference:
         if self.model.positions.position_embedding_type != "rope":
             return x_D
         half = CHANNELS // 2
-        places = torch.arange(half)
-        # As the layers, whose angles are in float32.
+        places = torch.arange(half, dtype=torch.float64)
         frequencies = 1.0 / (self.model.positions.rotary_base ** (2 * places / CHANNELS))
-        angles = torch.tensor(float(position)) * frequencies
-        turn = torch.complex(angles.cos().double(), angles.sin().double())
+        angles = position * frequencies
+        turn = torch.complex(angles.cos(), angles.sin())
         turned = torch.complex(x_D[:half], x_D[half:]) * turn
         return torch.cat([turned.real, turned.imag])
 

@@ -88,7 +88,7 @@ def test_what_cannot_be_written_is_named_once(tmp_path, number, told):
 
 def test_a_missing_library_is_named_before_any_work(words, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "h5py", None)
-    with pytest.raises(ValueError, match=r"need h5py: pip install"):
+    with pytest.raises(ValueError, match=r"need h5py: run pip install -e"):
         run(tmp_path / "project", *words)
     assert not (tmp_path / "project").exists()
     monkeypatch.undo()

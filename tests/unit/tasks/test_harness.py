@@ -65,7 +65,7 @@ def test_wrong_values_are_named(words, said):
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch):
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"megatron-deepspeed\[evaluate\]"):
+    with pytest.raises(ConfigError, match=r"pip install -e '.\[evaluate\]' in the checkout"):
         command.run_evaluation(None, ["--tasks", "a", "--load", "checkpoints"])
 
 

@@ -125,7 +125,7 @@ def test_no_architecture(tool, saved, tmp_path):
         ("from-hg", "from-hg: the commands are to-hf, from-hf"),
         ("from-hf --output x", "--input is missing"),
         ("from-hf --input x", "--output is missing"),
-        ("from-hf --input x --output y", "--input x: the folder does not exist; expected"),
+        ("from-hf --input x --output y", "--input x: no such folder; expected"),
         ("from-hf --input . --output y", "--input .: config.json not found"),
         ("to-hf --load x --output y --private", "--private concerns the repository"),
         ("to-hf --load x --output y --public", "--public concerns the repository"),

@@ -116,7 +116,7 @@ def test_what_is_missing_is_named(llama, tmp_path, monkeypatch):
         convert(None, ["--save", str(tmp_path / "a")])
     with pytest.raises(ValueError, match="--load is missing"):
         convert(None, ["--to-hf-ckpt", "--save", str(tmp_path / "a")])
-    with pytest.raises(ValueError, match="--hf-ckpt-dir gone: the folder does not exist"):
+    with pytest.raises(ValueError, match="--hf-ckpt-dir gone: no such folder"):
         convert(None, ["--hf-ckpt-dir", "gone", "--save", str(tmp_path / "a")])
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "file").touch()
