@@ -170,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _model_at(folder: Path) -> ModelConfig:
     """The model of a checkpoint, or of a Hugging Face folder, of which config.json is enough.
-    Raises CheckpointError if there is none."""
+    Raises CheckpointError without a model."""
     config = folder / "config.json"
     content = read_json(config, lenient=True) if config.is_file() else None
     if isinstance(content, dict) and "model_type" in content:
