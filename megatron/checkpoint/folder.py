@@ -242,7 +242,7 @@ def lost_manifest(folder: Path) -> str | None:
 
 
 def may_be_ours(path: Path) -> bool:
-    """Whether a path is a checkpoint of this project or a folder of such, or would be if it had not
+    """True if a path is a checkpoint of this project or a folder of such, or would be if it had not
     lost a manifest."""
     if not path.is_dir():
         return False

@@ -138,7 +138,7 @@ def _tokens(value: Any, path: Path) -> list[int]:
 
 
 def _default_end(model_type: str | None) -> int | None:
-    """What `transformers` writes for a model of any vocabulary (50256 for a GPT-2 of 96 tokens)."""
+    """Value of `transformers` for a model of any vocabulary (50256 for a GPT-2 of 96 tokens)."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # takes seconds
 
     if model_type is None or model_type not in CONFIG_MAPPING:

@@ -329,7 +329,7 @@ def _is_empty(path: Path) -> bool:
 
 
 def nothing_at(path: str | Path) -> str:
-    """What a message says of a path where :func:`locate_checkpoint` finds no checkpoint."""
+    """Words of a message about a path where :func:`locate_checkpoint` finds no checkpoint."""
     return "no complete checkpoint found" if Path(path).exists() else "no such folder"
 
 

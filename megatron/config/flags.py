@@ -54,7 +54,7 @@ SHARE = Bounds(lambda value: 0 <= value <= 1, "must be in [0, 1]")
 
 
 class Need(NamedTuple):
-    """What a flag needs to have an effect.
+    """Condition under which a flag has an effect.
 
     Attributes:
         text: other flags, for messages.

@@ -37,7 +37,7 @@ _FOLLOWERS = 64
 _COMPOSED = 2
 """Answers that are computed at a time."""
 _READING_SECONDS = 5.0
-"""Of one run at a time."""
+"""Limit for one run at a time."""
 _SMALL_ANSWER, _WAITING_ANSWERS = 1 << 16, 1 << 28
 """Bytes of an answer that is always sent, and of all others together."""
 

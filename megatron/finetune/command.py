@@ -154,7 +154,7 @@ def fine_tune(tuning: TuningRun) -> None:
 
 
 def _nothing_left(tuning: TuningRun, earlier: Earlier) -> bool:
-    """Whether an output folder has all that a command would make, which is then said: nothing is
+    """True if an output folder has all that a command would make, which is then said: nothing is
     written."""
     config, steps = tuning.config, int(earlier.source.state.get("iteration", 0))
     training, save = tuning.run.config.training, Path(tuning.run.config.checkpoint.save or "")
@@ -176,7 +176,7 @@ def _names(paths: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def record_of(tuning: TuningRun, earlier: Earlier | None, changes: Sequence[str]) -> TuningRecord:
-    """What the checkpoints of a fine-tuning say of it, which may continue an earlier one with
+    """The record of a fine-tuning in its checkpoints, which may continue an earlier one with
     ``changes``."""
     config, counts = tuning.config, tuning.counts
     record = TuningRecord(

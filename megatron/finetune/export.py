@@ -90,7 +90,7 @@ def exported_checkpoint(run: Run) -> FoundCheckpoint:
 
 
 def done_in(source: Source, summary: TuningSummary) -> TuningSummary:
-    """What was done until a checkpoint, by what it says itself, else as in ``summary``."""
+    """Work done until a checkpoint, by its own record, else as in ``summary``."""
     steps = int(source.state.get("iteration", summary.steps))
     return dataclasses.replace(
         summary,
@@ -102,7 +102,7 @@ def done_in(source: Source, summary: TuningSummary) -> TuningSummary:
 
 
 def is_exported(config: TuningConfig, run: Run) -> bool:
-    """Whether the model in ``--output`` is that of the checkpoint that would be exported, written
+    """True if the model in ``--output`` is that of the checkpoint that would be exported, written
     as the flags say, and all of its files exist."""
     found = exported_checkpoint(run)
     path = found.folder.parent / EXPORTED

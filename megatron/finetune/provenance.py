@@ -1,4 +1,4 @@
-"""What an output folder was made from: its checkpoints say it, a command that continues them is
+"""Origin of an output folder: its checkpoints say it, a command that continues them is
 compared with it, and the model card repeats it."""
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def base_name(path: str) -> str:
 
 @dataclass(frozen=True)
 class TuningRecord:
-    """What the checkpoints of a fine-tuning say of it.
+    """The record of a fine-tuning in its checkpoints.
 
     Attributes:
         model: the name of the base.

@@ -25,7 +25,7 @@ PREFERENCES = {
 
 @dataclass(frozen=True)
 class TuningSummary:
-    """What a fine-tuning has done.
+    """Work that a fine-tuning has done.
 
     Attributes:
         config: of its last part, if it was resumed.

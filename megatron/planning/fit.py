@@ -1,4 +1,4 @@
-"""Whether a run fits into memory, estimated before its model is built."""
+"""Check that a run fits into memory, estimated before its model is built."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def with_cached_files(config: TokenizerConfig) -> TokenizerConfig:
 
 
 def _is_path(named: str, is_searched: bool) -> bool:
-    """Whether a path is named, as 2019's loader accepted, and not a model: a folder may have the
+    """True if a path is named, as 2019's loader accepted, and not a model: a folder may have the
     name of one, but not where the model is searched for elsewhere."""
     if "/" in named or named.endswith(".txt"):
         return True

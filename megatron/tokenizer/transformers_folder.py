@@ -146,8 +146,8 @@ def load_as_written(folder: Path, flag: str = "--tokenizer-model") -> Any:
 
 
 def _steps(tokenizer: Any, chosen: Collection[str]) -> list[Any]:
-    """What decides the ids of a text, but not those around it, without the fields of its steps that
-    tokenizer_config.json sets."""
+    """The part that decides the ids of a text, but not those around it, without the fields of its
+    steps that tokenizer_config.json sets."""
     backend, model = tokenizer.backend_tokenizer, tokenizer.backend_tokenizer.model
     steps = (backend.normalizer, backend.pre_tokenizer)
     added = {i: repr(token) for i, token in backend.get_added_tokens_decoder().items()}

@@ -136,7 +136,7 @@ class BestEvaluation(Callback):
 
 
 def stopped_early(save: Path, patience: int | None, iteration: int) -> bool:
-    """Whether a run whose checkpoints are in ``save`` has ended after so many steps by its
+    """True if a run whose checkpoints are in ``save`` has ended after so many steps by its
     ``--early-stopping-patience``."""
     losses = {} if patience is None else BestEvaluation.read(save / BEST)
     best = _best(losses)

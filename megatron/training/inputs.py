@@ -1,4 +1,4 @@
-"""What a run begins with or learns from besides its data: models, tokenizer, chat template,
+"""Inputs that a run begins with or learns from besides its data: models, tokenizer, chat template,
 neighbours. Checkpoints keep it in ``state.json``, and a run that continues one is compared with it.
 """
 
@@ -71,7 +71,7 @@ def _input(path: str, folder: Path, content: str) -> dict[str, str]:
 
 
 def _text_inputs(config: RunConfig) -> dict[str, dict[str, str]]:
-    """Of a run that tokenizes its examples."""
+    """Inputs of a run that tokenizes its examples."""
     named, template = config.tokenizer, config.kind(InstructionConfig).chat_template
     found = {}
     path = named.tokenizer_model or named.vocab_file
@@ -117,7 +117,7 @@ def changed_inputs(before: Inputs, now: Inputs) -> list[str]:
 
 
 def _has_moved_on(what: str, old: Mapping[str, str], new: Mapping[str, str]) -> bool:
-    """Whether a folder of checkpoints has newer ones now, next to the one that the run began from
+    """True if a folder of checkpoints has newer ones now, next to the one that the run began from
     and no longer reads."""
     folder = Path(old["folder"])
     return (

@@ -21,7 +21,7 @@ PARQUET_LIMITS: Any = {
     "thrift_string_size_limit": 1 << 26,
     "thrift_container_size_limit": 1 << 20,
 }
-"""Of what is read of a Parquet file's columns and of its footer at a time."""
+"""Limit of what is read of a Parquet file's columns and of its footer at a time."""
 
 
 @contextmanager

@@ -49,7 +49,7 @@ def _size() -> dict[str, Any]:
 
 @contextmanager
 def above_bars(stream: Any = None) -> Iterator[None]:
-    """What is printed within it, on standard output or ``stream``, appears above the bars."""
+    """Text that is printed within it, on standard output or ``stream``, appears above the bars."""
     with tqdm.external_write_mode(file=stream or sys.stdout):
         yield
 

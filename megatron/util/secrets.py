@@ -70,13 +70,13 @@ _LEAST = 8
 
 
 def is_secret(name: str) -> bool:
-    """Whether a flag or key of this name has a value that nobody else may see."""
+    """True if a flag or key of this name has a value that nobody else may see."""
     words = _words(name)
     return bool(words & _SECRET) or bool(words & _PERHAPS and (len(words) == 1 or words & _WITH))
 
 
 def is_secret_variable(name: str) -> bool:
-    """Whether an environment variable has such a value: a key or token in its name is no token of
+    """True if an environment variable has such a value: a key or token in its name is no token of
     a text, as in flags."""
     return is_secret(name) or bool(_words(name) & _PERHAPS)
 

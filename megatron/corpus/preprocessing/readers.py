@@ -20,7 +20,7 @@ from megatron.util.files import PARQUET_LIMITS, check_inflation
 BLOCK_BYTES = 1 << 20
 _ROWS_AT_A_TIME = 1024
 _BATCH_BYTES = 1 << 26
-"""Of the texts of a column that are in memory at a time, about."""
+"""Bytes of a column's texts in memory at a time, about."""
 _LONG_TEXT = _BATCH_BYTES // _ROWS_AT_A_TIME
 _ROW_BYTES = 64
 """Memory of a row, besides its texts."""

@@ -65,7 +65,7 @@ def read_mark(path: Path) -> Any:
 
 
 _MARK_BYTES = 4096
-"""What is read of a mark, which has some 150."""
+"""Bytes read of a mark, which has some 150."""
 
 # Opening checks up to this many blocks of entries, evenly spaced: all of them below 16 million.
 _BLOCK = 1 << 18

@@ -45,7 +45,7 @@ _PIECES = {
     "A": re.compile(r"(.+)\.lora_(?:embedding_)?A(?:\.\w+)??(?:\.weight)?()"),
     "B": re.compile(r"(.+)\.lora_(?:embedding_)?B(?:\.\w+)??(?:\.weight)?()"),
 }
-"""What a file has of a whole tensor, by the form of its name: the trained values, those of the
+"""Content of a file about a whole tensor, by the form of its name: the trained values, those of the
 base, some rows, or an addition."""
 
 
@@ -170,7 +170,7 @@ class PeftTensors(Source):
         return model if rows == model.vocabulary.size else model.with_vocabulary(rows)
 
     def _stay_tied(self) -> bool:
-        """Whether the head of a tied base is the merged model's embedding too, as peft decides."""
+        """True if the head of a tied base is the merged model's embedding too, as peft decides."""
         here, there = (self._pieces.get(name, {}) for name in (self._embedding, self._head))
         # Embeddings of another name peft leaves untied nevertheless.
         if self._content.get("ensure_weight_tying") and (

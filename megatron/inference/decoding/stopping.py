@@ -34,7 +34,7 @@ class StopWatch:
         self._written = _StopFinder(stopping.texts)
         self._written.find(stopping.before)
         self._held, self._ahead = "", self._written
-        """What the stream holds back, and the finder after it."""
+        """Text that the stream holds back, and the finder after it."""
 
     def add(self, token: int) -> Finish | None:
         """Why the sequence ends with this token; None if it continues."""
@@ -151,7 +151,7 @@ class _StopText:
 
 @lru_cache(maxsize=256)
 def _borders(text: str) -> array[int]:
-    """Of each beginning of a text, the length of the longest shorter one that it ends with."""
+    """For each beginning of a text, the length of the longest shorter one that it ends with."""
     found = array("q", [0])
     length = 0
     for character in text[1:]:

@@ -30,7 +30,7 @@ class ServiceLimits:
 
     @property
     def held_bytes(self) -> int:
-        """Of large bodies of all clients that are being read, or whose texts are not tokens yet."""
+        """Bytes of all clients' large bodies that are being read, or are not tokens yet."""
         return 16 * self.request_bytes
 
 

@@ -175,7 +175,8 @@ def _adapter(service: Service, model: ServedModel, fields: Fields) -> str | None
 async def _prompts(
     service: Service, model: ServedModel, fields: Fields, texts: TextReader, echo: bool
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
-    """Of a text, a list of texts, ids, or a list of lists of ids; and the texts, for ``echo``."""
+    """Prompts of a text, a list of texts, ids, or a list of lists of ids; and the texts, if
+    ``echo``."""
     given = fields.take("prompt")
     if given is None:
         raise fields.fault("prompt", f"is missing: it {_PROMPT}")

@@ -233,7 +233,8 @@ class Service:
         model: ServedModel,
         make: Callable[[dict[str, Any], TextReader], Awaitable[T]],
     ) -> T:
-        """What ``make`` makes of a body, in the turn of its client. Raises RequestError."""
+        """The request that ``make`` builds of a body, in the turn of its client. Raises
+        RequestError."""
 
         async def work() -> T:
             async with self.turns.of(client, body.size) as turn:
@@ -248,7 +249,7 @@ class Service:
             raise self._error(error) from None
 
     def _seconds_left(self) -> float:
-        """Of this task's request."""
+        """Place of this task's request."""
         record = current_record.get(None) or RequestRecord()
         return record.begun + self.limits.request_seconds - time.monotonic()
 

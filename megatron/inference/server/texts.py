@@ -95,7 +95,7 @@ class TokenPlaces:
         return [*found, PlacedToken(token, start + before, score, other)]
 
     def close(self, text: str) -> list[PlacedToken]:
-        """Those that remain, given the rest of the text."""
+        """Candidates that remain, given the rest of the text."""
         return self._placed_run(self._next, len(text))
 
     def _placed_run(self, start: int, length: int) -> list[PlacedToken]:
@@ -128,7 +128,7 @@ def _unfinished(text: bytes) -> bytes:
 
 
 def _continues(begun: bytes, more: bytes) -> bool:
-    """Whether bytes continue a character that has begun."""
+    """True if bytes continue a character that has begun."""
     for count in range(1, min(4, len(more)) + 1 if begun else 0):
         try:
             (begun + more[:count]).decode()

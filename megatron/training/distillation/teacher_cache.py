@@ -211,7 +211,7 @@ def _repeated(batch: Any, size: int) -> Any:
 
 
 def identity_of(source: Source, top_tokens: int, temperature: float) -> dict[str, Any]:
-    """What a folder says of its teacher: digests of its smallest weights, and of blocks of its
+    """Record of a folder about its teacher: digests of its smallest weights, and of blocks of its
     files, in which teachers with the same norms differ."""
     shapes = {name: source.shape(name) for name in source.names()}
     smallest = sorted(shapes, key=lambda name: (torch.Size(shapes[name]).numel(), name))

@@ -1,4 +1,4 @@
-"""What a process was started with: its command line, variables of the environment, packages. Only
+"""Start of a process: its command line, variables of the environment, packages. Only
 what is listed here is recorded."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PREFIXES = tuple(
     NCCL_ NVTE_ OMP_ ONEDNN_ ONEFLOW_ PYTORCH_ RCCL_ RDMAV_ ROCM_ ROCR_ TORCH TRITON_
     UCX_""".split()
 )
-"""Of the libraries that compute and communicate."""
+"""Variables of the libraries that compute and communicate."""
 _NAMES = frozenset(
     """GROUP_RANK GROUP_WORLD_SIZE LANG LC_ALL LD_LIBRARY_PATH LD_PRELOAD LOCAL_RANK LOCAL_SIZE
     LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT NODE_RANK NVIDIA_TF32_OVERRIDE NVIDIA_VISIBLE_DEVICES
@@ -31,7 +31,7 @@ _NAMES = frozenset(
     SLURM_NODEID SLURM_NTASKS SLURM_NTASKS_PER_NODE SLURM_PROCID SLURM_RESTART_COUNT
     TOKENIZERS_PARALLELISM WANDB_MODE WORLD_SIZE""".split()
 )
-"""Of launchers, schedulers and Python."""
+"""Variables of launchers, schedulers and Python."""
 _OF_A_LAUNCHER = tuple(
     """GROUP_ LOCAL_ MASTER_ NODE_RANK OMPI_COMM_ PMI_ RANK ROLE_ SLURM_ TORCHELASTIC_
     WORLD_SIZE""".split()
@@ -41,7 +41,7 @@ _OWN_LAUNCHER = ("--num-gpus-per-node", "--num-nodes")
 
 
 def recorded_variables(environment: Mapping[str, str], redactor: Redactor) -> dict[str, str]:
-    """Those that change what a run computes, in the order of names, without secrets in their
+    """Variables that change what a run computes, in the order of names, without secrets in their
     values. No name of a secret is among them."""
     return {
         name: redactor.text(environment[name])

@@ -1,4 +1,4 @@
-"""What is on a machine and was not asked for is in no output: files, variables and words with a
+"""Private things on a machine are in no output: files, variables and words with a
 mark are planted wherever a run could meet them."""
 
 import json

@@ -1,4 +1,4 @@
-"""What other programs save is named and refused, not passed over: a run would start from random
+"""Files of other programs are named and refused, not passed over: a run would start from random
 weights."""
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""What an output folder was made from, compared with what a command names."""
+"""Origin of an output folder, compared with what a command names."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""What a run uses besides its data, by content: compared at a resume, both named."""
+"""Inputs of a run besides its data, by content: compared at a resume, both named."""
 
 import dataclasses
 import json

@@ -330,7 +330,7 @@ def neox_folder(folder, text=NEOX_YAML, states=None, **sizes):
 
 
 def test_all_settings_of_neox_are_known():
-    """Those without an effect on the network, and those of features that are not used."""
+    """Arguments without an effect on the network, and of features that are not used."""
     names = ["2.mlp.dense_4h_to_h.weight", "2.mlp.dense_4h_to_h.bias", "2.attention.dense.bias"]
     tensors = neox.StoredTensors(lambda: names, lambda name: 64 * 16)
     states = neox_states()["args"]

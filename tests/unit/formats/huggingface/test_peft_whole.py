@@ -1,4 +1,4 @@
-"""What was trained beside adapters, or saved with them: the merged model computes what peft's does
+"""Weights trained next to adapters, or saved with them: the merged model computes what peft's does
 before it merges, and so does peft with what is written again."""
 
 import json

@@ -102,7 +102,7 @@ def made(tmp_path_factory):
 @pytest.mark.parametrize("name", ["bytes", "begun", "gpt2", "llama", "hf_llama", "wordpiece"])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_token_is_in_the_text_where_its_place_is(made, name, seed):
-    """Of an echoed prompt and of what follows, however they are split."""
+    """Offsets of an echoed prompt and of what follows, however they are split."""
     tokenizer, draw = made(name), random.Random(seed)
     parts = ["The", " quick", " the"] + ["東京", "ß", " ", "x", "\n", "👩"] * (name != "wordpiece")
     shown = "".join(draw.choices(parts, k=draw.randrange(1, 9))) if name != "wordpiece" else "The"
