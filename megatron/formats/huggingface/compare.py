@@ -92,9 +92,10 @@ def reference_of(
 ) -> Reference:
     """Logits that `transformers` computes with a folder in float64 on random tokens at the first
     and at the last positions of ``model``, ours for the folder; with ``adapters``, the logits that
-    peft computes with the folder and that of adapters. With ``strict`` it must find all weights and no other there.
-    Raises CheckpointError if it does not, or if it reads another size of the vocabulary, another
-    number of positions, other sliding windows or other factors of LongRoPE than ``model`` has."""
+    peft computes with the folder and that of adapters. With ``strict`` it must find all weights
+    and no other there. Raises CheckpointError if it does not, or if it reads another size of the
+    vocabulary, another number of positions, other sliding windows or other factors of LongRoPE than
+    ``model`` has."""
     path = folder / "config.json"
     form = architecture_named(read_json(path, lenient=True), path)
     task = form.task_of(model)
