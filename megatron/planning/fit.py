@@ -49,9 +49,10 @@ def check_fits(config: RunConfig, content: Json, mesh: Mesh, device: torch.devic
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         need = _on_device(config, layout, own)
-        _judge(config, layout, device.type, need, free, f"the GPU of rank {_rank()}")
-    first = _rank() - int(os.environ.get("LOCAL_RANK", "0"))
-    ranks = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        _judge(config, layout, device.type, need, free, f"the GPU of rank {mesh.world.rank}")
+    first = max(0, mesh.world.rank - int(os.environ.get("LOCAL_RANK", "0")))
+    last = first + int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = range(first, min(last, mesh.world.size))
     stages = [coordinates_of(rank, mesh.sizes)["pipeline"][0] for rank in ranks]
     needs = [_on_machine(config, layout, memories[stage], device.type) for stage in stages]
     together = MemoryNeed(sum(need.least for need in needs), sum(need.whole for need in needs))
@@ -68,10 +69,6 @@ def free_memory() -> float:
         except (OSError, ValueError):  # not here, or "max"
             continue
     return float(free)
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
 
 
 def _memories(config: RunConfig, layout: Layout) -> list[Memory]:

@@ -30,7 +30,8 @@ def judged(monkeypatch):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
         tensor = run.config.parallel.tensor_model_parallel_size
         sizes = {"pipeline": pipeline, "data": ranks // pipeline // tensor, "tensor": tensor}
-        mesh = SimpleNamespace(pipeline=SimpleNamespace(rank=0), sizes=sizes)
+        world = SimpleNamespace(rank=0, size=ranks)
+        mesh = SimpleNamespace(pipeline=SimpleNamespace(rank=0), sizes=sizes, world=world)
         fit.check_fits(run.config, run.content, mesh, CPU)
 
     return judge
@@ -108,3 +109,12 @@ def test_the_memory_of_a_container_counts(tmp_path, monkeypatch):
     assert fit.free_memory() == 2000
     monkeypatch.setattr(fit, "_CGROUPS", [(str(tmp_path / "endless"), str(tmp_path / "current"))])
     assert fit.free_memory() > 2000
+
+
+def test_local_ranks_beyond_those_of_the_run_are_not_counted(monkeypatch):
+    """LOCAL_WORLD_SIZE can be left over from another launcher."""
+    run = run_of(PARSER.settings(MODEL.split()), 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    one = SimpleNamespace(rank=0, size=1)
+    mesh = SimpleNamespace(pipeline=one, world=one, sizes={"pipeline": 1, "data": 1, "tensor": 1})
+    fit.check_fits(run.config, run.content, mesh, CPU)
