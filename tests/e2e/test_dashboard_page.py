@@ -414,7 +414,10 @@ def test_a_server_that_is_back(visit, runs):
     one.complaints = [words for words in one.complaints if "ERR_" not in words]
 
 
-@pytest.mark.parametrize("tab", ["configuration", "events", "texts"])
+@pytest.mark.parametrize(
+    "tab",
+    ["configuration", *(pytest.param(t, marks=pytest.mark.proof) for t in ("events", "texts"))],
+)
 def test_what_is_unchanged_is_not_drawn_again(tab, visit, tmp_path):
     """Text that is selected stays so while a run writes rows."""
     path = write_run(tmp_path / "metrics.jsonl", 300)
@@ -518,6 +521,7 @@ def test_runs_are_filtered_sorted_and_grouped(visit, seeds):
         assert page.locator("#configuration .wide").bounding_box()["y"] < 300
 
 
+@pytest.mark.proof
 def test_a_run_names_its_losses(visit, seeds):
     with dashboard(seeds / "rate0.0001-s1") as url:
         page = visit(url).page

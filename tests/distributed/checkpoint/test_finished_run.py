@@ -41,6 +41,7 @@ def test_nothing_is_done_twice(pool, finished):
     assert evaluations(save) == ["validation", "test"]
 
 
+@pytest.mark.proof
 def test_what_is_missing_is_evaluated(pool, finished):
     """As after a kill between the last two evaluations."""
     save, flags, first = finished
@@ -54,6 +55,7 @@ def test_what_is_missing_is_evaluated(pool, finished):
     assert last and last[0] in output
 
 
+@pytest.mark.proof
 def test_it_is_evaluated_where_that_is_asked_for(pool, finished):
     _, flags, _ = finished
     (output, error), _ = pool.run(2, run, [*flags, "--skip-train"])
