@@ -53,11 +53,11 @@ class _Optimizer:
     lr_decay_samples: int | None = option(None, derived="train-samples", role="schedule")
     """Samples over which the learning rate decays to --min-lr."""
     lr_decay_tokens: int | None = option(None, derived="train-tokens", role="schedule")
-    """Tokens over which the learning rate decays to --min-lr."""
+    """Tokens over which the learning rate decays to --min-lr; also in runs of another length."""
     lr_warmup_iters: int = option(0, role="schedule")
-    """Iterations of linear learning-rate warm-up."""
+    """Iterations of linear learning-rate warm-up, also before a decay of tokens."""
     lr_warmup_samples: int = option(0, role="schedule")
-    """Samples of linear learning-rate warm-up."""
+    """Samples of linear learning-rate warm-up, also before a decay of tokens."""
     lr_warmup_tokens: int = option(0, role="schedule")
     """Tokens of linear learning-rate warm-up."""
     lr_warmup_init: float = option(0.0, role="schedule", needs=_WARMUP)
@@ -96,6 +96,12 @@ class _Optimizer:
     the pattern (embedding.*=0.1, layers.[01].*=0.5, *.lora_*_b.*=16); of several patterns the
     first that matches counts."""
 
+    def schedule_units(self, unit: str) -> tuple[str, str]:
+        """The units of warm-up and decay in a run whose length is in ``unit``."""
+        decay = "tokens" if self.lr_decay_tokens else unit
+        units = (u for u in ("tokens", *LENGTHS) if getattr(self, f"lr_warmup_{u}"))
+        return next(units, decay), decay
+
     @property
     def lr_groups(self) -> dict[str, float]:
         """The factor of each pattern. Raises ConfigError if a value is not PATTERN=FACTOR."""
@@ -124,7 +130,8 @@ class _Rates:
     lr: float | None = option(None, aliases=("--learning-rate",), bounds=POSITIVE, role="schedule")
     """Peak learning rate."""
     lr_warmup_fraction: float | None = option(None, aliases=("--warmup",), role="schedule")
-    """Warm-up as a fraction of the decay length (--lr-decay-iters or its like)."""
+    """Warm-up as a fraction of the decay length (--lr-decay-iters or its like); where tokens rule
+    the decay of a run of another length, of that length."""
     start_weight_decay: float | None = option(None, role="schedule")
     """Weight decay at the start of its schedule."""
     end_weight_decay: float | None = option(None, role="schedule")
@@ -181,25 +188,56 @@ def _lengths(
 ) -> dict[str, Any]:
     """The derived lengths of warm-up and decay, by field."""
     unit, length = training.length
-    for other in LENGTHS:
-        for name in (f"lr_decay_{other}", f"lr_warmup_{other}", f"lr_wsd_decay_{other}"):
-            resolver.check(
-                other == unit or not getattr(flags, name),
-                f"{resolver.show(name)} goes with --train-{other}, but the run's length is "
-                f"{resolver.show(f'train_{unit}')}; give "
-                f"--{name.replace(other, unit).replace('_', '-')}",
-            )
+    _check_units(flags, unit, resolver)
     decay, warmup = f"lr_decay_{unit}", f"lr_warmup_{unit}"
     found: dict[str, Any] = {}
     span, share = getattr(flags, decay), flags.lr_warmup_fraction
-    if length is not None:
+    if length is not None and flags.schedule_units(unit)[1] == unit:
         span = found[decay] = resolver.fill(decay, span, length, f"train-{unit}")
-    resolver.check(
-        share is None or not getattr(flags, warmup),
-        f"{resolver.show('lr_warmup_fraction')} contradicts {resolver.show(warmup)}",
-    )
+    elif span is None:
+        # As in Megatron-DeepSpeed the fraction is one of steps, also of a decay of tokens.
+        span = length
+    for other in LENGTHS:
+        absolute = f"lr_warmup_{other}"
+        resolver.check(
+            share is None or not getattr(flags, absolute),
+            f"{resolver.show('lr_warmup_fraction')} contradicts {resolver.show(absolute)}",
+        )
     if share is not None and span is not None:
         resolver.check(0 <= share < 1, f"{resolver.show('lr_warmup_fraction')} must be in [0, 1)")
-        how = f"lr-warmup-fraction x lr-decay-{unit}"
+        how = f"lr-warmup-fraction x {f'lr-decay-{unit}' if decay in found else f'train-{unit}'}"
         found[warmup] = resolver.put(warmup, int(share * span), how)
     return found
+
+
+def _check_units(flags: OptimizerFlags, unit: str, resolver: ConfigResolver) -> None:
+    """Refuses units that do not go with ``unit``, of the run's length, and notes those without
+    effect: tokens go with every run, and other numbers than theirs are not used, as in
+    Megatron-DeepSpeed."""
+    warmup_unit, decay_unit = flags.schedule_units(unit)
+    of_length = f"but the run's length is {resolver.show(f'train_{unit}')}"
+    for other in LENGTHS:
+        fits = other in (unit, "tokens")
+        for name, allowed in (
+            (f"lr_decay_{other}", fits),
+            (f"lr_warmup_{other}", fits or unit == "tokens"),
+            (f"lr_wsd_decay_{other}", fits),
+        ):
+            resolver.check(
+                allowed or not getattr(flags, name),
+                f"{resolver.show(name)} goes with --train-{other}, {of_length}; give "
+                f"--{name.replace(other, unit).replace('_', '-')}",
+            )
+        wsd = f"lr_wsd_decay_{other}"
+        resolver.check(
+            other == decay_unit or not getattr(flags, wsd),
+            f"{resolver.show(wsd)}: the decay is in {decay_unit}; give --lr-wsd-decay-{decay_unit}",
+        )
+        for kind, used in (("decay", decay_unit), ("warmup", warmup_unit)):
+            name = f"lr_{kind}_{other}"
+            of_fraction = kind == "decay" and flags.lr_warmup_fraction is not None
+            if getattr(flags, name) and other != used and not of_fraction:
+                resolver.notes.append(
+                    f"{resolver.show(name)} has no effect: "
+                    f"{resolver.show(f'lr_{kind}_{used}')} is used instead"
+                )

@@ -68,7 +68,9 @@ class _Training:
     train_samples: int | None = option(None, bounds=POSITIVE)
     """Length of the run in samples, instead of --train-iters."""
     train_tokens: int | None = option(None, bounds=POSITIVE)
-    """Length of the run in tokens, instead of --train-iters."""
+    """Length of the run in tokens, instead of --train-iters. Together with --train-iters or
+    --train-samples it ends the run if it comes first, and the other number sizes the data, as in
+    Megatron-DeepSpeed."""
     seed: int = option(1234, bounds=_SEEDS)
     """Random seed of initial weights, data order and dropout."""
     eval_interval: int = option(1000, bounds=POSITIVE, role="course")
@@ -111,9 +113,14 @@ class TrainingConfig(_Training):
     @property
     def length(self) -> tuple[str, int | None]:
         """The unit of the run's length, one of :data:`LENGTHS`, and the number of them; None where
-        nothing is trained."""
-        given = {unit: getattr(self, f"train_{unit}") for unit in LENGTHS}
-        return next(((unit, n) for unit, n in given.items() if n is not None), ("iters", None))
+        nothing is trained. Of two numbers, not ``--train-tokens``: the length of the data."""
+        numbers = {unit: getattr(self, f"train_{unit}") for unit in LENGTHS}
+        return next(((unit, n) for unit, n in numbers.items() if n is not None), ("iters", None))
+
+    @property
+    def tokens_end_the_run(self) -> bool:
+        """True if ``--train-tokens`` is given together with another length."""
+        return self.train_tokens is not None and self.length[0] != "tokens"
 
 
 def resolve_training(
@@ -146,7 +153,11 @@ def resolve_training(
         bool(given) or flags.skip_train,
         "missing the length of the run: --train-iters, --train-samples, --train-tokens or --epochs",
     )
-    resolver.check(len(given) < 2, f"{' and '.join(given)}: give one length of the run only")
+    resolver.check(
+        flags.train_iters is None or flags.train_samples is None,
+        f"{' and '.join(given)}: give one length of the run only; --train-tokens may be given as "
+        "well and ends it",
+    )
     iters = flags.train_iters
     if flags.epochs is not None:
         old = FLAGS_OF_2019 & set(resolver.origins.values())

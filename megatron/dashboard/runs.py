@@ -231,6 +231,8 @@ class WatchedRun:
 
     @property
     def _planned(self) -> int | None:
+        if self._start.configuration.get("training.train_tokens") is not None:
+            return None  # which may end the run earlier
         planned = self._start.configuration.get("training.train_iters")
         return planned if type(planned) is int and 0 < planned < 1 << 53 else None
 

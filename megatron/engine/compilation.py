@@ -75,8 +75,10 @@ def _iterations(config: RunConfig) -> int:
     training = config.training
     if training.skip_train:
         return 0
-    samples = training.train_samples or (training.train_tokens or 0) // config.model.seq_length
-    return training.train_iters or samples // training.global_batch_size
+    batch = training.global_batch_size
+    by_tokens = (training.train_tokens or 0) // config.model.seq_length // batch
+    lengths = (training.train_iters, (training.train_samples or 0) // batch, by_tokens)
+    return min(filter(None, lengths), default=0)
 
 
 def compile_blocks(

@@ -159,10 +159,10 @@ class PlainTraining:
     def step(self) -> tuple[float, float]:
         """Updates the weights once; returns the loss, and the gradient norm before clipping."""
         plan = self._plan
-        progress = plan.progress(self._iteration, self._consumed)
+        rate, decay = plan.rates(self._iteration, self._consumed)
         for group in self._optimizer.param_groups:
-            group["lr"] = plan.learning_rate(progress) * group["lr_factor"]
-            group["weight_decay"] = plan.weight_decay(progress) if group["decays"] else 0.0
+            group["lr"] = rate * group["lr_factor"]
+            group["weight_decay"] = decay if group["decays"] else 0.0
         self._optimizer.zero_grad()
         loss = self.accumulate()
         params = list(self.params.values())

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from megatron.config import ConfigError, RunConfig
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.training import TrainingConfig
 from megatron.data.pipeline import sequence_lengths
 from megatron.training.batch_size import BatchSizeSchedule
 from megatron.training.schedules import LearningRateSchedule, WeightDecaySchedule
@@ -23,8 +25,14 @@ class Epochs:
 class TrainingPlan:
     """Batch sizes, learning rate, weight decay, lengths and positions of a run; with ``epochs``
     instead of ``--train-iters`` and the like. Batches cross from one epoch into the next; the last
-    one is filled up from the beginning of a further epoch. Rates are by :meth:`progress`. Raises
-    ConfigError if the schedules' values contradict each other, or the run has no step."""
+    one is filled up from the beginning of a further epoch. Raises ConfigError if the schedules'
+    values contradict each other, or the run has no step.
+
+    Attributes:
+        train_iters: steps after which the run ends.
+        full_iters: steps of ``--train-iters`` or ``--train-samples``, which data and log lines
+            count; more than ``train_iters`` where ``--train-tokens`` ends the run earlier.
+    """
 
     def __init__(self, config: RunConfig, epochs: Epochs | None = None) -> None:
         self.epochs = epochs
@@ -42,37 +50,8 @@ class TrainingPlan:
         )
         self._replicas = config.parallel.data_parallel_size
         self.lengths = sequence_lengths(config, self.batch_size.samples)
-        if epochs is not None:
-            self.unit, length = "samples", epochs.count * epochs.samples
-            self.train_iters = self.batch_size.iterations(length)
-            self.train_iters += self.batch_size.samples(self.train_iters) < length
-        elif training.train_samples is not None:
-            self.unit, length = "samples", training.train_samples
-            self.train_iters = self.batch_size.iterations(training.train_samples)
-        elif training.train_tokens is not None:
-            self.unit, length = "tokens", training.train_tokens
-            samples = self.lengths.samples(training.train_tokens)
-            self.train_iters = self.batch_size.iterations(samples)
-        else:
-            self.unit, length = "iters", training.train_iters or 0
-            self.train_iters = length
-        if self.train_iters == 0 and not training.skip_train:
-            raise ConfigError(
-                f"--train-{self.unit} {length} is less than one step takes: "
-                f"{self.batch_size.batch_size(0)} samples of {self.lengths.at(0)} tokens"
-            )
-        decay = getattr(optimizer, f"lr_decay_{self.unit}") or max(1, length)
-        self.learning_rate = LearningRateSchedule(
-            lr=optimizer.lr,
-            min_lr=optimizer.min_lr,
-            init_lr=optimizer.lr_warmup_init,
-            style=optimizer.lr_decay_style,
-            warmup=getattr(optimizer, f"lr_warmup_{self.unit}"),
-            decay=decay,
-            wsd_decay=getattr(optimizer, f"lr_wsd_decay_{self.unit}", None),
-            wsd_style=optimizer.lr_wsd_decay_style,
-            unit=self.unit,
-        )
+        length = self._set_length(training)
+        self.learning_rate = self._learning_rate(optimizer, max(1, length))
         self.weight_decay = WeightDecaySchedule(
             optimizer.start_weight_decay,
             optimizer.end_weight_decay,
@@ -80,13 +59,73 @@ class TrainingPlan:
             max(1, length),
         )
 
-    def progress(self, iteration: int, consumed_samples: int) -> int:
-        """How far the run is, in the unit of its length."""
+    def _set_length(self, training: TrainingConfig) -> int:
+        """Set the steps of the run and of its data; return the length in ``self.unit``."""
+        self.unit, length = training.length
+        if self.epochs is not None:
+            self.unit, length = "samples", self.epochs.count * self.epochs.samples
+        length = length or 0
+        samples = self.lengths.samples(length) if self.unit == "tokens" else length
+        in_full = self.epochs is not None
+        self.full_iters = length if self.unit == "iters" else self._steps(samples, in_full)
+        self.train_iters = self.full_iters
+        self.ends_by_tokens = self.epochs is None and training.tokens_end_the_run
+        if self.ends_by_tokens:
+            samples = self.lengths.samples(training.train_tokens or 0)
+            self.train_iters = min(self.full_iters, self._steps(samples, in_full=True))
+        if self.train_iters == 0 and not training.skip_train:
+            raise ConfigError(
+                f"--train-{self.unit} {length} is less than one step takes: "
+                f"{self.batch_size.batch_size(0)} samples of {self.lengths.at(0)} tokens"
+            )
+        return length
+
+    def _steps(self, samples: int, in_full: bool) -> int:
+        """Steps within so many samples; ``in_full``, the fewest that consume all of them."""
+        steps = self.batch_size.iterations(samples)
+        return steps + (in_full and self.batch_size.samples(steps) < samples)
+
+    def _learning_rate(self, optimizer: OptimizerConfig, length: int) -> LearningRateSchedule:
+        self._warmup_unit, self._decay_unit = optimizer.schedule_units(self.unit)
+        warmup: int = getattr(optimizer, f"lr_warmup_{self._warmup_unit}")
+        mixed = self._warmup_unit != self._decay_unit
+        # As in Megatron-DeepSpeed a warm-up of tokens does not postpone a decay of steps.
+        start = 0 if self._warmup_unit == "tokens" else self._tokens_after(warmup)
+        return LearningRateSchedule(
+            lr=optimizer.lr,
+            min_lr=optimizer.min_lr,
+            init_lr=optimizer.lr_warmup_init,
+            style=optimizer.lr_decay_style,
+            warmup=warmup,
+            decay=getattr(optimizer, f"lr_decay_{self._decay_unit}") or length,
+            wsd_decay=getattr(optimizer, f"lr_wsd_decay_{self._decay_unit}"),
+            wsd_style=optimizer.lr_wsd_decay_style,
+            unit=self._decay_unit,
+            warmup_unit=self._warmup_unit if mixed else None,
+            start=start if mixed else 0,
+        )
+
+    def _tokens_after(self, warmup: int) -> int:
+        """Tokens before the end of a warm-up of iterations or samples."""
+        of_steps = self._warmup_unit == "iters"
+        return self.lengths.tokens(self.batch_size.samples(warmup) if of_steps else warmup)
+
+    def rates(self, iteration: int, consumed_samples: int) -> tuple[float, float]:
+        """Learning rate and weight decay of the step after ``iteration`` steps."""
+        at = {
+            unit: self.progress(iteration, consumed_samples, unit)
+            for unit in {self.unit, self._warmup_unit, self._decay_unit}
+        }
+        rate = self.learning_rate(at[self._decay_unit], at[self._warmup_unit])
+        return rate, self.weight_decay(at[self.unit])
+
+    def progress(self, iteration: int, consumed_samples: int, unit: str | None = None) -> int:
+        """Progress of the run in ``unit``, by default the unit of its length."""
         return {
             "iters": iteration,
             "samples": consumed_samples,
             "tokens": self.lengths.tokens(consumed_samples),
-        }[self.unit]
+        }[unit or self.unit]
 
     def evaluates_after(self, iteration: int) -> bool:
         """Whether that step is followed by an evaluation; the end of the run always is."""
@@ -105,7 +144,7 @@ class TrainingPlan:
     def batch_sizes(self) -> list[tuple[int, int]]:
         """The batch sizes of the run in turn: (size, number of steps)."""
         sizes, consumed = [], 0
-        for _ in range(max(1, self.train_iters)):
+        for _ in range(max(1, self.full_iters)):
             sizes.append(self.batch_size.batch_size(consumed))
             consumed += sizes[-1]
         return [(size, len(list(steps))) for size, steps in groupby(sizes)]
@@ -124,8 +163,9 @@ class TrainingPlan:
 
     @property
     def sample_counts(self) -> tuple[int, int, int]:
-        """Samples needed for training, validation and test."""
+        """Samples that data sets for training, validation and test are sized for: those of
+        ``--train-iters`` or ``--train-samples``, also where ``--train-tokens`` ends the run."""
         evaluation = self.eval_iters * self.global_batch_size
-        evaluations = self.train_iters // self.eval_interval + 1
-        train = self.batch_size.samples(self.train_iters)
+        evaluations = self.full_iters // self.eval_interval + 1
+        train = self.batch_size.samples(self.full_iters)
         return train, evaluations * evaluation, evaluation

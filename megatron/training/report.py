@@ -149,8 +149,14 @@ class Reporter(Callback):
         growing = f"{ramp[0]} to " if ramp else ""
         self.say(
             f"batches: micro {self.plan.micro_batch_size}, "
-            f"global {growing}{self.plan.global_batch_size}, {self.plan.train_iters} iterations"
+            f"global {growing}{self.plan.global_batch_size}, {self.plan.full_iters} iterations"
         )
+        if self.plan.train_iters < self.plan.full_iters:
+            self.say(
+                f"--train-tokens {config.training.train_tokens} ends the run after "
+                f"{self.plan.train_iters} of its {self.plan.full_iters} iterations, for which the "
+                "data are prepared"
+            )
         if self.main and not self.plan.skip_train:
             for line in resolve_name(EXTENT)(config, self.plan, sizes()):
                 self.say(line)
@@ -226,7 +232,7 @@ class Reporter(Callback):
             self._bar.n = trainer.iteration  # after a step back it is a lower one
             self.time_left.begin(trainer.iteration)
             self.meter = IntervalMeter(
-                train_iters=self.plan.train_iters,
+                train_iters=self.plan.full_iters,
                 flops_per_token=self.flops_per_token,
                 device=self.device,
                 devices=self.mesh.world.size,

@@ -336,7 +336,8 @@ def _check_position(plan: TrainingPlan, loaded: ResumePoint) -> None:
     """Refuses batch sizes that do not lead to the checkpoint's position."""
     consumed = loaded.consumed_samples
     planned = plan.batch_size.samples(loaded.iteration)
-    if consumed > planned or (consumed < planned and plan.unit != "iters"):
+    by_steps = plan.unit == "iters" and not plan.ends_by_tokens
+    if consumed > planned or (consumed < planned and not by_steps):
         raise CheckpointError(
             f"{loaded.folder} is of step {loaded.iteration} after {consumed} samples; with "
             f"--global-batch-size {plan.global_batch_size} and its ramp-up that step comes after "

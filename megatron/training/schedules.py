@@ -1,6 +1,6 @@
 """Learning rate and weight decay as pure functions of progress.
 
-Progress is counted in the unit of the run: samples, tokens or iterations. The formulas are those of
+Progress is counted in the unit of a schedule: samples, tokens or iterations. The formulas are from
 Megatron's ``OptimizerParamScheduler``. A step uses the value at the progress made *before* it, so
 the first step of a warm-up from 0 leaves the weights unchanged. A step that is skipped, as fp16
 does at an overflow, counts; Megatron's schedule waits for the next one.
@@ -29,6 +29,8 @@ class LearningRateSchedule:
         wsd_decay: for ``WSD`` the length of the last part, which ends at ``decay``. If it is longer
             than ``decay - warmup`` the rate drops at the end of the warm-up, as in Megatron.
         unit: suffix of the flags that error messages name: ``iters``, ``samples`` or ``tokens``.
+        warmup_unit: the unit of ``warmup`` if it is another one. Then the decay begins at
+            ``start``, in ``unit``.
     """
 
     lr: float
@@ -40,6 +42,8 @@ class LearningRateSchedule:
     wsd_decay: int | None = None
     wsd_style: str = "exponential"
     unit: str = "iters"
+    warmup_unit: str | None = None
+    start: int = 0
 
     def __post_init__(self) -> None:
         _check_choice("--lr-decay-style", self.style, LR_STYLES)
@@ -53,10 +57,16 @@ class LearningRateSchedule:
             )
         if self.decay <= 0:
             raise ConfigError(f"--lr-decay-{self.unit} {self.decay} must be more than 0")
-        if not 0 <= self.warmup < self.decay:
+        warmup, decay = f"--lr-warmup-{self.warmup_unit or self.unit} {self.warmup}", self.decay
+        if self.warmup < 0 or (self.warmup_unit is None and self.warmup >= decay):
             raise ConfigError(
-                f"--lr-warmup-{self.unit} {self.warmup} must be at least 0 and less than "
-                f"--lr-decay-{self.unit} {self.decay} (by default the length of the run)"
+                f"{warmup} must be at least 0 and less than "
+                f"--lr-decay-{self.unit} {decay} (by default the length of the run)"
+            )
+        if self._start >= decay:
+            raise ConfigError(
+                f"{warmup} ends after {self.start} {self.unit}, which must be less than "
+                f"--lr-decay-{self.unit} {decay}"
             )
         if self.style == "WSD":
             self._check_wsd()
@@ -72,16 +82,22 @@ class LearningRateSchedule:
                 f"--lr-decay-{self.unit} {self.decay}"
             )
 
-    def __call__(self, progress: float) -> float:
-        """The learning rate of a step that starts at ``progress`` (at least 0)."""
-        if self.warmup > 0 and progress <= self.warmup:
-            return self.init_lr + (self.lr - self.init_lr) * progress / self.warmup
+    @property
+    def _start(self) -> int:
+        return self.warmup if self.warmup_unit is None else self.start
+
+    def __call__(self, progress: float, warmup_progress: float | None = None) -> float:
+        """The learning rate of a step that starts at ``progress`` (at least 0), which is
+        ``warmup_progress`` in ``warmup_unit``."""
+        risen = progress if warmup_progress is None else warmup_progress
+        if self.warmup > 0 and risen <= self.warmup:
+            return self.init_lr + (self.lr - self.init_lr) * risen / self.warmup
         if self.style == "constant":
             return self.lr
         if progress > self.decay:
             return self.min_lr
         if self.style == "inverse-square-root":
-            rate: float = self.lr * max(self.warmup, 1) ** 0.5 / max(progress, 1) ** 0.5
+            rate: float = self.lr * max(self._start, 1) ** 0.5 / max(progress, 1) ** 0.5
             return max(self.min_lr, rate)
         return self.min_lr + self._share_left(progress) * (self.lr - self.min_lr)
 
@@ -93,7 +109,7 @@ class LearningRateSchedule:
             if progress <= stable_until:
                 return 1.0
             return _fall(self.wsd_style, (progress - stable_until) / self.wsd_decay)
-        return _fall(self.style, (progress - self.warmup) / (self.decay - self.warmup))
+        return _fall(self.style, (progress - self._start) / (self.decay - self._start))
 
 
 @dataclass(frozen=True)

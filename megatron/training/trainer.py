@@ -205,8 +205,7 @@ class Trainer:
         """Runs the micro batches of one step through the model and updates its weights."""
         self._tell("before_step")
         plan, first_sample = self.plan, self.consumed_samples
-        progress = plan.progress(self.iteration, first_sample)
-        rate, decay = plan.learning_rate(progress), plan.weight_decay(progress)
+        rate, decay = plan.rates(self.iteration, first_sample)
         length = plan.lengths.at(self.iteration)
         batches = plan.lengths.cut(batches, self.iteration)
         micro_batches = plan.batch_size.micro_batches(first_sample)

@@ -130,13 +130,24 @@ def test_resume_is_bitwise(pool, tmp_path, layout, stop):
             assert np.array_equal(second[rank].state[key], values), key
 
 
-def test_length_in_tokens(pool, tmp_path):
+TOKENS = sum(LENGTHS) * 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "warmup"),
+    [
+        # The iterations size the data; their warm-up ends after two steps of 4 x 8 tokens.
+        (f"--train-iters 50 --lr-warmup-iters 2 --lr-decay-tokens {TOKENS}", 64),
+        pytest.param("--lr-warmup-tokens 100", 100, marks=pytest.mark.proof),
+    ],
+)
+def test_length_in_tokens(pool, tmp_path, flags, warmup):
     """A run of tokens ends when its real ones are consumed; rates follow them across a resume."""
-    whole = sum(LENGTHS) * 4
+    whole = TOKENS
     at = FLAGS.index("--train-iters")
     base = [*FLAGS[:at], *FLAGS[at + 2 :]]
     del base[base.index("--lr-warmup-iters") : base.index("--lr-warmup-iters") + 2]
-    base += ["--train-tokens", str(whole), "--lr-warmup-tokens", "100", "--log-interval", "1"]
+    base += ["--train-tokens", str(whole), *flags.split(), "--log-interval", "1"]
     save = ["--save", str(tmp_path)]
     pool.run(1, train, [*base, *save, "--exit-interval", "5"])
     last = pool.run(2, train, [*base, *save, "--load", str(tmp_path)])
@@ -144,10 +155,10 @@ def test_length_in_tokens(pool, tmp_path):
     found = rows(tmp_path, "train")
     assert [row["consumed_tokens"] for row in found] == list(np.cumsum(LENGTHS) * 4)
     before = np.concatenate([[0], np.cumsum(LENGTHS)[:-1] * 4])
-    share = (before[4:] - 100) / (whole - 100)
+    share = (before[4:] - warmup) / (whole - warmup)
     wanted = 1e-2 * 0.5 * (np.cos(np.pi * share) + 1)
     np.testing.assert_allclose([row["learning_rate"] for row in found[4:]], wanted, rtol=1e-9)
-    assert found[1]["learning_rate"] == pytest.approx(1e-2 * 32 / 100)
+    assert found[1]["learning_rate"] == pytest.approx(1e-2 * 32 / warmup)
 
 
 BERT = [*FLAGS, *"--model-family bert --short-seq-prob 0.5 --max-position-embeddings 32".split()]

@@ -352,7 +352,13 @@ REFUSED = [
         1,
         ["--lr-warmup-samples 5", "--train-iters 100", "--lr-warmup-iters"],
     ),
-    ("--lr-decay-tokens 5", 1, ["--lr-decay-tokens 5", "--train-iters 100", "--lr-decay-iters"]),
+    (
+        "--lr-decay-style WSD --lr-wsd-decay-iters 5 --lr-decay-tokens 99",
+        1,
+        ["--lr-wsd-decay-iters 5", "in tokens", "--lr-wsd-decay-tokens"],
+    ),
+    ("--lr-warmup-fraction 0.1 --lr-warmup-tokens 9", 1, ["--lr-warmup-fraction", "tokens 9"]),
+    ("--lr-decay-samples 5", 1, ["--lr-decay-samples 5", "--train-iters 100", "--lr-decay-iters"]),
     (
         "--lr-wsd-decay-samples 5",
         1,

@@ -1,4 +1,8 @@
-"""Lengths and positions of a run, from its flags."""
+"""Lengths and positions of a run, from its flags; token-driven runs against a loop of steps."""
+
+import itertools
+import json
+import math
 
 import pytest
 
@@ -46,3 +50,89 @@ def test_validation_reads_on_and_stays_within_its_samples():
     assert starts[-1] + 8 == valid_samples
     assert course.valid_samples_before(10**6) == 16, "a checkpoint past the end of this run"
     assert plan("--skip-train").valid_samples_before(10**6) == 0
+
+
+def lengths_in_json(highest, steps):
+    schedule = {"total_curriculum_step": steps, "difficulty_step": 8}
+    text = {"enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8}
+    text |= {
+        "max_difficulty": highest,
+        "schedule_type": "fixed_linear",
+        "schedule_config": schedule,
+    }
+    return json.dumps(text, separators=(",", ":"))
+
+
+def rate_of_upstream(flags, style, step, tokens, state):
+    """Megatron-DeepSpeed's rate at ``step`` samples and ``tokens``; ``state`` keeps W, the tokens
+    at the end of the warm-up."""
+    high, low = 1.0, 0.1
+    warm_steps = flags.get("--lr-warmup-samples", 0)
+    warm_tokens = flags.get("--lr-warmup-tokens") or state.get("W")
+    decay = flags.get("--lr-decay-tokens")
+    if flags.get("--lr-warmup-tokens") and tokens <= warm_tokens:
+        return high * tokens / warm_tokens
+    if not flags.get("--lr-warmup-tokens") and step <= warm_steps > 0:
+        if step == warm_steps:
+            state["W"] = tokens
+        return high * step / warm_steps
+    if style == "constant":
+        return high
+    at, start, end = (tokens, warm_tokens or 0, decay) if decay else (
+        step, warm_steps, flags.get("--lr-decay-samples", flags["--train-samples"])
+    )  # fmt: skip
+    if at > end:
+        return low
+    if style == "inverse-square-root":
+        return max(low, high * math.sqrt(max(1, start)) / math.sqrt(max(1, at)))
+    ratio = (at - start) / (end - start)
+    if style == "linear":
+        return low + (1 - ratio) * (high - low)
+    return low + 0.5 * (math.cos(math.pi * ratio) + 1) * (high - low)
+
+
+RAMP = "--rampup-batch-size 2 2 8"
+BY_TOKENS = [
+    {"--lr-decay-tokens": 700, "--lr-warmup-tokens": 100},
+    {"--lr-decay-tokens": 700, "--lr-warmup-samples": 8},
+    {"--lr-decay-tokens": 700},
+    {"--lr-warmup-tokens": 100},
+    {"--lr-decay-samples": 60, "--lr-warmup-samples": 8},
+    {"--lr-decay-tokens": 700, "--lr-decay-samples": 9, "--lr-warmup-tokens": 64,
+     "--lr-warmup-samples": 8},
+]  # fmt: skip
+STYLES = ("constant", "linear", "cosine", "inverse-square-root")
+COURSES = ("", RAMP, "lengths", f"lengths {RAMP}")
+
+
+@pytest.mark.parametrize(
+    ("course", "total"),
+    [
+        pytest.param(*case, marks=() if case == (COURSES[-1], 800) else pytest.mark.proof)
+        for case in itertools.product(COURSES, (800, 801, 100_000))
+    ],
+)
+def test_tokens_end_a_run_whose_data_samples_size(course, total):
+    for schedule, style in itertools.product(BY_TOKENS, STYLES):
+        flags = {"--train-samples": 101, "--train-tokens": total} | schedule
+        words = [f"{name} {value}" for name, value in flags.items()]
+        text = f" --curriculum-learning {lengths_in_json(16, 7)}" if "lengths" in course else ""
+        words += [f"--lr-decay-style {style} --min-lr 0.1", course.replace("lengths", "") + text]
+        run = plan(" ".join(words))
+        samples = tokens = iteration = 0
+        state = {}
+        # Samples within the length of the data; a last batch that would exceed it is left out.
+        sizes = [2, 2, 2, 2, *[4] * 30] if RAMP in course else [4] * 40
+        full = sum(sum(sizes[:n]) <= 101 for n in range(1, 35))
+        while iteration < full and tokens < total:
+            rate = rate_of_upstream(flags, style, samples, tokens, state)
+            assert run.rates(iteration, samples)[0] == pytest.approx(rate, rel=1e-12), iteration
+            assert run.progress(iteration, samples, "tokens") == tokens
+            assert iteration < run.train_iters
+            iteration += 1
+            length = min(16, int(iteration / 7 * (16 - 8) + 8) // 8 * 8) if text else 16
+            samples += sizes[iteration - 1]
+            tokens += sizes[iteration - 1] * length
+        assert (run.train_iters, run.full_iters) == (iteration, full), (course, total)
+        alone = plan(f"--train-samples 101 {words[-1]}")
+        assert run.sample_counts == alone.sample_counts and run.batch_sizes() == alone.batch_sizes()
