@@ -275,7 +275,8 @@ class PrecisionConfig:
     bf16: bool = option(False, role="layout")
     """Train in bfloat16, with float32 main weights."""
     loss_scale: float | None = option(None, derived="dynamic", bounds=POSITIVE)
-    """fp16: static loss scale."""
+    """fp16: static loss scale. A DeepSpeed JSON with an fp16 section that has no loss_scale, or 0,
+    sets a dynamic one instead."""
     initial_loss_scale: float = option(2.0**32, needs=_FP16)
     """fp16: initial dynamic loss scale, a power of two."""
     min_loss_scale: float = option(1.0, aliases=("--min-scale",), bounds=POSITIVE, needs=_FP16)
@@ -306,6 +307,20 @@ class PrecisionConfig:
             return None
         return StateDtypes(self.main_params_dtype, self.exp_avg_dtype, self.exp_avg_sq_dtype)
 
+    def _check_scale(self, resolver: ConfigResolver) -> None:
+        scale, origin = "loss_scale", resolver.origins["loss_scale"]
+        json, instead, flag = origin.partition(": fp16 instead of ")
+        if instead:
+            resolver.notes.append(
+                f"{flag} has no effect: {json} has an fp16 section without a static loss scale, "
+                'and the scale is dynamic; write "loss_scale": "auto" there to use the flag'
+            )
+        elif self.loss_scale is not None and not self.fp16:
+            under_deepspeed = resolver.values["deepspeed"] or resolver.values["deepspeed_config"]
+            message = f"{resolver.show(scale)} has an effect with --fp16 only"
+            resolver.check(bool(under_deepspeed), message)
+            resolver.notes.append(message)
+
     def check(self, zero_stage: int, optimizer: str, resolver: ConfigResolver) -> None:
         """Refuses values that contradict each other, and notes flags without effect."""
         for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
@@ -319,10 +334,7 @@ class PrecisionConfig:
             f"{resolver.show('optimizer')}: leave it out, or use --optimizer adam",
         )
         resolver.check(not (self.fp16 and self.bf16), "--fp16 contradicts --bf16")
-        resolver.check(
-            self.loss_scale is None or self.fp16,
-            f"{resolver.show('loss_scale')} has an effect with --fp16 only",
-        )
+        self._check_scale(resolver)
         resolver.check(
             self.initial_loss_scale >= 1 and math.log2(self.initial_loss_scale).is_integer(),
             f"{resolver.show('initial_loss_scale')} must be a power of two",

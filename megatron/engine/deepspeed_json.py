@@ -105,8 +105,9 @@ PAIRS = (
 def merge(flags: Settings, content: Json, path: str, world_size: int) -> Settings:
     """Adds the values of the JSON at ``path`` to the settings from flags. Raises ConfigError if a
     flag and the JSON contradict each other; names both values and sources."""
-    merged = dict(flags)
     name = Path(path).name
+    flags = _with_scale(flags, content, name)
+    merged = dict(flags)
     for pair in PAIRS:
         value = get(content, pair.key)
         if value is None or value == "auto":
@@ -125,6 +126,18 @@ def merge(flags: Settings, content: Json, path: str, world_size: int) -> Setting
                 f'{json.dumps(value)} in {path}; make them equal, or set the JSON to "auto"'
             )
     return _with_accumulation(merged, content, path, world_size)
+
+
+def _with_scale(flags: Settings, content: Json, name: str) -> Settings:
+    """The flags without a static loss scale where the JSON has a dynamic one: as under
+    Megatron-DeepSpeed, whose scripts pass a power of two as ``--loss-scale``."""
+    scale, section = flags.get("loss_scale"), content.get("fp16")
+    if scale is None or scale.value is None:
+        return flags
+    if not isinstance(section, dict) or section.get("loss_scale"):
+        return flags
+    shown = f"{scale.origin.removeprefix('flag ')} {scale.value:g}"
+    return {**flags, "loss_scale": Setting(None, f"{name}: fp16 instead of {shown}")}
 
 
 def _with_accumulation(settings: Settings, content: Json, path: str, world: int) -> Settings:

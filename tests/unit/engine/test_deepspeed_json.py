@@ -174,7 +174,7 @@ CONTRADICTIONS = [
     ),
     ("--bf16", {"bf16": {"enabled": False}}, ["--bf16 True", "bf16.enabled false"]),
     ("--fp16", {"fp16": {"enabled": False}}, ["--fp16 True", "fp16.enabled false"]),
-    ("--loss-scale 8", {"fp16": {"loss_scale": 0}}, ["--loss-scale 8.0", "fp16.loss_scale 0"]),
+    ("--loss-scale 8", {"fp16": {"loss_scale": 4}}, ["--loss-scale 8.0", "fp16.loss_scale 4"]),
     (
         "--initial-loss-scale 4",
         {"fp16": {"initial_scale_power": 3}},
@@ -193,6 +193,31 @@ CONTRADICTIONS = [
         ["--adam-beta2 0.95", "optimizer.params.betas.1 0.999"],
     ),
 ]
+
+
+SCALES = [
+    # Scripts of Megatron-DeepSpeed mean a power by the flag; DeepSpeed reads the JSON alone.
+    ("--fp16", {"fp16": {"enabled": True, "initial_scale_power": 12}}, None, "dynamic"),
+    ("--fp16", {"fp16": {"enabled": True, "loss_scale": 0}}, None, "dynamic"),
+    ("--bf16", {"fp16": {"enabled": False}, "bf16": {"enabled": True}}, None, "dynamic"),
+    ("--bf16", {"bf16": {"enabled": True}}, 12.0, "has an effect with --fp16 only"),
+    ("--fp16", {"fp16": {"enabled": True, "loss_scale": "auto"}}, 12.0, ""),
+    ("--fp16", {"fp16": {"enabled": True, "loss_scale": 12}}, 12.0, ""),
+    ("--fp16", {"zero_optimization": {"stage": 1}}, 12.0, ""),
+]
+
+
+@pytest.mark.parametrize("flags, content, scale, told", SCALES)
+def test_the_loss_scale_is_that_of_the_json(flags, content, scale, told):
+    argv = f"{FLAGS} {BATCH} --zero-stage 1 {flags} --loss-scale 12".split()
+    settings = merge(FlagParser(*FLAG_CLASSES).settings(argv), content, "folder/ds.json", 2)
+    for merged in (settings, merge(settings, content, "folder/ds.json", 2)):
+        result = resolve(merged, 2)
+        assert result.config.precision.loss_scale == scale
+        lines = [note for note in result.notes if "--loss-scale 12" in note]
+        assert len(lines) == bool(told) and all(told in line for line in lines)
+        if flags == "--fp16":
+            assert complete(content, result.config)["fp16"]["loss_scale"] == (scale or 0)
 
 
 @pytest.mark.parametrize("flags, content, told", CONTRADICTIONS)
