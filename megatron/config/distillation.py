@@ -53,7 +53,9 @@ class DistillationConfig:
         them."""
         if not self.kd:
             for field in dataclasses.fields(self):
-                if field.name != "kd":
+                # Scripts of dense models pass a teacher's experts, 1, without a teacher.
+                dense = field.name == "num_experts_teacher" and set(self.num_experts_teacher) <= {1}
+                if field.name != "kd" and not dense:
                     resolver.check_unused(field.name, "--kd")
             return
         resolver.check(

@@ -69,6 +69,8 @@ _UNUSED = {
     ),
     "--partition-activations": "use --recompute-granularity",
     "--checkpoint-in-cpu": "activation checkpoints stay on the device",
+    "--split-transformers": "use --recompute-granularity",
+    "--onnx-safe STR": "models are exported by tools/convert_checkpoint.py to-hf",
     "--synchronize-each-layer": "the CPU never synchronizes after a layer",
     "--profile-backward": '"flops_profiler" in the DeepSpeed JSON profiles a step',
     "--no-async-tensor-model-parallel-allreduce": _TENSOR,
@@ -188,11 +190,22 @@ _UNUSED = {
     "--context-parallel-size 1|": _SEQUENCE,
     "--ds-sequence-parallel-size 1|": _SEQUENCE,
     "--num-experts 1|": _DENSE,
-    "--topk 1|": _DENSE,
     "--mlp-type standard|": _DENSE,
     "--expert-model-parallel-size 1|": _DENSE,
     "--expert-tensor-parallel-size 1|": _DENSE,
     "--moe-expert-parallel-size 1|": _DENSE,
+    # Numbers of experts that dense scripts pass as well.
+    "--topk INT": _DENSE,
+    "--expert-interval INT": _DENSE,
+    "--moe-loss-coeff FLOAT": _DENSE,
+    "--moe-train-capacity-factor FLOAT": _DENSE,
+    "--moe-eval-capacity-factor FLOAT": _DENSE,
+    "--moe-min-capacity INT": _DENSE,
+    "--disable-moe-token-dropping": _DENSE,
+    "--disable-moe-top2-2nd-expert-sampling": _DENSE,
+    "--create-moe-param-group": _DENSE,
+    "--enable-expert-tensor-parallelism": _DENSE,
+    "--use-tutel": _DENSE,
     # 2019.
     "--resume-dataloader": "a resumed run always continues with the next sample",
     "--shuffle": "training samples are always shuffled, by --seed",
@@ -219,14 +232,14 @@ _UNUSED = {
 
 
 def _unused(words: str, note: str) -> tuple[str, Any, Any]:
-    """A field for ``make_dataclass``: a flag with its aliases, or with its value: INT, STR or
-    choices with at least one ``|``."""
+    """A field for ``make_dataclass``: a flag with its aliases, or with its value: INT, FLOAT, STR
+    or choices with at least one ``|``."""
     flag, *others = words.split()
     name = flag[2:].replace("-", "_").lower()
     if others and not others[0].startswith("-"):
         if others[0] == "STR+":
             return name, tuple[str, ...], option((), flag=flag, note=note)
-        kind = int if others[0] == "INT" else str
+        kind = {"INT": int, "FLOAT": float}.get(others[0], str)
         choices = [word for word in others[0].split("|") if word] if "|" in others[0] else None
         return name, kind | None, option(None, flag=flag, choices=choices, note=note)
     return name, bool, option(False, flag=flag, aliases=others, note=note)

@@ -30,7 +30,10 @@ class CheckpointConfig:
     load_tag: str | None = option(None, needs=_LOAD)
     """Load this checkpoint of --load (for example global_step100) instead of the newest."""
     save_interval: int | None = option(
-        None, aliases=("--save-iters", "--persistent-save-interval"), bounds=POSITIVE
+        None,
+        aliases=("--save-iters", "--persistent-save-interval"),
+        bounds=POSITIVE,
+        needs=_SAVE_NOTE,
     )
     """Number of iterations between checkpoints; the last iteration is always saved."""
     save_init: bool = option(False)
@@ -97,8 +100,7 @@ class CheckpointConfig:
         """Refuses values that contradict each other; ``stored_states``: the optimizer's states are
         not float32 tensors."""
         for name in (
-            *("save_interval", "save_init", "keep_last", "keep_every", "async_save"),
-            *("save_universal", "keep_best"),
+            *("save_init", "keep_last", "keep_every", "async_save", "save_universal", "keep_best"),
         ):
             resolver.check(
                 self.save is not None or not getattr(self, name),

@@ -14,8 +14,7 @@ from megatron.config.run import FLAG_CLASSES
 
 NETWORKS = {
     "--num-experts-switch --num-local-experts --moe-* "
-    "--expert-interval --expert-parallel --expert-*-parallel-size --expert-tensor-parallel-* "
-    "--use-tutel --create-moe-param-group --disable-moe-* --enable-expert-tensor-parallelism "
+    "--expert-parallel --expert-*-parallel-size --expert-tensor-parallel-* --disable-moe-* "
     "--overlap-moe-* --overlap-dispatch-* --ep-overlap-* --use-grouped-gemm-* "
     "--high-priority-a2a-comm-stream --save-tokens-per-expert-interval": (
         "there is no mixture of experts; leave it out to train a dense model"
@@ -119,7 +118,7 @@ REFUSED = NETWORKS | {
     ),
     "--cpu-offloading-* --fine-grained-* --offload-modules --min-offloaded-tensor-size "
     "--delay-offload-until-cuda-graph --delta-offload-* --activation-offload-fraction "
-    "--scattered-embeddings --split-transformers --recompute-modules --mlp-chunks-for-training": (
+    "--scattered-embeddings --recompute-modules --mlp-chunks-for-training": (
         "--recompute-granularity selective or full keeps fewer activations, and "
         "--sequence-parallel divides them"
     ),
@@ -233,7 +232,6 @@ REFUSED = NETWORKS | {
     "--distributed-timeout-seconds-after-init": "use --distributed-timeout-minutes",
     "--enable-experimental": "everything here is available without it",
     "--config-logger-dir": "--explain-config prints the configuration",
-    "--onnx-safe": "models are exported by tools/convert_checkpoint.py to-hf",
     # Generation and reinforcement learning.
     "--ds-inference --inference --inference-* --no-inference-* --max-tokens-to-oom --flash-decode "
     "--use-legacy-static-engine --decode-only-cuda-graphs --enable-chunked-prefill "

@@ -17,7 +17,6 @@ def resolved(flags):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--save-interval 10", "--save-interval 10 needs --save, the folder to save in"),
         ("--keep-last 2", "--keep-last 2 needs --save"),
         ("--async-save", "--async-save needs --save"),
         ("--save-universal", "--save-universal needs --save"),

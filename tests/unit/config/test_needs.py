@@ -29,6 +29,7 @@ NOTED = [
     ("--bf16 --initial-loss-scale 65536", "--initial-loss-scale 65536.0", "--fp16"),
     ("--hysteresis 4", "--hysteresis 4", "--fp16"),
     ("--optimizer sgd --adam-beta2 0.95", "--adam-beta2 0.95", "--optimizer adam"),
+    ("--save-interval 1500", "--save-interval 1500", "--save"),
     ("--no-load-optim", "--no-load-optim", "--load"),
     ("--wandb-entity us", "--wandb-entity us", "--report-to wandb"),
     ("--tensorboard-queue-size 5", "--tensorboard-queue-size 5", "--report-to tensorboard"),

@@ -380,7 +380,6 @@ REFUSED = [
     ),
     ("--data-path a --mock-data", 1, ["--mock-data", "--data-path"]),
     ("--train-data wiki --mock-data", 1, ["--mock-data", "--train-data"]),
-    ("--save-interval 5", 1, ["--save-interval 5", "--save"]),
     ("--num-workers -1", 1, ["--num-workers -1"]),
     ("--report-to wanbd,mlflow", 1, ["--report-to wanbd,mlflow", "mean wandb?", "trackio, none"]),
     ("--report-to none,wandb", 1, ["--report-to none,wandb", "contradicts"]),
@@ -478,6 +477,24 @@ def test_explain_names_the_origin_of_every_value():
     assert lines["padded_vocab_size"] == ["padded_vocab_size", "128", "derived"]
     fields = {f.name for part in FLAG_CLASSES[:-1] for f in dataclasses.fields(part)}
     assert fields <= set(lines)
+
+
+def test_numbers_of_experts_change_nothing_in_a_dense_run(capsys):
+    numbers = (
+        "--topk 2 --expert-interval 2 --moe-loss-coeff 0.01 --moe-train-capacity-factor 1.0 "
+        "--moe-eval-capacity-factor 1.0 --moe-min-capacity 4 --disable-moe-token-dropping "
+        "--use-tutel --create-moe-param-group"
+    )
+    plain = resolved()
+    for dense in ("", "--num-experts 1 --moe-expert-parallel-size 1 --mlp-type standard"):
+        result = resolved(f"{numbers} {dense}")
+        assert result.config == plain.config
+        assert all("models are dense" in note for note in result.notes)
+        assert len(result.notes) == 9 + dense.count("--")
+    resolved("--num-experts-teacher 1")
+    with pytest.raises(SystemExit):
+        resolved(f"{numbers} --num-experts 64")
+    assert "64 is not supported here, 1 is: there is no mixture" in capsys.readouterr().err
 
 
 def test_accepted_flags_say_what_happens_instead():
