@@ -62,6 +62,9 @@ class _Engine:
     use_pin_memory: bool | None = option(None)
     """Keep the weights of --remote-device cpu in pinned memory (pin_memory of offload_param in the
     DeepSpeed JSON)."""
+    cpu_optimizer: bool = option(False)
+    """Run Adam on the CPU. Needs "offload_optimizer": {"device": "cpu"} of zero_optimization in the
+    DeepSpeed JSON, which alone does the same."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -96,7 +96,7 @@ _UNUSED = {
         "fragmentation"
     ),
     "--no-initialization": "weights are initialised before a checkpoint's replace them",
-    "--torch_adam --ds_fused_adam": "Adam is torch's, fused on GPUs",
+    "--torch_adam --cpu_torch_adam --ds_fused_adam": "Adam is torch's, fused on GPUs and CPUs",
     "--disable-mem-efficient-ln": "the norms are torch's",
     "--fp8-interval INT": _INTERVAL,
     "--no-delay-grad-reduce": "DeepSpeed's engine reduces the gradients",

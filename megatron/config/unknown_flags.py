@@ -109,7 +109,7 @@ REFUSED = NETWORKS | {
     "--suggested-communication-unit-size --init-model-with-meta-device": (
         "--zero-stage 3 divides weights over data-parallel ranks"
     ),
-    "--cpu-optimizer --optimizer-cpu-offload --optimizer-offload-fraction "
+    "--optimizer-cpu-offload --optimizer-offload-fraction "
     "--overlap-cpu-optimizer-d2h-h2d --use-torch-optimizer-for-cpu-offload": (
         'use "offload_optimizer": {"device": "cpu"} of zero_optimization in the DeepSpeed JSON'
     ),

@@ -223,6 +223,13 @@ def _refuse(content: Json, config: RunConfig) -> None:
             "forward pass, which a pipeline does not have as a whole; remove the key, or profile "
             "without a pipeline"
         )
+    on_cpu = get(content, "zero_optimization.offload_optimizer.device") == "cpu"
+    if config.engine.cpu_optimizer and not (on_cpu and config.optimizer.optimizer == "adam"):
+        raise ConfigError(
+            "--cpu-optimizer is Adam on the CPU, for states that are there: give --optimizer adam, "
+            'and "offload_optimizer": {"device": "cpu"} of zero_optimization in '
+            f"{path or 'a DeepSpeed JSON (--deepspeed_config)'}; or leave the flag out"
+        )
     check_layout(config.layout(content))
     mode = config.fast_paths.torch_compile_mode
     if mode in GRAPH_MODES and running_stage(content, config) == 3:
@@ -261,6 +268,16 @@ def stage_notes(content: Json, config: RunConfig) -> list[str]:
         return []
     nothing = f"ZeRO {asked} over one data-parallel rank partitions nothing"
     return [f"{nothing}: it runs as ZeRO {runs}"]
+
+
+def offload_notes(config: RunConfig) -> list[str]:
+    """A line for the user about the optimizer of ``--cpu-optimizer``."""
+    if not config.engine.cpu_optimizer:
+        return []
+    line = (
+        "--cpu-optimizer: torch's fused AdamW updates the offloaded states, and nothing is compiled"
+    )
+    return [f"{line}, as DeepSpeedCPUAdam would be"]
 
 
 def stage_of(settings: Json) -> int:

@@ -8,7 +8,14 @@ import pytest
 
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, resolve
 from megatron.engine.deepspeed_file import check_settings, output_notes, read_json
-from megatron.engine.deepspeed_json import complete, for_engine, merge, stage_notes, stage_of
+from megatron.engine.deepspeed_json import (
+    complete,
+    for_engine,
+    merge,
+    offload_notes,
+    stage_notes,
+    stage_of,
+)
 
 SHIPPED = Path(__file__).parents[3] / "deepspeed_configs"
 
@@ -218,6 +225,17 @@ def test_the_loss_scale_is_that_of_the_json(flags, content, scale, told):
         assert len(lines) == bool(told) and all(told in line for line in lines)
         if flags == "--fp16":
             assert complete(content, result.config)["fp16"]["loss_scale"] == (scale or 0)
+
+
+def test_adam_on_the_cpu_needs_states_that_are_there():
+    on_cpu = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    config, completed, _ = run(f"{BATCH} --bf16 --cpu-optimizer --cpu_torch_adam", on_cpu)
+    assert "torch's fused AdamW" in offload_notes(config)[0]
+    without, as_without, _ = run(f"{BATCH} --bf16", on_cpu)
+    assert offload_notes(without) == [] and completed == as_without
+    for flags, content in (("", {"zero_optimization": {"stage": 2}}), ("--optimizer sgd", on_cpu)):
+        told = refusal(f"{BATCH} --bf16 --cpu-optimizer {flags}", content)
+        assert '"offload_optimizer": {"device": "cpu"}' in told and "ds.json" in told
 
 
 @pytest.mark.parametrize("flags, content, told", CONTRADICTIONS)
