@@ -269,14 +269,6 @@ RULES = (
         "use --zero-stage 0 or 1",
     ),
     Rule(
-        "fp16 without ZeRO",
-        ("precision", "zero"),
-        lambda a: a.precision == "fp16" and a.zero == 0,
-        "at stage 0 DeepSpeed's fp16 optimizer divides gradients by a loss scale that was never "
-        "applied to the loss",
-        "use --zero-stage 1, 2 or 3 (1 with pipelines), or --bf16",
-    ),
-    Rule(
         "precision-aware optimizer in other dtypes or stages",
         ("states", "precision", "zero"),
         lambda a: a.states is not None and (a.precision != "bf16" or a.zero not in (1, 2)),
