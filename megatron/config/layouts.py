@@ -78,6 +78,11 @@ class Layout:
         return 1
 
     @property
+    def autocast(self) -> bool:
+        """Whether 16 bits are those of matrix products only, over float32 weights."""
+        return self.precision == "bf16" and self.zero == 0
+
+    @property
     def fewest_micro_batches(self) -> int:
         """The smallest number of micro batches per step that the schedule supports."""
         factor = {"1f1b": 0, "interleaved": 1, "dualpipev": 2}[self.schedule]

@@ -3,8 +3,8 @@
 Which ranks have copies follows from the mesh, each parameter's ``Shard`` and the ZeRO stage: model
 weights over data-parallel ranks (stages 0 to 2), what is not cut over tensor-parallel ranks, tied
 layers over pipeline stages, and the optimizer's state of all these. Main weights, which the
-optimizer updates at stages 1 to 3 and in fp16, are a copy too: rounded, they are the model's. What exists
-once, such as the moments of a part that one rank alone updates, cannot be compared.
+optimizer updates at stages 1 to 3 and in fp16, are a copy too: rounded, they are the model's.
+What exists once, such as the moments of a part that one rank alone updates, cannot be compared.
 
 A comparison reads every copy once where it is and exchanges 24 bytes for each; names and values are
 exchanged when copies differ.
