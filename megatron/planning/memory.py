@@ -95,8 +95,8 @@ def bucket_bytes(layout: Layout) -> int:
 
     At stage 1 a pipeline has two, one of which DeepSpeed allocates for its own backward pass. At
     stage 0 and in the bf16 optimizer (stage 1 with float32 accumulation) the bucket is a copy of
-    the accumulated gradients at the end of the step. Stage 2 reduces each micro batch's gradients and
-    accumulates them afterwards.
+    the accumulated gradients at the end of the step. Stage 2 reduces each micro batch's gradients
+    and accumulates them afterwards.
     """
     zero = layout.running_zero
     if layout.data == 1 and zero < 3 and not (zero == 2 and layout.grads_in_fp32):

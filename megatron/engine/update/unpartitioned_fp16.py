@@ -59,7 +59,7 @@ class UnpartitionedFp16Optimizer(ZeROOptimizer):
             self._groups.append(params)
             self.main_weights |= zip(params, mains, strict=True)
             group["params"] = mains
-        if config.optimizer.lr_group:  # pipeline stages may have other groups
+        if config.optimizer.lr_group and mesh.pipeline.size > 1:  # stages may have other groups
             self._groups = [list(self.main_weights)]
         self._sums_in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
         self._hooks = [
