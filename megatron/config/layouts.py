@@ -78,6 +78,11 @@ class Layout:
         return 1
 
     @property
+    def autocast(self) -> bool:
+        """Whether 16 bits are those of matrix products only, over float32 weights."""
+        return self.precision == "bf16" and self.zero == 0
+
+    @property
     def fewest_micro_batches(self) -> int:
         """The smallest number of micro batches per step that the schedule supports."""
         factor = {"1f1b": 0, "interleaved": 1, "dualpipev": 2}[self.schedule]
@@ -267,14 +272,6 @@ RULES = (
         "gradients and parameters that are partitioned cannot be accumulated over a pipeline's "
         "micro batches",
         "use --zero-stage 0 or 1",
-    ),
-    Rule(
-        "fp16 without ZeRO",
-        ("precision", "zero"),
-        lambda a: a.precision == "fp16" and a.zero == 0,
-        "at stage 0 DeepSpeed's fp16 optimizer divides gradients by a loss scale that was never "
-        "applied to the loss",
-        "use --zero-stage 1, 2 or 3 (1 with pipelines), or --bf16",
     ),
     Rule(
         "precision-aware optimizer in other dtypes or stages",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
@@ -20,6 +21,7 @@ from megatron.engine.deepspeed_json import Json, for_engine, stage_of
 from megatron.engine.deepspeed_patches import (
     QUEUED_PARTITIONED,
     allow_fp16,
+    fp16_optimizer,
     guard,
     keep_gradients_in_place,
     leave_norm_to_us,
@@ -49,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 QUANTISED = "megatron.engine.quantised:find_quantised"
 """What runs with ``--qlora`` do with an engine; imported for them only."""
+UNPARTITIONED_FP16 = "megatron.engine.update.unpartitioned_fp16:UnpartitionedFp16Optimizer"
+"""Imported for fp16 at ZeRO stage 0 only."""
 
 
 def build_engine(
@@ -84,7 +88,7 @@ def build_engine(
     asynchronous = _adapt_settings(settings, config, trained, mesh)
     if factors and not asynchronous and backend.stage:
         check_groups(optimizer, mesh)
-    with without_zero_gradients(unused=asynchronous):
+    with without_zero_gradients(unused=asynchronous), fp16_optimizer(_fp16_maker(config, mesh)):
         engine = backend.start(optimizer, settings)
     _outlast_monitor(engine)
     take_out(engine, mesh.data.size)
@@ -111,6 +115,14 @@ def build_engine(
     if config.adapters.qlora:
         _say(resolve_name(QUANTISED)(built))
     return built
+
+
+def _fp16_maker(config: RunConfig, mesh: Mesh) -> Callable[[Any, Any], Any] | None:
+    """What makes the optimizer of fp16 at stage 0 from DeepSpeed's engine and the optimizer inside;
+    None elsewhere."""
+    if not config.precision.fp16 or config.engine.zero_stage > 0:
+        return None
+    return partial(resolve_name(UNPARTITIONED_FP16), config=config, mesh=mesh)
 
 
 def _outlast_monitor(engine: Any) -> None:

@@ -15,6 +15,7 @@ from megatron.checkpoint.source import TOKENIZER
 from megatron.engine.deepspeed_json import Json
 from megatron.engine.deepspeed_patches import save_errors_at_end
 from megatron.engine.saving import CheckpointWriter, SaveJob, amax_history, ruined, shareable
+from megatron.engine.state import holders
 from megatron.engine.train_engine import TrainEngine
 from megatron.engine.universal_info import COUNTERS, RUN, registered_parameters, universal_info
 from megatron.parallel.random import random_state
@@ -80,9 +81,11 @@ def write_engine_folder(
         "universal_checkpoint_info": info,
     }
     if engine.stage == 0:
-        names = {param: name for name, param in engine.engine.module.named_parameters()}
+        updated = dict(zip(engine.trained, holders(engine), strict=True))
+        named = engine.engine.module.named_parameters()
+        names = {updated[param]: name for name, param in named if param in updated}
         client["optimizer_parameters"] = [
-            names[param] for group in engine.optimizer.param_groups for param in group["params"]
+            names[tensor] for group in engine.optimizer.param_groups for tensor in group["params"]
         ]
     with save_errors_at_end(engine.engine):
         engine.engine.save_checkpoint(

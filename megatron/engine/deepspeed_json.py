@@ -209,12 +209,20 @@ def complete(content: Json, config: RunConfig) -> Json:
     return result
 
 
+_FP16_MAIN_WEIGHTS = "fp16.fp16_master_weights_and_grads"
+
+
 def _refuse(content: Json, config: RunConfig) -> None:
     path = config.engine.deepspeed_config
     if content.get("bf16", {}).get("check_grad_overflow") is False:
         raise ConfigError(
             f"{path}: bf16.check_grad_overflow false would let gradients that are not finite into "
             "the weights; remove the key (--no-check-for-nan-in-loss-and-grad skips such steps)"
+        )
+    if config.engine.zero_stage == 0 and get(content, _FP16_MAIN_WEIGHTS):
+        raise ConfigError(
+            f"{path}: {_FP16_MAIN_WEIGHTS} true, --zero-stage 0: main weights and the gradients "
+            "that update them are float32 there; remove the key"
         )
     if get(content, "flops_profiler.enabled") and config.parallel.pipeline_model_parallel_size > 1:
         raise ConfigError(
@@ -307,6 +315,9 @@ def for_engine(content: Json, config: RunConfig, on_cpu: bool) -> Json:
         result["bf16"]["check_grad_overflow"] = True
     if config.engine.zero_stage == 0:
         result["gradient_clipping"] = 0.0
+        if config.precision.fp16:
+            # DeepSpeed knows no sums in float32 there; our optimizer has them.
+            result.pop("data_types", None)
         if config.precision.bf16:
             result["bf16"]["enabled"] = False
             result["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}

@@ -12,6 +12,7 @@ import deepspeed
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime import compiler
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -35,6 +36,7 @@ from megatron.engine.deepspeed_replacements import (
     QUEUED_UNPARTITIONED,
     SCALE_GROWS_LATER,
     SUMS_IN_FP32,
+    UNPARTITIONED_FP16,
     WHOLE_BLOCKS,
     has,
     made,
@@ -108,6 +110,23 @@ def without_zero_gradients(unused: bool) -> Iterator[None]:
         yield
     finally:
         DeepSpeedZeroOptimizer.initialize_optimizer_states = initialize
+
+
+@contextmanager
+def fp16_optimizer(make: Callable[[Any, Any], Any] | None) -> Iterator[None]:
+    """Makes an engine that is built inside get its optimizer for fp16 at stage 0 from ``make``, of
+    the engine and the optimizer to wrap; None at other stages and in other dtypes. Raises
+    ConfigError if DeepSpeed's own, which is wrong, cannot be replaced in this version."""
+    if make is None:
+        yield
+        return
+    require(UNPARTITIONED_FP16)
+    configure = DeepSpeedEngine._configure_fp16_optimizer
+    DeepSpeedEngine._configure_fp16_optimizer = lambda engine, optimizer, _: make(engine, optimizer)
+    try:
+        yield
+    finally:
+        DeepSpeedEngine._configure_fp16_optimizer = configure
 
 
 def guard(wrapper: Any) -> None:

@@ -22,8 +22,10 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime import compiler
 from deepspeed.runtime import utils as zero_utils
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16 import loss_scaler
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -132,6 +134,22 @@ SCALE_GROWS_LATER = Replacement(
     lambda: all(
         _takes(kind, "_update_scale", "self", "has_overflow")
         for kind in (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)
+    ),
+)
+UNPARTITIONED_FP16 = Replacement(
+    # DeepSpeed scales the loss for its ZeRO optimizers only, while its fp16 optimizers of stage 0
+    # divide gradients and norm by the scale. They have no hysteresis either, and begin with an
+    # update by zeros.
+    "this trainer's optimizer for fp16 without ZeRO",
+    "gradients would be divided by a loss scale that they do not have: use --zero-stage 1",
+    f"{_TESTS}/test_unpartitioned_fp16.py::test_against_zero_1",
+    lambda: (
+        _takes(
+            DeepSpeedEngine, "_configure_fp16_optimizer", "self", "optimizer", "low_precision_dtype"
+        )
+        and _takes(ZeROOptimizer, "__init__", "self")
+        and _takes(ZeROOptimizer, "scale_if_loss", "self", "value")
+        and has(loss_scaler, "CreateLossScaler", "DynamicLossScaler")
     ),
 )
 _QUEUED = "norm, clipping and the guard against infinities on the device"

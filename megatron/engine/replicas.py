@@ -2,9 +2,9 @@
 
 Which ranks have copies follows from the mesh, each parameter's ``Shard`` and the ZeRO stage: model
 weights over data-parallel ranks (stages 0 to 2), what is not cut over tensor-parallel ranks, tied
-layers over pipeline stages, and the optimizer's state of all these. At stages 1 to 3 the main
-weights, which the optimizer updates, are a copy too: rounded, they are the model's. What exists
-once, such as the moments of a part that one rank alone updates, cannot be compared.
+layers over pipeline stages, and the optimizer's state of all these. Main weights, which the
+optimizer updates at stages 1 to 3 and in fp16, are a copy too: rounded, they are the model's.
+What exists once, such as the moments of a part that one rank alone updates, cannot be compared.
 
 A comparison reads every copy once where it is and exchanges 24 bytes for each; names and values are
 exchanged when copies differ.
@@ -23,7 +23,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.engine.deepspeed_patches import partition_range
-from megatron.engine.state import MOMENTS, OwnedSlice, holders, loss_scaler_state, owned_slices
+from megatron.engine.state import (
+    MOMENTS,
+    OwnedSlice,
+    has_main_weights,
+    holders,
+    loss_scaler_state,
+    owned_slices,
+)
 from megatron.engine.train_engine import TrainEngine
 from megatron.parallel.checksum import bits_of, checksum
 from megatron.parallel.mesh import SHARDED, any_rank
@@ -56,8 +63,7 @@ class Replicas:
         self._engine, self._mesh, self._device = engine, engine.mesh, engine.device
         self._own: dict[nn.Parameter, OwnedSlice] = {}
         self._of_no_parameter: dict[str, list[Tensor]] = {}
-        self._has_main = engine.stage > 0 and engine.stored_states is None
-        """Whether there are main weights beside those of the model."""
+        self._has_main = has_main_weights(engine)
         copies = list(self._all_copies())
         keys = [copied.key for copied in copies]
         assert len(set(keys)) == len(keys), "two tensors have one key"
@@ -115,7 +121,7 @@ class Replicas:
             if getattr(param, "ds_persist", False):
                 kinds.append((GATHERED, False))
             if param in engine.trained:
-                of_optimizer = [*([MAIN] if stage else []), *self._moments]
+                of_optimizer = [*([MAIN] if stage or self._has_main else []), *self._moments]
                 kinds += [(kind, stage > 0) for kind in of_optimizer]
             for kind, summed in kinds:
                 yield Copied(f"{where} {kind}", name, kind, param, summed)
@@ -202,7 +208,8 @@ class Replicas:
                 mine[n] = values[n] if alone else checksum(self._of_model(own), start)
                 wanted[n] = checksum(rounded, start)
         marks += (mine != wanted) * OWN_DIFFERS
-        self._add(wanted, self._with_main)
+        if self._engine.stage > 0:
+            self._add(wanted, self._with_main)
         differs = (values != wanted) * OTHERS_DIFFER
         marks[self._with_main] += differs[self._with_main]
         return marks

@@ -98,7 +98,19 @@ the start of the range in that, and its length (nothing below 1)."""
 
 
 def _whole(engine: TrainEngine) -> _PlaceOf:
-    return lambda param: (0, param, 0, param.numel())
+    mains = _unpartitioned_main_weights(engine)
+    return lambda param: (0, mains.get(param, param), 0, param.numel())
+
+
+def _unpartitioned_main_weights(engine: TrainEngine) -> Mapping[nn.Parameter, Tensor]:
+    """Those of fp16 at stage 0, where other dtypes have none."""
+    return getattr(engine.optimizer_wrapper, "main_weights", {})
+
+
+def has_main_weights(engine: TrainEngine) -> bool:
+    """Whether the optimizer updates tensors of its own, of which the model's are rounded copies."""
+    separate = engine.stage > 0 or bool(_unpartitioned_main_weights(engine))
+    return separate and engine.stored_states is None
 
 
 def _flat_partition(engine: TrainEngine) -> _PlaceOf:
@@ -142,7 +154,8 @@ def _own_partition(engine: TrainEngine) -> _PlaceOf:
 def holders(engine: TrainEngine) -> list[Tensor]:
     """The tensors whose state the wrapped optimizer has."""
     if engine.stage == 0:
-        return list(engine.trained)
+        mains = _unpartitioned_main_weights(engine)
+        return [mains.get(param, param) for param in engine.trained]
     wrapper = engine.optimizer_wrapper
     if engine.stage == 3:
         return list(wrapper.fp32_partitioned_groups_flat)

@@ -271,10 +271,11 @@ class TrainEngine(ModelEngine):
 
     def norm_before_update(self) -> Tensor | None:
         """The norm of the gradients, a scalar on the device; None where only DeepSpeed's own step
-        finds it (fp16, SGD and offloaded state at ZeRO 1 to 3)."""
+        finds it (fp16; SGD and offloaded state at ZeRO 1 to 3)."""
         if self._async_step is not None:
             return self._async_step.measure()
-        return gradient_norm(list(self.trained), self.mesh) if self.stage == 0 else None
+        alone = self.optimizer_wrapper is self.optimizer
+        return gradient_norm(list(self.trained), self.mesh) if alone else None
 
     def prepare(self, micro_batches: int) -> None:
         if not self.model.training:  # train() visits every module
@@ -327,7 +328,7 @@ class TrainEngine(ModelEngine):
             self.backend.apply()
             assert self._async_step.held is not None
             return self._async_step.norm, self._async_step.held
-        if self.stage == 0:
+        if self.optimizer_wrapper is self.optimizer:
             return self._update_unpartitioned()
         self.backend.apply()
         if self.optimizer_wrapper.overflow:
@@ -350,5 +351,6 @@ class TrainEngine(ModelEngine):
 
     @property
     def optimizer_wrapper(self) -> Any:
-        """DeepSpeed's optimizer around :attr:`optimizer` (the same object at stage 0)."""
+        """DeepSpeed's optimizer around :attr:`optimizer`, or the same object (stage 0, not
+        fp16)."""
         return self.engine.optimizer

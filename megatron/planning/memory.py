@@ -66,11 +66,13 @@ def state_bytes(layout: Layout) -> StateBytes:
     ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054, section 5) partitions optimizer state at stage
     1, gradients at 2 and parameters at 3. Beyond the paper, DeepSpeed copies the gradients that a
     rank updates to float32 in the step, beside the reduced ones, at stage 3 and in fp16, and keeps
-    separate main weights for float32 too. 16 bits at stage 0 run as autocast over float32 weights.
+    separate main weights for float32 too. At stage 0 bf16 runs as autocast over float32 weights,
+    and fp16 replaces one 16-bit gradient after the other by its copy.
     """
     data, zero = layout.data, layout.running_zero
     if zero == 0:
-        return StateBytes(4.0, 4.0, 8.0)
+        half = layout.precision == "fp16"
+        return StateBytes(2.0, 4.0, 12.0) if half else StateBytes(4.0, 4.0, 8.0)
     size = 4 if layout.precision == "fp32" else 2
     accumulated = 4 if layout.grads_in_fp32 else size
     if layout.states is not None:
@@ -93,13 +95,13 @@ def bucket_bytes(layout: Layout) -> int:
 
     At stage 1 a pipeline has two, one of which DeepSpeed allocates for its own backward pass. At
     stage 0 and in the bf16 optimizer (stage 1 with float32 accumulation) the bucket is a copy of
-    the float32 gradients at the end of the step. Stage 2 reduces each micro batch's gradients and
-    accumulates them afterwards.
+    the accumulated gradients at the end of the step. Stage 2 reduces each micro batch's gradients
+    and accumulates them afterwards.
     """
     zero = layout.running_zero
     if layout.data == 1 and zero < 3 and not (zero == 2 and layout.grads_in_fp32):
         return 0  # gradients stay where the backward pass puts them
-    size = 2 if layout.precision != "fp32" and zero > 0 else 4
+    size = 4 if layout.precision == "fp32" or layout.autocast else 2
     if zero == 1 and layout.grads_in_fp32 and layout.precision == "bf16":
         return 4
     if layout.grads_in_fp32 and zero != 2:
@@ -111,14 +113,15 @@ def buffer_bytes(layout: Layout, parameters: float, trained: float | None = None
     """Bytes of temporary buffers in a step, with DeepSpeed's default sizes. Buckets of gradients,
     no larger than those of the ``trained`` parameters, all by default; at stage 3 also the gathered
     parameters, and at stage 0, before the buckets, autocast's 16-bit weights."""
-    half = layout.precision != "fp32"
     buckets = float(
         min(REDUCE_BUCKET, parameters if trained is None else trained) * bucket_bytes(layout)
     )
     if layout.zero == 0:
-        return max(buckets, 2.0 * parameters if half else 0.0)
+        if layout.precision == "fp16" and not layout.grads_in_fp32:
+            return 0.0  # no more than what the float32 copies of the gradients take later
+        return max(buckets, 2.0 * parameters if layout.autocast else 0.0)
     if layout.zero == 3 and layout.data > 1:
-        return buckets + min(LIVE_PARAMETERS, parameters) * (2 if half else 4)
+        return buckets + min(LIVE_PARAMETERS, parameters) * (4 if layout.precision == "fp32" else 2)
     return buckets
 
 
@@ -175,8 +178,8 @@ class _Sizes:
     ) -> _Sizes:
         half = layout.precision != "fp32"
         element = 2 if half else 4
-        # Autocast, which is how 16 bits run at stage 0, keeps the residual stream in float32.
-        residual = 4 if half and layout.zero == 0 else element
+        # Autocast keeps the residual stream in float32.
+        residual = 4 if layout.autocast else element
         return cls(
             element=element,
             residual=residual,

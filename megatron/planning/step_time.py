@@ -150,14 +150,14 @@ def tensor_bytes_per_block(
         layers = 3 if each.other else 2  # attention, cross-attention, MLP: each a column and a row
         gathers += each.own * layers * (4 + 2 * again + layout.sequence)
         gathers += each.other * ((3 + again) if layout.sequence else 2)
-    # At stage 0 16 bits run as autocast, whose matrix products are in 16 bits too.
-    size = 0.5 if layout.precision != "fp32" and layout.zero == 0 else 1.0
+    # Autocast's matrix products are in 16 bits too.
+    size = 0.5 if layout.autocast else 1.0
     return ring(layout.tensor) * size * gathers * hidden_bytes(model, layout, micro_batch)
 
 
 def hidden_bytes(model: ModelConfig, layout: Layout, tokens: int) -> float:
     """Bytes of the hidden states of so many tokens, not cut."""
-    size = 4 if layout.precision == "fp32" or layout.zero == 0 else 2
+    size = 4 if layout.precision == "fp32" or layout.autocast else 2
     return float(size * tokens * model.hidden_size)
 
 

@@ -247,14 +247,23 @@ class EngineFiles:
                     f"{self.folder}: {name} is in none of the ZeRO files of model-parallel rank "
                     f"{rank}, whose optimizer updates it"
                 )
-            if kind == "weight" and name in self._module(rank):
-                return self._module(rank)[name]
             # At stage 0 the optimizer numbers its parameters; older saves do not name them.
             order = list(self.model_states(rank).get("optimizer_parameters", ()))
-            if kind != "weight" and name in order:
-                state = self.model_states(rank)["optimizer"]["state"]
-                return state.get(order.index(name), {}).get(kind)
+            if name in order:
+                values = self._numbered(rank, order.index(name), kind)
+                if values is not None or kind != "weight":
+                    return values
+            if kind == "weight" and name in self._module(rank):
+                return self._module(rank)[name]
         return None
+
+    def _numbered(self, rank: int, number: int, kind: str) -> Tensor | None:
+        """A moment at stage 0, or a float32 main weight, which fp16 only has there."""
+        optimizer = self.model_states(rank)["optimizer"]
+        if kind == "weight":
+            mains = [main for group in optimizer.get("fp32_groups", ()) for main in group]
+            return mains[number] if mains else None
+        return _unpartitioned_state(optimizer).get(number, {}).get(kind)
 
     def _shaped(self, rank: int, name: str, flat: Tensor) -> Tensor:
         shape = self._shapes(rank).get(name)
@@ -294,7 +303,7 @@ class EngineFiles:
         optimizer = self.model_states().get("optimizer")
         if not isinstance(optimizer, Mapping) or "optimizer_parameters" not in self.model_states():
             return {}
-        return next(iter(optimizer.get("state", {}).values()), {})
+        return next(iter(_unpartitioned_state(optimizer).values()), {})
 
     def moments(self) -> list[str]:
         """The members of :data:`MOMENTS` that the folder has."""
@@ -310,6 +319,11 @@ class EngineFiles:
             groups = inner.get("param_groups", [{}]) if isinstance(inner, Mapping) else [{}]
             step = state.get("base_optimizer_state_step", groups[0].get("step", 0))
         return int(step or 0)
+
+
+def _unpartitioned_state(optimizer: Mapping[str, Any]) -> Mapping[int, Any]:
+    """State by the optimizer's numbers at stage 0, where fp16 has an optimizer around another."""
+    return optimizer.get("optimizer_state_dict", optimizer).get("state", {})
 
 
 def _group_state(state: Mapping[str, Any], group: int) -> Mapping[str, Any]:

@@ -35,6 +35,7 @@ FLAGS = [*BASE, *LORA, "--train-iters", str(END)]
 FP16 = "--zero-stage 1 --fp16 --initial-loss-scale 65536"
 LAYOUTS = {
     "dp1-zero0": (1, ""),
+    "dp2-zero0-fp16": (2, "--zero-stage 0 --fp16 --initial-loss-scale 65536"),
     "dp2-zero1": (2, "--zero-stage 1"),
     "dp2-zero2-bf16": (2, "--zero-stage 2 --bf16"),
     "dp2-zero3": (2, "--zero-stage 3"),

@@ -119,6 +119,7 @@ def train_and_save(argv, save):
 PIPELINE = ["--pipeline-model-parallel-size", "2", "--num-layers", "4"]
 LAYOUTS = {
     "zero0-dp2": (2, ["--zero-stage", "0"]),
+    "zero0-dp2-fp16": (2, ["--zero-stage", "0", "--fp16", "--initial-loss-scale", "1024"]),
     "zero1-dp2": (2, ["--zero-stage", "1"]),
     "zero1-dp2-bf16": (2, ["--zero-stage", "1", "--bf16"]),
     "zero1-bf16-fp32-sums": (
@@ -147,6 +148,7 @@ LAYOUTS = {
         2,
         [*PIPELINE, "--zero-stage", "1", "--untie-embeddings-and-output-weights"],
     ),
+    "zero0-pp2-fp16": (2, [*PIPELINE, *"--zero-stage 0 --fp16 --loss-scale 1024".split()]),
     "zero0-pp2-interleaved": (
         2,
         [*PIPELINE, "--zero-stage", "0", "--num-layers-per-virtual-pipeline-stage", "1"],
@@ -180,7 +182,7 @@ CONVERTED = ("zero1-tp4-shared-kv",)
 READ = (
     *CONVERTED,
     "zero3-dp2",
-    "zero0-pp2",
+    "zero0-pp2-fp16",
     "zero1-bf16-fp32-sums",
     "zero3-tp2-dp2",
 )

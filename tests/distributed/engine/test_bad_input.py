@@ -67,7 +67,6 @@ FLAG_CASES = {
     "tensor size": (["--tensor-model-parallel-size", "2"], ["--tensor-model-parallel-size 2", "1"]),
     "two lengths": (["--train-samples", "9"], ["--train-iters 4", "--train-samples 9"]),
     "two precisions": (["--fp16", "--bf16"], ["--fp16", "--bf16"]),
-    "fp16 at stage 0": (["--fp16", "--zero-stage", "0"], ["--fp16", "--zero-stage"]),
     "warm-up": (["--lr-warmup-iters", "9"], ["--lr-warmup-iters 9", "--lr-decay-iters 4"]),
     "long sequence": (["--max-position-embeddings", "8"], ["--seq-length 16", "8"]),
     "no such tokenizer": (["--tokenizer-type", "Word"], ["--tokenizer-type", "Word", "GPT2BPE"]),

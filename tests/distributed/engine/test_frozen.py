@@ -25,6 +25,7 @@ TRAINED = "mlp.up"
 FP16 = "--zero-stage 1 --fp16 --initial-loss-scale 65536"
 LAYOUTS = {
     "zero0": (1, ""),
+    "zero0-fp16": (1, FP16.replace("1", "0", 1)),
     "zero1-dp2": (2, "--zero-stage 1"),
     "zero1-dp2-bf16-sums-fp32": (
         2,

@@ -80,6 +80,26 @@ FLIPS = {
         3,
         rf"rank 1 .* from rank 0.*{TIE}",
     ),
+    "stage 0, fp16": (
+        4,
+        stage(0, *FP16),
+        "weight",
+        UP,
+        2,
+        14,
+        r"rank 2 \(\S+\) differs from rank 0",
+    ),
+    "stage 0, main, fp16": (2, stage(0, *FP16), "main weight", WORD, 0, 29, rf"on rank 0 .*{MAIN}"),
+    "stage 0, moment, fp16": (4, stage(0, *FP16), "exp_avg", UP, 3, 12, r"rank 3 \(\S+\) differs"),
+    "stage 0, one process, fp16": (
+        1,
+        stage(0, *FP16),
+        "main weight",
+        UP,
+        0,
+        29,
+        rf"on rank 0 .*{MAIN}",
+    ),
     "stage 1": (
         2,
         stage(1),
@@ -217,6 +237,7 @@ EQUAL = [
         for number in (1, 2, 3)
         for flags in ([], ["--bf16"], FP16, ["--optimizer", "sgd", "--sgd-momentum", "0.5"])
     ),
+    *((layout, 0, FP16) for layout in ("dp2", "tp2-sp-dp2", "pp2-dp2")),
     ("dp2", 1, ["--bf16", "--accumulate-allreduce-grads-in-fp32"]),
     ("dp2", 2, ["--bf16", "--use-precision-aware-optimizer", "--exp-avg-sq-dtype", "bf16"]),
     ("tp2-sp-dp2", 1, ["--bf16", *DELAYED]),

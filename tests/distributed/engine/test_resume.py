@@ -28,6 +28,7 @@ CASES = {
     "zero0": (1, ["--zero-stage", "0"]),
     "zero0-dp2": (2, ["--zero-stage", "0"]),
     "zero0-bf16": (1, ["--zero-stage", "0", "--bf16"]),
+    "zero0-dp2-fp16": (2, ["--zero-stage", "0", *FP16, "--hysteresis", "1"]),
     "zero1-dp2": (2, ["--zero-stage", "1"]),
     "zero1-dp2-fp16": (2, ["--zero-stage", "1", *FP16, "--hysteresis", "1"]),
     "zero2-dp2-bf16": (2, ["--zero-stage", "2", "--bf16"]),
@@ -53,6 +54,13 @@ CASES = {
         ],
     ),
     "zero0-pp2": (2, ["--pipeline-model-parallel-size", "2"]),
+    "zero0-pp2-fp16-sums-fp32": (
+        2,
+        [
+            *("--zero-stage", "0", *FP16, "--pipeline-model-parallel-size", "2"),
+            "--accumulate-allreduce-grads-in-fp32",
+        ],
+    ),
     "zero1-pp2-dp2-fp16": (
         4,
         ["--zero-stage", "1", *FP16, "--pipeline-model-parallel-size", "2"],
@@ -82,6 +90,11 @@ CASES = {
     ),
     "bert-zero3-dp2-bf16": (2, [*BERT, "--zero-stage", "3", "--bf16"]),
     "bert-zero1-pp2-fp16": (2, [*BERT, *FP16, "--pipeline-model-parallel-size", "2"]),
+    "t5-zero0-pp2-fp16": (
+        2,
+        [*T5, *FP16, "--zero-stage", "0", "--pipeline-model-parallel-size", "2"],
+    ),
+    "bert-zero0-dp2-fp16": (2, [*BERT, *FP16, "--zero-stage", "0"]),
     "t5-zero0-pp2": (2, [*T5, "--zero-stage", "0", "--pipeline-model-parallel-size", "2"]),
     "t5-zero1-pp2-dp2-split": (
         4,

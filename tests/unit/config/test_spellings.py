@@ -129,7 +129,6 @@ def test_every_unused_flag_says_why():
             ["--activations-checkpoint-method block contradicts --recompute-granularity selective"],
         ),
         ("--checkpoint-num-layers 2", ["--recompute-num-layers 2", "--recompute-granularity full"]),
-        ("--fp16 --zero-stage 0", ["--fp16", "--zero-stage 0", "--zero-stage 1"]),
     ],
 )
 def test_contradictions_are_refused(words, told):

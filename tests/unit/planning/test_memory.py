@@ -340,7 +340,7 @@ def test_the_page_has_the_states():
     rows = re.findall(r"^\| ZeRO (\d), (.+) \| (\S+) \| (.+) \| (\S+) \|$", page, re.MULTILINE)
     seen = set()
     for zero, words, *formulas in rows:
-        names = ["fp32", "bf16"] if zero == "0" else re.findall("fp32|bf16|fp16", words)[:2]
+        names = re.findall("fp32|bf16|fp16", words)[:2]
         precisions = {"16 bits accumulated in fp32": ["bf16", "fp16"]}.get(words, names)
         accumulated = "accumulated in fp32" in words
         for precision in precisions[:1] if accumulated and "16 bits" not in words else precisions:
@@ -355,8 +355,8 @@ def test_the_page_has_the_states():
                 found = [state.weights, state.gradients, state.optimizer]
                 assert found == pytest.approx(expected), (zero, words, data)
     sums = {(zero, half, True) for zero in (1, 2, 3) for half in ("bf16", "fp16")}
-    plain = {(zero, dtype, False) for zero in (1, 2, 3) for dtype in ("fp32", "bf16", "fp16")}
-    assert seen == sums | plain | {(0, "fp32", False), (0, "bf16", False)}
+    plain = {(zero, dtype, False) for zero in range(4) for dtype in ("fp32", "bf16", "fp16")}
+    assert seen == sums | plain
 
 
 def test_7b_with_stored_states_fits_one_80_gb_gpu():
@@ -415,3 +415,6 @@ def test_buckets_are_no_larger_than_the_gradients():
     autocast = dataclasses.replace(layout, zero=0)
     assert buffer_bytes(autocast, 1000) == 4 * 1000
     assert buffer_bytes(autocast, 10**10) == 2 * 10**10
+    unpartitioned = dataclasses.replace(autocast, precision="fp16")
+    assert buffer_bytes(unpartitioned, 1000) == 0
+    assert buffer_bytes(dataclasses.replace(unpartitioned, grads_in_fp32=True), 1000) == 4 * 1000

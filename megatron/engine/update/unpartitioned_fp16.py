@@ -1,0 +1,163 @@
+"""fp16 at ZeRO stage 0: float16 weights, and all float32 main weights on every data-parallel rank.
+
+DeepSpeed's optimizers for this, ``FP16_Optimizer`` and ``FP16_UnfusedOptimizer``, divide gradients
+by a loss scale that its engines apply to the loss for subclasses of ``ZeROOptimizer`` only; they
+also ignore hysteresis, and begin with an update by gradients of zeros. This one computes what ZeRO
+1 does, in the same order, without partitions: scaler, norm, clipping and update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+from torch import Tensor, nn
+
+from megatron.config import RunConfig
+from megatron.engine.update.gradient_norm import norm_of_groups, owned
+from megatron.parallel.mesh import SHARDED, Mesh
+
+
+class UnpartitionedFp16Optimizer(ZeROOptimizer):
+    """DeepSpeed's optimizer around ``optimizer``, whose parameters become the main weights.
+
+    Args:
+        engine: DeepSpeed's, which knows the JSON's loss scale.
+
+    Attributes:
+        main_weights: float32, by the parameter of the model.
+        overflow: whether the last step changed no weight, since gradients were not finite.
+    """
+
+    # What the base class reads when it scales a loss.
+    custom_loss_scaler = False
+    torch_autocast_gradscaler = None
+
+    def __init__(
+        self, engine: Any, optimizer: torch.optim.Optimizer, config: RunConfig, mesh: Mesh
+    ) -> None:
+        super().__init__()
+        self.optimizer, self._mesh, self._clip_grad = optimizer, mesh, config.optimizer.clip_grad
+        self.loss_scaler = CreateLossScaler(
+            torch.float16,
+            engine.loss_scale(),
+            engine.dynamic_loss_scale(),
+            engine.dynamic_loss_scale_args(),
+        )
+        self.dynamic_loss_scale: bool = self.loss_scaler.dynamic
+        self.overflow = False
+        self._global_grad_norm: Tensor | float = 0.0
+        self._groups: list[list[nn.Parameter]] = []
+        self.main_weights: dict[nn.Parameter, Tensor] = {}
+        for group in optimizer.param_groups:
+            params = list(group["params"])
+            mains = [param.detach().float().requires_grad_() for param in params]
+            self._groups.append(params)
+            self.main_weights |= zip(params, mains, strict=True)
+            group["params"] = mains
+        if config.optimizer.lr_group and mesh.pipeline.size > 1:  # stages may have other groups
+            self._groups = [list(self.main_weights)]
+        self._sums_in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
+        self._hooks = [
+            param.register_post_accumulate_grad_hook(self._accumulate)
+            for param in self.main_weights
+            if self._sums_in_fp32
+        ]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @property
+    def loss_scale(self) -> float:
+        return self.loss_scaler.cur_scale
+
+    cur_scale = loss_scale  # as DeepSpeed's engine calls it for its monitors
+
+    def _accumulate(self, param: Tensor) -> None:
+        """Adds a micro batch's gradient to the float32 sum of the step."""
+        main, grad = self.main_weights[param], param.grad  # type: ignore[index]
+        assert grad is not None
+        if main.grad is None:
+            main.grad = grad.float()
+        else:
+            main.grad.add_(grad)
+        param.grad = None
+
+    def get_gradient_for_reduction(self, param: nn.Parameter) -> Tensor:
+        """The sum of a step's gradients of a parameter, in place; zeros where it has none."""
+        holder = self.main_weights[param] if self._sums_in_fp32 else param
+        if holder.grad is None:
+            holder.grad = torch.zeros_like(holder)
+        return holder.grad
+
+    def get_grads_for_reduction(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+        """What DeepSpeed's engine averages over data-parallel ranks; none are of experts."""
+        return [self.get_gradient_for_reduction(param) for param in self.main_weights], {}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for tensor in chain(self.main_weights, self.main_weights.values()):
+            tensor.grad = None
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Updates the weights, or skips the step if gradients are not finite, and the scale."""
+        norm, scale = self._scaled_norm(), self.loss_scale
+        self.overflow = not bool(norm.isfinite())
+        if self.overflow:
+            self._global_grad_norm = float("inf")
+        else:
+            self._global_grad_norm = norm / scale
+            self._update(norm, scale)
+        self.zero_grad()
+        # After the update, which divides by the scale that the gradients have.
+        self.loss_scaler.update_scale(self.overflow)
+
+    def _scaled_norm(self) -> Tensor:
+        grads = [
+            [self.get_gradient_for_reduction(p) for p in group if owned(p, self._mesh, SHARDED)]
+            for group in self._groups
+        ]
+        device = next(iter(self.main_weights)).device
+        return norm_of_groups(
+            grads, torch.float64, torch.float32, [self._mesh.group(*SHARDED)], device
+        )
+
+    def _update(self, norm: Tensor, scale: float) -> None:
+        factor: Tensor | float = scale
+        if self._clip_grad > 0:
+            # DeepSpeed's formula; a shorter one rounds differently.
+            factor = ((norm / scale + 1e-6) / self._clip_grad).clamp(min=1.0) * scale
+        for param, main in self.main_weights.items():
+            main.grad = self.get_gradient_for_reduction(param).float()
+            param.grad = None  # frees it before the next copy
+        grads = [main.grad for main in self.main_weights.values() if main.grad is not None]
+        torch._foreach_mul_(grads, 1.0 / factor)
+        self.optimizer.step()
+        torch._foreach_copy_(list(self.main_weights), list(self.main_weights.values()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """As ``FP16_UnfusedOptimizer`` saves and loads it, and the scaler's hysteresis."""
+        scaler: Any = self.loss_scaler
+        numbers: dict[str, Any] = {"cur_scale": scaler.cur_scale, "cur_iter": 0}
+        if self.dynamic_loss_scale:
+            names: Sequence[str] = ("cur_iter", "last_overflow_iter", "cur_hysteresis")
+            numbers |= {name: getattr(scaler, name) for name in names}
+            numbers |= {name: getattr(scaler, name) for name in ("scale_factor", "scale_window")}
+        return {
+            "dynamic_loss_scale": self.dynamic_loss_scale,
+            **numbers,
+            "optimizer_state_dict": self.optimizer.state_dict(),
+            "fp32_groups": [
+                [main.detach() for main in group["params"]] for group in self.param_groups
+            ],
+        }
+
+    def destroy(self) -> None:
+        """Called when the engine is closed."""
+        for hook in self._hooks:
+            hook.remove()
