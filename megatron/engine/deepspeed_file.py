@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+from collections.abc import Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,11 +19,13 @@ from megatron.engine.deepspeed_json import (
     CURRICULA,
     MAX_GRAD_NORM,
     PAIRS,
+    REMOVED,
+    ZERO,
     Json,
     get,
+    removed_keys,
     section_text,
 )
-from megatron.engine.deepspeed_removed import REMOVED, check_removed, removed_notes
 from megatron.util.json_text import parse_json
 
 _FIXED_OPTIMIZER_PARAMS: Json = {
@@ -127,7 +130,16 @@ def file_notes(content: Json, path: str) -> list[str]:
     """Lines for the user about the JSON at ``path``: keys that are left out or without effect, and
     each place that DeepSpeed writes or sends to because the JSON says so; a foreign JSON may name
     any."""
-    notes = removed_notes(content, path)
+    notes = [
+        f"{path}: {key} is off, and is left out: DeepSpeed refuses the key itself since "
+        f"{REMOVED[key]}"
+        for key, _ in removed_keys(content)
+    ]
+    if isinstance(content.get("curriculum_learning"), dict):
+        notes.append(
+            f"{path}: curriculum_learning is read by the trainer, and is left out for DeepSpeed, "
+            "which refuses the key since 0.19.8"
+        )
     if get(content, "aio.thread_count") is not None:
         notes.append(
             f"{path}: aio.thread_count has no effect in DeepSpeed 0.19; the key is now "
@@ -162,7 +174,7 @@ def read_json(path: str) -> Json:
         raise ConfigError(f"--deepspeed_config {path}: expected a JSON object")
     _refuse_placeholders(text, path, _QUOTED)
     _check_keys(content, path)
-    check_removed(content, path)
+    _check_removed(content, path)
     _check_sections(content, path)
     _check_values(content, path)
     _check_offload(content, path)
@@ -222,6 +234,62 @@ def _check_keys(content: Json, path: str) -> None:
                 f'{path}: DeepSpeed {version("deepspeed")} has no key "{key}", which came with '
                 f"{since}; remove the key"
             )
+
+
+_DTYPES = "weights are trained in the dtype of --bf16 or --fp16"
+_HIERARCHY = f"{ZERO}.zero_hpz_partition_size keeps the gathers of the backward pass in a node"
+_INSTEAD = {
+    "amp": "NVIDIA apex is not used; set bf16 or fp16",
+    "compression_training": "DeepSpeed 0.19.8 has no compression",
+    "eigenvalue": f"it served quantize_training; {_DTYPES}",
+    "elasticity": "--load reads a checkpoint on any number of processes",
+    "graph_harvesting": "CUDA graphs are recorded by --torch-compile-mode reduce-overhead",
+    "nebula": "checkpoints are the trainer's own (--save, --load, --async-save)",
+    "progressive_layer_drop": "every layer takes part in every step",
+    "quantize_training": _DTYPES,
+    "sparse_attention": "attention is dense",
+    "sparse_gradients": "gradients of embeddings are dense",
+    f"{ZERO}.mics_shard_size": _HIERARCHY,
+    f"{ZERO}.mics_hierarchical_params_gather": _HIERARCHY,
+    f"{ZERO}.zeropp_loco_param": f"{ZERO}.zero_quantized_gradients works without it",
+}
+
+
+def _check_removed(content: Json, path: str) -> None:
+    """Refuses keys that DeepSpeed has removed if they are on, or neither on nor off."""
+    for key, value in removed_keys(content):
+        places = list(_switched_on(key, value, path))
+        if places:
+            raise ConfigError(
+                f"{path}: {' and '.join(places)} {'is' if len(places) == 1 else 'are'} on, and "
+                f"DeepSpeed removed {key} in {REMOVED[key]}: {_INSTEAD[key]}; remove the key, or "
+                "switch it off"
+            )
+
+
+def _switched_on(key: str, value: Any, path: str) -> Iterator[str]:
+    """The places at which the value of a removed key switches something on."""
+    if key == "compression_training" and isinstance(value, dict):
+        for technique, section in value.items():
+            place = f"{key}.{technique}"
+            if isinstance(section, dict) and "shared_parameters" in section:
+                place, section = f"{place}.shared_parameters", section["shared_parameters"]
+            yield from _switched_on(place, section, path)
+    elif key == f"{ZERO}.mics_shard_size" and value is not None:
+        if type(value) is not int:
+            raise ConfigError(f"{path}: {key} is {shown(value)}; it must be an integer")
+        if value > 0:
+            yield f"{key} {value}"
+    elif isinstance(value, dict) and key in ("sparse_attention", f"{ZERO}.zeropp_loco_param"):
+        # Without a switch: on as soon as it says anything.
+        if value.get("enabled", bool(value)):
+            yield key
+    elif isinstance(value, dict):
+        yield from _switched_on(f"{key}.enabled", value.get("enabled", False), path)
+    elif value not in (None, True, False) or type(value) in (int, float):
+        raise ConfigError(f"{path}: {key} is {shown(value)}; it must be true or false")
+    elif value:
+        yield key
 
 
 def _numbers(text: str) -> tuple[int, ...]:

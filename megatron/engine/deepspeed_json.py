@@ -20,7 +20,8 @@ from megatron.config.engine import GRAPH_MODES, NO_GRAPHS
 from megatron.config.flags import check_value
 from megatron.config.kinds.curriculum import CurriculumConfig
 from megatron.config.layouts import check_layout
-from megatron.engine.deepspeed_removed import Json, without_removed
+
+Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,26 @@ def _whole(number: Any) -> Any:
 
 CURRICULA = tuple(field.name for field in dataclasses.fields(CurriculumConfig))
 """Sections that DeepSpeed no longer reads: a config field of the same name has a section's text."""
+
+
+ZERO = "zero_optimization"
+REMOVED = {
+    **dict.fromkeys(
+        (
+            *("compression_training", "nebula", "quantize_training", "sparse_attention"),
+            *(f"{ZERO}.mics_shard_size", f"{ZERO}.mics_hierarchical_params_gather"),
+        ),
+        "0.19.7",
+    ),
+    **dict.fromkeys(
+        (
+            *("amp", "eigenvalue", "elasticity", "graph_harvesting", "progressive_layer_drop"),
+            *("sparse_gradients", f"{ZERO}.zeropp_loco_param"),
+        ),
+        "0.19.8",
+    ),
+}
+"""Keys that DeepSpeed refuses even where they are off, and the first version that does."""
 
 
 def section_text(section: Any) -> str:
@@ -176,7 +197,9 @@ def complete(content: Json, config: RunConfig) -> Json:
     DeepSpeed has removed. Raises ConfigError if an ``"auto"`` is left because no flag has the key's
     meaning, or DeepSpeed handles the combination incorrectly."""
     values = {name: value for part in config.to_dict().values() for name, value in part.items()}
-    result = without_removed(content)
+    result = copy.deepcopy(content)
+    for key, _ in removed_keys(content):
+        drop(result, key)
     drop(result, MAX_GRAD_NORM.key)
     for key, fill in _FILLED.items():
         if result.get(key) == "auto":
@@ -316,6 +339,15 @@ def for_engine(content: Json, config: RunConfig, on_cpu: bool) -> Json:
                     f"{config.engine.deepspeed_config}: zero_optimization.{key} runs on GPUs only"
                 )
     return result
+
+
+def removed_keys(content: Json) -> Iterator[tuple[str, Any]]:
+    """The keys of :data:`REMOVED` that the JSON has, with their values."""
+    for key in REMOVED:
+        section, _, name = key.rpartition(".")
+        node = content.get(section) if section else content
+        if isinstance(node, dict) and name in node:
+            yield key, node[name]
 
 
 def get(content: Any, key: str) -> Any:

@@ -11,8 +11,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, resolve
 from megatron.engine import deepspeed_file
 from megatron.engine.deepspeed_file import file_notes, read_json
-from megatron.engine.deepspeed_json import complete, for_engine, merge
-from megatron.engine.deepspeed_removed import REMOVED
+from megatron.engine.deepspeed_json import REMOVED, complete, for_engine, merge
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "deepspeed_json" / "keys.json"
 VERSIONS = {
@@ -109,7 +108,7 @@ def test_the_table_is_that_of_deepspeed():
         keys = lists["refused"] | {zero + key for key in lists["refused_zero"]}
         first = {key: version for key in keys} | first
     assert first.pop("curriculum_learning") == "0.19.8"
-    assert first == {key: version for key, (version, _) in REMOVED.items()}
+    assert first == REMOVED
     assert list(VERSIONS) == [f"0.19.{number}" for number in range(9)]
 
 
@@ -142,7 +141,7 @@ def test_a_key_that_is_off_is_left_out_with_a_line(tmp_path, key, value):
     assert content == raw
     (note,) = file_notes(content, "folder/ds.json")
     assert note.startswith(f"folder/ds.json: {key} is off, and is left out: ")
-    assert note.endswith(REMOVED[key][0])
+    assert note.endswith(REMOVED[key])
     given = completed(content)
     assert key.rpartition(".")[2] not in json.dumps(given)
     DeepSpeedConfig(dict(given))
@@ -168,9 +167,8 @@ def test_a_key_that_is_on_is_refused(tmp_path, key, value, told):
     with pytest.raises(ConfigError) as raised:
         reading(tmp_path, content_of(key, value))
     text = str(raised.value)
-    version, instead = REMOVED[key]
     assert "ds.json: " in text and told in text
-    assert f"DeepSpeed removed {key} in {version}: {instead}; remove the key" in text
+    assert f"DeepSpeed removed {key} in {REMOVED[key]}: " in text and "; remove the key" in text
 
 
 @pytest.mark.parametrize("key, value, told", WRONG)
