@@ -55,6 +55,26 @@ CURRICULA = tuple(field.name for field in dataclasses.fields(CurriculumConfig))
 """Sections that DeepSpeed no longer reads: a config field of the same name has a section's text."""
 
 
+ZERO = "zero_optimization"
+REMOVED = {
+    **dict.fromkeys(
+        (
+            *("compression_training", "nebula", "quantize_training", "sparse_attention"),
+            *(f"{ZERO}.mics_shard_size", f"{ZERO}.mics_hierarchical_params_gather"),
+        ),
+        "0.19.7",
+    ),
+    **dict.fromkeys(
+        (
+            *("amp", "eigenvalue", "elasticity", "graph_harvesting", "progressive_layer_drop"),
+            *("sparse_gradients", f"{ZERO}.zeropp_loco_param"),
+        ),
+        "0.19.8",
+    ),
+}
+"""Keys that DeepSpeed refuses even where they are off, and the first version that does."""
+
+
 def section_text(section: Any) -> str:
     return json.dumps(section, sort_keys=True)
 
@@ -101,6 +121,15 @@ PAIRS = (
     *(Pair(key, key, section_text, lambda t: t and json.loads(t)) for key in CURRICULA),
 )
 
+MAX_GRAD_NORM = Pair("optimizer.params.max_grad_norm", "clip_grad")
+"""Another spelling of gradient_clipping in files for older versions; DeepSpeed refuses it."""
+
+_FILLED: dict[str, Callable[[RunConfig], Any]] = {
+    "steps_per_print": lambda config: config.logging.log_interval,
+    "prescale_gradients": lambda config: config.engine.zero_stage == 0,
+}
+"""Keys without a flag of their meaning, and what "auto" stands for."""
+
 
 def merge(flags: Settings, content: Json, path: str, world_size: int) -> Settings:
     """Adds the values of the JSON at ``path`` to the settings from flags. Raises ConfigError if a
@@ -108,7 +137,7 @@ def merge(flags: Settings, content: Json, path: str, world_size: int) -> Setting
     name = Path(path).name
     flags = _with_scale(flags, content, name)
     merged = dict(flags)
-    for pair in PAIRS:
+    for pair in (*PAIRS, MAX_GRAD_NORM):
         value = get(content, pair.key)
         if value is None or value == "auto":
             continue
@@ -117,7 +146,7 @@ def merge(flags: Settings, content: Json, path: str, world_size: int) -> Setting
         except (TypeError, OverflowError):
             raise ConfigError(f"{path}: {pair.key} is {value!r}, not a valid value") from None
         setting = check_value(*FLAG_FIELDS[pair.field], setting)
-        given = flags.get(pair.field)
+        given = merged.get(pair.field)
         if given is None:
             merged[pair.field] = setting
         elif given.value != setting.value:
@@ -177,11 +206,17 @@ def _with_accumulation(settings: Settings, content: Json, path: str, world: int)
 
 
 def complete(content: Json, config: RunConfig) -> Json:
-    """The JSON with every ``"auto"`` filled and all values of flags written out. Raises ConfigError
-    if an ``"auto"`` is left because no flag has the key's meaning, or DeepSpeed handles the
-    combination incorrectly."""
+    """The JSON with every ``"auto"`` filled and all values of flags written out, without keys that
+    DeepSpeed has removed. Raises ConfigError if an ``"auto"`` is left because no flag has the key's
+    meaning, or DeepSpeed handles the combination incorrectly."""
     values = {name: value for part in config.to_dict().values() for name, value in part.items()}
     result = copy.deepcopy(content)
+    for key, _ in removed_keys(content):
+        drop(result, key)
+    drop(result, MAX_GRAD_NORM.key)
+    for key, fill in _FILLED.items():
+        if result.get(key) == "auto":
+            result[key] = fill(config)
     for pair in PAIRS:
         section = pair.key.split(".")[0]
         if section == "fp16" and not config.precision.fp16 and pair.key != "fp16.enabled":
@@ -238,7 +273,15 @@ def _refuse(content: Json, config: RunConfig) -> None:
             'and "offload_optimizer": {"device": "cpu"} of zero_optimization in '
             f"{path or 'a DeepSpeed JSON (--deepspeed_config)'}; or leave the flag out"
         )
+    ratio = get(content, "zero_optimization.offload_optimizer.ratio")
+    if ratio is not None and ratio != 1 and offloads(content, "offload_optimizer"):
+        raise ConfigError(
+            f"{path}: zero_optimization.offload_optimizer.ratio {json.dumps(ratio)}: a part of the "
+            "optimizer step on the GPU (Twin-Flow) needs DeepSpeed's own Adam for CPUs, and the "
+            "trainer's offloaded step is torch's AdamW; set 1, or remove the key"
+        )
     check_layout(config.layout(content))
+    _refuse_prescaling(content, config)
     mode = config.fast_paths.torch_compile_mode
     if mode in GRAPH_MODES and running_stage(content, config) == 3:
         raise ConfigError(
@@ -247,13 +290,22 @@ def _refuse(content: Json, config: RunConfig) -> None:
         )
 
 
-_ONLY_AT_STAGE_3 = (
-    *("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"),
-    "zeropp_loco_param",
+def _refuse_prescaling(content: Json, config: RunConfig) -> None:
+    """Refuses what DeepSpeed asserts when the engine is built."""
+    stage = running_stage(content, config)
+    scatters = get(content, "zero_optimization.reduce_scatter") is not False
+    if content.get("prescale_gradients") and stage >= 2 and scatters:
+        raise ConfigError(
+            f"{config.engine.deepspeed_config}: prescale_gradients true, --zero-stage {stage}: "
+            "DeepSpeed scales before it reduces at stages 0 and 1 only; set false or "
+            '"auto", which is true at stage 0'
+        )
+
+
+_ONLY_AT_STAGE_3 = tuple(
+    f"zero_quantized_{name}" for name in ("weights", "nontrainable_weights", "gradients")
 )
 """Keys of zero_optimization that change what stage 3 computes, on one data-parallel rank too."""
-_GROUP_SIZES = ("zero_hpz_partition_size", "mics_shard_size")
-"""Keys with sizes of groups that stage 3 partitions over; up to 1 they change nothing."""
 
 
 def running_stage(content: Json, config: RunConfig) -> int:
@@ -264,7 +316,7 @@ def running_stage(content: Json, config: RunConfig) -> int:
     kept = (
         config.checkpoint.checkpoint_format == "deepspeed"
         or any(zero.get(key) for key in _ONLY_AT_STAGE_3)
-        or any((zero.get(key) or 1) > 1 for key in _GROUP_SIZES)
+        or (zero.get("zero_hpz_partition_size") or 1) > 1
     )
     return layout.zero if kept else layout.running_zero
 
@@ -330,6 +382,15 @@ def for_engine(content: Json, config: RunConfig, on_cpu: bool) -> Json:
     return result
 
 
+def removed_keys(content: Json) -> Iterator[tuple[str, Any]]:
+    """The keys of :data:`REMOVED` that the JSON has, with their values."""
+    for key in REMOVED:
+        section, _, name = key.rpartition(".")
+        node = content.get(section) if section else content
+        if isinstance(node, dict) and name in node:
+            yield key, node[name]
+
+
 def get(content: Any, key: str) -> Any:
     """The value of a dotted key; None without one, "auto" where a section above it is."""
     for part in key.split("."):
@@ -359,6 +420,14 @@ def put(content: Json, key: str, value: Any) -> None:
         node[int(last)] = value
     else:
         node[last] = value
+
+
+def drop(content: Json, key: str) -> None:
+    """Removes a dotted key from the object that it is in."""
+    section, _, name = key.rpartition(".")
+    node = get(content, section) if section else content
+    if isinstance(node, dict):
+        node.pop(name, None)
 
 
 def drop_auto(content: Json, key: str) -> None:

@@ -29,7 +29,7 @@ from megatron.data.loader import TrainingData
 from megatron.data.pipeline import training_texts
 from megatron.data.sources import with_corpora
 from megatron.engine import deepspeed_json
-from megatron.engine.deepspeed_file import output_notes, read_json
+from megatron.engine.deepspeed_file import file_notes, read_json
 from megatron.engine.deepspeed_json import Json
 from megatron.families import Family, family_of, refuse_unused
 from megatron.tokenizer import Tokenizer, build_tokenizer, implied_type, vocabulary_rows
@@ -126,7 +126,7 @@ def run_of(settings: Settings, processes: int, samples: str | None = None) -> Ru
         resolved = dataclasses.replace(resolved, notes=(*resolved.notes, note))
     completed = deepspeed_json.complete(content, resolved.config)
     notes = deepspeed_json.stage_notes(completed, resolved.config)
-    notes += deepspeed_json.offload_notes(resolved.config) + output_notes(completed, path)
+    notes += deepspeed_json.offload_notes(resolved.config) + file_notes(content, path)
     resolved = dataclasses.replace(resolved, notes=(*resolved.notes, *notes))
     launched = "LOCAL_RANK" in os.environ
     return Run(resolved.config, completed, tokenizer, resolved, launched)
