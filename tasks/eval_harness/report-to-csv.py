@@ -14,12 +14,9 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2]))  # a checkout that is not installed
 
-from megatron.config import ConfigError  # noqa: E402
 from megatron.config.command_line import CommandParser  # noqa: E402
-from megatron.tasks.harness.version_02 import table  # noqa: E402
+from megatron.tasks.harness.version_02 import write_table  # noqa: E402
 from megatron.training.process import errors_for_users  # noqa: E402
-from megatron.util.files import write_whole  # noqa: E402
-from megatron.util.json_text import parse_json  # noqa: E402
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -31,14 +28,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     options = parser.parse_args(argv)
     with errors_for_users():
-        path = Path(options.results)
-        output = Path(options.output or path.with_suffix(".csv"))
-        if output == path:
-            raise ConfigError(f"{path} would be overwritten; give another --output")
-        content = parse_json(path.read_bytes(), str(path), non_finite=True)
-        text = table(content, str(path))
-        write_whole(output, text.encode())
-        print(f"{output}: {text.count(chr(10)) - 1} rows")
+        print(write_table(Path(options.results), options.output))
 
 
 if __name__ == "__main__":

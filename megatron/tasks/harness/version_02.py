@@ -6,9 +6,12 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from megatron.config import ConfigError
+from megatron.util.files import write_whole
+from megatron.util.json_text import parse_json
 
 _NAMES = {
     "lambada": "lambada_openai",
@@ -74,10 +77,19 @@ def rows(results: Any, where: str) -> Iterator[tuple[Any, ...]]:
                 yield task, metric, value, error, versions.get(task, "")
 
 
-def table(results: Any, where: str) -> str:
-    """:func:`rows` as CSV with a line of names. Raises ConfigError as they do."""
+def write_table(path: Path, output: str | None = None) -> str:
+    """Writes :func:`rows` of a file as CSV with a line of names, by default to the file's name with
+    the ending .csv. Returns a summary. Raises ConfigError, ValueError or OSError, naming the file,
+    if one cannot be used."""
+    target = Path(output) if output else path.with_suffix(".csv")
+    if not path.is_file():
+        raise ConfigError(f"{path}: there is no such file")
+    if target.resolve() == path.resolve():
+        raise ConfigError(f"{path} would be overwritten; give another --output")
+    found = list(rows(parse_json(path.read_bytes(), str(path), lenient=True), str(path)))
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
-    writer.writerows(rows(results, where))
-    return text.getvalue()
+    writer.writerows(found)
+    write_whole(target, text.getvalue().encode())
+    return f"{target}: {len(found)} rows"
