@@ -49,8 +49,10 @@ def run_generation(description: str | None, argv: Sequence[str] | None = None) -
     for line in unused_flags(options) if is_main_process() else ():
         say(line)
     if options.num_samples == 0 and options.genfile is not None and is_main_process():
-        say(f"--num-samples 0: nothing is sampled without a prompt; --genfile {options.genfile} is "
-            "not written")
+        say(
+            f"--num-samples 0: nothing is sampled without a prompt; --genfile {options.genfile} is "
+            "not written"
+        )
     of_run = _of_run(options, settings)
     with opened_runner(of_run, processes, options, options.adapter, options.retro) as opened:
         if opened is None:  # the others compute what the main rank asks for

@@ -98,8 +98,10 @@ def load_tasks(
             file = file_in(include_path, name, flag)
         for spec in _matching(known, manager, flag):
             if (spec, file) not in loaded:
-                build = _loaded(spec, manager, flag) if file is None else _reading(
-                    spec, file, manager, flag
+                build = (
+                    _loaded(spec, manager, flag)
+                    if file is None
+                    else _reading(spec, file, manager, flag)
                 )
                 loaded[spec, file] = build
                 if known != name and len(build) == 1 and isinstance(build[0], Task):
