@@ -38,14 +38,14 @@ def run_preprocessing(description: str | None, argv: Sequence[str] | None = None
     stages = stages_of(build(RetroPreprocessConfig, settings).retro_tasks)
     needed_h5py()  # not after hours of work
     processes = start_processes(settings, argv)
-    with _connected(settings) if processes > 1 else nullcontext(), ExitStack() as held:
+    with connected(settings) if processes > 1 else nullcontext(), ExitStack() as held:
         work = configured(settings, held)
         for stage in stages:
             with naming_full_disks(work.project.folder, stage):
                 resolve_name(STAGES[stage])(work)
 
 
-def _connected(settings: Settings) -> AbstractContextManager[object]:
+def connected(settings: Settings) -> AbstractContextManager[object]:
     """The processes of a run, which wait for the slowest one, for days if no flag says else. They
     exchange nothing but that they have finished, so that gloo does on GPUs, too."""
     minutes = settings.get("distributed_timeout_minutes", Setting(_WAITING_MINUTES, "default"))

@@ -22,7 +22,12 @@ from megatron.checkpoint.source import Source, reader
 from megatron.checkpoint.writer import write_checkpoint
 from megatron.config import ConfigError, parse_configs
 from megatron.config.flags import option
-from megatron.formats.conversion.commands import export_megatron, opened, required
+from megatron.formats.conversion.commands import (
+    export_megatron,
+    opened,
+    required,
+    sizes_of,
+)
 from megatron.formats.legacy_megatron.names import FAMILIES
 from megatron.formats.legacy_megatron.reader import MegatronCheckpoint
 from megatron.formats.meta.source import PARAMS, tokenizer_of_file
@@ -195,16 +200,6 @@ def set_vocabulary(source: Source, size: int) -> None:
         source.set_vocabulary(size)
     elif size != known:
         raise ConfigError(f"--true-vocab-size {size}: {source.folder} says that it is {known}")
-
-
-def sizes_of(source: Source) -> tuple[int, int]:
-    """Tensor- and pipeline-parallel size of the run that wrote a checkpoint; 1 where unknown."""
-    if isinstance(source, MegatronCheckpoint):
-        return source.tensor_size, source.pipeline_size
-    if source.run is None:
-        return 1, 1
-    parallel = source.run.parallel
-    return parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
 
 
 if __name__ == "__main__":

@@ -317,6 +317,16 @@ def export_megatron(
         print("it has weights only: load it with --no-load-optim --no-load-rng or --finetune")
 
 
+def sizes_of(source: Source) -> tuple[int, int]:
+    """Tensor- and pipeline-parallel size of the run that wrote a checkpoint; 1 where unknown."""
+    if isinstance(source, MegatronCheckpoint):
+        return source.tensor_size, source.pipeline_size
+    if source.run is None:
+        return 1, 1
+    parallel = source.run.parallel
+    return parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+
+
 @dataclass(frozen=True)
 class ToUniversalConfig:
     """Conversion to DeepSpeed's universal checkpoint."""

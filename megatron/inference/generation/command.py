@@ -48,6 +48,11 @@ def run_generation(description: str | None, argv: Sequence[str] | None = None) -
     processes = start_processes(settings, argv)
     for line in unused_flags(options) if is_main_process() else ():
         say(line)
+    if options.num_samples == 0 and options.genfile is not None and is_main_process():
+        say(
+            f"--num-samples 0: nothing is sampled without a prompt; --genfile {options.genfile} is "
+            "not written"
+        )
     of_run = _of_run(options, settings)
     with opened_runner(of_run, processes, options, options.adapter, options.retro) as opened:
         if opened is None:  # the others compute what the main rank asks for
@@ -91,7 +96,7 @@ def _generate(
     if texts is None:
         interact(generator, options.num_samples or 1, sources)
     elif options.genfile is not None or options.sample_input_file is not None:
-        wanted = texts[: options.num_samples]
+        wanted = texts[: options.num_samples or None]
         if options.num_samples is not None and options.num_samples > len(texts):
             say(f"--sample-input-file {options.sample_input_file} has {len(texts)} prompts")
         write(options, megatron_rows(generator, wanted, sources), len(wanted))

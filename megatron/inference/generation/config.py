@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 from megatron.config import ConfigError
-from megatron.config.flags import POSITIVE, Bounds, flag_of, option
+from megatron.config.flags import NOT_NEGATIVE, POSITIVE, Bounds, flag_of, option
 from megatron.inference.memory import ServedConfig
 from megatron.inference.request import Sampling
 
@@ -68,9 +69,11 @@ class GenerateConfig(ServedConfig):
     seed: int = option(1234)
     """Seed of the draws."""
     num_samples: int | None = option(
-        None, derived="1; all prompts of --sample-input-file", bounds=POSITIVE
+        None, derived="1; all prompts of --sample-input-file", bounds=NOT_NEGATIVE
     )
-    """Texts per prompt; with --genfile or --sample-input-file the number of all texts."""
+    """Texts per prompt; with --genfile or --sample-input-file the number of all texts. With 0 no
+    text is sampled without a prompt: --genfile is not written, and prompts come from
+    --sample-input-file or, line by line, from the terminal."""
     micro_batch_size: int = option(
         64, flag="--batch-size", aliases=("--micro-batch-size",), bounds=POSITIVE
     )
@@ -81,6 +84,8 @@ class GenerateConfig(ServedConfig):
     max_tokens_to_oom: int | None = option(
         None, note="texts wait until there is memory for their keys and values"
     )
+    use_tutel: bool = option(False, note="there is no mixture of experts")
+    ds_inference: bool = option(False, note="this project's own engine generates")
     inference_batch_times_seqlen_threshold: int | None = option(
         None, note="each step has the tokens of all texts that are generated"
     )
@@ -89,7 +94,12 @@ class GenerateConfig(ServedConfig):
         """Raises ConfigError if flags contradict each other."""
         if self.load is None:
             raise ConfigError("--load is missing")
-        sources = self._given("prompt", "prompt_file", "sample_input_file", "genfile")
+        sources = self._given("prompt", "prompt_file", "sample_input_file")
+        if self.num_samples == 0 and sources and self.sample_input_file is None:
+            raise ConfigError(
+                f"--num-samples 0 and {sources[0]}: nothing would be written; leave one of them out"
+            )
+        sources += self._given("genfile") if self.num_samples != 0 else []
         if len(sources) > 1:
             raise ConfigError(f"{' and '.join(sources)}: give one of them")
         if self.output is not None and self.prompt is None and self.prompt_file is None:
@@ -125,7 +135,7 @@ class GenerateConfig(ServedConfig):
         """The file that is written, by its flag; none where texts are printed."""
         if self.output is not None:
             return {"--output": self.output}
-        if self.genfile is not None:
+        if self.genfile is not None and self.num_samples != 0:
             return {"--genfile": self.genfile}
         if self.sample_input_file is not None:
             path = self.sample_output_file or f"{self.sample_input_file}.out"
@@ -145,8 +155,8 @@ class GenerateConfig(ServedConfig):
         )
 
 
-def unused_flags(options: GenerateConfig) -> list[str]:
-    """A line for each given flag that changes nothing."""
+def unused_flags(options: Any) -> list[str]:
+    """A line for each given flag of a tool's options that changes nothing."""
     return [
         f"{flag_of(field)} is accepted and not used: {field.metadata['note']}"
         for field in fields(options)

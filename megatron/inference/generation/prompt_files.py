@@ -22,7 +22,7 @@ def prompts_of(options: GenerateConfig) -> list[str] | None:
         return _lines_of(options.prompt_file)
     if options.sample_input_file is not None:
         return _samples_of(options.sample_input_file)
-    if options.genfile is not None:
+    if options.genfile is not None and options.num_samples != 0:
         return [""] * (options.num_samples or 1)
     return None
 

@@ -14,10 +14,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.config import ConfigError, Settings
+from megatron.config import ConfigError, Setting, Settings
+from megatron.engine.deepspeed_file import read_json
+from megatron.engine.deepspeed_json import get
 from megatron.families import family_of
+from megatron.inference.generation.config import unused_flags
 from megatron.inference.opening import for_generation, runner_of
 from megatron.tasks.harness.config import HarnessConfig
+from megatron.tasks.harness.version_02 import results_02
 from megatron.tasks.report import EvaluatedModel, versions
 from megatron.training.evaluation import Opened, opened_checkpoint
 from megatron.training.launch import start_processes
@@ -33,6 +37,12 @@ if TYPE_CHECKING:
     from megatron.tasks.harness.model import HarnessModel
 
 EXTRA = "evaluate"
+_SIZES = {
+    *("num_layers", "hidden_size", "num_attention_heads", "seq_length"),
+    "max_position_embeddings",
+}
+_UNKNOWN = -1
+_HALF = {"fp16", "bf16"}
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth"}
 """Endings of files with weights."""
 
@@ -52,7 +62,9 @@ def run_evaluation(description: str | None, argv: Sequence[str] | None = None) -
     config, settings, processes = parsed(description, argv)
     from megatron.tasks.harness.tasks import generate, load_tasks
 
-    manager, tasks = load_tasks(config.task_names, config.include_path, _values(config))
+    manager, tasks = load_tasks(
+        config.task_names, config.include_path, _values(config), config.tasks_flag
+    )
     with opened_model(config, settings, processes, generate(tasks)) as opened:
         results = evaluate(opened.model, config, manager, tasks)
         if is_main_process():
@@ -68,7 +80,32 @@ def parsed(
     if "load" not in settings:
         raise ConfigError("--load is missing: the checkpoint to evaluate")
     require_harness()
-    return config, settings, start_processes(settings, argv)
+    processes = start_processes(settings, argv)
+    for line in unused_flags(config) if is_main_process() else ():
+        say(line)
+    if config.task_list is not None:
+        settings = without_training(settings)
+    if config.eval_fp32:
+        settings = {name: value for name, value in settings.items() if name not in _HALF}
+    return config, settings, processes
+
+
+def without_training(settings: Settings) -> Settings:
+    """Settings of a command of Megatron-DeepSpeed: sizes of -1 are the checkpoint's, and of the
+    DeepSpeed JSON, which is a training's, the dtype counts. Raises ConfigError if the JSON cannot
+    be used."""
+    kept = {
+        name: setting
+        for name, setting in settings.items()
+        if name != "deepspeed_config" and not (name in _SIZES and setting.value == _UNKNOWN)
+    }
+    if "deepspeed_config" in settings:
+        path = settings["deepspeed_config"].value
+        content = read_json(path)
+        for name in _HALF - kept.keys():
+            if get(content, f"{name}.enabled") is True:
+                kept[name] = Setting(True, f"{Path(path).name}: {name}.enabled")
+    return kept
 
 
 @contextmanager
@@ -172,7 +209,7 @@ def evaluate(
         model,
         tasks=list(tasks),
         task_manager=manager,
-        num_fewshot=config.num_fewshot,
+        num_fewshot=config.fewshot,
         limit=config.limit,
         samples=config.documents,
         bootstrap_iters=config.bootstrap_iters if is_main_process() else 0,
@@ -208,6 +245,9 @@ def _report(results: dict[str, Any], config: HarnessConfig, opened: HarnessRun) 
             f"{speed.requests:,} requests, {speed.tokens:,} tokens in {speed.seconds:.1f} s: "
             f"{speed.tokens / speed.seconds:,.0f} tokens/s"
         )
+    if config.results_path is not None:
+        older = results_02(results, opened.checkpoint.checkpoint)
+        _write(Path(config.results_path), older)
     if config.output is None:
         return
     path = Path(config.output)
@@ -220,6 +260,10 @@ def _report(results: dict[str, Any], config: HarnessConfig, opened: HarnessRun) 
         "run": without_secrets(opened.run.config.to_dict()),
         "speed": asdict(speed),
     }
+    _write(path, results)
+
+
+def _write(path: Path, results: dict[str, Any]) -> None:
     write_whole(path, (_json(results, indent=2) + "\n").encode())
 
 

@@ -22,9 +22,13 @@ class HarnessConfig(CacheConfig):
 
     tasks: str | None = option(None)
     """Names of tasks, groups or tags, patterns of names (lambada*) or YAML files, separated by
-    commas."""
+    commas; NAME=FILE reads the documents of a task from a file."""
+    task_list: str | None = option(None, flag="--task_list", aliases=("--task-list",))
+    """--tasks by their names in lm-eval 0.2 (Megatron-DeepSpeed), without examples in a prompt
+    unless --num-fewshot gives some."""
     include_path: str | None = option(None, aliases=("--include_path",))
-    """Folder of task files, searched before those of lm-eval."""
+    """Folder of task files, searched before those of lm-eval, and of documents: a task NAME reads
+    the one file NAME*.jsonl, .json, .parquet, .txt, .raw or .tokens in it."""
     num_fewshot: int | None = option(None, aliases=("--num_fewshot",), bounds=NOT_NEGATIVE)
     """Examples in a prompt; a task whose file says 0 keeps it."""
     limit: float | None = option(None, bounds=POSITIVE)
@@ -50,6 +54,18 @@ class HarnessConfig(CacheConfig):
     """Keep answers in FILE_rank0.db, in lm-eval's format, and read them from there."""
     output: str | None = option(None)
     """JSON file for the results."""
+    results_path: str | None = option(None, flag="--results_path", aliases=("--results-path",))
+    """JSON file for the results in the form of lm-eval 0.2: task, metric (acc, ppl), value."""
+    eval_fp32: bool = option(False, flag="--eval_fp32", aliases=("--eval-fp32",))
+    """Compute in float32 whatever --fp16, --bf16 and the DeepSpeed JSON say."""
+    adaptive_seq_len: bool = option(
+        False,
+        flag="--adaptive_seq_len",
+        aliases=("--adaptive-seq-len",),
+        note="a batch is always padded to its longest request",
+    )
+    inference: bool = option(False, note="an evaluation computes no gradients")
+    disable_moe_token_dropping: bool = option(False, note="there are no experts that drop tokens")
     log_samples: bool = option(False, aliases=("--log_samples",))
     """Write every request with its answer beside --output, a file of JSON lines for each task."""
     predict_only: bool = option(False, aliases=("--predict_only",))
@@ -81,8 +97,10 @@ class HarnessConfig(CacheConfig):
 
     def __post_init__(self) -> None:
         """Raises ConfigError if values are malformed or contradict each other."""
-        if not self.tasks or not self.task_names:
-            raise ConfigError("--tasks is missing: names of tasks, separated by commas")
+        if self.tasks is not None and self.task_list is not None:
+            raise ConfigError("--tasks and --task_list: give one of them")
+        if not self.task_names:
+            raise ConfigError(f"{self.tasks_flag} is missing: names of tasks, separated by commas")
         if self.include_path is not None and not Path(self.include_path).is_dir():
             raise ConfigError(
                 f"--include-path {self.include_path} is not a folder; "
@@ -92,15 +110,29 @@ class HarnessConfig(CacheConfig):
             raise ConfigError(f"--limit {self.limit:g} and --samples: give one of them")
         if self.logs_samples and self.output is None:
             raise ConfigError(f"{self._flag_of_samples} needs --output, beside which it writes")
-        if self.output is not None and not Path(self.output).absolute().parent.is_dir():
-            raise ConfigError(f"--output {self.output}: its folder does not exist; create it")
+        for flag, file in (("--output", self.output), ("--results_path", self.results_path)):
+            if file is not None and not Path(file).absolute().parent.is_dir():
+                raise ConfigError(f"{flag} {file}: its folder does not exist; create it")
+            if file is not None and Path(file).is_dir():
+                raise ConfigError(f"{flag} {file} is a folder; name a file")
         if self.fewshot_as_multiturn == "true" and self.apply_chat_template is None:
             raise ConfigError("--fewshot-as-multiturn needs --apply-chat-template")
         self.batch_size, self.seeds, self.documents  # noqa: B018  # each checks its value
 
     @property
+    def tasks_flag(self) -> str:
+        """The flag that names the tasks."""
+        return "--tasks" if self.task_list is None else "--task_list"
+
+    @property
     def task_names(self) -> list[str]:
-        return [name.strip() for name in (self.tasks or "").split(",") if name.strip()]
+        names = (self.tasks or self.task_list or "").split(",")
+        return [name.strip() for name in names if name.strip()]
+
+    @property
+    def fewshot(self) -> int | None:
+        """Examples in a prompt; None leaves them to each task."""
+        return 0 if self.num_fewshot is None and self.task_list is not None else self.num_fewshot
 
     @property
     def logs_samples(self) -> bool:

@@ -19,8 +19,10 @@ from lm_eval.tasks import TaskManager
 from megatron.config import ConfigError
 from megatron.config.flags import nearest
 from megatron.engine.train_engine import ModelEngine
+from megatron.tasks.harness.documents import file_in, reading
 from megatron.tasks.harness.model import HarnessModel
 from megatron.tasks.harness.scoring import TextScorer
+from megatron.tasks.harness.version_02 import name_today
 from megatron.tasks.report import TaskResult
 from megatron.tokenizer import Tokenizer
 
@@ -82,14 +84,61 @@ def load_tasks(
     flag: str = "--tasks",
 ) -> tuple[TaskManager, list[Task | Group]]:
     """Tasks and groups with their documents, and what found them. ``names``, those of ``flag``, are
-    those of tasks, groups or tags, patterns, or YAML files. Raises ConfigError if one is unknown,
-    or its data are not on this machine."""
-    manager = _manager(names, include_path, metadata)
-    specs = [found for name in names for found in _matching(name, manager, flag)]
-    loaded: list[Task | Group] = []
-    for spec in dict.fromkeys(specs):
-        loaded += _loaded(spec, manager, flag)
-    return manager, loaded
+    those of tasks, groups or tags, patterns, or YAML files, or TASK=FILE; with ``--task_list`` they
+    may be those of lm-eval 0.2. Raises ConfigError if one is unknown, or its data are not on this
+    machine."""
+    pairs = [name.partition("=")[::2] for name in names]
+    manager = _manager([name for name, _ in pairs], include_path, metadata)
+    users = _of_folder(manager)
+    loaded: dict[tuple[str, Path | None], list[Task | Group]] = {}
+    for name, path in pairs:
+        known = name_today(name) if flag == "--task_list" and name not in users else name
+        file = Path(path) if path else None
+        if file is None and known not in users:
+            file = file_in(include_path, name, flag)
+        for spec in _matching(known, manager, flag):
+            if (spec, file) not in loaded:
+                build = (
+                    _loaded(spec, manager, flag)
+                    if file is None
+                    else _reading(spec, file, manager, flag)
+                )
+                loaded[spec, file] = build
+                if known != name and len(build) == 1 and isinstance(build[0], Task):
+                    build[0].config.task = name  # results have the name of the command line
+    return manager, [task for tasks in loaded.values() for task in tasks]
+
+
+def _of_folder(manager: TaskManager) -> set[str]:
+    """The tasks of the user's files."""
+    folder = manager.include_path
+    if folder is None:
+        return set()
+    root = Path(str(folder)).resolve()
+    paths = {name: entry.yaml_path for name, entry in manager.task_index.items()}
+    return {name for name, path in paths.items() if path and root in Path(path).resolve().parents}
+
+
+def _reading(name: str, path: Path, manager: TaskManager, flag: str) -> list[Task | Group]:
+    """A task of lm-eval with the documents of a file."""
+    changes = reading(name, path, flag)
+    quiet, level = logging.getLogger("lm_eval.api.task"), logging.ERROR
+    before = quiet.level
+    try:
+        quiet.setLevel(level)  # it advises on --metadata, which is not meant here
+        built = manager.load([{"group": "files", "task": [{"task": name, **changes}]}])
+    except Exception as error:
+        first = str(error).strip().split("\n")[0] or type(error).__name__
+        raise ConfigError(
+            f"{flag} {name}={path}: the documents must have the fields of the task's own: {first}"
+        ) from error
+    finally:
+        quiet.setLevel(before)
+    tasks = list(built["tasks"].values())
+    if len(tasks) != 1:
+        raise ConfigError(f"{flag} {name}={path}: {name} is {len(tasks)} tasks; name one of them")
+    tasks[0].config.custom_dataset = None  # read by now; results name the file
+    return [*tasks]
 
 
 def generate(tasks: Sequence[Task | Group]) -> bool:

@@ -1,0 +1,133 @@
+"""Sentences of a parallel corpus, one a line, to indexed files: ``tools/preprocess_data_nmt.py``.
+
+Line N of a language belongs to line N of the other, so that no line may be left out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron.config import ConfigError, TokenizerConfig
+from megatron.config.flags import option
+from megatron.data.indexed.dataset_writer import IndexedDatasetWriter
+from megatron.data.text_encoder import TextEncoder, TextSettings
+from megatron.tokenizer.mark import mark_of
+from megatron.util.processes import map_in_order
+from megatron.util.progress import say
+
+_LINES = 1000
+"""Of a block, which a process tokenizes at once."""
+_SECONDS_BETWEEN_LINES = 1.0
+Lines = tuple[int, list[str]]
+"""The number of the first, counted from 1, and the sentences."""
+
+
+@dataclass(frozen=True)
+class ParallelTextConfig:
+    """Preprocessing of one side of a parallel corpus: a sentence per line."""
+
+    input: str | None = option(None)
+    """File with a sentence per line, without empty lines."""
+    output_prefix: str | None = option(None)
+    """PREFIX of the files PREFIX.bin and PREFIX.idx, where each line is a document."""
+    dataset_impl: str = option("mmap", choices=("mmap", "lazy", "cached"))
+    """Format of the output; every value writes mmap."""
+    workers: int = option(1)
+    """Number of processes that tokenize."""
+    log_interval: int = option(100)
+    """Number of sentences between two progress lines, which appear at most once per second."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError if a flag is missing."""
+        if self.input is None:
+            raise ConfigError("--input is missing: the file to read")
+        if self.output_prefix is None:
+            raise ConfigError("--output-prefix is missing: the files PREFIX.bin and PREFIX.idx")
+        for flag, value in (("--workers", self.workers), ("--log-interval", self.log_interval)):
+            if value < 1:
+                raise ConfigError(f"{flag} {value} must be positive")
+
+
+class _Encoder:
+    """Tokens of blocks of sentences; made in every process."""
+
+    def __init__(self, encode: TextEncoder, path: str) -> None:
+        self._encode, self._path = encode, path
+
+    def __call__(self, block: Lines) -> list[np.ndarray]:
+        first, sentences = block
+        documents = self._encode(sentences)
+        for number, document in enumerate(documents, first):
+            if not document:
+                raise ValueError(
+                    f"--input {self._path}, line {number} has no token: each line must have a "
+                    "sentence, since line N of the other language belongs to line N"
+                )
+        return [document[0] for document in documents]
+
+
+def preprocess_sentences(config: ParallelTextConfig, tokenizer: TokenizerConfig) -> str:
+    """Writes the files of the output, which appear when they are complete. Returns a summary.
+    Raises ValueError if a line has no token or is not UTF-8, or the file is empty; ConfigError for
+    flags, and OSError if a file cannot be read or written."""
+    path, prefix, start = Path(str(config.input)), str(config.output_prefix), time.perf_counter()
+    if not path.is_file():
+        raise ConfigError(f"--input {path}: there is no such file")
+    if config.dataset_impl != "mmap":
+        say(f"--dataset-impl {config.dataset_impl}: the mmap format is written instead")
+    encode = TextEncoder(TextSettings(tokenizer))
+    mark = mark_of(encode.tokenizer, tokenizer.tokenizer_type)
+    prepare = _Prepared(encode, str(path))
+    count = tokens = 0
+    shown = start
+    with IndexedDatasetWriter(prefix, encode.dtype, None if mark is None else mark.json()) as out:
+        workers = config.workers if config.workers > 1 else 0
+        for _, sentences in map_in_order(_blocks(path), prepare, workers):
+            lengths = [len(each) for each in sentences]
+            out.add_documents(np.concatenate(sentences), lengths, [1] * len(lengths))
+            due = (count + len(lengths)) // config.log_interval > count // config.log_interval
+            count, tokens, now = count + len(lengths), tokens + sum(lengths), time.perf_counter()
+            if due and now - shown >= _SECONDS_BETWEEN_LINES:
+                shown = now
+                say(f"{count:,} sentences, {count / (now - start):,.0f} a second")
+        if not count:
+            raise ValueError(f"--input {path} is empty; nothing is written")
+    seconds = time.perf_counter() - start
+    return f"{prefix}.bin/.idx: {count:,} sentences, {tokens:,} tokens, {seconds:.1f} seconds"
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """Makes the encoder of a process."""
+
+    encode: TextEncoder
+    path: str
+
+    def __call__(self) -> _Encoder:
+        return _Encoder(self.encode, self.path)
+
+
+def _blocks(path: Path) -> Iterator[Lines]:
+    number = 1
+    with path.open("rb") as file:
+        while lines := list(itertools.islice(file, _LINES)):
+            yield number, _decoded(lines, path, number)
+            number += len(lines)
+
+
+def _decoded(lines: Sequence[bytes], path: Path, first: int) -> list[str]:
+    found = []
+    for number, line in enumerate(lines, first):
+        try:
+            found.append(line.decode("utf-8-sig" if number == 1 else "utf-8").strip())
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"--input {path}, line {number} is not UTF-8 text: {error.reason}"
+            ) from None
+    return found
