@@ -189,11 +189,11 @@ class LoggingConfig:
     """Write the global batch size to TensorBoard."""
     log_learning_rate_to_tensorboard: bool = option(
         True,
-        off="--no-log-learnig-rate-to-tensorboard",
+        off="--no-log-learnig-rate-to-tensorboard --no-log-learning-rate-to-tensorboard",
         flag="--log-learning-rate-to-tensorboard",
         needs=_TENSORBOARD,
     )
-    """Write the learning rate to TensorBoard (the off flag's spelling is Megatron's)."""
+    """Write the learning rate to TensorBoard (one spelling of the off flag is Megatron's)."""
     log_loss_scale_to_tensorboard: bool = option(
         True,
         off="--no-log-loss-scale-to-tensorboard --disable-log-loss-scale-to-tensorboard",
@@ -204,7 +204,16 @@ class LoggingConfig:
     log_validation_ppl_to_tensorboard: bool = option(False, needs=_TENSORBOARD)
     """Write validation perplexity to TensorBoard."""
     log_memory_to_tensorboard: bool = option(False, needs=_TENSORBOARD)
-    """Write GPU memory use to TensorBoard."""
+    """Write memory use to TensorBoard: of torch's allocator on a GPU, of the process on a CPU."""
+    log_world_size_to_tensorboard: bool = option(False, needs=_TENSORBOARD)
+    """Write the number of processes to TensorBoard."""
+    log_optimizer_states_to_tensorboard: bool = option(False, needs=_TENSORBOARD)
+    """Write norms of momentum, variance, its root, and weights to TensorBoard: each l2, l1 and
+    abs_max."""
+    log_params_norm: bool = option(False)
+    """Log the 2-norm of all trained weights, in float32."""
+    log_num_zeros_in_grad: bool = option(False)
+    """Log the number of zeros in the gradients, averaged over data-parallel ranks."""
     wandb_project: str | None = option(None)
     """Project in Weights & Biases; turns its writer on."""
     wandb_exp_name: str | None = option(None, needs=_WANDB)

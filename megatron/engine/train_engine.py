@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -35,6 +36,9 @@ from megatron.parallel.mesh import Group, Mesh
 from megatron.parallel.random import dropout_seed
 from megatron.parallel.shard import shard_of
 
+ZEROS = "megatron.engine.statistics:zeros_in_gradients"
+"""Counts zeros in the gradients; imported for runs that log them."""
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -52,6 +56,8 @@ class StepResult:
             will be too.
         own_loss: sum of the losses of this rank's micro batches, a scalar on the device; 0 on
             stages of a pipeline that do not compute them.
+        zeros: number of elements of the gradients that are zero, a scalar on the device; None
+            unless :attr:`TrainEngine.counts_zeros`.
     """
 
     loss: Tensor
@@ -61,6 +67,7 @@ class StepResult:
     loss_scale: float
     scale_exhausted: bool = False
     own_loss: Tensor | float = 0.0
+    zeros: Tensor | None = None
 
 
 class ModelEngine:
@@ -191,10 +198,12 @@ class TrainEngine(ModelEngine):
             these as they are.
         judge: calls :meth:`Backend.accumulate` for a step, perhaps several times; gets its micro
             batches, their seeds, and the number of samples before, and returns the sums.
+        counts_zeros: whether the next step counts zeros in its gradients; the same on every rank.
     """
 
     look_ahead: Callable[[Iterator[Any], int], Iterator[Any]] | None = None
     judge: Callable[[list[Any], list[int | None], int], Tensor] | None = None
+    counts_zeros = False
 
     def __init__(
         self,
@@ -257,12 +266,12 @@ class TrainEngine(ModelEngine):
             sums = self.judge([next(taught) for _ in seeds], seeds, consumed_samples)
         scale_before = float(getattr(self.optimizer_wrapper, "loss_scale", 1.0))
         at_smallest = self._scale_is_smallest()
+        zeros = resolve_name(ZEROS)(self) if self.counts_zeros else None
         norm, held = self.update()
         losses = self.mean_losses(sums, micro_batches)
         exhausted = at_smallest and held is True
-        return StepResult(
-            self.spec.total(losses), losses, norm, held, scale_before, exhausted, sums.sum()
-        )
+        total, own = self.spec.total(losses), sums.sum()
+        return StepResult(total, losses, norm, held, scale_before, exhausted, own, zeros)
 
     def drop_gradients(self) -> None:
         """Forgets what :meth:`Backend.accumulate` has left, so that it can compute it again."""

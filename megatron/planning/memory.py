@@ -176,7 +176,7 @@ class _Sizes:
         half = layout.precision != "fp32"
         element = 2 if half else 4
         # Autocast, which is how 16 bits run at stage 0, keeps the residual stream in float32.
-        residual = 4 if half and layout.zero == 0 else element
+        residual = 4 if layout.zero == 0 or model.fp32_residual_connection else element
         return cls(
             element=element,
             residual=residual,
