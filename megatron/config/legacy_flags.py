@@ -66,7 +66,6 @@ _UNUSED = {
     "--log-throughput": "throughput is always logged",
     "--log-energy": "energy is always logged where counters of devices or processors can be read",
     "--log-progress": "--metrics-file records the progress of a run",
-    "--timing-log-level INT": _TIMES,
     "--timing-log-option max|minmax|all": _TIMES,
     "--override-opt_param-scheduler --override-opt-param-scheduler --override-lr-scheduler": (
         "the schedules always follow the flags, also after a resume"

@@ -149,6 +149,7 @@ def _reports_to(*names: str) -> Need:
 
 
 _TENSORBOARD, _WANDB, _MLFLOW = map(_reports_to, ("tensorboard", "wandb", "mlflow"))
+_TIMERS = needs_value("log_timers_to_tensorboard", refused=False)
 _TRACKER = _reports_to("wandb", "mlflow", "trackio")
 
 
@@ -184,7 +185,10 @@ class LoggingConfig:
     tensorboard_queue_size: int = option(1000, needs=_TENSORBOARD)
     """Number of TensorBoard events that are buffered before a write."""
     log_timers_to_tensorboard: bool = option(False, needs=_TENSORBOARD)
-    """Write iteration times to TensorBoard."""
+    """Write iteration times to TensorBoard, and those of --timing-log-level."""
+    timing_log_level: int = option(0, choices=(0, 1, 2), needs=_TIMERS)
+    """1 or 2: write the seconds of forward and backward passes and of the optimizer, too, on the
+    first process; 2 is the same as 1."""
     log_batch_size_to_tensorboard: bool = option(False, needs=_TENSORBOARD)
     """Write the global batch size to TensorBoard."""
     log_learning_rate_to_tensorboard: bool = option(

@@ -5,8 +5,8 @@ log line, so that no step waits for it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -25,6 +25,7 @@ class _Point(NamedTuple):
     samples: int
     tokens: int
     values: Mapping[str, Tensor | float]
+    marks: Sequence[Any]
 
 
 class StepPoints:
@@ -38,10 +39,10 @@ class StepPoints:
 
     def before_step(self, trainer: Trainer) -> None:
         """Lets the engine count zeros where the step shows them."""
-        logging = self._config.logging
-        trainer.engine.counts_zeros = logging.log_num_zeros_in_grad and self._shown(
-            trainer.iteration + 1
-        )
+        logging, following = self._config.logging, trainer.iteration + 1
+        trainer.engine.counts_zeros = logging.log_num_zeros_in_grad and self._shown(following)
+        wanted = logging.log_timers_to_tensorboard and logging.timing_log_level > 0
+        trainer.engine.timed = wanted and self._is_point(following)
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
         """Measures what the step shows; communicates with the other ranks."""
@@ -57,13 +58,16 @@ class StepPoints:
         samples = trainer.consumed_samples
         tokens = self._plan.lengths.tokens(samples)
         if trainer.engine.mesh.world.rank == 0:
-            self._points.append(_Point(step.iteration, samples, tokens, values))
+            marks = trainer.engine.marks
+            self._points.append(_Point(step.iteration, samples, tokens, values, marks))
 
     def write(self, writer: RunWriter) -> None:
         """Writes the points since the last call."""
         points, self._points = self._points, []
-        for iteration, samples, tokens, values in points:
+        for iteration, samples, tokens, values, marks in points:
             read = dict(zip(values, numbers(list(values.values())), strict=True))
+            between = map(_seconds, marks, marks[1:])  # after the device has been waited for
+            read |= dict(zip(("forward-backward-time", "optimizer-time"), between, strict=False))
             writer.scalars(STEP, iteration, read, samples=samples, tokens=tokens)
 
     def went_back(self) -> None:
@@ -102,6 +106,13 @@ class StepPoints:
             yield "params-norm/params-norm", self.params_norm
         if logging.log_memory_to_tensorboard:
             yield from _memory(trainer.engine.device)
+
+
+def _seconds(begin: Any, end: Any) -> float:
+    if isinstance(begin, float):
+        return float(end - begin)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1000
 
 
 def _memory(device: torch.device) -> Iterator[tuple[str, float]]:

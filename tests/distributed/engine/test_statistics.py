@@ -126,7 +126,7 @@ def test_tensorboard_has_every_step_under_megatron_deepspeeds_tags(pool, tmp_pat
     flags += (
         "--log-optimizer-states-to-tensorboard --log-world-size-to-tensorboard "
         "--log-batch-size-to-tensorboard --log-memory-to-tensorboard "
-        "--log-validation-ppl-to-tensorboard --log-timers-to-tensorboard "
+        "--log-validation-ppl-to-tensorboard --log-timers-to-tensorboard --timing-log-level 1 "
         "--no-log-learnig-rate-to-tensorboard"
     ).split()
     expected = reference(FLAGS)
@@ -157,6 +157,8 @@ def test_tensorboard_has_every_step_under_megatron_deepspeeds_tags(pool, tmp_pat
     assert ppl == pytest.approx([math.exp(value) for value in loss], rel=1e-5)
     assert "lm-loss-validation/lm loss test vs tokens" in by_tokens
     assert len(by_step["iteration-time/iteration-time"]) == 2, "of log lines"
+    parts = [by_step["forward-backward-time"], by_step["optimizer-time"]]
+    assert [len(part) for part in parts] == [STEPS] * 2 and min(map(min, parts)) > 0
     assert not {tag for tag in by_step if tag.startswith(("learning-rate", "loss-scale/"))}
 
 

@@ -393,8 +393,29 @@ def test_wandb_gets_flags_configuration_and_tags(monkeypatch, tmp_path):
         "config": {"lr": 1.0},
     }
     assert folder.is_dir()
-    assert run.logged == [(4, {"lm loss": 2.0, "samples": 8, "tokens": 9})]
+    axes = {"samples": 8, "tokens": 9}
+    assert run.logged == [(4, {"lm loss": 2.0, "loss/lm loss": 2.0, **axes})]
     assert run.finished
+
+
+def test_wandb_gets_megatron_deepspeeds_keys(monkeypatch):
+    """Rates over all devices, of a device, and divided by the number of replicas."""
+    run, fake = FakeRun(), types.ModuleType("wandb")
+    fake.init = lambda **_: run
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    parallel = {"world_size": 8, "data_parallel_size": 4}
+    write_train(WandbWriter(LoggingConfig(), {"parallel": parallel}), [1])
+    (_, logged), *_ = run.logged
+    keys = {
+        name.partition("/")[2]: value for name, value in logged.items() if "throughput/" in name
+    }
+    assert keys == {
+        "samples_per_sec": 32.0, "samples_per_sec_per_replica": 8.0,
+        "tokens_per_sec": 32768.0, "tokens_per_sec_per_replica": 8192.0,
+        "tokens_per_gpu_per_sec": 4096.0, "tokens_per_gpu_per_sec_per_replica": 1024.0,
+        "iteration-time": 0.5, "elapsed_ms_per_iteration": 500.0, "tflops": 1.0,
+    }  # fmt: skip
+    assert logged["loss/lm loss"] == 2.0
 
 
 def test_missing_wandb_names_package_and_flags(monkeypatch):
