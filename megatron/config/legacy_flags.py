@@ -45,6 +45,14 @@ _UNUSED = {
     "--contiguous-checkpointing --contigious-checkpointing": (
         "recomputed activations are not copied"
     ),
+    "--data-parallel-random-init": (
+        "all data-parallel ranks start with the weights of --seed, as after Megatron's broadcast "
+        "from the first; their dropout masks differ in any case"
+    ),
+    "--onnx-safe STR": (
+        "training computes the same with it; tools/convert_checkpoint.py to-hf makes models that "
+        "other programs export"
+    ),
     "--use-cpu-initialization": "weights are always initialised on the CPU, equal for every layout",
     "--data-impl mmap|infer": "the memory-mapped .bin/.idx format is the only one",
     "--loose-json": "JSON files have one object per line in any case",
@@ -55,14 +63,9 @@ _UNUSED = {
     "--train-doc-idx-path STR": _CACHE,
     "--train-sample-idx-path STR": _CACHE,
     "--train-shuffle-idx-path STR": _CACHE,
-    "--log-params-norm": "only the gradient norm is logged, always",
-    "--log-num-zeros-in-grad": "zeros in gradients are not counted",
     "--log-throughput": "throughput is always logged",
     "--log-energy": "energy is always logged where counters of devices or processors can be read",
     "--log-progress": "--metrics-file records the progress of a run",
-    "--log-world-size-to-tensorboard": "checkpoints contain the number of processes",
-    "--log-optimizer-states-to-tensorboard": "optimizer state is in the checkpoints only",
-    "--timing-log-level INT": _TIMES,
     "--timing-log-option max|minmax|all": _TIMES,
     "--override-opt_param-scheduler --override-opt-param-scheduler --override-lr-scheduler": (
         "the schedules always follow the flags, also after a resume"

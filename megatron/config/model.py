@@ -23,6 +23,7 @@ from megatron.config.flags import (
     POSITIVE,
     Bounds,
     ConfigResolver,
+    Need,
     Setting,
     flag_of,
     names_of,
@@ -74,6 +75,9 @@ class EmbeddingConfig:
         return Vocabulary(size, -(-size // multiple) * multiple)
 
 
+_HALF = Need("--fp16 or --bf16", lambda values: values["fp16"] or values["bf16"])
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Network:
     """Values that need no resolving."""
@@ -105,6 +109,11 @@ class _Network:
     init_method_std: float = option(0.02, bounds=POSITIVE, megatron=True)
     """Standard deviation of the initial weights; for output projections of attention and MLP it is
     divided by sqrt(2 x num-layers)."""
+    init_method_xavier_uniform: bool = option(False, megatron=True)
+    """Draw all initial weights from Xavier's uniform distribution, whose bound is sqrt(6 / (rows +
+    columns)) of the whole matrix, instead of --init-method-std's."""
+    fp32_residual_connection: bool = option(False, role="results", megatron=True, needs=_HALF)
+    """Keep the residual stream, from the embeddings to the last norm, in float32."""
     encoder_decoder: bool = option(False, internal=True)
     """Whether a decoder follows, which attends to the output of the blocks before it."""
     hf_architecture: str | None = option(None, internal=True)
@@ -289,6 +298,11 @@ def resolve_model(flags: ModelFlags, resolver: ConfigResolver) -> ModelConfig:
     else:
         for name in ("decoder_num_layers", "decoder_seq_length"):
             resolver.check_unused(name, "a model that has an encoder and a decoder (T5)")
+    resolver.check(
+        not (flags.fp32_residual_connection and flags.apply_residual_connection_post_layernorm),
+        "--fp32-residual-connection contradicts --apply-residual-connection-post-layernorm, which "
+        "adds to the output of a norm, in the dtype of the weights: leave one of them out",
+    )
     bias = flags.add_bias_linear
     attention = resolve_attention(flags, heads, hidden, bias, resolver)
     mlp = resolve_mlp(flags, hidden, bias, resolver)

@@ -151,6 +151,7 @@ def _reports_to(*names: str) -> Need:
 
 
 _TENSORBOARD, _WANDB, _MLFLOW = map(_reports_to, ("tensorboard", "wandb", "mlflow"))
+_TIMERS = needs_value("log_timers_to_tensorboard", refused=False)
 _TRACKER = _reports_to("wandb", "mlflow", "trackio")
 
 
@@ -186,16 +187,19 @@ class LoggingConfig:
     tensorboard_queue_size: int = option(1000, needs=_TENSORBOARD)
     """Number of TensorBoard events that are buffered before a write."""
     log_timers_to_tensorboard: bool = option(False, needs=_TENSORBOARD)
-    """Write iteration times to TensorBoard."""
+    """Write iteration times to TensorBoard, and those of --timing-log-level."""
+    timing_log_level: int = option(0, choices=(0, 1, 2), needs=_TIMERS)
+    """1 or 2: write the seconds of forward and backward passes and of the optimizer, too, on the
+    first process; 2 is the same as 1."""
     log_batch_size_to_tensorboard: bool = option(False, needs=_TENSORBOARD)
     """Write the global batch size to TensorBoard."""
     log_learning_rate_to_tensorboard: bool = option(
         True,
-        off="--no-log-learnig-rate-to-tensorboard",
+        off="--no-log-learnig-rate-to-tensorboard --no-log-learning-rate-to-tensorboard",
         flag="--log-learning-rate-to-tensorboard",
         needs=_TENSORBOARD,
     )
-    """Write the learning rate to TensorBoard (the off flag's spelling is Megatron's)."""
+    """Write the learning rate to TensorBoard (one spelling of the off flag is Megatron's)."""
     log_loss_scale_to_tensorboard: bool = option(
         True,
         off="--no-log-loss-scale-to-tensorboard --disable-log-loss-scale-to-tensorboard",
@@ -206,7 +210,16 @@ class LoggingConfig:
     log_validation_ppl_to_tensorboard: bool = option(False, needs=_TENSORBOARD)
     """Write validation perplexity to TensorBoard."""
     log_memory_to_tensorboard: bool = option(False, needs=_TENSORBOARD)
-    """Write GPU memory use to TensorBoard."""
+    """Write memory use to TensorBoard: of torch's allocator on a GPU, of the process on a CPU."""
+    log_world_size_to_tensorboard: bool = option(False, needs=_TENSORBOARD)
+    """Write the number of processes to TensorBoard."""
+    log_optimizer_states_to_tensorboard: bool = option(False, needs=_TENSORBOARD)
+    """Write norms of momentum, variance, its root, and weights to TensorBoard: each l2, l1 and
+    abs_max."""
+    log_params_norm: bool = option(False)
+    """Log the 2-norm of all trained weights, in float32."""
+    log_num_zeros_in_grad: bool = option(False)
+    """Log the number of zeros in the gradients, averaged over data-parallel ranks."""
     wandb_project: str | None = option(None)
     """Project in Weights & Biases; turns its writer on."""
     wandb_exp_name: str | None = option(None, needs=_WANDB)

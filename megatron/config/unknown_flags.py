@@ -54,10 +54,9 @@ NETWORKS = {
     ),
     "--mrope-section --no-rope-freq": "positions are those of --position-embedding-type",
     "--window-size": "use --sliding-window N+1 for a window of N tokens before each token",
-    "--init-method-xavier-uniform --embedding-init-method-std": (
+    "--embedding-init-method-std": (
         "all weights start from the normal distribution of --init-method-std"
     ),
-    "--data-parallel-random-init": "data-parallel ranks always start with equal weights",
     "--padded-vocab-size --no-pad-vocab-size --disable-pad-vocab-size": (
         "the vocabulary is padded to --make-vocab-size-divisible-by; 1 adds no rows"
     ),
@@ -73,10 +72,6 @@ REFUSED = NETWORKS | {
     "--kitchen-* --reuse-grad-buf-for-mxfp8-param-ag --keep-fp8-transpose-cache": (
         "--fp8-format and --fp8-recipe say what is computed in 8 bits; weights stay in bfloat16, "
         "beside 8-bit copies in both layouts"
-    ),
-    "--fp32-residual-connection": (
-        "hidden states have the dtype of --bf16 or --fp16; --bf16 --zero-stage 0 runs as autocast, "
-        "with float32 weights"
     ),
     "--disable-bf16-reduced-precision-matmul": (
         "products of bfloat16 add up as torch's default says; without --bf16 they are in float32"

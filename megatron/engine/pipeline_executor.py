@@ -124,7 +124,7 @@ class PipelinePasses:
         _, state = self._load(0)
         dtype = next(self.module.parameters()).dtype
         boundaries = tuple(
-            Boundary.of(self._spec.travels(state, self._tensor, place), dtype)
+            Boundary.of(self._spec.travels(state, self._tensor, place), dtype, self._spec.widened)
             for place in self.module.parts[1:-1]
         )
         if boundaries not in self._agreed:

@@ -114,14 +114,17 @@ class Boundary(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
 
     @classmethod
-    def of(cls, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> Boundary:
-        """A boundary for tensors of these shapes, with the dtype of hidden states. Losses have at
-        least 32 bits."""
-        of_losses = torch.promote_types(dtype, torch.float32)
+    def of(
+        cls, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, widened: bool = False
+    ) -> Boundary:
+        """A boundary for tensors of these shapes, with the dtype of weights. Losses have at least
+        32 bits, and so have hidden states where they are ``widened``."""
+        wide = torch.promote_types(dtype, torch.float32)
+        computed = {"hidden": wide if widened else dtype, "encoder": dtype}
         return cls(
             tuple(shapes),
             tuple(tuple(shape) for shape in shapes.values()),
-            tuple(dtype if name in _COMPUTED else of_losses for name in shapes),
+            tuple(computed.get(name, wide) for name in shapes),
         )
 
     def taken_from(self, state: LayerState) -> tuple[Tensor, ...]:

@@ -40,6 +40,7 @@ class OwnedSlice:
     moments: tuple[str, ...]
     _start: int
     _states: Float32Partition | StoredPartition
+    _holder: Tensor
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -54,6 +55,16 @@ class OwnedSlice:
     def set(self, kind: str, values: Tensor) -> None:
         """Writes what :meth:`get` gives."""
         self._states.set(kind, self._start, values)
+
+    def of_holder(self, values: Tensor) -> Tensor:
+        """This slice, without padding, of numbers for each element of the tensor that the optimizer
+        updates."""
+        return values.view(-1).narrow(0, self._start, self.slice.numel)
+
+    @property
+    def holder(self) -> Tensor:
+        """The tensor that the optimizer updates, which may contain several slices."""
+        return self._holder
 
 
 class Float32Partition:
@@ -89,7 +100,7 @@ def owned_slices(engine: TrainEngine) -> Iterator[OwnedSlice]:
             states = partitions[holder]
             moments = tuple(filter(states.has, MOMENTS[engine.config.optimizer.optimizer]))
             held = Slice.of(shard_of(param), engine.mesh.coordinates, start, start + count)
-            yield OwnedSlice(param, name, held, count, moments, offset, states)
+            yield OwnedSlice(param, name, held, count, moments, offset, states, holder)
 
 
 _PlaceOf = Callable[[nn.Parameter], tuple[int, Tensor, int, int]]
@@ -162,6 +173,37 @@ def holders(engine: TrainEngine) -> list[Tensor]:
     if isinstance(wrapper, BF16_Optimizer):  # stage 1, bf16 gradients accumulated in float32
         return list(wrapper.fp32_groups_flat_partition)
     return list(wrapper.single_partition_of_fp32_groups)
+
+
+def owned_gradients(engine: TrainEngine) -> Iterator[tuple[OwnedSlice, Tensor]]:
+    """The slices that this rank owns, each with its gradient, flat and without padding: after
+    :meth:`Backend.accumulate` averaged over the replicas, and before the update neither clipped nor
+    divided by the loss scale."""
+    wrapper, slices = engine.optimizer_wrapper, list(owned_slices(engine))
+    offloaded = getattr(wrapper, "cpu_offload", False) or getattr(
+        wrapper, "offload_optimizer", False
+    )
+    if engine.stage == 0 or offloaded:
+        for own in slices:
+            if own.holder.grad is not None:
+                yield own, own.of_holder(own.holder.grad)
+    elif isinstance(wrapper, BF16_Optimizer):
+        flat = dict(zip(holders(engine), wrapper.fp32_groups_gradient_flat_partition, strict=True))
+        for own in slices:
+            yield own, own.of_holder(flat[own.holder])
+    else:
+        by_param = dict(_partitioned_gradients(wrapper, engine.stage))
+        for own in slices:
+            if own.param in by_param:
+                yield own, by_param[own.param].reshape(-1)[: own.slice.numel]
+
+
+def _partitioned_gradients(wrapper: Any, stage: int) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    groups = wrapper.fp16_groups if stage == 3 else wrapper.params_in_partition
+    for number, params in enumerate(groups):
+        grads = wrapper.averaged_gradients[number]
+        kept = (grad for grad in grads if not getattr(grad, "_zero_padding", False))
+        yield from zip(params, kept, strict=False)
 
 
 def optimizer_step(engine: TrainEngine) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -35,6 +37,9 @@ from megatron.parallel.mesh import Group, Mesh
 from megatron.parallel.random import dropout_seed
 from megatron.parallel.shard import shard_of
 
+ZEROS = "megatron.engine.statistics:zeros_in_gradients"
+"""Counts zeros in the gradients; imported for runs that log them."""
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -52,6 +57,8 @@ class StepResult:
             will be too.
         own_loss: sum of the losses of this rank's micro batches, a scalar on the device; 0 on
             stages of a pipeline that do not compute them.
+        zeros: number of elements of the gradients that are zero, a scalar on the device; None
+            unless :attr:`TrainEngine.counts_zeros`.
     """
 
     loss: Tensor
@@ -61,6 +68,7 @@ class StepResult:
     loss_scale: float
     scale_exhausted: bool = False
     own_loss: Tensor | float = 0.0
+    zeros: Tensor | None = None
 
 
 class ModelEngine:
@@ -191,10 +199,14 @@ class TrainEngine(ModelEngine):
             these as they are.
         judge: calls :meth:`Backend.accumulate` for a step, perhaps several times; gets its micro
             batches, their seeds, and the number of samples before, and returns the sums.
+        counts_zeros: whether the next step counts zeros in its gradients; the same on every rank.
+        timed: whether steps leave ``marks``: times before their passes, after them and after the
+            update, in seconds, or events on a CUDA device, which it reaches later.
     """
 
     look_ahead: Callable[[Iterator[Any], int], Iterator[Any]] | None = None
     judge: Callable[[list[Any], list[int | None], int], Tensor] | None = None
+    counts_zeros = timed = False
 
     def __init__(
         self,
@@ -211,6 +223,7 @@ class TrainEngine(ModelEngine):
         stored_states: StoredStates | None = None,
     ) -> None:
         super().__init__(config, spec, mesh, device, backend, names, float8)
+        self.marks: list[Any] = []
         self.optimizer, self.engine, self.stored_states = optimizer, engine, stored_states
         self._samples_per_round = config.training.micro_batch_size * mesh.data.size
         self._grow_scale = defer_scale_growth(self.optimizer_wrapper)
@@ -251,18 +264,32 @@ class TrainEngine(ModelEngine):
         self.prepare(micro_batches)
         seeds = self._dropout_seeds(consumed_samples, micro_batches)
         taught = self.taught(batches, micro_batches)
+        self.marks = []
+        self._mark()
         if self.judge is None:
             sums = self.backend.accumulate(taught, seeds)
         else:
             sums = self.judge([next(taught) for _ in seeds], seeds, consumed_samples)
+        self._mark()
         scale_before = float(getattr(self.optimizer_wrapper, "loss_scale", 1.0))
         at_smallest = self._scale_is_smallest()
+        zeros = resolve_name(ZEROS)(self) if self.counts_zeros else None
         norm, held = self.update()
+        self._mark()
         losses = self.mean_losses(sums, micro_batches)
         exhausted = at_smallest and held is True
-        return StepResult(
-            self.spec.total(losses), losses, norm, held, scale_before, exhausted, sums.sum()
-        )
+        total, own = self.spec.total(losses), sums.sum()
+        return StepResult(total, losses, norm, held, scale_before, exhausted, own, zeros)
+
+    def _mark(self) -> None:
+        if not self.timed:
+            return
+        if self.device.type != "cuda":
+            self.marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self.marks.append(event)
 
     def drop_gradients(self) -> None:
         """Forgets what :meth:`Backend.accumulate` has left, so that it can compute it again."""

@@ -8,6 +8,7 @@ its data and its losses. A new family is such a file and its layer list; everyth
 from __future__ import annotations
 
 import pkgutil
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 
@@ -68,7 +69,8 @@ def spec_of(model: ModelConfig, parallel: ParallelConfig | None = None) -> Model
             f"a model of the family {family.name} has no {model.head} head; its heads are "
             f"{', '.join(sorted(family.heads))}"
         )
-    return family.spec(model, parallel or ParallelConfig())
+    spec = family.spec(model, parallel or ParallelConfig())
+    return replace(spec, widened=True) if model.fp32_residual_connection else spec
 
 
 def build_model(

@@ -61,7 +61,7 @@ _TRAINING = (
     "first_last_layers_bf16 params_dtype fp8* fp4* te_* tp_comm_* overlap_* *_fusion cuda_graph_* "
     "*_cuda_graph* variable_seq_lengths async_tensor_model_parallel_allreduce *_layer_norm_kernel "
     "persist_layer_norm attention_backend transformer_impl perform_initialization "
-    "fp32_residual_connection barrier_with_L1_time cp_* nccl_* fsdp_* torch_fsdp2_* "
+    "barrier_with_L1_time cp_* nccl_* fsdp_* torch_fsdp2_* "
     "*_pipeline_split microbatch_* pp_* partition_method custom_partition deprecated_* "
     "*_deprecated use_legacy_models *_process_groups symmetric_* cpu_offload* checkpoint_* "
     "activation_checkpointing recompute* scattered_embeddings distribute_saved_activations "
@@ -71,7 +71,7 @@ _TRAINING = (
     # Optimizers, schedules, batches and data.
     "lr lr_* *_lr warmup* *_weight_decay weight_decay* clip_grad adam_* cpu_torch_adam sgd_* "
     "muon_* optimizer* *_optimizer* exp_avg* loss_scale* *_loss_scale *_loss_coeff hysteresis "
-    "iteration iterations_* init_method_xavier_uniform embedding_init_method_std *_batch_size "
+    "iteration iterations_* embedding_init_method_std *_batch_size "
     "*_batch_size_* train_* valid_* test_* eval_* do_train do_valid do_test consumed_* "
     "curr_iteration skip_train* skipped_* seed split data_path data_impl data_parallel_* "
     "*_data_path *_data_paths num_workers dataloader_type eod_mask_loss mask_prob short_seq_prob "

@@ -22,7 +22,7 @@ from megatron.parallel.layers import (
     RowParallelLinear,
 )
 from megatron.parallel.random import tensor_parallel_random
-from megatron.parallel.shard import Init
+from megatron.parallel.shard import initial
 from megatron.parallel.tensor_parallel import TensorParallel
 
 
@@ -66,7 +66,7 @@ class Attention(nn.Module):
         self.attend = attention_backend(attention.attention_backend, self.dropout)
         self.scores = AttentionScoring.of(config, layer, tp.group, kind)
         self.rotation = None if kind == "cross" else RotaryEmbedding.of(config, layer)
-        width, bias, init = config.hidden_size, attention.qkv_bias, Init(config.init_method_std)
+        width, bias, init = config.hidden_size, attention.qkv_bias, initial(config)
         heads, groups = attention.num_attention_heads, attention.num_query_groups
         self.qkv: QKVParallelLinear | None = None
         if kind == "cross":
@@ -84,7 +84,7 @@ class Attention(nn.Module):
             heads * self.head_dim,
             width,
             bias=attention.proj_bias,
-            init=Init(config.init_method_std / (2 * config.num_layers) ** 0.5),
+            init=initial(config, scaled=True),
             tp=tp,
         )
 

@@ -22,7 +22,7 @@ from megatron.model.layer_list import LayerSpec, LayerState
 from megatron.model.mlp import ACTIVATIONS
 from megatron.model.norm import FinalNorm, build_norm
 from megatron.parallel.layers import WholeLinear
-from megatron.parallel.shard import Init
+from megatron.parallel.shard import initial
 from megatron.parallel.tensor_parallel import TensorParallel
 
 SOP_LOSS = "sop loss"
@@ -36,7 +36,7 @@ class BinaryHead(WholeLinear):
     """Whether the second segment of a sample is random, or the two are swapped."""
 
     def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
-        init = Init(model.init_method_std)
+        init = initial(model)
         super().__init__(model.hidden_size, 2, bias=model.mlp.bias, init=init, tp=tp.whole)
 
     def forward(self, state: LayerState) -> LayerState:  # type: ignore[override]
@@ -64,7 +64,7 @@ class LMTransform(nn.Module):
 
     def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
-        width, init = model.hidden_size, Init(model.init_method_std)
+        width, init = model.hidden_size, initial(model)
         self.tp = tp
         self.activation = ACTIVATIONS[model.head_activation]
         self.dense = WholeLinear(width, width, bias=model.mlp.bias, init=init, tp=tp)

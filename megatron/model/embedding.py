@@ -16,7 +16,7 @@ from megatron.model.objective import HeadInput, Objective
 from megatron.parallel.cross_entropy import LossHead, Targets, TokenScores
 from megatron.parallel.embeddings import VocabParallelEmbedding, WholeEmbedding
 from megatron.parallel.layers import Dropout
-from megatron.parallel.shard import Init
+from megatron.parallel.shard import initial
 from megatron.parallel.tensor_parallel import TensorParallel
 
 LM_LOSS = "lm loss"
@@ -44,7 +44,7 @@ class TokenEmbedding(VocabParallelEmbedding):
         super().__init__(
             vocabulary.padded,
             width,
-            init=Init(config.init_method_std),
+            init=initial(config),
             head=LossHead(vocabulary.size, softcap, chunk_bytes, tp),
             bias=bias,
         )
@@ -121,16 +121,17 @@ class InputEmbedding(nn.Module):
             self.position_embeddings = WholeEmbedding(
                 positions.max_position_embeddings + self.offset,
                 config.hidden_size,
-                init=Init(config.init_method_std),
+                init=initial(config),
                 tp=tp,
             )
         self.tokentype_embeddings = None
         if token_types:
-            init = Init(config.init_method_std)
+            init = initial(config)
             self.tokentype_embeddings = WholeEmbedding(
                 token_types, config.hidden_size, init=init, tp=tp
             )
         self.norm = build_norm(config, tp) if config.norm.embed_layernorm else None
+        self.widens = config.fp32_residual_connection
         self.dropout = Dropout(config.hidden_dropout, tp)
 
     def forward(self, state: LayerState) -> LayerState:
@@ -152,4 +153,6 @@ class InputEmbedding(nn.Module):
             x_BSH = x_BSH + self.tokentype_embeddings(state.token_types)
         if self.norm is not None:
             x_BSH = self.norm(x_BSH)
+        if self.widens:
+            x_BSH = x_BSH.to(torch.promote_types(x_BSH.dtype, torch.float32))
         return state.with_hidden(self.dropout(x_BSH))

@@ -21,7 +21,7 @@ from megatron.model.embedding import LM_LOSS
 from megatron.model.layer_list import LayerSpec, LayerState
 from megatron.model.spec import ModelSpec
 from megatron.parallel.layers import Dropout, WholeLinear
-from megatron.parallel.shard import Init
+from megatron.parallel.shard import initial
 from megatron.parallel.tensor_parallel import TensorParallel
 
 IGNORED = -100
@@ -43,7 +43,7 @@ class Pooler(nn.Module):
     def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
         self.tp, width = tp, model.hidden_size
-        init = Init(model.init_method_std)
+        init = initial(model)
         self.dense = WholeLinear(width, width, bias=model.mlp.bias, init=init, tp=tp.whole)
 
     def forward(self, state: LayerState) -> LayerState:
@@ -60,7 +60,7 @@ class SampleHead(WholeLinear):
     """Dropout of what stands for a sample, and a linear layer; the same on every rank."""
 
     def __init__(self, model: ModelConfig, outputs: int, tp: TensorParallel) -> None:
-        init = Init(model.init_method_std)
+        init = initial(model)
         super().__init__(model.hidden_size, outputs, bias=True, init=init, tp=tp.whole)
         self.dropout = Dropout(model.hidden_dropout, tp.whole)
 
@@ -101,7 +101,7 @@ class SpanHead(WholeLinear):
     """Where a span of the text starts, and where it ends: two scores of every token."""
 
     def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
-        init = Init(model.init_method_std)
+        init = initial(model)
         super().__init__(model.hidden_size, 2, bias=True, init=init, tp=tp)
 
     def forward(self, state: LayerState) -> LayerState:  # type: ignore[override]
@@ -117,7 +117,7 @@ class RewardHead(WholeLinear):
     """How good a text is: a number, of its last token."""
 
     def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
-        init = Init(model.init_method_std)
+        init = initial(model)
         super().__init__(model.hidden_size, 1, bias=False, init=init, tp=tp)
 
     def forward(self, state: LayerState) -> LayerState:  # type: ignore[override]

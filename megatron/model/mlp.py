@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron.config import ModelConfig
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.parallel.shard import Init
+from megatron.parallel.shard import initial
 from megatron.parallel.tensor_parallel import TensorParallel
 
 
@@ -59,14 +59,14 @@ class MLP(nn.Module):
             config.hidden_size,
             (inner, inner) if mlp.gated else (inner,),
             bias=mlp.bias,
-            init=Init(config.init_method_std),
+            init=initial(config),
             tp=tp,
         )
         self.down = RowParallelLinear(
             inner,
             config.hidden_size,
             bias=mlp.bias,
-            init=Init(config.init_method_std / (2 * config.num_layers) ** 0.5),
+            init=initial(config, scaled=True),
             tp=tp,
         )
 

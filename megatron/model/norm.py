@@ -17,9 +17,14 @@ from megatron.parallel.tensor_parallel import TensorParallel
 
 class Norm(nn.Module, ABC):
     """A norm with a weight, which starts at 1 - ``offset``, and a bias where the class has one.
-    With ``heads`` it normalises a rank's heads, inside the cut layers."""
+    With ``heads`` it normalises a rank's heads, inside the cut layers.
+
+    Attributes:
+        narrows: whether the result has the dtype of the weight, not that of the input.
+    """
 
     biased = False
+    narrows = False
 
     def __init__(
         self,
@@ -36,14 +41,15 @@ class Norm(nn.Module, ABC):
         self.bias = parameter(Shard((width,)), Init(), tp.coordinates) if self.biased else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., width] to the same shape and dtype."""
+        """[..., width] to the same shape; to the same dtype unless it ``narrows``."""
+        dtype = self.weight.dtype if self.narrows else x.dtype
         weight, *biases = self.share(*self.parameters())
         if self.offset:
             # In 16 bits the offset would swallow a much smaller weight.
             weight = self.offset + weight.to(torch.promote_types(weight.dtype, torch.float32))
         kind = torch.promote_types(x.dtype, weight.dtype)
         bias = biases[0].to(kind) if biases else None
-        return self.normalise(x.to(kind), weight.to(kind), bias).to(x.dtype)
+        return self.normalise(x.to(kind), weight.to(kind), bias).to(dtype)
 
     @abstractmethod
     def normalise(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -76,7 +82,9 @@ def build_norm(config: ModelConfig, tp: TensorParallel, heads: bool = False) -> 
     itself, with one weight [D] for all heads."""
     width, norm = config.attention.kv_channels if heads else config.hidden_size, config.norm
     offset = float(norm.apply_layernorm_1p)
-    return _NORMS[norm.normalization](width, norm.norm_epsilon, tp, offset, heads)
+    built = _NORMS[norm.normalization](width, norm.norm_epsilon, tp, offset, heads)
+    built.narrows = config.fp32_residual_connection and not heads
+    return built
 
 
 class FinalNorm(nn.Module):

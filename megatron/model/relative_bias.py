@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megatron.config import ModelConfig
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.layer_list import LayerState
-from megatron.parallel.shard import Cut, Init, Shard, parameter
+from megatron.parallel.shard import Cut, Shard, initial, parameter
 from megatron.parallel.tensor_parallel import TensorParallel, autocast_dtype
 
 
@@ -33,7 +33,7 @@ class RelativeBias(nn.Module):
         self.furthest = positions.relative_attention_max_distance
         self.tp, self.causal = tp, causal
         self.weight = parameter(
-            Shard((self.buckets, heads), (Cut(1),)), Init(config.init_method_std), tp.coordinates
+            Shard((self.buckets, heads), (Cut(1),)), initial(config), tp.coordinates
         )
 
     def forward(self, state: LayerState) -> LayerState:

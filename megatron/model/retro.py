@@ -133,7 +133,7 @@ class RetrievalEncoder(nn.Module):
         state = LayerState(neighbors_BTH, encoder=decoder_BSH)
         for layer in self.layers:
             state = layer(state)
-        return state.hidden
+        return state.hidden.to(decoder_BSH.dtype)
 
 
 class RetroBlock(Block):

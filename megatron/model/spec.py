@@ -129,6 +129,7 @@ class ModelSpec:
         head_parts: how the canonical names of parameters begin that belong to a head of such
             models, this one's or another: where only weights are loaded, the heads may differ.
         no_perplexity: names of losses, and of what is evaluated, that are no cross entropies.
+        widened: whether hidden states have at least 32 bits, whatever the dtype of the weights.
     """
 
     layers: Callable[[TensorParallel], list[LayerSpec]]
@@ -140,6 +141,7 @@ class ModelSpec:
     added_parts: frozenset[str] = frozenset()
     evaluated: Measure | None = None
     no_perplexity: frozenset[str] = frozenset()
+    widened: bool = False
 
     def total(self, losses: Mapping[str, Number]) -> Number:
         weighted = (

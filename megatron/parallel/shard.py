@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.config import ModelConfig
 from megatron.parallel.mesh import ALONE, AXES, REPLICAS, Coordinates, coordinates_of
 
 Ranges = tuple[tuple[int, int], ...]
@@ -172,11 +173,13 @@ def _taken(values: Tensor, dim: int, start: int, length: int) -> Tensor:
 @dataclass(frozen=True)
 class Init:
     """Initial values: normal around 0 with a standard deviation, uniform between ``-bound`` and
-    ``bound``, or constant."""
+    ``bound``, with ``xavier`` uniform within a bound that follows from the two dimensions of the
+    whole parameter (Glorot and Bengio 2010), or constant."""
 
     std: float = 0.0
     constant: float = 0.0
     bound: float = 0.0
+    xavier: bool = False
 
     def draw(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:
         return self.fill(torch.empty(tuple(shape)), generator)
@@ -185,9 +188,19 @@ class Init:
         """Writes the initial values of a whole parameter (float32, on the CPU)."""
         if self.std:
             return values.normal_(0.0, self.std, generator=generator)
+        if self.xavier:
+            return nn.init.xavier_uniform_(values, generator=generator)
         if self.bound:
             return values.uniform_(-self.bound, self.bound, generator=generator)
         return values.fill_(self.constant)
+
+
+def initial(config: ModelConfig, scaled: bool = False) -> Init:
+    """Initial weights of a network's matrices; ``scaled``: of those whose outputs are added to the
+    residual stream."""
+    if config.init_method_xavier_uniform:
+        return Init(xavier=True)
+    return Init(config.init_method_std / ((2 * config.num_layers) ** 0.5 if scaled else 1.0))
 
 
 def parameter(shard: Shard, init: Init, coordinates: Coordinates = ALONE) -> nn.Parameter:

@@ -179,7 +179,7 @@ class _Sizes:
         half = layout.precision != "fp32"
         element = 2 if half else 4
         # Autocast keeps the residual stream in float32.
-        residual = 4 if layout.autocast else element
+        residual = 4 if layout.autocast or model.fp32_residual_connection else element
         return cls(
             element=element,
             residual=residual,

@@ -35,6 +35,7 @@ class StepMetrics:
         fed_tokens: that the model reads, where steps differ in it; ``tokens`` and ``flops`` are
             then those of samples that are as long as can be.
         trained_tokens: whose loss counts, where not all do.
+        num_zeros, params_norm: of gradients and of weights, where they are logged.
     """
 
     loss: torch.Tensor
@@ -51,6 +52,8 @@ class StepMetrics:
     seq_length: int | None = None
     fed_tokens: torch.Tensor | None = None
     trained_tokens: torch.Tensor | None = None
+    num_zeros: torch.Tensor | None = None
+    params_norm: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -157,6 +160,8 @@ class IntervalMetrics:
     seconds_left: float | None = None
     spending: Spending | None = None
     devices: int = 1
+    num_zeros: float | None = None
+    params_norm: float | None = None
 
     def line(self) -> str:
         """The console line, with the key texts of Megatron that people's scripts look for."""
@@ -170,10 +175,14 @@ class IntervalMetrics:
             *(f"{name}: {loss:.6E}" for name, loss in self.losses.items()),
             f"loss scale: {self.loss_scale:.1f}",
         ]
-        if self.seq_length is not None:
-            fields.append(f"curriculum seqlen: {self.seq_length:5d}")
         if self.grad_norm is not None:
             fields.append(f"grad norm: {self.grad_norm:.3f}")
+        if self.num_zeros is not None:
+            fields.append(f"num zeros: {self.num_zeros:.1f}")
+        if self.params_norm is not None:
+            fields.append(f"params norm: {self.params_norm:.3f}")
+        if self.seq_length is not None:
+            fields.append(f"curriculum seqlen: {self.seq_length:5d}")
         fields += [
             f"number of skipped iterations: {self.skipped_steps:3d}",
             f"number of nan iterations: {self.nan_steps:3d}",
@@ -246,6 +255,7 @@ class IntervalMetrics:
         rate = self.trained_tokens_per_second
         trained = {} if rate is None else {"trained_tokens_per_second": rate}
         growing = {} if self.seq_length is None else {"seq_length": float(self.seq_length)}
+        counted = {"num_zeros": self.num_zeros, "params_norm": self.params_norm}
         several = self.losses if len(self.losses) > 1 else {}
         return (
             growing
@@ -270,6 +280,7 @@ class IntervalMetrics:
                 "memory_allocated_bytes": self.memory.allocated,
                 "memory_reserved_bytes": self.memory.reserved,
             }
+            | {name: value for name, value in counted.items() if value is not None}
             | self._spent()
         )
 
@@ -414,17 +425,17 @@ class IntervalMeter:
         """Ends the interval, waits for its last step, and starts the next one."""
         assert self._steps, "an interval without steps"
         steps, last = self._steps, self._steps[-1]
-        losses = _numbers([step.loss for step in steps])
+        losses = numbers([step.loss for step in steps])
         parts = {name: losses for name in last.losses}
         if len(parts) > 1:
-            parts = {name: _numbers([step.losses[name] for step in steps]) for name in parts}
-        skipped = _numbers([step.skipped for step in steps])
+            parts = {name: numbers([step.losses[name] for step in steps]) for name in parts}
+        skipped = numbers([step.skipped for step in steps])
         grad_norm = None if last.grad_norm is None else float(last.grad_norm)
         now = self._clock()
         # A clock too coarse for a tiny step must not divide by zero.
         seconds = max(now - self._started, 1e-9)
         # Shares of full samples: attention of short ones costs less than their share.
-        fed = _numbers([s.tokens if s.fed_tokens is None else s.fed_tokens for s in steps])
+        fed = numbers([s.tokens if s.fed_tokens is None else s.fed_tokens for s in steps])
         tokens_per_second = sum(fed) / seconds / self._devices
         shares = [count / step.tokens for count, step in zip(fed, steps, strict=True)]
         flops = (self._flops(step) * share for step, share in zip(steps, shares, strict=True))
@@ -432,7 +443,7 @@ class IntervalMeter:
         more = (step.recomputed_flops * share for step, share in zip(steps, shares, strict=True))
         again = sum(more) / seconds / self._devices
         counted = [step.trained_tokens for step in steps if step.trained_tokens is not None]
-        trained = math.fsum(_numbers(counted)) / seconds if counted else None
+        trained = math.fsum(numbers(counted)) / seconds if counted else None
         self._steps, self._started = [], now
         return IntervalMetrics(
             iteration=iteration,
@@ -459,6 +470,8 @@ class IntervalMeter:
             seq_length=last.seq_length,
             trained_tokens_per_second=trained,
             devices=self._devices,
+            num_zeros=None if last.num_zeros is None else float(last.num_zeros),
+            params_norm=None if last.params_norm is None else float(last.params_norm),
         )
 
     def _flops(self, step: StepMetrics) -> float:
@@ -470,8 +483,8 @@ def _mean_of_finite(values: Sequence[float]) -> float:
     return math.fsum(finite) / len(finite) if finite else math.nan
 
 
-def _numbers(values: Sequence[torch.Tensor | float]) -> list[float]:
-    """The values as float32 numbers; those on a device are read together, once."""
+def numbers(values: Sequence[torch.Tensor | float]) -> list[float]:
+    """Return the values as float32 numbers; those on a device are read together, once."""
     tensors = [value.detach().float().reshape(()) for value in values if torch.is_tensor(value)]
     read = iter(torch.stack(tensors).tolist() if tensors else ())
     return [next(read) if torch.is_tensor(value) else float(value) for value in values]

@@ -47,6 +47,8 @@ ADAPTERS = "megatron.training.adapters"
 
 EXTENT = "megatron.training.passes:extent"
 """Lines about parameters, tokens and epochs; imported for runs that train."""
+POINTS = "megatron.training.trackers.points:StepPoints"
+"""Numbers of single steps; imported for runs that show them."""
 READ_METRICS = "megatron.training.plots:read_metrics"
 """Reads the metrics of an earlier start; imported where a run has nothing left to train."""
 
@@ -122,6 +124,11 @@ class Reporter(Callback):
                 resume_samples=begin.consumed_samples,
                 configuration=config.to_dict(),
             )
+        logging = config.logging
+        shown = logging.log_params_norm or logging.log_num_zeros_in_grad
+        self._points = None
+        if shown or "tensorboard" in logging.trackers:
+            self._points = resolve_name(POINTS)(config, plan)
         self._write_resume(begin.iteration, begin.consumed_samples)
         self._announce(resolved, begin, sizes)
         self._bar = progress_bar(
@@ -238,16 +245,22 @@ class Reporter(Callback):
                 devices=self.mesh.world.size,
                 peak_flops=self.peak,
             )
+        if self._points is not None:
+            self._points.before_step(trainer)
 
     def went_back(self, trainer: Trainer) -> None:
         """As at a resume, of the same process."""
         self.meter = None
+        if self._points is not None:
+            self._points.went_back()
         self.writer.went_back(trainer.iteration, trainer.consumed_samples)
         self._write_resume(trainer.iteration, trainer.consumed_samples)
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
         assert self.meter is not None
         result = step.result
+        if self._points is not None:
+            self._points.after_step(trainer, step)
         shape = dataclasses.replace(self.shape, seq_length=step.seq_length)
         tokens = step.samples * step.seq_length
         again = shape.recomputed_flops_per_token(
@@ -269,6 +282,8 @@ class Reporter(Callback):
                 skipped=result.skipped,
                 fed_tokens=None if step.counts is None else step.counts.fed,
                 trained_tokens=None if step.counts is None else step.counts.trained,
+                num_zeros=result.zeros,
+                params_norm=None if self._points is None else self._points.params_norm,
             )
         )
         self._bar.update()
@@ -313,6 +328,11 @@ class Reporter(Callback):
         )
         self.say(metrics.short_line() if self._brief else metrics.line().strip())
         self._write("train", iteration, samples, metrics.row())
+        self._write_points()
+
+    def _write_points(self) -> None:
+        if self._points is not None:
+            self._points.write(self.writer)
 
     def evaluated(self, trainer: Trainer, evaluation: Reported) -> None:
         self.say(evaluation.line().strip())
@@ -331,6 +351,7 @@ class Reporter(Callback):
 
     def training_ended(self, trainer: Trainer, reason: str | None) -> None:
         self._bar.close()
+        self._write_points()
         if reason is not None:
             self.say(f"stopped by {reason} after iteration {trainer.iteration}")
 

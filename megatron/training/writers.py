@@ -33,6 +33,9 @@ configuration, and the iteration and number of samples before what it gets."""
 SECRETS = "megatron.util.secrets:without_secrets"
 """Imported for runs with trackers, which must not get passwords."""
 
+STEP = "step"
+"""Kind of the values of a single step, by their tags, for TensorBoard only."""
+
 TASK_COSTS = ("examples", "seconds", "tokens_per_second", "share_of_time")
 """What rows of the kind ``task`` say of the evaluation itself, besides the task's metrics."""
 
@@ -43,8 +46,8 @@ class Writer(Protocol):
     def scalars(self, kind: str, step: int, values: Values, *, samples: int, tokens: int) -> None:
         """Writes the values of one step; None and absent values are left out or written as null.
         ``kind`` is ``train``, ``validation``, ``test`` (the latter two followed by the name of the
-        data set, where there are several), ``task`` and the name of the task, or an event such as
-        ``resume``, whose values may be empty."""
+        data set, where there are several), ``task`` and the name of the task, ``STEP``, or an event
+        such as ``resume``, whose values may be empty."""
         ...
 
     def texts(self, written: WrittenTexts, *, samples: int, tokens: int) -> None:
@@ -268,6 +271,8 @@ class JsonLinesWriter:
         self._warned = False
 
     def scalars(self, kind: str, step: int, values: Values, *, samples: int, tokens: int) -> None:
+        if kind == STEP:
+            return
         self._add(
             kind, step, samples, tokens, {name: _json_number(v) for name, v in values.items()}
         )

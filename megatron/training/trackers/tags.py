@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron.training.writers import Values
+from megatron.training.writers import STEP, Values
 from megatron.training.written import WrittenText
 
 TAGS: dict[str, dict[str, str]] = {
     "train": {
         "loss": "lm loss",
         "grad_norm": "grad-norm",
+        "num_zeros": "num-zeros",
+        "params_norm": "params-norm",
         "learning_rate": "learning-rate",
         "weight_decay": "weight-decay",
         "global_batch_size": "batch-size",
@@ -42,6 +44,8 @@ TAGS: dict[str, dict[str, str]] = {
 
 def tagged(kind: str, values: Values) -> Iterator[tuple[str, float]]:
     """The values of a row by their tags, without those that are None or have none."""
+    if kind == STEP:
+        return
     kind, _, dataset = kind.partition(" ")  # one of several validation sets, or a task
     if kind == "task":
         # The part before the slash is a group in both programs.
@@ -61,6 +65,22 @@ def tagged(kind: str, values: Values) -> Iterator[tuple[str, float]]:
         value = values.get(name)
         if value is not None:
             yield f"{tag} {dataset}".rstrip(), value
+
+
+def evaluation_tagged(kind: str, values: Values) -> Iterator[tuple[str, float]]:
+    """The losses of a validation or test, and their perplexities, by Megatron-DeepSpeed's tags,
+    followed by the name of the data set where there are several."""
+    what, _, dataset = kind.partition(" ")
+    for name, value in values.items():
+        loss, ending = name, ""
+        if name in ("loss", "perplexity"):
+            if name == "loss" and any(other.endswith(" loss") for other in values):
+                continue  # the sum of several
+            loss = "lm loss"
+        if name == "perplexity" or name.endswith(" PPL"):
+            loss, ending = loss.removesuffix(" PPL"), " ppl"
+        if value is not None:
+            yield f"lm-loss-validation/{loss} {what}{ending} {dataset}".rstrip(), value
 
 
 def as_markdown(text: WrittenText) -> str:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron.config.output import LoggingConfig
-from megatron.training.trackers.tags import as_markdown, tagged
-from megatron.training.writers import Values
+from megatron.training.trackers.tags import as_markdown, evaluation_tagged, tagged
+from megatron.training.writers import STEP, Values
 from megatron.training.written import WrittenTexts
 
 
@@ -21,9 +22,9 @@ def open_writer(
 
 
 class TensorBoardWriter:
-    """TensorBoard events under Megatron's tags, over iterations and over samples. The tags ``... vs
-    samples`` go to the run ``vs_samples`` inside the folder, as a resume purges a whole run from
-    one step on."""
+    """TensorBoard events under Megatron's and Megatron-DeepSpeed's tags, over iterations, samples
+    and tokens. The tags ``... vs samples`` go to the run ``vs_samples`` inside the folder, those
+    ``... vs tokens`` to ``vs_tokens``, as a resume purges a whole run from one step on."""
 
     def __init__(
         self, logging: LoggingConfig, resume_iteration: int = 0, resume_samples: int = 0
@@ -44,8 +45,20 @@ class TensorBoardWriter:
         self._by_samples: Any = SummaryWriter(
             str(folder / "vs_samples"), purge_step=resume_samples + 1, max_queue=queue
         )
+        # A resume is the first that is written, and says how many tokens were before it.
+        self._open_by_tokens = lambda tokens: SummaryWriter(
+            str(folder / "vs_tokens"),
+            purge_step=tokens + 1 if resume_iteration else 1,
+            max_queue=queue,
+        )
+        self._by_tokens: Any = None
 
     def scalars(self, kind: str, step: int, values: Values, *, samples: int, tokens: int) -> None:
+        if self._by_tokens is None:
+            self._by_tokens = self._open_by_tokens(tokens)
+        if kind == STEP:
+            self._point(step, values, samples, tokens)
+            return
         if kind == "train" and step % self._interval:
             return
         left_out = frozenset[str]() if kind.startswith("task ") else self._left_out
@@ -53,16 +66,49 @@ class TensorBoardWriter:
         for tag, value in tagged(kind, shown):
             self._by_iteration.add_scalar(tag, value, step)
             self._by_samples.add_scalar(f"{tag} vs samples", value, samples)
+        if kind.partition(" ")[0] in ("validation", "test"):
+            ppl = "perplexity" not in self._left_out
+            for tag, value in evaluation_tagged(kind, values):
+                if ppl or " ppl" not in tag:
+                    self._over_all(tag, value, step, samples, tokens)
+        elif kind == "train" and "seconds_per_iteration" in shown:
+            seconds = shown["seconds_per_iteration"]
+            self._over_all("iteration-time/iteration-time", seconds, step, samples, tokens)
+
+    def _point(self, step: int, values: Values, samples: int, tokens: int) -> None:
+        """Writes a step's values; those without an axis of samples and tokens where
+        Megatron-DeepSpeed's have none."""
+        for axis, place, writer in (
+            ("samples", samples, self._by_samples),
+            ("tokens", tokens, self._by_tokens),
+        ):
+            self._by_iteration.add_scalar(f"steps-vs-{axis}/y={axis},x=steps", place, step)
+            writer.add_scalar(f"steps-vs-{axis}/y=steps,x={axis}", step, place)
+        for tag, value in values.items():
+            group, _, name = tag.partition("/")
+            if name and group != "optimizer":
+                self._over_all(tag, value, step, samples, tokens)
+                continue
+            self._by_iteration.add_scalar(tag, value, step)
+            if name:
+                self._by_tokens.add_scalar(f"{tag} vs tokens", value, tokens)
+
+    def _over_all(
+        self, tag: str, value: float | None, step: int, samples: int, tokens: int
+    ) -> None:
+        self._by_iteration.add_scalar(tag, value, step)
+        self._by_samples.add_scalar(f"{tag} vs samples", value, samples)
+        self._by_tokens.add_scalar(f"{tag} vs tokens", value, tokens)
 
     def texts(self, written: WrittenTexts, *, samples: int, tokens: int) -> None:
         for number, text in enumerate(written.texts, 1):
             self._by_iteration.add_text(f"sample {number}", as_markdown(text), written.iteration)
 
     def close(self) -> None:
-        try:
-            self._by_iteration.close()
-        finally:
-            self._by_samples.close()
+        with contextlib.ExitStack() as stack:
+            for writer in (self._by_iteration, self._by_samples, self._by_tokens):
+                if writer is not None:
+                    stack.callback(writer.close)
 
 
 def _say_no_more_of_threads() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ def open_writer(
 
 
 class WandbWriter:
-    """Weights & Biases, under the tags of TensorBoard; a ValueError if it is not installed. A
+    """Weights & Biases, under the tags of TensorBoard and, of log lines, under Megatron-DeepSpeed's
+    keys ``loss/...`` and ``throughput/...``; a ValueError if it is not installed. A
     resumed process is a new run in the same group, so that no curve has a step twice. Weights &
     Biases' environment variables apply, such as ``WANDB_MODE=offline``."""
 
@@ -38,6 +39,7 @@ class WandbWriter:
         if logging.wandb_save_dir is not None:
             # Without the folder wandb would only warn and use a temporary one.
             Path(logging.wandb_save_dir).mkdir(parents=True, exist_ok=True)
+        self._layout = (configuration or {}).get("parallel", {})
         name = logging.wandb_exp_name or logging.run_name
         try:
             self._run: Any = self._wandb.init(
@@ -56,6 +58,8 @@ class WandbWriter:
 
     def scalars(self, kind: str, step: int, values: Values, *, samples: int, tokens: int) -> None:
         shown = dict(tagged(kind, values))
+        if kind == "train":
+            shown |= _with_groups(values, self._layout)
         if shown:
             self._run.log(shown | {"samples": samples, "tokens": tokens}, step=step)
 
@@ -66,3 +70,25 @@ class WandbWriter:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _with_groups(values: Values, layout: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The losses and rates of a log line by Megatron-DeepSpeed's keys."""
+    several = [name for name in values if name.endswith(" loss")]
+    losses = {name: name for name in several} or {"loss": "lm loss"}
+    found = {f"loss/{shown}": values.get(name) for name, shown in losses.items()}
+    replicas, devices = layout.get("data_parallel_size", 1), layout.get("world_size", 1)
+    per_device = values.get("tokens_per_second_per_device")
+    rates = {
+        "samples_per_sec": values.get("samples_per_second"),
+        "tokens_per_sec": None if per_device is None else per_device * devices,
+        "tokens_per_gpu_per_sec": per_device,
+    }
+    for name, rate in rates.items():
+        found[f"throughput/{name}"] = rate
+        found[f"throughput/{name}_per_replica"] = None if rate is None else rate / replicas
+    seconds = values.get("seconds_per_iteration")
+    found["throughput/iteration-time"] = seconds
+    found["throughput/elapsed_ms_per_iteration"] = None if seconds is None else 1000 * seconds
+    found["throughput/tflops"] = values.get("tflops_per_device")
+    return ((key, value) for key, value in found.items() if value is not None)

@@ -53,6 +53,7 @@ FORMATS = {
     "bf16-sums-fp32": ["--zero-stage", "1", "--bf16", SUMS_IN_FP32],
     "fp16": ["--zero-stage", "1", "--fp16", "--initial-loss-scale", "4096"],
     "fp16-unpartitioned": ["--zero-stage", "0", "--fp16", "--initial-loss-scale", "4096"],
+    "bf16-residual-fp32": ["--zero-stage", "1", "--bf16", "--fp32-residual-connection"],
     "fp16-sums-fp32": ["--zero-stage", "1", "--fp16", "--initial-loss-scale", "4096", SUMS_IN_FP32],
 }
 

@@ -145,12 +145,14 @@ def extra_bytes(norm, model: ModelConfig, precision: str, *shape: int) -> int:
     """What a norm keeps here beyond the planned: its input, its output, which the next product
     keeps, and statistics."""
     norm, dtype = norm.to(DTYPES[precision]), DTYPES[precision]
-    kept, x = Kept(norm), torch.randn(shape, dtype=dtype, requires_grad=True)
+    stream = len(shape) == 3 and model.fp32_residual_connection
+    entering = torch.float32 if stream else dtype
+    kept, x = Kept(norm), torch.randn(shape, dtype=entering, requires_grad=True)
     if len(shape) == 4:
         kept.add(x)  # heads: the values keep it
     with kept.hooks():
         kept.add(norm(x))
-    source = 4 if model.norm.apply_layernorm_1p else dtype.itemsize
+    source = 4 if model.norm.apply_layernorm_1p else entering.itemsize
     statistics = 4 * model.norm.traits.statistics
     planned = x.numel() * (source + dtype.itemsize) + x.numel() // shape[-1] * statistics
     return kept.bytes - planned
@@ -176,7 +178,7 @@ NEWER = ["bloom", "gemma2", "gemma2 bounded", "qwen3", "neox", "opt"]
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize(
-    "kind", ["gpt2", "llama", "one key head", "swiglu", "squared relu", *NEWER]
+    "kind", ["gpt2", "llama", "one key head", "swiglu", "squared relu", "residual", *NEWER]
 )
 def test_activations_against_torch(monkeypatch, small, kind, precision, recompute):
     """Within 1 percent, and 100 times that close in float32 with learned positions.
@@ -189,6 +191,7 @@ def test_activations_against_torch(monkeypatch, small, kind, precision, recomput
     # In bf16 short attention on a CPU keeps its probabilities instead.
     monkeypatch.setattr(cpu_kernels, "suits", lambda *_: False)
     changes = {"swiglu": {"swiglu": True}, "squared relu": {"squared_relu": True}}
+    changes["residual"] = {"fp32_residual_connection": True}
     model = small(**changes[kind]) if kind in changes else small(kind)
     layout = Layout(precision=precision, recompute=recompute, zero=1)
     planned = activation_bytes(model, layout, BATCH)

@@ -24,7 +24,13 @@ from megatron.training.metrics import Evaluation, IntervalMetrics, MemoryUse, Ra
 from megatron.training.trackers.tags import TAGS, tagged
 from megatron.training.trackers.tensorboard import TensorBoardWriter
 from megatron.training.trackers.wandb import WandbWriter
-from megatron.training.writers import JsonLinesWriter, LastingWriter, TeeWriter, build_writers
+from megatron.training.writers import (
+    STEP,
+    JsonLinesWriter,
+    LastingWriter,
+    TeeWriter,
+    build_writers,
+)
 
 
 def interval(iteration: int, loss: float = 2.0) -> IntervalMetrics:
@@ -53,6 +59,8 @@ def interval(iteration: int, loss: float = 2.0) -> IntervalMetrics:
         rank_times=RankTimes(3, 0.4, 0.3, 0.2),
         seconds_left=50.0,
         spending=Spending(7.2e6, 7e6, 0.2e6, 100.0, 1.5, 300.0, 2.5),
+        num_zeros=5.0,
+        params_norm=6.0,
     )
 
 
@@ -226,7 +234,8 @@ def test_tags_are_megatrons_and_follow_the_flags(tmp_path):
         *(f"own-time-{name}-rank" for name in ("slowest", "median", "fastest")),
     }
     spent = {"energy-joules", "co2-grams", "cost", "cost-left", "seconds-left"}
-    always = {"lm loss", "lm loss validation", "weight-decay"} | throughput | ranks | spent
+    always = {"lm loss", "lm loss validation", "weight-decay", "num-zeros", "params-norm"}
+    always |= {"lm-loss-validation/lm loss validation"} | throughput | ranks | spent
     assert tags("default") == always | {"learning-rate", "loss-scale"}
     assert tags(
         "other",
@@ -239,9 +248,60 @@ def test_tags_are_megatrons_and_follow_the_flags(tmp_path):
     ) == always | {
         "batch-size",
         "iteration-time",
+        "iteration-time/iteration-time",
         "lm loss validation ppl",
+        "lm-loss-validation/lm loss validation ppl",
         "mem-max-allocated-bytes",
     }
+
+
+def test_points_of_steps_over_three_axes(tmp_path):
+    """As Megatron-DeepSpeed writes them; a resume drops later ones over each axis."""
+    values = {
+        "lm-loss-training/lm loss": 2.0,
+        "optimizer/weight_l2": 3.0,
+        "mem-reserved-bytes": 4.0,
+    }
+    for first in (0, 1):
+        writer = TensorBoardWriter(tensorboard_config(tmp_path), first, 16 * first)
+        if first:
+            writer.scalars("resume", first, {}, samples=16 * first, tokens=256 * first)
+        for step in range(first + 1, 4):
+            writer.scalars(STEP, step, values, samples=16 * step, tokens=256 * step)
+        writer.close()
+    tensorboard = tmp_path / "tb"
+    found = (
+        events(tensorboard),
+        events(tensorboard / "vs_samples"),
+        events(tensorboard / "vs_tokens"),
+    )
+    axes = [(1, 2, 3), (16, 32, 48), (256, 512, 768)]
+    steps, samples, tokens = ([float(at) for at in axis] for axis in axes)
+    expected = (
+        {
+            "steps-vs-samples/y=samples,x=steps": samples,
+            "steps-vs-tokens/y=tokens,x=steps": tokens,
+            **{tag: [value] * 3 for tag, value in values.items()},
+        },
+        {
+            "steps-vs-samples/y=steps,x=samples": steps,
+            "lm-loss-training/lm loss vs samples": [2.0] * 3,
+        },
+        {
+            "steps-vs-tokens/y=steps,x=tokens": steps,
+            "lm-loss-training/lm loss vs tokens": [2.0] * 3,
+            "optimizer/weight_l2 vs tokens": [3.0] * 3,
+        },
+    )
+    for axis, tags, there in zip(axes, expected, found, strict=True):
+        assert there == {tag: list(zip(axis, y, strict=True)) for tag, y in tags.items()}
+
+
+def test_other_writers_take_no_points(tmp_path):
+    writer = JsonLinesWriter(tmp_path / "m.jsonl")
+    writer.scalars(STEP, 1, {"lm-loss-training/lm loss": 2.0}, samples=1, tokens=1)
+    writer.close()
+    assert rows(tmp_path / "m.jsonl") == [] == list(tagged(STEP, {"lm-loss-training/lm loss": 2.0}))
 
 
 def test_tensorboard_interval_thins_training_and_not_validation(tmp_path):
@@ -333,8 +393,29 @@ def test_wandb_gets_flags_configuration_and_tags(monkeypatch, tmp_path):
         "config": {"lr": 1.0},
     }
     assert folder.is_dir()
-    assert run.logged == [(4, {"lm loss": 2.0, "samples": 8, "tokens": 9})]
+    axes = {"samples": 8, "tokens": 9}
+    assert run.logged == [(4, {"lm loss": 2.0, "loss/lm loss": 2.0, **axes})]
     assert run.finished
+
+
+def test_wandb_gets_megatron_deepspeeds_keys(monkeypatch):
+    """Rates over all devices, of a device, and divided by the number of replicas."""
+    run, fake = FakeRun(), types.ModuleType("wandb")
+    fake.init = lambda **_: run
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    parallel = {"world_size": 8, "data_parallel_size": 4}
+    write_train(WandbWriter(LoggingConfig(), {"parallel": parallel}), [1])
+    (_, logged), *_ = run.logged
+    keys = {
+        name.partition("/")[2]: value for name, value in logged.items() if "throughput/" in name
+    }
+    assert keys == {
+        "samples_per_sec": 32.0, "samples_per_sec_per_replica": 8.0,
+        "tokens_per_sec": 32768.0, "tokens_per_sec_per_replica": 8192.0,
+        "tokens_per_gpu_per_sec": 4096.0, "tokens_per_gpu_per_sec_per_replica": 1024.0,
+        "iteration-time": 0.5, "elapsed_ms_per_iteration": 500.0, "tflops": 1.0,
+    }  # fmt: skip
+    assert logged["loss/lm loss"] == 2.0
 
 
 def test_missing_wandb_names_package_and_flags(monkeypatch):

@@ -135,6 +135,7 @@ FREE = {
 TRAINING = {
     "seq_length", "attention_dropout", "hidden_dropout", "init_method_std", "padded_vocab_size",
     "make_vocab_size_divisible_by", "attention_backend", "hf_architecture", "decoder_seq_length",
+    "init_method_xavier_uniform", "fp32_residual_connection",
 }  # fmt: skip
 """What makes no difference to logits."""
 OTHER_FAMILIES = {"encoder_decoder"} | RETRIEVAL_FLAGS - {"retro_add_retriever"}

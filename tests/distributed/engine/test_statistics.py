@@ -1,0 +1,169 @@
+"""Norms of optimizer states, zeros in gradients and TensorBoard's points: the numbers that torch
+computes from one process's states, in every layout."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from training_jobs import TINY, train
+
+from megatron.engine.environment import deterministic_kernels, distributed
+from megatron.engine.statistics import state_norms
+from megatron.parallel.shard import shard_of
+from megatron.parity.runs import PlainTraining, watched_trainer
+from megatron.training.run import parse_run
+
+STEPS = 3
+FLAGS = [
+    *TINY,
+    *"--untie-embeddings-and-output-weights --global-batch-size 4 --train-iters 3".split(),
+    # The gradient of a key's bias is zero but for rounding.
+    *"--disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --log-interval 2".split(),
+    *"--log-params-norm --log-num-zeros-in-grad".split(),
+]
+
+
+def reference(flags: list[str]) -> list[dict[str, float]]:
+    """The numbers of each step, from torch's optimizer over whole parameters without padding."""
+    training, steps = PlainTraining(flags), []
+    for _ in range(STEPS):
+        training.step()
+        found: dict[str, float] = {}
+        states: dict[str, list[torch.Tensor]] = {}
+        zeros = 0
+        for param in training.params.values():
+            rows = shard_of(param).canonical_shape[0]
+            state = training._optimizer.state[param]
+            states.setdefault("weight", []).append(param.detach()[:rows])
+            states.setdefault("momentum", []).append(state["exp_avg"][:rows])
+            states.setdefault("variance", []).append(state["exp_avg_sq"][:rows])
+            states.setdefault("variance_sqrt", []).append(state["exp_avg_sq"][:rows].sqrt())
+            zeros += int((param.grad[:rows] == 0).sum())
+        for kind, tensors in states.items():
+            flat = torch.cat([tensor.reshape(-1).double() for tensor in tensors])
+            found[f"{kind}_l2"] = float(torch.linalg.vector_norm(flat))
+            found[f"{kind}_l1"] = float(flat.abs().sum())
+            found[f"{kind}_abs_max"] = float(flat.abs().max())
+        steps.append({**found, "zeros": zeros})
+    return steps
+
+
+def measured(flags: list[str]) -> list[dict[str, float]]:
+    """The numbers of each step, as the engine measures them; for the pool."""
+    run, steps = parse_run(None, flags), []
+    with deterministic_kernels(run.config), distributed(run.config.parallel) as mesh:
+
+        def watch(result: Any) -> None:
+            norms = state_norms(trainer.engine)
+            zeros = float(result.zeros) if result.zeros is not None else -1.0
+            steps.append({**{name: float(v) for name, v in norms.items()}, "zeros": zeros})
+
+        trainer = watched_trainer(run, mesh, watch)
+        trainer.fit()
+    return steps
+
+
+LOW = "--bf16 --use-precision-aware-optimizer --exp-avg-dtype int8 --exp-avg-sq-dtype int8"
+CASES = {
+    "zero1-dp2": (2, "--zero-stage 1", 1e-5),
+    "zero0-tp2": (2, "--zero-stage 0 --tensor-model-parallel-size 2", 1e-5),
+    "zero0-dp2": (2, "--zero-stage 0", 1e-5),
+    "zero2-dp2": (2, "--zero-stage 2", 1e-5),
+    "zero3-dp2": (2, "--zero-stage 3", 1e-5),
+    "zero1-pp2": (2, "--zero-stage 1 --pipeline-model-parallel-size 2", 1e-5),
+    "zero1-tp2-sp-dp2": (
+        4,
+        "--zero-stage 1 --tensor-model-parallel-size 2 --sequence-parallel",
+        1e-5,
+    ),
+    "zero3-tp2-dp2": (4, "--zero-stage 3 --tensor-model-parallel-size 2", 1e-5),
+    "zero1-bf16-in-fp32-dp2": (
+        2,
+        "--zero-stage 1 --bf16 --accumulate-allreduce-grads-in-fp32",
+        3e-2,
+    ),
+    "zero1-fp16-dp2": (2, "--zero-stage 1 --fp16 --initial-loss-scale 1024", 3e-2),
+    "zero2-int8-dp2": (2, f"--zero-stage 2 {LOW}", 3e-2),
+    "zero2-offload-dp2": (2, "--zero-stage 2 --deepspeed-config OFFLOAD", 1e-5),
+    "zero3-offload-dp2": (2, "--zero-stage 3 --deepspeed-config OFFLOAD", 1e-5),
+}
+SAMPLE = ("zero0-tp2",)
+"""What the normal run has; stage 1 is in the test of TensorBoard's points."""
+
+
+def cells():
+    for name in CASES:
+        yield pytest.param(name, marks=() if name in SAMPLE else (pytest.mark.proof,))
+
+
+@pytest.mark.parametrize("case", list(cells()))
+def test_numbers_are_those_of_one_process(pool, tmp_path, case):
+    processes, words, tolerance = CASES[case]
+    flags = words.split()
+    if "OFFLOAD" in flags:
+        stage = int(flags[1])
+        config = tmp_path / "offload.json"
+        zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+        config.write_text(json.dumps({"zero_optimization": zero}))
+        flags = ["--deepspeed", "--deepspeed_config", str(config)]
+    expected = reference(FLAGS)
+    ranks = pool.run(processes, measured, [*FLAGS, *flags])
+    assert all(steps == ranks[0] for steps in ranks), "every rank has the numbers of all"
+    for number, (step, plain) in enumerate(zip(ranks[0], expected, strict=True)):
+        zeros, counted = step.pop("zeros"), plain.pop("zeros")
+        if tolerance < 1e-3:  # small gradients become zero in 16 bits
+            assert zeros == (counted if number else -1), "the first step has no log line"
+        assert step == pytest.approx(plain, rel=tolerance)
+
+
+def test_tensorboard_has_every_step_under_megatron_deepspeeds_tags(pool, tmp_path):
+    """Read by its own reader; log lines are further apart."""
+    flags = [*FLAGS, "--zero-stage", "1", "--tensorboard-dir", str(tmp_path), "--eval-iters", "1"]
+    flags += (
+        "--log-optimizer-states-to-tensorboard --log-world-size-to-tensorboard "
+        "--log-batch-size-to-tensorboard --log-memory-to-tensorboard "
+        "--log-validation-ppl-to-tensorboard --log-timers-to-tensorboard --timing-log-level 1 "
+        "--no-log-learnig-rate-to-tensorboard"
+    ).split()
+    expected = reference(FLAGS)
+    record = pool.run(2, train, flags)[0]
+    by_step, by_samples, by_tokens = (
+        events(folder) for folder in (tmp_path, tmp_path / "vs_samples", tmp_path / "vs_tokens")
+    )
+    for name in expected[0].keys() - {"zeros"}:
+        numbers = [step[name] for step in expected]
+        assert by_step[f"optimizer/{name}"] == pytest.approx(numbers, rel=1e-5)
+        assert by_tokens[f"optimizer/{name} vs tokens"] == by_step[f"optimizer/{name}"]
+        assert f"optimizer/{name} vs samples" not in by_samples
+    series = {
+        "lm-loss-training/lm loss": record.losses,
+        "grad-norm/grad-norm": record.norms,
+        "num-zeros/num-zeros": [step["zeros"] for step in expected],
+        "params-norm/params-norm": [step["weight_l2"] for step in expected],
+        "seqlen/actual_seq_length": [16.0] * STEPS,
+        "batch-size/batch-size": [4.0] * STEPS,
+        "world-size/world-size": [2.0] * STEPS,
+    }
+    for tag, numbers in series.items():
+        assert by_step[tag] == pytest.approx(numbers, rel=1e-5), tag
+        assert by_samples[f"{tag} vs samples"] == by_tokens[f"{tag} vs tokens"] == by_step[tag]
+    assert len(by_step["mem-allocated-bytes"]) == STEPS
+    loss = by_step["lm-loss-validation/lm loss validation"]
+    ppl = by_step["lm-loss-validation/lm loss validation ppl"]
+    assert ppl == pytest.approx([math.exp(value) for value in loss], rel=1e-5)
+    assert "lm-loss-validation/lm loss test vs tokens" in by_tokens
+    assert len(by_step["iteration-time/iteration-time"]) == 2, "of log lines"
+    parts = [by_step["forward-backward-time"], by_step["optimizer-time"]]
+    assert [len(part) for part in parts] == [STEPS] * 2 and min(map(min, parts)) > 0
+    assert not {tag for tag in by_step if tag.startswith(("learning-rate", "loss-scale/"))}
+
+
+def events(folder: Path) -> dict[str, list[float]]:
+    reader = EventAccumulator(str(folder), {"scalars": 0, "tensors": 0})
+    reader.Reload()
+    found = {tag: reader.Scalars(tag) for tag in reader.Tags()["scalars"]}
+    return {tag: [event.value for event in events] for tag, events in found.items()}
