@@ -115,7 +115,10 @@ COMPRESSION = (
     ),
 )
 
-POSITIONS = "baseline tag 117 1.5e-4 8 32 1 1234 100 10 100000 2560 3 false 0 0"
+POSITIONS = (
+    "baseline baseline 1558 1.5e-4 512 1024 1 1234 5000 600000 157286400000 157286400000 3000 "
+    "false 0 0"
+)
 PIPELINE = {"MP_SIZE": "1", "PP_SIZE": "2"}
 CURRICULUM = (
     Script(
@@ -128,6 +131,7 @@ CURRICULUM = (
     Script(
         *("curriculum_learning/ds_pretrain_gpt2.sh", "train", 128),
         words=POSITIONS,
+        small=f"{SMALL} {TEN} --lr-warmup-iters 3",
         gpus=2,
         note="16 positions, then flags",
     ),
