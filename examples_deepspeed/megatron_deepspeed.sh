@@ -55,7 +55,6 @@ read_flags() {
     for word in "$@"; do
         if [[ $word == --?* ]]; then
             flag=${word%%=*}
-            flag=${flag//_/-}
             GIVEN[$flag]=''
             [[ $word != *=* ]] || GIVEN[$flag]=${word#*=}
         elif [[ -n $flag && -z ${GIVEN[$flag]} ]]; then
