@@ -154,3 +154,8 @@ def test_a_share_of_the_steps_is_a_warm_up_before_a_decay_of_tokens():
     rates = [share.rates(n, 4 * n)[0] for n in range(40)]
     assert rates[:3] == [0, 0.5, 1] and rates == [steps.rates(n, 4 * n)[0] for n in range(40)]
     assert rates[3] == 1 - 64 / (700 - 128)
+
+
+def test_a_run_whose_only_length_is_tokens_may_have_a_warm_up_of_steps():
+    run = plan("--train-tokens 640 --lr-warmup-iters 3")
+    assert [run.rates(n, 4 * n)[0] for n in (0, 3, 4)] == [0, 1, 1 - 64 / (640 - 192)]
