@@ -120,7 +120,7 @@ class IntervalMetrics:
     consumed counts are since the start of the run.
 
     Args:
-        train_iters: as many as the data are prepared for; --train-tokens may end a run earlier.
+        train_iters: iterations that data are prepared for; --train-tokens may end a run earlier.
         loss, losses: means over the steps with a finite loss, NaN if no step has one.
         seconds: wall time of the interval without what was :meth:`IntervalMeter.paused`.
         samples_per_second: over all devices.

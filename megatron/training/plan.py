@@ -81,7 +81,7 @@ class TrainingPlan:
         return length
 
     def _steps(self, samples: int, in_full: bool) -> int:
-        """Steps within so many samples; ``in_full``, the fewest that consume all of them."""
+        """Steps within ``samples``; with ``in_full`` the fewest that consume all of them."""
         steps = self.batch_size.iterations(samples)
         return steps + (in_full and self.batch_size.samples(steps) < samples)
 

@@ -302,8 +302,9 @@ def test_batch_sizes_that_do_not_continue(pool, tmp_path):
     load = ["--load", str(tmp_path), "--global-batch-size"]
     message = pool.run(1, refused, [*flags, *load, "2"])[0]
     assert "step 4 after 16 samples" in message and "--global-batch-size 2" in message
-    argv = [*ENDLESS, "--train-samples", "32", *load, "8"]
-    assert "comes after 32" in pool.run(1, refused, argv)[0]
+    for length in ("--train-samples 32", "--train-iters 8 --train-tokens 999"):
+        argv = [*ENDLESS, *length.split(), *load, "8"]
+        assert "comes after 32" in pool.run(1, refused, argv)[0]
     assert len(pool.run(1, train, [*flags, *load, "8"])[0].losses) == STEPS - 4
 
 

@@ -103,27 +103,37 @@ BY_TOKENS = [
 ]  # fmt: skip
 STYLES = ("constant", "linear", "cosine", "inverse-square-root")
 COURSES = ("", RAMP, "lengths", f"lengths {RAMP}")
+DEFAULT = (f"lengths {RAMP}", 800, "samples"), ("lengths", 801, "iters")
 
 
 @pytest.mark.parametrize(
-    ("course", "total"),
+    ("course", "total", "unit"),
     [
-        pytest.param(*case, marks=() if case == (COURSES[-1], 800) else pytest.mark.proof)
-        for case in itertools.product(COURSES, (800, 801, 100_000))
+        pytest.param(*case, marks=() if case in DEFAULT else pytest.mark.proof)
+        for case in itertools.product(COURSES, (800, 801, 100_000), ("samples", "iters"))
+        if case[2] == "samples" or RAMP not in case[0]
     ],
 )
-def test_tokens_end_a_run_whose_data_samples_size(course, total):
+def test_tokens_end_a_run_whose_data_another_length_sizes(course, total, unit):
+    text = f" --curriculum-learning {lengths_in_json(16, 7)}" if "lengths" in course else ""
+    course = course.replace("lengths", "") + text
+    # Samples within the length of the data; a last batch that would exceed it is left out.
+    sizes = [2, 2, 2, 2, *[4] * 30] if RAMP in course else [4] * 40
+    full = sum(sum(sizes[:n]) <= 101 for n in range(1, 35))
     for schedule, style in itertools.product(BY_TOKENS, STYLES):
-        flags = {"--train-samples": 101, "--train-tokens": total} | schedule
+        flags = {"--train-samples": 101 if unit == "samples" else 100, "--train-tokens": total}
+        flags |= schedule
         words = [f"{name} {value}" for name, value in flags.items()]
-        text = f" --curriculum-learning {lengths_in_json(16, 7)}" if "lengths" in course else ""
-        words += [f"--lr-decay-style {style} --min-lr 0.1", course.replace("lengths", "") + text]
-        run = plan(" ".join(words))
+        if unit == "iters":
+            if style == "inverse-square-root" and schedule == {"--lr-warmup-tokens": 100}:
+                continue  # falls from step 1 on, and upstream's steps are samples
+            words = [
+                f"{name.replace('samples', 'iters')} {value // 4 if 'samples' in name else value}"
+                for name, value in flags.items()
+            ]
+        run = plan(f"{' '.join(words)} --lr-decay-style {style} --min-lr 0.1 {course}")
         samples = tokens = iteration = 0
         state = {}
-        # Samples within the length of the data; a last batch that would exceed it is left out.
-        sizes = [2, 2, 2, 2, *[4] * 30] if RAMP in course else [4] * 40
-        full = sum(sum(sizes[:n]) <= 101 for n in range(1, 35))
         while iteration < full and tokens < total:
             rate = rate_of_upstream(flags, style, samples, tokens, state)
             assert run.rates(iteration, samples)[0] == pytest.approx(rate, rel=1e-12), iteration
@@ -133,6 +143,19 @@ def test_tokens_end_a_run_whose_data_samples_size(course, total):
             length = min(16, int(iteration / 7 * (16 - 8) + 8) // 8 * 8) if text else 16
             samples += sizes[iteration - 1]
             tokens += sizes[iteration - 1] * length
-        assert (run.train_iters, run.full_iters) == (iteration, full), (course, total)
-        alone = plan(f"--train-samples 101 {words[-1]}")
-        assert run.sample_counts == alone.sample_counts and run.batch_sizes() == alone.batch_sizes()
+        assert (run.train_iters, run.full_iters) == (iteration, full)
+    alone = plan(f"{words[0]} {course}")
+    assert run.sample_counts == alone.sample_counts and run.batch_sizes() == alone.batch_sizes()
+
+
+def test_a_share_of_the_steps_is_a_warm_up_before_a_decay_of_tokens():
+    base = "--train-iters 50 --train-tokens 3000 --lr-decay-tokens 700"
+    share, steps = plan(f"{base} --lr-warmup-fraction 0.04"), plan(f"{base} --lr-warmup-iters 2")
+    rates = [share.rates(n, 4 * n)[0] for n in range(40)]
+    assert rates[:3] == [0, 0.5, 1] and rates == [steps.rates(n, 4 * n)[0] for n in range(40)]
+    assert rates[3] == 1 - 64 / (700 - 128)
+
+
+def test_a_run_whose_only_length_is_tokens_may_have_a_warm_up_of_steps():
+    run = plan("--train-tokens 640 --lr-warmup-iters 3")
+    assert [run.rates(n, 4 * n)[0] for n in (0, 3, 4)] == [0, 1, 1 - 64 / (640 - 192)]

@@ -154,6 +154,10 @@ def test_rises_then_falls_within_its_bounds(style, wsd_style, warmup, steps):
         ({"warmup": 50}, ("--lr-warmup-samples 50", "--lr-decay-samples 50")),
         ({"warmup": -1}, ("--lr-warmup-samples -1",)),
         ({"decay": 0}, ("--lr-decay-samples 0",)),
+        (
+            {"warmup_unit": "iters", "start": 50},
+            ("--lr-warmup-iters 7 ends after 50 samples", "--lr-decay-samples 50"),
+        ),
         ({"min_lr": 1e-3}, ("--min-lr 0.001", "--lr 0.0003")),
         ({"min_lr": -1.0}, ("--min-lr -1",)),
         ({"init_lr": 1.0}, ("--lr-warmup-init 1", "--lr 0.0003")),
