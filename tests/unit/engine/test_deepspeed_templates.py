@@ -82,10 +82,11 @@ def dtypes(path):
     return ["--fp16", "--bf16", ""] if "bf16" in content else ["--fp16", ""]
 
 
+@pytest.mark.parametrize("processes", [2, pytest.param(1, marks=pytest.mark.proof)])
 @pytest.mark.parametrize("path", TEMPLATES, ids=name_of)
-def test_a_template_resolves_when_it_is_filled(path, tmp_path):
+def test_a_template_resolves_when_it_is_filled(path, processes, tmp_path):
     stages = (0, 1) if stage_of(path) is None else (stage_of(path),)
-    for stage, dtype, processes in itertools.product(stages, dtypes(path), (1, 2)):
+    for stage, dtype in itertools.product(stages, dtypes(path)):
         if stage == 0 and dtype == "--fp16":
             continue
         flags = f"--zero-stage {stage} {dtype}"
