@@ -239,3 +239,22 @@ def test_keys_without_effect_on_training_are_accepted(tmp_path, last):
     check_settings(for_engine(completed, config, on_cpu=True), "ds.json")
     with pytest.raises(ConfigError, match='drop_last is "x"; it must be true or false'):
         resolved('{"dataloader_drop_last": "x"}', tmp_path, "")
+
+
+def test_a_refused_section_that_is_off_is_accepted(tmp_path):
+    names = ("torch_autocast", "hybrid_engine", "autotuning")
+    content = {name: {"enabled": False} for name in names}
+    for flags in ("--bf16", "--bf16 --zero-stage 1"):
+        config, completed = resolved(json.dumps(content), tmp_path, flags)
+        settings = for_engine(completed, config, on_cpu=True)
+        check_settings(settings, "ds.json")
+        assert settings["torch_autocast"]["enabled"] is (config.engine.zero_stage == 0)
+    for name in names:
+        with pytest.raises(ConfigError, match=f'"{name}": '):
+            resolved(json.dumps({name: {"enabled": True}}), tmp_path, "")
+
+
+def test_one_half_precision_at_a_time(tmp_path):
+    content = {"fp16": {"enabled": True}, "bf16": {"enabled": True}}
+    with pytest.raises(ConfigError, match="ds.json: bf16.enabled and fp16.enabled are both true"):
+        resolved(json.dumps(content), tmp_path, "")
