@@ -222,7 +222,9 @@ def _check_keys(content: Json, path: str) -> None:
     """Refuses keys at the top that DeepSpeed or the trainer does not read."""
     removed = {key for key in REMOVED if "." not in key}
     known = _KNOWN_KEYS | removed | _NEWER_KEYS.keys()
-    for key in content:
+    for key, value in content.items():
+        if key in _REFUSED and isinstance(value, dict) and value.get("enabled") is False:
+            continue  # DeepSpeed reads it, and does nothing
         if key in _REFUSED:
             raise ConfigError(f'{path}: "{key}": {_REFUSED[key]}; remove the key')
         if key not in known:
@@ -330,6 +332,8 @@ def _check_values(content: Json, path: str) -> None:
         }[wanted]
         if not fits:
             raise ConfigError(f"{path}: {key} is {shown(value)}; it must be {wanted}")
+    if get(content, "bf16.enabled") is True and get(content, "fp16.enabled") is True:
+        raise ConfigError(f"{path}: bf16.enabled and fp16.enabled are both true; set one to false")
     for key in _LIBRARIES:
         if get(content, f"{key}.enabled") is True and find_spec(_LIBRARIES[key]) is None:
             raise ConfigError(

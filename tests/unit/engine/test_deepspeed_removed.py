@@ -112,6 +112,16 @@ def test_the_table_is_that_of_deepspeed():
     assert list(VERSIONS) == [f"0.19.{number}" for number in range(9)]
 
 
+def test_the_page_has_each_key_with_its_version():
+    page = (GOLDEN.parents[3] / "docs" / "reference" / "deepspeed-changes.md").read_text()
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    told = {
+        key.strip("`"): row[1] for row in rows if len(row) == 3 for key in row[0][2:].split(", ")
+    }
+    for key, version in (REMOVED | {"curriculum_learning": "0.19.8"}).items():
+        assert told[key] == version
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_each_key_of_a_version_is_known_or_refused_with_a_reason(tmp_path, version):
     for key in VERSIONS[version]["read"] | VERSIONS[version]["refused"]:
