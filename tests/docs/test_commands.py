@@ -75,6 +75,9 @@ LONGEST = {
     "examples_deepspeed/detxoify_lm/README.md",
     "docs/guides/preferences.md",
     "docs/guides/retro.md",
+    "docs/guides/bert-and-t5.md",
+    "docs/guides/fine-tuning.md",
+    "docs/guides/llama.md",
 }
 """Pages whose commands take the longest; `make proof` runs them."""
 

@@ -286,7 +286,8 @@ def test_texts_of_runs_are_no_markup(visit, tmp_path):
     assert_no_markup_is_made(PAGE)
 
 
-@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.proof)])
+@pytest.mark.proof
+@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_on_a_phone(scheme, visit, four_runs):
     """Nothing is wider than 360 pixels; a finger reads values."""
     one = visit(four_runs, viewport=PHONE, color_scheme=scheme, has_touch=True)
@@ -370,6 +371,7 @@ def test_by_keyboard(visit, four_runs):
     assert not unnamed
 
 
+@pytest.mark.proof
 def test_nothing_to_draw(browser, tmp_path):
     """A run without rows, and a file of something else, say so; a first row is drawn."""
     for name, content in (("empty", ""), ("other", "hello\n")):
@@ -414,9 +416,10 @@ def test_a_server_that_is_back(visit, runs):
     one.complaints = [words for words in one.complaints if "ERR_" not in words]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "tab",
-    ["configuration", *(pytest.param(t, marks=pytest.mark.proof) for t in ("events", "texts"))],
+    ["configuration", "events", "texts"],
 )
 def test_what_is_unchanged_is_not_drawn_again(tab, visit, tmp_path):
     """Text that is selected stays so while a run writes rows."""
@@ -574,6 +577,7 @@ def test_a_saved_page_needs_nothing_else(browser, tmp_path, seeds):
     one.close()
 
 
+@pytest.mark.proof
 def test_an_odd_address_shows_the_page(visit, one_run):
     one = visit(f"{one_run}#log=50%25&off=%25zz")
     assert one.page.locator(f"{LOSS} canvas").is_visible()

@@ -150,6 +150,7 @@ def test_sigterm_reaches_the_processes_that_the_program_starts(tmp_path):
     assert (tmp_path / "latest").exists(), output
 
 
+@pytest.mark.proof
 def test_killed_run_resumes_from_the_last_save(tmp_path):
     flags = ["--save", tmp_path, "--load", tmp_path, "--save-interval", 2]
     argv = command("python", "--train-iters", 100000, *flags)

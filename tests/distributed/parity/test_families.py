@@ -51,15 +51,13 @@ def train(argv):
 
 ALL = (*LAYOUTS, "pp2-interleaved-v4", "tp2-pp2-interleaved-v4")
 SAMPLE = {
-    "bert": (
-        "tp2-sp/pre-norm pp2-dualpipev/post-norm tp2-pp2/untied pp2-interleaved/recompute-full"
-    ).split(),
+    "bert": ("tp2-sp/pre-norm tp2-pp2/untied pp2-interleaved/recompute-full").split(),
     "classification": [],
     "regression": [],
     "multiple_choice": ["pp2-dualpipev/pre-norm"],
     "span": ["tp2-sp/pre-norm"],
     "t5": (
-        "tp2-sp/relative-untied pp2-split1/learned pp4-split1/relative "
+        "tp2-sp/relative-untied pp2-split1/learned "
         "tp2-sp-pp2-interleaved/recompute-full pp2-dualpipev/uneven"
     ).split(),
     "retro": "tp2-sp-pp2/recompute-full pp2-dualpipev/untied".split(),

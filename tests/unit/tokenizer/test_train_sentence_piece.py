@@ -3,10 +3,12 @@
 import hashlib
 import multiprocessing
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
 import sentencepiece
+from samples import sampled
 
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.tokenizer import build_tokenizer
@@ -18,8 +20,10 @@ from megatron.tokenizer.train import (
 TEXTS = ["the quick brown fox jumps over the lazy dog 123\n"] * 5 + ["a lazy fox,\n\ta quick dog"]
 
 
-@pytest.mark.parametrize("kind", ["unigram", "bpe", "char"])
-@pytest.mark.parametrize("byte_fallback", [False, True])
+CASES = list(product(["unigram", "bpe", "char"], [False, True]))
+
+
+@pytest.mark.parametrize(("kind", "byte_fallback"), sampled(CASES, CASES[::2].__contains__))
 def test_pieces_and_determinism(python_sources, kind, byte_fallback):
     texts = python_sources[:20]
     model = train_sentencepiece_model(iter(texts), kind, 600, byte_fallback)

@@ -166,6 +166,7 @@ def test_killed_while_it_is_published(mixed, whole, tmp_path, target, name, coun
     assert outputs(out) == whole
 
 
+@pytest.mark.proof
 def test_killed_again_and_again(mixed, whole, tmp_path):
     out, kills = tmp_path / "out", 0
 
