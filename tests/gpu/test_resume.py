@@ -7,6 +7,7 @@ from gpu_runs import TINY, train
 DROPOUT = ["--attention-dropout", "0.1", "--hidden-dropout", "0.1"]
 RUNS = {
     "zero0": ["--zero-stage", "0", *DROPOUT],
+    "zero0-fp16": ["--fp16", "--initial-loss-scale", "4096", "--zero-stage", "0"],
     "zero1-bf16": ["--bf16", "--zero-stage", "1", *DROPOUT],
     "zero1-bf16-async": ["--bf16", "--zero-stage", "1", "--async-save"],
     "zero1-bf16-fp32-sums": ["--bf16", "--zero-stage", "1", "--accumulate-allreduce-grads-in-fp32"],

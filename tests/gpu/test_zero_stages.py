@@ -62,7 +62,7 @@ def test_sums_of_gradients_in_float32(in_float64):
     check(train([*TINY, *flags]), in_float64, "bf16")
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2])
 def test_fp16_follows(in_float64, stage):
     flags = ["--fp16", "--initial-loss-scale", "4096", "--zero-stage", str(stage)]
     check(train([*TINY, *flags]), in_float64, "bf16")

@@ -354,6 +354,51 @@ def test_stock_deepspeed_resumes_from_engine_folders(pool, tmp_path):
     assert results[0][0] == pytest.approx(losses, rel=2e-6)
 
 
+def loaded_unpartitioned(folder):
+    """Main weights, Adam's count and the loss scale that stock DeepSpeed loads from an engine's
+    folder of fp16 at stage 0; for the pool."""
+    from megatron.engine.deepspeed_patches import allow_fp16
+    from megatron.engine.environment import prepare_deepspeed
+
+    prepare_deepspeed()
+    allow_fp16()
+    import deepspeed
+
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    model = build_model(DeepSpeedFolder(Path(folder)).model)
+    names = {param: name for name, param in model.canonical_parameters()}
+    params = [[p for p in names if p.dim() > 1], [p for p in names if p.dim() == 1]]
+    optimizer = torch.optim.AdamW([{"params": group} for group in params], lr=RATE)
+    settings = {"train_batch_size": 4, "fp16": {"enabled": True}}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    path, _ = engine.load_checkpoint(str(Path(folder).parent))
+    assert path is not None
+    wrapper = engine.optimizer
+    held = {
+        f"{names[param]}/{kind}": values.detach().clone()
+        for group, mains in zip(params, wrapper.fp32_groups, strict=True)
+        for param, main in zip(group, mains, strict=True)
+        for kind, values in {"weight": main, **optimizer.state[main]}.items()
+    }
+    engine.destroy()
+    return held, wrapper.loss_scale, wrapper.loss_scale_config.cur_iter
+
+
+@pytest.mark.proof
+def test_stock_deepspeed_resumes_from_fp16_at_stage_0(pool, tmp_path):
+    scale = ["--initial-loss-scale", "1024", "--loss-scale-window", "2"]
+    flags = [*DRY, "--zero-stage", "0", "--fp16", *scale, *ENGINE]
+    pool.run(2, train, [*RUN, *flags, "--save", str(tmp_path)])
+    folder = tmp_path / "global_step4"
+    held, loss_scale, count = pool.run(2, loaded_unpartitioned, str(folder))[0]
+    source = DeepSpeedFolder(folder)
+    for key, values in tensors(source).items():
+        assert torch.equal(held[key], share_of(values, key, 104, 1, 0)), key
+    scaler = source.state["loss_scaler"]
+    assert (loss_scale, count) == (scaler["cur_scale"], scaler["cur_iter"]) == (2048, 4)
+    assert all(int(values) == 4 for key, values in held.items() if key.endswith("/step"))
+
+
 @pytest.mark.parametrize(
     ("family", "model"),
     [
