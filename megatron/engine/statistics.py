@@ -24,7 +24,7 @@ MEASURES = ("l2", "l1", "abs_max")
 _NAMES = {"exp_avg": "momentum", "momentum_buffer": "momentum", "exp_avg_sq": "variance"}
 """From torch.optim's names of states."""
 
-_MOST_ON_CPU, _MOST_ON_DEVICE = 2**18, 2**24
+_MOST_ON_CPU, _MOST_ON_DEVICE = 2**15, 2**24
 """Numbers of elements that are copied to float64 at once: on a CPU the copy stays in its cache."""
 
 

@@ -42,8 +42,8 @@ class RunCurve:
 
 def read_curves(folder: str | os.PathLike[str], tag: str) -> list[RunCurve]:
     """The scalar ``tag`` of every run below ``folder``, in the order of their first steps. Of
-    a tag with slashes the last part counts: ``lm-loss-training/lm loss`` is ``lm loss``. Raises
-    ValueError if no run has it."""
+    a run without it the one with the same last part is taken: ``lm loss`` for ``lm-loss-training/lm
+    loss``. Raises ValueError if no run has it."""
     # Imported late: it takes seconds.
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -51,9 +51,10 @@ def read_curves(folder: str | os.PathLike[str], tag: str) -> list[RunCurve]:
     for path in sorted({file.parent for file in Path(folder).rglob("events.out.tfevents.*")}):
         events: Any = EventAccumulator(str(path), size_guidance={"scalars": 0})
         events.Reload()
-        tags = {name.rpartition("/")[2]: name for name in events.Tags()["scalars"]}
-        seen |= set(tags)
-        if name := tags.get(tag.rpartition("/")[2]):
+        tags = events.Tags()["scalars"]
+        seen |= {name.rpartition("/")[2] for name in tags}
+        alike = (name for name in tags if name.rpartition("/")[2] == tag.rpartition("/")[2])
+        if name := tag if tag in tags else next(alike, None):
             scalars = events.Scalars(name)
             found.append((path, [e.step for e in scalars], [e.value for e in scalars]))
     if not found:

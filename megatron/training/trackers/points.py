@@ -46,14 +46,17 @@ class StepPoints:
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
         """Measures what the step shows; communicates with the other ranks."""
-        logging, self.params_norm = self._config.logging, None
-        if logging.log_params_norm and self._shown(step.iteration):
-            self.params_norm = state_norms(trainer.engine, ["weight"])["weight_l2"]
-        if not self._is_point(step.iteration):
+        logging, point = self._config.logging, self._is_point(step.iteration)
+        norms: Mapping[str, Tensor] = {}
+        if point and logging.log_optimizer_states_to_tensorboard:
+            norms = state_norms(trainer.engine)
+        elif logging.log_params_norm and self._shown(step.iteration):
+            norms = state_norms(trainer.engine, ["weight"])
+        self.params_norm = norms.get("weight_l2") if logging.log_params_norm else None
+        if not point:
             return
         values = dict(self._values(trainer, step))
         if logging.log_optimizer_states_to_tensorboard:
-            norms = state_norms(trainer.engine)
             values |= {f"optimizer/{name}": value for name, value in norms.items()}
         samples = trainer.consumed_samples
         tokens = self._plan.lengths.tokens(samples)

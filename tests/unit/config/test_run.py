@@ -506,6 +506,18 @@ def test_accepted_flags_say_what_happens_instead():
     assert resolved().notes == ()
 
 
+def test_small_numeric_flags_of_megatron():
+    model = resolved("--bf16 --fp32-residual-connection --init-method-xavier-uniform").config.model
+    assert model.fp32_residual_connection and model.init_method_xavier_uniform
+    with pytest.raises(
+        ConfigError, match="--fp32-residual-connection has an effect with --fp16 or"
+    ):
+        resolved("--fp32-residual-connection")
+    notes = resolved("--data-parallel-random-init --onnx-safe True").notes
+    assert "all data-parallel ranks start with the weights of --seed" in notes[0]
+    assert "training computes the same with it" in notes[1]
+
+
 def test_bf16_at_stage_0_says_that_it_is_autocast():
     assert "autocast" in resolved("--bf16 --zero-stage 0").notes[0]
     assert resolved("--bf16 --zero-stage 1").notes == ()

@@ -74,6 +74,18 @@ def test_steps_whose_tokens_take_more_each():
     assert "curriculum" not in metrics.line() and "seq_length" not in metrics.row()
 
 
+def test_norms_and_counts_have_megatrons_places_in_the_line():
+    interval = meter(Clock())
+    numbers = {"num_zeros": torch.tensor(7.0), "params_norm": torch.tensor(8.5)}
+    interval.add(step(seq_length=4, loss_scale=16.0, **numbers))
+    metrics = finish(interval)
+    line = "loss scale: 16.0 | grad norm: 1.234 | num zeros: 7.0 | params norm: 8.500 | "
+    assert f" {line}curriculum seqlen:     4 | number of skipped" in metrics.line()
+    assert (metrics.row()["num_zeros"], metrics.row()["params_norm"]) == (7.0, 8.5)
+    interval.add(step())
+    assert not {"num_zeros", "params_norm"} & finish(interval).row().keys()
+
+
 def test_rates_against_numbers_by_hand():
     clock = Clock()
     interval = meter(clock)

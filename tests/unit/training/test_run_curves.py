@@ -58,6 +58,14 @@ def test_names_of_megatron_deepspeed_and_of_equal_layouts(tmp_path):
         assert names == {"other": [2.5], "tp1_pp1_dp4_sp1": [2.5], "tp1_pp1_dp4_sp1-2": [2.5]}
 
 
+def test_of_two_scalars_with_the_same_last_part_the_named_one_counts(tmp_path):
+    with SummaryWriter(str(tmp_path)) as writer:
+        writer.add_scalar("lm-loss-training/lm loss", 2.5, 1)
+        writer.add_scalar("lm loss", 3.5, 1)
+    for tag, value in (("lm loss", 3.5), ("lm-loss-training/lm loss", 2.5)):
+        assert [curve.values for curve in read_curves(tmp_path, tag)] == [[value]]
+
+
 def test_table_and_picture(runs, tmp_path):
     curves = read_curves(runs, "lm loss")
     write_csv(curves[1], tmp_path / "table.csv")
