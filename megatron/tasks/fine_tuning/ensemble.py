@@ -104,7 +104,7 @@ def averaged(config: EnsembleConfig) -> dict[str, PredictedSet]:
                 f"{', '.join(found)}"
             )
         for name, new in sets.items():
-            first = found.setdefault(name, new._replace(probabilities_NC=np.float64(0)))
+            first = found.setdefault(name, new._replace(probabilities_NC=0 * new.probabilities_NC))
             if first.identities != new.identities or first.words != new.words:
                 raise ConfigError(f"{path}: {name} has other examples than in {config.paths[0]}")
             total = first.probabilities_NC + new.probabilities_NC / len(config.paths)

@@ -87,25 +87,21 @@ def load_tasks(
     those of tasks, groups or tags, patterns, or YAML files, or TASK=FILE; with ``--task_list`` they
     may be those of lm-eval 0.2. Raises ConfigError if one is unknown, or its data are not on this
     machine."""
-    pairs = [name.partition("=")[::2] for name in names]
+    pairs = [(name, "") if _is_file(name) else name.partition("=")[::2] for name in names]
     manager = _manager([name for name, _ in pairs], include_path, metadata)
     users = _of_folder(manager)
     loaded: dict[tuple[str, Path | None], list[Task | Group]] = {}
     for name, path in pairs:
         known = name_today(name) if flag == "--task_list" and name not in users else name
         file = Path(path) if path else None
-        if file is None and known not in users:
+        if file is None and known in set(manager.all_subtasks) - users:
             file = file_in(include_path, name, flag)
         for spec in _matching(known, manager, flag):
-            if (spec, file) not in loaded:
-                build = (
-                    _loaded(spec, manager, flag)
-                    if file is None
-                    else _reading(spec, file, manager, flag)
-                )
-                loaded[spec, file] = build
-                if known != name and len(build) == 1 and isinstance(build[0], Task):
-                    build[0].config.task = name  # results have the name of the command line
+            if (spec, file) in loaded:
+                continue
+            tasks = loaded[spec, file] = _loaded(spec, file, manager, flag)
+            if known != name and len(tasks) == 1 and isinstance(tasks[0], Task):
+                tasks[0].config.task = name  # results have the name of the command line
     return manager, [task for tasks in loaded.values() for task in tasks]
 
 
@@ -183,7 +179,9 @@ def _matching(name: str, manager: TaskManager, flag: str) -> list[str]:
     return found
 
 
-def _loaded(spec: str, manager: TaskManager, flag: str) -> list[Task | Group]:
+def _loaded(spec: str, file: Path | None, manager: TaskManager, flag: str) -> list[Task | Group]:
+    if file is not None:
+        return _reading(spec, file, manager, flag)
     # datasets reports a missing data set by several kinds of errors, some of them its own.
     logging.getLogger("datasets").setLevel(logging.ERROR)
     try:
