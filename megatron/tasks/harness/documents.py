@@ -21,8 +21,8 @@ _TITLE = re.compile(r"\s*= (?!=).*(?<!=) =\s*")
 
 
 def file_in(folder: str | None, name: str, flag: str) -> Path | None:
-    """The file of a task in the folder of the user's tasks; None without one. Raises ConfigError if several
-    files have such a name; ``flag`` names the tasks."""
+    """The file of a task in the folder of the user's tasks; None without one. ``flag`` names the
+    tasks. Raises ConfigError if several files have such a name."""
     if folder is None:
         return None
     endings = _ROWS + _TEXT if name == _TEXT_TASK else _ROWS
