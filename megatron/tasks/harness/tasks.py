@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fnmatch
 import logging
+import os
 import time
 from collections.abc import Sequence
 from itertools import chain
@@ -27,8 +28,8 @@ from megatron.tasks.report import TaskResult
 from megatron.tokenizer import Tokenizer
 
 LOCAL_FILES = (
-    "a task of your own with `dataset_path: json` and `dataset_kwargs: {data_files: ...}` in "
-    "--include-path reads local files (docs/guides/evaluation.md)"
+    "TASK=FILE reads documents of this machine, and so does a task of your own in --include-path "
+    "(docs/guides/evaluation.md)"
 )
 _PATTERN = frozenset("*?[")
 _NO_FILTER = "none"
@@ -192,6 +193,10 @@ def _loaded(spec: str, file: Path | None, manager: TaskManager, flag: str) -> li
         first = str(error).strip().split("\n")[0] or type(error).__name__
         if isinstance(error, ConnectionError) or "offline" in str(error).lower():
             data = data or "its data"
+            if os.environ.get("HF_DATASETS_OFFLINE") == "0":
+                raise ConfigError(
+                    f"{flag} {spec}: {data} cannot be downloaded: {first}; {LOCAL_FILES}"
+                ) from error
             raise ConfigError(
                 f"{flag} {spec}: {data} would be downloaded, which is turned off: {LOCAL_FILES}; "
                 "or set HF_DATASETS_OFFLINE=0 HF_HUB_OFFLINE=0"

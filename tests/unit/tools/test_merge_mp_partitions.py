@@ -66,7 +66,8 @@ def test_two_partitions_become_one(halves, capsys, monkeypatch):
     own, wanted = flat(content["model"]["language_model"]), flat(joined(folder / "tp2"))
     assert own.keys() == wanted.keys()
     for name, weight in own.items():
-        assert torch.equal(weight, wanted[name]), name
+        rows = len(weight) if "word_embeddings" in name else None  # fewer rows of padding
+        assert torch.equal(weight, wanted[name][:rows]), name
 
 
 @pytest.mark.parametrize(
