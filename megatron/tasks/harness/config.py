@@ -215,7 +215,7 @@ class DownloadConfig:
 
     @property
     def task_names(self) -> list[str]:
-        """Raises ConfigError if there are none."""
+        """Raises ConfigError if no name is given."""
         names = [name.strip() for name in (self.task_list or "").split(",") if name.strip()]
         if not names:
             raise ConfigError("--task_list is missing: names of tasks, separated by commas")

@@ -111,6 +111,12 @@ def test_other_examples_and_other_content_are_named(models, tmp_path):
             run_ensemble(EnsembleConfig(paths=(models[0][0], str(tmp_path)), outdir=str(tmp_path)))
 
 
+def test_a_file_that_is_not_of_torch_is_named(tmp_path):
+    (tmp_path / "test_predictions.pt").write_bytes(b"no pickle")
+    with pytest.raises(ConfigError, match=r"test_predictions\.pt is not a file of torch\.save"):
+        run_ensemble(EnsembleConfig(paths=(str(tmp_path),), outdir=str(tmp_path)))
+
+
 def test_the_program_ends_with_status_2(tmp_path, monkeypatch, capsys):
     program = load_program("tasks/ensemble_classifier.py")
     monkeypatch.setattr("sys.argv", ["ensemble_classifier.py", "--paths", "no", "--outdir", "o"])
