@@ -35,7 +35,13 @@ PROGRAMS: tuple[tuple[str, ...], ...] = (
         for path in sorted((ROOT / "tools" / "retro").glob("*.py"))
         if path.name != "main.py"  # another name of preprocess_data.py
     ),
+    ("tools/bert_embedding/embed.py",),
     ("tasks/main.py",),
+    ("tasks/ensemble_classifier.py",),
+    *(
+        (f"tasks/eval_harness/{path.name}",)
+        for path in sorted((ROOT / "tasks" / "eval_harness").glob("*.py"))
+    ),
     ("scripts/run_gpt2_eval.py",),
     *(
         (f"tools/openwebtext/{path.name}",)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -154,12 +154,15 @@ def ours(argv: list[str]) -> dict[str, Any]:
     from megatron.tasks.harness.tasks import generate, load_tasks
 
     config, settings, processes = parsed(None, argv)
-    manager, tasks = load_tasks(config.task_names, config.include_path, None)
+    names, flag = config.task_names, config.tasks_flag
+    manager, tasks = load_tasks(names, config.include_path, None, flag)
     with quick_report(), opened_model(config, settings, processes, generate(tasks)) as opened:
         return evaluate(opened.model, config, manager, tasks)
 
 
-def theirs(model: Path, tasks: Path, batch_size: int) -> dict[str, Any]:
+def theirs(
+    model: Path, tasks: Path, batch_size: int, names: Sequence[str] = tuple(KINDS)
+) -> dict[str, Any]:
     """Those of lm-eval's own model of a Hugging Face folder."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
@@ -168,7 +171,7 @@ def theirs(model: Path, tasks: Path, batch_size: int) -> dict[str, Any]:
     lm = HFLM(str(model), device="cpu", dtype="float32", batch_size=batch_size)
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
     with quick_report():
-        return simple_evaluate(lm, tasks=list(KINDS), task_manager=manager, bootstrap_iters=0)
+        return simple_evaluate(lm, tasks=list(names), task_manager=manager, bootstrap_iters=0)
 
 
 def check_equal(own: dict[str, Any], other: dict[str, Any]) -> int:

@@ -19,7 +19,7 @@ CHECKED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_emb
 
 
 @dataclass(frozen=True)
-class MergeConfig:
+class MergePartitionsConfig:
     """Merging: which checkpoint, and where to."""
 
     model_type: str | None = option(None, choices=tuple(TYPES))
@@ -43,7 +43,7 @@ class MergeConfig:
 def merge(description: str | None, argv: Sequence[str] | None = None) -> None:
     """Writes a checkpoint in fewer partitions. Raises ConfigError if a flag is missing, or is not
     what the checkpoint says; CheckpointError if it is damaged, or what is read back differs."""
-    options, settings = RunToolParser(MergeConfig, description).parse(argv)
+    options, settings = RunToolParser(MergePartitionsConfig, description).parse(argv)
     if options.model_type is None:
         raise ConfigError(f"--model-type is missing: {', '.join(TYPES)}")
     if options.load is None:
@@ -58,7 +58,7 @@ def merge(description: str | None, argv: Sequence[str] | None = None) -> None:
     export_megatron(source, save, sizes)
 
 
-def check(source: Source, options: MergeConfig, settings: Settings) -> None:
+def check(source: Source, options: MergePartitionsConfig, settings: Settings) -> None:
     """Raises ConfigError if a flag contradicts the checkpoint."""
     family = source.model.family
     if family != TYPES[options.model_type or ""]:

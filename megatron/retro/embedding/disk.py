@@ -71,8 +71,8 @@ def run_embedding(description: str | None, argv: Sequence[str] | None = None) ->
 
 
 def texts_of(path: str, key: str) -> list[str]:
-    """The texts of a file: lines, or those of a key of JSON lines. Raises ValueError or ConfigError,
-    naming file and line."""
+    """The texts of a file: lines, or those of a key of JSON lines. Raises ValueError, which names
+    file and line."""
     try:
         lines = Path(path).read_text("utf-8-sig").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:

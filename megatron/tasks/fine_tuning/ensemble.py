@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from megatron.config import ConfigError
 from megatron.config.flags import SHARE, option
-from megatron.formats.unpickle import load_pickle
+from megatron.util.errors import one_line
 from megatron.util.files import write_whole
 from megatron.util.json_text import parse_json
 from megatron.util.progress import say
@@ -70,7 +72,7 @@ class EnsembleConfig:
 
 
 def run_ensemble(config: EnsembleConfig) -> None:
-    """Writes the predictions. Raises ConfigError or CheckpointError if a file is missing, damaged
+    """Writes the predictions. Raises ConfigError or ValueError if a file is missing, damaged
     or of other examples, or a flag does not fit the files."""
     sets = averaged(config)
     thresholds = _thresholds(config, sets)
@@ -104,7 +106,7 @@ def averaged(config: EnsembleConfig) -> dict[str, PredictedSet]:
                 f"{', '.join(found)}"
             )
         for name, new in sets.items():
-            first = found.setdefault(name, new._replace(probabilities_NC=np.float64(0)))
+            first = found.setdefault(name, new._replace(probabilities_NC=0 * new.probabilities_NC))
             if first.identities != new.identities or first.words != new.words:
                 raise ConfigError(f"{path}: {name} has other examples than in {config.paths[0]}")
             total = first.probabilities_NC + new.probabilities_NC / len(config.paths)
@@ -165,7 +167,11 @@ def _read(path: Path) -> dict[str, PredictedSet]:
         raise ConfigError(f"{path}: there is no such file; --prediction-name is its name")
     if path.suffix == ".jsonl":
         return _of_lines(path)
-    content: Any = load_pickle(path)
+    try:
+        content: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except (UnpicklingError, RuntimeError, EOFError) as error:
+        first = one_line(error).partition(". ")[0]
+        raise ConfigError(f"{path} is not a file of torch.save with numbers: {first}") from None
     try:
         return {str(name): _of_lists(*lists) for name, lists in content}
     except (TypeError, ValueError) as error:

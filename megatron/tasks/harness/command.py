@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.config import ConfigError, Setting, Settings
+from megatron.config import ConfigError, Setting, Settings, parse_configs
 from megatron.engine.deepspeed_file import read_json
 from megatron.engine.deepspeed_json import get
 from megatron.families import family_of
 from megatron.inference.generation.config import unused_flags
 from megatron.inference.opening import for_generation, runner_of
-from megatron.tasks.harness.config import HarnessConfig
+from megatron.tasks.harness.config import DownloadConfig, HarnessConfig
 from megatron.tasks.harness.version_02 import results_02
 from megatron.tasks.report import EvaluatedModel, versions
 from megatron.training.evaluation import Opened, opened_checkpoint
@@ -69,6 +69,19 @@ def run_evaluation(description: str | None, argv: Sequence[str] | None = None) -
         results = evaluate(opened.model, config, manager, tasks)
         if is_main_process():
             _report(results, config, opened)
+
+
+def run_download(description: str | None, argv: Sequence[str] | None = None) -> None:
+    """Downloads the data of tasks into the folder of ``HF_HOME``, where evaluations look for them.
+    Raises ConfigError if a task is unknown, or its data cannot be downloaded."""
+    (config,) = parse_configs((DownloadConfig,), argv, description=description)
+    names = config.task_names
+    os.environ.setdefault("HF_DATASETS_OFFLINE", "0")
+    require_harness()
+    from megatron.tasks.harness.tasks import load_tasks
+
+    load_tasks(names, None, None, "--task_list")
+    say(f"{', '.join(names)}: the data are on this machine")
 
 
 def parsed(

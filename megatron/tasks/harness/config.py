@@ -204,3 +204,19 @@ class HarnessConfig(CacheConfig):
             for field in fields(self)
             if (value := getattr(self, field.name)) != field.default
         }
+
+
+@dataclass(frozen=True)
+class DownloadConfig:
+    """Download of the data sets of tasks."""
+
+    task_list: str | None = option(None, flag="--task_list", aliases=("--task-list", "--tasks"))
+    """Names of tasks of lm-eval 0.2 or 0.4, separated by commas."""
+
+    @property
+    def task_names(self) -> list[str]:
+        """Raises ConfigError if no name is given."""
+        names = [name.strip() for name in (self.task_list or "").split(",") if name.strip()]
+        if not names:
+            raise ConfigError("--task_list is missing: names of tasks, separated by commas")
+        return names

@@ -21,8 +21,8 @@ _TITLE = re.compile(r"\s*= (?!=).*(?<!=) =\s*")
 
 
 def file_in(folder: str | None, name: str, flag: str) -> Path | None:
-    """The file of a task in ``--include-path``; None without one. Raises ConfigError if several
-    files have such a name; ``flag`` names the tasks."""
+    """The file of a task in the folder of the user's tasks; None without one. ``flag`` names the
+    tasks. Raises ConfigError if several files have such a name."""
     if folder is None:
         return None
     endings = _ROWS + _TEXT if name == _TEXT_TASK else _ROWS
@@ -34,8 +34,8 @@ def file_in(folder: str | None, name: str, flag: str) -> Path | None:
     )
     if len(fitting) > 1:
         raise ConfigError(
-            f"{flag} {name}: --include-path {folder} has several files whose name begins with "
-            f"{begins}: {', '.join(path.name for path in fitting)}; write {name}=FILE"
+            f"{flag} {name}: {folder} has several files whose name begins with {begins}: "
+            f"{', '.join(path.name for path in fitting)}; write {name}=FILE"
         )
     return fitting[0] if fitting else None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fnmatch
 import logging
+import os
 import time
 from collections.abc import Sequence
 from itertools import chain
@@ -27,8 +28,8 @@ from megatron.tasks.report import TaskResult
 from megatron.tokenizer import Tokenizer
 
 LOCAL_FILES = (
-    "a task of your own with `dataset_path: json` and `dataset_kwargs: {data_files: ...}` in "
-    "--include-path reads local files (docs/guides/evaluation.md)"
+    "TASK=FILE reads documents of this machine, and so does a task of your own in --include-path "
+    "(docs/guides/evaluation.md)"
 )
 _PATTERN = frozenset("*?[")
 _NO_FILTER = "none"
@@ -87,25 +88,21 @@ def load_tasks(
     those of tasks, groups or tags, patterns, or YAML files, or TASK=FILE; with ``--task_list`` they
     may be those of lm-eval 0.2. Raises ConfigError if one is unknown, or its data are not on this
     machine."""
-    pairs = [name.partition("=")[::2] for name in names]
+    pairs = [(name, "") if _is_file(name) else name.partition("=")[::2] for name in names]
     manager = _manager([name for name, _ in pairs], include_path, metadata)
     users = _of_folder(manager)
     loaded: dict[tuple[str, Path | None], list[Task | Group]] = {}
     for name, path in pairs:
         known = name_today(name) if flag == "--task_list" and name not in users else name
         file = Path(path) if path else None
-        if file is None and known not in users:
+        if file is None and known in set(manager.all_subtasks) - users:
             file = file_in(include_path, name, flag)
         for spec in _matching(known, manager, flag):
-            if (spec, file) not in loaded:
-                build = (
-                    _loaded(spec, manager, flag)
-                    if file is None
-                    else _reading(spec, file, manager, flag)
-                )
-                loaded[spec, file] = build
-                if known != name and len(build) == 1 and isinstance(build[0], Task):
-                    build[0].config.task = name  # results have the name of the command line
+            if (spec, file) in loaded:
+                continue
+            tasks = loaded[spec, file] = _loaded(spec, file, manager, flag)
+            if known != name and len(tasks) == 1 and isinstance(tasks[0], Task):
+                tasks[0].config.task = name  # results have the name of the command line
     return manager, [task for tasks in loaded.values() for task in tasks]
 
 
@@ -183,7 +180,9 @@ def _matching(name: str, manager: TaskManager, flag: str) -> list[str]:
     return found
 
 
-def _loaded(spec: str, manager: TaskManager, flag: str) -> list[Task | Group]:
+def _loaded(spec: str, file: Path | None, manager: TaskManager, flag: str) -> list[Task | Group]:
+    if file is not None:
+        return _reading(spec, file, manager, flag)
     # datasets reports a missing data set by several kinds of errors, some of them its own.
     logging.getLogger("datasets").setLevel(logging.ERROR)
     try:
@@ -194,6 +193,10 @@ def _loaded(spec: str, manager: TaskManager, flag: str) -> list[Task | Group]:
         first = str(error).strip().split("\n")[0] or type(error).__name__
         if isinstance(error, ConnectionError) or "offline" in str(error).lower():
             data = data or "its data"
+            if os.environ.get("HF_DATASETS_OFFLINE") == "0":
+                raise ConfigError(
+                    f"{flag} {spec}: {data} cannot be downloaded: {first}; {LOCAL_FILES}"
+                ) from error
             raise ConfigError(
                 f"{flag} {spec}: {data} would be downloaded, which is turned off: {LOCAL_FILES}; "
                 "or set HF_DATASETS_OFFLINE=0 HF_HUB_OFFLINE=0"

@@ -42,7 +42,8 @@ def name_today(name: str) -> str:
 
 def results_02(results: Mapping[str, Any], model: str | None) -> dict[str, Any]:
     """Results of lm-eval 0.4 with the keys of 0.2: of each task the metrics with their standard
-    errors by their names there, without those of other filters than the first, and its version; ``model`` is the checkpoint."""
+    errors by their names there, without those of other filters than the first, and its version.
+    ``model`` is the checkpoint."""
     found: dict[str, dict[str, float]] = {}
     for task, values in results["results"].items():
         metrics = found.setdefault(task, {})

@@ -1,6 +1,7 @@
 """lm-eval on our models, on every layout, against its own hf model on Hugging Face's form of the
 same weights. Everything that imports lm-eval runs in the pool, whose processes do it once."""
 
+import json
 import pickle
 from contextlib import nullcontext
 from functools import partial
@@ -12,6 +13,7 @@ from harness_parts import KINDS, check_equal, ours, own_text, theirs, write_mode
 from pool import RankError
 
 from megatron.config import ConfigError
+from megatron.tasks.harness.version_02 import results_02
 from megatron.util.processes import is_main_process
 
 pytest.importorskip("lm_eval", reason="the extra evaluate is not installed")
@@ -115,6 +117,64 @@ MUTATIONS = {
 def test_what_is_wrong_shows(mutation, pool, made):
     with pytest.raises(RankError, match="AssertionError"):
         pool.run(1, both, made, 8, mutation, timeout=900)
+
+
+def write_documents(folder: Path) -> None:
+    """For the pool: documents as people have them, and lm-eval's own tasks with these documents in
+    the form of their data sets."""
+    import lm_eval.tasks
+
+    data, tasks = folder / "data", folder / "of lm-eval"
+    data.mkdir(exist_ok=True)
+    tasks.mkdir(exist_ok=True)
+    texts = own_text()[:8]
+    pages = [
+        f" = Title {n} = \n \n {text} @-@ x . \n = = Part = = \n" for n, text in enumerate(texts)
+    ]
+    rows = {"lambada": [{"text": text} for text in texts], "wikitext": [{"page": p} for p in pages]}
+    (data / "wiki.test.raw").write_text("\n".join(pages))
+    for name, file in (("lambada", "lambada/lambada_openai"), ("wikitext", "wikitext/wikitext")):
+        lines = "".join(json.dumps(row) + "\n" for row in rows[name])
+        for path in (data / "lambada_test.jsonl", tasks / f"{name}.jsonl"):
+            if path.parent == tasks or name == "lambada":
+                path.write_text(lines)
+        (tasks / f"{name}.yaml").write_text(
+            f"include: {Path(lm_eval.tasks.__file__).parent / file}.yaml\ntask: {name}\n"
+            f"dataset_path: json\ndataset_name: null\ntest_split: test\n"
+            f"dataset_kwargs: {{data_files: {{test: '{tasks / name}.jsonl'}}}}\n"
+            "training_split: null\nvalidation_split: null\n"
+        )
+
+
+def by_older_names(folder: Path) -> None:
+    """For the pool."""
+    if is_main_process():
+        write_documents(folder)
+    own = ours(
+        [
+            *("--load", str(folder / "hf"), "--include-path", str(folder / "data")),
+            *("--task_list", "lambada,wikitext", "--micro-batch-size", "4", "--adaptive_seq_len"),
+            *("--bootstrap-iters", "0", "--log-samples", "--output", str(folder / "older.json")),
+        ]
+    )
+    if is_main_process():
+        names = ("lambada", "wikitext")
+        other = theirs(folder / "hf", folder / "of lm-eval", 4, names)
+        for result in (own, other):
+            for values in result["results"].values():
+                values.pop("alias", None)
+        check_equal(own, other)
+        found = results_02(own, None)["results"]
+        metrics = other["results"]
+        assert found["lambada"]["ppl"] == pytest.approx(metrics["lambada"]["perplexity,none"], 1e-5)
+        words = metrics["wikitext"]["word_perplexity,none"]
+        assert found["wikitext"]["word_perplexity"] == pytest.approx(words, 1e-5)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("processes", (1, 2))
+def test_lm_evals_tasks_on_files_by_their_older_names(processes, pool, made):
+    pool.run(processes, by_older_names, made, timeout=900)
 
 
 @pytest.fixture(scope="module")

@@ -263,7 +263,8 @@ def test_plain_lines_are_prompts_too(main, words, tmp_path):
     [
         ("--genfile a --prompt b", "--prompt and --genfile: give one of them"),
         ("--sample-output-file a", "--sample-output-file needs --sample-input-file"),
-        ("--genfile a --num-samples 0", "--num-samples 0 must be positive"),
+        ("--genfile a --num-samples -1", "--num-samples -1 must not be negative"),
+        ("--prompt a --num-samples 0", "--num-samples 0 and --prompt: nothing would be written"),
         ("--prompt a --iteration 3 --load-tag iter_3", "--iteration 3 and --load-tag iter_3"),
         ("--sample-input-file absent", "absent does not exist"),
         ("--prompt a --top_p 1.5", "--top-p 1.5 .* must be in"),
@@ -336,3 +337,18 @@ def test_texts_end_where_the_model_says(main, tmp_path, form):
     ])  # fmt: skip
     (row,) = rows_of(tmp_path / "out")
     assert row["tokens"] == wanted[:-1].tolist() and row["ended"]
+
+
+def test_no_samples_without_a_prompt(main, load, tmp_path, capsys, monkeypatch):
+    """As Megatron-DeepSpeed's generate_text.sh asks for it."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("5 6 7\n"))
+    flags = "--num-samples 0 --use-tutel --ds-inference --recompute --greedy".split()
+    main([*load, *flags, "--genfile", str(tmp_path / "samples.json")])
+    out = capsys.readouterr().out
+    assert not (tmp_path / "samples.json").exists() and "samples.json is not written" in out
+    assert out.count("Context prompt") == 2 and "5 6 7 " in out
+    assert "--use-tutel is accepted and not used" in out
+    (tmp_path / "in.txt").write_text("5 6\n7 8\n")
+    prompts = ["--sample-input-file", str(tmp_path / "in.txt")]
+    main([*load, *flags, *prompts, "--genfile", str(tmp_path / "samples.json")])
+    assert len((tmp_path / "in.txt.out").read_text().splitlines()) == 2
