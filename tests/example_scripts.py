@@ -24,7 +24,8 @@ SETTINGS = {
 
 PROGRAM = (
     r"finetune\.py|(pretrain|finetune)_\w+\.py"
-    r"|(tasks|tasks/eval_harness|tools|tools/retro|examples_deepspeed/detxoify_lm)/\w+\.py"
+    r"|(tasks|tasks/eval_harness|tools|tools/retro)/\w+\.py"
+    r"|examples_deepspeed/(detxoify_lm|data_efficiency)/\w+\.py"
 )
 
 

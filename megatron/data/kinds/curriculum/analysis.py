@@ -288,7 +288,14 @@ def merge(prefix: Path, parts: Sequence[Path], processes: int) -> tuple[_Values,
     def file(name: str) -> Path:
         return prefix.with_name(f"{prefix.name}_{name}")
 
-    blocks = [Block(part, start) for part in parts for start in _starts(part)]
+    sizes = [len(read_values(part)) for part in parts]
+    blocks = [
+        Block(part, start)
+        for part, size in zip(parts, sizes, strict=True)
+        for start in range(0, size, _VALUES_AT_ONCE)
+    ]
+    # A process is not worth its start for less.
+    processes = max(1, min(processes, sum(sizes) // _VALUES_AT_ONCE))
     values, counts = np.empty(0, np.int64), np.empty(0, np.int64)
     for _, more in _in_processes(blocks, _counted, processes):
         values, counts = _united(values, counts, *more)
@@ -303,7 +310,6 @@ def merge(prefix: Path, parts: Sequence[Path], processes: int) -> tuple[_Values,
         with part.open("xb") as whole:
             # A full disk is an error here, and would be a signal while the file is filled.
             os.posix_fallocate(whole.fileno(), 0, total * numbers.itemsize)
-        processes = min(processes, len(blocks))
         bounds = np.searchsorted(ends, np.linspace(0, total, processes + 1)[1:-1])
         rows = [range(*pair) for pair in pairwise([0, *bounds.tolist(), len(values)])]
         scatter = partial(_scatter, blocks, values, ends - counts, part, numbers)
@@ -395,7 +401,8 @@ def fingerprint(dataset: SampleDataset[Any]) -> str:
     numbers = (probe * (count - 1) // max(probes - 1, 1) for probe in range(probes))
     samples = (_text(dataset[number]) for number in numbers)
     parts = (part for s in samples for part in (s if isinstance(s, tuple) else (s,)))
-    return digest_of_parts(chain((str(count),), (np.asarray(p).tobytes() for p in parts)))
+    arrays = (np.asarray(part).tobytes() for part in parts if part is not None)
+    return digest_of_parts(chain((str(count),), arrays))
 
 
 def _text(sample: Any) -> Any:
@@ -441,10 +448,6 @@ def _divided(numbers: range, parts: int) -> list[range]:
 def _blocks(numbers: range) -> list[range]:
     least = min(len(numbers), _BLOCKS_PER_THREAD)
     return _divided(numbers, max(1, least, len(numbers) // _LARGEST_BLOCK))
-
-
-def _starts(prefix: Path) -> range:
-    return range(0, len(read_values(prefix)), _VALUES_AT_ONCE)
 
 
 def _in_processes(
