@@ -4,7 +4,7 @@
     python benchmarks/detoxify.py --text data/RACE/train/middle --folder detoxify
     python benchmarks/detoxify.py --text web.jsonl --folder detoxify --seeds 1 2 3 -- --lr 1e-4
 
-Every step is the command of examples_deepspeed/detxoify_lm/README.md, with alt-profanity-check as
+Every step is the command of examples_deepspeed/megatron/detxoify_lm/README.md, with alt-profanity-check as
 the scorer; what follows "--" is appended to the flags of the fine-tuning. Beside the least toxic
 half of the samples, an equally large random part of them is trained on, which shows what the filter
 does. Data and models are kept in --folder, and what is there is used again. Printed are both
@@ -28,7 +28,7 @@ from trainings import new_parser
 
 from megatron.tasks.detoxify.config import CONTINUATIONS
 
-EXAMPLE = "examples_deepspeed/detxoify_lm"
+EXAMPLE = "examples_deepspeed/megatron/detxoify_lm"
 WHO = ("he", "she", "the man", "my brother", "that boy", "Tom", "the teacher", "his friend")
 PROFANE = (
     "{who} said it was a load of shit.",

@@ -19,7 +19,7 @@ SETTINGS = {
 
 PROGRAM = (
     r"finetune\.py|(pretrain|finetune)_\w+\.py"
-    r"|(tasks|tools|tools/retro|examples_deepspeed/detxoify_lm)/\w+\.py"
+    r"|(tasks|tools|tools/retro|examples_deepspeed/(megatron/)?detxoify_lm)/\w+\.py"
 )
 
 

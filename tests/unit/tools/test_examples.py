@@ -82,7 +82,7 @@ SCRIPTS = sorted(
     path
     for path in FOLDER.rglob("*.sh")
     if path.name not in (*APART, *TASKS, SERVER)
-    and not {"detxoify_lm", "finetune", "finetune_hf_llama"} & set(path.parts)
+    and not {"finetune", "finetune_hf_llama", "megatron"} & set(path.relative_to(FOLDER).parts)
 )
 OWN = [path for path in SCRIPTS if str(path.relative_to(FOLDER)) not in LINEAGE]
 MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4".split()

@@ -2,7 +2,7 @@
 # Megatron-LM's script: the texts of a file of JSON lines as PREFIX_text_document.bin and .idx.
 #
 #     preprocess.sh INPUT PREFIX [FLAG ...]
-source "$(dirname "$0")/../../common.sh"
+source "$(dirname "$(realpath "$0")")/../../megatron.sh"
 
 (($# >= 2)) || fail "give INPUT PREFIX, such as samples.nontoxic.out samples.nontoxic"
 FLAGS=()

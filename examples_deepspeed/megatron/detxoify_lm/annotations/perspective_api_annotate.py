@@ -3,11 +3,11 @@
 r"""Scores how toxic the texts of a file are.
 
     export PERSPECTIVE_API_KEY=...
-    python examples_deepspeed/detxoify_lm/annotations/perspective_api_annotate.py \
+    python examples_deepspeed/megatron/detxoify_lm/annotations/perspective_api_annotate.py \
         --data-path samples.out --out-path samples.annotated.out --workers 70 \
         --queries-per-second 50
 
-    python examples_deepspeed/detxoify_lm/annotations/perspective_api_annotate.py \
+    python examples_deepspeed/megatron/detxoify_lm/annotations/perspective_api_annotate.py \
         --data-path samples.out --out-path samples.annotated.out --scorer profanity-check
 
 A command that was interrupted continues when it is started again.

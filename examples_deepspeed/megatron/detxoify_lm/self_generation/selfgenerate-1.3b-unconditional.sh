@@ -3,7 +3,7 @@
 # selfgeneration/unconditional_generation_NAME/SEED.out, NAME being the last part of CHECKPOINT.
 #
 #     selfgenerate-1.3b-unconditional.sh SAMPLES CHECKPOINT SEED [FLAG ...]
-source "$(dirname "$0")/../../common.sh"
+source "$(dirname "$(realpath "$0")")/../../megatron.sh"
 
 (($# >= 3)) && [[ $1 =~ ^[0-9]+$ ]] || fail "give SAMPLES CHECKPOINT SEED, such as 1000 checkpoints 2333"
 folder=selfgeneration/unconditional_generation_$(basename "$2")

@@ -2,7 +2,7 @@
 # PYTHON_ARGCOMPLETE_OK
 r"""Keeps the least toxic half of scored texts.
 
-    python examples_deepspeed/detxoify_lm/annotations/filter-selfgeneration.py \
+    python examples_deepspeed/megatron/detxoify_lm/annotations/filter-selfgeneration.py \
         --data-path samples.annotated.out --out-path samples.nontoxic.out
 """
 

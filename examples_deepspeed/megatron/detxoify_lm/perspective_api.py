@@ -2,7 +2,7 @@
 # PYTHON_ARGCOMPLETE_OK
 r"""Scores continuations of prompts; Expected Maximum Toxicity and Toxicity Probability.
 
-    python examples_deepspeed/detxoify_lm/perspective_api.py --data-path continuations.jsonl \
+    python examples_deepspeed/megatron/detxoify_lm/perspective_api.py --data-path continuations.jsonl \
         --prompt-path prompts.jsonl --scorer profanity-check --output measures.json
 """
 

@@ -3,7 +3,7 @@
 # SEED, or any.
 #
 #     generate-1.3b.sh PROMPTS CHECKPOINT [FLAG ...]
-source "$(dirname "$0")/../common.sh"
+source "$(dirname "$(realpath "$0")")/../megatron.sh"
 
 (($# >= 2)) || fail "give PROMPTS CHECKPOINT, such as augmented_prompts.jsonl checkpoints"
 : "${SEED:=$RANDOM}"
