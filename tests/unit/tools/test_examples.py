@@ -26,7 +26,7 @@ from megatron.training.run import RunToolParser
 
 APART = (
     *("await.sh", "common.sh", "universal.sh"),
-    *("pretrain_shakespeare_char.sh", "run_tb_analysis.sh"),
+    *("llama.sh", "pretrain_shakespeare_char.sh", "run_tb_analysis.sh"),
 )
 """What the others source, and what does more than train; tests/e2e has the latter."""
 
@@ -58,6 +58,8 @@ LINEAGE = {
     "distribute_pretrain_4n8d_2x4x4_512_2304x24.sh": (
         *("python", 32, (2, 4, 4), (24, 2304, 2048, 8, 512)),
     ),
+    "pretrain_llama_distributed.sh": ("torchrun", 8, (2, 2, 2), (24, 2048, 2048, 4, 32)),
+    "pretrain_llama2_distributed.sh": ("torchrun", 8, (2, 2, 2), (24, 2048, 2048, 4, 32)),
     "universal_checkpointing/run_bf16.sh": ("deepspeed", 8, (2, 2, 2), (4, 512, 512, 2, 16)),
     "universal_checkpointing/run_fp16.sh": ("deepspeed", 8, (2, 2, 2), (4, 512, 512, 2, 16)),
     "universal_checkpointing/run_universal_bf16.sh": (
@@ -83,6 +85,7 @@ SCRIPTS = sorted(
     for path in FOLDER.rglob("*.sh")
     if path.name not in (*APART, *TASKS, SERVER)
     and not {"finetune", "finetune_hf_llama", "megatron"} & set(path.relative_to(FOLDER).parts)
+    and path.parent.name not in ("megatron_gpt", "llama")
 )
 OWN = [path for path in SCRIPTS if str(path.relative_to(FOLDER)) not in LINEAGE]
 MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4".split()
@@ -134,12 +137,12 @@ def test_command_of_the_lineage_is_what_its_name_says(name):
         *(model.num_layers, model.hidden_size, model.seq_length),
         *(batch.micro_batch_size, batch.global_batch_size),
     )
-    assert config.precision.fp16 != config.precision.bf16 == ("bf16" in name)
-    assert config.engine.zero_stage == 1
+    assert config.precision.fp16 != config.precision.bf16 == ("bf16" in name or "llama" in name)
+    assert config.engine.zero_stage == (0 if "llama" in name else 1)
     if start == "python":
         assert config.tokenizer.vocab_file is None and config.tokenizer.vocab_size == 50257
         assert flags[flags.index("--num-gpus-per-node") + 1] == str(min(processes, 8))
-    else:
+    elif "llama" not in name:
         assert "--tokenizer-type" not in flags
         assert config.tokenizer.vocab_file == "my vocab.json"
 
