@@ -1,0 +1,5 @@
+#!/usr/bin/env bash
+# Fine-tunes the BERT of ds_pretrain_bert.sh on MNLI: ds_finetune_bert_mnli.sh [SEED].
+source "$(dirname "$0")/../megatron_deepspeed.sh"
+
+finetune_bert MNLI "$@"
