@@ -2,7 +2,8 @@
 # Settings and functions of the scripts of this folder. Not run by itself:
 #
 #     source "$(dirname "$(realpath "$0")")/megatron.sh"
-#     unavailable CAPABILITY COMMAND ... "$@"    a script whose program does not exist yet
+#     text_generation_server PROCESSES --flag value ... "$@"
+#     retriever PROCESSES PROGRAM --flag value ... "$@"
 #
 # Settings, from the environment, next to those of ../common.sh: Megatron-LM's names GPUS_PER_NODE
 # (of GPUS) and NNODES (of NODES).
@@ -10,16 +11,6 @@ source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
 GPUS=${GPUS:-${GPUS_PER_NODE:-}}
 NODES=${NODES:-${NNODES:-1}}
-
-# Prints the command in a dry run; otherwise says what is missing and ends with status 1.
-unavailable() { # CAPABILITY COMMAND ...
-    if [[ -z ${DRY_RUN:-} ]]; then
-        echo "${0##*/}: error: waits for $1, which this trainer does not have;" \
-            "DRY_RUN=1 prints the command" >&2
-        exit 1
-    fi
-    "${@:2}"
-}
 
 # Serves GPT of 345 million weights at port 5000; each layer's matrices are shared among the
 # processes. CHECKPOINT, or CHECKPOINT_PATH, is the folder of the checkpoint.
@@ -43,7 +34,7 @@ BIENCODER="--num-layers 12 --hidden-size 768 --num-attention-heads 12 --max-posi
 # A script of the retriever.
 retriever() { # PROCESSES PROGRAM --flag value ...
     local GPUS=${GPUS:-$1} LAUNCHER=${LAUNCHER:-python}
+    waits_for "retrieval (ICT, REALM, ORQA)"
     # shellcheck disable=SC2086
-    unavailable "retrieval (ICT, REALM, ORQA)" \
-        start "$2" $BIENCODER --vocab-file "${VOCAB_FILE:-bert-vocab.txt}" "${@:3}"
+    start "$2" $BIENCODER --vocab-file "${VOCAB_FILE:-bert-vocab.txt}" "${@:3}"
 }

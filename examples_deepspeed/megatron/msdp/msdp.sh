@@ -2,18 +2,18 @@
 # What the scripts of this folder share. Not run by itself.
 source "$(dirname "${BASH_SOURCE[0]}")/../megatron.sh"
 
-missing="prompting for dialogues (MSDP)"
+waits_for "prompting for dialogues (MSDP)"
 # shellcheck disable=SC2034 # data_processing.sh reads woi
 wow=${WOW_DATA_FOLDER:-data/wizard_of_wikipedia} woi=${WOI_DATA_FOLDER:-data/wizard_of_internet}
 
 preprocess() { # --func NAME ...
-    unavailable "$missing" run python tasks/msdp/preprocessing.py "$@"
+    run python tasks/msdp/preprocessing.py "$@"
 }
 
 # A GPT of 357 million weights.
 msdp() { # PROCESSES --flag value ...
     local GPUS=${GPUS:-$1} LAUNCHER=${LAUNCHER:-torchrun}
-    unavailable "$missing" start tasks/msdp/main.py --num-layers 24 --hidden-size 1024 \
+    start tasks/msdp/main.py --num-layers 24 --hidden-size 1024 \
         --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 "${@:2}"
 }
 
