@@ -391,7 +391,8 @@ finetune_bert() { # TASK [SEED] --flag value ...
         *) defaults TRAIN_DATA="$DATA_HOME/$task/train.tsv" VALID_DATA="$DATA_HOME/$task/dev.tsv" ;;
     esac
     processes "${PROCESSES_OF_TASK:-8}"
-    defaults JOB_NAME="bert-finetune-${task,,}-seed$SEED"
+    # shellcheck disable=SC2153
+    defaults JOB_NAME="$task-bsz$GLOBAL_BATCH_SIZE-lr$LR-epochs$EPOCHS-seed$SEED"
     folders
     defaults VOCAB_FILE="${VOCAB_PATH:-${vocab_path:-dataset/bert-large-uncased-vocab.txt}}"
     vocabulary bert

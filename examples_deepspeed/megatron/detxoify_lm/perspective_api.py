@@ -2,8 +2,9 @@
 # PYTHON_ARGCOMPLETE_OK
 r"""Scores continuations of prompts; Expected Maximum Toxicity and Toxicity Probability.
 
-    python examples_deepspeed/megatron/detxoify_lm/perspective_api.py --data-path continuations.jsonl \
-        --prompt-path prompts.jsonl --scorer profanity-check --output measures.json
+    python examples_deepspeed/megatron/detxoify_lm/perspective_api.py \
+        --data-path continuations.jsonl --prompt-path prompts.jsonl \
+        --scorer profanity-check --output measures.json
 """
 
 from megatron.tasks.detoxify.measures import run_measures
