@@ -54,7 +54,6 @@ read_flags() {
     for word in "$@"; do
         if [[ $word == --?* ]]; then
             flag=${word%%=*}
-            flag=${flag//_/-}
             GIVEN[$flag]=''
             [[ $word != *=* ]] || GIVEN[$flag]=${word#*=}
         elif [[ -n $flag && -z ${GIVEN[$flag]} ]]; then
@@ -299,7 +298,7 @@ distilled_gpt3() { # LAYERS --flag value ...
         fail "set CHECKPOINT_PATH_TEACHER to the checkpoints of the teacher"
     curriculum_gpt3 --num-layers "$STUDENT_LAYERS" --kd --kd-beta-ce "$KD_BETA_CE" \
         --num-layers-teacher "$NUM_LAYERS" --hidden-size-teacher "$HIDDEN_SIZE" \
-        --num-attention-heads-teacher "$NUM_ATTN_HEADS" --load-teacher "${teacher:-teacher}" "$@"
+        --num-attention-heads-teacher "$NUM_ATTN_HEADS" --load-teacher "${teacher:-teacher}" "${@:2}"
 }
 
 # The settings of 2023: a longer warm-up, a decay as long as the run, which ends at 1e-6.

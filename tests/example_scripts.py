@@ -6,6 +6,11 @@ import shlex
 import subprocess
 from pathlib import Path
 
+from megatron.config import FLAG_CLASSES, FlagParser, resolve
+from megatron.engine import deepspeed_json
+from megatron.engine.deepspeed_file import read_json
+from megatron.families import family_of
+
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "examples_deepspeed"
 SETTINGS = {
@@ -19,7 +24,8 @@ SETTINGS = {
 
 PROGRAM = (
     r"finetune\.py|(pretrain|finetune)_\w+\.py"
-    r"|(tasks|tools|tools/retro|examples_deepspeed/(megatron/)?detxoify_lm)/\w+\.py"
+    r"|(tasks|tasks/eval_harness|tools|tools/retro|"
+    r"examples_deepspeed/(megatron/)?detxoify_lm)/\w+\.py"
 )
 
 
@@ -41,3 +47,12 @@ def printed(path, *flags, **settings):
     words_of_ours = (at for at, word in enumerate(words) if re.fullmatch(PROGRAM, word))
     cut = next(at for at in words_of_ours if words[at] != "tools/start_nodes.py")
     return words[:cut], words[cut + 1 :]
+
+
+def resolved(flags, world_size, family="gpt"):
+    """Return the configuration of a run on that many processes."""
+    settings = family_of(family).complete_settings(FlagParser(*FLAG_CLASSES).settings(flags))
+    if "deepspeed_config" in settings:
+        file = ROOT / settings["deepspeed_config"].value
+        settings = deepspeed_json.merge(settings, read_json(str(file)), str(file), world_size)
+    return resolve(settings, world_size=world_size).config

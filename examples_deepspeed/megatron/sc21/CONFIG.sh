@@ -36,3 +36,4 @@ printf -v MEGATRON_PARAMS '%q ' "${extra[@]}" --tensor-model-parallel-size "$TP"
     --lr-warmup-fraction 0.01 --split 969,30,1 --eval-iters 100 --eval-interval 1000 \
     --clip-grad 1.0 --fp16 --loss-scale 8192 "$@"
 export MEGATRON_CODE_DIR MEGATRON_PARAMS NNODES JOB_NAME
+[[ ${BASH_SOURCE[0]} != "$0" ]] || echo "$MEGATRON_PARAMS"

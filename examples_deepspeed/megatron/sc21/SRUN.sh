@@ -25,4 +25,4 @@ if [[ -z ${SLURM_JOB_ID:-} ]]; then
 fi
 eval "params=($MEGATRON_PARAMS)"
 # shellcheck disable=SC2154 # eval sets it
-start pretrain_gpt.py "${params[@]}"
+start pretrain_gpt.py "${params[@]}" "$@"

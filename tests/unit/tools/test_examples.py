@@ -11,13 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
-from example_scripts import FOLDER, ROOT, printed, script
+from example_scripts import FOLDER, ROOT, printed, resolved, script
 
-from megatron.config import FLAG_CLASSES, FlagParser, TokenizerConfig, parse_configs, resolve
+from megatron.config import FLAG_CLASSES, FlagParser, TokenizerConfig, parse_configs
 from megatron.corpus.preprocessing.config import PreprocessConfig
-from megatron.engine import deepspeed_json
-from megatron.engine.deepspeed_file import read_json
-from megatron.families import family_of
 from megatron.inference.generation.config import GenerateConfig
 from megatron.inference.server.config import ServerConfig
 from megatron.tasks.config import TaskConfig
@@ -25,8 +22,8 @@ from megatron.tasks.detoxify.fine_tuning import FineTuneConfig
 from megatron.training.run import RunToolParser
 
 APART = (
-    *("await.sh", "common.sh", "universal.sh"),
-    *("llama.sh", "pretrain_shakespeare_char.sh", "run_tb_analysis.sh"),
+    *("await.sh", "common.sh", "llama.sh", "megatron_deepspeed.sh", "universal.sh"),
+    *("pretrain_shakespeare_char.sh", "run_tb_analysis.sh"),
 )
 """What the others source, and what does more than train; tests/e2e has the latter."""
 
@@ -84,8 +81,11 @@ SCRIPTS = sorted(
     path
     for path in FOLDER.rglob("*.sh")
     if path.name not in (*APART, *TASKS, SERVER)
-    and not {"finetune", "finetune_hf_llama", "megatron"} & set(path.relative_to(FOLDER).parts)
-    and path.parent.name not in ("megatron_gpt", "llama")
+    and not {"data_efficiency", "finetune", "finetune_hf_llama", "megatron", "megatron_gpt"}
+    & set(path.relative_to(FOLDER).parts)
+    and path.parent.name != "llama"
+    and "megatron_deepspeed.sh" not in path.read_text()
+    and path.name != "ds_train.sh"
 )
 OWN = [path for path in SCRIPTS if str(path.relative_to(FOLDER)) not in LINEAGE]
 MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4".split()
@@ -96,15 +96,6 @@ GIVEN = {
     "continue_pretrain_llama2.sh": MODEL,
 }
 """What a script has to be given; these would take the model from the checkpoint."""
-
-
-def resolved(flags, world_size, family="gpt"):
-    """The configuration of a run on that many processes."""
-    settings = family_of(family).complete_settings(FlagParser(*FLAG_CLASSES).settings(flags))
-    if "deepspeed_config" in settings:
-        file = ROOT / settings["deepspeed_config"].value
-        settings = deepspeed_json.merge(settings, read_json(str(file)), str(file), world_size)
-    return resolve(settings, world_size=world_size).config
 
 
 @pytest.mark.parametrize("path", OWN, ids=lambda path: path.name)

@@ -1,0 +1,242 @@
+"""Rows of tests/script_runs.py: scripts of examples_deepspeed/ other than Megatron-LM's."""
+
+from script_runs import SMALL, TOKENS, Script
+
+EXPERTS = "experts"
+ULYSSES = "Ulysses sequence parallelism"
+GPT = f"{SMALL} {TOKENS}"
+TEN = "--train-iters 10 --train-tokens 100000"
+"""Where the tokens of a step grow."""
+GROWING = {"CL_START_SEQLEN": "8", "CL_STEP": "8"}
+TEACHER = (
+    "OUTPUT_BASEPATH={{out}}/teacher CHECKPOINT_PATH={{out}}/taught LAUNCHER=torchrun "
+    f"examples_deepspeed/MoE/ds_pretrain_gpt_125M_dense_cl.sh {GPT}"
+)
+TRAINED = (
+    "OUTPUT_BASEPATH={{out}}/model CHECKPOINT_PATH={{out}}/trained LAUNCHER=torchrun "
+    f"examples_deepspeed/MoE/ds_pretrain_gpt_350M_dense.sh {GPT}"
+)
+EVALUATED = {"CHECKPOINT_PATH": "{out}/trained", "RESULT_PATH": "{out}/results.json"}
+LAMBADA = "{source}/lambada/lambada_test_first1000.jsonl"
+WIKITEXT = "{source}/wikitext2/wiki.valid.raw"
+KD = {"CHECKPOINT_PATH_TEACHER": "{out}/taught"}
+
+
+def tokens(path: str, processes: int, **more: object) -> Script:
+    return Script(path, "train", processes, small=GPT, **more)
+
+
+MOE = tuple(
+    Script(f"MoE/ds_pretrain_gpt_{name}.sh", "waits", processes, waits=EXPERTS, note=note)
+    for name, processes, note in (
+        ("125M_MoE64", 64, ""),
+        ("350M_MoE128", 64, ""),
+        ("1.3B_MoE128", 64, ""),
+        ("350M_PR-MoE32or64", 64, ""),
+        ("1.3B_PR-MoE64or128", 128, ""),
+        ("350M_PR-MoE32or64_MoS", 64, "its JSON was invalid, its teacher that of 1.3B"),
+        ("1.3B_PR-MoE64or128_MoS", 128, ""),
+    )
+)
+MOE += (
+    tokens("MoE/ds_pretrain_gpt_350M_dense.sh", 64, gpus=2),
+    Script(
+        *("MoE/ds_pretrain_gpt_1.3B_dense.sh", "train", 64),
+        small=f"{GPT} --train-tokens 2048",
+        settings={"MP_SIZE": "2", "RAMPUP_BATCH_SIZE": "4 4 16"},
+        gpus=2,
+        prints=("global batch size: +4 ", "global batch size: +8 "),
+    ),
+    Script(
+        *("MoE/ds_pretrain_gpt_6.7B_dense.sh", "train", 64),
+        small=f"{GPT} --train-tokens 2048",
+        settings={"MP_SIZE": "2", "RAMPUP_BATCH_SIZE": "4 4 16"},
+        gpus=2,
+        prints=("global batch size: +4 ", "global batch size: +8 "),
+    ),
+    Script(
+        *("MoE/ds_pretrain_gpt_125M_dense_cl.sh", "train", 128),
+        small=f"{GPT} {TEN}",
+        settings=GROWING,
+        prints=("curriculum seqlen: +(8|16) ", "curriculum seqlen: +32 "),
+    ),
+    Script(
+        *("MoE/ds_pretrain_gpt_1.3B_dense_cl.sh", "train", 128),
+        small=f"{GPT} {TEN}",
+        settings=GROWING | {"MP_SIZE": "2"},
+        gpus=2,
+        prints=("curriculum seqlen: +(8|16) ", "curriculum seqlen: +32 "),
+    ),
+    Script(
+        *("MoE/ds_evalharness.sh", "run", 1),
+        small="--limit 4 --micro-batch-size 2",
+        before=(TRAINED,),
+        settings=EVALUATED | {"TASKS": f"lambada={LAMBADA}"},
+        prints=(r"lambada.*acc\D+[\d.]+",),
+        note="task data are local files",
+    ),
+)
+
+COMPRESSION = (
+    *(
+        Script(
+            *(f"compression/ds_pretrain_gpt_{name}.sh", "train", processes),
+            small=f"{GPT} {TEN} --num-layers-teacher 2 --num-layers 1",
+            settings=KD | {"MP_SIZE": str(tensor)} | (GROWING if "cl" in name else {}),
+            gpus=tensor,
+            before=(TEACHER,),
+            prints=("kd loss: ", *(("curriculum seqlen: +(8|16) ",) if "cl" in name else ())),
+        )
+        for name, processes, tensor in (
+            ("125M_dense_kd", 64, 1),
+            ("125M_dense_cl_kd", 64, 1),
+            ("1.3B_dense_cl_kd", 128, 2),
+        )
+    ),
+    tokens(
+        *("compression/ds_pretrain_gpt_350M_dense_kd.sh", 64),
+        note="has no teacher in spite of its name",
+    ),
+    *(
+        Script(
+            *(f"compression/125M-{name}Int8-test-64gpu-distilled-group48.sh", "waits", 64),
+            waits="quantization-aware training",
+            note="4-bit weights and 8-bit activations in spite of its name",
+        )
+        for name in ("", "L10-", "L12-")
+    ),
+    Script(
+        *("compression/ds_evalharness.sh", "run", 1),
+        small="--limit 4 --micro-batch-size 2",
+        before=(TRAINED,),
+        settings=EVALUATED | {"TASKS": f"lambada={LAMBADA},wikitext={WIKITEXT}"},
+        prints=(r"lambada.*acc\D+[\d.]+", r"word_perplexity\D+[\d.]+"),
+        note="task data are local files",
+    ),
+)
+
+POSITIONS = (
+    "baseline baseline 1558 1.5e-4 512 1024 1 1234 5000 600000 157286400000 157286400000 3000 "
+    "false 0 0"
+)
+PIPELINE = {"MP_SIZE": "1", "PP_SIZE": "2"}
+CURRICULUM = (
+    Script(
+        *("curriculum_learning/ds_train.sh", "train", 128),
+        small=f"{SMALL} {TEN} --lr-warmup-iters 3",
+        settings={"CURRICULUM_STEP": "8", "CURRICULUM_MIN": "8", "LR_DECAY_TOKEN": "2560"},
+        prints=("curriculum seqlen: +(8|16) ", "curriculum seqlen: +32 "),
+        note="`CONFIG=baseline` is the run that its comments had",
+    ),
+    Script(
+        *("curriculum_learning/ds_pretrain_gpt2.sh", "train", 128),
+        words=POSITIONS,
+        small=f"{SMALL} {TEN} --lr-warmup-iters 3",
+        gpus=2,
+        note="16 positions, then flags",
+    ),
+)
+SLW = tuple(
+    Script(
+        *(f"{folder}/ds_pretrain_gpt_1.3B_rope_slw.sh", "train", 64),
+        small=f"{GPT} {TEN}",
+        settings=PIPELINE | {"CL_START_SEQLEN": "8", "CL_STEP": "8"},
+        gpus=2,
+        prints=("curriculum seqlen: +(8|16) ", "curriculum seqlen: +32 "),
+    )
+    for folder in ("curriculum_learning", "rebase")
+)
+REBASE = (
+    tokens("rebase/ds_pretrain_gpt_1.3B.sh", 64, gpus=2),
+    tokens("rebase/ds_pretrain_gpt_1.3B_rope.sh", 64, settings=PIPELINE, gpus=2),
+    tokens("rebase/ds_pretrain_gpt_1.3B_megatron_checkpointing.sh", 64, gpus=2),
+    tokens("rebase/ds_pretrain_gpt_13B.sh", 64, settings=PIPELINE, gpus=2),
+    tokens("rebase/ds_pretrain_gpt_125M.sh", 8, gpus=4),
+    tokens(
+        *("rebase/ds_pretrain_gpt_125M_flashattn.sh", 8),
+        settings=PIPELINE,
+        gpus=2,
+        note="`--attention-backend` chooses the kernel",
+    ),
+)
+
+BERT = f"{SMALL} --train-iters 10"
+FINE_TUNED = {
+    "mnli": {
+        "TRAIN_DATA": "{data}/MNLI/train.tsv",
+        "VALID_DATA": "{data}/MNLI/dev_matched.tsv {data}/MNLI/dev_mismatched.tsv",
+    },
+    "qqp": {"TRAIN_DATA": "{data}/QQP/train.tsv", "VALID_DATA": "{data}/QQP/dev.tsv"},
+    "race": {"TRAIN_DATA": "{source}/race/dev/middle", "VALID_DATA": "{source}/race/dev/middle"},
+}
+PRETRAINED = (
+    "OUTPUT_BASEPATH={{out}}/bert CHECKPOINT_PATH={{out}}/pretrained LAUNCHER=torchrun "
+    f"examples_deepspeed/bert_with_pile/ds_pretrain_bert.sh {BERT}"
+)
+PILE = (
+    Script(
+        *("bert_with_pile/ds_pretrain_bert.sh", "train", 64),
+        small=BERT,
+        settings={"LR_WARMUP_ITERS": "2", "LR_DECAY_ITERS": "10"},
+        family="bert",
+        gpus=2,
+    ),
+    *(
+        Script(
+            *(f"bert_with_pile/ds_finetune_bert_{task}.sh", "run", 8),
+            words="7",
+            small=f"{SMALL} --epochs 1",
+            settings=settings | {"PRETRAINED_CHECKPOINT": "{out}/pretrained"},
+            family="bert",
+            before=(PRETRAINED,),
+            prints=(r"overall: .*= [\d.]+",),
+        )
+        for task, settings in FINE_TUNED.items()
+    ),
+)
+
+SAVED = "--train-iters 10 --save {out}/saved --load {out}/saved --save-interval 10"
+OTHERS = (
+    Script(
+        *("zero_bubble_pp/zbh1_pretrain_gpt_1.3b.sh", "waits", 8),
+        waits="the zero-bubble schedule",
+    ),
+    Script(
+        *("offload_pp/ds_pretrain_gpt_350M.sh", "waits", 16),
+        waits="offload_optimizer.ratio below 1",
+        note="fp16, as its flags say; its JSON said bf16",
+    ),
+    *(
+        Script(f"sequence_parallel/ds_pretrain_gpt_{name}.sh", "waits", 8, waits=ULYSSES)
+        for name in ("1.3B_seq_parallel_32k", "30B_seq_parallel_32k", "6.7B_fpdt_32k")
+    ),
+    *(
+        Script(
+            f"deepspeed4science/megatron_long_seq_support/pretrain_gpt_{name}_seq_parallel.sh",
+            *("train", processes),
+            small=GPT,
+            settings={"MP_SIZE": "2"},
+            gpus=2,
+            prints=("Flops Profiler",),
+            note="Megatron's `--sequence-parallel`",
+        )
+        for name, processes in (("1.3B", 8), ("30B", 32))
+    ),
+    *(
+        Script(
+            *(f"azure/{name}.sh", "train", processes),
+            small=f"{SMALL} {SAVED}",
+            gpus=2,
+            note="`--loss-scale 15` was its JSON's initial power, which stays",
+        )
+        for name, processes in (("run-175b", 8), ("run-1t", 8), ("run-benchmark-model", 16))
+    ),
+    Script(
+        *("run_deepspeed_example.sh", "train", 8),
+        small=f"{SMALL} {SAVED}",
+        gpus=2,
+        note="its JSON's batch size of 64 was not that of its flags, 1024, which stays",
+    ),
+)
+
+ROWS = (*MOE, *COMPRESSION, *CURRICULUM, *SLW, *REBASE, *PILE, *OTHERS)

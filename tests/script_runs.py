@@ -1,0 +1,234 @@
+"""Runs the scripts under Megatron-DeepSpeed's names at small size, and writes their page.
+
+    python tests/script_runs.py NAME ...             runs the rows whose path has one of the names
+    python tests/script_runs.py --markdown NAME ...  writes the page; results of other rows stay
+
+The data are those of the folder in MEGATRON_TEST_DATA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "examples_deepspeed"
+PAGE = ROOT / "docs" / "reference" / "megatron-deepspeed.md"
+MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32"
+BATCHES = "--global-batch-size 8 --micro-batch-size 2 --log-interval 1 --eval-iters 1"
+SMALL = f"{MODEL} --max-position-embeddings 32 {BATCHES}"
+TOKENS = "--train-tokens 2560 --lr-decay-tokens 2560 --lr-warmup-tokens 512"
+"""Ten steps of eight samples of 32 tokens."""
+STEPS, STOP = 10, 5
+COMPARED = re.compile(r"([a-z ]*(?:loss|rate|norm|scale|seqlen|samples|tokens)): +([\d.E+-]+) \|")
+
+
+@dataclass(frozen=True)
+class Script:
+    """A row: how a script is started small, and what it has to show."""
+
+    path: str
+    """Under examples_deepspeed/."""
+    kind: str
+    """``train`` (ten steps, and five and five, with equal losses), ``run`` (one run, which prints
+    what ``prints`` says), ``waits`` (for a capability) or ``none`` (the page alone)."""
+    processes: int = 8
+    """Of the command at full size."""
+    words: str = ""
+    """Positions; {data}, {out} and the names of ``Data`` are replaced here and below."""
+    small: str = SMALL
+    settings: dict[str, str] = field(default_factory=dict)
+    gpus: int = 1
+    family: str = "gpt"
+    before: tuple[str, ...] = ()
+    """Shell lines that make what the script starts from."""
+    prints: tuple[str, ...] = ()
+    waits: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Data:
+    """Small corpora made of the public data, by the names that rows use."""
+
+    names: dict[str, str]
+
+    @classmethod
+    def of(cls, source: Path, folder: Path) -> Data:
+        names = {
+            "source": str(source),
+            "gpt": f"{folder}/gpt_text_document",
+            "bert": f"{folder}/bert_text_sentence",
+            "vocab": f"{source}/gpt2_bpe/gpt2-vocab.json",
+            "merges": f"{source}/gpt2_bpe/gpt2-merges.txt",
+            "wordpieces": f"{source}/bert_wordpiece/bert-base-uncased-vocab.txt",
+            "data": str(folder),
+        }
+        web = (source / "openwebtext" / "openwebtext-1000.decoded.jsonl").read_text()
+        (folder / "text.jsonl").write_text("\n".join(web.splitlines()[:100]) + "\n")
+        made = ["python", "tools/preprocess_data.py", "--input", f"{folder}/text.jsonl"]
+        gpt = ["--tokenizer-type", "GPT2BPETokenizer", "--append-eod", "--vocab-file"]
+        gpt += [names["vocab"], "--merge-file", names["merges"], "--output-prefix", f"{folder}/gpt"]
+        bert = ["--tokenizer-type", "BertWordPieceLowerCase", "--split-sentences", "--vocab-file"]
+        bert += [names["wordpieces"], "--output-prefix", f"{folder}/bert"]
+        for flags in (gpt, bert):
+            finish([*made, *flags, "--workers", "1"], {})
+        for task in ("MNLI", "QQP"):
+            (folder / task).mkdir()
+            for file in (source / "glue" / task).glob("*.tsv"):
+                rows = file.read_text().splitlines()[:65]
+                (folder / task / file.name).write_text("\n".join(rows) + "\n")
+        return cls(names)
+
+    def settings(self, family: str) -> dict[str, str]:
+        if family == "bert":
+            return {"DATA_PATH": self.names["bert"], "VOCAB_FILE": self.names["wordpieces"]}
+        pair = {"VOCAB_FILE": self.names["vocab"], "MERGE_FILE": self.names["merges"]}
+        return {"DATA_PATH": self.names["gpt"]} | pair
+
+    def fill(self, text: str, out: Path) -> str:
+        return text.format(**self.names, out=out)
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def finish(command: list[str], settings: dict[str, str], status: int = 0) -> str:
+    """Return what a command prints on both streams; it has to end with the status."""
+    apart = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "DRY_RUN")
+    kept = {name: value for name, value in os.environ.items() if name not in apart}
+    port = free_port()
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    own = {"PATH": path, "MASTER_PORT": port, "DEEPSPEED_FLAGS": f"--master_port {port}"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=kept | own | {"OMP_NUM_THREADS": "1"} | settings,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900, check=False,
+    )  # fmt: skip
+    assert done.returncode == status, f"{shlex.join(command)}\n{done.stdout[-6000:]}"
+    return done.stdout
+
+
+def start(row: Script, data: Data, out: Path, *flags: str, status: int = 0, **more: str) -> str:
+    settings = data.settings(row.family) | {"OUTPUT_BASEPATH": str(out), "NUM_GPUS": str(row.gpus)}
+    settings |= {"GPUS": str(row.gpus), "CHECKPOINT_PATH": f"{out}/checkpoint/run"} | more
+    settings |= {name: data.fill(value, out) for name, value in row.settings.items()}
+    words = [data.fill(word, out) for word in shlex.split(f"{row.words} {row.small}")]
+    return finish(["bash", str(FOLDER / row.path), *words, *flags], settings, status)
+
+
+def steps(printed: str) -> dict[int, dict[str, str]]:
+    """The numbers of each step that do not depend on the clock."""
+    lines = (line for line in printed.splitlines() if re.search(r" iteration +\d+/", line))
+    numbers = {}
+    for line in lines:
+        values = {name.strip(): value for name, value in COMPARED.findall(line)}
+        numbers[int(re.search(r" iteration +(\d+)/", line)[1])] = values
+    return numbers
+
+
+def run(row: Script, data: Data, out: Path) -> str:
+    """Run a row; return its result in words."""
+    if row.kind == "waits":
+        said = start(row, data, out, status=1)
+        assert f"waits for {row.waits}" in said, said
+        return f"ends with status 1 and names what it waits for: {row.waits}"
+    for line in row.before:
+        settings = data.settings(row.family)
+        finish(["bash", "-c", data.fill(line, out)], settings | {"GPUS": "1", "NUM_GPUS": "1"})
+    if row.kind == "run":
+        said = start(row, data, out)
+        return "; ".join(" ".join(match(pattern, said).split()) for pattern in row.prints)
+    whole = start(row, data, out / "whole")
+    for pattern in row.prints:
+        match(pattern, whole)
+    expected = steps(whole)
+    assert max(expected) == STEPS, whole[-3000:]
+    # Another launcher starts faster and trains the same.
+    again = {"LAUNCHER": "torchrun"}
+    first = steps(start(row, data, out / "parts", "--exit-interval", str(STOP), **again))
+    second = steps(start(row, data, out / "parts", **again))
+    assert max(first) == STOP and first == {step: expected[step] for step in first}
+    rest = {step: numbers for step, numbers in expected.items() if step > STOP}
+    assert second == rest, f"{second}\n{rest}"
+    loss = [next(v for n, v in expected[step].items() if n.endswith("loss")) for step in (1, STEPS)]
+    return (
+        f"10 steps, loss {float(loss[0]):.3f} to {float(loss[1]):.3f}; resumed from step 5: equal"
+    )
+
+
+def match(pattern: str, text: str) -> str:
+    match = re.search(pattern, text)
+    assert match, f"{pattern!r} is not in\n{text[-4000:]}"
+    return match[0]
+
+
+def rows() -> tuple[Script, ...]:
+    from script_rows import ROWS
+
+    return ROWS
+
+
+MARK = "<!-- The tables are written by tests/script_runs.py. -->\n"
+
+
+def page(results: dict[str, str]) -> str:
+    parts, folder = [PAGE.read_text().split(MARK)[0] + MARK], None
+    for row in rows():
+        name = Path(row.path)
+        if name.parent != folder:
+            folder = name.parent
+            parts += [f"\n## `{folder}`\n" if folder.name else "\n## In the folder itself\n"]
+            parts += ["| script | processes | result at small size | notes |", "|---|---|---|---|"]
+        result = results.get(row.path, "not run")
+        parts.append(f"| `{name.name}` | {row.processes} | {result} | {row.note} |")
+    return "\n".join(parts) + "\n"
+
+
+def kept_results() -> dict[str, str]:
+    results, folder = {}, ""
+    for line in PAGE.read_text().splitlines() if PAGE.exists() else ():
+        if line.startswith("## "):
+            folder = f"{line.split('`')[1]}/" if "`" in line else ""
+        elif line.startswith("| `"):
+            cells = line.split(" | ")
+            results[folder + cells[0].split("`")[1]] = cells[2]
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--markdown", action="store_true")
+    own = parser.parse_args()
+    results = kept_results()
+    source = Path(os.environ["MEGATRON_TEST_DATA"])
+    with tempfile.TemporaryDirectory() as folder:
+        data = None
+        for row in rows():
+            if row.kind == "none" or not any(name in row.path for name in own.names):
+                continue
+            data = data or Data.of(source, Path(folder))
+            out = Path(folder, "out", row.path)
+            out.mkdir(parents=True)
+            try:
+                results[row.path] = run(row, data, out)
+                print(row.path, results[row.path], sep=": ", flush=True)
+            except AssertionError as error:
+                print(f"{row.path}: FAILED\n{error}", flush=True)
+    if own.markdown:
+        PAGE.write_text(page(results))
+
+
+if __name__ == "__main__":
+    main()

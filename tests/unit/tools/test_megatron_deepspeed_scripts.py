@@ -1,0 +1,138 @@
+"""Megatron-DeepSpeed's scripts: each prints a command of its full size, which resolves there."""
+
+import json
+import re
+
+import pytest
+from example_scripts import FOLDER, ROOT, printed, resolved, script
+from script_runs import MARK, PAGE, rows
+
+from megatron.config import FLAG_CLASSES, FlagParser
+
+ROWS = {row.path: row for row in rows()}
+TRAINED = [path for path, row in ROWS.items() if row.kind == "train"]
+WAITING = [path for path, row in ROWS.items() if row.kind == "waits"]
+SAMPLE = {
+    *("MoE/ds_pretrain_gpt_1.3B_dense_cl.sh", "compression/ds_pretrain_gpt_125M_dense_kd.sh"),
+    *("curriculum_learning/ds_train.sh", "rebase/ds_pretrain_gpt_1.3B_rope_slw.sh"),
+    *("bert_with_pile/ds_pretrain_bert.sh", "azure/run-1t.sh"),
+}
+
+
+def sampled(paths):
+    return [p if p in SAMPLE else pytest.param(p, marks=pytest.mark.proof) for p in paths]
+
+
+@pytest.fixture
+def printed_row(tmp_path):
+    """Prints the command of a row; a JSON that it fills is in a folder of the test."""
+    folders = {"OUTPUT_BASEPATH": str(tmp_path), "CHECKPOINT_PATH": ""}
+
+    def command(path, *flags, **settings):
+        words = [*ROWS[path].words.split(), *flags]
+        return printed(FOLDER / path, *words, **folders | settings)
+
+    return command
+
+
+@pytest.mark.parametrize("path", sampled(TRAINED))
+def test_full_size_command_resolves(path, printed_row):
+    launcher, flags = printed_row(path)
+    if launcher[0] == "deepspeed":
+        nodes = re.search(r"--num_nodes (\d+)", " ".join(launcher))
+        per_node = int(launcher[launcher.index("--num_gpus") + 1])
+        assert ROWS[path].processes == per_node * int(nodes[1] if nodes else 1)
+    family = next((name for name in ("bert", "t5") if f"pretrain_{name}" in path), "gpt")
+    config = resolved(flags, ROWS[path].processes, family)
+    assert config.training.global_batch_size % config.parallel.data_parallel_size == 0
+
+
+def test_values_of_the_full_size(printed_row):
+    """Numbers of Megatron-DeepSpeed's own scripts, in the command and in its JSON."""
+    _, flags = printed_row("MoE/ds_pretrain_gpt_1.3B_dense.sh")
+    values = FlagParser(*FLAG_CLASSES).settings(flags)
+    expected = {
+        "num_layers": 24, "hidden_size": 2048, "num_attention_heads": 16, "seq_length": 2048,
+        "global_batch_size": 512, "micro_batch_size": 2, "tensor_model_parallel_size": 4,
+        "lr": 2e-4, "min_lr": 2e-5, "rampup_batch_size": (32, 32, 1953125), "split": "98,2,0",
+        "train_tokens": 300 * 10**9, "train_samples": 300 * 10**9 * 3 // 2048,
+        "lr_decay_tokens": 260 * 10**9, "lr_warmup_tokens": 375 * 10**6, "zero_stage": 0,
+    }  # fmt: skip
+    assert {name: values[name].value for name in expected} == expected
+
+
+def test_curriculum_of_the_full_size(printed_row):
+    _, flags = printed_row("rebase/ds_pretrain_gpt_1.3B_rope_slw.sh")
+    values = FlagParser(*FLAG_CLASSES).settings(flags)
+    file = json.loads((ROOT / values["deepspeed_config"].value).read_text())
+    section = file["curriculum_learning"]
+    assert (section["min_difficulty"], section["max_difficulty"]) == (64, 2048)
+    assert section["schedule_config"]["total_curriculum_step"] == 953
+    assert values["min_lr"].value == 1e-6 and values["zero_stage"].value == 1
+
+
+@pytest.mark.parametrize("name", ["SEQ_LEN", "seq_len"])
+def test_a_flag_comes_before_the_environment_and_that_before_the_script(name, printed_row):
+    path = "MoE/ds_pretrain_gpt_125M_dense_cl.sh"
+    for flags, length in (((), 64), (("--seq-length", "32"), 32), (("--seq-length=16",), 16)):
+        _, words = printed_row(path, *flags, TRAIN_TOKENS="1000000", **{name: "64"})
+        values = FlagParser(*FLAG_CLASSES).settings(words)
+        json_file = json.loads((ROOT / values["deepspeed_config"].value).read_text())
+        assert values["seq_length"].value == values["max_position_embeddings"].value == length
+        assert values["train_samples"].value == 3 * 10**6 // length
+        assert json_file["curriculum_learning"]["max_difficulty"] == length
+
+
+def test_a_flag_replaces_those_that_say_the_same(printed_row):
+    flags = ["--train-iters", "9", "--lr-warmup-fraction=0.1", "--bf16", "--lr-decay-iters", "9"]
+    _, words = printed_row("rebase/ds_pretrain_gpt_1.3B.sh", *flags)
+    assert not {"--train-samples", "--lr-warmup-tokens", "--fp16", "--lr-decay-tokens"} & {*words}
+    assert "--train-tokens" in words
+
+
+@pytest.mark.parametrize("path", sampled(WAITING))
+def test_what_waits_says_so_and_prints_its_command(path, printed_row):
+    row = ROWS[path]
+    done = script(FOLDER / path, DRY_RUN="")
+    assert done.returncode == 1 and not done.stdout
+    name = re.escape(path.rsplit("/", 1)[-1])
+    assert re.fullmatch(f"{name}: waits for {re.escape(row.waits)}.*DRY_RUN=1.*\n", done.stderr)
+    launcher, flags = printed_row(path)
+    assert launcher[0] == "deepspeed" and "--train-tokens" in flags
+
+
+@pytest.mark.parametrize(
+    ("path", "settings", "message"),
+    [
+        ("MoE/ds_pretrain_gpt_350M_dense.sh", {"DATA_BLEND": "no/pile"}, "no/pile.bin does not"),
+        ("rebase/ds_pretrain_gpt_1.3B.sh", {"DATA_PATH": "1 {f}", "VOCAB_PATH": "v"}, "v does not"),
+        ("rebase/ds_pretrain_gpt_1.3B.sh", {"MODEL_SIZE": "5"}, "MODEL_SIZE 5 is not one of"),
+        ("rebase/ds_pretrain_gpt_13B.sh", {}, "64 are 8 nodes of 8: set HOSTFILE"),
+        ("compression/ds_pretrain_gpt_125M_dense_kd.sh", {}, "set CHECKPOINT_PATH_TEACHER"),
+        ("bert_with_pile/ds_finetune_bert_race.sh", {}, "set TRAIN_DATA"),
+        ("MoE/ds_evalharness.sh", {}, "set CHECKPOINT_PATH"),
+    ],
+)
+def test_what_is_missing_is_named(path, settings, message, tmp_path):
+    (tmp_path / "a.bin").touch()
+    empty = {"DRY_RUN": "", "DATA_PATH": "", "VOCAB_FILE": "", "OUTPUT_BASEPATH": str(tmp_path)}
+    empty["CHECKPOINT_PATH"] = ""
+    if "64 are" not in message:
+        empty["NUM_GPUS"] = "2"
+    own = {name: value.format(f=tmp_path / "a") for name, value in settings.items()}
+    if path.startswith("bert"):
+        own["VOCAB_FILE"] = str(tmp_path / "a.bin")
+    done = script(FOLDER / path, **empty | own)
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+
+
+def test_page_and_table_name_every_script():
+    sourced = {
+        str(path.relative_to(FOLDER))
+        for path in FOLDER.rglob("*.sh")
+        if re.search(r"^source .*megatron_deepspeed\.sh", path.read_text(), re.MULTILINE)
+    }
+    assert sourced <= set(ROWS)
+    written = PAGE.read_text().split(MARK)[1]
+    names = {path.rsplit("/", 1)[-1] for path in ROWS}
+    assert names == set(re.findall(r"^\| `([^`]+)` \|", written, re.MULTILINE))
