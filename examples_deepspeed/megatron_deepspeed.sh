@@ -82,7 +82,7 @@ defaults() { # NAME=VALUE ...
 
 # A choice of the script that no environment replaces.
 DATA=pile_text_document LENGTH=--train-samples SAMPLES=3 TEMPLATE='' TEMPLATE_VALUES=() PREFIX=gpt SUFFIX='' LOAD=''
-PROCESSES=8 COUNTED=''
+PROCESSES=8 START=72 COUNTED=''
 
 # Adds a flag unless one of these was given, which decides the same.
 either() { # "--flag --flag ..." --flag value ...
@@ -282,8 +282,10 @@ moe_gpt3() { # --flag value ...
 
 # With a batch of thousands, which short samples at the start make stable.
 curriculum_gpt3() { # --flag value ...
-    defaults NO_PP=true LOG_OPTIMIZER_STATE=true CL_ENABLED=true CL_START_SEQLEN=72 \
-        LR_DECAY_TOKENS=260000000000 SAVE_INTERVAL=1000
+    defaults SEQ_LEN=2048
+    defaults NO_PP=true LOG_OPTIMIZER_STATE=true CL_ENABLED=true \
+        CL_START_SEQLEN=$((SEQ_LEN < START ? 8 : START)) LR_DECAY_TOKENS=260000000000 \
+        SAVE_INTERVAL=1000
     pretrain_gpt3 "$@"
 }
 
@@ -312,7 +314,8 @@ rebase_gpt3() { # --flag value ...
 
 # Rotary positions in a quarter of each head; samples grow during the first third of the warm-up.
 rotary_growing_gpt3() { # --flag value ...
-    defaults MIN_LR=1.0e-6 SEQ_LEN=2048 LR_WARMUP_TOKENS_IN_MILLION=3000 CL_START_SEQLEN=64
+    defaults MIN_LR=1.0e-6 SEQ_LEN=2048 LR_WARMUP_TOKENS_IN_MILLION=3000
+    defaults CL_START_SEQLEN=$((SEQ_LEN < 64 ? 8 : 64))
     gpt3_shape
     CL_ENABLED=true
     defaults CL_STEP=$((LR_WARMUP_TOKENS_IN_MILLION * 1000000 / 3 / GLOBAL_BATCH_SIZE / SEQ_LEN))
