@@ -1,4 +1,4 @@
-"""Rows of tests/script_runs.py: Megatron-LM's scripts, universal checkpoints, Llamas, data efficiency."""
+"""Rows of tests/script_runs.py: scripts of Megatron-LM, universal checkpoints and others."""
 
 from script_runs import MODEL, SMALL, TOKENS, Script
 
@@ -30,23 +30,25 @@ PRETRAINING = tuple(
 )
 
 TRAIN_GPT = (
-    "CHECKPOINT_PATH={{out}}/trained LAUNCHER=python bash examples_deepspeed/megatron/pretrain_gpt.sh "
+    "CHECKPOINT_PATH={{out}}/trained LAUNCHER=python "
+    "bash examples_deepspeed/megatron/pretrain_gpt.sh "
     "{sizes} --train-iters 2 --lr-decay-iters 2 --eval-iters 1"
 )
 GPT = TRAIN_GPT.format(sizes=f"{SMALL} --global-batch-size 2")
-LONG = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256"
+LONG = f"{MODEL} --seq-length 256 --max-position-embeddings 256"
 LONG_GPT = TRAIN_GPT.format(sizes=f"{LONG} --micro-batch-size 2 --global-batch-size 2")
 BERT = (
-    "CHECKPOINT_PATH={out}/trained LAUNCHER=python bash examples_deepspeed/megatron/pretrain_bert.sh "
+    "CHECKPOINT_PATH={out}/trained LAUNCHER=python "
+    "bash examples_deepspeed/megatron/pretrain_bert.sh "
     f"{SMALL} --global-batch-size 2 --train-iters 2 --lr-decay-iters 2"
 )
 TRAINED = {"CHECKPOINT_PATH": "{out}/trained"}
 FINE_TUNED = {"PRETRAINED_CHECKPOINT": "{out}/trained", "CHECKPOINT_PATH": "{out}/tuned"}
 OVERALL = (r"overall: correct / total = .*%",)
-RACE = "mkdir -p {out}/race; for n in 1011 1030; do cp {source}/race/dev/middle/$n.txt {out}/race; done"
+RACE = "mkdir -p {out}/race; cp {source}/race/dev/middle/10[13]?.txt {out}/race"
 FILES = {"TRAIN_DATA": "{out}/race", "VALID_DATA": "{out}/race"}
 SELF = "megatron/detxoify_lm/self_generation/selfgenerate-1.3b-unconditional.sh"
-PROMPTS = 'for i in 1 2; do echo "{{\\"prompt\\": {{\\"text\\": \\"They saw\\"}}}}"; done >{out}/prompts.jsonl'
+PROMPTS = """echo '{{"prompt": {{"text": "They saw"}}}}' >{out}/prompts.jsonl"""
 
 TASKS = (
     Script(
@@ -58,7 +60,7 @@ TASKS = (
     *(
         Script(
             *(f"megatron/run_text_generation_server_345M{suffix}.sh", "serve", processes),
-            small=MODEL,
+            small=f"{MODEL} --max-position-embeddings 32",
             before=(GPT,),
             settings=TRAINED,
             gpus=gpus,
@@ -125,7 +127,7 @@ TASKS = (
         words="{out}/prompts.jsonl {out}/trained",
         small="--out-seq-length 4",
         before=(GPT, PROMPTS),
-        prints=("2 texts",),
+        prints=("1 text",),
     ),
     Script(
         *("megatron/merge_mp_bert.sh", "run", 1),
@@ -216,7 +218,8 @@ FROM = {"LOAD_TP": "1", "LOAD_PP": "1", "LOAD_DP": "2"}
 TO = {"RUNS": "{out}", "TP": "2", "PP": "1", "DP": "1", "GLOBAL_BATCH": "8"}
 LLAMA = {"FFN_HIDDEN_SIZE": "64", "CHECKPOINT_PATH": "{out}/saved"}
 SAVE = (
-    "RUNS={{out}} DP=2 TP=1 PP=1 GLOBAL_BATCH=8 GPUS=2 NUM_GPUS=2 LAUNCHER=torchrun FFN_HIDDEN_SIZE=64 "
+    "RUNS={{out}} DP=2 TP=1 PP=1 GLOBAL_BATCH=8 GPUS=2 NUM_GPUS=2 LAUNCHER=torchrun "
+    "FFN_HIDDEN_SIZE=64 "
     f"bash examples_deepspeed/universal_checkpointing/{{script}} {SMALL} --train-iters 10 "
     "--save-interval 5 --eval-interval 5"
 )

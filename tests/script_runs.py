@@ -177,8 +177,9 @@ def serve(row: Script, data: Data, out: Path) -> str:
                     time.sleep(1)
             assert text.startswith("They saw"), text
         finally:
-            os.killpg(server.pid, signal.SIGTERM)
-            server.wait(timeout=120)
+            if server.poll() is None:
+                os.killpg(server.pid, signal.SIGTERM)
+                server.wait(timeout=120)
     return "answers `PUT /api`"
 
 
