@@ -315,7 +315,7 @@ LLAMAS = (
 )
 
 BY_TRUNCATION = (
-    "'' '' false 2048 1 true 1 seqlen_truncate dummy dummy value single_cluster 8 32 8 8 1"
+    "2.0e-4 300 false 2048 1 true 1 seqlen_truncate dummy dummy value single_cluster 8 32 8 8 1"
 )
 DATA_EFFICIENCY = (
     Script(

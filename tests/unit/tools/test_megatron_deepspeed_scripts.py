@@ -10,7 +10,11 @@ from script_runs import MARK, PAGE, rows
 from megatron.config import FLAG_CLASSES, FlagParser
 
 ROWS = {row.path: row for row in rows()}
-TRAINED = [path for path, row in ROWS.items() if row.kind == "train"]
+TRAINED = [
+    path
+    for path, row in ROWS.items()
+    if row.kind == "train" and "MEGATRON_PARAMS" not in row.settings
+]
 WAITING = [path for path, row in ROWS.items() if row.kind == "waits"]
 SAMPLE = {
     *("MoE/ds_pretrain_gpt_1.3B_dense_cl.sh", "compression/ds_pretrain_gpt_125M_dense_kd.sh"),
@@ -30,9 +34,10 @@ def sampled(paths):
 @pytest.fixture
 def printed_row(tmp_path):
     """Prints the command of a row; a JSON that it fills is in a folder of the test."""
-    folders = {"OUTPUT_BASEPATH": str(tmp_path), "CHECKPOINT_PATH": ""}
 
     def command(path, *flags, **settings):
+        place = "checkpoints" if path.startswith("megatron/") else ""
+        folders = {"OUTPUT_BASEPATH": str(tmp_path), "CHECKPOINT_PATH": place}
         words = [*ROWS[path].words.split(), *flags]
         return printed(FOLDER / path, *words, **folders | settings)
 
