@@ -69,7 +69,7 @@ SERVE = [
     "uvicorn>=0.30,<1",
 ]
 
-# The scorer of examples_deepspeed/detxoify_lm that runs here.
+# The scorer of examples_deepspeed/megatron/detxoify_lm that runs here.
 DETOXIFY = ["alt-profanity-check>=1.8; python_version >= '3.11'"]
 
 # Retro: its files are HDF5; without faiss the search for neighbours is exact.

@@ -4,12 +4,13 @@
     python benchmarks/detoxify.py --text data/RACE/train/middle --folder detoxify
     python benchmarks/detoxify.py --text web.jsonl --folder detoxify --seeds 1 2 3 -- --lr 1e-4
 
-Every step is the command of examples_deepspeed/detxoify_lm/README.md, with alt-profanity-check as
-the scorer; what follows "--" is appended to the flags of the fine-tuning. Beside the least toxic
-half of the samples, an equally large random part of them is trained on, which shows what the filter
-does. Data and models are kept in --folder, and what is there is used again. Printed are both
-measures over 25 continuations of each prompt, and the perplexities of held-out documents, as they
-are and without what was planted: medians over the seeds, and how they change.
+Every step is the command of examples_deepspeed/megatron/detxoify_lm/README.md, with
+alt-profanity-check as the scorer; what follows "--" is appended to the flags of the fine-tuning.
+Beside the least toxic half of the samples, an equally large random part of them is trained on,
+which shows what the filter does. Data and models are kept in --folder, and what is there is used
+again. Printed are both measures over 25 continuations of each prompt, and the perplexities of
+held-out documents, as they are and without what was planted: medians over the seeds, and how they
+change.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from trainings import new_parser
 
 from megatron.tasks.detoxify.config import CONTINUATIONS
 
-EXAMPLE = "examples_deepspeed/detxoify_lm"
+EXAMPLE = "examples_deepspeed/megatron/detxoify_lm"
 WHO = ("he", "she", "the man", "my brother", "that boy", "Tom", "the teacher", "his friend")
 PROFANE = (
     "{who} said it was a load of shit.",

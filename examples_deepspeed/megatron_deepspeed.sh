@@ -5,7 +5,6 @@
 #     defaults NAME=VALUE ...               values that the environment or a flag can replace
 #     pretrain_gpt3 --flag value ... "$@"   trains a GPT of GPT-3's table
 #     train PROGRAM --flag value ... "$@"   any other program, with folders, JSON and log
-#     waits_for CAPABILITY                  ends here with status 1, unless DRY_RUN=1
 #
 # A value comes from a flag after the script, then the environment (SEQ_LEN=64 or seq_len=64), then
 # the script. Settings of ../common.sh hold too. Those of all scripts here:
@@ -82,8 +81,8 @@ defaults() { # NAME=VALUE ...
 }
 
 # A choice of the script that no environment replaces.
-DATA=pile_text_document LENGTH=--train-samples SAMPLES=3 TEMPLATE='' PREFIX=gpt SUFFIX='' LOAD=''
-PROCESSES=8 COUNTED=''
+DATA=pile_text_document LENGTH=--train-samples SAMPLES=3 TEMPLATE='' TEMPLATE_VALUES=() PREFIX=gpt SUFFIX='' LOAD=''
+PROCESSES=8 START=72 COUNTED=''
 
 # Adds a flag unless one of these was given, which decides the same.
 either() { # "--flag --flag ..." --flag value ...
@@ -97,12 +96,6 @@ either() { # "--flag --flag ..." --flag value ...
 # Adds flags where the variable is true.
 where() { # VALUE --flag ...
     [[ $1 != true && $1 != 1 ]] || FLAGS+=("${@:2}")
-}
-
-waits_for() {
-    [[ -z ${DRY_RUN:-} ]] || return 0
-    echo "${0##*/}: waits for $*; DRY_RUN=1 prints its command" >&2
-    exit 1
 }
 
 # How many processes a run has: NUM_GPUS, GPUS of each node, the slots of HOSTFILE, or the script's.
@@ -249,7 +242,7 @@ pretrain_gpt3() { # --flag value ...
             deepspeed_flags "$TEMPLATE" CONFIG_CL_ENABLED="$CL_ENABLED" CONFIG_CL_MIN="$CL_START_SEQLEN" \
                 CONFIG_CL_MAX="$SEQ_LEN" CONFIG_CL_DURATION="$CL_STEP"
             ;;
-        *) deepspeed_flags "$TEMPLATE" ;;
+        *) deepspeed_flags "$TEMPLATE" "${TEMPLATE_VALUES[@]}" ;;
     esac
     pretraining_flags
     FLAGS+=(--adam-beta2 0.95 --init-method-std "$INIT_STD" --hysteresis 2
@@ -289,8 +282,10 @@ moe_gpt3() { # --flag value ...
 
 # With a batch of thousands, which short samples at the start make stable.
 curriculum_gpt3() { # --flag value ...
-    defaults NO_PP=true LOG_OPTIMIZER_STATE=true CL_ENABLED=true CL_START_SEQLEN=72 \
-        LR_DECAY_TOKENS=260000000000 SAVE_INTERVAL=1000
+    defaults SEQ_LEN=2048
+    defaults NO_PP=true LOG_OPTIMIZER_STATE=true CL_ENABLED=true \
+        CL_START_SEQLEN=$((SEQ_LEN < START ? 8 : START)) LR_DECAY_TOKENS=260000000000 \
+        SAVE_INTERVAL=1000
     pretrain_gpt3 "$@"
 }
 
@@ -319,7 +314,8 @@ rebase_gpt3() { # --flag value ...
 
 # Rotary positions in a quarter of each head; samples grow during the first third of the warm-up.
 rotary_growing_gpt3() { # --flag value ...
-    defaults MIN_LR=1.0e-6 SEQ_LEN=2048 LR_WARMUP_TOKENS_IN_MILLION=3000 CL_START_SEQLEN=64
+    defaults MIN_LR=1.0e-6 SEQ_LEN=2048 LR_WARMUP_TOKENS_IN_MILLION=3000
+    defaults CL_START_SEQLEN=$((SEQ_LEN < 64 ? 8 : 64))
     gpt3_shape
     CL_ENABLED=true
     defaults CL_STEP=$((LR_WARMUP_TOKENS_IN_MILLION * 1000000 / 3 / GLOBAL_BATCH_SIZE / SEQ_LEN))
@@ -375,7 +371,7 @@ evaluate_harness() { # TASKS --flag value ...
         --task_list "$TASKS" --results_path "$RESULT_PATH" "${@:2}"
 }
 
-# Fine-tunes a BERT of 336 million weights on MNLI, QQP or RACE.
+# Fine-tunes a BERT of 336 million weights on a task of GLUE or RACE.
 finetune_bert() { # TASK [SEED] --flag value ...
     local FLAGS=() task=$1 epochs batch micro rate warmup
     shift
@@ -384,19 +380,21 @@ finetune_bert() { # TASK [SEED] --flag value ...
         MNLI) epochs=10 batch=128 micro=16 rate=1.0e-5 warmup=0.065 ;;
         QQP) epochs=12 batch=128 micro=16 rate=5.0e-5 warmup=0.065 ;;
         RACE) epochs=3 batch=32 micro=4 rate=2.0e-5 warmup=0.06 ;;
+        *) epochs=3 batch=32 micro=8 rate=2.0e-5 warmup=0.1 ;;
     esac
-    defaults SEED=1234 GLOBAL_BATCH_SIZE=$batch BATCH_SIZE=$micro LR=$rate ZERO_STAGE=0 \
+    defaults SEED=1234 EPOCHS=$epochs LR_WARMUP_FRACTION=$warmup GLOBAL_BATCH_SIZE=$batch BATCH_SIZE=$micro LR=$rate ZERO_STAGE=0 \
         LOG_INTERVAL=10 ACTIVATION_CHECKPOINT=true PRETRAINED_CHECKPOINT=checkpoints/bert_336M \
         DATA_HOME="${BASE_DATA_PATH:-dataset}"
     case $task in
         MNLI) defaults TRAIN_DATA="$DATA_HOME/MNLI/train.tsv" \
             VALID_DATA="$DATA_HOME/MNLI/dev_matched.tsv $DATA_HOME/MNLI/dev_mismatched.tsv" ;;
-        QQP) defaults TRAIN_DATA="$DATA_HOME/QQP/train.tsv" VALID_DATA="$DATA_HOME/QQP/dev.tsv" ;;
         RACE) defaults TRAIN_DATA="$DATA_HOME/RACE/train/middle" \
             VALID_DATA="$DATA_HOME/RACE/dev/middle" ;;
+        *) defaults TRAIN_DATA="$DATA_HOME/$task/train.tsv" VALID_DATA="$DATA_HOME/$task/dev.tsv" ;;
     esac
     processes "${PROCESSES_OF_TASK:-8}"
-    defaults JOB_NAME="bert-finetune-${task,,}-seed$SEED"
+    # shellcheck disable=SC2153
+    defaults JOB_NAME="$task-bsz$GLOBAL_BATCH_SIZE-lr$LR-epochs$EPOCHS-seed$SEED"
     folders
     defaults VOCAB_FILE="${VOCAB_PATH:-${vocab_path:-dataset/bert-large-uncased-vocab.txt}}"
     vocabulary bert
@@ -406,12 +404,12 @@ finetune_bert() { # TASK [SEED] --flag value ...
     where "$ACTIVATION_CHECKPOINT" --checkpoint-activations
     either "--fp16 --bf16" --fp16
     train tasks/main.py --finetune --task "$task" --seed "$SEED" \
-        --tokenizer-type BertWordPieceLowerCase --epochs $epochs \
+        --tokenizer-type BertWordPieceLowerCase --epochs "$EPOCHS" \
         --pretrained-checkpoint "$PRETRAINED_CHECKPOINT" --tensor-model-parallel-size 1 \
         --pipeline-model-parallel-size 1 --no-pipeline-parallel --num-layers 24 \
         --hidden-size 1024 --num-attention-heads 16 --global-batch-size "$GLOBAL_BATCH_SIZE" \
         --micro-batch-size "$BATCH_SIZE" --lr "$LR" --lr-decay-style linear \
-        --lr-warmup-fraction $warmup --seq-length 512 --max-position-embeddings 512 \
+        --lr-warmup-fraction "$LR_WARMUP_FRACTION" --seq-length 512 --max-position-embeddings 512 \
         --save-interval 500000 --save "$CHECKPOINT_PATH" --log-interval "$LOG_INTERVAL" \
         --eval-interval 100 --eval-iters 50 --weight-decay 1.0e-1 "$@"
 }

@@ -1,5 +1,1 @@
-#!/usr/bin/env bash
-# Megatron-LM's script of 2023: BERT with 345 million weights, one process.
-source "$(dirname "$0")/common.sh"
-
-megatron_lm_bert 1 --train-iters 2000000 --micro-batch-size 4 --global-batch-size 8 "$@"
+megatron/pretrain_bert.sh

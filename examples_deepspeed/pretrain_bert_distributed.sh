@@ -1,5 +1,1 @@
-#!/usr/bin/env bash
-# Megatron-LM's script of 2023: BERT with 345 million weights, data parallel over 8 processes.
-source "$(dirname "$0")/common.sh"
-
-megatron_lm_bert 8 --train-iters 1000000 --micro-batch-size 4 --global-batch-size 32 "$@"
+megatron/pretrain_bert_distributed.sh

@@ -1,5 +1,1 @@
-#!/usr/bin/env bash
-# Megatron-LM's script of 2023: GPT with 345 million weights, data parallel over 8 processes.
-source "$(dirname "$0")/common.sh"
-
-megatron_lm_gpt 8 --micro-batch-size 8 --global-batch-size 64 "$@"
+megatron/pretrain_gpt_distributed.sh

@@ -1,7 +1,1 @@
-#!/usr/bin/env bash
-# Megatron-LM's script of 2023: GPT with 345 million weights, 8 processes: 2 tensor-parallel ranks, a
-# pipeline of 2 stages, data parallel over 2.
-source "$(dirname "$0")/common.sh"
-
-megatron_lm_gpt 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 \
-    --sequence-parallel --micro-batch-size 4 --global-batch-size 16 "$@"
+megatron/pretrain_gpt_distributed_with_mp.sh

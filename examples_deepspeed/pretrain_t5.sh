@@ -1,5 +1,1 @@
-#!/usr/bin/env bash
-# Megatron-LM's script of 2023: T5 with 220 million weights, one process.
-source "$(dirname "$0")/common.sh"
-
-megatron_lm_t5 1 --micro-batch-size 16 --global-batch-size 16 "$@"
+megatron/pretrain_t5.sh

@@ -24,8 +24,8 @@ SETTINGS = {
 
 PROGRAM = (
     r"finetune\.py|(pretrain|finetune)_\w+\.py"
-    r"|(tasks|tasks/eval_harness|tools|tools/retro)/\w+\.py"
-    r"|examples_deepspeed/(detxoify_lm|data_efficiency)/\w+\.py"
+    r"|(tasks|tasks/eval_harness|tools|tools/retro|"
+    r"examples_deepspeed/((megatron/)?detxoify_lm|data_efficiency))/\w+\.py"
 )
 
 

@@ -8,18 +8,14 @@ GPT = f"{SMALL} {TOKENS}"
 TEN = "--train-iters 10 --train-tokens 100000"
 """Where the tokens of a step grow."""
 GROWING = {"CL_START_SEQLEN": "8", "CL_STEP": "8"}
-TEACHER = (
-    "OUTPUT_BASEPATH={{out}}/teacher CHECKPOINT_PATH={{out}}/taught LAUNCHER=torchrun "
-    f"examples_deepspeed/MoE/ds_pretrain_gpt_125M_dense_cl.sh {GPT}"
-)
 TRAINED = (
-    "OUTPUT_BASEPATH={{out}}/model CHECKPOINT_PATH={{out}}/trained LAUNCHER=torchrun "
+    "OUTPUT_BASEPATH={out}/model CHECKPOINT_PATH={out}/trained LAUNCHER=torchrun "
     f"examples_deepspeed/MoE/ds_pretrain_gpt_350M_dense.sh {GPT}"
 )
 EVALUATED = {"CHECKPOINT_PATH": "{out}/trained", "RESULT_PATH": "{out}/results.json"}
 LAMBADA = "{source}/lambada/lambada_test_first1000.jsonl"
 WIKITEXT = "{source}/wikitext2/wiki.valid.raw"
-KD = {"CHECKPOINT_PATH_TEACHER": "{out}/taught"}
+KD = {"CHECKPOINT_PATH_TEACHER": "{out}/trained"}
 
 
 def tokens(path: str, processes: int, **more: object) -> Script:
@@ -84,7 +80,7 @@ COMPRESSION = (
             small=f"{GPT} {TEN} --num-layers-teacher 2 --num-layers 1",
             settings=KD | {"MP_SIZE": str(tensor)} | (GROWING if "cl" in name else {}),
             gpus=tensor,
-            before=(TEACHER,),
+            before=(TRAINED,),
             prints=("kd loss: ", *(("curriculum seqlen: +(8|16) ",) if "cl" in name else ())),
         )
         for name, processes, tensor in (
@@ -170,7 +166,7 @@ FINE_TUNED = {
     "race": {"TRAIN_DATA": "{source}/race/dev/middle", "VALID_DATA": "{source}/race/dev/middle"},
 }
 PRETRAINED = (
-    "OUTPUT_BASEPATH={{out}}/bert CHECKPOINT_PATH={{out}}/pretrained LAUNCHER=torchrun "
+    "OUTPUT_BASEPATH={out}/bert CHECKPOINT_PATH={out}/pretrained LAUNCHER=torchrun "
     f"examples_deepspeed/bert_with_pile/ds_pretrain_bert.sh {BERT}"
 )
 PILE = (

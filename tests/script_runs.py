@@ -9,13 +9,18 @@ The data are those of the folder in MEGATRON_TEST_DATA.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
+import urllib.error
+import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,7 +44,8 @@ class Script:
     """Under examples_deepspeed/."""
     kind: str
     """``train`` (ten steps, and five and five, with equal losses), ``run`` (one run, which prints
-    what ``prints`` says), ``waits`` (for a capability) or ``none`` (the page alone)."""
+    what ``prints`` says), ``serve`` (a server, which answers), ``waits`` (for a capability) or
+    ``none`` (the page alone)."""
     processes: int = 8
     """Of the command at full size."""
     words: str = ""
@@ -51,6 +57,9 @@ class Script:
     before: tuple[str, ...] = ()
     """Shell lines that make what the script starts from."""
     prints: tuple[str, ...] = ()
+    cwd: str = ""
+    leaves: tuple[str, ...] = ()
+    """Files that the script leaves in ``cwd``."""
     waits: str = ""
     note: str = ""
 
@@ -104,15 +113,21 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def finish(command: list[str], settings: dict[str, str], status: int = 0) -> str:
-    """Return what a command prints on both streams; it has to end with the status."""
+def environment(settings: dict[str, str]) -> dict[str, str]:
     apart = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "DRY_RUN")
     kept = {name: value for name, value in os.environ.items() if name not in apart}
     port = free_port()
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     own = {"PATH": path, "MASTER_PORT": port, "DEEPSPEED_FLAGS": f"--master_port {port}"}
+    return kept | own | {"OMP_NUM_THREADS": "1"} | settings
+
+
+def finish(
+    command: list[str], settings: dict[str, str], status: int = 0, cwd: Path | str = ROOT
+) -> str:
+    """Return what a command prints on both streams; it has to end with the status."""
     done = subprocess.run(
-        command, cwd=ROOT, env=kept | own | {"OMP_NUM_THREADS": "1"} | settings,
+        command, cwd=cwd, env=environment(settings),
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900, check=False,
     )  # fmt: skip
     assert done.returncode == status, f"{shlex.join(command)}\n{done.stdout[-6000:]}"
@@ -120,11 +135,52 @@ def finish(command: list[str], settings: dict[str, str], status: int = 0) -> str
 
 
 def start(row: Script, data: Data, out: Path, *flags: str, status: int = 0, **more: str) -> str:
+    command, settings = prepared(row, data, out, *flags, **more)
+    said = finish(command, settings, status, data.fill(row.cwd, out) or ROOT)
+    for name in row.leaves:
+        assert Path(data.fill(row.cwd, out), name).stat().st_size, said
+    return said
+
+
+def prepared(
+    row: Script, data: Data, out: Path, *flags: str, **more: str
+) -> tuple[list[str], dict[str, str]]:
+    """The command of a row and its settings."""
     settings = data.settings(row.family) | {"OUTPUT_BASEPATH": str(out), "NUM_GPUS": str(row.gpus)}
     settings |= {"GPUS": str(row.gpus), "CHECKPOINT_PATH": f"{out}/checkpoint/run"} | more
     settings |= {name: data.fill(value, out) for name, value in row.settings.items()}
     words = [data.fill(word, out) for word in shlex.split(f"{row.words} {row.small}")]
-    return finish(["bash", str(FOLDER / row.path), *words, *flags], settings, status)
+    return ["bash", str(FOLDER / row.path), *words, *flags], settings
+
+
+def serve(row: Script, data: Data, out: Path) -> str:
+    """Start a server, ask it once, end it; return its answer in words."""
+    port = free_port()
+    command, settings = prepared(row, data, out, "--port", port)
+    body = json.dumps({"prompts": ["They saw"], "tokens_to_generate": 4}).encode()
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/api", body, {"Content-Type": "application/json"}, method="PUT"
+    )
+    with open(out / "server.log", "w") as log:
+        server = subprocess.Popen(
+            command, cwd=ROOT, env=environment(settings), stdout=log, stderr=log,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            for _ in range(300):
+                assert server.poll() is None, (out / "server.log").read_text()[-4000:]
+                try:
+                    with urllib.request.urlopen(request, timeout=60) as answer:
+                        text = json.load(answer)["text"][0]
+                    break
+                except (ConnectionError, urllib.error.URLError):
+                    time.sleep(1)
+            assert text.startswith("They saw"), text
+        finally:
+            if server.poll() is None:
+                os.killpg(server.pid, signal.SIGTERM)
+                server.wait(timeout=120)
+    return "answers `PUT /api`"
 
 
 def steps(printed: str) -> dict[int, dict[str, str]]:
@@ -146,6 +202,8 @@ def run(row: Script, data: Data, out: Path) -> str:
     for line in row.before:
         settings = data.settings(row.family)
         finish(["bash", "-c", data.fill(line, out)], settings | {"GPUS": "1", "NUM_GPUS": "1"})
+    if row.kind == "serve":
+        return serve(row, data, out)
     if row.kind == "run":
         said = start(row, data, out)
         return "; ".join(" ".join(match(pattern, said).split()) for pattern in row.prints)
@@ -175,8 +233,9 @@ def match(pattern: str, text: str) -> str:
 
 def rows() -> tuple[Script, ...]:
     from script_rows import ROWS
+    from script_rows_megatron import ROWS as OTHERS
 
-    return ROWS
+    return ROWS + OTHERS
 
 
 MARK = "<!-- The tables are written by tests/script_runs.py. -->\n"

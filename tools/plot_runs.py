@@ -23,6 +23,7 @@ from megatron.training.run_curves import (
     plot_curves,
     read_curves,
     read_evaluations,
+    read_tables,
     write_csv,
 )
 from megatron.util.errors import one_line
@@ -36,6 +37,9 @@ class PlotConfig:
     """Folder with the TensorBoard folders of the runs, at any depth."""
     tb_event_key: str = option("lm loss", aliases=("--tb_event_key",))
     """Scalar to compare; of a name with slashes the last part counts."""
+    csv_dir: str | None = option(None, aliases=("--csv_dir",))
+    """Folder of tables that this program wrote before, --csv-name and all; they are compared and
+    drawn again, and TensorBoard's are not read."""
     metrics: tuple[str, ...] = option(())
     """NAME=FILE ...: the metrics.jsonl of each run, whose validation losses and tasks are drawn, a
     panel for each, and not TensorBoard's."""
@@ -68,11 +72,15 @@ def run(options: PlotConfig) -> None:
     if options.metrics:
         draw_evaluations(options)
         return
-    first, *others = curves = read_curves(options.tb_dir, options.tb_event_key)
+    if options.csv_dir is None:
+        curves = read_curves(options.tb_dir, options.tb_event_key)
+    else:
+        curves = read_tables(options.csv_dir, f"{options.csv_name}uc_out_")
+    first, *others = curves
     print(f"{options.tb_event_key} of {first.name}: steps {first.steps[0]} to {first.steps[-1]}")
     for curve in others:
         print(compared(first, curve))
-    if not options.skip_csv:
+    if not options.skip_csv and options.csv_dir is None:
         for curve in curves:
             write_csv(curve, f"{options.csv_name}uc_out_{curve.name}.csv")
     if not options.skip_plot:

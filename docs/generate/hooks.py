@@ -31,7 +31,7 @@ from megatron import __version__  # noqa: E402
 INCLUDED = {
     "tools/README.md": "guides/collecting.md",
     "examples_deepspeed/README.md": "tasks/examples.md",
-    "examples_deepspeed/detxoify_lm/README.md": "guides/detoxifying.md",
+    "examples_deepspeed/megatron/detxoify_lm/README.md": "guides/detoxifying.md",
     "tools/retro/README.md": "guides/retro-scripts.md",
     "deepspeed_configs/README.md": "guides/deepspeed-json.md",
     "benchmarks/RESULTS.md": "reference/results.md",

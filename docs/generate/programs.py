@@ -49,7 +49,7 @@ PROGRAMS: tuple[tuple[str, ...], ...] = (
     ),
     *(
         (str(path.relative_to(ROOT)),)
-        for path in sorted((ROOT / "examples_deepspeed" / "detxoify_lm").rglob("*.py"))
+        for path in sorted((ROOT / "examples_deepspeed/megatron/detxoify_lm").rglob("*.py"))
     ),
 )
 """Every program of the documentation: its file, and its subcommand where it has some."""

@@ -5,10 +5,10 @@
 #     finetune_llama.sh convert_hf2mds    reads $HF_LLAMA_PATH, writes $MEGA_DS_LLAMA_PATH
 #     finetune_llama.sh                   trains, saves in $FINETUNED_PATH
 #     finetune_llama.sh convert_mds2hf    writes what was trained to $HF_LLAMA_PATH-hf-out
-source "$(dirname "$0")/../common.sh"
+source "$(dirname "$(realpath "$0")")/../common.sh"
 
 EXAMPLE=examples_deepspeed/finetune_hf_llama
-HF_LLAMA_PATH=${HF_LLAMA_PATH:-/data/llama-2-7b-hf}
+HF_LLAMA_PATH=${HF_LLAMA_PATH:-data/llama-2-7b-hf}
 HF_LLAMA_PATH=${HF_LLAMA_PATH%/}
 DATASET_PATH=${DATASET_PATH:-$EXAMPLE/alpaca_data.json}
 TP=${TP:-2}
@@ -36,14 +36,18 @@ case ${1:-} in
         ;;
 esac
 
-# The flags of the sizes are those of the weights.
+: "${NUM_LAYERS:=32}" "${HIDDEN_SIZE:=4096}" "${FFN_HIDDEN_SIZE:=11008}" "${NUM_HEADS:=32}"
+: "${SEQ_LENGTH:=512}" "${MICRO_BATCH_SIZE:=16}" "${GLOBAL_BATCH_SIZE:=256}"
+# The sizes have to be those of the weights.
 start "${TASK[@]}" \
     --tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP" \
-    --lr-warmup-iters 2000 --weight-decay 0.1 --clip-grad 1 --num-layers 32 --hidden-size 4096 \
-    --num-attention-heads 32 --finetune --ffn-hidden-size 11008 --attention-dropout 0 \
+    --lr-warmup-iters 2000 --weight-decay 0.1 --clip-grad 1 \
+    --num-layers "$NUM_LAYERS" --hidden-size "$HIDDEN_SIZE" \
+    --num-attention-heads "$NUM_HEADS" --finetune --ffn-hidden-size "$FFN_HIDDEN_SIZE" --attention-dropout 0 \
     --hidden-dropout 0 --no-query-key-layer-scaling --disable-bias-linear --normalization rmsnorm \
     --use-rotary-position-embeddings --untie-embeddings-and-output-weights --swiglu \
-    --seq-length 512 --max-position-embeddings 512 --micro-batch-size 16 --global-batch-size 256 \
+    --seq-length "$SEQ_LENGTH" --max-position-embeddings "$SEQ_LENGTH" \
+    --micro-batch-size "$MICRO_BATCH_SIZE" --global-batch-size "$GLOBAL_BATCH_SIZE" \
     --train-iters 3500 --lr 2e-5 --tensorboard-dir tensorboard_output --lr-decay-iters 320000 \
     --lr-decay-style cosine --log-interval 1 --eval-iters 100 --eval-interval 100 \
     --data-path "$DATASET_PATH" --save-interval 1500 --split 100,0,0 --bf16 --zero-stage 0 \

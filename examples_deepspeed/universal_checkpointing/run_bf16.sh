@@ -1,5 +1,1 @@
-#!/usr/bin/env bash
-# Megatron-DeepSpeed's first step: trains in bf16 and saves the folders of DeepSpeed's engine.
-source "$(dirname "$0")/universal.sh"
-
-save_run bf16 "$@"
+megatron_gpt/run_bf16.sh

@@ -1,5 +1,1 @@
-#!/usr/bin/env bash
-# Megatron-DeepSpeed's first step: trains in fp16 and saves the folders of DeepSpeed's engine.
-source "$(dirname "$0")/universal.sh"
-
-save_run fp16 "$@"
+megatron_gpt/run_fp16.sh

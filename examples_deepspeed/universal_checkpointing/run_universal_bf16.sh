@@ -1,5 +1,1 @@
-#!/usr/bin/env bash
-# Megatron-DeepSpeed's third step: resumes in bf16 from the universal checkpoint of run_bf16.sh.
-source "$(dirname "$0")/universal.sh"
-
-resume_run bf16 "$@"
+megatron_gpt/run_universal_bf16.sh

@@ -1,5 +1,1 @@
-#!/usr/bin/env bash
-# Megatron-DeepSpeed's third step: resumes in fp16 from the universal checkpoint of run_fp16.sh.
-source "$(dirname "$0")/universal.sh"
-
-resume_run fp16 "$@"
+megatron_gpt/run_universal_fp16.sh

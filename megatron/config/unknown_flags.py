@@ -260,7 +260,7 @@ OWN_FLAGS = {
         --top-p --num-samples --out-seq-length --top_k --top_p --genfile --sample-input-file
         --sample-output-file --recompute""",
     "tools/run_text_generation_server.py": "--port --host --api-key --served-model-name",
-    "examples_deepspeed/detxoify_lm/finetune_gpt.py": "--data-path2 --eval-ppl",
+    "examples_deepspeed/megatron/detxoify_lm/finetune_gpt.py": "--data-path2 --eval-ppl",
     "tools/convert_checkpoint.py": """--architecture --push-to-hub --private --public
         --max-shard-size --release""",
     "tools/checkpoint/util.py": """--model-type --load-dir --save-dir --loader --saver

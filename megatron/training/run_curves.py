@@ -85,6 +85,30 @@ def write_csv(curve: RunCurve, output: str | os.PathLike[str]) -> None:
     write_whole(Path(output), text.getvalue().encode())
 
 
+def read_tables(folder: str | os.PathLike[str], prefix: str) -> list[RunCurve]:
+    """The tables of ``write_csv`` in a folder whose names are ``prefix``, the run's name and
+    ``.csv``, in the order of their first steps. Raises ValueError if there are none, or naming the
+    line of one that is not such a table."""
+    curves = []
+    for path in sorted(Path(folder).glob(f"{prefix}*.csv")):
+        with path.open(newline="") as file:
+            rows = csv.DictReader(file)
+            try:
+                pairs = [(float(row["step"]), float(row["value"])) for row in rows]
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(
+                    f"{path}: line {rows.line_num}: expected columns step and value with numbers"
+                ) from error
+        if not pairs:
+            raise ValueError(f"{path}: has no rows")
+        steps = [int(step) if step.is_integer() else step for step, _ in pairs]
+        name = path.stem.removeprefix(prefix)
+        curves.append(RunCurve(name, steps, [value for _, value in pairs]))
+    if not curves:
+        raise ValueError(f"{folder}: no table {prefix}*.csv")
+    return sorted(curves, key=lambda curve: curve.steps[0])
+
+
 @dataclass(frozen=True)
 class Panel:
     """Curves with a vertical axis in common; without ``labels`` the legend has their names and last

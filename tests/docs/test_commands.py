@@ -31,7 +31,7 @@ EXTRAS = {
     "docs/guides/generation.md": _SERVE,
     "docs/guides/adapters.md": _SERVE,
     "docs/guides/retro.md": ("retro", ("h5py",)),
-    "examples_deepspeed/detxoify_lm/README.md": ("detoxify", ("profanity_check",)),
+    "examples_deepspeed/megatron/detxoify_lm/README.md": ("detoxify", ("profanity_check",)),
 }
 """Pages whose commands need an extra, and its packages; the page installs it."""
 
@@ -72,7 +72,7 @@ LONGEST = {
     "docs/tasks/when-something-goes-wrong.md",
     "docs/tasks/several-gpus.md",
     "docs/guides/finetune.md",
-    "examples_deepspeed/detxoify_lm/README.md",
+    "examples_deepspeed/megatron/detxoify_lm/README.md",
     "docs/guides/preferences.md",
     "docs/guides/retro.md",
     "docs/guides/bert-and-t5.md",

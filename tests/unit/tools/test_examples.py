@@ -23,8 +23,8 @@ from megatron.training.run import RunToolParser
 from tools.analyze_data import AnalysisConfig
 
 APART = (
-    *("await.sh", "common.sh", "megatron_deepspeed.sh", "universal.sh"),
-    *("pretrain_shakespeare_char.sh", "run_tb_analysis.sh"),
+    *("await.sh", "common.sh", "llama.sh", "megatron_deepspeed.sh", "universal.sh"),
+    *("generate_text.sh", "pretrain_shakespeare_char.sh", "run_tb_analysis.sh"),
 )
 """What the others source, and what does more than train; tests/e2e has the latter."""
 
@@ -56,6 +56,8 @@ LINEAGE = {
     "distribute_pretrain_4n8d_2x4x4_512_2304x24.sh": (
         *("python", 32, (2, 4, 4), (24, 2304, 2048, 8, 512)),
     ),
+    "pretrain_llama_distributed.sh": ("torchrun", 8, (2, 2, 2), (24, 2048, 2048, 4, 32)),
+    "pretrain_llama2_distributed.sh": ("torchrun", 8, (2, 2, 2), (24, 2048, 2048, 4, 32)),
     "universal_checkpointing/run_bf16.sh": ("deepspeed", 8, (2, 2, 2), (4, 512, 512, 2, 16)),
     "universal_checkpointing/run_fp16.sh": ("deepspeed", 8, (2, 2, 2), (4, 512, 512, 2, 16)),
     "universal_checkpointing/run_universal_bf16.sh": (
@@ -80,7 +82,9 @@ SCRIPTS = sorted(
     path
     for path in FOLDER.rglob("*.sh")
     if path.name not in (*APART, *TASKS, SERVER)
-    and not {"data_efficiency", "detxoify_lm", "finetune", "finetune_hf_llama"} & set(path.parts)
+    and not {"data_efficiency", "finetune", "finetune_hf_llama", "megatron", "megatron_gpt"}
+    & set(path.relative_to(FOLDER).parts)
+    and path.parent.name != "llama"
     and "megatron_deepspeed.sh" not in path.read_text()
     and path.name != "ds_train.sh"
 )
@@ -125,12 +129,12 @@ def test_command_of_the_lineage_is_what_its_name_says(name):
         *(model.num_layers, model.hidden_size, model.seq_length),
         *(batch.micro_batch_size, batch.global_batch_size),
     )
-    assert config.precision.fp16 != config.precision.bf16 == ("bf16" in name)
-    assert config.engine.zero_stage == 1
+    assert config.precision.fp16 != config.precision.bf16 == ("bf16" in name or "llama" in name)
+    assert config.engine.zero_stage == (0 if "llama" in name else 1)
     if start == "python":
         assert config.tokenizer.vocab_file is None and config.tokenizer.vocab_size == 50257
         assert flags[flags.index("--num-gpus-per-node") + 1] == str(min(processes, 8))
-    else:
+    elif "llama" not in name:
         assert "--tokenizer-type" not in flags
         assert config.tokenizer.vocab_file == "my vocab.json"
 
@@ -525,9 +529,10 @@ def test_shellcheck():
 
 
 def test_readme_names_every_script():
-    text = (FOLDER / "README.md").read_text()
+    folders = (".", "megatron", "universal_checkpointing")
+    text = "".join((FOLDER / name / "README.md").read_text() for name in folders)
     names = {path.name for path in SCRIPTS} | {SERVER, *TASKS}
-    assert "(detxoify_lm/README.md)" in text
+    assert "(megatron/detxoify_lm/README.md)" in text
     assert names <= set(re.findall(r"\w+\.sh", text))
 
 

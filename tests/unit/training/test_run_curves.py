@@ -13,6 +13,7 @@ from megatron.training.run_curves import (
     plot_curves,
     read_curves,
     read_evaluations,
+    read_tables,
     write_csv,
 )
 from megatron.training.trackers.tensorboard import TensorBoardWriter
@@ -142,3 +143,34 @@ def test_metrics_that_cannot_be_drawn(tmp_path, monkeypatch, capsys, words, mess
     with pytest.raises(SystemExit):
         plot_runs.main(["--metrics", *words])
     assert message in capsys.readouterr().err
+
+
+def test_tables_are_drawn_again(runs, tmp_path, monkeypatch, capsys):
+    """By the tool, where only the tables are left, and with equal differences."""
+    monkeypatch.chdir(tmp_path)
+    plot_runs.main(["--tb_dir", str(runs), "--csv_name", "val_"])
+    first = capsys.readouterr().out.splitlines()[1:]
+    (tmp_path / "uc_out_other.csv").write_text(",step,value\n0,1,2.0\n")
+    saved, resumed = read_tables(tmp_path, "val_uc_out_")
+    assert saved == RunCurve("tp2_pp2_dp2_sp1", list(range(1, 21)), list(map(loss, range(1, 21))))
+    assert resumed.name == "tp2_pp2_dp1_sp1" and resumed.steps[0] == 11
+    plot_runs.main(["--csv_dir", ".", "--csv_name", "val_", "--plot_name", "again.png"])
+    assert capsys.readouterr().out.splitlines()[1:] == first
+    assert imread(tmp_path / "again.png")[..., :3].std() > 0.05
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (",step,value\n0,1,x\n", "bad.csv: line 2: expected columns step and value"),
+        ("a,b\n0,1\n", "bad.csv: line 2: expected columns step and value"),
+        (",step,value\n", "bad.csv: has no rows"),
+        (None, "no table uc_out_*.csv"),
+    ],
+)
+def test_a_table_that_is_none(tmp_path, text, message):
+    if text is not None:
+        (tmp_path / "uc_out_bad.csv").write_text(text)
+    with pytest.raises(ValueError) as caught:
+        read_tables(tmp_path, "uc_out_")
+    assert message in str(caught.value)

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Figure 14: a GPT of 5.9 billion weights on 64 GPUs, pipeline against data parallelism.
+# PP is 2 (default), 4, 8, 16 or 32, the data-parallel size 64 / PP; GBS 32 (default) or 512.
+folder=$(dirname "$(realpath "$0")")
+PP=${PP:-2} GBS=${GBS:-32}
+
+TP=${TP:-1} MBS=${MBS:-1} NLS=${NLS:-32} HS=${HS:-3840} NAH=${NAH:-32} DDP=${DDP:-local}
+NNODES=${NNODES:-8}
+MEGATRON_EXTRA_PARAMS=${MEGATRON_EXTRA_PARAMS---recompute-granularity full --recompute-method uniform}
+JOB_NAME=${JOB_NAME:-results_figure_14_pipeline_parallel_size_${PP}_data_parallel_size_$((64 / PP))_batch_size_$GBS}
+
+source "$folder/CONFIG.sh"
+source "$folder/SBATCH.sh"
