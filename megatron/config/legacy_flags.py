@@ -76,7 +76,6 @@ _UNUSED = {
     "--partition-activations": "use --recompute-granularity",
     "--checkpoint-in-cpu": "activation checkpoints stay on the device",
     "--split-transformers": "use --recompute-granularity",
-    "--onnx-safe STR": "models are exported by tools/convert_checkpoint.py to-hf",
     "--synchronize-each-layer": "the CPU never synchronizes after a layer",
     "--profile-backward": '"flops_profiler" in the DeepSpeed JSON profiles a step',
     "--no-async-tensor-model-parallel-allreduce": _TENSOR,
