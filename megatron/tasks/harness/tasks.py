@@ -118,6 +118,8 @@ def _of_folder(manager: TaskManager) -> set[str]:
 
 def _reading(name: str, path: Path, manager: TaskManager, flag: str) -> list[Task | Group]:
     """A task of lm-eval with the documents of a file."""
+    if name not in manager.all_subtasks:
+        raise ConfigError(f"{flag} {name}={path}: {name} is several tasks; name one of them")
     changes = reading(name, path, flag)
     quiet, level = logging.getLogger("lm_eval.api.task"), logging.ERROR
     before = quiet.level
@@ -132,8 +134,6 @@ def _reading(name: str, path: Path, manager: TaskManager, flag: str) -> list[Tas
     finally:
         quiet.setLevel(before)
     tasks = list(built["tasks"].values())
-    if len(tasks) != 1:
-        raise ConfigError(f"{flag} {name}={path}: {name} is {len(tasks)} tasks; name one of them")
     tasks[0].config.custom_dataset = None  # read by now; results name the file
     return [*tasks]
 

@@ -93,7 +93,8 @@ def pages_of_the_data_set(text):
 
 
 def test_articles_of_a_wikitext(tmp_path):
-    text = " \n = A = \n \n It is = here .\n = = Part = = \n x\n = = = P = = = \n = B b = \n \n y\n"
+    text = " \n = A = \n \n It is = here .\n = = Part = = \n x\n = = = P = = = \n = odd = = \n"
+    text += " = B b = \n \n y\n"
     assert articles(text) == pages_of_the_data_set(text) and len(articles(text)) == 2
     path = tmp_path / "wiki.test.raw"
     path.write_text(text)
