@@ -254,6 +254,11 @@ def _refuse(content: Json, config: RunConfig) -> None:
             f"{path}: bf16.check_grad_overflow false would let gradients that are not finite into "
             "the weights; remove the key (--no-check-for-nan-in-loss-and-grad skips such steps)"
         )
+    if get(content, "fp16.auto_cast") is True:
+        raise ConfigError(
+            f"{path}: fp16.auto_cast true would cast masks and weights of losses to float16, which "
+            "are float32; remove the key"
+        )
     if config.engine.zero_stage == 0 and get(content, _FP16_MAIN_WEIGHTS):
         raise ConfigError(
             f"{path}: {_FP16_MAIN_WEIGHTS} true, --zero-stage 0: main weights and the gradients "

@@ -63,6 +63,7 @@ def test_trains_as_plain_torch_does(pool, teacher, layout):
 CASES = {
     "zero1-dp2": (2, ["--zero-stage", "1"]),
     "zero3-dp2-bf16": (2, ["--zero-stage", "3", "--bf16"]),
+    "zero0-dp2-fp16": (2, ["--zero-stage", "0", *FP16]),
     "zero1-dp2-fp16": (2, ["--zero-stage", "1", *FP16]),
     "zero2-dp2-fp16": (2, ["--zero-stage", "2", *FP16]),
     "pp2-bf16": (2, ["--zero-stage", "1", "--bf16", "--pipeline-model-parallel-size", "2"]),
