@@ -70,7 +70,7 @@ def zeros_in_gradients(engine: TrainEngine) -> Tensor:
 
 
 def _counts(engine: TrainEngine, piece: OwnedSlice) -> bool:
-    """Whether no other rank counts this slice. From stage 1 on each replica has a part of its own."""
+    """True if no other rank counts this slice. From stage 1 on replicas have different parts."""
     return owned(piece.param, engine.mesh, MODEL if engine.stage else AXES)
 
 
