@@ -184,18 +184,18 @@ def owned_gradients(engine: TrainEngine) -> Iterator[tuple[OwnedSlice, Tensor]]:
         wrapper, "offload_optimizer", False
     )
     if engine.stage == 0 or offloaded:
-        for own in slices:
-            if own.holder.grad is not None:
-                yield own, own.of_holder(own.holder.grad)
+        for piece in slices:
+            if piece.holder.grad is not None:
+                yield piece, piece.of_holder(piece.holder.grad)
     elif isinstance(wrapper, BF16_Optimizer):
         flat = dict(zip(holders(engine), wrapper.fp32_groups_gradient_flat_partition, strict=True))
-        for own in slices:
-            yield own, own.of_holder(flat[own.holder])
+        for piece in slices:
+            yield piece, piece.of_holder(flat[piece.holder])
     else:
         by_param = dict(_partitioned_gradients(wrapper, engine.stage))
-        for own in slices:
-            if own.param in by_param:
-                yield own, by_param[own.param].reshape(-1)[: own.slice.numel]
+        for piece in slices:
+            if piece.param in by_param:
+                yield piece, by_param[piece.param].reshape(-1)[: piece.slice.numel]
 
 
 def _partitioned_gradients(wrapper: Any, stage: int) -> Iterator[tuple[nn.Parameter, Tensor]]:

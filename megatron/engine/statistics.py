@@ -34,13 +34,13 @@ def state_norms(engine: TrainEngine, kinds: Sequence[str] = KINDS) -> dict[str, 
     the buffer of SGD), Adam's second moment and its root. Float64 scalars on the device; 0 of
     states that do not exist. Every rank must call it; it does not wait for the device."""
     totals = torch.zeros(len(kinds), 3, dtype=torch.float64, device=engine.device)
-    for own in owned_slices(engine):
-        if not _counts(engine, own):
+    for piece in owned_slices(engine):
+        if not _counts(engine, piece):
             continue
-        for state in own.kinds:
+        for state in piece.kinds:
             kind = _NAMES.get(state, state)
-            if own.slice.numel and {kind, f"{kind}_sqrt"}.intersection(kinds):
-                for name, numbers in _measured(kind, own.get(state)[: own.slice.numel]):
+            if piece.slice.numel and {kind, f"{kind}_sqrt"}.intersection(kinds):
+                for name, numbers in _measured(kind, piece.get(state)[: piece.slice.numel]):
                     if name in kinds:
                         row, more = totals[kinds.index(name)], numbers.to(totals.device)
                         row[:2] += more[:2]
@@ -50,9 +50,9 @@ def state_norms(engine: TrainEngine, kinds: Sequence[str] = KINDS) -> dict[str, 
     if world.size > 1:
         dist.all_reduce(sums, group=world.handle)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=world.handle)
-    found = torch.stack([sums[:, 0].sqrt(), sums[:, 1], maxima], dim=1)
+    norms = torch.stack([sums[:, 0].sqrt(), sums[:, 1], maxima], dim=1)
     names = [f"{kind}_{measure}" for kind in kinds for measure in MEASURES]
-    return dict(zip(names, found.view(-1), strict=True))
+    return dict(zip(names, norms.view(-1), strict=True))
 
 
 @torch.no_grad()
@@ -61,17 +61,17 @@ def zeros_in_gradients(engine: TrainEngine) -> Tensor:
     scalar on the device. Every rank must call it, between the backward pass and the update. Rows
     that pad the vocabulary do not count."""
     zeros = torch.zeros((), dtype=torch.float64, device=engine.device)
-    for own, grad in owned_gradients(engine):
-        if _counts(engine, own):
+    for piece, grad in owned_gradients(engine):
+        if _counts(engine, piece):
             zeros += (grad.numel() - grad.count_nonzero()).to(zeros.device)
     if engine.mesh.world.size > 1:
         dist.all_reduce(zeros, group=engine.mesh.world.handle)
     return zeros
 
 
-def _counts(engine: TrainEngine, own: OwnedSlice) -> bool:
-    """Whether no other rank counts this slice. From stage 1 on each replica has its own part."""
-    return owned(own.param, engine.mesh, MODEL if engine.stage else AXES)
+def _counts(engine: TrainEngine, piece: OwnedSlice) -> bool:
+    """True if no other rank counts this slice. From stage 1 on replicas have different parts."""
+    return owned(piece.param, engine.mesh, MODEL if engine.stage else AXES)
 
 
 def _measured(kind: str, values: Tensor) -> Iterator[tuple[str, Tensor]]:

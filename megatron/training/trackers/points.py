@@ -41,8 +41,8 @@ class StepPoints:
         """Lets the engine count zeros where the step shows them."""
         logging, following = self._config.logging, trainer.iteration + 1
         trainer.engine.counts_zeros = logging.log_num_zeros_in_grad and self._shown(following)
-        wanted = logging.log_timers_to_tensorboard and logging.timing_log_level > 0
-        trainer.engine.timed = wanted and self._is_point(following)
+        timed = logging.log_timers_to_tensorboard and logging.timing_log_level > 0
+        trainer.engine.timed = timed and self._is_point(following)
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
         """Measures what the step shows; communicates with the other ranks."""

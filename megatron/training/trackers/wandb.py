@@ -76,7 +76,7 @@ def _with_groups(values: Values, layout: Mapping[str, Any]) -> Iterator[tuple[st
     """The losses and rates of a log line by Megatron-DeepSpeed's keys."""
     several = [name for name in values if name.endswith(" loss")]
     losses = {name: name for name in several} or {"loss": "lm loss"}
-    found = {f"loss/{shown}": values.get(name) for name, shown in losses.items()}
+    keys = {f"loss/{shown}": values.get(name) for name, shown in losses.items()}
     replicas, devices = layout.get("data_parallel_size", 1), layout.get("world_size", 1)
     per_device = values.get("tokens_per_second_per_device")
     rates = {
@@ -85,10 +85,10 @@ def _with_groups(values: Values, layout: Mapping[str, Any]) -> Iterator[tuple[st
         "tokens_per_gpu_per_sec": per_device,
     }
     for name, rate in rates.items():
-        found[f"throughput/{name}"] = rate
-        found[f"throughput/{name}_per_replica"] = None if rate is None else rate / replicas
+        keys[f"throughput/{name}"] = rate
+        keys[f"throughput/{name}_per_replica"] = None if rate is None else rate / replicas
     seconds = values.get("seconds_per_iteration")
-    found["throughput/iteration-time"] = seconds
-    found["throughput/elapsed_ms_per_iteration"] = None if seconds is None else 1000 * seconds
-    found["throughput/tflops"] = values.get("tflops_per_device")
-    return ((key, value) for key, value in found.items() if value is not None)
+    keys["throughput/iteration-time"] = seconds
+    keys["throughput/elapsed_ms_per_iteration"] = None if seconds is None else 1000 * seconds
+    keys["throughput/tflops"] = values.get("tflops_per_device")
+    return ((key, value) for key, value in keys.items() if value is not None)

@@ -32,7 +32,7 @@ def reference(flags: list[str]) -> list[dict[str, float]]:
     training, steps = PlainTraining(flags), []
     for _ in range(STEPS):
         training.step()
-        found: dict[str, float] = {}
+        named: dict[str, float] = {}
         states: dict[str, list[torch.Tensor]] = {}
         zeros = 0
         for param in training.params.values():
@@ -47,10 +47,10 @@ def reference(flags: list[str]) -> list[dict[str, float]]:
             zeros += int((param.grad[:rows] == 0).sum())
         for kind, tensors in states.items():
             flat = torch.cat([tensor.reshape(-1).double() for tensor in tensors])
-            found[f"{kind}_l2"] = float(torch.linalg.vector_norm(flat))
-            found[f"{kind}_l1"] = float(flat.abs().sum())
-            found[f"{kind}_abs_max"] = float(flat.abs().max())
-        steps.append({**found, "zeros": zeros})
+            named[f"{kind}_l2"] = float(torch.linalg.vector_norm(flat))
+            named[f"{kind}_l1"] = float(flat.abs().sum())
+            named[f"{kind}_abs_max"] = float(flat.abs().max())
+        steps.append({**named, "zeros": zeros})
     return steps
 
 
@@ -170,5 +170,5 @@ def test_tensorboard_has_every_step_under_megatron_deepspeeds_tags(pool, tmp_pat
 def events(folder: Path) -> dict[str, list[float]]:
     reader = EventAccumulator(str(folder), {"scalars": 0, "tensors": 0})
     reader.Reload()
-    found = {tag: reader.Scalars(tag) for tag in reader.Tags()["scalars"]}
-    return {tag: [event.value for event in events] for tag, events in found.items()}
+    named = {tag: reader.Scalars(tag) for tag in reader.Tags()["scalars"]}
+    return {tag: [event.value for event in events] for tag, events in named.items()}
