@@ -125,6 +125,39 @@ class GPTBatch(NamedTuple):
             for tensor in self
         )
 
+    def folded(self, seq_length: int, rows: int) -> GPTBatch:
+        """The first rows of ``seq_length`` tokens and a label each that the samples are divided
+        into, one sample after another, and after them the end of each."""
+        assert self.positions_BP is None and self.weights_2 is None and self.keys_B is None
+        width, length = seq_length + 1, self.tokens_BS.shape[1] + 1
+        whole = length // width * width
+
+        def fold(values_BT: Tensor) -> Tensor:
+            parts = values_BT[:, :whole].reshape(-1, width), values_BT[:, -width:]
+            return torch.cat(parts)[:rows]
+
+        def of_inputs(values_BS: Tensor | None) -> Tensor | None:
+            return (
+                None if values_BS is None else fold(F.pad(values_BS, (0, 1)))[:, :-1].contiguous()
+            )
+
+        text_RT = fold(torch.cat((self.tokens_BS, self.labels_BS[:, -1:]), dim=1))
+        positions_RS = of_inputs(self.position_ids_BS)
+        if positions_RS is not None:
+            # They restart at the beginning of a row, too.
+            numbers_S = torch.arange(seq_length, device=positions_RS.device)
+            starts_RS = torch.where(positions_RS == 0, numbers_S, 0).cummax(dim=1).values
+            positions_RS = numbers_S - starts_RS
+        mask_RS = of_inputs(self.loss_mask_BS)
+        assert mask_RS is not None
+        return GPTBatch(
+            text_RT[:, :-1].contiguous(),
+            text_RT[:, 1:].contiguous(),
+            mask_RS,
+            positions_RS,
+            of_inputs(self.document_ids_BS),
+        )
+
     def lengthened(self, seq_length: int) -> GPTBatch:
         """With padding after every sample, up to ``seq_length`` tokens: the last token again,
         without a loss, in no document of the sample's."""

@@ -17,6 +17,8 @@ from megatron.util.json_text import parse_json
 
 SEQUENCE_METRIC = "seqlen_truncate"
 """The metric of ``data_efficiency`` that is a sequence length, as in Megatron-DeepSpeed."""
+FOLDING_METRIC = "seqlen_reshape"
+"""The same, for samples that are folded into rows of the length instead of cut to it."""
 
 _SCHEDULE_KEYS = ("min_difficulty", "max_difficulty", "schedule_type", "schedule_config")
 _METRIC_KEYS = (
@@ -47,8 +49,8 @@ class CurriculumConfig(KindConfig):
         both = _enabled(self.curriculum_learning, "curriculum_learning") and sampling
         if both and sampling and sampling.lengths:
             raise ConfigError(
-                f"curriculum_learning and the metric {SEQUENCE_METRIC} of data_efficiency both set "
-                "the sequence length; give one of them"
+                f"curriculum_learning and the metric {sampling.lengths.name.rpartition('.')[2]} of "
+                "data_efficiency both set the sequence length; give one of them"
             )
 
 
@@ -136,7 +138,12 @@ def data_sampling(config: CurriculumConfig) -> DataSampling | None:
     if not metrics.values:
         raise ConfigError(f"{metrics.path}: name at least one metric")
     read = {name: metrics.section(name) for name in metrics.values}
-    lengths = read.pop(SEQUENCE_METRIC, None)
+    if {SEQUENCE_METRIC, FOLDING_METRIC} <= read.keys():
+        raise ConfigError(
+            f"{metrics.path}: {SEQUENCE_METRIC} and {FOLDING_METRIC} both set the sequence length; "
+            "give one of them"
+        )
+    lengths = read.pop(SEQUENCE_METRIC, None) or read.pop(FOLDING_METRIC, None)
     found = [_metric(name, metric) for name, metric in read.items()]
     return DataSampling(
         seed=section.whole("seed", least=0, default=1234),
@@ -153,7 +160,7 @@ def without_sampling(config: CurriculumConfig) -> CurriculumConfig:
         return replace(config, data_efficiency=None)
     section = json.loads(config.data_efficiency or "")
     learning = section["data_sampling"]["curriculum_learning"]
-    metric = learning["curriculum_metrics"][SEQUENCE_METRIC]
+    metric = learning["curriculum_metrics"][sampling.lengths.name.rpartition(".")[2]]
     lengths = {"enabled": True} | {key: metric[key] for key in _SCHEDULE_KEYS}
     return CurriculumConfig(curriculum_learning=json.dumps(lengths, sort_keys=True))
 
@@ -175,11 +182,6 @@ def _refuse_routing(routing: Section) -> None:
 
 
 def _metric(name: str, metric: Section) -> Metric | None:
-    if name == "seqlen_reshape":
-        raise ConfigError(
-            f"{metric.path}: samples are cut to the current length, not folded into several; use "
-            f"{SEQUENCE_METRIC}"
-        )
     metric.only(*_METRIC_KEYS)
     schedule = _schedule(metric)
     percentile = metric.choice("difficulty_type", "value", "percentile") == "percentile"

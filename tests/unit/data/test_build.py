@@ -194,3 +194,16 @@ def test_a_type_that_the_model_cannot_be_trained_on() -> None:
     blend = Blend("--train-data", (DataSource(("x",), kind="tape"),))
     with pytest.raises(ValueError, match="x: .* cannot be trained on data of the type tape"):
         builder().samples(blend, "train", 5)
+
+
+def test_exact_epochs_of_a_blend_end_with_the_first_file(tmp_path: Path) -> None:
+    """However many samples are wanted: 100 and 200 tokens by equal weights, read twice."""
+    paths = [write(tmp_path / name, count) for name, count in (("a", 5), ("b", 10))]
+    recipe = GPTRecipe(seq_length=8, seed=1234, exact_epochs=2)
+    reader = SourceReader(lambda path, source: IndexedDataset(path), recipe)
+    whole = DatasetBuilder({INDEXED: lambda: reader}, exact=True)
+    for wanted in (3, 5000):
+        sources = tuple(DataSource((path,), weight=1.0) for path in paths)
+        train = whole.samples(Blend("--data-path", sources), "train", wanted)
+        assert len(train.parts[0]) == (2 * 100 - 1) // 8 and len(train) == 2 * 23
+        assert [train[i].shape for i in range(len(train))] == [(9,)] * len(train)

@@ -1,5 +1,7 @@
 """Batches, against a plain loop over tokens."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data.gpt_batch import GPTBatch, GPTCollator
+from megatron.data.pipeline import SequenceLengths
 from megatron.data.samples import PackedSample
 
 EOD = 0
@@ -129,3 +132,29 @@ def test_packed_and_plain_samples_in_one_batch(flags: tuple) -> None:
 def test_no_loss_on_padding() -> None:
     batch = GPTCollator(pad_token=3)([np.array([3, 1, 3, 3])])
     assert batch.loss_mask_BS.tolist() == [[1, 0, 0]]
+
+
+@pytest.mark.parametrize(("samples", "length"), [(4, 8), (3, 16), (1, 24), (2, 32), (5, 40)])
+def test_folded_against_the_formula_on_texts(samples: int, length: int) -> None:
+    """Rows of length + 1 tokens of each text, then the end of each; as many as the tokens make, an
+    even number. Masks, positions and documents are those of the rows, but documents of a row are
+    numbered as in its sample."""
+    whole = 40
+    text = np.random.default_rng(length).integers(0, 5, (samples, whole + 1))
+    collate = GPTCollator(0, True, True, True)
+    stages = [(0, length), (9, whole)]
+    lengths = SequenceLengths(whole, stages, lambda steps: steps * samples, samples)
+    (batch,) = lengths.cut(iter([collate(list(text))]), 0)
+    width = length + 1
+    keep = (whole + 1) // width * width
+    rows = np.concatenate([text[:, :keep].reshape(-1, width), text[:, -width:]])
+    count = min(math.ceil(text.size / width), len(rows))
+    count -= count % 2 if count > 1 and length < whole else 0
+    expected = collate(list(rows[: samples if length == whole else count]))
+    for name in ("tokens_BS", "labels_BS", "loss_mask_BS", "position_ids_BS"):
+        assert torch.equal(getattr(batch, name), getattr(expected, name)), name
+    first = batch.document_ids_BS[:, :1]
+    assert torch.equal(batch.document_ids_BS - first, expected.document_ids_BS)
+    assert lengths.tokens(samples) == batch.tokens_BS.numel()
+    assert lengths.tokens(9 * samples) == 9 * batch.tokens_BS.numel()
+    assert lengths.samples(8 * batch.tokens_BS.numel()) == 8 * samples

@@ -149,6 +149,11 @@ def test_threshold_of_the_separate_last_epoch() -> None:
     assert plan_epochs(1000, 10, 200).epochs == 3
 
 
+def test_exact_epochs_are_those_of_a_run_over_all_their_samples() -> None:
+    assert plan_epochs(1000, 10, 5, exact_epochs=3) == plan_epochs(1000, 10, 299)
+    assert plan_epochs(1000, 10, 5000, exact_epochs=1) == plan_epochs(1000, 10, 99)
+
+
 def test_plan_of_a_huge_corpus() -> None:
     plan = plan_epochs(10**13, 4096, 10**10)
     assert plan.epochs == 5

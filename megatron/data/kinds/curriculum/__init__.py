@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.config import ConfigError, ParallelConfig, RunConfig
 from megatron.config.kinds.curriculum import (
+    FOLDING_METRIC,
     LENGTH_MULTIPLE,
     CurriculumConfig,
     data_sampling,
@@ -59,7 +60,16 @@ class Curriculum(DataKind):
         lengths = [length for _, length in growth]
         _check_lengths(lengths, seq_length, config.parallel, schedule.name)
         _check_chunks(lengths, config.model.retrieval, schedule.name)
-        return SequenceLengths(seq_length, growth, samples)
+        folds = None
+        if schedule.name.endswith(FOLDING_METRIC):
+            if config.parallel.pipeline_model_parallel_size > 1:
+                raise ConfigError(
+                    f"{schedule.name} changes the number of rows of a micro batch, which the "
+                    "stages of --pipeline-model-parallel-size "
+                    f"{config.parallel.pipeline_model_parallel_size} exchange: use seqlen_truncate"
+                )
+            folds = config.training.micro_batch_size
+        return SequenceLengths(seq_length, growth, samples, folds)
 
 
 KIND = Curriculum()

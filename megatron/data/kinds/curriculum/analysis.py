@@ -101,7 +101,7 @@ class Share(NamedTuple):
         return metric_folder / f"worker{self.worker}_thread{self.thread}"
 
 
-class Block(NamedTuple):
+class ValueBlock(NamedTuple):
     """Some of the values of a file."""
 
     prefix: Path
@@ -170,9 +170,13 @@ class Analysis:
     def _reduce(self, name: str, shares: Sequence[Share], processes: int) -> MetricSummary:
         folder = self.folder / name
         parts = [self._part(name, share) for share in shares]
+        values: _Values
+        counts: _Values
         (folder / ANALYSED).unlink(missing_ok=True)
         if name == VOCABULARY:
-            counts_V = np.sum([read_values(part) for part in parts], axis=0, dtype=np.int64)
+            counts_V = np.zeros(self.vocab_size + 1, np.int64)
+            for part in parts:
+                counts_V += read_values(part).astype(np.int64)
             write_rows(folder / f"{name}_metric_value", counts_V, [len(counts_V)])
             values, counts = np.unique(counts_V[counts_V > 0], return_counts=True)
         else:
@@ -266,7 +270,8 @@ def analyse(
     counted = VOCABULARY in analysis.metrics or bool(set(RARITIES) & set(analysis.metrics))
     others = tuple(name for name in analysis.metrics if name != VOCABULARY)
     passes = [metrics for metrics in ((VOCABULARY,) * counted, others) if metrics]
-    summaries, samples = {}, len(analysis.dataset)
+    summaries: dict[str, MetricSummary] = {}
+    samples = len(analysis.dataset)
     for number, metrics in enumerate(passes):
         each = dataclasses.replace(analysis, metrics=metrics)
         told = partial(_later, progress, number * samples, len(passes) * samples)
@@ -290,13 +295,14 @@ def merge(prefix: Path, parts: Sequence[Path], processes: int) -> tuple[_Values,
 
     sizes = [len(read_values(part)) for part in parts]
     blocks = [
-        Block(part, start)
+        ValueBlock(part, start)
         for part, size in zip(parts, sizes, strict=True)
         for start in range(0, size, _VALUES_AT_ONCE)
     ]
     # A process is not worth its start for less.
     processes = max(1, min(processes, sum(sizes) // _VALUES_AT_ONCE))
-    values, counts = np.empty(0, np.int64), np.empty(0, np.int64)
+    values: _Values = np.empty(0, np.int64)
+    counts: _Values = np.empty(0, np.int64)
     for _, more in _in_processes(blocks, _counted, processes):
         values, counts = _united(values, counts, *more)
     dtype = fitting_dtype(int(values[0]), int(values[-1]))
@@ -323,7 +329,7 @@ def merge(prefix: Path, parts: Sequence[Path], processes: int) -> tuple[_Values,
     return values, counts
 
 
-def _counted(block: Block) -> tuple[_Values, _Values]:
+def _counted(block: ValueBlock) -> tuple[_Values, _Values]:
     values, counts = np.unique(block.values, return_counts=True)
     return values.astype(np.int64), counts
 
@@ -338,7 +344,7 @@ def _united(
 
 
 def _scatter(
-    blocks: Sequence[Block],
+    blocks: Sequence[ValueBlock],
     values: _Values,
     starts: _Values,
     path: Path,

@@ -149,7 +149,7 @@ def replacing_values(prefix: str | Path) -> Iterator[Path]:
         sync_path(part)
 
 
-def write_index(prefix: str | Path, dtype: np.dtype, lengths: npt.NDArray[np.int64]) -> None:
+def write_index(prefix: str | Path, dtype: np.dtype, lengths: npt.NDArray[np.integer]) -> None:
     """Writes the .idx of rows of these lengths."""
     rows = len(lengths)
     if rows and lengths.max() > np.iinfo(np.int32).max:

@@ -142,7 +142,7 @@ METRICS = "data_sampling/curriculum_learning/curriculum_metrics"
         ("data_sampling/dynamic_batching", {"enabled": True}, "--global-batch-size samples here"),
         ("data_sampling/nmu_workers", 1, "the nearest known key is num_workers"),
         (METRICS, {}, "curriculum_metrics: name at least one metric"),
-        (f"{METRICS}/seqlen_reshape", RARITY, "use seqlen_truncate"),
+        (f"{METRICS}/seqlen_reshape", RARITY, "seqlen_truncate and seqlen_reshape both set the se"),
         (f"{METRICS}/vocab_rarity/difficulty_type", "rank", "must be value or percentile"),
         (f"{METRICS}/vocab_rarity/clustering_type", None, "clustering_type is missing"),
         (f"{METRICS}/vocab_rarity/index_to_sample_path", None, "the path of a file of tools/analy"),

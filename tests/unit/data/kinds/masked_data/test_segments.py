@@ -183,3 +183,17 @@ def test_refused(documents, pairs, message, counting):
     sentences = Sentences.of(counting(documents), range(len(documents)), LIMIT)
     with pytest.raises(ValueError, match=f"corpus: .*{message}"):
         build_segments(sentences, SegmentRules(20, 0.1, pairs), 4, 1, "train", "corpus")
+
+
+@pytest.mark.parametrize("pairs", ["none", "sentence-order"])
+def test_exact_epochs_are_the_first_of_a_longer_run(pairs, counting):
+    """All samples of so many epochs, however many are wanted."""
+    documents = [[7, 3, 9, 2], [1, 1], [4] * 30]
+    sentences = Sentences.of(counting(documents), range(3), LIMIT)
+    rules = SegmentRules(12, 0.3, pairs)
+    longer = build_segments(sentences, rules, 200, 3, "train", "corpus")
+    for epochs in (1, 3):
+        index = build_segments(sentences, rules, 5, 3, "train", "corpus", epochs)
+        assert np.array_equal(index, longer[: len(index)])
+        read = np.concatenate([np.arange(row[0], row[-1]) for row in index])
+        assert np.bincount(read).tolist() == [epochs] * 36
