@@ -49,7 +49,8 @@ class Script:
     processes: int = 8
     """Of the command at full size."""
     words: str = ""
-    """Positions; {data}, {out} and the names of ``Data`` are replaced here and below."""
+    """Positions; {data}, {out} and the names of ``Data`` are replaced here and below. {out} is the
+    folder of one run, {base} that of the row, where ``before`` has run."""
     small: str = SMALL
     settings: dict[str, str] = field(default_factory=dict)
     gpus: int = 1
@@ -104,7 +105,8 @@ class Data:
         return {"DATA_PATH": self.names["gpt"]} | pair
 
     def fill(self, text: str, out: Path) -> str:
-        return text.format(**self.names, out=out)
+        base = out.parent if out.name in ("whole", "parts") else out
+        return text.format(**self.names, out=out, base=base)
 
 
 def free_port() -> str:
