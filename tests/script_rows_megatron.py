@@ -289,11 +289,21 @@ UNIVERSAL_ROWS = (
     ),
 )
 
-HF = (
-    'cd tests && python -c "from pathlib import Path; from same_runs import make_llama; '
-    "make_llama(Path('{out}/hf'))\""
+BASE = (
+    'cd tests && python -c "from pathlib import Path; from finetune_cases import save_base; '
+    "save_base(Path('{out}/hf'))\""
 )
-ALPACA = {"HF_LLAMA_PATH": "{out}/hf", "DATASET_PATH": "{source}/sft/alpaca_en_demo.json"}
+ALPACA = {
+    "HF_LLAMA_PATH": "{out}/hf",
+    "DATASET_PATH": "{source}/sft/alpaca_en_demo.json",
+    "MEGA_DS_LLAMA_PATH": "{out}/converted",
+    "FINETUNED_PATH": "{out}/tuned",
+    **{"TP": "1", "PP": "1", "NUM_LAYERS": "2", "HIDDEN_SIZE": "32", "FFN_HIDDEN_SIZE": "48"},
+    **{"NUM_HEADS": "4", "SEQ_LENGTH": "256", "MICRO_BATCH_SIZE": "1", "GLOBAL_BATCH_SIZE": "4"},
+}
+STANFORD = " ".join(f"{name}={value}" for name, value in ALPACA.items()) + (
+    " LAUNCHER=python bash examples_deepspeed/finetune_hf_llama/finetune_llama.sh"
+)
 LLAMAS = (
     *(
         Script(
@@ -311,6 +321,19 @@ LLAMAS = (
         settings=TRAINED | {"GENFILE": "{out}/samples.json"},
         prints=("1 text",),
         note="`tools/generate_samples_gpt.py`; with `NUM_SAMPLES=0` prompts are continued",
+    ),
+    Script(
+        *("finetune_hf_llama/finetune_llama.sh", "run", 4),
+        words="convert_mds2hf",
+        small="--hf-ckpt-num-shards -1",
+        before=(
+            BASE,
+            f"{STANFORD} convert_hf2mds --hf-ckpt-num-shards -1",
+            f"{STANFORD} --train-iters 3 --lr-warmup-iters 1 --eval-iters 1 --lr-decay-iters 3",
+        ),
+        settings=ALPACA,
+        prints=("hf-out",),
+        note="converted, trained for 3 steps, converted back; steps are saved where it trains",
     ),
 )
 

@@ -24,7 +24,7 @@ positions() { # NAME ... -- ARGUMENT ...
     REST=("$@")
 }
 
-# The ten arguments of a metric, of which there are two.
+# The ten arguments of a metric.
 METRIC=(METRIC INDEX_TO_SAMPLE_PATH INDEX_TO_METRIC_PATH DIFFICULTY_TYPE CLUSTERING_TYPE MIN MAX)
 metric() { # NAME OF TOTAL_STEP
     printf '%s\n' "${METRIC[@]/#/$1_}" "$1_$2" "$1_DIFFICULTY_STEP" "$1_ROOT"

@@ -86,8 +86,8 @@ def write_csv(curve: RunCurve, output: str | os.PathLike[str]) -> None:
 
 def read_tables(folder: str | os.PathLike[str], prefix: str) -> list[RunCurve]:
     """The tables of ``write_csv`` in a folder whose names are ``prefix``, the run's name and
-    ``.csv``, in the order of their first steps. Raises ValueError if there are none, or naming the
-    line of one that is not such a table."""
+    ``.csv``, in the order of their first steps. Raises ValueError if the folder has no such file,
+    or naming the line of a file that is not such a table."""
     curves = []
     for path in sorted(Path(folder).glob(f"{prefix}*.csv")):
         with path.open(newline="") as file:

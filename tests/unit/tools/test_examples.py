@@ -532,7 +532,7 @@ def test_readme_names_every_script():
     folders = (".", "megatron", "universal_checkpointing")
     text = "".join((FOLDER / name / "README.md").read_text() for name in folders)
     names = {path.name for path in SCRIPTS} | {SERVER, *TASKS}
-    assert "(megatron/detxoify_lm/README.md)" in text
+    assert "(./megatron/detxoify_lm/README.md)" in text
     assert names <= set(re.findall(r"\w+\.sh", text))
 
 
