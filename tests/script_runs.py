@@ -208,7 +208,8 @@ def run(row: Script, data: Data, out: Path) -> str:
         return serve(row, data, out)
     if row.kind == "run":
         said = start(row, data, out)
-        return "; ".join(" ".join(match(pattern, said).split()) for pattern in row.prints)
+        texts = [match(pattern, said).replace("|", " ") for pattern in row.prints]
+        return "; ".join(" ".join(text.split()) for text in texts)
     whole = start(row, data, out / "whole")
     for pattern in row.prints:
         match(pattern, whole)
