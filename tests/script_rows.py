@@ -266,5 +266,4 @@ ROWS = (
     *PILE,
     *OTHERS,
     *ANALYSIS,
-    *FINE_TUNED_LLAMA,
 )
