@@ -257,37 +257,6 @@ ANALYSIS = tuple(
     for step, said in (("map", r"[\d.]+ seconds"), ("reduce", "[0-9,]+ samples, [0-9,]+ tokens"))
 )
 
-LLAMA = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64"
-LLAMA_SIZES = f"{LLAMA} --seq-length 128 --max-position-embeddings 128"
-HUGGING_FACE = (
-    'python -c "from transformers import GPT2TokenizerFast, LlamaConfig, LlamaForCausalLM; '
-    "import sys; folder, vocab, merges = sys.argv[1:]; "
-    "GPT2TokenizerFast(vocab_file=vocab, merges_file=merges).save_pretrained(folder); "
-    "LlamaForCausalLM(LlamaConfig(vocab_size=50257, hidden_size=32, intermediate_size=64, "
-    "num_hidden_layers=2, num_attention_heads=4, bos_token_id=50256, eos_token_id=50256))"
-    '.save_pretrained(folder)" {out}/llama {vocab} {merges}'
-)
-CONVERTED = {
-    "HF_LLAMA_PATH": "{out}/llama", "MEGA_DS_LLAMA_PATH": "{out}/converted", "TP": "1", "PP": "1",
-    "FINETUNED_PATH": "{out}/tuned", "DATASET_PATH": "{source}/sft/alpaca_en_demo.json",
-}  # fmt: skip
-FINE_TUNED_LLAMA = (
-    Script(
-        *("finetune_hf_llama/finetune_llama.sh", "run", 4),
-        small=f"{LLAMA_SIZES} --global-batch-size 8 --micro-batch-size 2 --train-iters 10 "
-        "--eval-iters 1",
-        settings=CONVERTED,
-        before=(
-            HUGGING_FACE,
-            " ".join(f"{name}={value}" for name, value in CONVERTED.items())
-            + " LAUNCHER=python examples_deepspeed/finetune_hf_llama/finetune_llama.sh "
-            f"convert_hf2mds {LLAMA_SIZES}",
-        ),
-        prints=(r"iteration +10/ +10",),
-        note="with `convert_hf2mds` and `convert_mds2hf`",
-    ),
-)
-
 ROWS = (
     *MOE,
     *COMPRESSION,
@@ -297,5 +266,4 @@ ROWS = (
     *PILE,
     *OTHERS,
     *ANALYSIS,
-    *FINE_TUNED_LLAMA,
 )

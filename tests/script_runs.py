@@ -208,7 +208,8 @@ def run(row: Script, data: Data, out: Path) -> str:
         return serve(row, data, out)
     if row.kind == "run":
         said = start(row, data, out)
-        return "; ".join(" ".join(match(pattern, said).split()) for pattern in row.prints)
+        texts = [match(pattern, said).replace("|", " ") for pattern in row.prints]
+        return "; ".join(" ".join(text.split()) for text in texts)
     whole = start(row, data, out / "whole")
     for pattern in row.prints:
         match(pattern, whole)
@@ -249,7 +250,11 @@ def page(results: dict[str, str]) -> str:
         name = Path(row.path)
         if name.parent != folder:
             folder = name.parent
-            parts += [f"\n## `{folder}`\n" if folder.name else "\n## In the folder itself\n"]
+            parts += [
+                f"\n## `examples_deepspeed/{folder}`\n"
+                if folder.name
+                else "\n## The folder itself\n"
+            ]
             parts += ["| script | processes | result at small size | notes |", "|---|---|---|---|"]
         result = results.get(row.path, "not run")
         parts.append(f"| `{name.name}` | {row.processes} | {result} | {row.note} |")
@@ -260,7 +265,9 @@ def kept_results() -> dict[str, str]:
     results, folder = {}, ""
     for line in PAGE.read_text().splitlines() if PAGE.exists() else ():
         if line.startswith("## "):
-            folder = f"{line.split('`')[1]}/" if "`" in line else ""
+            folder = (
+                f"{line.split('`')[1].removeprefix('examples_deepspeed/')}/" if "`" in line else ""
+            )
         elif line.startswith("| `"):
             cells = line.split(" | ")
             results[folder + cells[0].split("`")[1]] = cells[2]
