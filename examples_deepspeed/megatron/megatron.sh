@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Settings and functions of the scripts of this folder. Not run by itself:
 #
-#     source "$(dirname "$(realpath "$0")")/megatron.sh"
+#     here=$(dirname "$0")/$(dirname "$(readlink "$0" || echo .)") # the script may be a link to this one
+source "$here/megatron.sh"
 #     text_generation_server PROCESSES --flag value ... "$@"
 #     retriever PROCESSES PROGRAM --flag value ... "$@"
 #
