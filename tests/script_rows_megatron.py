@@ -316,7 +316,8 @@ LLAMAS = (
     ),
     Script(
         *("generate_text.sh", "run", 1),
-        small=f"{MODEL} --max-position-embeddings 32 --out-seq-length 4 --sample-input-file {{out}}/in.txt",
+        small=f"{MODEL} --max-position-embeddings 32 --out-seq-length 4 "
+        "--sample-input-file {out}/in.txt",
         before=(GPT, "echo They saw >{out}/in.txt"),
         settings=TRAINED | {"GENFILE": "{out}/samples.json"},
         prints=("1 text",),
