@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # Settings and functions of the scripts of this folder. Not run by itself:
 #
-#     here=$(dirname "$0")/$(dirname "$(readlink "$0" || echo .)") # the script may be a link to this one
-source "$here/megatron.sh"
+#     source "$(dirname "$0")/megatron.sh"
 #     text_generation_server PROCESSES --flag value ... "$@"
 #     retriever PROCESSES PROGRAM --flag value ... "$@"
 #
