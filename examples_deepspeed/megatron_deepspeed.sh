@@ -43,6 +43,7 @@ declare -A FLAG_OF=(
     [LR]=--lr [MIN_LR]=--min-lr [TRAIN_TOKENS]=--train-tokens [TRAIN_SAMPLES]=--train-samples
     [TRAIN_ITERS]=--train-iters [MP_SIZE]=--tensor-model-parallel-size
     [PP_SIZE]=--pipeline-model-parallel-size [ZERO_STAGE]=--zero-stage [SEED]=--seed
+    [LR_DECAY_TOKENS]=--lr-decay-tokens [WARMUP_TOKENS]=--lr-warmup-tokens
     [NUM_ITER]=--train-iters [NUM_TOKEN]=--train-tokens [SEQ]=--seq-length
     [GLOBAL_BATCH]=--global-batch-size [MICRO_BATCH]=--micro-batch-size
 )
@@ -82,7 +83,7 @@ defaults() { # NAME=VALUE ...
 
 # A choice of the script that no environment replaces.
 DATA=pile_text_document LENGTH=--train-samples SAMPLES=3 TEMPLATE='' TEMPLATE_VALUES=() PREFIX=gpt SUFFIX='' LOAD=''
-PROCESSES=8 COUNTED=''
+PROCESSES=8 WARMUP=375000000 START=72 COUNTED=''
 
 # Adds a flag unless one of these was given, which decides the same.
 either() { # "--flag --flag ..." --flag value ...
@@ -224,12 +225,14 @@ pretrain_gpt3() { # --flag value ...
     defaults SEQ_LEN=2048 MP_SIZE=1 PP_SIZE=1 NO_PP=false ZERO_STAGE=0 EXIT_DURATION=30000000 \
         TRAIN_TOKENS_IN_BILLION=300 LOG_INTERVAL=10 EVAL_ITERS=10 EVAL_INTERVAL=100 SEED=1234 \
         ACTIVATION_CHECKPOINT=true LOG_OPTIMIZER_STATE=false CL_ENABLED=false CL_START_SEQLEN=80 \
-        CL_TOKENS=60 LR_DECAY_STYLE=cosine SPLIT=98,2,0 WEIGHT_DECAY=0.1 NUM_WORKERS_OF_DATA="${num_workers:-0}" \
-        WARMUP_TOKENS="${lr_warmup_tokens:-375000000}"
+        CL_TOKENS=60 LR_DECAY_STYLE=cosine SPLIT=98,2,0 WEIGHT_DECAY=0.1 NUM_WORKERS_OF_DATA="${num_workers:-0}"
     defaults TRAIN_TOKENS=$((TRAIN_TOKENS_IN_BILLION * 1000000000)) CL_AVG_SEQLEN=$(((CL_START_SEQLEN + SEQ_LEN) / 2))
     defaults TRAIN_SAMPLES=$((TRAIN_TOKENS * SAMPLES / SEQ_LEN)) LR_DECAY_TOKENS="$TRAIN_TOKENS" \
         TRAIN_ITERS=$((TRAIN_TOKENS * SAMPLES / SEQ_LEN / GLOBAL_BATCH_SIZE)) \
         CL_STEP=$((CL_TOKENS * 1000000000 / (GLOBAL_BATCH_SIZE * CL_AVG_SEQLEN)))
+    # A warm-up that a shortened decay cannot hold is a hundredth of it, as in the longest runs.
+    ((WARMUP < LR_DECAY_TOKENS)) || WARMUP=$((LR_DECAY_TOKENS / 100))
+    defaults WARMUP_TOKENS="${lr_warmup_tokens:-$WARMUP}"
     processes "$PROCESSES"
     defaults BATCH_SIZE=$((GLOBAL_BATCH_SIZE * PP_SIZE * MP_SIZE / NUM_GPUS))
     [[ $CL_ENABLED != true ]] || curriculum=-cl-startseqlen-$CL_START_SEQLEN-step-$CL_STEP
@@ -282,8 +285,10 @@ moe_gpt3() { # --flag value ...
 
 # With a batch of thousands, which short samples at the start make stable.
 curriculum_gpt3() { # --flag value ...
-    defaults NO_PP=true LOG_OPTIMIZER_STATE=true CL_ENABLED=true CL_START_SEQLEN=72 \
-        LR_DECAY_TOKENS=260000000000 SAVE_INTERVAL=1000
+    defaults SEQ_LEN=2048
+    defaults NO_PP=true LOG_OPTIMIZER_STATE=true CL_ENABLED=true \
+        CL_START_SEQLEN=$((SEQ_LEN < START ? 8 : START)) LR_DECAY_TOKENS=260000000000 \
+        SAVE_INTERVAL=1000
     pretrain_gpt3 "$@"
 }
 
@@ -305,14 +310,14 @@ distilled_gpt3() { # LAYERS --flag value ...
 rebase_gpt3() { # --flag value ...
     defaults MIN_LR=1.0e-6 LR_WARMUP_TOKENS_IN_MILLION=3000 ZERO_STAGE=1 SAVE_INTERVAL=100 \
         SPLIT=949,50,1 LOG_OPTIMIZER_STATE=true
-    defaults WARMUP_TOKENS="${lr_warmup_tokens:-$((LR_WARMUP_TOKENS_IN_MILLION * 1000000))}"
-    SAMPLES=2
+    WARMUP=$((LR_WARMUP_TOKENS_IN_MILLION * 1000000)) SAMPLES=2
     pretrain_gpt3 --no-async-tensor-model-parallel-allreduce "$@"
 }
 
 # Rotary positions in a quarter of each head; samples grow during the first third of the warm-up.
 rotary_growing_gpt3() { # --flag value ...
-    defaults MIN_LR=1.0e-6 SEQ_LEN=2048 LR_WARMUP_TOKENS_IN_MILLION=3000 CL_START_SEQLEN=64
+    defaults MIN_LR=1.0e-6 SEQ_LEN=2048 LR_WARMUP_TOKENS_IN_MILLION=3000
+    defaults CL_START_SEQLEN=$((SEQ_LEN < 64 ? 8 : 64))
     gpt3_shape
     CL_ENABLED=true
     defaults CL_STEP=$((LR_WARMUP_TOKENS_IN_MILLION * 1000000 / 3 / GLOBAL_BATCH_SIZE / SEQ_LEN))
@@ -325,9 +330,10 @@ pretrain_pile_bert() { # --flag value ...
     defaults SEQ_LEN=512 GLOBAL_BATCH_SIZE=1024 LR=1e-4 MIN_LR=1e-5 MP_SIZE=1 PP_SIZE=1 NO_PP=true \
         ZERO_STAGE=0 TRAIN_ITERS_IN_MILLION=2 LOG_INTERVAL=100 EVAL_ITERS=10 EVAL_INTERVAL=1000 \
         SEED=1234 ACTIVATION_CHECKPOINT=false LOG_OPTIMIZER_STATE=true LR_DECAY_STYLE=linear \
-        LR_WARMUP_ITERS=10000 SPLIT=949,50,1 WEIGHT_DECAY=1e-2 NUM_WORKERS_OF_DATA="${num_workers:-4}"
+        SPLIT=949,50,1 WEIGHT_DECAY=1e-2 NUM_WORKERS_OF_DATA="${num_workers:-4}"
     defaults TRAIN_ITERS=$((TRAIN_ITERS_IN_MILLION * 1000000))
-    defaults LR_DECAY_ITERS="$TRAIN_ITERS" SAVE_INTERVAL=$(((TRAIN_ITERS + 99) / 100))
+    defaults LR_WARMUP_ITERS=$((TRAIN_ITERS < 2000000 ? TRAIN_ITERS / 200 : 10000)) \
+        LR_DECAY_ITERS="$TRAIN_ITERS" SAVE_INTERVAL=$(((TRAIN_ITERS + 99) / 100))
     processes "$PROCESSES"
     defaults BATCH_SIZE=$((GLOBAL_BATCH_SIZE * PP_SIZE * MP_SIZE / NUM_GPUS))
     defaults JOB_NAME="bert-pile-${MODEL_SIZE}B-iters-$TRAIN_ITERS-lr-$LR-min-$MIN_LR-wmup-$LR_WARMUP_ITERS-gbs-$GLOBAL_BATCH_SIZE-mbs-$BATCH_SIZE-gpu-$NUM_GPUS-zero-$ZERO_STAGE-mp-$MP_SIZE-pp-$PP_SIZE"

@@ -25,7 +25,7 @@ SETTINGS = {
 PROGRAM = (
     r"finetune\.py|(pretrain|finetune)_\w+\.py"
     r"|(tasks|tasks/eval_harness|tools|tools/retro|"
-    r"examples_deepspeed/(megatron/)?detxoify_lm)/\w+\.py"
+    r"examples_deepspeed/((megatron/)?detxoify_lm|data_efficiency))/\w+\.py"
 )
 
 

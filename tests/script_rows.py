@@ -8,18 +8,14 @@ GPT = f"{SMALL} {TOKENS}"
 TEN = "--train-iters 10 --train-tokens 100000"
 """Where the tokens of a step grow."""
 GROWING = {"CL_START_SEQLEN": "8", "CL_STEP": "8"}
-TEACHER = (
-    "OUTPUT_BASEPATH={{out}}/teacher CHECKPOINT_PATH={{out}}/taught LAUNCHER=torchrun "
-    f"examples_deepspeed/MoE/ds_pretrain_gpt_125M_dense_cl.sh {GPT}"
-)
 TRAINED = (
-    "OUTPUT_BASEPATH={{out}}/model CHECKPOINT_PATH={{out}}/trained LAUNCHER=torchrun "
+    "OUTPUT_BASEPATH={out}/model CHECKPOINT_PATH={out}/trained LAUNCHER=torchrun "
     f"examples_deepspeed/MoE/ds_pretrain_gpt_350M_dense.sh {GPT}"
 )
 EVALUATED = {"CHECKPOINT_PATH": "{out}/trained", "RESULT_PATH": "{out}/results.json"}
 LAMBADA = "{source}/lambada/lambada_test_first1000.jsonl"
 WIKITEXT = "{source}/wikitext2/wiki.valid.raw"
-KD = {"CHECKPOINT_PATH_TEACHER": "{out}/taught"}
+KD = {"CHECKPOINT_PATH_TEACHER": "{base}/trained"}
 
 
 def tokens(path: str, processes: int, **more: object) -> Script:
@@ -84,7 +80,7 @@ COMPRESSION = (
             small=f"{GPT} {TEN} --num-layers-teacher 2 --num-layers 1",
             settings=KD | {"MP_SIZE": str(tensor)} | (GROWING if "cl" in name else {}),
             gpus=tensor,
-            before=(TEACHER,),
+            before=(TRAINED,),
             prints=("kd loss: ", *(("curriculum seqlen: +(8|16) ",) if "cl" in name else ())),
         )
         for name, processes, tensor in (
@@ -170,7 +166,7 @@ FINE_TUNED = {
     "race": {"TRAIN_DATA": "{source}/race/dev/middle", "VALID_DATA": "{source}/race/dev/middle"},
 }
 PRETRAINED = (
-    "OUTPUT_BASEPATH={{out}}/bert CHECKPOINT_PATH={{out}}/pretrained LAUNCHER=torchrun "
+    "OUTPUT_BASEPATH={out}/bert CHECKPOINT_PATH={out}/pretrained LAUNCHER=torchrun "
     f"examples_deepspeed/bert_with_pile/ds_pretrain_bert.sh {BERT}"
 )
 PILE = (
@@ -239,4 +235,35 @@ OTHERS = (
     ),
 )
 
-ROWS = (*MOE, *COMPRESSION, *CURRICULUM, *SLW, *REBASE, *PILE, *OTHERS)
+ANALYSED = {
+    "SEQ_LEN": "64", "BATCH_SIZE": "16", "NUM_EPOCHS": "1", "NUM_THREADS": "1",
+    "NUM_THREADS_REDUCE": "1", "SAVE_PATH": "{out}/analysis",
+}  # fmt: skip
+ANALYSIS = tuple(
+    Script(
+        *(f"data_efficiency/{family}/ds_analyze_{family}_data_{step}.sh", "run", 1),
+        small="",
+        settings=ANALYSED,
+        family=family,
+        before=()
+        if step == "map"
+        else (
+            f"{' '.join(f'{name}={value}' for name, value in ANALYSED.items())} "
+            f"examples_deepspeed/data_efficiency/{family}/ds_analyze_{family}_data_map.sh",
+        ),
+        prints=(said,),
+    )
+    for family in ("gpt", "bert")
+    for step, said in (("map", r"[\d.]+ seconds"), ("reduce", "[0-9,]+ samples, [0-9,]+ tokens"))
+)
+
+ROWS = (
+    *MOE,
+    *COMPRESSION,
+    *CURRICULUM,
+    *SLW,
+    *REBASE,
+    *PILE,
+    *OTHERS,
+    *ANALYSIS,
+)

@@ -49,7 +49,8 @@ class Script:
     processes: int = 8
     """Of the command at full size."""
     words: str = ""
-    """Positions; {data}, {out} and the names of ``Data`` are replaced here and below."""
+    """Positions; {data}, {out} and the names of ``Data`` are replaced here and below. {out} is the
+    folder of one run, {base} that of the row, where ``before`` has run."""
     small: str = SMALL
     settings: dict[str, str] = field(default_factory=dict)
     gpus: int = 1
@@ -104,7 +105,8 @@ class Data:
         return {"DATA_PATH": self.names["gpt"]} | pair
 
     def fill(self, text: str, out: Path) -> str:
-        return text.format(**self.names, out=out)
+        base = out.parent if out.name in ("whole", "parts") else out
+        return text.format(**self.names, out=out, base=base)
 
 
 def free_port() -> str:
@@ -206,7 +208,8 @@ def run(row: Script, data: Data, out: Path) -> str:
         return serve(row, data, out)
     if row.kind == "run":
         said = start(row, data, out)
-        return "; ".join(" ".join(match(pattern, said).split()) for pattern in row.prints)
+        texts = [match(pattern, said).replace("|", " ") for pattern in row.prints]
+        return "; ".join(" ".join(text.split()) for text in texts)
     whole = start(row, data, out / "whole")
     for pattern in row.prints:
         match(pattern, whole)
@@ -247,7 +250,11 @@ def page(results: dict[str, str]) -> str:
         name = Path(row.path)
         if name.parent != folder:
             folder = name.parent
-            parts += [f"\n## `{folder}`\n" if folder.name else "\n## In the folder itself\n"]
+            parts += [
+                f"\n## `examples_deepspeed/{folder}`\n"
+                if folder.name
+                else "\n## The folder itself\n"
+            ]
             parts += ["| script | processes | result at small size | notes |", "|---|---|---|---|"]
         result = results.get(row.path, "not run")
         parts.append(f"| `{name.name}` | {row.processes} | {result} | {row.note} |")
@@ -258,7 +265,9 @@ def kept_results() -> dict[str, str]:
     results, folder = {}, ""
     for line in PAGE.read_text().splitlines() if PAGE.exists() else ():
         if line.startswith("## "):
-            folder = f"{line.split('`')[1]}/" if "`" in line else ""
+            folder = (
+                f"{line.split('`')[1].removeprefix('examples_deepspeed/')}/" if "`" in line else ""
+            )
         elif line.startswith("| `"):
             cells = line.split(" | ")
             results[folder + cells[0].split("`")[1]] = cells[2]

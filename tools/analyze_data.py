@@ -7,24 +7,41 @@ r"""Measures the difficulty of the training samples of a run, for a curriculum.
 
 It writes files such as analysis/vocab_rarity/vocab_rarity_index_to_sample.bin and .idx, for
 "data_efficiency" of the DeepSpeed JSON; see docs/guides/curriculum.md. The flags that define the
-samples (data, sequence length, seed, length of the run) must be those of the run. --save is the
-output folder.
+samples (data, sequence length, seed, length of the run or --train-data-exact-num-epochs) must be
+those of the run. --save is the output folder.
+
+Several machines share the work in two steps: --analyzing-task map on each, with
+--analyzing-num-workers and its --analyzing-worker-id, then --analyzing-task reduce on one.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from megatron.config.flags import ConfigError, option
+from megatron.config import Setting, Settings
+from megatron.config.flags import NOT_NEGATIVE, POSITIVE, ConfigError, option
 from megatron.config.kinds.curriculum import CurriculumConfig, without_sampling
-from megatron.data.kinds.curriculum.analysis import METRICS, MetricSummary, analyse
-from megatron.training.run import Run, RunToolParser, run_data, run_of
+from megatron.data.kinds.curriculum.analysis import (
+    METRICS,
+    VOCABULARY,
+    Analysis,
+    MetricSummary,
+    Progress,
+    analyse,
+)
+from megatron.families import family_of
+from megatron.training.plan import TrainingPlan
+from megatron.training.run import RUN_LENGTHS, Run, RunToolParser, run_of
 from megatron.util.errors import one_line
 from megatron.util.progress import progress_bar
+
+TASKS = ("map", "reduce")
+UNUSED = {"train_iters": 1, "lr": 1.0, "eval_iters": 0}
+"""Values of a run that have no effect on a number of whole epochs, and need not be there."""
 
 
 @dataclass(frozen=True)
@@ -32,41 +49,87 @@ class AnalysisConfig:
     """Analysis: metrics and processes; all flags of pretrain_gpt.py describe the run."""
 
     analyzing_metric: tuple[str, ...] = option(("vocab_rarity",))
-    """Metrics: seqlen (tokens without padding), vocab_rarity (how rare the tokens are)."""
-    analyzing_num_threads: int = option(1)
-    """Number of processes that read the samples."""
-    world_size: int = option(1)
+    """Metrics: total_vocab_freq (how often each token occurs), vocab_rarity (how rare the tokens
+    of a sample are), seqlen (its tokens without padding), seqlen_vocab_rarity (by length, then by
+    rarity)."""
+    analyzing_task: str | None = option(None, choices=TASKS, derived="map and reduce")
+    """Step: map measures the samples of a worker, reduce merges what all workers have written. In
+    two steps the rarities need the files of total_vocab_freq in --save."""
+    analyzing_data_type: str | None = option(None, choices=("GPT", "BERT"))
+    """Type of the samples, as --model-family gpt or bert."""
+    analyzing_num_workers: int = option(1, bounds=POSITIVE)
+    """Number of workers that share the samples, each a map of its own."""
+    analyzing_worker_id: int = option(0, bounds=NOT_NEGATIVE)
+    """Number of the worker of this map, from 0."""
+    analyzing_num_threads: int = option(1, bounds=POSITIVE)
+    """Number of parts that the samples of a worker are divided into, and of the processes that read
+    them, of which no more than there are cores run."""
+    analyzing_num_threads_reduce: int = option(1, bounds=POSITIVE)
+    """Number of processes of the reduce."""
+    analyzing_specific_threads: tuple[int, ...] = option(())
+    """Numbers of the parts to measure, from 0: those that an earlier map has not finished."""
+    world_size: int = option(1, bounds=POSITIVE)
     """Number of processes of the run."""
 
     def check(self) -> None:
-        """Raises ConfigError for invalid values."""
+        """Raises ConfigError for values that do not fit together."""
         unknown = set(self.analyzing_metric) - set(METRICS)
         if unknown:
             raise ConfigError(
                 f"--analyzing-metric {min(unknown)} must be one of {', '.join(METRICS)}"
             )
-        for flag, value in (
-            ("--analyzing-num-threads", self.analyzing_num_threads),
-            ("--world-size", self.world_size),
+        for flag, number, count_flag, count in (
+            ("worker-id", self.analyzing_worker_id, "num-workers", self.analyzing_num_workers),
+            *(
+                ("specific-threads", number, "num-threads", self.analyzing_num_threads)
+                for number in self.analyzing_specific_threads
+            ),
         ):
-            if value < 1:
-                raise ConfigError(f"{flag} {value} must be positive")
+            if not 0 <= number < count:
+                raise ConfigError(
+                    f"--analyzing-{flag} {number} must be from 0 to {count - 1}, one less than "
+                    f"--analyzing-{count_flag}"
+                )
+        if self.analyzing_task is None and self.analyzing_num_workers > 1:
+            raise ConfigError(
+                f"--analyzing-num-workers {self.analyzing_num_workers} share the work in two "
+                "steps: give --analyzing-task map on each, then --analyzing-task reduce on one"
+            )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command."""
-    config, settings = RunToolParser(AnalysisConfig, __doc__).parse(argv)
+    parser = RunToolParser(AnalysisConfig, __doc__)
     try:
+        config, settings = parser.parse(argv)
         started = time.perf_counter()
         config.check()
-        summaries = measure(config, run_of(settings, config.world_size))
+        run = run_of(completed(settings, config.analyzing_data_type), config.world_size)
+        summaries = measure(config, run)
     except (ValueError, OSError) as error:
         sys.exit(f"analyze_data.py: error: {one_line(error)}")
     report(summaries, time.perf_counter() - started)
 
 
+def completed(settings: Settings, data_type: str | None) -> Settings:
+    """The settings of a run with the family of its data, and with what a number of epochs makes
+    superfluous. Raises ConfigError if they contradict."""
+    if data_type is not None:
+        flag, family = f"--analyzing-data-type {data_type}", data_type.lower()
+        given = settings.get("family", Setting(family, flag))
+        if given.value != family:
+            raise ConfigError(f"{flag} contradicts --model-family {given.value}: give one of them")
+        settings = settings | {"family": given}
+    if "train_data_exact_num_epochs" not in settings:
+        return settings
+    unused = {name: Setting(value, "this program") for name, value in UNUSED.items()}
+    if {"epochs", *RUN_LENGTHS} & settings.keys():
+        del unused["train_iters"]
+    return unused | settings
+
+
 def measure(config: AnalysisConfig, run: Run) -> list[MetricSummary]:
-    """Writes the files of each metric.
+    """Writes the files of each metric, or those of one step.
 
     Raises:
         ValueError, OSError: the flags are invalid, or files cannot be read or written.
@@ -75,27 +138,50 @@ def measure(config: AnalysisConfig, run: Run) -> list[MetricSummary]:
     if folder is None:
         raise ConfigError("missing --save, the folder for the results")
     plain = run.config.with_kind(without_sampling(run.config.kind(CurriculumConfig)))
-    datasets = run_data(dataclasses.replace(run, config=plain)).datasets
-    if datasets.train is None:
+    plan = TrainingPlan(plain)
+    exact = plain.data.train_data_exact_num_epochs is not None
+    count = 1 if exact else plan.sample_counts[0]
+    data = family_of(plain.model.family).data(plain, run.tokenizer)
+    train = data.datasets((count, 0, 0), plan.batch_sizes).train
+    if train is None:
         raise ConfigError("--skip-train: there are no training samples to measure")
     rows = plain.model.vocabulary.padded
     assert rows is not None
-    names = tuple(dict.fromkeys(config.analyzing_metric))
+    analysis = Analysis(
+        train,
+        tuple(dict.fromkeys(config.analyzing_metric)),
+        Path(folder),
+        rows,
+        plain.model.seq_length,
+        config.analyzing_num_workers,
+        config.analyzing_num_threads,
+    )
     with progress_bar("measuring", unit=" samples") as bar:
 
         def show(done: int, total: int) -> None:
             bar.total = total
             bar.update(done - bar.n)
 
-        return analyse(datasets.train, names, folder, rows, config.analyzing_num_threads, show)
+        return step(config, analysis, show)
+
+
+def step(config: AnalysisConfig, analysis: Analysis, progress: Progress) -> list[MetricSummary]:
+    """Both steps, or the one that the flags name; a map alone has no results."""
+    if config.analyzing_task is None:
+        return analyse(analysis, progress)
+    if config.analyzing_task == "reduce":
+        return analysis.reduce(config.analyzing_num_threads_reduce)
+    analysis.map(config.analyzing_worker_id, config.analyzing_specific_threads, progress)
+    return []
 
 
 def report(summaries: Sequence[MetricSummary], seconds: float) -> None:
     """Prints the folder and the distribution of each metric."""
     for metric in summaries:
         spread = ", ".join(f"{share}% {value}" for share, value in metric.percentiles.items())
+        values = "tokens that occur" if metric.name == VOCABULARY else "values"
         print(
-            f"{metric.name}: {metric.samples:,} samples, {metric.values:,} values ({spread}) "
+            f"{metric.name}: {metric.samples:,} samples, {metric.values:,} {values} ({spread}) "
             f"in {metric.folder}"
         )
     print(f"{seconds:.1f} seconds")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.flags import NOT_NEGATIVE, ConfigResolver, needs_value, option
+from megatron.config.flags import NOT_NEGATIVE, POSITIVE, ConfigResolver, needs_value, option
 
 SOURCE_FIELDS = (
     *("data_path", "data_args_path", "per_split_data_args_path"),
@@ -72,6 +72,9 @@ class DataConfig:
     """Relative shares of the documents of --data-path for training, validation and test."""
     skip_samples: tuple[str, ...] = option(())
     """FIRST:LAST ...: ranges of training samples to skip, by their number; LAST is not skipped."""
+    train_data_exact_num_epochs: int | None = option(None, bounds=POSITIVE)
+    """Number of epochs of training samples, however many the run needs: their order is then that of
+    any other run over so many epochs. Of a blend, until the first file has been read so often."""
     data_cache_path: str | None = option(None, derived="index-cache beside the data")
     """Folder for the cached sample indices."""
     object_storage_cache_path: str | None = option(None, derived="object-storage-cache")
@@ -102,6 +105,11 @@ class DataConfig:
         resolver.check(
             not (self.mock_data and named),
             f"--mock-data contradicts {', '.join(named)}: give one of them",
+        )
+        resolver.check(
+            self.train_data_exact_num_epochs is None or not self.mock_data,
+            f"{resolver.show('train_data_exact_num_epochs')}: --mock-data have no epochs; give one "
+            "of them",
         )
 
 

@@ -49,7 +49,10 @@ _UNUSED = {
     "--data-impl mmap|infer": "the memory-mapped .bin/.idx format is the only one",
     "--loose-json": "JSON files have one object per line in any case",
     "--data-efficiency-curriculum-learning": '"data_efficiency" in the DeepSpeed JSON is enough',
-    "--return-data-index": "tools/show_batch.py says which samples a step had",
+    "--return-data-index": (
+        "tools/analyze_data.py always records the numbers of samples, and tools/show_batch.py says "
+        "which a step had"
+    ),
     "--train-idx-path STR": _CACHE,
     "--train-desc-path STR": _CACHE,
     "--train-doc-idx-path STR": _CACHE,

@@ -149,7 +149,6 @@ REFUSED = NETWORKS | {
         "--skip-samples FIRST:LAST skips training samples, --on-spike rollback those of spikes"
     ),
     # Data and tokenizers.
-    "--train-data-exact-num-epochs": "--train-samples is the number of samples",
     "--sample-rate": "WEIGHT PREFIX WEIGHT PREFIX ... in --data-path says how often each is used",
     "--aml-data-download-path": "give whole paths in --data-path",
     "--use-dataset-only": "tools/show_batch.py reads data without a model",
@@ -277,7 +276,9 @@ OWN_FLAGS = {
     "tools/evaluate.py": """--tasks --include-path --num-fewshot --limit --use-cache --log-samples
         --gen-kwargs --apply-chat-template --system-instruction --fewshot-as-multiturn""",
     "tools/train_tokenizer.py": "--min-frequency --byte-fallback",
-    "tools/analyze_data.py": "--analyzing-metric --analyzing-num-threads",
+    "tools/analyze_data.py": """--analyzing-metric --analyzing-task --analyzing-data-type
+        --analyzing-num-workers --analyzing-worker-id --analyzing-num-threads
+        --analyzing-num-threads-reduce --analyzing-specific-threads""",
     "tools/check_parity.py": "--layouts",
     "tools/plan.py": "--gpus --gpus-per-node --gpu-memory --inter-node-bandwidth",
     "tools/show_batch.py": "--world-size",

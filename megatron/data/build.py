@@ -17,7 +17,7 @@ from megatron.data.blend import BlendedDataset, normalised_weights, part_samples
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed import IndexedDataset
 from megatron.data.paths import READ_IN_PLACE, expand
-from megatron.data.samples import Documents, SampleDataset, SampleRecipe
+from megatron.data.samples import TRAINING, Documents, SampleDataset, SampleRecipe
 from megatron.data.sources import PARTS, Blend, DataSource, Parts, split_documents
 from megatron.util.digests import digest_of_parts, digest_of_sample
 from megatron.util.progress import progress_bar
@@ -144,6 +144,8 @@ class DatasetBuilder:
 
     readers: Mapping[str, Callable[[], SourceReader]]
     cache_path: str | None = None
+    exact: bool = False
+    """Whether the recipes make all training samples of some epochs, however many are wanted."""
     _made: dict[str, SourceReader] = field(default_factory=dict)
     _opened: dict[tuple[str, str, str | None], Documents] = field(default_factory=dict)
     _contents: dict[str, Mapping[str, int | str]] = field(default_factory=dict)
@@ -194,7 +196,7 @@ class DatasetBuilder:
             return SourceReader(reader.open, _Recording(reader.recipe, jobs))
 
         readers = {kind: partial(recording, kind) for kind in self.readers}
-        DatasetBuilder(readers, self.cache_path).datasets(parts, sample_counts)
+        DatasetBuilder(readers, self.cache_path, self.exact).datasets(parts, sample_counts)
         in_processes(jobs, workers)
 
     def samples(
@@ -217,6 +219,9 @@ class DatasetBuilder:
             self._single(each, part_samples(num_samples, weight), name)
             for each, weight in zip(chosen, weights, strict=True)
         ]
+        if self.exact and part == TRAINING:
+            pairs = zip(samples, weights, strict=True)
+            num_samples = max(1, min(int((len(each) - 1) / weight) for each, weight in pairs))
         cache = IndexCache.beside(chosen[0].path, self.cache_path)
         return BlendedDataset.build(samples, weights, num_samples, cache, name)
 

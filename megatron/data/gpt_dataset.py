@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.data.index_cache import Blocks, IndexCache, Layout, StoredArrays
-from megatron.data.samples import Documents, Piece, check_ids, checked_index
+from megatron.data.samples import TRAINING, Documents, Piece, check_ids, checked_index
 from megatron.data.shuffle import shuffle
 
 # Part of every cache entry's name: raise it when the meaning of the arrays changes.
@@ -43,6 +43,8 @@ class GPTRecipe:
     """Of the shuffles."""
     vocab_size: int | None = None
     """Above the ids that samples may have; None: they are not checked."""
+    exact_epochs: int | None = None
+    """Epochs of the training samples, however many are wanted."""
 
     def units(self, documents: Documents) -> int:
         return len(documents)
@@ -58,22 +60,29 @@ class GPTRecipe:
             raise ValueError(
                 f"{documents.prefix}: the {len(units)} documents for {name} have no tokens"
             )
+        epochs = self.exact_epochs if name == TRAINING else None
         depends_on = {
             "version": INDEX_VERSION,
             "sequence lengths": documents.lengths_digest,
             "documents": [units.start, units.stop],
             "seq length": self.seq_length,
-            "samples": num_samples,
+            **({"samples": num_samples} if epochs is None else {"epochs": epochs}),
             "seed": self.seed,
         }
-        index = GPTIndex.of(lengths, units, self.seq_length, num_samples, self.seed)
+        index = GPTIndex.of(lengths, units, self.seq_length, num_samples, self.seed, epochs)
+        samples = index.plan.total_samples
+        if samples < 1:
+            raise ValueError(
+                f"{documents.prefix}: {epochs} epochs of the {len(units)} documents for {name} "
+                f"have fewer tokens than a sample, {self.seq_length + 1}"
+            )
 
         def arrays() -> Iterator[tuple[str, np.ndarray | Blocks]]:
             documents.verify()
             needed, memory = index.memory, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
             if needed > memory:
                 raise ValueError(
-                    f"{documents.prefix}: the index of {num_samples:,} samples for {name} takes "
+                    f"{documents.prefix}: the index of {samples:,} samples for {name} takes "
                     f"{needed >> 30:,} GiB while it is built, and this machine has "
                     f"{memory >> 30:,} GiB of memory; train on fewer samples, or on larger "
                     "documents"
@@ -156,15 +165,20 @@ class EpochPlan:
     """First sample of a last epoch that is shuffled separately; None if it is not."""
 
 
-def plan_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int) -> EpochPlan:
-    """The smallest number of epochs that gives `num_samples` samples of `seq_length` + 1 tokens;
-    ValueError without tokens."""
+def plan_epochs(
+    tokens_per_epoch: int, seq_length: int, num_samples: int, exact_epochs: int | None = None
+) -> EpochPlan:
+    """The smallest number of epochs that gives `num_samples` samples of `seq_length` + 1 tokens,
+    or, however many are wanted, `exact_epochs`, which are shuffled together; ValueError without
+    tokens."""
     if tokens_per_epoch <= 0:
         raise ValueError("the documents have no tokens")
 
     def samples_in(tokens: int) -> int:
         return (tokens - 1) // seq_length  # neighbours share a token: one more than s * samples
 
+    if exact_epochs is not None:
+        return EpochPlan(exact_epochs, samples_in(exact_epochs * tokens_per_epoch), None)
     epochs = max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
     total = samples_in(epochs * tokens_per_epoch)
     if epochs == 1:
@@ -203,10 +217,12 @@ class GPTIndex:
         seq_length: int,
         num_samples: int,
         seed: int,
+        exact_epochs: int | None = None,
     ) -> GPTIndex:
-        """The index of at least `num_samples` >= 1 samples; ValueError without tokens."""
+        """The index of at least `num_samples` >= 1 samples, or of all samples of a number of
+        epochs; ValueError without tokens."""
         lengths = sequence_lengths[documents.start : documents.stop]
-        plan = plan_epochs(int(lengths.sum(dtype=np.int64)), seq_length, num_samples)
+        plan = plan_epochs(int(lengths.sum(dtype=np.int64)), seq_length, num_samples, exact_epochs)
         return cls(sequence_lengths, documents, seq_length, seed, plan)
 
     @property

@@ -314,6 +314,13 @@ class DataPipeline(ABC):
         wanted = count + sum(map(len, parse_skipped(ranges)))
         for kind in self.acting:
             train = kind.order(self, train, wanted, batch_sizes)
+        epochs = self.config.data.train_data_exact_num_epochs
+        if epochs is not None and len(train) < wanted:
+            raise ConfigError(
+                f"--train-data-exact-num-epochs {epochs} makes {len(train):,} training samples, "
+                f"and the run needs {wanted:,}: give {-(-wanted * epochs // len(train))} epochs, "
+                "or a shorter run"
+            )
         return without_samples(train, ranges) if ranges else train
 
     def _unordered(self, sample_counts: tuple[int, int, int]) -> Datasets:
@@ -342,9 +349,17 @@ class DataPipeline(ABC):
         for kind, name in file_kinds().items():
             if kind_classes()[name].samples in self.takes:
                 readers[kind] = partial(self._reader, name)
-        return DatasetBuilder(readers, self.config.data.data_cache_path)
+        data = self.config.data
+        exact = data.train_data_exact_num_epochs is not None
+        return DatasetBuilder(readers, data.data_cache_path, exact)
 
     def _reader(self, name: str) -> SourceReader:
+        epochs = self.config.data.train_data_exact_num_epochs
+        if epochs is not None and kind_classes()[name].samples != DOCUMENTS:
+            raise ConfigError(
+                f"--train-data-exact-num-epochs {epochs} is for samples that are made of documents "
+                "(indexed files, raw text); --epochs is the number of passes over others"
+            )
         return kind_named(name).reader(self)
 
     def _refuse_unused(self) -> None:

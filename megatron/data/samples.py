@@ -20,6 +20,9 @@ from megatron.data.index_cache import IndexCache
 
 Sample_co = TypeVar("Sample_co", covariant=True)
 
+TRAINING = "train"
+"""The name of the part that is trained on."""
+
 
 class Documents(Protocol):
     """Tokenized documents: sequences of tokens, each document one or more of them."""

@@ -93,7 +93,8 @@ class BertData(DataPipeline):
     def recipe(self) -> BertRecipe:
         config = self.config.kind(MaskedDataConfig)
         paired = self.config.model.bert_binary_head
-        return BertRecipe.from_config(config, self.tokenizer, self.seq_length, self.seed, paired)
+        recipe = BertRecipe.from_config(config, self.tokenizer, self.seq_length, self.seed, paired)
+        return replace(recipe, exact_epochs=self.config.data.train_data_exact_num_epochs)
 
     def collator(self) -> Callable[[Sequence[BertSample]], BertBatch]:
         return collate_bert

@@ -81,7 +81,10 @@ class GPTData(DataPipeline):
     takes = frozenset({DOCUMENTS, "packed", "pairs"})
 
     def recipe(self) -> SampleRecipe[Any]:
-        recipe: SampleRecipe[Any] = GPTRecipe(self.seq_length, self.seed, self.tokenizer.vocab_size)
+        epochs = self.config.data.train_data_exact_num_epochs
+        recipe: SampleRecipe[Any] = GPTRecipe(
+            self.seq_length, self.seed, self.tokenizer.vocab_size, epochs
+        )
         for kind in self.acting:
             recipe = kind.recipe(self, recipe)
         return recipe

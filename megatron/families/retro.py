@@ -69,7 +69,8 @@ def _continue(tokens_1S: Tensor, positions_1S: Tensor, cache: LayerCache) -> Lay
 class Retro(GPT):
     name = "retro"
     starts_from = frozenset({"gpt"})
-    unused_flags = GPT.unused_flags - RETRIEVAL_FLAGS
+    # Neighbours are those of samples with certain numbers.
+    unused_flags = GPT.unused_flags - RETRIEVAL_FLAGS | {"train_data_exact_num_epochs"}
     heads = frozenset({"lm"})
     scoring_note = (
         "a Retro reads these texts without neighbours, its attention to them left out; "

@@ -85,7 +85,10 @@ class T5Data(DataPipeline):
     def recipe(self) -> T5Recipe:
         config = self.config.kind(MaskedDataConfig)
         decoder = self.config.model.decoder_seq_length
-        return T5Recipe.from_config(config, self.tokenizer, (self.seq_length, decoder), self.seed)
+        recipe = T5Recipe.from_config(config, self.tokenizer, (self.seq_length, decoder), self.seed)
+        return dataclasses.replace(
+            recipe, exact_epochs=self.config.data.train_data_exact_num_epochs
+        )
 
     def collator(self) -> Callable[[Sequence[T5Sample]], T5Batch]:
         return collate_t5

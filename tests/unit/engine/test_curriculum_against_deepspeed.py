@@ -1,5 +1,6 @@
 """Our curricula against DeepSpeed's own scheduler, sampler and analyzer."""
 
+import math
 import random
 from itertools import islice
 from types import SimpleNamespace
@@ -15,8 +16,10 @@ from deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset import MMapIn
 
 from megatron.config.kinds.curriculum import CurriculumConfig, data_sampling, sequence_lengths
 from megatron.data.index_cache import IndexCache
-from megatron.data.kinds.curriculum.analysis import analyse, read_rows, write_rows
+from megatron.data.kinds.curriculum.analysis import METRICS, Analysis, Share
+from megatron.data.kinds.curriculum.metric_files import read_rows, write_rows
 from megatron.data.kinds.curriculum.order import difficulty, draw_samples, stages
+from megatron.data.kinds.masked_data.masked_batch import BertSample
 from megatron.data.sampler import MicroBatchSampler
 from megatron.engine.deepspeed_json import section_text
 
@@ -182,47 +185,108 @@ def test_order_against_deepspeeds_sampler(case, tmp_path, monkeypatch):
         assert found == wanted
 
 
-def test_files_against_deepspeeds_analyzer(tmp_path):
-    """Byte for byte, read by DeepSpeed and read by us. (Merging leaves DeepSpeed another document
+VOCABULARY, LENGTH = 60, 9
+
+
+class Texts:
+    """Samples of 3 to 9 tokens."""
+
+    def __len__(self):
+        return 257
+
+    def __getitem__(self, index):
+        rng = np.random.default_rng([3, index])
+        tokens = (VOCABULARY * rng.random(rng.integers(3, LENGTH + 1)) ** 2).astype(np.int64)
+        parts = np.zeros_like(tokens), np.array([1]), tokens[1:2].copy(), 0
+        tokens[1] = VOCABULARY - 1  # the mask
+        return BertSample.padded(tokens, *parts, seq_length=LENGTH, pad=0)
+
+    def origin(self, index):
+        return ()
+
+
+def theirs_of_texts(folder, workers, threads):
+    """The files of DeepSpeed's analyzer with the metrics of Megatron-DeepSpeed, written out here:
+    BERT's samples there are not masked."""
+
+    class Dicts(Texts):
+        def __getitem__(self, index):
+            sample = super().__getitem__(index)
+            text = np.where(sample.labels_S >= 0, sample.labels_S, sample.tokens_S)
+            mask = sample.padding_mask_S
+            return {"text": text, "padding_mask": mask, "index": np.array([index])}
+
+    def frequency(batch):
+        real = batch["text"][batch["padding_mask"] > 0]
+        return torch.bincount(real, minlength=VOCABULARY + 1)
+
+    rarity_V = torch.zeros(0)
+
+    def rarity(batch):
+        return (batch["padding_mask"] * rarity_V[batch["text"]]).sum(1).to(torch.long)
+
+    def length(batch):
+        return torch.count_nonzero(batch["padding_mask"], dim=1)
+
+    def both(batch):
+        power = math.ceil(math.log(LENGTH * rarity_V.max().item(), 10)) + 1
+        return length(batch) * 10**power + rarity(batch)
+
+    for name, metric in zip(METRICS, (frequency, rarity, both, length), strict=True):
+        kind = "accumulate_value_over" if metric is frequency else "single_value_per"
+        kind = f"{kind}_sample{'s' * (metric is frequency)}"
+        for worker in range(workers):
+            DataAnalyzer(
+                Dicts(), workers, worker, threads, batch_size=16, metric_names=[name],
+                metric_functions=[metric], metric_types=[kind], metric_dtypes=[torch.int64],
+                save_path=str(folder),
+            ).run_map()  # fmt: skip
+        DataAnalyzer(
+            Dicts(), workers, num_threads=threads, metric_names=[name], metric_types=[kind],
+            save_path=str(folder),
+        ).run_reduce()  # fmt: skip
+        if metric is frequency:
+            counts = read_rows(folder / name / f"{name}_metric_value").values.astype(np.int64)
+            counts[counts == 0] = 1
+            rarity_V = torch.from_numpy(-np.log(counts / counts.sum()))
+
+
+def same_file(ours, theirs):
+    """Byte for byte; and DeepSpeed reads ours as we do. (Merging leaves DeepSpeed another document
     boundary, behind which there is nothing.)"""
-    rng = np.random.default_rng(3)
-    data = torch.from_numpy(rng.integers(0, 60, (257, 5)))
-    counts = torch.bincount(data.reshape(-1), minlength=60 + 1)
-    token_rarity = -torch.log(counts.clamp(min=1) / counts.clamp(min=1).sum())
+    assert ours.with_suffix(".bin").read_bytes() == theirs.with_suffix(".bin").read_bytes()
+    read, rows = MMapIndexedDataset(str(ours), skip_warmup=True), read_rows(ours)
+    header, body = 9 + 8 + 1 + 8, 8 + 12 * len(rows)  # the number of boundaries, the rows
+    mine, other = (p.with_suffix(".idx").read_bytes() for p in (ours, theirs))
+    assert mine[:header] == other[:header]
+    assert mine[header + 8 : header + body] == other[header + 8 : header + body]
+    assert len(read) == len(rows)
+    assert all(np.array_equal(read[row], rows[row]) for row in range(len(rows)))
 
-    def vocab_rarity(batch):
-        return torch.stack([token_rarity.double()[row].sum() for row in batch]).long()
 
-    DataAnalyzer(
-        list(data), batch_size=16, metric_names=["vocab_rarity", "total_vocab_freq"],
-        metric_functions=[
-            vocab_rarity, lambda batch: torch.bincount(batch.reshape(-1), minlength=61)
-        ],
-        metric_types=["single_value_per_sample", "accumulate_value_over_samples"],
-        metric_dtypes=[torch.int64, torch.int64], save_path=str(tmp_path / "theirs"),
-    ).run_map()  # fmt: skip
-    analyzer = DataAnalyzer(
-        list(data), metric_names=["vocab_rarity", "total_vocab_freq"],
-        metric_types=["single_value_per_sample", "accumulate_value_over_samples"],
-        save_path=str(tmp_path / "theirs"),
-    )  # fmt: skip
-    analyzer.run_reduce()
-    analyse([sample.numpy() for sample in data], ["vocab_rarity"], tmp_path / "ours", 60)
-    files = (
-        "index_to_metric", "index_to_sample", "index_to_sample_percentile_merged",
-        "sample_to_metric",
-    )  # fmt: skip
-    names = [f"vocab_rarity/vocab_rarity_{file}" for file in files]
-    for name in [*names, "total_vocab_freq/total_vocab_freq_metric_value"]:
-        ours, theirs = tmp_path / f"ours/{name}", tmp_path / f"theirs/{name}"
-        assert ours.with_suffix(".bin").read_bytes() == theirs.with_suffix(".bin").read_bytes()
-        read, rows = MMapIndexedDataset(str(ours), skip_warmup=True), read_rows(str(ours))
-        header, body = 9 + 8 + 1 + 8, 8 + 12 * len(rows)  # the number of boundaries, the rows
-        mine, other = (p.with_suffix(".idx").read_bytes() for p in (ours, theirs))
-        assert mine[:header] == other[:header]
-        assert mine[header + 8 : header + body] == other[header + 8 : header + body]
-        assert len(read) == len(rows)
-        assert all(np.array_equal(read[row], rows[row]) for row in range(len(rows)))
+FILES = (
+    "index_to_metric", "index_to_sample", "index_to_sample_percentile_merged", "sample_to_metric",
+)  # fmt: skip
+
+
+def test_files_against_deepspeeds_analyzer(tmp_path):
+    """All metrics, in one worker of DeepSpeed and three with two threads each of ours; and the
+    reduce of ours after DeepSpeed's map."""
+    theirs = tmp_path / "theirs"
+    theirs_of_texts(theirs, 1, 1)
+    for name in METRICS:
+        analysis = Analysis(Texts(), (name,), tmp_path, VOCABULARY, LENGTH, 3, 2)
+        for worker in range(3):
+            analysis.map(worker)
+        analysis.reduce(processes=2)
+        for file in ("metric_value",) if name == METRICS[0] else FILES:
+            same_file(tmp_path / name / f"{name}_{file}", theirs / name / f"{name}_{file}")
+        after = Analysis(Texts(), (name,), theirs, VOCABULARY, LENGTH)
+        part = Share(0, 0, range(257)).folder(theirs / name)
+        assert part.is_dir() and not (part / "dataset.json").exists()
+        after.reduce()
+        for file in ("metric_value",) if name == METRICS[0] else FILES:
+            same_file(tmp_path / name / f"{name}_{file}", theirs / name / f"{name}_{file}")
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from megatron.inference.server.config import ServerConfig
 from megatron.tasks.config import TaskConfig
 from megatron.tasks.detoxify.fine_tuning import FineTuneConfig
 from megatron.training.run import RunToolParser
+from tools.analyze_data import AnalysisConfig
 
 APART = (
     *("await.sh", "common.sh", "llama.sh", "megatron_deepspeed.sh", "universal.sh"),
@@ -537,3 +538,24 @@ def test_readme_names_every_script():
     names = {path.name for path in SCRIPTS} | {SERVER, *TASKS}
     assert "(./megatron/detxoify_lm/README.md)" in text
     assert names <= set(re.findall(r"\w+\.sh", text))
+
+
+@pytest.mark.parametrize("step", ["map", "reduce"])
+@pytest.mark.parametrize("family", ["gpt", "bert"])
+def test_analysis_of_data(family, step):
+    """The command is one of tools/analyze_data.py; a flag counts instead of the script's."""
+    worker = ["3"] * (step == "map")
+    path = FOLDER / "data_efficiency" / family / f"ds_analyze_{family}_data_{step}.sh"
+    flags = *worker, "--seq-length", "64"
+    launcher, words = printed(path, *flags, metric="seqlen", NUM_WORKERS="4")
+    assert launcher == ["python"]
+    config, settings = RunToolParser(AnalysisConfig, None).parse(words)
+    config.check()
+    assert (config.analyzing_task, config.analyzing_data_type) == (step, family.upper())
+    assert (config.analyzing_metric, config.analyzing_num_workers) == (("seqlen",), 4)
+    assert config.analyzing_worker_id == (3 if worker else 0)
+    values = {name: setting.value for name, setting in settings.items()}
+    assert values["seq_length"] == 64
+    assert values["train_data_exact_num_epochs"] == {"gpt": 1, "bert": 5}[family]
+    folder = f"{family}/output/analysis_pile_{family}_{values['train_data_exact_num_epochs']}epoch"
+    assert Path(values["save"]) == FOLDER / "data_efficiency" / folder

@@ -3,48 +3,72 @@
     NAME_sample_to_metric    row i: the value of sample i
     NAME_index_to_metric     row i: the i-th of the values that occur, in rising order
     NAME_index_to_sample     row i: the samples that have it, in rising order
+    NAME_index_to_sample_percentile_merged    the same, about a hundredth of the values in each row
 
-Each is a pair of files .bin and .idx with the layout of Megatron's indexed datasets (see
-``megatron.data.indexed``), one document of all rows, except for the codes of three dtypes: 6, 7 and
-8 are unsigned integers of 2, 4 and 8 bytes. A file has the smallest dtype, the unsigned ones first,
-that fits all its values.
+``total_vocab_freq`` has one file, ``total_vocab_freq_metric_value``: how often each token occurs.
+
+An analysis has two steps. The map reads the samples: each worker a part of them, divided over
+threads, whose values are in ``NAME/worker<W>_thread<T>``. The reduce merges these files; it reads
+them in blocks, so that its memory depends on the number of values that occur, and not on the number
+of samples.
 
 Shape suffixes: T the tokens of a sample, V vocabulary, N samples.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain, pairwise
+from functools import cached_property, partial
+from itertools import chain, groupby, pairwise, product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.indexed.dataset import HEADER, MAGIC, VERSION, map_file
+from megatron.data.kinds.curriculum.metric_files import (
+    appending_values,
+    fitting_dtype,
+    read_values,
+    replacing_values,
+    write_index,
+    write_rows,
+)
 from megatron.data.samples import PackedSample, SampleDataset
 from megatron.util.digests import digest_of_parts
 from megatron.util.files import write_whole
-from megatron.util.processes import map_in_order
+from megatron.util.json_text import parse_json
+from megatron.util.processes import map_in_order, usable_processors
 
-METRICS = ("seqlen", "vocab_rarity")
 VOCABULARY = "total_vocab_freq"
-"""Folder of the token counts, named as by Megatron-DeepSpeed."""
+"""The metric of the token counts, named as by Megatron-DeepSpeed."""
+RARITIES = ("vocab_rarity", "seqlen_vocab_rarity")
+"""Metrics that need the token counts of all samples first."""
+METRICS = (VOCABULARY, *RARITIES, "seqlen")
 ANALYSED = "dataset.json"
 """File in the folder of a metric that identifies the analysed samples."""
 _PERCENTILES = (0, 5, 25, 50, 75, 95, 100)
-_SHARES_PER_PROCESS = 4
-_LARGEST_SHARE = 50_000
+SAMPLES_PER_PROCESS = 10_000
+"""Fewest that are worth the start of a process."""
+_BLOCKS_PER_THREAD = 4
+_LARGEST_BLOCK = 20_000
+_TEXTS_AT_ONCE = 256
+_VALUES_AT_ONCE = 1 << 20
 _MERGED_ROWS = 100
 _PROBES = 32
-_DTYPES = {
-    code: np.dtype(name)
-    for code, name in enumerate(("<u1", "<i1", "<i2", "<i4", "<i8", "<u2", "<u4", "<u8"), start=1)
-}
+
+_Values = npt.NDArray[np.integer]
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
+Progress = Callable[[int, int], None]
+"""Called with the number of samples read and their total."""
 
 
 class MetricSummary(NamedTuple):
@@ -54,63 +78,291 @@ class MetricSummary(NamedTuple):
     folder: Path
     samples: int
     values: int
-    """Number of distinct values."""
+    """Number of distinct values; of the token counts the number of tokens that occur."""
     percentiles: dict[int, int]
 
 
-def analyse(
-    dataset: SampleDataset[Any],
-    metrics: Sequence[str],
-    folder: str | Path,
-    vocab_size: int,
-    processes: int = 1,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> list[MetricSummary]:
-    """Writes ``folder/NAME/NAME_{sample_to_metric,index_to_metric,index_to_sample}``, and
-    ``NAME_index_to_sample_percentile_merged`` with a hundredth of the values in each row.
+class Rarity(NamedTuple):
+    """How rare tokens are."""
 
-    Metric ``seqlen`` counts tokens without padding; ``vocab_rarity`` is the sum of -log(share of
-    the token among all tokens of the dataset), rounded down. ``vocab_size`` is that of the (padded)
-    token embedding. ``progress`` is called with the number of samples read and their total. Raises
-    ValueError if a metric is unknown, or samples have a type without metrics; OSError if a process
-    was killed.
-    """
-    for name in metrics:
-        if name not in METRICS:
-            raise ValueError(f"--analyzing-metric {name} must be one of {', '.join(METRICS)}")
-    if not len(dataset):
-        raise ValueError("the dataset has no samples")
-    root = Path(folder)
-    identity = {"samples": len(dataset), "fingerprint": fingerprint(dataset)}
-    rarity_V, passes = None, 1 + ("vocab_rarity" in metrics)
-    shares = _shares(len(dataset), processes)
+    of_tokens_V: npt.NDArray[np.float64]
+    coefficient: int
+    """By which ``seqlen_vocab_rarity`` multiplies the length: more than any rarity."""
 
-    def of_shares(work: Callable[[range], Any], before: int) -> Iterator[Any]:
-        workers = processes if processes > 1 else 0
+
+class Share(NamedTuple):
+    """The samples of a thread of a worker."""
+
+    worker: int
+    thread: int
+    numbers: range
+
+    def folder(self, metric_folder: Path) -> Path:
+        return metric_folder / f"worker{self.worker}_thread{self.thread}"
+
+
+class Block(NamedTuple):
+    """Some of the values of a file."""
+
+    prefix: Path
+    start: int
+
+    @property
+    def values(self) -> _Values:
+        return read_values(self.prefix)[self.start : self.start + _VALUES_AT_ONCE]
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """The metrics of a dataset, in ``folder/NAME/``. ``vocab_size`` is that of the (padded) token
+    embedding. Methods raise ValueError if a metric is unknown, samples have a type without metrics,
+    or files are of other samples; FileNotFoundError if a step must come first; ChildProcessError if
+    a process was killed."""
+
+    dataset: SampleDataset[Any]
+    metrics: Sequence[str]
+    folder: Path
+    vocab_size: int
+    seq_length: int
+    workers: int = 1
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        for name in self.metrics:
+            if name not in METRICS:
+                raise ValueError(f"--analyzing-metric {name} must be one of {', '.join(METRICS)}")
+        if not len(self.dataset):
+            raise ValueError("the dataset has no samples")
+
+    def shares(self, worker: int) -> list[Share]:
+        """The samples of each thread of a worker, divided as by DeepSpeed."""
+        bounds = _divided(range(len(self.dataset)), self.workers)[worker]
+        return [Share(worker, n, part) for n, part in enumerate(_divided(bounds, self.threads))]
+
+    def map(
+        self,
+        worker: int = 0,
+        only_threads: Sequence[int] = (),
+        progress: Progress = lambda done, total: None,
+    ) -> None:
+        """Writes the values of the samples of a worker, those of some of its threads if named."""
+        shares = [s for s in self.shares(worker) if s.thread in only_threads or not only_threads]
+        blocks = [(share, block) for share in shares for block in _blocks(share.numbers)]
+        rarity = self.rarity() if self._of_rarity else None
+        measure = partial(_measure, self.dataset, self.metrics, rarity, self.vocab_size)
+        total, done = sum(len(share.numbers) for share in shares), 0
+        processes = min(len(shares), total // SAMPLES_PER_PROCESS)
+        answers = _in_processes(blocks, measure, processes)
+        for share, parts in groupby(answers, key=lambda answer: answer[0][0]):
+            with ExitStack() as files:
+                add = {n: files.enter_context(self._writing(share, n)) for n in self.metrics}
+                for (_, block), values in parts:
+                    for name in self.metrics:
+                        add[name](values[name])
+                    done += len(block)
+                    progress(done, total)
+
+    def reduce(self, processes: int = 1) -> list[MetricSummary]:
+        """Merges the files of all threads of all workers."""
+        shares = [share for worker in range(self.workers) for share in self.shares(worker)]
+        return [self._reduce(name, shares, processes) for name in self.metrics]
+
+    def _reduce(self, name: str, shares: Sequence[Share], processes: int) -> MetricSummary:
+        folder = self.folder / name
+        parts = [self._part(name, share) for share in shares]
+        (folder / ANALYSED).unlink(missing_ok=True)
+        if name == VOCABULARY:
+            counts_V = np.sum([read_values(part) for part in parts], axis=0, dtype=np.int64)
+            write_rows(folder / f"{name}_metric_value", counts_V, [len(counts_V)])
+            values, counts = np.unique(counts_V[counts_V > 0], return_counts=True)
+        else:
+            values, counts = merge(folder / name, parts, processes)
+        self._identify(folder, name)
+        distinct = int(counts.sum()) if name == VOCABULARY else len(values)
+        return MetricSummary(
+            name, folder, len(self.dataset), distinct, _percentiles(values, counts)
+        )
+
+    @contextmanager
+    def _writing(self, share: Share, name: str) -> Iterator[Callable[[_Values], object]]:
+        """Writes the part of a share, with a function that adds the values of some samples."""
+        folder = share.folder(self.folder / name)
+        (folder / ANALYSED).unlink(missing_ok=True)
+        if name == VOCABULARY:
+            counts_V = np.zeros(self.vocab_size + 1, np.int64)
+            yield partial(np.add, counts_V, out=counts_V)
+            write_rows(folder / f"{name}_metric_value", counts_V, [len(counts_V)])
+        else:
+            with appending_values(folder / f"{name}_sample_to_metric", np.dtype("<i8")) as append:
+                yield append
+        self._identify(folder, name, share)
+
+    def _part(self, name: str, share: Share) -> Path:
+        """The prefix of the checked files with the values of the samples of a share, or with how
+        often each token occurs in them."""
+        folder = share.folder(self.folder / name)
+        rows, length = "sample_to_metric", len(share.numbers)
+        if name == VOCABULARY:
+            rows, length = "metric_value", self.vocab_size + 1
+        again = (
+            f"run --analyzing-task map with --analyzing-worker-id {share.worker} "
+            f"--analyzing-specific-threads {share.thread}, and the flags of this step"
+        )
         try:
-            for share, part in map_in_order(iter(shares), partial(_given, work), workers):
-                progress(before + share.stop, passes * len(dataset))
-                yield part
-        except ChildProcessError as error:
-            text = f"{error}; the files are not complete: run it again"
-            raise ChildProcessError(text) from error
+            count = len(read_values(folder / f"{name}_{rows}"))
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{str(error).partition(';')[0]}: {again}") from None
+        if count != length or not self._is_of_these(folder, name, share):
+            raise ValueError(f"{folder} was made of other samples: {again}")
+        return folder / f"{name}_{rows}"
 
-    if "vocab_rarity" in metrics:
-        counts = of_shares(partial(_count_tokens, dataset, vocab_size), 0)
-        counts_V = sum(counts, np.zeros(vocab_size + 1, np.int64))
-        write_rows(root / VOCABULARY / f"{VOCABULARY}_metric_value", counts_V, [len(counts_V)])
-        rarity_V = token_rarity(counts_V)
-    work = partial(_measure, dataset, tuple(metrics), rarity_V)
-    found = list(of_shares(work, (passes - 1) * len(dataset)))
-    return [
-        _write_metric(root / name, name, np.concatenate([part[name] for part in found]), identity)
-        for name in metrics
+    def rarity(self) -> Rarity:
+        """The rarity of tokens by the token counts, which must be there."""
+        folder = self.folder / VOCABULARY
+        first = f"run --analyzing-metric {VOCABULARY}, map and reduce, first"
+        try:
+            counts_V = read_values(folder / f"{VOCABULARY}_metric_value")
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"--analyzing-metric {' '.join(self._of_rarity)} needs the token counts of all "
+                f"samples, and {str(error).partition(';')[0]}: {first}"
+            ) from None
+        if len(counts_V) != self.vocab_size + 1 or not self._is_of_these(folder, VOCABULARY):
+            raise ValueError(f"{folder} was made of other samples, or another vocabulary: {first}")
+        rarity_V = token_rarity(counts_V.astype(np.int64))
+        highest = self.seq_length * float(rarity_V.max())
+        return Rarity(rarity_V, 10 ** (math.ceil(math.log10(highest)) + 1))
+
+    @property
+    def _of_rarity(self) -> list[str]:
+        return [name for name in self.metrics if name in RARITIES]
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        return fingerprint(self.dataset)
+
+    def _identity(self, name: str, share: Share | None) -> dict[str, Any]:
+        samples = {"samples": len(self.dataset), "fingerprint": self._fingerprint}
+        numbers = {} if share is None else {"first": share.numbers.start}
+        return {"metric": name, **samples, **numbers}
+
+    def _identify(self, folder: Path, name: str, share: Share | None = None) -> None:
+        content = json.dumps(self._identity(name, share), indent=1)
+        write_whole(folder / ANALYSED, content.encode())
+
+    def _is_of_these(self, folder: Path, name: str, share: Share | None = None) -> bool:
+        """Whether a folder is of these samples; DeepSpeed's do not say of which they are."""
+        file = folder / ANALYSED
+        if not file.is_file():
+            return True
+        return bool(parse_json(file.read_bytes(), str(file)) == self._identity(name, share))
+
+
+def analyse(
+    analysis: Analysis, progress: Progress = lambda done, total: None
+) -> list[MetricSummary]:
+    """Both steps of all metrics, with the token counts first where a metric needs them, in the
+    processes of ``analysis.threads``; see :class:`Analysis`."""
+    counted = VOCABULARY in analysis.metrics or bool(set(RARITIES) & set(analysis.metrics))
+    others = tuple(name for name in analysis.metrics if name != VOCABULARY)
+    passes = [metrics for metrics in ((VOCABULARY,) * counted, others) if metrics]
+    summaries, samples = {}, len(analysis.dataset)
+    for number, metrics in enumerate(passes):
+        each = dataclasses.replace(analysis, metrics=metrics)
+        told = partial(_later, progress, number * samples, len(passes) * samples)
+        each.map(progress=told)
+        summaries |= {summary.name: summary for summary in each.reduce(analysis.threads)}
+        for name, share in product(metrics, each.shares(0)):
+            shutil.rmtree(share.folder(analysis.folder / name))
+    return [summaries[name] for name in analysis.metrics]
+
+
+def _later(progress: Progress, before: int, total: int, done: int, _: int) -> None:
+    progress(before + done, total)
+
+
+def merge(prefix: Path, parts: Sequence[Path], processes: int) -> tuple[_Values, _Values]:
+    """Writes the files of a metric from the values of its samples, in ``parts``, prefixes of files;
+    returns the values that occur, ascending, and how often each does."""
+
+    def file(name: str) -> Path:
+        return prefix.with_name(f"{prefix.name}_{name}")
+
+    sizes = [len(read_values(part)) for part in parts]
+    blocks = [
+        Block(part, start)
+        for part, size in zip(parts, sizes, strict=True)
+        for start in range(0, size, _VALUES_AT_ONCE)
     ]
+    # A process is not worth its start for less.
+    processes = max(1, min(processes, sum(sizes) // _VALUES_AT_ONCE))
+    values, counts = np.empty(0, np.int64), np.empty(0, np.int64)
+    for _, more in _in_processes(blocks, _counted, processes):
+        values, counts = _united(values, counts, *more)
+    dtype = fitting_dtype(int(values[0]), int(values[-1]))
+    with appending_values(file("sample_to_metric"), dtype) as append:
+        for block in blocks:
+            append(block.values)
+    write_rows(file("index_to_metric"), values, np.ones_like(counts))
+    total, ends = int(counts.sum()), np.cumsum(counts)
+    numbers = fitting_dtype(0, total - 1)
+    with replacing_values(file("index_to_sample")) as part:
+        with part.open("xb") as whole:
+            # A full disk is an error here, and would be a signal while the file is filled.
+            os.posix_fallocate(whole.fileno(), 0, total * numbers.itemsize)
+        bounds = np.searchsorted(ends, np.linspace(0, total, processes + 1)[1:-1])
+        rows = [range(*pair) for pair in pairwise([0, *bounds.tolist(), len(values)])]
+        scatter = partial(_scatter, blocks, values, ends - counts, part, numbers)
+        for _ in _in_processes(rows, scatter, processes):
+            pass
+    write_index(file("index_to_sample"), numbers, counts)
+    with replacing_values(file("index_to_sample_percentile_merged")) as part:
+        shutil.copyfile(f"{file('index_to_sample')}.bin", part)
+    merged = np.add.reduceat(counts, np.arange(0, len(counts), max(1, len(counts) // _MERGED_ROWS)))
+    write_index(file("index_to_sample_percentile_merged"), numbers, merged)
+    return values, counts
 
 
-def _given(work: Callable[[range], Any]) -> Callable[[range], Any]:
-    """What `map_in_order` calls in each process to get the function."""
-    return work
+def _counted(block: Block) -> tuple[_Values, _Values]:
+    values, counts = np.unique(block.values, return_counts=True)
+    return values.astype(np.int64), counts
+
+
+def _united(
+    values: _Values, counts: _Values, more: _Values, more_counts: _Values
+) -> tuple[_Values, _Values]:
+    both, places = np.unique(np.concatenate([values, more]), return_inverse=True)
+    total = np.zeros(len(both), np.int64)
+    np.add.at(total, places, np.concatenate([counts, more_counts]))
+    return both, total
+
+
+def _scatter(
+    blocks: Sequence[Block],
+    values: _Values,
+    starts: _Values,
+    path: Path,
+    dtype: np.dtype,
+    rows: range,
+) -> None:
+    """Writes the numbers of the samples with some of the values into the file of all; ``starts``
+    are the places of the first sample of each value."""
+    if not rows:
+        return
+    lowest, highest = values[rows.start], values[rows[-1]]
+    file, free, before = np.memmap(path, dtype, "r+"), starts.copy(), 0
+    for block in blocks:
+        read = block.values
+        numbers = np.flatnonzero((read >= lowest) & (read <= highest))
+        row = np.searchsorted(values, read[numbers])
+        order = np.argsort(row, kind="stable")
+        row = row[order]
+        first = np.flatnonzero(np.diff(row, prepend=-1))
+        counts = np.diff(first, append=len(row))
+        places = free[row] + np.arange(len(row)) - np.repeat(first, counts)
+        file[places] = before + numbers[order]
+        free[row[first]] += counts
+        before += len(read)
 
 
 def token_rarity(counts_V: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
@@ -124,8 +376,8 @@ def sample_tokens(sample: Any) -> npt.NDArray[np.int64]:
     """The tokens of a sample without padding: the inputs, and of a GPT the label of the last one.
     Raises ValueError if the type of the samples has no metrics."""
     sample = _text(sample)
-    if hasattr(sample, "inputs"):
-        return sample.inputs
+    if hasattr(sample, "text_tokens"):
+        return sample.text_tokens
     if isinstance(sample, PackedSample):
         last_S = sample.document_ids_S == sample.document_ids_S[-1]
         # Padding is a document without a loss at the end.
@@ -139,7 +391,7 @@ def sample_tokens(sample: Any) -> npt.NDArray[np.int64]:
 
 def sample_length(sample: Any, tokens_T: npt.NDArray[np.int64]) -> int:
     """Number of inputs of a sample with these tokens."""
-    return len(tokens_T) if hasattr(sample, "inputs") else max(0, len(tokens_T) - 1)
+    return len(tokens_T) if hasattr(sample, "text_tokens") else max(0, len(tokens_T) - 1)
 
 
 def fingerprint(dataset: SampleDataset[Any]) -> str:
@@ -149,7 +401,8 @@ def fingerprint(dataset: SampleDataset[Any]) -> str:
     numbers = (probe * (count - 1) // max(probes - 1, 1) for probe in range(probes))
     samples = (_text(dataset[number]) for number in numbers)
     parts = (part for s in samples for part in (s if isinstance(s, tuple) else (s,)))
-    return digest_of_parts(chain((str(count),), (np.asarray(p).tobytes() for p in parts)))
+    arrays = (np.asarray(part).tobytes() for part in parts if part is not None)
+    return digest_of_parts(chain((str(count),), arrays))
 
 
 def _text(sample: Any) -> Any:
@@ -157,133 +410,65 @@ def _text(sample: Any) -> Any:
     return getattr(sample, "text", sample)
 
 
-def _count_tokens(dataset: SampleDataset[Any], vocab_size: int, numbers: range) -> np.ndarray:
-    counts_V = np.zeros(vocab_size + 1, np.int64)  # one row more, as in Megatron-DeepSpeed
-    for number in numbers:
-        tokens_T = sample_tokens(dataset[number])
-        counts_V += np.bincount(tokens_T, minlength=len(counts_V))
-    return counts_V
-
-
 def _measure(
     dataset: SampleDataset[Any],
     metrics: Sequence[str],
-    rarity_V: npt.NDArray[np.float64] | None,
-    numbers: range,
+    rarity: Rarity | None,
+    vocab_size: int,
+    block: tuple[Share, range],
 ) -> dict[str, npt.NDArray[np.int64]]:
-    values = {name: np.empty(len(numbers), np.int64) for name in metrics}
+    """The values of samples of a share; of the token counts their sum."""
+    numbers = block[1]
+    values_of = {name: np.empty(len(numbers), np.int64) for name in metrics if name != VOCABULARY}
+    counts_V = np.zeros(vocab_size + 1, np.int64)  # one row more, as in Megatron-DeepSpeed
+    texts: list[npt.NDArray[np.int64]] = []
     for place, number in enumerate(numbers):
         sample = dataset[number]
         tokens_T = sample_tokens(sample)
-        for name in metrics:
-            if name == "seqlen":
-                values[name][place] = sample_length(sample, tokens_T)
-            else:
-                assert rarity_V is not None
-                values[name][place] = int(rarity_V[tokens_T].sum())
-    return values
+        for name, values in values_of.items():
+            value = 0
+            if name != "vocab_rarity":
+                value = sample_length(sample, tokens_T)
+            if rarity is not None and name in RARITIES:
+                value = value * rarity.coefficient + int(rarity.of_tokens_V[tokens_T].sum())
+            values[place] = value
+        if VOCABULARY in metrics:
+            texts.append(tokens_T)
+            if len(texts) == _TEXTS_AT_ONCE or number == numbers[-1]:
+                counts_V += np.bincount(np.concatenate(texts), minlength=len(counts_V))
+                texts.clear()
+    return values_of | ({VOCABULARY: counts_V} if VOCABULARY in metrics else {})
 
 
-def _shares(count: int, processes: int) -> list[range]:
-    shares = min(count, max(processes * _SHARES_PER_PROCESS, count // _LARGEST_SHARE))
-    bounds = np.linspace(0, count, shares + 1, dtype=np.int64).tolist()
-    return [range(start, stop) for start, stop in pairwise(bounds)]
+def _divided(numbers: range, parts: int) -> list[range]:
+    bounds = np.linspace(numbers.start, numbers.stop, parts + 1, dtype=np.int64).tolist()
+    return [range(*pair) for pair in pairwise(bounds)]
 
 
-def _write_metric(
-    folder: Path, name: str, values_N: npt.NDArray[np.int64], identity: Mapping[str, Any]
-) -> MetricSummary:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / ANALYSED).unlink(missing_ok=True)
-    order_N = np.argsort(values_N, kind="stable")
-    values, counts = np.unique(values_N, return_counts=True)
-    step = max(1, len(values) // _MERGED_ROWS)
-    merged = np.add.reduceat(counts, np.arange(0, len(counts), step))
-    for file, content, lengths in (
-        ("sample_to_metric", values_N, np.ones(len(values_N), np.int64)),
-        ("index_to_metric", values, np.ones(len(values), np.int64)),
-        ("index_to_sample", order_N, counts),
-        ("index_to_sample_percentile_merged", order_N, merged),
-    ):
-        write_rows(folder / f"{name}_{file}", content, lengths)
-    write_whole(folder / ANALYSED, json.dumps({"metric": name, **identity}, indent=1).encode())
-    found = np.percentile(values_N, _PERCENTILES, method="lower").tolist()
-    percentiles = dict(zip(_PERCENTILES, found, strict=True))
-    return MetricSummary(name, folder, len(values_N), len(values), percentiles)
+def _blocks(numbers: range) -> list[range]:
+    least = min(len(numbers), _BLOCKS_PER_THREAD)
+    return _divided(numbers, max(1, least, len(numbers) // _LARGEST_BLOCK))
 
 
-@dataclass(frozen=True)
-class MetricRows:
-    values: npt.NDArray[np.integer]
-    """All rows, concatenated."""
-    ends: npt.NDArray[np.int64]
-    """End of each row in ``values``, int64[rows]."""
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def __getitem__(self, row: int) -> npt.NDArray[np.integer]:
-        start = int(self.ends[row - 1]) if row else 0
-        return self.values[start : int(self.ends[row])]
+def _in_processes(
+    items: Sequence[Item], work: Callable[[Item], Answer], processes: int
+) -> Iterator[tuple[Item, Answer]]:
+    """Each item and its answer, in order, from as many processes as are useful."""
+    count = min(processes, len(items), usable_processors())
+    try:
+        yield from map_in_order(iter(items), partial(_ready, work), count if count > 1 else 0)
+    except ChildProcessError as error:
+        text = f"{error}; the files are not complete: run it again"
+        raise ChildProcessError(text) from error
 
 
-def read_rows(prefix: str) -> MetricRows:
-    """Maps a pair of files. Raises FileNotFoundError if one of them is missing, ValueError if they
-    are damaged or do not belong together."""
-    bin_file, idx_file = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
-    for path in (idx_file, bin_file):
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"{path} does not exist; tools/analyze_data.py writes it, and a path is that of "
-                "the .bin and .idx files without the ending"
-            )
-    content = idx_file.read_bytes()
-    if len(content) < HEADER.size or not content.startswith(MAGIC):
-        raise ValueError(f"{idx_file} is not an index of DeepSpeed's data analyzer")
-    _, version, code, rows, documents = HEADER.unpack_from(content)
-    expected = HEADER.size + 12 * rows + 8 * documents
-    if version != VERSION or code not in _DTYPES or len(content) != expected:
-        raise ValueError(
-            f"{idx_file} is damaged: version {version}, dtype code {code}, {len(content)} bytes "
-            f"where its {rows} rows make {expected}"
-        )
-    ends = np.cumsum(np.frombuffer(content, "<i4", rows, HEADER.size), dtype=np.int64)
-    dtype, total = _DTYPES[code], int(ends[-1]) if rows else 0
-    size = bin_file.stat().st_size
-    if size != total * dtype.itemsize:
-        raise ValueError(
-            f"{bin_file} has {size} bytes, but {idx_file} expects {total * dtype.itemsize}: it "
-            "was cut short, or the two come from different analyses"
-        )
-    return MetricRows(map_file(bin_file, dtype), ends)
+def _ready(work: Callable[[Item], Answer]) -> Callable[[Item], Answer]:
+    """What `map_in_order` calls in each process to get the function."""
+    return work
 
 
-def write_rows(prefix: str | Path, values: npt.NDArray[np.integer], lengths: npt.ArrayLike) -> None:
-    """Writes a pair of files from the concatenated values of all rows and the rows' lengths."""
-    sizes = np.asarray(lengths, np.int64)
-    assert sizes.sum() == len(values)
-    if len(sizes) and sizes.max() > np.iinfo(np.int32).max:
-        raise ValueError(f"{prefix}: a row of {sizes.max()} values; the format allows 2**31 - 1")
-    low, high = (int(values.min()), int(values.max())) if len(values) else (0, 0)
-    code, dtype = next(
-        (code, dtype)
-        for code, dtype in sorted(_DTYPES.items(), key=lambda item: item[1].itemsize)
-        if dtype.kind == ("u" if low >= 0 else "i")
-        and np.iinfo(dtype).min <= low
-        and high <= np.iinfo(dtype).max
-    )
-    offsets = (np.cumsum(sizes) - sizes) * dtype.itemsize
-    index = b"".join(
-        [
-            HEADER.pack(MAGIC, VERSION, code, len(sizes), 2),
-            sizes.astype("<i4").tobytes(),
-            offsets.astype("<i8").tobytes(),
-            np.array([0, len(sizes)], "<i8").tobytes(),
-        ]
-    )
-    bin_file, idx_file = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
-    bin_file.parent.mkdir(parents=True, exist_ok=True)
-    # An old index must never describe new values, not even after a kill between the two.
-    idx_file.unlink(missing_ok=True)
-    write_whole(bin_file, np.ascontiguousarray(values.astype(dtype, copy=False)).data)
-    write_whole(idx_file, index)
+def _percentiles(values: _Values, counts: _Values) -> dict[int, int]:
+    ends = np.cumsum(counts)
+    places = [(int(ends[-1]) - 1) * share // 100 for share in _PERCENTILES]
+    chosen = values[np.searchsorted(ends, places, side="right")].tolist()
+    return dict(zip(_PERCENTILES, chosen, strict=True))

@@ -27,7 +27,8 @@ import numpy.typing as npt
 
 from megatron.config.kinds.curriculum import DataSampling, DifficultySchedule, Metric
 from megatron.data.index_cache import IndexCache, StoredArrays
-from megatron.data.kinds.curriculum.analysis import ANALYSED, MetricRows, fingerprint, read_rows
+from megatron.data.kinds.curriculum.analysis import ANALYSED, fingerprint
+from megatron.data.kinds.curriculum.metric_files import MetricRows, read_rows
 from megatron.data.samples import RenumberedSamples, SampleDataset, checked_index
 from megatron.util.digests import digest, digest_of_parts
 from megatron.util.json_text import parse_json

@@ -44,6 +44,7 @@ class BertRecipe(SegmentRecipe[BertSample]):
     pad: int
     masking: WordMasking
     packs: bool = False
+    exact_epochs: int | None = None
 
     @classmethod
     def from_config(

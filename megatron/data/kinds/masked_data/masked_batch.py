@@ -55,9 +55,10 @@ class BertSample(NamedTuple):
         return whole._replace(document_ids_S=document_ids_S)
 
     @property
-    def inputs(self) -> npt.NDArray[np.int64]:
-        """The tokens that the model reads, without padding."""
-        return self.tokens_S[self.padding_mask_S > 0]
+    def text_tokens(self) -> npt.NDArray[np.int64]:
+        """The tokens before masking, without padding."""
+        original_S = np.where(self.loss_mask_S > 0, self.labels_S, self.tokens_S)
+        return original_S[self.padding_mask_S > 0]
 
     @classmethod
     def padded(
@@ -141,7 +142,7 @@ class T5Sample(NamedTuple):
     decoder_padding_mask_D: npt.NDArray[np.int64]
 
     @property
-    def inputs(self) -> npt.NDArray[np.int64]:
+    def text_tokens(self) -> npt.NDArray[np.int64]:
         """The tokens that the encoder reads, without padding."""
         return self.encoder_tokens_E[self.encoder_padding_mask_E > 0]
 

@@ -30,7 +30,14 @@ from megatron.data.kinds.masked_data.sentence_numbers import (
     token_count,
     trimmed,
 )
-from megatron.data.samples import Documents, Piece, SampleDataset, check_ids, checked_index
+from megatron.data.samples import (
+    TRAINING,
+    Documents,
+    Piece,
+    SampleDataset,
+    check_ids,
+    checked_index,
+)
 from megatron.util.digests import digest
 
 Sample = TypeVar("Sample")
@@ -41,6 +48,8 @@ class SegmentRecipe(ABC, Generic[Sample]):
 
     cache_name: ClassVar[str]
     seed: int
+    exact_epochs: int | None
+    """Epochs of the training samples, however many are wanted."""
 
     @property
     @abstractmethod
@@ -78,6 +87,7 @@ class SegmentRecipe(ABC, Generic[Sample]):
         rules, capacity = self.rules, self.capacity
         check_sentences(documents, rules)
         boundaries = documents.document_indices[units.start : units.stop + 1]
+        epochs = self.exact_epochs if name == TRAINING else None
         depends_on = {
             "version": INDEX_VERSION,
             "sequence lengths": documents.lengths_digest,
@@ -86,7 +96,7 @@ class SegmentRecipe(ABC, Generic[Sample]):
             "tokens": rules.max_tokens,
             "short sequences": rules.short_seq_prob,
             "pairs": rules.pairs,
-            "samples": num_samples,
+            **({"samples": num_samples} if epochs is None else {"epochs": epochs}),
             "seed": self.seed,
             "part": name,
         }
@@ -98,9 +108,9 @@ class SegmentRecipe(ABC, Generic[Sample]):
             sentences = Sentences.of(documents, units, rules.max_tokens)
             order = sentences, rules, num_samples, self.seed, name, documents.prefix
             if capacity is None:
-                found = {"segments": build_segments(*order)}
+                found = {"segments": build_segments(*order, epochs)}
             else:
-                segments, bounds = build_packed_segments(*order, capacity)
+                segments, bounds = build_packed_segments(*order, capacity, epochs)
                 found = {"segments": segments, "bounds": bounds}
             return {**found, **sentences.numbers.arrays()}
 

@@ -67,23 +67,32 @@ class SegmentRules:
 
 
 def build_segments(
-    sentences: Sentences, rules: SegmentRules, num_samples: int, seed: int, part: str, source: str
+    sentences: Sentences,
+    rules: SegmentRules,
+    num_samples: int,
+    seed: int,
+    part: str,
+    source: str,
+    exact_epochs: int | None = None,
 ) -> npt.NDArray[np.integer]:
     """The sentences of every sample, in the order in which samples are read; sample i does not
-    depend on how many are wanted.
+    depend on how many are wanted. With ``exact_epochs`` all samples of so many epochs.
 
     int32[num_samples, columns] (int64 from 2**31 sentences): first and stop sentence of segment A,
     then those of B. Raises ValueError if no sample can be made from the documents.
     """
     epochs = _Epochs(sentences, rules, seed, part, source)
-    index: np.ndarray = np.empty((num_samples, rules.columns), epochs.dtype)
+    size = num_samples if exact_epochs is None else 0
+    index: np.ndarray = np.empty((size, rules.columns), epochs.dtype)
     filled = 0
-    while filled < num_samples:
+    while filled < num_samples if exact_epochs is None else epochs.count < exact_epochs:
         rows, rng = epochs.next()
-        order = rng.permutation(len(rows))[: num_samples - filled]
+        if exact_epochs is not None:
+            index.resize((filled + len(rows), rules.columns), refcheck=False)
+        order = rng.permutation(len(rows))[: len(index) - filled]
         index[filled : filled + len(order)] = rows[order]
         filled += len(order)
-    epochs.report(num_samples)
+    epochs.report(filled)
     return index
 
 
@@ -95,6 +104,7 @@ def build_packed_segments(
     part: str,
     source: str,
     capacity: int,
+    exact_epochs: int | None = None,
 ) -> tuple[npt.NDArray[np.integer], npt.NDArray[np.int64]]:
     """The same where whole samples are packed into rows of `capacity` tokens, epoch by epoch, for
     at least `num_rows` rows; also the first sample of each row, and of the end: int64[rows + 1]."""
@@ -103,7 +113,7 @@ def build_packed_segments(
     samples: list[np.ndarray] = []
     sizes: list[np.ndarray] = []
     filled = tokens = 0
-    while filled < num_rows:
+    while filled < num_rows if exact_epochs is None else epochs.count < exact_epochs:
         rows, rng = epochs.next()
         starts = sentences.starts_N[rows]
         lengths = np.minimum(starts[:, 1] - starts[:, 0], rules.max_tokens) + special

@@ -55,6 +55,7 @@ class T5Recipe(SegmentRecipe[T5Sample]):
     sentinels: tuple[int, ...]
     vocabulary: int
     """Its size."""
+    exact_epochs: int | None = None
 
     @classmethod
     def from_config(

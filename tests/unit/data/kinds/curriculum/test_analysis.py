@@ -8,7 +8,9 @@ import signal
 import numpy as np
 import pytest
 
-from megatron.data.kinds.curriculum.analysis import analyse, read_rows, sample_tokens, token_rarity
+from megatron.data.kinds.curriculum import analysis
+from megatron.data.kinds.curriculum.analysis import Analysis, sample_tokens, token_rarity
+from megatron.data.kinds.curriculum.metric_files import read_rows
 from megatron.data.kinds.masked_data.masked_batch import BertSample
 from megatron.data.samples import PackedSample
 
@@ -25,6 +27,10 @@ class Tokens:
 
     def origin(self, index):
         return ()
+
+
+def analyse(samples, metrics, folder, **more):
+    return analysis.analyse(Analysis(samples, metrics, folder, 64, 9), **more)
 
 
 def packed(lengths, padding):
@@ -48,7 +54,7 @@ def test_rarity_against_a_sum(tmp_path):
     wanted = [
         int(sum(-math.log(every.count(token) / total) for token in sample)) for sample in samples
     ]
-    (summary,) = analyse(Tokens(), ["vocab_rarity"], tmp_path, 64)
+    (summary,) = analyse(Tokens(), ["vocab_rarity"], tmp_path)
     found = read_rows(str(tmp_path / "vocab_rarity/vocab_rarity_sample_to_metric")).values
     assert found.tolist() == wanted
     assert summary.percentiles[0] == min(wanted) and summary.percentiles[100] == max(wanted)
@@ -59,11 +65,22 @@ def test_rarity_against_a_sum(tmp_path):
         assert members[row].tolist() == [i for i, known in enumerate(wanted) if known == value]
 
 
-def test_several_processes_write_the_same(tmp_path):
-    analyse(Tokens(), ["seqlen", "vocab_rarity"], tmp_path / "one", 64)
-    analyse(Tokens(), ["seqlen", "vocab_rarity"], tmp_path / "two", 64, processes=2)
+def test_workers_threads_and_processes_write_the_same(tmp_path, monkeypatch):
+    """Also a thread without samples, and one that runs again after the others."""
+    monkeypatch.setattr(analysis, "_VALUES_AT_ONCE", 7)
+    monkeypatch.setattr(analysis, "usable_processors", lambda: 1)
+    analyse(Tokens(), ["seqlen", "vocab_rarity"], tmp_path / "one")
+    for name in ("total_vocab_freq", "seqlen", "vocab_rarity"):
+        several = Analysis(Tokens(), [name], tmp_path / "two", 64, 9, 4, 17)
+        for worker in range(4):
+            several.map(worker, only_threads=range(16))
+        with pytest.raises(FileNotFoundError, match="worker-id 0 --analyzing-specific-threads 16"):
+            several.reduce()
+        for worker in range(4):
+            several.map(worker, only_threads=[16])
+        several.reduce(processes=3)
     files = [p.relative_to(tmp_path / "one") for p in (tmp_path / "one").rglob("*.*")]
-    assert len(files) == 2 * 9 + 2
+    assert len(files) == 2 * 9 + 3
     for file in files:
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
 
@@ -80,16 +97,41 @@ class Masked(Tokens):
 
     def __getitem__(self, index):
         tokens = super().__getitem__(index)[: 3 + index % 7]
-        parts = np.zeros_like(tokens), np.array([1]), tokens[1:2], 0
+        parts = np.zeros_like(tokens), np.array([1]), tokens[1:2].copy(), 0
+        tokens[1] = 63  # the mask
         return BertSample.padded(tokens, *parts, seq_length=16, pad=0)
 
 
 def test_samples_of_bert_count_what_is_no_padding(tmp_path):
-    analyse(Masked(), ["seqlen", "vocab_rarity"], tmp_path, 64)
+    analyse(Masked(), ["seqlen", "vocab_rarity"], tmp_path)
     lengths = read_rows(str(tmp_path / "seqlen" / "seqlen_sample_to_metric")).values
     assert lengths.tolist() == [3 + i % 7 for i in range(len(Masked()))]
     counts = read_rows(str(tmp_path / "total_vocab_freq" / "total_vocab_freq_metric_value")).values
     assert counts.sum() == lengths.sum()
+
+
+def test_samples_of_bert_are_known_again_without_their_masks(tmp_path):
+    """In another process too: no part of the fingerprint is the address of an object."""
+    seen = [sample_tokens(Masked()[i]) for i in range(len(Masked()))]
+    assert seen[0].tolist() == Tokens()[0][:3].tolist()
+    assert seen[5].tolist() == Tokens()[5][:8].tolist()
+    assert analysis.fingerprint(Masked()) == "e4563fbcbb24a3ca1e5e360172c128ab"
+
+
+def test_parts_of_other_samples_are_refused(tmp_path):
+    """Of another division with parts of equal size, and token counts of other samples."""
+    Analysis(Tokens(), ["seqlen"], tmp_path, 64, 9, 4, 1).map(1)
+    two = Analysis(Tokens(), ["seqlen"], tmp_path, 64, 9, 2, 2)
+    two.map(0)
+    two.map(1, only_threads=[1])
+    with pytest.raises(ValueError, match="worker1_thread0 was made of other samples: run --ana"):
+        two.reduce()
+    rarity = Analysis(Tokens(), ["vocab_rarity"], tmp_path, 64, 9)
+    with pytest.raises(FileNotFoundError, match="run --analyzing-metric total_vocab_freq, map and"):
+        rarity.map()
+    analyse(Masked(), ["total_vocab_freq"], tmp_path)
+    with pytest.raises(ValueError, match="total_vocab_freq was made of other samples, or another"):
+        rarity.map()
 
 
 def test_rarity_of_tokens():
@@ -97,13 +139,13 @@ def test_rarity_of_tokens():
 
 
 def test_unknown_metrics(tmp_path):
-    with pytest.raises(ValueError, match="--analyzing-metric perplexity must be one of seqlen"):
-        analyse(Tokens(), ["perplexity"], tmp_path, 64)
+    with pytest.raises(ValueError, match="--analyzing-metric perplexity must be one of total"):
+        analyse(Tokens(), ["perplexity"], tmp_path)
 
 
 def test_progress_counts_both_readings(tmp_path):
     told = []
-    analyse(Tokens(), ["vocab_rarity"], tmp_path, 64, progress=lambda *now: told.append(now))
+    analyse(Tokens(), ["vocab_rarity"], tmp_path, progress=lambda *now: told.append(now))
     assert told[-1] == (122, 122) and told == sorted(set(told)) and len(told) == 8
 
 
@@ -115,7 +157,9 @@ class Deadly(Tokens):
 
 
 @pytest.mark.proof
-def test_a_killed_process_is_an_error(tmp_path):
+def test_a_killed_process_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(analysis, "SAMPLES_PER_PROCESS", 1)
+    monkeypatch.setattr(analysis, "usable_processors", lambda: 2)
     with pytest.raises(OSError, match="killed by SIGKILL .*; the files are not complete"):
-        analyse(Deadly(), ["vocab_rarity"], tmp_path, 64, processes=2)
+        analysis.analyse(Analysis(Deadly(), ["vocab_rarity"], tmp_path, 64, 9, threads=2))
     assert not list(tmp_path.rglob("*.idx"))

@@ -7,7 +7,8 @@ import pytest
 
 from megatron.config.kinds.curriculum import CurriculumConfig, data_sampling
 from megatron.data.index_cache import IndexCache
-from megatron.data.kinds.curriculum.analysis import analyse, read_rows, write_rows
+from megatron.data.kinds.curriculum.analysis import Analysis, analyse
+from megatron.data.kinds.curriculum.metric_files import read_rows, write_rows
 from megatron.data.kinds.curriculum.order import DrawnSamples, difficulty, draw_samples
 from megatron.data.samples import Piece
 
@@ -190,7 +191,7 @@ def test_samples_that_cannot_be_drawn(tmp_path):
 def test_an_analysis_of_other_samples_is_refused(tmp_path):
     """Of as many samples, of which all are other ones."""
     samples = Samples([1, 2, 3, 4] * 5)
-    analyse(samples, ["seqlen"], tmp_path, 100)
+    analyse(Analysis(samples, ["seqlen"], tmp_path, 100, 8))
     folder = tmp_path / "seqlen"
     files = {
         "index_to_sample_path": str(folder / "seqlen_index_to_sample"),

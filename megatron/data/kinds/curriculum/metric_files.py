@@ -1,0 +1,172 @@
+"""Files of DeepSpeed's data analyzer: rows of integers, each file a pair of .bin and .idx.
+
+The layout is that of Megatron's indexed datasets (see ``megatron.data.indexed``), one document of
+all rows, except for the codes of three dtypes: 6, 7 and 8 are unsigned integers of 2, 4 and 8
+bytes. Files are written and read in blocks: those of a large corpus exceed the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.data.indexed.dataset import HEADER, MAGIC, VERSION, map_file
+from megatron.util.files import replacing, sync, sync_path
+
+_DTYPES = {
+    code: np.dtype(name)
+    for code, name in enumerate(("<u1", "<i1", "<i2", "<i4", "<i8", "<u2", "<u4", "<u8"), start=1)
+}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_BLOCK = 1 << 20
+"""Rows of an index that are written at a time."""
+
+
+@dataclass(frozen=True)
+class MetricRows:
+    values: npt.NDArray[np.integer]
+    """All rows, concatenated."""
+    ends: npt.NDArray[np.int64]
+    """End of each row in ``values``, int64[rows]."""
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, row: int) -> npt.NDArray[np.integer]:
+        start = int(self.ends[row - 1]) if row else 0
+        return self.values[start : int(self.ends[row])]
+
+
+class _Index(NamedTuple):
+    dtype: np.dtype
+    lengths: npt.NDArray[np.int32]
+    """Of the rows; mapped, not read."""
+
+
+def read_rows(prefix: str | Path) -> MetricRows:
+    """Maps a pair of files. Raises FileNotFoundError if one of them is missing, ValueError if they
+    are damaged or do not belong together."""
+    index = _read_index(prefix)
+    ends = np.cumsum(index.lengths, dtype=np.int64)
+    return MetricRows(_values(prefix, index.dtype, int(ends[-1]) if len(ends) else 0), ends)
+
+
+def read_values(prefix: str | Path) -> npt.NDArray[np.integer]:
+    """Maps the values of all rows, concatenated; see :func:`read_rows`."""
+    index = _read_index(prefix)
+    return _values(prefix, index.dtype, int(index.lengths.sum(dtype=np.int64)))
+
+
+def _read_index(prefix: str | Path) -> _Index:
+    bin_file, idx_file = _pair(prefix)
+    for path in (idx_file, bin_file):
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{path} does not exist; tools/analyze_data.py writes it, and a path is that of "
+                "the .bin and .idx files without the ending"
+            )
+    with idx_file.open("rb") as file:
+        header = file.read(HEADER.size)
+    if len(header) < HEADER.size or not header.startswith(MAGIC):
+        raise ValueError(f"{idx_file} is not an index of DeepSpeed's data analyzer")
+    _, version, code, rows, documents = HEADER.unpack(header)
+    size, expected = idx_file.stat().st_size, HEADER.size + 12 * rows + 8 * documents
+    if version != VERSION or code not in _DTYPES or size != expected:
+        raise ValueError(
+            f"{idx_file} is damaged: version {version}, dtype code {code}, {size} bytes "
+            f"where its {rows} rows make {expected}"
+        )
+    content = map_file(idx_file, np.dtype("u1"))
+    return _Index(_DTYPES[code], np.frombuffer(content.data, "<i4", rows, HEADER.size))
+
+
+def _values(prefix: str | Path, dtype: np.dtype, total: int) -> npt.NDArray[np.integer]:
+    bin_file, idx_file = _pair(prefix)
+    size = bin_file.stat().st_size
+    if size != total * dtype.itemsize:
+        raise ValueError(
+            f"{bin_file} has {size} bytes, but {idx_file} expects {total * dtype.itemsize}: it "
+            "was cut short, or the two come from different analyses"
+        )
+    return map_file(bin_file, dtype)
+
+
+def fitting_dtype(low: int, high: int) -> np.dtype:
+    """The smallest dtype for values from ``low`` to ``high``, unsigned if none is negative."""
+    return next(
+        dtype
+        for dtype in sorted(_CODES, key=lambda dtype: dtype.itemsize)
+        if dtype.kind == ("u" if low >= 0 else "i")
+        and np.iinfo(dtype).min <= low
+        and high <= np.iinfo(dtype).max
+    )
+
+
+def write_rows(prefix: str | Path, values: npt.NDArray[np.integer], lengths: npt.ArrayLike) -> None:
+    """Writes a pair of files from the concatenated values of all rows and the rows' lengths."""
+    sizes = np.asarray(lengths, np.int64)
+    assert sizes.sum() == len(values)
+    low, high = (int(values.min()), int(values.max())) if len(values) else (0, 0)
+    dtype = fitting_dtype(low, high)
+    with replacing_values(prefix) as part:
+        part.write_bytes(np.ascontiguousarray(values.astype(dtype, copy=False)).data)
+    write_index(prefix, dtype, sizes)
+
+
+@contextmanager
+def appending_values(
+    prefix: str | Path, dtype: np.dtype
+) -> Iterator[Callable[[npt.NDArray[np.integer]], None]]:
+    """Writes a pair of files, in rows of one value, with a function that appends values."""
+    count = 0
+    with replacing_values(prefix) as part, part.open("xb") as file:
+
+        def append(values: npt.NDArray[np.integer]) -> None:
+            nonlocal count
+            file.write(np.ascontiguousarray(values.astype(dtype, copy=False)).data)
+            count += len(values)
+
+        yield append
+    write_index(prefix, dtype, np.broadcast_to(np.int64(1), (count,)))
+
+
+@contextmanager
+def replacing_values(prefix: str | Path) -> Iterator[Path]:
+    """A temporary file that replaces the .bin at the end of the block; :func:`write_index` must
+    follow. The old index is gone: it must never describe new values, not even after a kill between
+    the two."""
+    bin_file, idx_file = _pair(prefix)
+    bin_file.parent.mkdir(parents=True, exist_ok=True)
+    idx_file.unlink(missing_ok=True)
+    with replacing(bin_file) as part:
+        yield part
+        sync_path(part)
+
+
+def write_index(prefix: str | Path, dtype: np.dtype, lengths: npt.NDArray[np.int64]) -> None:
+    """Writes the .idx of rows of these lengths."""
+    rows = len(lengths)
+    if rows and lengths.max() > np.iinfo(np.int32).max:
+        raise ValueError(f"{prefix}: a row of {lengths.max()} values; the format allows 2**31 - 1")
+    blocks = [slice(start, start + _BLOCK) for start in range(0, rows, _BLOCK)]
+    with replacing(_pair(prefix)[1]) as part, part.open("xb") as file:
+        file.write(HEADER.pack(MAGIC, VERSION, _CODES[dtype], rows, 2))
+        for block in blocks:
+            file.write(lengths[block].astype("<i4").tobytes())
+        offset = 0
+        for block in blocks:
+            ends = offset + np.cumsum(lengths[block]) * dtype.itemsize
+            file.write((ends - lengths[block] * dtype.itemsize).astype("<i8").tobytes())
+            offset = int(ends[-1])
+        file.write(np.array([0, rows], "<i8").tobytes())
+        sync(file)
+
+
+def _pair(prefix: str | Path) -> tuple[Path, Path]:
+    return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
