@@ -14,7 +14,7 @@ case $BLOCK in
     *_703B) lr=1.5e-4 million=134e-2 steps=64e-2 ;;
     *_524B) lr=2e-4 million=1 steps=48e-2 ;;
 esac
-home=${INDEX_HOME:-$HERE/../analysis_pile_bert_5epoch}
+home=${INDEX_HOME:-$HERE/../output/analysis_pile_bert_5epoch}
 index() { # NAME METRIC CLUSTERING MULTIPLE
     printf '%s\n' "$1" "$home/$2/$2_index_to_sample_percentile_merged" "$home/$2/$2_index_to_metric" \
         percentile "$3" 5 100 "$steps" "$4" 2

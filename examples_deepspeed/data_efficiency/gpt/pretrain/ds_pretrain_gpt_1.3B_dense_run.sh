@@ -14,7 +14,7 @@ case $BLOCK in
     *_200B) lr=3.0e-4 tokens=200 dropped=133333 steps=73000 ;;
     *_150B) lr=4.0e-4 tokens=150 dropped=100000 steps=55000 ;;
 esac
-index=${INDEX_HOME:-$HERE/../analysis_pile_gpt_1epoch}/vocab_rarity/vocab_rarity_index_to
+index=${INDEX_HOME:-$HERE/../output/analysis_pile_gpt_1epoch}/vocab_rarity/vocab_rarity_index_to
 voc=(voc "${index}_sample_percentile_merged" "${index}_metric" percentile schedule_based 1 100 "$steps" 1 2)
 truncate=(seqlen_truncate dummy dummy value single_cluster 80 2048 "$steps" 8 1)
 reshape=(seqlen_reshape dummy dummy value single_cluster 80 2048 "$steps" 8 1)
