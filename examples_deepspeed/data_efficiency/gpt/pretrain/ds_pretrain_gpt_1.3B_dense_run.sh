@@ -16,6 +16,7 @@ case $BLOCK in
 esac
 defaults SEQ_LEN=2048 CL_START_SEQLEN=80 CL_STEPS="$steps"
 index=${INDEX_HOME:-$HERE/../output/analysis_pile_gpt_1epoch}/vocab_rarity/vocab_rarity_index_to
+# shellcheck disable=SC2153
 voc=(voc "${index}_sample_percentile_merged" "${index}_metric" percentile schedule_based 1 100 "$CL_STEPS" 1 2)
 truncate=(seqlen_truncate dummy dummy value single_cluster "$CL_START_SEQLEN" "$SEQ_LEN" "$CL_STEPS" 8 1)
 reshape=(seqlen_reshape dummy dummy value single_cluster "$CL_START_SEQLEN" "$SEQ_LEN" "$CL_STEPS" 8 1)
