@@ -3,7 +3,7 @@
 # of the input; NUM_SAMPLES=5 writes five texts without a prompt to unconditional_samples.json
 # (GENFILE) instead. mp, gpus and nodes are 1. MEGATRON_DEEPSPEED_PATH/dataset has checkpoints/gpt2_345m,
 # gpt2-vocab.json and gpt2-merges.txt where CHECKPOINT_PATH, VOCAB_FILE and MERGE_FILE are not set.
-source "$(dirname "$(realpath "$0")")/common.sh"
+source "$(dirname "$0")/common.sh"
 
 dataset=${MEGATRON_DEEPSPEED_PATH:-.}/dataset FLAGS=()
 VOCAB_FILE=${VOCAB_FILE:-$dataset/gpt2-vocab.json} MERGE_FILE=${MERGE_FILE:-$dataset/gpt2-merges.txt}

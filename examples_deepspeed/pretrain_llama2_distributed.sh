@@ -2,7 +2,7 @@
 # Megatron-DeepSpeed's script: the Llama of pretrain_llama_distributed.sh with grouped queries,
 # NUM_KV_HEADS (4). LOG_TO_WANDB=1 reports to Weights & Biases: WANDB_PROJECT, WANDB_EXP_NAME,
 # WANDB_SAVE_DIR.
-source "$(dirname "$(realpath "$0")")/common.sh"
+source "$(dirname "$0")/common.sh"
 source examples_deepspeed/llama.sh
 
 wandb=()

@@ -221,7 +221,7 @@ SAVE = (
     "RUNS={{out}} DP=2 TP=1 PP=1 GLOBAL_BATCH=8 GPUS=2 NUM_GPUS=2 LAUNCHER=torchrun "
     "FFN_HIDDEN_SIZE=64 "
     f"bash examples_deepspeed/universal_checkpointing/{{script}} {SMALL} --train-iters 10 "
-    "--save-interval 5 --eval-interval 5"
+    "--save-interval 5 --eval-interval 5 --lr-warmup-iters 2"
 )
 UNIVERSAL = (
     "python -m deepspeed.checkpoint.ds_to_universal --input_folder {{out}}/{saved}/global_step5 "
@@ -316,7 +316,8 @@ LLAMAS = (
     ),
     Script(
         *("generate_text.sh", "run", 1),
-        small=f"{MODEL} --out-seq-length 4 --sample-input-file {{out}}/in.txt",
+        small=f"{MODEL} --max-position-embeddings 32 --out-seq-length 4 "
+        "--sample-input-file {out}/in.txt",
         before=(GPT, "echo They saw >{out}/in.txt"),
         settings=TRAINED | {"GENFILE": "{out}/samples.json"},
         prints=("1 text",),

@@ -5,7 +5,7 @@
 #     finetune_llama.sh convert_hf2mds    reads $HF_LLAMA_PATH, writes $MEGA_DS_LLAMA_PATH
 #     finetune_llama.sh                   trains, saves in $FINETUNED_PATH
 #     finetune_llama.sh convert_mds2hf    writes what was trained to $HF_LLAMA_PATH-hf-out
-source "$(dirname "$(realpath "$0")")/../common.sh"
+source "$(dirname "$0")/../common.sh"
 
 EXAMPLE=examples_deepspeed/finetune_hf_llama
 HF_LLAMA_PATH=${HF_LLAMA_PATH:-data/llama-2-7b-hf}

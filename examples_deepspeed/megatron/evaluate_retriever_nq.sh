@@ -2,7 +2,7 @@
 # Megatron-LM's script: top-k accuracy of a retriever on Natural Questions. EVIDENCE_DATA_DIR is a
 # table of passages (id, text, title), EMBEDDING_PATH the file for their vectors, QA_FILE a table of
 # questions and answers; DPR's files, which you have to supply.
-source "$(dirname "$(realpath "$0")")/megatron.sh"
+source "$(dirname "$0")/megatron.sh"
 
 retriever 1 tasks/main.py --task RETRIEVER-EVAL --micro-batch-size 128 \
     --recompute-granularity full --recompute-method uniform --seq-length 512 \

@@ -2,7 +2,8 @@
 # Megatron-LM's script: a task without training, with GPT of 345 million weights, data parallel over
 # 8 processes. TASK is LAMBADA (default; the path of VALID_DATA has to contain "lambada"),
 # WIKITEXT103 or RAW.
-source "$(dirname "$(realpath "$0")")/megatron.sh"
+here=$(dirname "$0")/$(dirname "$(readlink "$0" || echo .)") # the script may be a link to this one
+source "$here/megatron.sh"
 
 FLAGS=()
 vocabulary gpt

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Megatron-LM's script: fine-tunes BERT with 345 million weights on MNLI, data parallel over 8
 # processes.
-source "$(dirname "$(realpath "$0")")/megatron.sh"
+here=$(dirname "$0")/$(dirname "$(readlink "$0" || echo .)") # the script may be a link to this one
+source "$here/megatron.sh"
 
 : "${TRAIN_DATA:=data/glue_data/MNLI/train.tsv}"
 : "${VALID_DATA:=data/glue_data/MNLI/dev_matched.tsv data/glue_data/MNLI/dev_mismatched.tsv}"

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Megatron-LM's script: fine-tunes BERT with 345 million weights on RACE, data parallel over 8
 # processes.
-source "$(dirname "$(realpath "$0")")/megatron.sh"
+here=$(dirname "$0")/$(dirname "$(readlink "$0" || echo .)") # the script may be a link to this one
+source "$here/megatron.sh"
 
 : "${TRAIN_DATA:=data/RACE/train/middle}"
 : "${VALID_DATA:=data/RACE/dev/middle data/RACE/dev/high}"

@@ -2,7 +2,7 @@
 # Megatron-LM's script: fine-tunes a retriever on Natural Questions, data parallel over 8 processes,
 # from a retriever (PRETRAINED_CHECKPOINT) or a BERT (BERT_LOAD_PATH). The questions are DPR's JSON
 # files, which you have to supply: TRAIN_DATA, VALID_DATA.
-source "$(dirname "$(realpath "$0")")/megatron.sh"
+source "$(dirname "$0")/megatron.sh"
 
 checkpoint=${CHECKPOINT_PATH:-checkpoints/retriever_nq} LAUNCHER=${LAUNCHER:-torchrun}
 retriever 8 tasks/main.py --task RET-FINETUNE-NQ --train-with-neg --train-hard-neg 1 \

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Settings and functions of the scripts of this folder. Not run by itself:
 #
-#     source "$(dirname "$(realpath "$0")")/megatron.sh"
+#     source "$(dirname "$0")/megatron.sh"
 #     text_generation_server PROCESSES --flag value ... "$@"
 #     retriever PROCESSES PROGRAM --flag value ... "$@"
 #

@@ -3,7 +3,7 @@
 # CHECKPOINT_PATH, as one checkpoint of a single part, CHECKPOINT_PATH_merged (MERGED_PATH). Its
 # program, tools/merge_mp_partitions.py, was missing in Megatron-DeepSpeed. For this trainer it is not
 # needed: --load reads a checkpoint in any layout.
-source "$(dirname "$(realpath "$0")")/megatron.sh"
+source "$(dirname "$0")/megatron.sh"
 
 checkpoint=${CHECKPOINT_PATH:-checkpoints/bert_345m} LAUNCHER=${LAUNCHER:-python}
 FLAGS=()

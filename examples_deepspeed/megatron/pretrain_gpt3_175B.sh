@@ -16,7 +16,8 @@
 if [[ -n ${SLURM_JOB_ID:-} && -z ${SLURM_STEP_ID:-} && ${DOCTOR:-} != only ]]; then # steps run this file
     exec bash examples_deepspeed/slurm/pretrain.sbatch pretrain_gpt3_175B.sh "$@"
 fi
-source "$(dirname "$(realpath "$0")")/megatron.sh"
+here=$(dirname "$0")/$(dirname "$(readlink "$0" || echo .)") # the script may be a link to this one
+source "$here/megatron.sh"
 
 if [[ -z ${DATA_PATH:-} && -n ${DATASET_1:-} && -n ${DATASET_2:-} && -n ${DATASET_3:-} ]]; then
     DATA_PATH="0.2 $DATASET_1 0.3 $DATASET_2 0.5 $DATASET_3"

@@ -2,7 +2,7 @@
 # Megatron-LM's script: pretrains a retriever of two BERTs by the inverse cloze task (ICT) on one
 # process, from the BERT in PRETRAINED_BERT_PATH. TEXT_DATA_PATH and TITLE_DATA_PATH are prefixes of
 # tools/preprocess_data.py --json-keys text title --split-sentences.
-source "$(dirname "$(realpath "$0")")/megatron.sh"
+source "$(dirname "$0")/megatron.sh"
 
 checkpoint=${CHECKPOINT_PATH:-checkpoints/ict}
 retriever 1 pretrain_ict.py --micro-batch-size 32 --seq-length 256 --train-iters 100000 \

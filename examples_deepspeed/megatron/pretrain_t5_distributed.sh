@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Megatron-LM's script of 2023: T5 with 220 million weights, data parallel over 8 processes.
-source "$(dirname "$(realpath "$0")")/megatron.sh"
+here=$(dirname "$0")/$(dirname "$(readlink "$0" || echo .)") # the script may be a link to this one
+source "$here/megatron.sh"
 
 megatron_lm_t5 8 --micro-batch-size 16 --global-batch-size 128 "$@"

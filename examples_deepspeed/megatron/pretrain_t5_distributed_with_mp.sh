@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Megatron-LM's script of 2023: T5 with 220 million weights, 8 processes: 2 tensor-parallel ranks,
 # data parallel over 4.
-source "$(dirname "$(realpath "$0")")/megatron.sh"
+here=$(dirname "$0")/$(dirname "$(readlink "$0" || echo .)") # the script may be a link to this one
+source "$here/megatron.sh"
 
 megatron_lm_t5 8 --tensor-model-parallel-size 2 --micro-batch-size 16 --global-batch-size 128 "$@"

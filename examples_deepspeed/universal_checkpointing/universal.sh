@@ -2,7 +2,7 @@
 # What the scripts of megatron_gpt/ and llama/ share: models, and Megatron-DeepSpeed's folders. Not run
 # by itself:
 #
-#     source "$(dirname "$(realpath "$0")")/../universal.sh"
+#     source "$(dirname "$0")/../universal.sh"
 #     save_run bf16 "$@"       200 steps; DeepSpeed's folders at steps 100 and 200
 #     resume_run bf16 "$@"     the same from the universal checkpoint of a run of another layout
 #

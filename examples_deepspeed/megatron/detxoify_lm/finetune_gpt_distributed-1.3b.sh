@@ -4,7 +4,8 @@
 #
 #     DATA_BLEND="0.3 PREFIX 0.7 PREFIX" \
 #         finetune_gpt_distributed-1.3b.sh DATA_PATH OUTPUT LR BATCH ITERATIONS CHECKPOINT [FLAG ...]
-source "$(dirname "$(realpath "$0")")/../megatron.sh"
+here=$(dirname "$0")/$(dirname "$(readlink "$0" || echo .)") # the script may be a link to this one
+source "$here/../megatron.sh"
 
 (($# >= 6)) || fail "give DATA_PATH OUTPUT LR BATCH ITERATIONS CHECKPOINT"
 [[ -n ${DATA_BLEND:-} ]] || fail "set DATA_BLEND to the data that the checkpoint was trained on"

@@ -3,7 +3,8 @@
 # SEED, or any.
 #
 #     generate-1.3b.sh PROMPTS CHECKPOINT [FLAG ...]
-source "$(dirname "$(realpath "$0")")/../megatron.sh"
+here=$(dirname "$0")/$(dirname "$(readlink "$0" || echo .)") # the script may be a link to this one
+source "$here/../megatron.sh"
 
 (($# >= 2)) || fail "give PROMPTS CHECKPOINT, such as augmented_prompts.jsonl checkpoints"
 : "${SEED:=$RANDOM}"

@@ -2,7 +2,7 @@
 # Megatron-LM's script: Wizard of Wikipedia (WOW_DATA_FOLDER) and Wizard of the Internet
 # (WOI_DATA_FOLDER) as lines of dialogues, and the examples that are shown to the model. You have to
 # supply both data sets, and MODEL_FILE, a question encoder of DPR.
-source "$(dirname "$(realpath "$0")")/msdp.sh"
+source "$(dirname "$0")/msdp.sh"
 
 preprocess --func process_wow_dataset --raw_file "$wow/train.json" \
     --processed_file "$wow/train_processed.txt" "$@"

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Megatron-DeepSpeed's first step: trains in fp16 and saves the folders of DeepSpeed's engine.
-source "$(dirname "$(realpath "$0")")/../universal.sh"
+here=$(dirname "$0")/$(dirname "$(readlink "$0" || echo .)") # the script may be a link to this one
+source "$here/../universal.sh"
 
 save_run fp16 "$@"

@@ -31,7 +31,7 @@ steps=$((TRAIN_TOKENS / SEQ_LEN / GLOBAL_BATCH_SIZE))
 # The data set is as large for every number of steps, as in Megatron-DeepSpeed; trials have a small one.
 defaults LR_DECAY_TOKENS="$TRAIN_TOKENS" TRAIN_ITERS=$((steps < 100000 ? 2 * steps + 1 : 4000000)) \
     SAVE_INTERVAL="$(save_interval $steps)"
-data_efficiency bert 512
+data_efficiency bert "$SEQ_LEN"
 if [[ $LTD_ENABLED == true ]]; then
     OPTIONS+=(--attention-dropout "$DROPOUT" --hidden-dropout "$DROPOUT")
 fi

@@ -2,7 +2,8 @@
 # Recipes of ds_pretrain_bert_336M_base_script.sh: ds_pretrain_bert_336M_run.sh RECIPE [FLAG ...].
 # Without a recipe it names them and ends with status 1. Those with "ltd" wait for random layerwise
 # token dropping. INDEX_HOME is the folder that ../ds_analyze_bert_data_reduce.sh has written
-# (vocab_rarity/..., seqlen/..., seqlen_vocab_rarity/...).
+# (vocab_rarity/..., seqlen/..., seqlen_vocab_rarity/...); CL_START_SEQLEN and CL_STEPS_IN_MILLION are
+# the first length and the length of the curricula.
 source "$(dirname "$0")/../../data_efficiency.sh"
 
 block baseline_1049B baseline_703B baseline_524B cl_ltd_1049B cl_ltd_524B ltd_1049B ltd_703B ltd_524B \
@@ -14,16 +15,17 @@ case $BLOCK in
     *_703B) lr=1.5e-4 million=134e-2 steps=64e-2 ;;
     *_524B) lr=2e-4 million=1 steps=48e-2 ;;
 esac
-home=${INDEX_HOME:-$HERE/../analysis_pile_bert_5epoch}
+defaults SEQ_LEN=512 CL_START_SEQLEN=128 CL_STEPS_IN_MILLION="$steps"
+home=${INDEX_HOME:-$HERE/../output/analysis_pile_bert_5epoch}
 index() { # NAME METRIC CLUSTERING MULTIPLE
     printf '%s\n' "$1" "$home/$2/$2_index_to_sample_percentile_merged" "$home/$2/$2_index_to_metric" \
-        percentile "$3" 5 100 "$steps" "$4" 2
+        percentile "$3" 5 100 "$CL_STEPS_IN_MILLION" "$4" 2
 }
 mapfile -t voc < <(index voc vocab_rarity schedule_based 1)
 mapfile -t rare < <(index seqlenvocabrarity seqlen_vocab_rarity schedule_based 1)
 mapfile -t long < <(index seqlen seqlen single_cluster 8)
-truncate=(seqlen_truncate dummy dummy value single_cluster 128 512 "$steps" 8 1)
-ltd=(true 128 "$million" 0.1) full=(false 512 1 0.1)
+truncate=(seqlen_truncate dummy dummy value single_cluster "$CL_START_SEQLEN" "$SEQ_LEN" "$CL_STEPS_IN_MILLION" 8 1)
+ltd=(true 128 "$million" 0.1) full=(false "$SEQ_LEN" 1 0.1)
 
 case ${BLOCK%_*} in
     baseline) arguments=() ;;

@@ -23,7 +23,7 @@ gpt3_shape
 # The data set is as large for every number of tokens, as in Megatron-DeepSpeed; trials have a small one.
 defaults TRAIN_SAMPLES=$(((TRAIN_TOKENS < 1000000000 ? TRAIN_TOKENS : 300000000000) * 2 / SEQ_LEN)) \
     SAVE_INTERVAL="$(save_interval $((TRAIN_TOKENS / SEQ_LEN / GLOBAL_BATCH_SIZE)))"
-data_efficiency gpt 2048
+data_efficiency gpt "$SEQ_LEN"
 processes 8
 defaults BATCH_SIZE=$((GLOBAL_BATCH_SIZE * PP_SIZE * MP_SIZE / NUM_GPUS))
 defaults JOB_NAME="gpt_${MODEL_SIZE}B_tok${TRAIN_TOKENS_IN_BILLION}B_lr${LR}_min${MIN_LR}_gbs${GLOBAL_BATCH_SIZE}_mbs${BATCH_SIZE}_g${NUM_GPUS}_z${ZERO_STAGE}_seed$SEED$JOB_CURRICULUM"

@@ -2,7 +2,8 @@
 # Megatron-LM's script: the texts of a file of JSON lines as PREFIX_text_document.bin and .idx.
 #
 #     preprocess.sh INPUT PREFIX [FLAG ...]
-source "$(dirname "$(realpath "$0")")/../../megatron.sh"
+here=$(dirname "$0")/$(dirname "$(readlink "$0" || echo .)") # the script may be a link to this one
+source "$here/../../megatron.sh"
 
 (($# >= 2)) || fail "give INPUT PREFIX, such as samples.nontoxic.out samples.nontoxic"
 FLAGS=()

@@ -3,7 +3,8 @@
 # selfgeneration/unconditional_generation_NAME/SEED.out, NAME being the last part of CHECKPOINT.
 #
 #     selfgenerate-1.3b-unconditional.sh SAMPLES CHECKPOINT SEED [FLAG ...]
-source "$(dirname "$(realpath "$0")")/../../megatron.sh"
+here=$(dirname "$0")/$(dirname "$(readlink "$0" || echo .)") # the script may be a link to this one
+source "$here/../../megatron.sh"
 
 (($# >= 3)) && [[ $1 =~ ^[0-9]+$ ]] || fail "give SAMPLES CHECKPOINT SEED, such as 1000 checkpoints 2333"
 folder=selfgeneration/unconditional_generation_$(basename "$2")

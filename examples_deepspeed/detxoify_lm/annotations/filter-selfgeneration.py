@@ -1,0 +1,1 @@
+../../megatron/detxoify_lm/annotations/filter-selfgeneration.py

@@ -1,0 +1,1 @@
+../../megatron/detxoify_lm/annotations/perspective_api_annotate.py

@@ -1,0 +1,1 @@
+../megatron/detxoify_lm/finetune_gpt.py

@@ -1,0 +1,1 @@
+../megatron/detxoify_lm/finetune_gpt_distributed-1.3b.sh

@@ -1,0 +1,1 @@
+../megatron/detxoify_lm/generate-1.3b.sh

@@ -1,0 +1,1 @@
+../megatron/detxoify_lm/generate_samples_gpt.py

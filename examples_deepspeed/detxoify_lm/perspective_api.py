@@ -1,0 +1,1 @@
+../megatron/detxoify_lm/perspective_api.py

@@ -1,0 +1,1 @@
+../../megatron/detxoify_lm/self_generation/selfgenerate-1.3b-unconditional.sh
