@@ -78,13 +78,15 @@ DETOXIFY = {
 }
 """Scripts of detxoify_lm/ and what each has to be given."""
 
+ELSEWHERE = {"data_efficiency", "detxoify_lm", "finetune", "finetune_hf_llama"}
+ELSEWHERE |= {"llama", "megatron", "megatron_gpt"}
+"""Folders whose scripts other tests run."""
+
 SCRIPTS = sorted(
     path
     for path in FOLDER.rglob("*.sh")
     if path.name not in (*APART, *TASKS, SERVER)
-    and not {"data_efficiency", "finetune", "finetune_hf_llama", "megatron", "megatron_gpt"}
-    & set(path.relative_to(FOLDER).parts)
-    and path.parent.name != "llama"
+    and not ELSEWHERE & set(path.relative_to(FOLDER).parts)
     and "megatron_deepspeed.sh" not in path.read_text()
     and path.name != "ds_train.sh"
 )
