@@ -274,9 +274,9 @@ class PrecisionConfig:
     """Train in float16, with loss scaling and float32 main weights."""
     bf16: bool = option(False, role="layout")
     """Train in bfloat16, with float32 main weights."""
-    loss_scale: float | None = option(None, derived="dynamic", bounds=POSITIVE)
-    """fp16: static loss scale. A DeepSpeed JSON with an fp16 section that has no loss_scale, or 0,
-    sets a dynamic one instead."""
+    loss_scale: float | None = option(None, derived="dynamic", bounds=NOT_NEGATIVE)
+    """fp16: static loss scale; 0 is a dynamic one, as without the flag. A DeepSpeed JSON with an
+    fp16 section that has no loss_scale, or 0, sets a dynamic one instead."""
     initial_loss_scale: float = option(2.0**32, needs=_FP16)
     """fp16: initial dynamic loss scale, a power of two."""
     min_loss_scale: float = option(1.0, aliases=("--min-scale",), bounds=POSITIVE, needs=_FP16)
@@ -310,14 +310,14 @@ class PrecisionConfig:
     def _check_scale(self, resolver: ConfigResolver) -> None:
         scale, origin = "loss_scale", resolver.origins["loss_scale"]
         json, instead, flag = origin.partition(": fp16 instead of ")
-        if instead:
+        if instead and self.fp16:
             resolver.notes.append(
                 f"{flag} has no effect: {json} has an fp16 section without a static loss scale, "
                 'and the scale is dynamic; write "loss_scale": "auto" there to use the flag'
             )
-        elif self.loss_scale is not None and not self.fp16:
+        elif (instead or self.loss_scale) and not self.fp16:
             under_deepspeed = resolver.values["deepspeed"] or resolver.values["deepspeed_config"]
-            message = f"{resolver.show(scale)} has an effect with --fp16 only"
+            message = f"{flag or resolver.show(scale)} has an effect with --fp16 only"
             resolver.check(bool(under_deepspeed), message)
             resolver.notes.append(message)
 

@@ -183,7 +183,10 @@ def owned_gradients(engine: TrainEngine) -> Iterator[tuple[OwnedSlice, Tensor]]:
     offloaded = getattr(wrapper, "cpu_offload", False) or getattr(
         wrapper, "offload_optimizer", False
     )
-    if engine.stage == 0 or offloaded:
+    if _unpartitioned_main_weights(engine):
+        for piece in slices:
+            yield piece, piece.of_holder(wrapper.get_gradient_for_reduction(piece.param))
+    elif engine.stage == 0 or offloaded:
         for piece in slices:
             if piece.holder.grad is not None:
                 yield piece, piece.of_holder(piece.holder.grad)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from samples import sampled
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_jobs import TINY, train
 
@@ -91,6 +92,7 @@ CASES = {
     "zero2-dp2-offload": (2, "--zero-stage 2 OFFLOAD", UNTIED),
     "zero3-dp2-offload": (2, "--zero-stage 3 OFFLOAD", UNTIED),
     "zero1-dp2-bf16": (2, "--zero-stage 1 --bf16 --accumulate-allreduce-grads-in-fp32", UNTIED),
+    "zero0-dp2-fp16": (2, "--zero-stage 0 --fp16 --initial-loss-scale 1024", UNTIED),
     "zero1-dp2-fp16": (2, "--zero-stage 1 --fp16 --initial-loss-scale 1024", UNTIED),
     "zero2-dp2-int8": (2, f"--zero-stage 2 {LOW}", UNTIED),
 }
@@ -122,6 +124,15 @@ def test_numbers_are_those_of_one_process(pool, tmp_path, case):
         if not half:  # small gradients become zero in 16 bits
             assert zeros == (counted if number else -1), "the first step has no log line"
         assert step == pytest.approx(plain, rel=3e-2 if half else 1e-5)
+
+
+@pytest.mark.parametrize("more", sampled(["", "--accumulate-allreduce-grads-in-fp32"], "".__eq__))
+def test_zeros_of_fp16_are_those_of_zero_1(pool, more):
+    """Gradients that are too small for float16 at this scale; one rank, so bit for bit."""
+    flags = [*FLAGS, *f"--fp16 --initial-loss-scale 2 {more} --zero-stage".split()]
+    partitioned, whole = (pool.run(1, measured, [*flags, stage])[0] for stage in ("1", "0"))
+    zeros = [step["zeros"] for step in whole]
+    assert zeros == [step["zeros"] for step in partitioned] and max(zeros) > 0
 
 
 def test_tensorboard_has_every_step_under_megatron_deepspeeds_tags(pool, tmp_path):

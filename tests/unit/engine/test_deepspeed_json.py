@@ -206,7 +206,7 @@ SCALES = [
     # Scripts of Megatron-DeepSpeed mean a power by the flag; DeepSpeed reads the JSON alone.
     ("--fp16", {"fp16": {"enabled": True, "initial_scale_power": 12}}, None, "dynamic"),
     ("--fp16", {"fp16": {"enabled": True, "loss_scale": 0}}, None, "dynamic"),
-    ("--bf16", {"fp16": {"enabled": False}, "bf16": {"enabled": True}}, None, "dynamic"),
+    ("--bf16", {"fp16": {"enabled": False}, "bf16": {"enabled": True}}, None, "--fp16 only"),
     ("--bf16", {"bf16": {"enabled": True}}, 12.0, "has an effect with --fp16 only"),
     ("--fp16", {"fp16": {"enabled": True, "loss_scale": "auto"}}, 12.0, ""),
     ("--fp16", {"fp16": {"enabled": True, "loss_scale": 12}}, 12.0, ""),
@@ -225,6 +225,16 @@ def test_the_loss_scale_is_that_of_the_json(flags, content, scale, told):
         assert len(lines) == bool(told) and all(told in line for line in lines)
         if flags == "--fp16":
             assert complete(content, result.config)["fp16"]["loss_scale"] == (scale or 0)
+
+
+@pytest.mark.parametrize("dtype", ["--fp16", "--bf16", ""])
+def test_a_loss_scale_of_0_is_dynamic_without_a_json_too(dtype):
+    argv = f"{FLAGS} {BATCH} --zero-stage 1 {dtype} --loss-scale 0".split()
+    result = resolve(FlagParser(*FLAG_CLASSES).settings(argv), 2)
+    if dtype == "--fp16":
+        assert complete({}, result.config)["fp16"]["loss_scale"] == 0
+    else:
+        assert "fp16" not in complete({}, result.config) or dtype
 
 
 def test_adam_on_the_cpu_needs_states_that_are_there():
