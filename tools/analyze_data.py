@@ -16,7 +16,6 @@ Several machines share the work in two steps: --analyzing-task map on each, with
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,7 +35,6 @@ from megatron.data.kinds.curriculum.analysis import (
 from megatron.families import family_of
 from megatron.training.plan import TrainingPlan
 from megatron.training.run import RUN_LENGTHS, Run, RunToolParser, run_of
-from megatron.util.errors import one_line
 from megatron.util.progress import progress_bar
 
 TASKS = ("map", "reduce")
@@ -107,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         run = run_of(completed(settings, config.analyzing_data_type), config.world_size)
         summaries = measure(config, run)
     except (ValueError, OSError) as error:
-        sys.exit(f"analyze_data.py: error: {one_line(error)}")
+        parser.error(str(error))
     report(summaries, time.perf_counter() - started)
 
 

@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.serialization import safe_globals
 
 from megatron.config import ConfigError
 from megatron.config.flags import SHARE, option
+from megatron.training.outputs import check_output
 from megatron.util.errors import one_line
 from megatron.util.files import write_whole
 from megatron.util.json_text import parse_json
@@ -22,6 +24,12 @@ from megatron.util.progress import say
 _STEPS = 100
 """Thresholds that are tried, from 0 on."""
 _FORM = "a list of (name, (probabilities, labels, ids))"
+_ARRAYS: list[Any] = [
+    *(np.ndarray, np.dtype, np.dtypes.Float64DType, np.dtypes.Float32DType, np.dtypes.Int64DType),
+    (np.empty(0).__reduce__()[0], "numpy._core.multiarray._reconstruct"),
+    (np.empty(0).__reduce__()[0], "numpy.core.multiarray._reconstruct"),
+]
+"""Classes and functions that make NumPy's arrays of a file, by NumPy 2 and 1."""
 
 
 class PredictedSet(NamedTuple):
@@ -87,7 +95,7 @@ def run_ensemble(config: EnsembleConfig) -> None:
             say(f"{name}: {equal} / {len(known)} = {equal / max(len(known), 1):.6f}")
         lines = [f"{i}\t{found.words[c]}" for i, c in zip(found.identities, chosen_N, strict=True)]
         path = Path(str(config.outdir)) / name / f"{Path(config.prediction_name).stem}.tsv"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        check_output("--outdir", path)
         write_whole(path, "\n".join(["id\tlabel", *lines, ""]).encode())
         say(f"{path}: {len(lines)} predictions of {len(config.paths)} models")
     if config.eval:
@@ -168,20 +176,38 @@ def _read(path: Path) -> dict[str, PredictedSet]:
     if path.suffix == ".jsonl":
         return _of_lines(path)
     try:
-        content: Any = torch.load(path, map_location="cpu", weights_only=True)
+        with safe_globals(_ARRAYS):
+            content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except (UnpicklingError, RuntimeError, EOFError) as error:
-        first = one_line(error).partition(". ")[0]
+        first = one_line(error).partition(". ")[0] or "it ends too early"
         raise ConfigError(f"{path} is not a file of torch.save with numbers: {first}") from None
     try:
-        return {str(name): _of_lists(*lists) for name, lists in content}
+        return _by_name([(str(name), _of_lists(*lists)) for name, lists in content])
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{path}: expected {_FORM} ({error})") from None
+
+
+def _by_name(pairs: Sequence[tuple[str, PredictedSet]]) -> dict[str, PredictedSet]:
+    """The sets by their names, which are those of folders. Raises ValueError if there are no sets,
+    or a name is not such or occurs twice."""
+    if not pairs:
+        raise ValueError("there are no data sets")
+    for name, each in pairs:
+        if not set(Path(name).parts).isdisjoint({"..", "/", "."}) or not Path(name).parts:
+            raise ValueError(f"data set {name!r}: its name cannot be that of a folder")
+        if not np.isfinite(each.probabilities_NC).all():
+            raise ValueError(f"data set {name} has a probability that is not finite")
+    if len(sets := dict(pairs)) < len(pairs):
+        raise ValueError("two data sets have the same name")
+    return sets
 
 
 def _of_lists(probabilities: Any, labels: Any, identities: Any) -> PredictedSet:
     found_NC, labels_N = np.asarray(probabilities, np.float64), np.asarray(labels, np.int64)
     names = [str(int(each)) for each in np.asarray(identities).tolist()]
-    if found_NC.ndim != 2 or not len(found_NC) == len(labels_N) == len(names):
+    if found_NC.ndim != 2 or not found_NC.size or labels_N.shape != (len(found_NC),):
+        raise ValueError(f"probabilities {found_NC.shape} and labels {labels_N.shape}")
+    if len(names) != len(found_NC):
         raise ValueError(f"{found_NC.shape} probabilities for {len(names)} examples")
     return PredictedSet(found_NC, labels_N, names, [str(c) for c in range(found_NC.shape[1])])
 
@@ -189,17 +215,27 @@ def _of_lists(probabilities: Any, labels: Any, identities: Any) -> PredictedSet:
 def _of_lines(path: Path) -> dict[str, PredictedSet]:
     """The sets of a file that tasks/main.py has written."""
     rows: dict[str, list[Any]] = {}
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
-        row = parse_json(line, f"{path}, line {number}")
-        if not isinstance(row, dict) or not isinstance(row.get("log_probabilities"), dict):
-            raise ConfigError(f"{path}, line {number} has no log_probabilities of classes")
-        rows.setdefault(str(row.get("set")), []).append(row)
-    return {name: _of_rows(each) for name, each in rows.items()}
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        where = f"{path}, line {number}"
+        row = parse_json(line, where)
+        logs = row.get("log_probabilities") if isinstance(row, dict) else None
+        if not isinstance(logs, dict) or not logs:
+            raise ConfigError(f"{where} has no log_probabilities of classes")
+        if not all(type(value) in (int, float) for value in logs.values()):
+            raise ConfigError(f"{where}: each of log_probabilities must be a number")
+        for key in ("set", "id"):
+            if not isinstance(row.get(key), str | int):
+                raise ConfigError(f'{where} has no "{key}", a text or a number')
+        rows.setdefault(str(row["set"]), []).append(row)
+    try:
+        return _by_name([(name, _of_rows(each)) for name, each in rows.items()])
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def _of_rows(rows: Sequence[dict[str, Any]]) -> PredictedSet:
     words = list(rows[0]["log_probabilities"])
     logs = [[row["log_probabilities"].get(word, -np.inf) for word in words] for row in rows]
     numbers = {word: number for number, word in enumerate(words)}
-    labels_N = np.array([numbers.get(row["label"], -1) for row in rows], np.int64)
+    labels_N = np.array([numbers.get(str(row.get("label")), -1) for row in rows], np.int64)
     return PredictedSet(np.exp(np.array(logs)), labels_N, [str(row["id"]) for row in rows], words)

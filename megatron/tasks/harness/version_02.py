@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import ConfigError
+from megatron.training.outputs import check_output
 from megatron.util.files import write_whole
 from megatron.util.json_text import parse_json
 
@@ -70,6 +71,8 @@ def rows(results: Any, where: str) -> Iterator[tuple[Any, ...]]:
     if not isinstance(tasks, dict) or not all(isinstance(each, dict) for each in tasks.values()):
         raise ConfigError(f'{where} has no results of tasks: expected {{"results": {{...}}}}')
     versions = results.get("versions") or {}
+    if not isinstance(versions, dict):
+        raise ConfigError(f'{where}: "versions" must be an object with a version for each task')
     for task, values in sorted(tasks.items()):
         for key, value in values.items():
             metric, comma, filtered = key.partition(",")
@@ -84,9 +87,10 @@ def write_table(path: Path, output: str | None = None) -> str:
     if one cannot be used."""
     target = Path(output) if output else path.with_suffix(".csv")
     if not path.is_file():
-        raise ConfigError(f"{path}: there is no such file")
+        raise ConfigError(f"RESULTS {path}: there is no such file")
     if target.resolve() == path.resolve():
         raise ConfigError(f"{path} would be overwritten; give another --output")
+    check_output("--output", target)
     found = list(rows(parse_json(path.read_bytes(), str(path), lenient=True), str(path)))
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

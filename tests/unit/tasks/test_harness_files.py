@@ -166,7 +166,14 @@ def test_results_as_a_table(form, tmp_path, capsys, monkeypatch):
     assert ["piqa", "acc_norm", "1.0", "", "0"] in rows
     assert not [row for row in rows if row[1] == "ppl"]
     (tmp_path / "other.json").write_text('{"loss": 1}')
-    for name, said in (("other.json", "has no results of tasks"), ("no.json", "no such file")):
+    (tmp_path / "list.json").write_text('{"results": {"a": {"acc": 1}}, "versions": ["0"]}')
+    for words, said in (
+        ("other.json", "has no results of tasks"),
+        ("no.json", "no such file"),
+        ("list.json", '"versions" must be an object'),
+        ("r.json --output /proc/none/r.csv", "--output /proc/none/r.csv: cannot write to"),
+    ):
+        monkeypatch.chdir(tmp_path)
         with pytest.raises(SystemExit) as ended:
-            program.main([str(tmp_path / name)])
+            program.main(words.split())
         assert ended.value.code == 2 and said in capsys.readouterr().err

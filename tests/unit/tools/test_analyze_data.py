@@ -106,7 +106,8 @@ def test_two_steps_with_the_flags_of_megatron_deepspeed(tmp_path):
         ),
     ],
 )
-def test_mistakes(flags, message):
+def test_mistakes(flags, message, capsys):
     with pytest.raises(SystemExit) as caught:
         analyze_data.main([*flags, *FLAGS])
-    assert str(caught.value).startswith(f"analyze_data.py: error: {message}")
+    assert caught.value.code == 2
+    assert f" error: {message}" in capsys.readouterr().err

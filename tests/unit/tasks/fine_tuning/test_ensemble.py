@@ -105,6 +105,11 @@ def test_other_examples_and_other_content_are_named(models, tmp_path):
         ([second], "has the data sets other; that of"),
         ([(name, (values[1:], labels, ids)), second], "expected a list of"),
         ({"a": 1}, "expected a list of"),
+        ([], "there are no data sets"),
+        ([(name, ([], [], []))], "expected a list of"),
+        ([second, second], "two data sets have the same name"),
+        ([("../x", second[1])], "data set '../x': its name cannot be that of a folder"),
+        ([(name, ([[0.5, float("nan")]], [1], [0]))], "dev has a probability that is not finite"),
     ):
         torch.save(content, tmp_path / "test_predictions.pt")
         with pytest.raises(ConfigError, match=said):
@@ -123,3 +128,32 @@ def test_the_program_ends_with_status_2(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         program.main()
     assert ended.value.code == 2 and "no/test_predictions.pt" in capsys.readouterr().err
+
+
+def test_arrays_are_read_as_lists_are(models, tmp_path, capsys):
+    rows = torch.load(f"{models[0][0]}/test_predictions.pt")
+    arrays = [(name, tuple(map(np.asarray, lists))) for name, lists in rows]
+    torch.save(arrays, tmp_path / "test_predictions.pt")
+    for number, folder in enumerate((models[0][0], tmp_path)):
+        run_ensemble(EnsembleConfig(paths=(str(folder),), outdir=str(tmp_path / f"{number}")))
+    for name in SETS:
+        first, second = (labels_of(tmp_path / f"{number}", name) for number in range(2))
+        assert (first == second).all()
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b"\xff", "line 1 is not valid JSON: byte 0 is not UTF-8"),
+        (b'{"set": "dev", "id": 1, "log_probabilities": {}}', "line 1 has no log_probabilities"),
+        (b'{"set": "dev", "id": 1, "log_probabilities": {"a": null}}', "must be a number"),
+        (b'{"set": "dev", "log_probabilities": {"a": -1}}', 'line 1 has no "id"'),
+        (b'{"id": 1, "log_probabilities": {"a": -1}}', 'line 1 has no "set"'),
+        (b"", "there are no data sets"),
+    ],
+)
+def test_damaged_lines_are_named(line, said, tmp_path):
+    (tmp_path / "p.jsonl").write_bytes(line)
+    config = EnsembleConfig(paths=(str(tmp_path),), outdir="out", prediction_name="p.jsonl")
+    with pytest.raises(ValueError, match=f"p.jsonl.*{said}"):
+        run_ensemble(config)
