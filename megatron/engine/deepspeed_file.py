@@ -203,7 +203,7 @@ _AUTOMATIC = {
     "CONFIG_FP16_ENABLED": "--fp16",
     "CONFIG_BF16_ENABLED": "--bf16",
 }
-"""What fills the value of a placeholder if "auto" is written in its place."""
+"""The source of a value whose placeholder is replaced by "auto"."""
 
 
 def _refuse_placeholders(text: str, path: str, pattern: re.Pattern[str]) -> None:
