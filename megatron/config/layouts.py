@@ -79,7 +79,7 @@ class Layout:
 
     @property
     def autocast(self) -> bool:
-        """Whether 16 bits are those of matrix products only, over float32 weights."""
+        """True if 16 bits are those of matrix products only, over float32 weights."""
         return self.precision == "bf16" and self.zero == 0
 
     @property

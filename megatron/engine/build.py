@@ -118,8 +118,8 @@ def build_engine(
 
 
 def _fp16_maker(config: RunConfig, mesh: Mesh) -> Callable[[Any, Any], Any] | None:
-    """What makes the optimizer of fp16 at stage 0 from DeepSpeed's engine and the optimizer inside;
-    None elsewhere."""
+    """Return the maker of the optimizer of fp16 at stage 0, which takes DeepSpeed's engine and the
+    optimizer inside; None elsewhere."""
     if not config.precision.fp16 or config.engine.zero_stage > 0:
         return None
     return partial(resolve_name(UNPARTITIONED_FP16), config=config, mesh=mesh)

@@ -157,7 +157,7 @@ def file_notes(content: Json, path: str) -> list[str]:
 
 def read_json(path: str) -> Json:
     """Reads a DeepSpeed JSON file. Raises ConfigError if the file is missing or not a JSON object,
-    or has an unknown or refused key."""
+    or has an unknown or refused key. The object is without refused sections that are off."""
     try:
         source = Path(path).read_bytes()
     except FileNotFoundError:
@@ -180,13 +180,14 @@ def read_json(path: str) -> Json:
     _check_offload(content, path)
     _check_optimizer(content, path)
     _check_curricula(content, path)
-    return content
+    # DeepSpeed's own readers of these sections may refuse the switch, or act without looking at it.
+    return {key: value for key, value in content.items() if not _is_off(key, value)}
 
 
 _NAMES = (
     r"(?:CONFIG_[A-Z_]+|LOG_INTERVAL|ZERO_STAGE|PRESCALE_GRAD|GBSIZE|MBSIZE|LTD_(?:ENABLED|MIN|MAX"
     r"|STEP)|CL_(?:ENABLED|CLUSTER_PATH|(?:1st|2nd)_[A-Z_]+)|DATA_EFFICIENCY_SEED"
-    r"|DATA_SAMPLING_NUM_WORKERS)"
+    r"|DATA_SAMPLING_NUM_WORKERS|OFFLOAD_DEVICE|SP)"
 )
 _QUOTED = re.compile(rf'"({_NAMES})"')
 """A placeholder of the templates of Megatron-DeepSpeed's scripts, in a file that is JSON."""
@@ -203,7 +204,7 @@ _AUTOMATIC = {
     "CONFIG_FP16_ENABLED": "--fp16",
     "CONFIG_BF16_ENABLED": "--bf16",
 }
-"""What fills the value of a placeholder if "auto" is written in its place."""
+"""The source of a value whose placeholder is replaced by "auto"."""
 
 
 def _refuse_placeholders(text: str, path: str, pattern: re.Pattern[str]) -> None:
@@ -223,11 +224,9 @@ def _check_keys(content: Json, path: str) -> None:
     removed = {key for key in REMOVED if "." not in key}
     known = _KNOWN_KEYS | removed | _NEWER_KEYS.keys()
     for key, value in content.items():
-        if key in _REFUSED and isinstance(value, dict) and value.get("enabled") is False:
-            continue  # DeepSpeed reads it, and does nothing
-        if key in _REFUSED:
+        if key in _REFUSED and not _is_off(key, value):
             raise ConfigError(f'{path}: "{key}": {_REFUSED[key]}; remove the key')
-        if key not in known:
+        if key not in known | _REFUSED.keys():
             hint = nearest(key, known - removed, '; the nearest known key is "{}"')
             raise ConfigError(f'{path}: DeepSpeed has no key "{key}"{hint}')
         since = _NEWER_KEYS.get(key)
@@ -236,6 +235,11 @@ def _check_keys(content: Json, path: str) -> None:
                 f'{path}: DeepSpeed {version("deepspeed")} has no key "{key}", which came with '
                 f"{since}; remove the key"
             )
+
+
+def _is_off(key: str, value: Any) -> bool:
+    """True for a section that the trainer would refuse, but that switches nothing on."""
+    return key in _REFUSED and isinstance(value, dict) and value.get("enabled") is False
 
 
 _DTYPES = "weights are trained in the dtype of --bf16 or --fp16"

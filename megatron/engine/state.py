@@ -114,12 +114,12 @@ def _whole(engine: TrainEngine) -> _PlaceOf:
 
 
 def _unpartitioned_main_weights(engine: TrainEngine) -> Mapping[nn.Parameter, Tensor]:
-    """Those of fp16 at stage 0, where other dtypes have none."""
+    """Main weights of fp16 at stage 0; other dtypes have none there."""
     return getattr(engine.optimizer_wrapper, "main_weights", {})
 
 
 def has_main_weights(engine: TrainEngine) -> bool:
-    """Whether the optimizer updates tensors of its own, of which the model's are rounded copies."""
+    """True if the optimizer updates other tensors than the model's, which are rounded copies."""
     separate = engine.stage > 0 or bool(_unpartitioned_main_weights(engine))
     return separate and engine.stored_states is None
 

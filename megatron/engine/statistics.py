@@ -16,7 +16,7 @@ from megatron.engine.update.gradient_norm import owned
 from megatron.parallel.mesh import AXES, MODEL
 
 KINDS = ("variance", "variance_sqrt", "momentum", "weight")
-"""Of what there are norms; see :func:`state_norms`."""
+"""Kinds of tensors that have norms; see :func:`state_norms`."""
 
 MEASURES = ("l2", "l1", "abs_max")
 """Root of the sum of squares, sum of absolute values, largest absolute value."""

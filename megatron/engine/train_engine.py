@@ -278,8 +278,8 @@ class TrainEngine(ModelEngine):
         self._mark()
         losses = self.mean_losses(sums, micro_batches)
         exhausted = at_smallest and held is True
-        total, own = self.spec.total(losses), sums.sum()
-        return StepResult(total, losses, norm, held, scale_before, exhausted, own, zeros)
+        total, of_rank = self.spec.total(losses), sums.sum()
+        return StepResult(total, losses, norm, held, scale_before, exhausted, of_rank, zeros)
 
     def _mark(self) -> None:
         if not self.timed:

@@ -96,7 +96,8 @@ class UnpartitionedFp16Optimizer(ZeROOptimizer):
         return holder.grad
 
     def get_grads_for_reduction(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-        """What DeepSpeed's engine averages over data-parallel ranks; none are of experts."""
+        """Return the gradients that DeepSpeed's engine averages over data-parallel ranks, and none
+        of experts."""
         return [self.get_gradient_for_reduction(param) for param in self.main_weights], {}
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -35,7 +35,7 @@ class StepPoints:
         self._config, self._plan = config, plan
         self._points: list[_Point] = []
         self.params_norm: Tensor | None = None
-        """Of the last step, if its log line or its point has it."""
+        """2-norm of the weights after the last step, if its log line or its point has it."""
 
     def before_step(self, trainer: Trainer) -> None:
         """Lets the engine count zeros where the step shows them."""
@@ -119,7 +119,7 @@ def _seconds(begin: Any, end: Any) -> float:
 
 
 def _memory(device: torch.device) -> Iterator[tuple[str, float]]:
-    """Of now; a CPU has no allocator of torch's that counts, but the memory of the process."""
+    """Memory in use: of torch's allocator on a GPU, of the whole process on a CPU."""
     if device.type != "cuda":
         yield "mem-allocated-bytes", psutil.Process().memory_info().rss
         return
