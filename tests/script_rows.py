@@ -221,7 +221,7 @@ OTHERS = (
     *(
         Script(
             *(f"azure/{name}.sh", "train", processes),
-            small=f"{SMALL} {SAVED}",
+            small=f"{SMALL} {SAVED} --lr 1e-3",
             gpus=2,
             note="`--loss-scale 15` was its JSON's initial power, which stays",
         )
@@ -229,7 +229,7 @@ OTHERS = (
     ),
     Script(
         *("run_deepspeed_example.sh", "train", 8),
-        small=f"{SMALL} {SAVED}",
+        small=f"{SMALL} {SAVED} --lr 1e-3",
         gpus=2,
         note="its JSON's batch size of 64 was not that of its flags, 1024, which stays",
     ),
