@@ -33,6 +33,7 @@ from megatron.data.kinds.curriculum.analysis import (
     analyse,
 )
 from megatron.families import family_of
+from megatron.training.outputs import check_output
 from megatron.training.plan import TrainingPlan
 from megatron.training.run import RUN_LENGTHS, Run, RunToolParser, run_of
 from megatron.util.progress import progress_bar
@@ -135,6 +136,7 @@ def measure(config: AnalysisConfig, run: Run) -> list[MetricSummary]:
     folder = run.config.checkpoint.save
     if folder is None:
         raise ConfigError("missing --save, the folder for the results")
+    check_output("--save", Path(folder) / "any")
     plain = run.config.with_kind(without_sampling(run.config.kind(CurriculumConfig)))
     plan = TrainingPlan(plain)
     exact = plain.data.train_data_exact_num_epochs is not None

@@ -122,12 +122,12 @@ def _blocks(path: Path) -> Iterator[Lines]:
 
 
 def _decoded(lines: Sequence[bytes], path: Path, first: int) -> list[str]:
-    found = []
+    sentences = []
     for number, line in enumerate(lines, first):
         try:
-            found.append(line.decode("utf-8-sig" if number == 1 else "utf-8").strip())
+            sentences.append(line.decode("utf-8-sig" if number == 1 else "utf-8").strip())
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"--input {path}, line {number} is not UTF-8 text: {error.reason}"
             ) from None
-    return found
+    return sentences

@@ -217,7 +217,10 @@ class Analysis:
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{str(error).partition(';')[0]}: {again}") from None
         if count != length or not self._is_of_these(folder, name, share):
-            raise ValueError(f"{folder} was made of other samples: {again}")
+            raise ValueError(
+                f"{folder} was made of other samples, or with another --analyzing-num-workers or "
+                f"--analyzing-num-threads than {self.workers} and {self.threads}: {again}"
+            )
         return folder / f"{name}_{rows}"
 
     def rarity(self) -> Rarity:
