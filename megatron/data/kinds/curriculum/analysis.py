@@ -172,7 +172,7 @@ class Analysis:
         parts = [self._part(name, share) for share in shares]
         values: _Values
         counts: _Values
-        (folder / ANALYSED).unlink(missing_ok=True)
+        _disown(folder)
         if name == VOCABULARY:
             counts_V = np.zeros(self.vocab_size + 1, np.int64)
             for part in parts:
@@ -191,7 +191,7 @@ class Analysis:
     def _writing(self, share: Share, name: str) -> Iterator[Callable[[_Values], object]]:
         """Writes the part of a share, with a function that adds the values of some samples."""
         folder = share.folder(self.folder / name)
-        (folder / ANALYSED).unlink(missing_ok=True)
+        _disown(folder)
         if name == VOCABULARY:
             counts_V = np.zeros(self.vocab_size + 1, np.int64)
             yield partial(np.add, counts_V, out=counts_V)
@@ -283,6 +283,13 @@ def analyse(
         for name, share in product(metrics, each.shares(0)):
             shutil.rmtree(share.folder(analysis.folder / name))
     return [summaries[name] for name in analysis.metrics]
+
+
+def _disown(folder: Path) -> None:
+    """Makes the files of a folder those of no samples: a step that is killed leaves older ones,
+    which without an identity would be taken for DeepSpeed's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / ANALYSED, b'{"fingerprint": null}')
 
 
 def _later(progress: Progress, before: int, total: int, done: int, _: int) -> None:

@@ -134,6 +134,27 @@ def test_parts_of_other_samples_are_refused(tmp_path):
         rarity.map()
 
 
+class Ending(Tokens):
+    """Other samples, of which some cannot be read."""
+
+    def __getitem__(self, index):
+        if index > 40:
+            raise OSError("the disk is gone")
+        return super().__getitem__(index) + 1
+
+
+@pytest.mark.parametrize("name", ["total_vocab_freq", "seqlen"])
+def test_an_ended_map_leaves_no_older_values(name, tmp_path):
+    Analysis(Tokens(), [name], tmp_path, 64, 9).map()
+    with pytest.raises(OSError, match="the disk is gone"):
+        Analysis(Ending(), [name], tmp_path, 64, 9).map()
+    with pytest.raises((ValueError, FileNotFoundError), match="run --analyzing-task map with"):
+        Analysis(Tokens(), [name], tmp_path, 64, 9).reduce()
+    Analysis(Tokens(), [name], tmp_path, 64, 9).map()
+    (summary,) = Analysis(Tokens(), [name], tmp_path, 64, 9).reduce()
+    assert summary.samples == len(Tokens())
+
+
 def test_rarity_of_tokens():
     np.testing.assert_allclose(token_rarity(np.array([3, 0, 4])), -np.log([3 / 8, 1 / 8, 4 / 8]))
 
