@@ -115,10 +115,10 @@ def completed(settings: Settings, data_type: str | None) -> Settings:
     superfluous. Raises ConfigError if they contradict."""
     if data_type is not None:
         flag, family = f"--analyzing-data-type {data_type}", data_type.lower()
-        given = settings.get("family", Setting(family, flag))
-        if given.value != family:
-            raise ConfigError(f"{flag} contradicts --model-family {given.value}: give one of them")
-        settings = settings | {"family": given}
+        named = settings.get("family", Setting(family, flag))
+        if named.value != family:
+            raise ConfigError(f"{flag} contradicts --model-family {named.value}: give one of them")
+        settings = settings | {"family": named}
     if "train_data_exact_num_epochs" not in settings:
         return settings
     unused = {name: Setting(value, "this program") for name, value in UNUSED.items()}

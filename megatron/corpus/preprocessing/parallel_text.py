@@ -22,7 +22,7 @@ from megatron.util.processes import map_in_order
 from megatron.util.progress import say
 
 _LINES = 1000
-"""Of a block, which a process tokenizes at once."""
+"""Lines of a block, which a process tokenizes at once."""
 _SECONDS_BETWEEN_LINES = 1.0
 Lines = tuple[int, list[str]]
 """The number of the first, counted from 1, and the sentences."""

@@ -82,7 +82,7 @@ def check(source: Source, options: MergePartitionsConfig, settings: Settings) ->
         )
     model = source.model.flags()
     for name in CHECKED:
-        own = getattr(model, name)
-        if name in settings and settings[name].value != own:
+        stored = getattr(model, name)
+        if name in settings and settings[name].value != stored:
             flag = settings[name].origin.removeprefix("flag ")
-            raise ConfigError(f"{flag} {settings[name].value}: {source.folder} has {own}")
+            raise ConfigError(f"{flag} {settings[name].value}: {source.folder} has {stored}")

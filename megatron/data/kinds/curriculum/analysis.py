@@ -83,7 +83,7 @@ class MetricSummary(NamedTuple):
 
 
 class Rarity(NamedTuple):
-    """How rare tokens are."""
+    """Rarity of tokens."""
 
     of_tokens_V: npt.NDArray[np.float64]
     coefficient: int
@@ -258,7 +258,7 @@ class Analysis:
         write_whole(folder / ANALYSED, content.encode())
 
     def _is_of_these(self, folder: Path, name: str, share: Share | None = None) -> bool:
-        """Whether a folder is of these samples; DeepSpeed's do not say of which they are."""
+        """True for a folder of these samples, or of DeepSpeed, whose folders have no identity."""
         file = folder / ANALYSED
         if not file.is_file():
             return True
@@ -479,7 +479,7 @@ def _in_processes(
 
 
 def _ready(work: Callable[[Item], Answer]) -> Callable[[Item], Answer]:
-    """What `map_in_order` calls in each process to get the function."""
+    """Function that `map_in_order` gets by a call in each process."""
     return work
 
 

@@ -46,7 +46,7 @@ class MetricRows:
 class _Index(NamedTuple):
     dtype: np.dtype
     lengths: npt.NDArray[np.int32]
-    """Of the rows; mapped, not read."""
+    """Lengths of the rows; mapped, not read."""
 
 
 def read_rows(prefix: str | Path) -> MetricRows:
