@@ -8,7 +8,7 @@ import signal
 import numpy as np
 import pytest
 
-from megatron.data.kinds.curriculum import analysis
+from megatron.data.kinds.curriculum import analysis, metric_files
 from megatron.data.kinds.curriculum.analysis import Analysis, sample_tokens, token_rarity
 from megatron.data.kinds.curriculum.metric_files import read_rows
 from megatron.data.kinds.masked_data.masked_batch import BertSample
@@ -67,7 +67,8 @@ def test_rarity_against_a_sum(tmp_path):
 
 def test_workers_threads_and_processes_write_the_same(tmp_path, monkeypatch):
     """Also a thread without samples, and one that runs again after the others."""
-    monkeypatch.setattr(analysis, "_VALUES_AT_ONCE", 7)
+    for module in (analysis, metric_files):
+        monkeypatch.setattr(module, "BLOCK", 7)
     monkeypatch.setattr(analysis, "usable_processors", lambda: 1)
     analyse(Tokens(), ["seqlen", "vocab_rarity"], tmp_path / "one")
     for name in ("total_vocab_freq", "seqlen", "vocab_rarity"):
@@ -132,6 +133,15 @@ def test_parts_of_other_samples_are_refused(tmp_path):
     analyse(Masked(), ["total_vocab_freq"], tmp_path)
     with pytest.raises(ValueError, match="total_vocab_freq was made of other samples, or another"):
         rarity.map()
+
+
+def test_all_missing_parts_are_named(tmp_path):
+    four = Analysis(Tokens(), ["seqlen"], tmp_path, 64, 9, 4, 3)
+    four.map(0)
+    four.map(2, only_threads=[1])
+    said = "worker-id 1, --analyzing-worker-id 2 --analyzing-specific-threads 0 2, .*-worker-id 3,"
+    with pytest.raises(FileNotFoundError, match=f"worker1_thread0.*idx does not exist: .*{said}"):
+        four.reduce()
 
 
 class Ending(Tokens):
