@@ -33,6 +33,7 @@ from megatron.data.kinds.curriculum.analysis import (
     analyse,
 )
 from megatron.families import family_of
+from megatron.training.outputs import check_output
 from megatron.training.plan import TrainingPlan
 from megatron.training.run import RUN_LENGTHS, Run, RunToolParser, run_of
 from megatron.util.progress import progress_bar
@@ -114,10 +115,10 @@ def completed(settings: Settings, data_type: str | None) -> Settings:
     superfluous. Raises ConfigError if they contradict."""
     if data_type is not None:
         flag, family = f"--analyzing-data-type {data_type}", data_type.lower()
-        given = settings.get("family", Setting(family, flag))
-        if given.value != family:
-            raise ConfigError(f"{flag} contradicts --model-family {given.value}: give one of them")
-        settings = settings | {"family": given}
+        named = settings.get("family", Setting(family, flag))
+        if named.value != family:
+            raise ConfigError(f"{flag} contradicts --model-family {named.value}: give one of them")
+        settings = settings | {"family": named}
     if "train_data_exact_num_epochs" not in settings:
         return settings
     unused = {name: Setting(value, "this program") for name, value in UNUSED.items()}
@@ -135,6 +136,7 @@ def measure(config: AnalysisConfig, run: Run) -> list[MetricSummary]:
     folder = run.config.checkpoint.save
     if folder is None:
         raise ConfigError("missing --save, the folder for the results")
+    check_output("--save", Path(folder) / "any")
     plain = run.config.with_kind(without_sampling(run.config.kind(CurriculumConfig)))
     plan = TrainingPlan(plain)
     exact = plain.data.train_data_exact_num_epochs is not None

@@ -11,6 +11,7 @@ JSON lines, Parquet and other text.
 
 from megatron.config import TokenizerConfig, parse_configs
 from megatron.corpus.preprocessing.parallel_text import ParallelTextConfig, preprocess_sentences
+from megatron.training.outputs import check_output
 from megatron.training.process import errors_for_users
 
 
@@ -19,6 +20,7 @@ def main() -> None:
     with errors_for_users():
         classes = (ParallelTextConfig, TokenizerConfig)
         config, tokenizer = parse_configs(classes, description=__doc__)
+        check_output("--output-prefix", f"{config.output_prefix}.bin")
         print(preprocess_sentences(config, tokenizer))
 
 

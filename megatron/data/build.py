@@ -145,7 +145,7 @@ class DatasetBuilder:
     readers: Mapping[str, Callable[[], SourceReader]]
     cache_path: str | None = None
     exact: bool = False
-    """Whether the recipes make all training samples of some epochs, however many are wanted."""
+    """The recipes make all training samples of some epochs, however many are wanted."""
     _made: dict[str, SourceReader] = field(default_factory=dict)
     _opened: dict[tuple[str, str, str | None], Documents] = field(default_factory=dict)
     _contents: dict[str, Mapping[str, int | str]] = field(default_factory=dict)

@@ -22,7 +22,7 @@ from megatron.util.processes import map_in_order
 from megatron.util.progress import say
 
 _LINES = 1000
-"""Of a block, which a process tokenizes at once."""
+"""Lines of a block, which a process tokenizes at once."""
 _SECONDS_BETWEEN_LINES = 1.0
 Lines = tuple[int, list[str]]
 """The number of the first, counted from 1, and the sentences."""
@@ -122,12 +122,12 @@ def _blocks(path: Path) -> Iterator[Lines]:
 
 
 def _decoded(lines: Sequence[bytes], path: Path, first: int) -> list[str]:
-    found = []
+    sentences = []
     for number, line in enumerate(lines, first):
         try:
-            found.append(line.decode("utf-8-sig" if number == 1 else "utf-8").strip())
+            sentences.append(line.decode("utf-8-sig" if number == 1 else "utf-8").strip())
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"--input {path}, line {number} is not UTF-8 text: {error.reason}"
             ) from None
-    return found
+    return sentences

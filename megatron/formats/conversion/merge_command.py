@@ -11,10 +11,15 @@ from megatron.checkpoint.source import Source
 from megatron.config import ConfigError, Settings
 from megatron.config.flags import POSITIVE, option
 from megatron.formats.conversion.commands import export_megatron, opened, sizes_of
+from megatron.training.outputs import check_output
 from megatron.training.run import RunToolParser
 
-TYPES = {"BERT": "bert", "GPT": "gpt", "T5": "t5", "RACE": "bert", "MNLI": "bert", "QQP": "bert"}
-"""Families of the model types."""
+TYPES = {
+    **{"BERT": ("bert", "lm"), "GPT": ("gpt", "lm"), "T5": ("t5", "lm")},
+    **{"RACE": ("bert", "multiple_choice"), "MNLI": ("bert", "classification")},
+    "QQP": ("bert", "classification"),
+}
+"""Family and head of the model types."""
 CHECKED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
 
 
@@ -54,15 +59,21 @@ def merge(description: str | None, argv: Sequence[str] | None = None) -> None:
     source = opened(options.load)
     source.require_model()
     check(source, options, settings)
+    check_output("--save", save / "any")
     sizes = options.target_tensor_parallel_size, options.target_pipeline_model_parallel_size
     export_megatron(source, save, sizes)
 
 
 def check(source: Source, options: MergePartitionsConfig, settings: Settings) -> None:
     """Raises ConfigError if a flag contradicts the checkpoint."""
-    family = source.model.family
-    if family != TYPES[options.model_type or ""]:
-        raise ConfigError(f"--model-type {options.model_type}: {source.folder} is a {family}")
+    kind = (source.model.family, source.model.head)
+    if kind != TYPES[options.model_type or ""]:
+        shown = f"{kind[0]} with the head {kind[1]}" if kind[1] != "lm" else kind[0]
+        types = " or ".join(name for name, each in TYPES.items() if each == kind)
+        raise ConfigError(
+            f"--model-type {options.model_type}: {source.folder} is a {shown}"
+            + f"; its type is {types}" * bool(types)
+        )
     size, parts = options.tensor_model_parallel_size, sizes_of(source)[0]
     if size not in (None, parts):
         raise ConfigError(
@@ -71,7 +82,7 @@ def check(source: Source, options: MergePartitionsConfig, settings: Settings) ->
         )
     model = source.model.flags()
     for name in CHECKED:
-        own = getattr(model, name)
-        if name in settings and settings[name].value != own:
+        stored = getattr(model, name)
+        if name in settings and settings[name].value != stored:
             flag = settings[name].origin.removeprefix("flag ")
-            raise ConfigError(f"{flag} {settings[name].value}: {source.folder} has {own}")
+            raise ConfigError(f"{flag} {settings[name].value}: {source.folder} has {stored}")

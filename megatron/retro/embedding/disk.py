@@ -81,14 +81,14 @@ def texts_of(path: str, key: str) -> list[str]:
         raise ConfigError(f"--input {path} is empty")
     if Path(path).suffix not in (".jsonl", ".json"):
         return lines
-    found = []
+    texts = []
     for number, line in enumerate(lines, 1):
         where = f"--input {path}, line {number}"
         row = parse_json(line, where, lenient=True)
         if not isinstance(row, dict) or not isinstance(row.get(key), str):
             raise ConfigError(f'{where} has no text under "{key}"; --json-key is its name')
-        found.append(row[key])
-    return found
+        texts.append(row[key])
+    return texts
 
 
 class DiskEmbedder:

@@ -86,14 +86,15 @@ def run_ensemble(config: EnsembleConfig) -> None:
     thresholds = _thresholds(config, sets)
     right = count = 0
     for name, threshold in zip(sets, thresholds, strict=True):
-        found = sets[name]
-        chosen_N = choices(found.probabilities_NC, threshold)
+        predicted = sets[name]
+        chosen_N = choices(predicted.probabilities_NC, threshold)
         if config.eval:
-            known = _with_labels(found, name, "--eval")
+            known = _with_labels(predicted, name, "--eval")
             equal = int((chosen_N == known).sum())
             right, count = right + equal, count + len(known)
             say(f"{name}: {equal} / {len(known)} = {equal / max(len(known), 1):.6f}")
-        lines = [f"{i}\t{found.words[c]}" for i, c in zip(found.identities, chosen_N, strict=True)]
+        pairs = zip(predicted.identities, chosen_N, strict=True)
+        lines = [f"{identity}\t{predicted.words[c]}" for identity, c in pairs]
         path = Path(str(config.outdir)) / name / f"{Path(config.prediction_name).stem}.tsv"
         check_output("--outdir", path)
         write_whole(path, "\n".join(["id\tlabel", *lines, ""]).encode())
@@ -104,27 +105,27 @@ def run_ensemble(config: EnsembleConfig) -> None:
 
 def averaged(config: EnsembleConfig) -> dict[str, PredictedSet]:
     """The mean of the models' probabilities, by data set."""
-    found: dict[str, PredictedSet] = {}
+    sums: dict[str, PredictedSet] = {}
     for number, folder in enumerate(config.paths):
         path = Path(folder) / config.prediction_name
         sets = _read(path)
-        if number and sets.keys() != found.keys():
+        if number and sets.keys() != sums.keys():
             raise ConfigError(
                 f"{path} has the data sets {', '.join(sets)}; that of {config.paths[0]} has "
-                f"{', '.join(found)}"
+                f"{', '.join(sums)}"
             )
         for name, new in sets.items():
-            first = found.setdefault(name, new._replace(probabilities_NC=0 * new.probabilities_NC))
+            first = sums.setdefault(name, new._replace(probabilities_NC=0 * new.probabilities_NC))
             if first.identities != new.identities or first.words != new.words:
                 raise ConfigError(f"{path}: {name} has other examples than in {config.paths[0]}")
             total = first.probabilities_NC + new.probabilities_NC / len(config.paths)
-            found[name] = first._replace(probabilities_NC=total)
-    for name, each in found.items() if config.labels else ():
+            sums[name] = first._replace(probabilities_NC=total)
+    for name, each in sums.items() if config.labels else ():
         if len(config.labels) != len(each.words):
             shown = " ".join(config.labels)
             raise ConfigError(f"--labels {shown}: {name} has {len(each.words)} classes")
-        found[name] = each._replace(words=list(config.labels))
-    return found
+        sums[name] = each._replace(words=list(config.labels))
+    return sums
 
 
 def choices(
@@ -149,11 +150,11 @@ def _thresholds(config: EnsembleConfig, sets: dict[str, PredictedSet]) -> list[f
             raise ConfigError(f"--threshold {shown}: there are {len(sets)} data sets; give as many")
         return [*config.threshold] * (len(sets) // len(config.threshold))
     known = [_with_labels(each, name, "--calc-threshold") for name, each in sets.items()]
-    found = [each.probabilities_NC for each in sets.values()]
+    values = [each.probabilities_NC for each in sets.values()]
     if config.one_threshold:
-        best = [_best(np.concatenate(found), np.concatenate(known))] * len(sets)
+        best = [_best(np.concatenate(values), np.concatenate(known))] * len(sets)
     else:
-        best = [_best(*pair) for pair in zip(found, known, strict=True)]
+        best = [_best(*pair) for pair in zip(values, known, strict=True)]
     say("thresholds: " + ", ".join(f"{n} {b:g}" for n, b in zip(sets, best, strict=True)))
     return [*best]
 
@@ -164,10 +165,10 @@ def _best(probabilities_NC: npt.NDArray[np.float64], labels_N: npt.NDArray[np.in
     return max(trials, key=lambda t: (choices(probabilities_NC, t) == labels_N).mean())
 
 
-def _with_labels(found: PredictedSet, name: str, flag: str) -> npt.NDArray[np.int64]:
-    if (found.labels_N < 0).any():
+def _with_labels(predicted: PredictedSet, name: str, flag: str) -> npt.NDArray[np.int64]:
+    if (predicted.labels_N < 0).any():
         raise ConfigError(f"{flag}: {name} has examples without a label; leave the flag out")
-    return found.labels_N
+    return predicted.labels_N
 
 
 def _read(path: Path) -> dict[str, PredictedSet]:
@@ -203,13 +204,13 @@ def _by_name(pairs: Sequence[tuple[str, PredictedSet]]) -> dict[str, PredictedSe
 
 
 def _of_lists(probabilities: Any, labels: Any, identities: Any) -> PredictedSet:
-    found_NC, labels_N = np.asarray(probabilities, np.float64), np.asarray(labels, np.int64)
+    values_NC, labels_N = np.asarray(probabilities, np.float64), np.asarray(labels, np.int64)
     names = [str(int(each)) for each in np.asarray(identities).tolist()]
-    if found_NC.ndim != 2 or not found_NC.size or labels_N.shape != (len(found_NC),):
-        raise ValueError(f"probabilities {found_NC.shape} and labels {labels_N.shape}")
-    if len(names) != len(found_NC):
-        raise ValueError(f"{found_NC.shape} probabilities for {len(names)} examples")
-    return PredictedSet(found_NC, labels_N, names, [str(c) for c in range(found_NC.shape[1])])
+    if values_NC.ndim != 2 or not values_NC.size or labels_N.shape != (len(values_NC),):
+        raise ValueError(f"probabilities {values_NC.shape} and labels {labels_N.shape}")
+    if len(names) != len(values_NC):
+        raise ValueError(f"{values_NC.shape} probabilities for {len(names)} examples")
+    return PredictedSet(values_NC, labels_N, names, [str(c) for c in range(values_NC.shape[1])])
 
 
 def _of_lines(path: Path) -> dict[str, PredictedSet]:

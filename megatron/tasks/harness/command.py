@@ -25,6 +25,7 @@ from megatron.tasks.harness.version_02 import results_02
 from megatron.tasks.report import EvaluatedModel, versions
 from megatron.training.evaluation import Opened, opened_checkpoint
 from megatron.training.launch import start_processes
+from megatron.training.outputs import check_output
 from megatron.training.run import Run, RunToolParser
 from megatron.util.files import write_whole
 from megatron.util.processes import is_main_process
@@ -94,6 +95,9 @@ def parsed(
         raise ConfigError("--load is missing: the checkpoint to evaluate")
     require_harness()
     processes = start_processes(settings, argv)
+    for flag, path in (("--output", config.output), ("--results_path", config.results_path)):
+        if is_main_process():
+            check_output(flag, path)
     for line in unused_flags(config) if is_main_process() else ():
         say(line)
     if config.task_list is not None:

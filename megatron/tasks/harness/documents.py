@@ -15,7 +15,7 @@ _ROWS = (".jsonl", ".json", ".parquet")
 _TEXT = (".txt", ".raw", ".tokens")
 _TEXT_TASK = "wikitext"
 _BEGINNINGS = {_TEXT_TASK: "wiki"}
-"""How names of files of a task begin, where it is not with the task's name."""
+"""Beginnings of the names of a task's files, where they are not the task's name."""
 _TITLE = re.compile(r"\s*= (?!=).*(?<!=) =\s*")
 """A line of WikiText that begins an article; those of its sections have more signs."""
 
@@ -41,7 +41,7 @@ def file_in(folder: str | None, name: str, flag: str) -> Path | None:
 
 
 def reading(task: str, path: Path, flag: str) -> dict[str, Any]:
-    """What to change in the configuration of a task so that its documents are those of a file.
+    """Changes of a task's configuration so that its documents are those of a file.
     Raises ConfigError or ValueError, naming the file, if it cannot be read as such."""
     rows = rows_of(task, path, flag)
 

@@ -45,9 +45,9 @@ def results_02(results: Mapping[str, Any], model: str | None) -> dict[str, Any]:
     """Results of lm-eval 0.4 with the keys of 0.2: of each task the metrics with their standard
     errors by their names there, without those of other filters than the first, and its version.
     ``model`` is the checkpoint."""
-    found: dict[str, dict[str, float]] = {}
+    kept_metrics: dict[str, dict[str, float]] = {}
     for task, values in results["results"].items():
-        metrics = found.setdefault(task, {})
+        metrics = kept_metrics.setdefault(task, {})
         for key, value in values.items():
             metric, comma, _ = key.partition(",")
             name = metric.removesuffix("_stderr")
@@ -58,7 +58,7 @@ def results_02(results: Mapping[str, Any], model: str | None) -> dict[str, Any]:
     equal = len(set(shots.values())) == 1
     kept = {key: config.get(key) for key in ("batch_size", "limit", "bootstrap_iters")}
     return {
-        "results": found,
+        "results": kept_metrics,
         "versions": dict(results["versions"]),
         "config": kept | {"model": model, "num_fewshot": max(shots.values()) if equal else shots},
     }
@@ -91,10 +91,10 @@ def write_table(path: Path, output: str | None = None) -> str:
     if target.resolve() == path.resolve():
         raise ConfigError(f"{path} would be overwritten; give another --output")
     check_output("--output", target)
-    found = list(rows(parse_json(path.read_bytes(), str(path), lenient=True), str(path)))
+    table = list(rows(parse_json(path.read_bytes(), str(path), lenient=True), str(path)))
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
-    writer.writerows(found)
+    writer.writerows(table)
     write_whole(target, text.getvalue().encode())
-    return f"{target}: {len(found)} rows"
+    return f"{target}: {len(table)} rows"

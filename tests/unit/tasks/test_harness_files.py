@@ -38,6 +38,8 @@ def test_the_command_of_megatron_deepspeed(tmp_path, monkeypatch):
     left = {name: setting.value for name, setting in settings.items()}
     assert not {"num_layers", "hidden_size", "seq_length", "deepspeed_config"} & left.keys()
     assert left["tensor_model_parallel_size"] == 2 and "fp16" not in left, "--eval_fp32"
+    with pytest.raises(ConfigError, match=r"--results_path /proc/r\.json: cannot write to /proc"):
+        command.parsed(None, [*COMMAND, "--results_path", "/proc/r.json"])
 
 
 def test_the_dtype_is_that_of_the_json_and_few_shot_is_0(tmp_path):

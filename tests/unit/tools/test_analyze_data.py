@@ -95,6 +95,7 @@ def test_two_steps_with_the_flags_of_megatron_deepspeed(tmp_path):
         ),
         (["--analyzing-num-threads", "0"], "--analyzing-num-threads 0 must be positive"),
         ([], "missing --save, the folder for the results"),
+        (["--save", "/proc/none"], "--save /proc/none/any: cannot write to /proc/none"),
         (
             ["--analyzing-task", "map", "--analyzing-num-workers", "4", "--analyzing-worker-id=4"],
             "--analyzing-worker-id 4 must be from 0 to 3, one less than --analyzing-num-workers",

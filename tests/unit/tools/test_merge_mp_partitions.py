@@ -75,13 +75,30 @@ def test_two_partitions_become_one(halves, capsys, monkeypatch):
     [
         ("--model-type GPT", "--load is missing"),
         ("--load LOAD", "--model-type is missing"),
-        ("--model-type BERT --load LOAD", "--model-type BERT: .* is a gpt"),
+        ("--model-type BERT --load LOAD", "--model-type BERT: .* is a gpt; its type is GPT"),
         ("--model-type GPT --load LOAD --save LOAD", "is the folder of --load"),
         ("--model-type GPT --load LOAD --num-layers 7", "--num-layers 7: .* has"),
         ("--model-type GPT --load LOAD --model-parallel-size 4", "size 4: .* has 2 partitions"),
         ("--model-type GPT --load nowhere", "nowhere"),
+        ("--model-type GPT --load LOAD --save /proc/none", "--save /proc/none.*: cannot write"),
     ],
 )
 def test_what_does_not_fit_is_named(words, said, halves):
     with pytest.raises(ValueError, match=said):
         merge(None, words.replace("LOAD", str(halves[0] / "tp2")).split())
+
+
+def test_a_head_has_its_own_types(tmp_path, gpt_config, random_gpt, write_checkpoint):
+    shape = {"family": "bert", "untie_embeddings_and_output_weights": False}
+    config = gpt_config(**shape, head="classification", num_labels=3)
+    write_checkpoint(tmp_path / "save", config, random_gpt(config))
+    source = open_checkpoint(tmp_path / "save")
+    for wrong in ("BERT", "RACE"):
+        with pytest.raises(ValueError, match="head classification; its type is MNLI or QQP"):
+            merge(None, ["--model-type", wrong, "--load", str(tmp_path / "save")])
+    export_megatron(source, tmp_path / "tp2", (2, 1), checking=False)
+    merge(None, ["--model-type", "MNLI", "--load", str(tmp_path / "tp2")])
+    merged = open_checkpoint(tmp_path / "tp2" / "merged")
+    assert (merged.model.head, merged.model.num_labels) == ("classification", 3)
+    for name in source.names():
+        assert torch.equal(merged.tensor(name), source.tensor(name)), name

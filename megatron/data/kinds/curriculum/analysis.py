@@ -34,6 +34,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.data.kinds.curriculum.metric_files import (
+    BLOCK,
+    ValueBlock,
     appending_values,
     fitting_dtype,
     read_values,
@@ -60,7 +62,6 @@ SAMPLES_PER_PROCESS = 10_000
 _BLOCKS_PER_THREAD = 4
 _LARGEST_BLOCK = 20_000
 _TEXTS_AT_ONCE = 256
-_VALUES_AT_ONCE = 1 << 20
 _MERGED_ROWS = 100
 _PROBES = 32
 
@@ -83,7 +84,7 @@ class MetricSummary(NamedTuple):
 
 
 class Rarity(NamedTuple):
-    """How rare tokens are."""
+    """Rarity of tokens."""
 
     of_tokens_V: npt.NDArray[np.float64]
     coefficient: int
@@ -99,17 +100,6 @@ class Share(NamedTuple):
 
     def folder(self, metric_folder: Path) -> Path:
         return metric_folder / f"worker{self.worker}_thread{self.thread}"
-
-
-class ValueBlock(NamedTuple):
-    """Some of the values of a file."""
-
-    prefix: Path
-    start: int
-
-    @property
-    def values(self) -> _Values:
-        return read_values(self.prefix)[self.start : self.start + _VALUES_AT_ONCE]
 
 
 @dataclass(frozen=True)
@@ -169,10 +159,10 @@ class Analysis:
 
     def _reduce(self, name: str, shares: Sequence[Share], processes: int) -> MetricSummary:
         folder = self.folder / name
-        parts = [self._part(name, share) for share in shares]
+        parts = self._parts(name, shares)
         values: _Values
         counts: _Values
-        (folder / ANALYSED).unlink(missing_ok=True)
+        _disown(folder)
         if name == VOCABULARY:
             counts_V = np.zeros(self.vocab_size + 1, np.int64)
             for part in parts:
@@ -191,7 +181,7 @@ class Analysis:
     def _writing(self, share: Share, name: str) -> Iterator[Callable[[_Values], object]]:
         """Writes the part of a share, with a function that adds the values of some samples."""
         folder = share.folder(self.folder / name)
-        (folder / ANALYSED).unlink(missing_ok=True)
+        _disown(folder)
         if name == VOCABULARY:
             counts_V = np.zeros(self.vocab_size + 1, np.int64)
             yield partial(np.add, counts_V, out=counts_V)
@@ -201,6 +191,29 @@ class Analysis:
                 yield append
         self._identify(folder, name, share)
 
+    def _parts(self, name: str, shares: Sequence[Share]) -> list[Path]:
+        """The checked files of shares. Raises the first error, with all shares to map again."""
+        parts: list[Path] = []
+        failed: dict[int, list[int]] = {}
+        errors: list[OSError | ValueError] = []
+        for share in shares:
+            try:
+                parts.append(self._part(name, share))
+            except (FileNotFoundError, ValueError) as error:
+                errors.append(error)
+                failed.setdefault(share.worker, []).append(share.thread)
+        if not errors:
+            return parts
+        again = ", ".join(
+            f"--analyzing-worker-id {worker}"
+            + f" --analyzing-specific-threads {' '.join(map(str, threads))}"
+            * (len(threads) < self.threads)
+            for worker, threads in failed.items()
+        )
+        raise type(errors[0])(
+            f"{errors[0]}: run --analyzing-task map with {again}, and the flags of this step"
+        )
+
     def _part(self, name: str, share: Share) -> Path:
         """The prefix of the checked files with the values of the samples of a share, or with how
         often each token occurs in them."""
@@ -208,16 +221,15 @@ class Analysis:
         rows, length = "sample_to_metric", len(share.numbers)
         if name == VOCABULARY:
             rows, length = "metric_value", self.vocab_size + 1
-        again = (
-            f"run --analyzing-task map with --analyzing-worker-id {share.worker} "
-            f"--analyzing-specific-threads {share.thread}, and the flags of this step"
-        )
         try:
             count = len(read_values(folder / f"{name}_{rows}"))
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"{str(error).partition(';')[0]}: {again}") from None
+            raise FileNotFoundError(str(error).partition(";")[0]) from None
         if count != length or not self._is_of_these(folder, name, share):
-            raise ValueError(f"{folder} was made of other samples: {again}")
+            raise ValueError(
+                f"{folder} was made of other samples, or with another --analyzing-num-workers or "
+                f"--analyzing-num-threads than {self.workers} and {self.threads}"
+            )
         return folder / f"{name}_{rows}"
 
     def rarity(self) -> Rarity:
@@ -255,7 +267,7 @@ class Analysis:
         write_whole(folder / ANALYSED, content.encode())
 
     def _is_of_these(self, folder: Path, name: str, share: Share | None = None) -> bool:
-        """Whether a folder is of these samples; DeepSpeed's do not say of which they are."""
+        """True for a folder of these samples, or of DeepSpeed, whose folders have no identity."""
         file = folder / ANALYSED
         if not file.is_file():
             return True
@@ -282,6 +294,13 @@ def analyse(
     return [summaries[name] for name in analysis.metrics]
 
 
+def _disown(folder: Path) -> None:
+    """Makes the files of a folder those of no samples: a step that is killed leaves older ones,
+    which without an identity would be taken for DeepSpeed's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / ANALYSED, b'{"fingerprint": null}')
+
+
 def _later(progress: Progress, before: int, total: int, done: int, _: int) -> None:
     progress(before + done, total)
 
@@ -297,10 +316,10 @@ def merge(prefix: Path, parts: Sequence[Path], processes: int) -> tuple[_Values,
     blocks = [
         ValueBlock(part, start)
         for part, size in zip(parts, sizes, strict=True)
-        for start in range(0, size, _VALUES_AT_ONCE)
+        for start in range(0, size, BLOCK)
     ]
     # A process is not worth its start for less.
-    processes = max(1, min(processes, sum(sizes) // _VALUES_AT_ONCE))
+    processes = max(1, min(processes, sum(sizes) // BLOCK))
     values: _Values = np.empty(0, np.int64)
     counts: _Values = np.empty(0, np.int64)
     for _, more in _in_processes(blocks, _counted, processes):
@@ -469,7 +488,7 @@ def _in_processes(
 
 
 def _ready(work: Callable[[Item], Answer]) -> Callable[[Item], Answer]:
-    """What `map_in_order` calls in each process to get the function."""
+    """Function that `map_in_order` gets by a call in each process."""
     return work
 
 

@@ -24,8 +24,8 @@ _DTYPES = {
     for code, name in enumerate(("<u1", "<i1", "<i2", "<i4", "<i8", "<u2", "<u4", "<u8"), start=1)
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
-_BLOCK = 1 << 20
-"""Rows of an index that are written at a time."""
+BLOCK = 1 << 20
+"""Rows of an index that are written at a time, and values that are read at a time."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,21 @@ class MetricRows:
         return self.values[start : int(self.ends[row])]
 
 
+class ValueBlock(NamedTuple):
+    """Some of the values of a file, at most :data:`BLOCK`."""
+
+    prefix: Path
+    start: int
+
+    @property
+    def values(self) -> npt.NDArray[np.integer]:
+        return read_values(self.prefix)[self.start : self.start + BLOCK]
+
+
 class _Index(NamedTuple):
     dtype: np.dtype
     lengths: npt.NDArray[np.int32]
-    """Of the rows; mapped, not read."""
+    """Lengths of the rows; mapped, not read."""
 
 
 def read_rows(prefix: str | Path) -> MetricRows:
@@ -154,7 +165,7 @@ def write_index(prefix: str | Path, dtype: np.dtype, lengths: npt.NDArray[np.int
     rows = len(lengths)
     if rows and lengths.max() > np.iinfo(np.int32).max:
         raise ValueError(f"{prefix}: a row of {lengths.max()} values; the format allows 2**31 - 1")
-    blocks = [slice(start, start + _BLOCK) for start in range(0, rows, _BLOCK)]
+    blocks = [slice(start, start + BLOCK) for start in range(0, rows, BLOCK)]
     with replacing(_pair(prefix)[1]) as part, part.open("xb") as file:
         file.write(HEADER.pack(MAGIC, VERSION, _CODES[dtype], rows, 2))
         for block in blocks:

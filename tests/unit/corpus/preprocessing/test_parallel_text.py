@@ -5,6 +5,7 @@ import struct
 import numpy as np
 import pytest
 from small_tokenizers import TEXTS
+from tool_modules import load_program
 
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.corpus.preprocessing.parallel_text import ParallelTextConfig, preprocess_sentences
@@ -72,6 +73,17 @@ def test_lines_that_break_the_pairs_are_named(content, said, tmp_path, tokenizer
     with pytest.raises(ValueError, match=said):
         preprocess_sentences(config, tokenizer)
     assert not any((tmp_path / "out").iterdir()), "nothing is left"
+
+
+def test_a_folder_that_cannot_be_written_in_is_named(tmp_path, capsys, monkeypatch):
+    (tmp_path / "en.txt").write_text("A fox.")
+    words = f"--input {tmp_path}/en.txt --output-prefix /proc/none/en".split()
+    program = load_program("tools/preprocess_data_nmt.py")
+    monkeypatch.setattr("sys.argv", ["preprocess_data_nmt.py", *words])
+    with pytest.raises(SystemExit) as ended:
+        program.main()
+    assert ended.value.code == 2
+    assert "--output-prefix /proc/none/en.bin: cannot write to" in capsys.readouterr().err
 
 
 def test_flags_are_checked():

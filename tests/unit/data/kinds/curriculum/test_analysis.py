@@ -8,7 +8,7 @@ import signal
 import numpy as np
 import pytest
 
-from megatron.data.kinds.curriculum import analysis
+from megatron.data.kinds.curriculum import analysis, metric_files
 from megatron.data.kinds.curriculum.analysis import Analysis, sample_tokens, token_rarity
 from megatron.data.kinds.curriculum.metric_files import read_rows
 from megatron.data.kinds.masked_data.masked_batch import BertSample
@@ -67,7 +67,8 @@ def test_rarity_against_a_sum(tmp_path):
 
 def test_workers_threads_and_processes_write_the_same(tmp_path, monkeypatch):
     """Also a thread without samples, and one that runs again after the others."""
-    monkeypatch.setattr(analysis, "_VALUES_AT_ONCE", 7)
+    for module in (analysis, metric_files):
+        monkeypatch.setattr(module, "BLOCK", 7)
     monkeypatch.setattr(analysis, "usable_processors", lambda: 1)
     analyse(Tokens(), ["seqlen", "vocab_rarity"], tmp_path / "one")
     for name in ("total_vocab_freq", "seqlen", "vocab_rarity"):
@@ -124,7 +125,7 @@ def test_parts_of_other_samples_are_refused(tmp_path):
     two = Analysis(Tokens(), ["seqlen"], tmp_path, 64, 9, 2, 2)
     two.map(0)
     two.map(1, only_threads=[1])
-    with pytest.raises(ValueError, match="worker1_thread0 was made of other samples: run --ana"):
+    with pytest.raises(ValueError, match=r"thread0 was made of .* than 2 and 2: run --ana"):
         two.reduce()
     rarity = Analysis(Tokens(), ["vocab_rarity"], tmp_path, 64, 9)
     with pytest.raises(FileNotFoundError, match="run --analyzing-metric total_vocab_freq, map and"):
@@ -132,6 +133,36 @@ def test_parts_of_other_samples_are_refused(tmp_path):
     analyse(Masked(), ["total_vocab_freq"], tmp_path)
     with pytest.raises(ValueError, match="total_vocab_freq was made of other samples, or another"):
         rarity.map()
+
+
+def test_all_missing_parts_are_named(tmp_path):
+    four = Analysis(Tokens(), ["seqlen"], tmp_path, 64, 9, 4, 3)
+    four.map(0)
+    four.map(2, only_threads=[1])
+    said = "worker-id 1, --analyzing-worker-id 2 --analyzing-specific-threads 0 2, .*-worker-id 3,"
+    with pytest.raises(FileNotFoundError, match=f"worker1_thread0.*idx does not exist: .*{said}"):
+        four.reduce()
+
+
+class Ending(Tokens):
+    """Other samples, of which some cannot be read."""
+
+    def __getitem__(self, index):
+        if index > 40:
+            raise OSError("the disk is gone")
+        return super().__getitem__(index) + 1
+
+
+@pytest.mark.parametrize("name", ["total_vocab_freq", "seqlen"])
+def test_an_ended_map_leaves_no_older_values(name, tmp_path):
+    Analysis(Tokens(), [name], tmp_path, 64, 9).map()
+    with pytest.raises(OSError, match="the disk is gone"):
+        Analysis(Ending(), [name], tmp_path, 64, 9).map()
+    with pytest.raises((ValueError, FileNotFoundError), match="run --analyzing-task map with"):
+        Analysis(Tokens(), [name], tmp_path, 64, 9).reduce()
+    Analysis(Tokens(), [name], tmp_path, 64, 9).map()
+    (summary,) = Analysis(Tokens(), [name], tmp_path, 64, 9).reduce()
+    assert summary.samples == len(Tokens())
 
 
 def test_rarity_of_tokens():
