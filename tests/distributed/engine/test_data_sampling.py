@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from training_jobs import TINY
 
-from megatron.data.kinds.curriculum.analysis import read_rows
+from megatron.data.kinds.curriculum.metric_files import read_rows
 from megatron.data.loader import TrainingData
 from megatron.engine.environment import distributed
 from megatron.parity.runs import RunRecord, watched_trainer
