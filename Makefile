@@ -69,8 +69,9 @@ lint: $(STAMP)  ## ruff and mypy
 # Compiled modules are kept between the processes of a run, whatever the environment says.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_PROC_BIND=false $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
+# Files with the longest tests come first, so that both workers end at the same time.
 test: lint  ## the test suite, with a fixed sample of the long tables
-	$(PYTEST) -m 'not proof'
+	$(PYTEST) -m 'not proof' --no-loadscope-reorder
 
 # Parts take about as long as each other; what shares fixtures stays together (tests/parts.py).
 proof: lint  ## the test suite with the long tables whole; PART=2/4 is the second of four parts
