@@ -217,6 +217,7 @@ SIGNALS = [signal.SIGINT, *(pytest.param(s, marks=pytest.mark.proof) for s in ("
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
 @pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.proof
 def test_no_process_is_left_behind(tmp_path, number):
     if isinstance(number, str):
         number = signal.Signals[f"SIG{number}"]

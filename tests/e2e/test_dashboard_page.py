@@ -397,6 +397,7 @@ def test_a_server_that_has_gone(visit, runs):
     one.complaints = [words for words in one.complaints if "ERR_" not in words]
 
 
+@pytest.mark.proof
 def test_a_server_that_is_back(visit, runs):
     """A chart that was asked for meanwhile is drawn then, also where the run is as it was."""
     last = "figure.chart >> nth=-1"

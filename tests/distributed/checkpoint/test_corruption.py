@@ -297,6 +297,7 @@ def loads(intact):
         return message, alike(before, state_of(trainer.engine)[: len(before)])
 
 
+@pytest.mark.proof
 def test_what_is_not_damaged_is_loaded(pool, intact):
     assert pool.run(1, loads, str(intact))[0] == (None, False)
 

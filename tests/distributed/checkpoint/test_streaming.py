@@ -39,8 +39,8 @@ def saved(pool, tmp_path_factory):
 @pytest.mark.parametrize(
     ("size", "flags"),
     [
-        (4, "--zero-stage 3"),
-        (4, "--zero-stage 1"),
+        pytest.param(4, "--zero-stage 3", marks=pytest.mark.proof),
+        pytest.param(4, "--zero-stage 1", marks=pytest.mark.proof),
         (4, "--zero-stage 3 --tensor-model-parallel-size 2"),
         (2, "--zero-stage 1 --pipeline-model-parallel-size 2"),
     ],

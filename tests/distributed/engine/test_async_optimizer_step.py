@@ -132,6 +132,7 @@ def test_against_deepspeed(pool, layout, stage, form):
 
 
 @pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.proof
 def test_against_deepspeed_with_sums_in_fp32(pool, size):
     compare_with_deepspeed(pool, size, [*FLAGS, "--zero-stage", "1", "--bf16", SUMS_IN_FP32])
 

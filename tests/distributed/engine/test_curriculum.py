@@ -109,8 +109,8 @@ def test_layouts_against_one_process(pool, reference, noise, layout):
 @pytest.mark.parametrize(
     ("layout", "stop"),
     [
-        ("dp2-zero1", 4),
         ("pp2", 3),
+        pytest.param("dp2-zero1", 4, marks=pytest.mark.proof),
         pytest.param("dp2-zero1", 3, marks=pytest.mark.proof),
         pytest.param("pp2", 4, marks=pytest.mark.proof),
     ],

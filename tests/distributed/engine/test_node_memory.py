@@ -217,6 +217,7 @@ def test_a_damaged_copy_is_replaced(pool, tmp_path, undisturbed):
 
 
 @pytest.mark.parametrize("fault", ["damaged", pytest.param("lost", marks=pytest.mark.proof)])
+@pytest.mark.proof
 def test_too_much_is_lost(pool, tmp_path, undisturbed, fault):
     """The checkpoint on the disk is taken, and it is said why."""
     cluster = Cluster(pool, tmp_path, [*DP4, "--save-interval", "3"])
@@ -362,6 +363,7 @@ def test_what_another_run_left_is_not_taken(pool, tmp_path):
     assert complete_tags(left) == ["global_step4"]
 
 
+@pytest.mark.proof
 def test_a_full_memory_is_said_and_training_continues(pool, tmp_path, undisturbed):
     with tmpfs(tmp_path / "node1", "600k"):
         cluster = Cluster(pool, tmp_path, [*DP4, "--save-interval", "4"])

@@ -30,6 +30,7 @@ SUMS_IN_FP32 = "--accumulate-allreduce-grads-in-fp32"
 
 
 @pytest.mark.parametrize("stage", sampled([1, 2, 3], lambda stage: stage == 3))
+@pytest.mark.proof
 def test_sums_in_fp32_are_nearer_to_fp32(pool, stage):
     """32 small gradients: bfloat16 sums lose more of them than float32 sums do."""
     flags = [*TINY, "--train-iters", "1", "--global-batch-size", "64"]

@@ -181,6 +181,7 @@ def test_resume_is_bitwise(pool, unbroken, tmp_path, name, stop):
     assert evaluations(tmp_path) == evaluations(save)
 
 
+@pytest.mark.proof
 def test_shared_key_value_heads_continue_whole_ones(pool, tmp_path):
     """One key-value head on two ranks: two parameters there are one here."""
     heads = ["--num-query-groups", "1"]

@@ -86,6 +86,7 @@ def rows(save):
     return [row for row in found if row["kind"] == "save"]
 
 
+@pytest.mark.proof
 def test_stall_is_measured_and_a_second_save_waits(pool, tmp_path):
     flags = [*FLAGS, *DP2, "--save", str(tmp_path), "--async-save"]
     output, _ = pool.run(2, run, [*flags, "--save-interval", "3"], slowly, 0.4)[0]

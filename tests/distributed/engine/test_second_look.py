@@ -69,6 +69,7 @@ def judging(answer):
     ("layout", "stage", "flags"),
     sampled(SAME, [("dp2", 2, ["--bf16"]), ("pp2", 1, [])].__contains__),
 )
+@pytest.mark.proof
 def test_computed_again_the_weights_are_the_same(pool, layout, stage, flags):
     size, argv = layout_flags(layout, stage, flags)
     argv += ["--train-iters", "4"]

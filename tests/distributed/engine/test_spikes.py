@@ -116,6 +116,7 @@ def test_a_warning_names_the_samples_and_keeps_the_checkpoint_before(pool, data,
     assert f"iteration {at + 1} is in the range again, after 1 step" in text
 
 
+@pytest.mark.proof
 def test_data_that_are_overwritten_with_zeros_are_a_spike_at_once(pool, tmp_path):
     prefix, metrics = tmp_path / "data", tmp_path / "metrics.jsonl"
     rng = np.random.default_rng(4)
@@ -134,6 +135,7 @@ def test_data_that_are_overwritten_with_zeros_are_a_spike_at_once(pool, tmp_path
     assert f"spike at iteration {first}," in lines(text, "WARNING")[0]
 
 
+@pytest.mark.proof
 def test_a_stop_saves_nothing_after_the_spike(pool, data, tmp_path):
     flags = [*FLAGS, *data, "--save", str(tmp_path), "--on-spike", "stop", "--save-interval", "1"]
     for _, error, _ in pool.run(2, spiked, flags):

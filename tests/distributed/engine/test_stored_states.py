@@ -176,6 +176,7 @@ def matrices(found: dict[str, Any]) -> dict[str, np.ndarray]:
     return {name: values for name, values in found["model"].items() if values.ndim > 1}
 
 
+@pytest.mark.proof
 def test_any_format_loads_any(pool, tmp_path):
     """Values arrive as exactly as the other format has them, and training continues."""
     expected = {}

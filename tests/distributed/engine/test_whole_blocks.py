@@ -126,6 +126,7 @@ def test_same_bits_with_a_fetch_per_block(pool, tmp_path, kind, recompute):
     assert expected[0]["fetches"].total() > 2.5 * found[0]["fetches"].total()
 
 
+@pytest.mark.proof
 def test_blocks_with_frozen_parameters(pool, tmp_path):
     argv = flags(tmp_path, *LLAMA, **ALONE)
     found, expected = (pool.run(2, train, argv, whole, "attention") for whole in (True, False))

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from configs import model_config
 from pool import tensor_group
+from samples import sampled
 from torch import Tensor, nn
 
 from megatron.model.block import Block
@@ -463,7 +464,7 @@ def test_gradients_that_nothing_needs(pool):
     pool.run(2, frozen)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", sampled([1, 2, 4], lambda size: size == 2))
 def test_a_column_layer_keeps_its_slice_only(pool, size):
     whole_bytes = 4 * BATCH * LENGTH * INPUTS
     assert pool.run(size, kept_bytes, False) == [(whole_bytes, whole_bytes)] * size
@@ -488,7 +489,7 @@ def test_low_precision_against_float64(pool, dtype, autocast):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("vocab", [24, 21, 5])
+@pytest.mark.parametrize("vocab", sampled([24, 21, 5], lambda size: size == 21))
 @pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
 def test_against_torch_cross_entropy(pool, size, vocab, sequence):
     pool.run(size, cross_entropy, vocab, sequence, 2.0 if vocab == 21 else None)

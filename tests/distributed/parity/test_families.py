@@ -57,8 +57,7 @@ SAMPLE = {
     "multiple_choice": ["pp2-dualpipev/pre-norm"],
     "span": ["tp2-sp/pre-norm"],
     "t5": (
-        "tp2-sp/relative-untied pp2-split1/learned "
-        "tp2-sp-pp2-interleaved/recompute-full pp2-dualpipev/uneven"
+        "tp2-sp/relative-untied tp2-sp-pp2-interleaved/recompute-full pp2-dualpipev/uneven"
     ).split(),
     "retro": "tp2-sp-pp2/recompute-full pp2-dualpipev/untied".split(),
 }
@@ -157,7 +156,6 @@ TRAINED = {
 }
 TRAINED_SAMPLE = {
     "t5-pp2-zero1-relative",
-    "multiple_choice-tp2-sp-zero1-pre-norm",
 }
 STEPS = 8
 

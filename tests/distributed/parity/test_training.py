@@ -71,6 +71,7 @@ def cells():
 
 
 @pytest.mark.parametrize(("layout", "model"), list(cells()))
+@pytest.mark.proof
 def test_against_plain_torch(pool, layout, model):
     drift, noise, reference = drift_of(pool, layout, model, 20)
     assert drift.within(noise, reference)

@@ -158,7 +158,7 @@ def test_what_no_guardian_says_is_refused_in_one_line(said, words, meeting, capl
     one, connected = meeting
     stranger, far = connected(), connected()
     stranger.connection.sendall(said + b"\n")
-    for _ in range(3):  # a long line comes in pieces
+    while not caplog.records:  # a long line comes in pieces
         turn(one)
     (line,) = [record.getMessage() for record in caplog.records]
     assert words in line and line.endswith("the run continues") and len(line) < 400
@@ -205,8 +205,7 @@ def test_a_guardian_that_says_something_else_is_lost(said, meeting, caplog):
     (member,) = one._coordinator.members
     one._coordinator.state, member.running = "running", True
     far.connection.sendall(said + b"\n")
-    for _ in range(3):
+    while one._coordinator.members:
         turn(one)
-    assert not one._coordinator.members
     ((_, _, what),) = one._coordinator._reports
     assert "says what no guardian does" in what

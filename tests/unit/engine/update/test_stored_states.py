@@ -249,6 +249,7 @@ def sliced(stored: tuple[Tensor, ...], first: int, end: int) -> tuple[Tensor, ..
     return tuple(e[first * n : end * n] for e, n in zip(stored, sizes, strict=True))
 
 
+@pytest.mark.proof
 def test_compiled_as_eager(compiled):
     """The same but where the compiler joins a product and a sum, which rounds differently."""
     form, (grad, *numbers) = StoredStates(DTYPES[compiled.name]), drawn(1)

@@ -140,6 +140,7 @@ def test_a_client_that_does_not_read(slow):
     still_answers(slow)
 
 
+@pytest.mark.proof
 def test_a_request_that_takes_too_long(slow):
     with slow.client() as client:
         response = client.post("/v1/completions", json=LONG)
