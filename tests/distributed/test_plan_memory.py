@@ -78,7 +78,7 @@ def measured(function: Callable[..., Any], found: list[int]) -> Callable[..., An
 
 
 PRECISIONS = ["fp32", "bf16", "fp16", "bf16 accumulated in fp32", "fp16 accumulated in fp32"]
-SAMPLE = {(0, "fp16"), (1, PRECISIONS[3]), (3, "bf16")}
+SAMPLE = {(0, "fp16"), (3, "bf16")}
 WITH_ADAPTERS = [(0, "fp32"), (1, "fp32"), (1, "bf16"), (2, "bf16"), (3, "fp32"), (3, "bf16")]
 FEW = {(1, "bf16")}
 CASES = [
@@ -197,7 +197,7 @@ MORE_BUCKETS = [
 
 @pytest.mark.parametrize(
     "layout, accumulated",
-    [*BUCKETS, *(pytest.param(*case, marks=pytest.mark.proof) for case in MORE_BUCKETS)],
+    sampled([*BUCKETS, *MORE_BUCKETS], BUCKETS[::2].__contains__),
 )
 def test_buckets_against_deepspeed(pool, tmp_path, layout, accumulated):
     """How many there are at once, and of what dtype."""

@@ -217,6 +217,7 @@ def test_errors_in_place(visit, server):
 
 
 @pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.proof)])
+@pytest.mark.proof
 def test_on_a_phone(scheme, visit, server):
     """Nothing is wider than 360 pixels, whatever the model writes, and settings cover the page."""
     one = visit(server.url, viewport=PHONE, color_scheme=scheme, has_touch=True).ready()

@@ -120,6 +120,7 @@ def saved(pool, base, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", sampled(LAYOUTS | MORE, lambda name: name in RESUMED))
+@pytest.mark.proof
 def test_resume_is_bitwise(pool, saved, name):
     size, layout = (LAYOUTS | MORE)[name]
     whole, first, folder = saved(name)

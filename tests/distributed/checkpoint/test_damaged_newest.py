@@ -106,7 +106,7 @@ CASES = [
     *(("deepspeed", damage) for damage in DEEPSPEED),
     *(("universal", damage) for damage in (flip, cut_manifest, no_folder)),
 ]
-SAMPLE = [("own", flip), ("own", no_manifest), ("deepspeed", cut)]
+SAMPLE = [("own", flip), ("deepspeed", cut)]
 
 
 @pytest.fixture(scope="module")

@@ -203,6 +203,7 @@ def files(cluster, node):
     return found
 
 
+@pytest.mark.proof
 def test_a_damaged_copy_is_replaced(pool, tmp_path, undisturbed):
     """By that of the other node, and it is said which was damaged."""
     cluster = Cluster(pool, tmp_path, DP4)

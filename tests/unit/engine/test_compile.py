@@ -316,6 +316,7 @@ def test_casts_of_layers_that_are_not_compiled_whole(scaling):
 
 
 @pytest.mark.usefixtures("without_generated_code")
+@pytest.mark.proof
 def test_blocks_leave_their_last_sum_to_the_next():
     """Before and after them nothing is pending; observers see whole sums all the same."""
     eager, stack = build("llama"), compiled(build("llama"))
@@ -358,6 +359,7 @@ def test_a_memory_budget_keeps_a_share_of_the_activations(recompute):
 
 
 @pytest.mark.usefixtures("without_generated_code")
+@pytest.mark.proof
 def test_more_lengths_than_torch_compiles_by_default():
     """It would run the ninth version of a block eagerly; here the third."""
     with torch._dynamo.config.patch(recompile_limit=2):

@@ -111,6 +111,7 @@ def test_operations_against_torch(length):
     assert_near(updated(FusedAdam(BETAS, EPS), length), length)
 
 
+@pytest.mark.proof
 def test_compiled_against_torch(compiled):
     """One graph for slices of every size and all rates; of slices as small as the number of
     rates too."""
