@@ -292,6 +292,41 @@ curriculum_gpt3() { # --flag value ...
     pretrain_gpt3 "$@"
 }
 
+# A student of 21 layers with experts, taught by a model of EP_SIZE_TEACHER experts in
+# CHECKPOINT_PATH_TEACHER.
+student_gpt3() { # --flag value ...
+    local experts
+    FLAG_OF[NUM_LAYERS]=--num-layers-teacher FLAG_OF[STUDENT_LAYERS]=--num-layers
+    defaults MIN_LR=1.0e-6 INIT_STD=0.014 LR_DECAY_TOKENS=300000000000 SAVE_INTERVAL=10000 NO_PP=true \
+        STUDENT_LAYERS=21 KD_BETA_CE=1 CHECKPOINT_PATH_TEACHER=teacher
+    read -ra experts <<<"$EP_SIZE_TEACHER"
+    gpt3_shape
+    LENGTH=--train-iters SUFFIX=-mos
+    moe_gpt3 --mlp-type residual --num-layers "$STUDENT_LAYERS" --mos --kd-beta-ce "$KD_BETA_CE" \
+        --num-layers-teacher "$NUM_LAYERS" --num-experts-teacher "${experts[@]}" \
+        --hidden-size-teacher "$HIDDEN_SIZE" --num-attention-heads-teacher "$NUM_ATTN_HEADS" \
+        --load-teacher "$CHECKPOINT_PATH_TEACHER" "$@"
+}
+
+# Quantization-aware training of the model in LOAD_PATH.
+quantized_gpt3() { # --flag value ...
+    defaults MODEL_SIZE=0.125 LR=6.0e-5 MIN_LR=6.0e-5 BATCH_SIZE=4 TRAIN_TOKENS=5250000000 \
+        ACTIVATION_CHECKPOINT=false CL_ENABLED=false LOAD_PATH=trained
+    PROCESSES=64 LOAD=$LOAD_PATH PREFIX=gpt3-w4a8 TEMPLATE=$HERE/ds_config_gpt_TEMPLATE_compression.json
+    curriculum_gpt3 --no-load-lr-state --reset-iteration "$@"
+}
+
+# Samples of N_K thousands of tokens, which MP_SIZE tensor-parallel ranks share.
+long_gpt3() { # --flag value ...
+    local share=()
+    defaults N_K=2 ZERO_STAGE=0 GLOBAL_BATCH_SIZE=2 BATCH_SIZE=1 NO_PP=true ENABLE_SEQUENCE_PARALLEL=1
+    defaults SEQ_LEN=$((1024 * N_K))
+    [[ $ENABLE_SEQUENCE_PARALLEL != 1 ]] || share=(--sequence-parallel)
+    export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+    PROCESSES=$MP_SIZE DATA=BookCorpusDataset_text_document TEMPLATE=$HERE/ds_config_gpt_TEMPLATE.json
+    rebase_gpt3 --use-flash-attn-triton "${share[@]}" "$@"
+}
+
 # Taught by a model of NUM_LAYERS layers in CHECKPOINT_PATH_TEACHER.
 distilled_gpt3() { # LAYERS --flag value ...
     local teacher=${CHECKPOINT_PATH_TEACHER:-}

@@ -3,7 +3,7 @@
     python tests/script_runs.py NAME ...             runs the rows whose path has one of the names
     python tests/script_runs.py --markdown NAME ...  writes the page; results of other rows stay
 
-The data are those of the folder in MEGATRON_TEST_DATA.
+They read the folder of public data in MEGATRON_TEST_DATA.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Script:
     what ``prints`` says), ``serve`` (a server, which answers), ``waits`` (for a capability) or
     ``none`` (the page alone)."""
     processes: int = 8
-    """Of the command at full size."""
+    """Number of processes of the command at full size."""
     words: str = ""
     """Positions; {data}, {out} and the names of ``Data`` are replaced here and below. {out} is the
     folder of one run, {base} that of the row, where ``before`` has run."""

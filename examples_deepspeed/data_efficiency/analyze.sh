@@ -20,64 +20,46 @@
 # A flag after the arguments counts instead of the script's. The output is also in the folder of the
 # results, in a file .log for each step and worker.
 
-HERE=$(cd "$(dirname "$0")" && pwd)
 # shellcheck source=/dev/null
-source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
-
-# The value of the environment, in capitals or not, or the default.
-setting() { # NAME DEFAULT
-    local lower=${1,,}
-    printf -v "$1" %s "${!1:-${!lower:-$2}}"
-}
+source "$(dirname "${BASH_SOURCE[0]}")/../megatron_deepspeed.sh"
 
 analyze() { # GPT|BERT map|reduce ARGUMENT ...
-    local type=$1 family=${1,,} task=$2 flags=() job paths
+    local type=$1 family=${1,,} task=$2 FLAGS=() job
     shift 2
-    setting NUM_WORKERS 1
-    setting NUM_THREADS 40
-    setting METRIC total_vocab_freq
-    setting BATCH_SIZE 10000
-    setting DATA_HOME dataset
+    defaults NUM_WORKERS=1 NUM_THREADS=40 METRIC=total_vocab_freq BATCH_SIZE=10000
     if [[ $type == GPT ]]; then
-        setting NUM_EPOCHS 1
-        setting SEQ_LEN 2048
-        setting DATA_PATH "$DATA_HOME/pile_text_document"
-        setting VOCAB_FILE "${VOCAB_PATH:-${vocab_path:-dataset/gpt2-vocab.json}}"
-        setting MERGE_FILE "${MERGE_PATH:-${merge_path:-dataset/gpt2-merges.txt}}"
-        flags+=(--merge-file "$MERGE_FILE" --tokenizer-type GPT2BPETokenizer)
+        defaults NUM_EPOCHS=1 SEQ_LEN=2048
+        FLAGS+=(--tokenizer-type GPT2BPETokenizer)
+        mds_data gpt pile_text_document
     else
-        setting NUM_EPOCHS 5
-        setting SEQ_LEN 512
-        setting DATA_PATH "$DATA_HOME/pile_bert_train_text_sentence"
-        setting VOCAB_FILE "${VOCAB_PATH:-${vocab_path:-dataset/bert-large-uncased-vocab.txt}}"
-        flags+=(--tokenizer-type BertWordPieceLowerCase)
+        defaults NUM_EPOCHS=5 SEQ_LEN=512
+        FLAGS+=(--tokenizer-type BertWordPieceLowerCase)
+        mds_data bert pile_bert_train_text_sentence
     fi
-    setting SAVE_PATH "$HERE/output/analysis_pile_${family}_${NUM_EPOCHS}epoch"
+    defaults SAVE_PATH="$HERE/output/analysis_pile_${family}_${NUM_EPOCHS}epoch"
     job=$family-pile-analyzing-$METRIC-${NUM_EPOCHS}epoch-$task
     if [[ $task == map ]]; then
-        setting WORKER_ID 0
+        defaults WORKER_ID=0
         if [[ $# -gt 0 && $1 != --* ]]; then
             WORKER_ID=$1
             shift
         fi
         job+=-worker$WORKER_ID
-        flags+=(--analyzing-worker-id "$WORKER_ID")
+        FLAGS+=(--analyzing-worker-id "$WORKER_ID")
     else
-        setting NUM_THREADS_REDUCE 40
-        flags+=(--analyzing-num-threads-reduce "$NUM_THREADS_REDUCE")
+        defaults NUM_THREADS_REDUCE=40
+        FLAGS+=(--analyzing-num-threads-reduce "$NUM_THREADS_REDUCE")
     fi
     if [[ -z ${DRY_RUN:-} ]]; then
         mkdir -p "$SAVE_PATH"
         exec > >(tee -i "$SAVE_PATH/$job.log") 2>&1
     fi
-    read -ra paths <<<"$DATA_PATH"
     LAUNCHER=python start examples_deepspeed/data_efficiency/analyze_data.py --analyzing-task "$task" \
         --analyzing-data-type "$type" --analyzing-metric "$METRIC" \
         --analyzing-num-workers "$NUM_WORKERS" --analyzing-num-threads "$NUM_THREADS" \
-        --vocab-file "$VOCAB_FILE" --data-path "${paths[@]}" --data-impl mmap \
-        --micro-batch-size "$BATCH_SIZE" --global-batch-size "$BATCH_SIZE" \
+        --data-impl mmap --micro-batch-size "$BATCH_SIZE" --global-batch-size "$BATCH_SIZE" \
         --seq-length "$SEQ_LEN" --max-position-embeddings "$SEQ_LEN" --num-layers 1 \
         --hidden-size 1 --num-attention-heads 1 --split 949,50,1 --distributed-backend gloo \
         --train-data-exact-num-epochs "$NUM_EPOCHS" --return-data-index --save-interval 1 \
-        --save "$SAVE_PATH" "${flags[@]}" "$@"
+        --save "$SAVE_PATH" "${FLAGS[@]}" "$@"
 }

@@ -98,7 +98,7 @@ CASES = {
 }
 """Number of processes, flags of the layout, and flags that the reference has as well."""
 SAMPLE = ("zero0-tp2",)
-"""What the normal run has; stage 1 is in the test of TensorBoard's points."""
+"""Layouts of the normal run; stage 1 is in the test of TensorBoard's points."""
 
 
 def cells():

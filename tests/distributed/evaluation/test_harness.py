@@ -164,11 +164,11 @@ def by_older_names(folder: Path) -> None:
             for values in result["results"].values():
                 values.pop("alias", None)
         check_equal(own, other)
-        found = results_02(own, None)["results"]
+        in_02 = results_02(own, None)["results"]
         metrics = other["results"]
-        assert found["lambada"]["ppl"] == pytest.approx(metrics["lambada"]["perplexity,none"], 1e-5)
+        assert in_02["lambada"]["ppl"] == pytest.approx(metrics["lambada"]["perplexity,none"], 1e-5)
         words = metrics["wikitext"]["word_perplexity,none"]
-        assert found["wikitext"]["word_perplexity"] == pytest.approx(words, 1e-5)
+        assert in_02["wikitext"]["word_perplexity"] == pytest.approx(words, 1e-5)
 
 
 @pytest.mark.proof

@@ -66,7 +66,7 @@ def test_logits_and_gradients_against_a_loop(recompute):
 
 @torch.no_grad()
 def test_sums_are_float32_bit_for_bit():
-    """Of the outputs of attention and MLP, which are bfloat16, as are their inputs."""
+    """Sum the outputs of attention and MLP, which are bfloat16, as are their inputs."""
     stack, named = built(fp32_residual_connection=True)
     streams: list[Tensor] = []
     stack.sequence.observe(lambda _, state: streams.append(state.hidden))

@@ -145,14 +145,14 @@ RESULTS = {
 
 
 def test_results_in_the_form_of_02():
-    found = version_02.results_02(RESULTS, "runs/moe")
-    assert found["results"] == {
+    converted = version_02.results_02(RESULTS, "runs/moe")
+    assert converted["results"] == {
         "lambada": {"ppl": 2.5, "acc": 0.5, "acc_stderr": 0.25},
         "triviaqa": {"acc": 0.125},
         "piqa": {"acc": 0.75, "acc_stderr": 0.0, "acc_norm": 1.0},
     }
-    assert found["versions"] == RESULTS["versions"]
-    assert found["config"]["num_fewshot"] == 0 and found["config"]["model"] == "runs/moe"
+    assert converted["versions"] == RESULTS["versions"]
+    assert converted["config"]["num_fewshot"] == 0 and converted["config"]["model"] == "runs/moe"
 
 
 @pytest.mark.parametrize("form", ["0.2", "0.4"])

@@ -270,7 +270,7 @@ def test_points_of_steps_over_three_axes(tmp_path):
             writer.scalars(STEP, step, values, samples=16 * step, tokens=256 * step)
         writer.close()
     tensorboard = tmp_path / "tb"
-    found = (
+    written = (
         events(tensorboard),
         events(tensorboard / "vs_samples"),
         events(tensorboard / "vs_tokens"),
@@ -293,7 +293,7 @@ def test_points_of_steps_over_three_axes(tmp_path):
             "optimizer/weight_l2 vs tokens": [3.0] * 3,
         },
     )
-    for axis, tags, there in zip(axes, expected, found, strict=True):
+    for axis, tags, there in zip(axes, expected, written, strict=True):
         assert there == {tag: list(zip(axis, y, strict=True)) for tag, y in tags.items()}
 
 

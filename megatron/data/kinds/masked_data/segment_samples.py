@@ -108,11 +108,11 @@ class SegmentRecipe(ABC, Generic[Sample]):
             sentences = Sentences.of(documents, units, rules.max_tokens)
             order = sentences, rules, num_samples, self.seed, name, documents.prefix
             if capacity is None:
-                found = {"segments": build_segments(*order, epochs)}
+                arrays_of_rows = {"segments": build_segments(*order, epochs)}
             else:
                 segments, bounds = build_packed_segments(*order, capacity, epochs)
-                found = {"segments": segments, "bounds": bounds}
-            return {**found, **sentences.numbers.arrays()}
+                arrays_of_rows = {"segments": segments, "bounds": bounds}
+            return {**arrays_of_rows, **sentences.numbers.arrays()}
 
         index = cache.arrays(f"{self.cache_name}-{name}", depends_on, arrays)
         samples = SegmentDataset(documents, self, int(boundaries[0]), name, index)

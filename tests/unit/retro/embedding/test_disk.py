@@ -19,9 +19,9 @@ def test_blocks_of_texts(tmp_path, capsys):
     words = ["--input", str(tmp_path / "texts.jsonl"), "--output", str(tmp_path / "vectors")]
     run_embedding(None, [*words, "--bert-embedder-type", "hashing", "--block-size", "2"])
     assert "3 vectors of width 256 in 2 files" in capsys.readouterr().out
-    found = stored_vectors(tmp_path / "vectors")
+    stored = stored_vectors(tmp_path / "vectors")
     own = HashingEmbedder(256).embed(["a fox", "", "a dog"])
-    assert np.array_equal(found, own)
+    assert np.array_equal(stored, own)
 
 
 @pytest.mark.proof
@@ -33,15 +33,15 @@ def test_vectors_are_those_of_transformers(encoder, tmp_path, capsys):
     assert "8 vectors of width 24 in 3 files" in capsys.readouterr().out
     names = sorted(path.name for path in (tmp_path / "vectors").glob("*.hdf5"))
     assert names == ["00-03.hdf5", "03-06.hdf5", "06-08.hdf5"]
-    found = stored_vectors(tmp_path / "vectors")
+    stored = stored_vectors(tmp_path / "vectors")
     for number in (0, 2, 7):
         states = states_alone(encoder, TEXTS[number])[1:-1]
-        assert np.allclose(found[number], states.mean(0).numpy(), atol=1e-5), number
-    assert not found[1].any(), "no tokens"
+        assert np.allclose(stored[number], states.mean(0).numpy(), atol=1e-5), number
+    assert not stored[1].any(), "no tokens"
     (tmp_path / "vectors" / "03-06.hdf5").unlink()
     run_embedding(None, [*words, "--block-size", "3"])
     assert "embedding: 2 of 3 blocks exist" in capsys.readouterr().out
-    assert np.array_equal(stored_vectors(tmp_path / "vectors"), found)
+    assert np.array_equal(stored_vectors(tmp_path / "vectors"), stored)
 
 
 @pytest.mark.parametrize(

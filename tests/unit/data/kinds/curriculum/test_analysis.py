@@ -120,7 +120,7 @@ def test_samples_of_bert_are_known_again_without_their_masks(tmp_path):
 
 
 def test_parts_of_other_samples_are_refused(tmp_path):
-    """Of another division with parts of equal size, and token counts of other samples."""
+    """Refuse another division with parts of equal size, and token counts of other samples."""
     Analysis(Tokens(), ["seqlen"], tmp_path, 64, 9, 4, 1).map(1)
     two = Analysis(Tokens(), ["seqlen"], tmp_path, 64, 9, 2, 2)
     two.map(0)
