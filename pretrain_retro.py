@@ -14,9 +14,9 @@ same way, and plain python runs it on one process.
 """
 
 import megatron.util.collector
+from megatron.run.process import ending_process, errors_for_users
+from megatron.run.run import parse_run
 from megatron.training.build import train
-from megatron.training.process import ending_process, errors_for_users
-from megatron.training.run import parse_run
 
 megatron.util.collector.resume()
 

@@ -20,8 +20,12 @@ import torch.distributed as dist
 
 from megatron.config import FLAG_CLASSES, FlagParser
 from megatron.parallel.agreement import Agreement
-from megatron.training.fingerprint import checkpoint_facts, data_facts, run_facts
-from megatron.training.run import run_of
+from megatron.run.fingerprint import (
+    checkpoint_facts,
+    data_facts,
+    run_facts,
+)
+from megatron.run.run import run_of
 
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --lr 1e-2 "

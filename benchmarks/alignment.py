@@ -219,11 +219,15 @@ def answers(folder: Path, rows: Sequence[dict[str, str]], most: int = 512) -> tu
 
 def own_answers(folder: Path, prompts: Sequence[Any], ends: set[int], most: int) -> list[Any]:
     """This project's greedy answers."""
-    from megatron.inference.memory import CacheConfig
-    from megatron.inference.opening import opened_runner
-    from megatron.inference.request import GenerationRequest, Sampling, StopRules
-    from megatron.inference.scheduling.engine import GenerationEngine
-    from megatron.training.run import RunToolParser
+    from megatron.apps.generation.memory import CacheConfig
+    from megatron.apps.generation.opening import opened_runner
+    from megatron.apps.generation.request import (
+        GenerationRequest,
+        Sampling,
+        StopRules,
+    )
+    from megatron.apps.generation.scheduling.engine import GenerationEngine
+    from megatron.run.run import RunToolParser
 
     cache, settings = RunToolParser(CacheConfig, None).parse(
         ["--load", str(folder), "--kv-cache-gib", "0.5"]

@@ -37,8 +37,8 @@ from megatron.config import CheckpointConfig
 from megatron.engine.environment import distributed
 from megatron.engine.loading import load_checkpoint
 from megatron.engine.saving import CheckpointWriter, SaveResult, own_slices
+from megatron.run.run import Run, parse_run
 from megatron.training.build import build_trainer
-from megatron.training.run import Run, parse_run
 from megatron.training.trainer import Trainer
 
 BLOCK = 2**24

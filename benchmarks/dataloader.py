@@ -43,12 +43,12 @@ from megatron.data.gpt_batch import GPTCollator
 from megatron.data.gpt_dataset import GPTRecipe, MockGPTDataset
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
-from megatron.data.kinds.retro.hdf5 import write_arrays
 from megatron.data.loader import MicroBatches
 from megatron.data.samples import SampleDataset
 from megatron.engine.environment import distributed
+from megatron.features.retro.hdf5 import write_arrays
+from megatron.run.run import parse_run, run_data
 from megatron.training.build import build_trainer
-from megatron.training.run import parse_run, run_data
 
 VOCABULARY = 8_191
 CHUNK = 64

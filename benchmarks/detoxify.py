@@ -27,7 +27,7 @@ from typing import Any
 from masked_language import ROOT, read
 from trainings import new_parser
 
-from megatron.tasks.detoxify.config import CONTINUATIONS
+from megatron.apps.tasks.detoxify.config import CONTINUATIONS
 
 EXAMPLE = "examples_deepspeed/megatron/detxoify_lm"
 WHO = ("he", "she", "the man", "my brother", "that boy", "Tom", "the teacher", "his friend")
@@ -134,7 +134,7 @@ def prompts(texts: Sequence[str], count: int, draws: random.Random) -> Iterator[
 
 
 def scores(texts: Sequence[str]) -> list[float]:
-    from megatron.tasks.detoxify.scorers import profanity
+    from megatron.apps.tasks.detoxify.scorers import profanity
 
     return profanity(texts)
 

@@ -30,10 +30,10 @@ import numpy.typing as npt  # noqa: E402
 import torch  # noqa: E402
 from machine import machine  # noqa: E402
 
+from megatron.apps.retro.embedding import build_embedder  # noqa: E402
+from megatron.apps.retro.embedding.config import EmbedderFlags  # noqa: E402
 from megatron.config import ConfigError, parse_configs  # noqa: E402
 from megatron.config.flags import POSITIVE, option  # noqa: E402
-from megatron.retro.embedding import build_embedder  # noqa: E402
-from megatron.retro.embedding.config import EmbedderFlags  # noqa: E402
 
 WORDS = 45
 """Of a chunk: about 64 tokens of GPT-2."""

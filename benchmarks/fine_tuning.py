@@ -31,8 +31,8 @@ from masked_language import ROOT, prepare, tool
 from similar_sentences import grouped, reordered
 from trainings import new_parser
 
-from megatron.tasks.command import run_task
-from megatron.training.process import ending_process, errors_for_users
+from megatron.apps.tasks.command import run_task
+from megatron.run.process import ending_process, errors_for_users
 
 MODEL = (
     "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --position-embedding-type rope "

@@ -11,8 +11,8 @@ Time: CPU seconds of a step beside FLOPs / rate, where the rate is that of the s
 products at their own shapes, done by themselves in the same turn. What lies between the two is
 everything that is no matrix product. How it grows is the exponent of a power law, fitted to both.
 Memory: the most bytes that were resident beyond those before there was a model, less the same of a
-model of next to nothing, beside what ``megatron.planning`` estimates for the rank that needs most,
-which is what tools/plan.py plans by.
+model of next to nothing, next to the estimate of ``megatron.apps.planning`` for the rank that needs
+most, by which tools/plan.py plans.
 """
 
 import argparse

@@ -24,7 +24,7 @@ def plot(unit: str, points: list[dict[str, Any]], path: Path) -> None:
     time, memory = figure.subplots(1, 2)
     draw(time, points, "cpu_seconds", "formula_seconds", "FLOPs / rate of the products")
     time.set_ylabel("CPU seconds a step, all processes")
-    draw(memory, points, "bytes", "formula_bytes", "formula of megatron/planning")
+    draw(memory, points, "bytes", "formula_bytes", "formula of megatron/apps/planning")
     memory.set_ylabel("peak memory of a process, MiB")
     for axes in (time, memory):
         axes.set_xlabel(unit)

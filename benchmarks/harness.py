@@ -105,7 +105,7 @@ def our_model(folder: str, batch_size: int) -> Any:
     """Ours, built as tools/evaluate.py does; its process group stays open."""
     from contextlib import ExitStack
 
-    from megatron.tasks.harness.command import opened_model, parsed
+    from megatron.apps.tasks.harness.command import opened_model, parsed
 
     argv = ["--load", folder, "--tasks", "none", "--batch-size", str(batch_size)]
     return ExitStack().enter_context(opened_model(*parsed(None, argv))).model

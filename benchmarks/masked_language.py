@@ -29,11 +29,11 @@ import torch
 from ngrams import Bigram, HiddenText, token_losses
 from trainings import new_parser
 
+from megatron.apps.parity.runs import RunRecord, watched_trainer
 from megatron.data.indexed import IndexedDataset
 from megatron.data.loader import TrainingData
 from megatron.engine.environment import distributed
-from megatron.parity.runs import RunRecord, watched_trainer
-from megatron.training.run import parse_run, run_data
+from megatron.run.run import parse_run, run_data
 from megatron.training.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from trainings import add_data, data_flags, losses_of, new_parser
 
-from megatron.training.run import parse_run
+from megatron.run.run import parse_run
 
 MODEL = (
     "--hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "

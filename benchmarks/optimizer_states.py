@@ -25,13 +25,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.apps.parity.runs import RunRecord, watched_trainer
 from megatron.data.indexed import IndexedDatasetWriter
 from megatron.engine import build
 from megatron.engine.environment import distributed
 from megatron.engine.update.adam import Decoded
-from megatron.engine.update.stored_states import StoredStates
-from megatron.parity.runs import RunRecord, watched_trainer
-from megatron.training.run import parse_run
+from megatron.features.low_bit_states.stored_states import StoredStates
+from megatron.run.run import parse_run
 
 MODEL = (
     "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --init-method-std "

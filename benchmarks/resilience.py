@@ -72,12 +72,12 @@ def rank_main(model: str, rounds: int, save: str) -> None:
     import torch
     import torch.distributed as dist
 
+    from megatron.features.resilience.unattended.replicas import ReplicaCheck
+    from megatron.run.process import connected
+    from megatron.run.run import parse_run
     from megatron.training.build import build_trainer
     from megatron.training.checkpoints import CheckpointManager
-    from megatron.training.process import connected
-    from megatron.training.run import parse_run
     from megatron.training.stopping import NonFiniteGuard
-    from megatron.training.unattended.replicas import ReplicaCheck
 
     flags, steps = MODELS[model]
     run = parse_run(None, [*COMMON.split(), *flags.split(), "--save", save])

@@ -104,8 +104,8 @@ def write_corpus(prefix: Path, chunks: int) -> None:
 
 def build_database(argv: Sequence[str]) -> int:
     """The stage db-build; the number of its chunks."""
-    from megatron.retro.command import run_preprocessing
-    from megatron.retro.configure import configured
+    from megatron.apps.retro.command import run_preprocessing
+    from megatron.apps.retro.configure import configured
 
     run_preprocessing(None, argv)
     return len(configured(settings_of(argv)).database)
@@ -113,8 +113,8 @@ def build_database(argv: Sequence[str]) -> int:
 
 def settings_of(argv: Sequence[str]) -> Any:
     """The settings of the stage's flags."""
-    from megatron.retro.config import RetroPreprocessConfig
-    from megatron.training.run import RunToolParser
+    from megatron.apps.retro.config import RetroPreprocessConfig
+    from megatron.run.run import RunToolParser
 
     return RunToolParser(RetroPreprocessConfig, None).settings(argv)
 
@@ -135,11 +135,11 @@ class AnyChunks:
 
 def query(argv: Sequence[str], blocks: int) -> int:
     """Some blocks of the stage query-neighbors; the number of their chunks."""
-    from megatron.retro.blocks import blocks_of, run_blocks
-    from megatron.retro.configure import configured
-    from megatron.retro.gpt_samples import SampleChunks, gpt_samples
-    from megatron.retro.query.neighbors import neighbors_of
-    from megatron.retro.query.retriever import Retriever
+    from megatron.apps.retro.blocks import blocks_of, run_blocks
+    from megatron.apps.retro.configure import configured
+    from megatron.apps.retro.gpt_samples import SampleChunks, gpt_samples
+    from megatron.apps.retro.query.neighbors import neighbors_of
+    from megatron.apps.retro.query.retriever import Retriever
 
     work = configured(settings_of(argv))
     retriever = Retriever(work.project, work.embedder)
@@ -172,7 +172,7 @@ def measured(work: Callable[[], int], folder: Path) -> dict[str, float]:
 
 def _work(work: Callable[[], int], sender: Any) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
-    import megatron.retro.query.neighbors  # noqa: F401
+    import megatron.apps.retro.query.neighbors  # noqa: F401
 
     sender.send(own_memory(os.getpid()))
     begin = time.process_time()

@@ -21,7 +21,7 @@ from trainer_group import TrainerGroup, take_turns
 from trainer_worker import Sample
 
 from megatron.families import family_of
-from megatron.training.run import parse_run
+from megatron.run.run import parse_run
 
 RETRO = (
     "--model-family retro --retro-encoder-hidden-dropout 0 --retro-encoder-attention-dropout 0"

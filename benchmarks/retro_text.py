@@ -8,7 +8,11 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from megatron.quickstart.corpus import read_source, source_files, standard_library
+from megatron.apps.quickstart.corpus import (
+    read_source,
+    source_files,
+    standard_library,
+)
 from megatron.util.files import write_whole
 
 SHORTEST, SHARE = 1500, 0.3

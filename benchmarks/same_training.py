@@ -35,9 +35,17 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from megatron.data.kinds.masked_data.masked_batch import NO_LABEL, BertBatch, T5Batch
+from megatron.features.masked.masked_batch import (
+    NO_LABEL,
+    BertBatch,
+    T5Batch,
+)
+from megatron.run.run import (
+    Run,
+    parse_run,
+    run_data,
+)
 from megatron.training.plan import TrainingPlan
-from megatron.training.run import Run, parse_run, run_data
 
 ROWS = 128
 """The vocabulary is padded to a multiple of it."""

@@ -15,7 +15,7 @@ from collections import Counter
 
 import numpy as np
 
-from megatron.training.run import parse_run, run_data
+from megatron.run.run import parse_run, run_data
 
 FLAGS = (
     "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --micro-batch-size 1 --lr 1 "

@@ -26,7 +26,7 @@ IMPORTS = {
 """Packages and the phases that importing them is."""
 
 FUNCTIONS = {
-    "megatron.training.run": {"parse_run": "configuration", "run_data": "data index"},
+    "megatron.run.run": {"parse_run": "configuration", "run_data": "data index"},
     "megatron.tokenizer.registry": {"build_tokenizer": "tokenizer"},
     "megatron.engine.environment": {"prepare_deepspeed": "torch.distributed"},
     "megatron.parallel.mesh": {"build_mesh": "torch.distributed"},

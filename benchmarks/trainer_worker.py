@@ -76,14 +76,14 @@ def serve(pipe: Connection, environment: dict[str, str], flags: list[str]) -> No
         status = 1
     sys.stdout.flush()
     # Groups are not taken apart: gloo's threads may still hold tensors, as
-    # megatron.training.process.ending_process says.
+    # megatron.run.process.ending_process says.
     os._exit(status)
 
 
 def _serve(pipe: Connection, flags: list[str]) -> None:
     from megatron.engine.environment import distributed
+    from megatron.run.run import parse_run
     from megatron.training.build import build_trainer
-    from megatron.training.run import parse_run
 
     run = parse_run(None, flags)
     logging.disable(logging.INFO)
@@ -153,8 +153,8 @@ class Worker:
 
     def memory(self, _: None = None) -> tuple[int, float]:
         """The most bytes that were resident so far beyond those before there was a model, and the
-        estimate of ``megatron.planning`` for the rank that needs most."""
-        from megatron.planning.memory import peak_memory
+        estimate of ``megatron.apps.planning`` for the rank that needs most."""
+        from megatron.apps.planning.memory import peak_memory
 
         config = self.trainer.config
         micro_batches = self.trainer.plan.batch_size.micro_batches(self.consumed)

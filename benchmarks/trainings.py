@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
+from megatron.apps.parity.runs import RunRecord, watched_trainer
 from megatron.engine.environment import distributed
-from megatron.parity.runs import RunRecord, watched_trainer
-from megatron.training.run import Run
+from megatron.run.run import Run
 
 
 def new_parser(description: str | None, steps: int) -> argparse.ArgumentParser:

@@ -19,10 +19,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # a checkout that is not installed
 
+from megatron.apps.tasks.command import run_task  # noqa: E402
+from megatron.apps.tasks.gpt2_eval import Gpt2EvalConfig  # noqa: E402
 from megatron.config import parse_configs  # noqa: E402
-from megatron.tasks.command import run_task  # noqa: E402
-from megatron.tasks.gpt2_eval import Gpt2EvalConfig  # noqa: E402
-from megatron.training.process import ending_process, errors_for_users  # noqa: E402
+from megatron.run.process import ending_process, errors_for_users  # noqa: E402
 
 
 def main(argv: Sequence[str] | None = None) -> None:

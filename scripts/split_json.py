@@ -12,8 +12,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))  # a checkout that is not installed
 
-from megatron.corpus.collection.line_job import run_tool  # noqa: E402
-from megatron.corpus.collection.shuffled_split import shuffled_split  # noqa: E402
+from megatron.apps.corpus.collection.line_job import run_tool  # noqa: E402
+from megatron.apps.corpus.collection.shuffled_split import shuffled_split  # noqa: E402
 
 
 def main() -> None:

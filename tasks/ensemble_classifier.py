@@ -14,9 +14,9 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))  # a checkout that is not installed
 
+from megatron.apps.tasks.fine_tuning.ensemble import EnsembleConfig, run_ensemble  # noqa: E402
 from megatron.config import parse_configs  # noqa: E402
-from megatron.tasks.fine_tuning.ensemble import EnsembleConfig, run_ensemble  # noqa: E402
-from megatron.training.process import errors_for_users  # noqa: E402
+from megatron.run.process import errors_for_users  # noqa: E402
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ import json
 import random
 from pathlib import Path
 
-from megatron.tokenizer.train import train_byte_level_bpe
+from megatron.features.tokenizers.train import train_byte_level_bpe
 
 WORDS = "red blue green one two three cat dog bird sun moon star".split()
 QUICK = (
@@ -43,7 +43,7 @@ def save_blank(folder: Path) -> Path:
     from safetensors.torch import save_file
     from torch import zeros
 
-    from megatron.tokenizer.train import train_byte_level_bpe
+    from megatron.features.tokenizers.train import train_byte_level_bpe
 
     tokenizer = train_byte_level_bpe(["say red green"], vocab_size=260, min_frequency=2)
     H, F, V = 16, 32, tokenizer.vocab_size
@@ -85,7 +85,7 @@ def save_data(folder: Path) -> dict[str, str]:
 
 def tune(argv: list[str]) -> None:
     """finetune.py with these flags; for the pool."""
-    from megatron.finetune.command import fine_tune, parse
+    from megatron.apps.finetune.command import fine_tune, parse
 
     fine_tune(parse(None, argv))
 

@@ -10,7 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.inference.step import Runner, SequencePart, StepInput, TargetScores
+from megatron.apps.generation.step import (
+    Runner,
+    SequencePart,
+    StepInput,
+    TargetScores,
+)
 
 VOCAB, POSITIONS = 61, 40
 _SIZES: dict[str, Any] = {

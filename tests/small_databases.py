@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megatron.data.kinds.retro.chunks import ChunkDatabase
+from megatron.features.retro.chunks import ChunkDatabase
 
 CHUNK, EOD, VOCAB = 4, 60, 61
 

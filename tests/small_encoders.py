@@ -7,7 +7,7 @@ import transformers
 from small_tokenizers import TEXTS as WORDS
 from torch import Tensor
 
-from megatron.tokenizer.train import train_wordpiece
+from megatron.features.tokenizers.train import train_wordpiece
 
 TEXTS = [
     "The quick brown fox.",

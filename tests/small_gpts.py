@@ -5,8 +5,8 @@ from configs import model_config
 
 from megatron.config import ModelConfig, ParallelConfig
 from megatron.families import build_model
+from megatron.features.float8.linear import Float8
 from megatron.model.layer_list import LayerStack
-from megatron.parallel.float8 import Float8
 
 BATCH, LENGTH, VOCAB, PADDED = 2, 32, 120, 128
 LLAMA = {

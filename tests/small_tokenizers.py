@@ -8,18 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.config import TokenizerConfig
+from megatron.features.tokenizers.sentence_piece import SentencePieceTokenizer
+from megatron.features.tokenizers.tik_token import TikTokenizer
+from megatron.features.tokenizers.train import (
+    train_byte_level_bpe,
+    train_sentencepiece_model,
+    train_wordpiece,
+)
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.byte import ByteLevelTokenizer
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from megatron.tokenizer.huggingface import HFTokenizer
 from megatron.tokenizer.null import IdTokenizer, NullTokenizer
-from megatron.tokenizer.sentence_piece import SentencePieceTokenizer
-from megatron.tokenizer.tik_token import TikTokenizer
-from megatron.tokenizer.train import (
-    train_byte_level_bpe,
-    train_sentencepiece_model,
-    train_wordpiece,
-)
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog, and then it sleeps. " * 3,

@@ -23,8 +23,8 @@ from pathlib import Path
 
 from megatron.config import Setting, Settings
 from megatron.config.flags import NOT_NEGATIVE, POSITIVE, ConfigError, option
-from megatron.config.kinds.curriculum import CurriculumConfig, without_sampling
-from megatron.data.kinds.curriculum.analysis import (
+from megatron.families import family_of
+from megatron.features.curriculum.analysis import (
     METRICS,
     VOCABULARY,
     Analysis,
@@ -32,10 +32,15 @@ from megatron.data.kinds.curriculum.analysis import (
     Progress,
     analyse,
 )
-from megatron.families import family_of
-from megatron.training.outputs import check_output
+from megatron.features.curriculum.flags import CurriculumConfig, without_sampling
+from megatron.run.outputs import check_output
+from megatron.run.run import (
+    RUN_LENGTHS,
+    Run,
+    RunToolParser,
+    run_of,
+)
 from megatron.training.plan import TrainingPlan
-from megatron.training.run import RUN_LENGTHS, Run, RunToolParser, run_of
 from megatron.util.progress import progress_bar
 
 TASKS = ("map", "reduce")

@@ -30,12 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.files import write_json
-from megatron.config import ConfigError
-from megatron.config.flags import option
-from megatron.config.layouts import Layout, parse_layout
-from megatron.families import family_of
-from megatron.parity.check import (
+from megatron.apps.parity.check import (
     FACTOR,
     FIRST_STEP,
     HALF_LOSS,
@@ -45,7 +40,12 @@ from megatron.parity.check import (
     Outcome,
     check_flags,
 )
-from megatron.training.run import RunToolParser
+from megatron.checkpoint.files import write_json
+from megatron.config import ConfigError
+from megatron.config.flags import option
+from megatron.config.layouts import Layout, parse_layout
+from megatron.families import family_of
+from megatron.run.run import RunToolParser
 from megatron.util.errors import one_line
 
 EPILOG = """All flags of pretrain_gpt.py (see its --help), with --model-family those of that

@@ -25,12 +25,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.apps.dashboard.export import export
+from megatron.apps.dashboard.follow import follow
+from megatron.apps.dashboard.runs import WatchedRun, find_runs
+from megatron.apps.dashboard.server import LOCAL_NAMES, Dashboard
 from megatron.config import ConfigError, FlagParser
 from megatron.config.flags import build, option
-from megatron.dashboard.export import export
-from megatron.dashboard.follow import follow
-from megatron.dashboard.runs import WatchedRun, find_runs
-from megatron.dashboard.server import LOCAL_NAMES, Dashboard
 from megatron.util.errors import one_line
 from megatron.util.files import write_whole
 

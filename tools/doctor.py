@@ -26,14 +26,23 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.apps.doctor.examination import (
+    Examination,
+    Subject,
+    examine,
+)
+from megatron.apps.doctor.findings import NodeFinding, usual_link
+from megatron.apps.doctor.links import OVER
+from megatron.apps.doctor.session import (
+    Session,
+    by_srun,
+    by_ssh,
+    here,
+)
 from megatron.config import ConfigError, FlagParser
 from megatron.config.flags import POSITIVE, build, option
 from megatron.data.paths import READ_IN_PLACE, expand
-from megatron.doctor.examination import Examination, Subject, examine
-from megatron.doctor.findings import NodeFinding, usual_link
-from megatron.doctor.links import OVER
-from megatron.doctor.session import Session, by_srun, by_ssh, here
-from megatron.resilience.nodes import ask
+from megatron.features.resilience.nodes import ask
 from megatron.util.errors import one_line
 from megatron.util.hostfile import chosen, read_hostfile
 

@@ -13,8 +13,8 @@ lm-eval has too mean the same, and may be written with underscores. Nothing is d
 HF_DATASETS_OFFLINE=0 is set: tasks read files of this machine. Needs the extra "evaluate".
 """
 
-from megatron.tasks.harness.command import run_evaluation
-from megatron.training.process import ending_process, errors_for_users
+from megatron.apps.tasks.harness.command import run_evaluation
+from megatron.run.process import ending_process, errors_for_users
 
 
 def main() -> None:

@@ -17,8 +17,8 @@ layout; the texts of all layouts are the same. With --retro a model of pretrain_
 neighbours of what it writes, chunk by chunk, and their text and sources follow its own.
 """
 
-from megatron.inference.generation.command import run_generation
-from megatron.training.process import ending_process, errors_for_users
+from megatron.apps.generation.generation.command import run_generation
+from megatron.run.process import ending_process, errors_for_users
 
 
 def main() -> None:

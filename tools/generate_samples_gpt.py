@@ -11,8 +11,8 @@ r"""Generates texts from a training checkpoint, as tools/generate.py does.
     echo 'The weather is' | python tools/generate_samples_gpt.py --load checkpoints --num-samples 0
 """
 
-from megatron.inference.generation.command import run_generation
-from megatron.training.process import ending_process, errors_for_users
+from megatron.apps.generation.generation.command import run_generation
+from megatron.run.process import ending_process, errors_for_users
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ layout loads the checkpoint. One process converts, the others end. Logits are co
 """
 
 from megatron.formats.conversion.megads import convert
-from megatron.training.process import ending_process, errors_for_users
+from megatron.run.process import ending_process, errors_for_users
 
 
 def main() -> None:

@@ -25,9 +25,7 @@ from typing import Any
 if not __package__:  # the machine that starts containers need not have this project installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config import ConfigError, FlagParser
-from megatron.config.flags import build, option
-from megatron.containers.job import (
+from megatron.apps.containers.job import (
     ContainerJob,
     ContainerUser,
     Mount,
@@ -40,7 +38,13 @@ from megatron.containers.job import (
     passed_names,
     unmounted_paths,
 )
-from megatron.containers.runtimes import RUNTIMES, check_image, find_runtime
+from megatron.apps.containers.runtimes import (
+    RUNTIMES,
+    check_image,
+    find_runtime,
+)
+from megatron.config import ConfigError, FlagParser
+from megatron.config.flags import build, option
 from megatron.util.errors import one_line
 
 

@@ -13,7 +13,7 @@ checkpoint's. Training does not need it: --load takes a checkpoint of any layout
 """
 
 from megatron.formats.conversion.merge_command import merge
-from megatron.training.process import errors_for_users
+from megatron.run.process import errors_for_users
 
 
 def main() -> None:

@@ -29,6 +29,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.apps.planning.budget import (
+    TIE,
+    Budget,
+    changed_flags,
+    command,
+    model_words,
+    simplest_first,
+    usual_batch,
+)
+from megatron.apps.planning.parameters import adapter_parameters, model_parameters
+from megatron.apps.planning.presets import (
+    GPUS,
+    MODELS,
+    with_presets,
+)
+from megatron.apps.planning.published import published_tables
+from megatron.apps.planning.search import (
+    Plan,
+    Workload,
+    estimate,
+    fewest_gpus,
+    fitting,
+    search,
+)
+from megatron.apps.planning.step_time import Hardware
+from megatron.apps.profiling.tables import aligned
+from megatron.apps.retro.index.config import IndexFlags
+from megatron.apps.retro.index.sizes import size_table
 from megatron.checkpoint.files import CheckpointError, read_json
 from megatron.checkpoint.source import open_checkpoint
 from megatron.config import (
@@ -41,28 +69,11 @@ from megatron.config import (
     Settings,
     resolve,
 )
-from megatron.config.adapters import AdapterConfig
 from megatron.config.engine import FastPathsConfig
 from megatron.config.flags import POSITIVE, ConfigResolver, build, option
 from megatron.families import family_of, refuse_unused
+from megatron.features.adapters.flags import AdapterConfig
 from megatron.formats.huggingface.registry import architecture_named
-from megatron.planning.budget import (
-    TIE,
-    Budget,
-    changed_flags,
-    command,
-    model_words,
-    simplest_first,
-    usual_batch,
-)
-from megatron.planning.parameters import adapter_parameters, model_parameters
-from megatron.planning.presets import GPUS, MODELS, with_presets
-from megatron.planning.published import published_tables
-from megatron.planning.search import Plan, Workload, estimate, fewest_gpus, fitting, search
-from megatron.planning.step_time import Hardware
-from megatron.profiling.tables import aligned
-from megatron.retro.index.config import IndexFlags
-from megatron.retro.index.sizes import size_table
 
 GIB, GB = 2**30, 10**9
 

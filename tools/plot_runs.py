@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from megatron.config import parse_configs
 from megatron.config.flags import option
-from megatron.training.run_curves import (
+from megatron.features.pictures.run_curves import (
     RunCurve,
     draw_panels,
     plot_curves,

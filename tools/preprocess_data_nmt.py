@@ -9,10 +9,13 @@ Each line is a document of one sentence in PREFIX.bin and PREFIX.idx. tools/prep
 JSON lines, Parquet and other text.
 """
 
+from megatron.apps.corpus.preprocessing.parallel_text import (
+    ParallelTextConfig,
+    preprocess_sentences,
+)
 from megatron.config import TokenizerConfig, parse_configs
-from megatron.corpus.preprocessing.parallel_text import ParallelTextConfig, preprocess_sentences
-from megatron.training.outputs import check_output
-from megatron.training.process import errors_for_users
+from megatron.run.outputs import check_output
+from megatron.run.process import errors_for_users
 
 
 def main() -> None:

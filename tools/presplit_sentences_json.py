@@ -7,8 +7,8 @@ python tools/presplit_sentences_json.py corpus.jsonl corpus_sentences.jsonl
 
 from collections.abc import Sequence
 
-from megatron.corpus.collection.line_job import run_tool
-from megatron.corpus.collection.reshaping import presplit
+from megatron.apps.corpus.collection.line_job import run_tool
+from megatron.apps.corpus.collection.reshaping import presplit
 
 
 def main(argv: Sequence[str] | None = None) -> None:

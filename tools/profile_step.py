@@ -20,15 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.apps.profiling.breakdown import break_down
+from megatron.apps.profiling.tables import breakdown_text
+from megatron.apps.profiling.trace import read_trace
 from megatron.config import ConfigError, Setting, Settings
 from megatron.config.flags import option
-from megatron.profiling.breakdown import break_down
-from megatron.profiling.tables import breakdown_text
-from megatron.profiling.trace import read_trace
+from megatron.run.launch import start_processes
+from megatron.run.process import ending_process, errors_for_users
+from megatron.run.run import RunToolParser, run_of
 from megatron.training.build import train
-from megatron.training.launch import start_processes
-from megatron.training.process import ending_process, errors_for_users
-from megatron.training.run import RunToolParser, run_of
 from megatron.util.errors import one_line
 from megatron.util.files import write_whole
 

@@ -17,9 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.config import ConfigError, parse_configs
-from megatron.config.flags import option
-from megatron.quickstart.commands import (
+from megatron.apps.quickstart.commands import (
     SPLIT,
     VOCAB_SIZE,
     CommandChain,
@@ -29,8 +27,15 @@ from megatron.quickstart.commands import (
     say,
     training_commands,
 )
-from megatron.quickstart.corpus import HeldOut, held_out, standard_library, write_corpus
-from megatron.training.plots import plot_loss
+from megatron.apps.quickstart.corpus import (
+    HeldOut,
+    held_out,
+    standard_library,
+    write_corpus,
+)
+from megatron.config import ConfigError, parse_configs
+from megatron.config.flags import option
+from megatron.features.pictures.plots import plot_loss
 from megatron.util.errors import one_line
 
 

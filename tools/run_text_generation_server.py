@@ -16,8 +16,8 @@ are the checkpoint's. The page is at http://localhost:5000/, the base URL of Ope
 http://localhost:5000/v1. SIGTERM and Ctrl-C let running requests end. Needs the extra "serve".
 """
 
-from megatron.inference.server.command import run_server
-from megatron.training.process import ending_process, errors_for_users
+from megatron.apps.generation.server.command import run_server
+from megatron.run.process import ending_process, errors_for_users
 
 
 def main() -> None:

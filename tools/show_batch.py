@@ -30,8 +30,12 @@ from megatron.data.sampler import micro_batch_samples
 from megatron.data.samples import Piece, SampleDataset, SampleView
 from megatron.families import family_names, family_of
 from megatron.parallel.mesh import MODEL, memberships
+from megatron.run.run import (
+    Run,
+    RunToolParser,
+    run_of,
+)
 from megatron.training.plan import TrainingPlan
-from megatron.training.run import Run, RunToolParser, run_of
 from megatron.util.errors import one_line
 
 

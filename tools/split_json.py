@@ -7,8 +7,8 @@ python tools/split_json.py --input corpus.jsonl --output-dir parts --split 90,5,
 
 from collections.abc import Sequence
 
-from megatron.corpus.collection.line_job import run_tool
-from megatron.corpus.collection.reshaping import split_corpus
+from megatron.apps.corpus.collection.line_job import run_tool
+from megatron.apps.corpus.collection.reshaping import split_corpus
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -33,7 +33,11 @@ from itertools import accumulate
 
 from megatron.config import ConfigError, FlagParser
 from megatron.config.flags import POSITIVE, build, option
-from megatron.resilience.nodes import ask, keep_alive, stop
+from megatron.features.resilience.nodes import (
+    ask,
+    keep_alive,
+    stop,
+)
 from megatron.util.errors import RESTART_STATUS, FaultError, one_line, outlive_output
 from megatron.util.hostfile import Slots, as_include, chosen, read_hostfile
 

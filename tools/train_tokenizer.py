@@ -13,18 +13,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.config import ConfigError, parse_configs
-from megatron.config.flags import option
-from megatron.corpus.preprocessing.inputs import (
+from megatron.apps.corpus.preprocessing.inputs import (
     JSON_ENDINGS,
     LineBatch,
     expand_inputs,
     read_batches,
     total_bytes,
 )
-from megatron.corpus.preprocessing.reporting import Progress
+from megatron.apps.corpus.preprocessing.reporting import Progress
+from megatron.config import ConfigError, parse_configs
+from megatron.config.flags import option
 from megatron.data.json_lines import BadLine, long_line, texts_of_line
-from megatron.tokenizer.train import KINDS, TRAINED_FILES, train_tokenizer
+from megatron.features.tokenizers.train import (
+    KINDS,
+    TRAINED_FILES,
+    train_tokenizer,
+)
 from megatron.util.errors import one_line
 
 

@@ -7,8 +7,8 @@ python tools/wikiextractor_json.py --input extracted --output wikipedia.jsonl
 
 from collections.abc import Sequence
 
-from megatron.corpus.collection.line_job import run_tool
-from megatron.corpus.collection.wikipedia import read_wikipedia
+from megatron.apps.corpus.collection.line_job import run_tool
+from megatron.apps.corpus.collection.wikipedia import read_wikipedia
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -85,7 +85,7 @@ def _model(setting: Setting) -> tuple[ModelConfig, Architecture]:
 
 def samples(setting: Setting) -> Sequence[Any]:
     """The trainer's samples for ``--mock-data``, each drawn when it is asked for."""
-    from megatron.training.run import run_data
+    from megatron.run.run import run_data
 
     train = run_data(_run(setting)).datasets.train
     assert train is not None
@@ -93,6 +93,6 @@ def samples(setting: Setting) -> Sequence[Any]:
 
 
 def _run(setting: Setting) -> Any:
-    from megatron.training.run import parse_run
+    from megatron.run.run import parse_run
 
     return parse_run(None, flags_of(setting, 0), setting.family)

@@ -9,8 +9,8 @@ from contestants.flags import flags_of
 from contestants.registry import AfterStep, Contestant, NoMoreSteps
 from contestants.setting import Setting
 from megatron.engine.environment import distributed
+from megatron.run.run import parse_run
 from megatron.training.build import build_trainer
-from megatron.training.run import parse_run
 from megatron.training.trainer import Callback, Step, Trainer
 
 

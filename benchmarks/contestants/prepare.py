@@ -25,8 +25,12 @@ from megatron.formats.huggingface.export import write_model
 from megatron.formats.huggingface.registry import architecture_of
 from megatron.model.layer_list import initialise
 from megatron.parallel.shard import shard_of
+from megatron.run.run import (
+    Run,
+    parse_run,
+    run_data,
+)
 from megatron.training.metrics import measure_matmul_peak, peak_flops
-from megatron.training.run import Run, parse_run, run_data
 
 SHARD_BYTES = 2**32
 MOST_SAMPLES = 4096

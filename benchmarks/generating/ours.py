@@ -14,14 +14,18 @@ from typing import Any
 import torch
 
 from generating.load import Request
+from megatron.apps.generation.memory import CacheConfig
+from megatron.apps.generation.opening import opened_runner
+from megatron.apps.generation.request import (
+    GenerationRequest,
+    Sampling,
+    StopRules,
+)
+from megatron.apps.generation.scheduling.engine import GenerationEngine
+from megatron.apps.generation.scheduling.schedule import EngineLimits
 from megatron.config import Settings
-from megatron.inference.memory import CacheConfig
-from megatron.inference.opening import opened_runner
-from megatron.inference.request import GenerationRequest, Sampling, StopRules
-from megatron.inference.scheduling.engine import GenerationEngine
-from megatron.inference.scheduling.schedule import EngineLimits
-from megatron.training.launch import start_processes
-from megatron.training.run import RunToolParser
+from megatron.run.launch import start_processes
+from megatron.run.run import RunToolParser
 
 GREEDY = Sampling(greedy=True)
 

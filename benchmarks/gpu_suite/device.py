@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from contestants.process import visible_gpu
 from machine import machine
 
-from megatron.profiling.categories import ATTENTION, kernel_category
+from megatron.apps.profiling.categories import ATTENTION, kernel_category
 from megatron.training.metrics import measure_matmul_peak, peak_flops
 
 QUERY = (

@@ -3,7 +3,7 @@ Megatron's BERT and T5, and a Retro.
 
 LLMQ (https://github.com/IST-DASLab/llmq, benchmarks/H100x1.md) trains Qwen2.5 at sequence 1024 with
 524,288 tokens in a step. Only rows of these shapes may be set beside its figures. The shapes from
-1.3B on are also those of the estimates (:mod:`megatron.planning.shapes`).
+1.3B on are also those of the estimates (:mod:`megatron.apps.planning.shapes`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from contestants.report import shape_of
 from contestants.setting import Setting
 
-from megatron.planning import shapes
+from megatron.apps.planning import shapes
 
 
 @dataclass(frozen=True)

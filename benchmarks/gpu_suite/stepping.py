@@ -11,9 +11,9 @@ from contestants.registry import NoMoreSteps
 from contestants.worker import Clock
 
 from gpu_suite.shapes import Steps
-from megatron.profiling.breakdown import break_down
-from megatron.profiling.tables import breakdown_text
-from megatron.profiling.trace import TraceError, read_trace
+from megatron.apps.profiling.breakdown import break_down
+from megatron.apps.profiling.tables import breakdown_text
+from megatron.apps.profiling.trace import TraceError, read_trace
 
 KERNELS = 40
 """How many of a trace's kernels and products are kept, those that take longest."""

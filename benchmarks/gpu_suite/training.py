@@ -20,8 +20,8 @@ from contestants.setting import Setting
 from gpu_suite.ladder import Cell
 from gpu_suite.shapes import SHAPES
 from gpu_suite.stepping import Stepping, split
+from megatron.apps.planning.memory import Memory, peak_memory
 from megatron.engine.environment import training_device
-from megatron.planning.memory import Memory, peak_memory
 
 Found = dict[str, Any]
 COMPILED_SHARE = 0.5
@@ -60,7 +60,7 @@ class Room:
 def predicted(entrant: Contestant, setting: Setting) -> Memory:
     """Memory of the trainer at the peak of a step, of layers that are not compiled. Raises
     ValueError if its flags are wrong, and SystemExit if one is unknown."""
-    from megatron.training.run import parse_run
+    from megatron.run.run import parse_run
 
     run = parse_run(None, flags_of(setting, entrant.stage, entrant.flags), setting.family)
     layout = dataclasses.replace(

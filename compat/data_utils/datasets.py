@@ -1,5 +1,5 @@
 """Data sets of Megatron-LM's first release (2019), to derive corpora from. The files are read by
-`megatron/data/kinds/raw_text`, from which every text is read when it is needed."""
+`megatron/features/raw_text`, from which every text is read when it is needed."""
 
 from bisect import bisect_right
 from collections.abc import Callable
@@ -9,8 +9,8 @@ from itertools import accumulate
 import numpy as np
 from torch.utils.data import Dataset
 
-from megatron.data.kinds.raw_text.scan import batches
-from megatron.data.kinds.raw_text.text_files import text_records
+from megatron.features.raw_text.scan import batches
+from megatron.features.raw_text.text_files import text_records
 
 
 class csv_dataset(Dataset):

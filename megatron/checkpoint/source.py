@@ -226,7 +226,7 @@ def run_of(source: Source, moments: bool = True) -> RunConfig:
 
 READERS = {
     "native": "megatron.checkpoint.reader:CheckpointReader",
-    "adapters": "megatron.checkpoint.adapters:AdaptedCheckpoint",
+    "adapters": "megatron.features.adapters.checkpoint:AdaptedCheckpoint",
     "deepspeed": "megatron.formats.deepspeed_folders.folder:DeepSpeedFolder",
     "universal": "megatron.formats.deepspeed_folders.universal:UniversalFolder",
     "legacy_megatron": "megatron.formats.legacy_megatron.reader:MegatronCheckpoint",

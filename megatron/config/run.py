@@ -10,9 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from megatron.config.adapters import AdapterConfig
 from megatron.config.data import DataConfig, TokenizerConfig
-from megatron.config.distillation import DistillationConfig
 from megatron.config.engine import (
     EngineConfig,
     EngineFlags,
@@ -22,7 +20,6 @@ from megatron.config.engine import (
 )
 from megatron.config.flags import ConfigResolver, Settings, build
 from megatron.config.kinds import KindConfig, kind_classes
-from megatron.config.kinds.preference import PreferenceConfig
 from megatron.config.layouts import Layout, check_layout
 from megatron.config.legacy_flags import LegacyFlags
 from megatron.config.model import ModelConfig, ModelFlags, resolve_model
@@ -35,7 +32,6 @@ from megatron.config.output import (
     resolve_profiling,
 )
 from megatron.config.parallel import ParallelConfig, ParallelFlags, resolve_parallel
-from megatron.config.resilience import ResilienceConfig
 from megatron.config.training import (
     EvalTasksConfig,
     PrecisionConfig,
@@ -44,6 +40,10 @@ from megatron.config.training import (
     resolve_eval_tasks,
     resolve_training,
 )
+from megatron.features.adapters.flags import AdapterConfig
+from megatron.features.distillation.flags import DistillationConfig
+from megatron.features.preference.flags import PreferenceConfig
+from megatron.features.resilience.flags import ResilienceConfig
 
 Kind = TypeVar("Kind", bound=KindConfig)
 

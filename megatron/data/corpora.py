@@ -60,7 +60,7 @@ class Corpora:
     tokenizers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Tokenizer flags that a corpus was tokenized with, by field name (vocab_file ...)."""
     classes: Mapping[str, DataSource] = field(default_factory=dict)
-    """Corpora that are not in the file: see `megatron/data/kinds/raw_text/named_corpora.py`."""
+    """Corpora that are not in the file: see `megatron/features/raw_text/named_corpora.py`."""
     exists: bool = True
 
     def __contains__(self, name: str) -> bool:

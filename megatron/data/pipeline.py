@@ -2,7 +2,7 @@
 
 flags -> sources -> datasets of a family's samples -> their order in the run -> micro batches. What
 depends on the model is in the family's subclass of :class:`DataPipeline`, what depends on the data
-in a :class:`DataKind` each, in ``megatron/data/kinds/``.
+in a :class:`DataKind` each, in ``megatron/features/``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property, partial
-from importlib import import_module
 from itertools import pairwise
 from pkgutil import resolve_name
 from typing import Any, ClassVar, NamedTuple
@@ -22,8 +21,13 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from megatron.config import ConfigError, RunConfig
+from megatron.config.features import features
 from megatron.config.flags import flag_of
-from megatron.config.kinds import DOCUMENTS, file_kinds, kind_classes
+from megatron.config.kinds import (
+    DOCUMENTS,
+    file_kinds,
+    kind_classes,
+)
 from megatron.data.build import (
     DataFile,
     DatasetBuilder,
@@ -37,11 +41,11 @@ from megatron.data.indexed import IndexedDataset
 from megatron.data.indexed.dataset import mark_path, read_mark
 from megatron.data.indexed.dataset_checks import TokenExtremes
 from megatron.data.loader import TrainingData
-from megatron.data.remote import DEFAULT_CACHE, RemoteDataset
 from megatron.data.sampler import parse_skipped, without_samples
 from megatron.data.samples import SampleDataset, SampleRecipe, SampleView
 from megatron.data.scored_text import ScoredText
 from megatron.data.sources import INDEXED, PARTS, DataSource, Parts, parts_of
+from megatron.features.remote_data.dataset import DEFAULT_CACHE, RemoteDataset
 from megatron.tokenizer import Tokenizer
 from megatron.util.progress import progress_bar
 
@@ -144,8 +148,8 @@ def folded(batch: Any, seq_length: int, rows: int) -> Any:
 
 
 class DataKind:
-    """The implementation of a kind of data, ``KIND`` of ``megatron.data.kinds.<name>``; its flags
-    in ``megatron/config/kinds/<name>.py`` decide which of these methods are called."""
+    """The implementation of a kind of data, which a feature returns; the flags of its section
+    decide which of these methods are called."""
 
     weighed: ClassVar[bool] = False
     """Whether its batches have ``weights_2``, and may differ in length."""
@@ -193,7 +197,10 @@ class DataKind:
 
 
 def kind_named(name: str) -> DataKind:
-    return import_module(f"megatron.data.kinds.{name}").KIND
+    """The kind of data whose flags are in a section."""
+    (feature,) = (feature for feature in features().values() if name in feature.sections)
+    kind: DataKind = feature.data_kind(name)
+    return kind
 
 
 def acting_kinds(config: RunConfig) -> list[DataKind]:

@@ -114,7 +114,7 @@ def _classes(config: RunConfig | None = None) -> Mapping[str, DataSource]:
     kind = file_kinds()["text"]
     flags = kind_classes()[kind]() if config is None else config.part(kind)
     cache_path = None if config is None else config.data.data_cache_path
-    module = import_module(f"megatron.data.kinds.{kind}.named_corpora")
+    module = import_module("megatron.features.raw_text.named_corpora")
     return module.NamedCorpora(flags, cache_path)
 
 

@@ -30,18 +30,18 @@ from megatron.engine.deepspeed_patches import (
     take_out,
     without_zero_gradients,
 )
-from megatron.engine.float8 import Float8State
 from megatron.engine.train_engine import TrainEngine
 from megatron.engine.update.async_step import can_defer
 from megatron.engine.update.optimizer import build_optimizer, check_groups, rate_factors
-from megatron.engine.update.stored_states import StoredStates
+from megatron.features.float8.linear import FIRST_CAPABILITY, Float8
+from megatron.features.float8.state import Float8State
+from megatron.features.low_bit_states.stored_states import StoredStates
 from megatron.model.attention_masks import AttentionKind
 from megatron.model.block import Block
 from megatron.model.layer_list import canonical_parameters
 from megatron.model.spec import ModelSpec
 from megatron.model.torch_kernels import describe_attention
 from megatron.parallel.compiler import missing_compiler
-from megatron.parallel.float8 import FIRST_CAPABILITY, Float8
 from megatron.parallel.layers import ParallelLinear
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import shard_of
@@ -49,7 +49,7 @@ from megatron.util.processes import is_main_process
 
 logger = logging.getLogger(__name__)
 
-QUANTISED = "megatron.engine.quantised:find_quantised"
+QUANTISED = "megatron.features.adapters.quantised_engine:find_quantised"
 """What runs with ``--qlora`` do with an engine; imported for them only."""
 UNPARTITIONED_FP16 = "megatron.engine.update.unpartitioned_fp16:UnpartitionedFp16Optimizer"
 """Imported for fp16 at ZeRO stage 0 only."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatron.config import RunConfig
 from megatron.config.engine import GRAPH_MODES, FastPathsConfig
-from megatron.config.kinds.curriculum import CurriculumConfig, sequence_lengths
+from megatron.features.curriculum.flags import CurriculumConfig, sequence_lengths
 from megatron.model.attention_masks import slopes_on
 from megatron.model.layer_list import LayerSequence
 from megatron.model.rope import rope_table

@@ -14,7 +14,6 @@ from typing import Any
 
 from megatron.config import ConfigError
 from megatron.config.flags import nearest
-from megatron.config.kinds.curriculum import CurriculumConfig
 from megatron.engine.deepspeed_json import (
     CURRICULA,
     MAX_GRAD_NORM,
@@ -26,6 +25,7 @@ from megatron.engine.deepspeed_json import (
     removed_keys,
     section_text,
 )
+from megatron.features.curriculum.flags import CurriculumConfig
 from megatron.util.json_text import parse_json
 
 _FIXED_OPTIMIZER_PARAMS: Json = {

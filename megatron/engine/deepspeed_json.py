@@ -18,8 +18,8 @@ from typing import Any
 from megatron.config import FLAG_FIELDS, ConfigError, RunConfig, Setting, Settings
 from megatron.config.engine import GRAPH_MODES, NO_GRAPHS
 from megatron.config.flags import check_value
-from megatron.config.kinds.curriculum import CurriculumConfig
 from megatron.config.layouts import check_layout
+from megatron.features.curriculum.flags import CurriculumConfig
 
 Json = dict[str, Any]
 

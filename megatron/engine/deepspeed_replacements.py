@@ -82,7 +82,7 @@ NO_COMPILER = Replacement(
     # to torch.compile, whose import takes as much CPU time as that of torch.
     "keeping torch's compiler out when DeepSpeed's Muon is imported",
     "runs start more slowly",
-    "tests/unit/engine/update/test_optimizer.py::test_a_run_imports_nothing_heavy",
+    "tests/core/engine/update/test_optimizer.py::test_a_run_imports_nothing_heavy",
     lambda: (
         has(compiler, "compile", "dummy_decorator")
         and importlib.util.find_spec(MUON) is not None

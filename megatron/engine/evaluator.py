@@ -10,8 +10,8 @@ import torch
 from megatron.config import RunConfig
 from megatron.engine.build import backend_class, check_float8, use_float8
 from megatron.engine.compilation import compile_blocks, to_compile
-from megatron.engine.float8 import Float8State
 from megatron.engine.train_engine import ModelEngine
+from megatron.features.float8.state import Float8State
 from megatron.model.layer_list import canonical_parameters
 from megatron.model.spec import ModelSpec, training_dtype
 from megatron.parallel.mesh import Mesh

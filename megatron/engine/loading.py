@@ -20,7 +20,6 @@ from megatron.checkpoint.files import CheckpointError, DamagedError
 from megatron.checkpoint.reader import differences
 from megatron.checkpoint.slices import Slice
 from megatron.checkpoint.source import FoundCheckpoint, Source
-from megatron.config.adapters import is_adapter
 from megatron.engine.state import (
     MOMENTS,
     create_moments,
@@ -30,6 +29,7 @@ from megatron.engine.state import (
     set_working_weights,
 )
 from megatron.engine.train_engine import ModelEngine, TrainEngine
+from megatron.features.adapters.flags import is_adapter
 from megatron.model.layer_list import LayerStack
 from megatron.parallel.mesh import first_reason
 from megatron.parallel.random import set_random_state
@@ -38,7 +38,7 @@ from megatron.parallel.tensor_parallel import TensorParallel
 
 T = TypeVar("T")
 
-ADAPTED = "megatron.engine.adapter_loading:load_adapted"
+ADAPTED = "megatron.features.adapters.loading:load_adapted"
 """Loads base and adapters; imported for runs with ``--lora`` only."""
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megatron.checkpoint.slices import Slice
 from megatron.engine.deepspeed_patches import partition_range, set_partition
 from megatron.engine.train_engine import ModelEngine, TrainEngine
-from megatron.engine.update.stored_states import StoredPartition
+from megatron.features.low_bit_states.stored_states import StoredPartition
 from megatron.parallel.shard import shard_of
 
 MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}

@@ -18,19 +18,19 @@ from torch.profiler import record_function
 
 from megatron.checkpoint.manifest import BaseRecord
 from megatron.config import RunConfig
-from megatron.config.kinds.instruction import InstructionConfig
 from megatron.engine.backend import Backend
 from megatron.engine.deepspeed_patches import (
     defer_scale_growth,
     drop_gradients,
     keep_smallest_scale,
 )
-from megatron.engine.float8 import Float8State
 from megatron.engine.update.async_step import AsyncOptimizerStep
 from megatron.engine.update.gradient_norm import clipping_factor, gradient_norm
 from megatron.engine.update.optimizer import set_rates
-from megatron.engine.update.random_bits import key_of
-from megatron.engine.update.stored_states import StoredStates
+from megatron.features.float8.state import Float8State
+from megatron.features.instruction.flags import InstructionConfig
+from megatron.features.low_bit_states.random_bits import key_of
+from megatron.features.low_bit_states.stored_states import StoredStates
 from megatron.model.layer_list import LayerSequence
 from megatron.model.spec import Batch, Measure, ModelSpec
 from megatron.parallel.mesh import Group, Mesh
@@ -108,7 +108,7 @@ class ModelEngine:
         self.layers, self.model, self.stage = backend.layers, backend.model, backend.stage
         self.quantised: list[tuple[str, Any]] = []
         """(canonical name, weight) of this process's weights in 4 bits, which are no parameters:
-        :class:`~megatron.parallel.quantised.QuantisedWeight`."""
+        :class:`~megatron.features.adapters.quantised.QuantisedWeight`."""
 
     @property
     def sequences(self) -> list[LayerSequence]:

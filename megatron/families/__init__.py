@@ -1,19 +1,19 @@
-"""Families of models, a file each.
+"""Families of models: GPT, and those of features.
 
-``megatron/families/<name>.py`` defines a family: its layer list, what of a batch its layers need,
-its data and its losses. A new family is such a file and its layer list; everything else uses
+A family defines its layer list, what of a batch its layers need, its data and its losses. A feature
+adds families by :meth:`~megatron.config.features.Feature.family`; everything else uses
 :func:`family_of`.
 """
 
 from __future__ import annotations
 
-import pkgutil
 from dataclasses import replace
 from functools import cache
-from importlib import import_module
 
 from megatron.config import ConfigError, ModelConfig, ParallelConfig, Settings
+from megatron.config.features import features
 from megatron.families.family import BlockLengths, Family, GenerationSpec, NeighborSpec
+from megatron.families.gpt import FAMILY
 from megatron.model.layer_list import LayerStack
 from megatron.model.spec import ModelSpec
 from megatron.parallel.tensor_parallel import TensorParallel
@@ -33,8 +33,7 @@ __all__ = [
 
 @cache
 def family_names() -> tuple[str, ...]:
-    found = (module.name for module in pkgutil.iter_modules(__path__))
-    return tuple(sorted(name for name in found if name != "family"))
+    return tuple(sorted(("gpt", *(name for f in features().values() for name in f.families))))
 
 
 @cache
@@ -44,7 +43,11 @@ def family_of(name: str) -> Family:
         raise ConfigError(
             f"the model family {name!r} is unknown; the families are {', '.join(family_names())}"
         )
-    return import_module(f"{__name__}.{name}").FAMILY
+    for feature in features().values():
+        if name in feature.families:
+            found: Family = feature.family(name)
+            return found
+    return FAMILY
 
 
 def refuse_unused(settings: Settings, family: Family) -> None:

@@ -23,8 +23,6 @@ from megatron.config import (
 )
 from megatron.config.engine import GRAPH_MODES
 from megatron.config.kinds import DOCUMENTS
-from megatron.config.kinds.instruction import InstructionConfig
-from megatron.config.kinds.preference import PreferenceConfig
 from megatron.data.gpt_batch import GPTBatch, GPTCollator, Padding
 from megatron.data.gpt_dataset import GPTRecipe, MockGPTDataset
 from megatron.data.packing import padding_token
@@ -32,6 +30,8 @@ from megatron.data.pipeline import DataPipeline, SampleTokens
 from megatron.data.samples import PackedSample, SampleRecipe, SampleView
 from megatron.data.scored_text import ScoredText, check_lengths, fitted, too_long
 from megatron.families.family import RETRIEVAL_FLAGS, Family, GenerationSpec
+from megatron.features.instruction.flags import InstructionConfig
+from megatron.features.preference.flags import PreferenceConfig
 from megatron.model.attention_flex import block_masks
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.flops import TransformerShape

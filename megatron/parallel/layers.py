@@ -20,8 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron.parallel.float8 import NOTHING_KEPT, Float8, Kept
-from megatron.parallel.float8_casts import Cast, Operand
+from megatron.features.float8.casts import Cast, Operand
+from megatron.features.float8.linear import (
+    NOTHING_KEPT,
+    Float8,
+    Kept,
+)
 from megatron.parallel.mesh import Group
 from megatron.parallel.shard import Cut, Init, Shard, parameter
 from megatron.parallel.tensor_parallel import (

@@ -33,6 +33,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from megatron.config import TokenizerConfig
+from megatron.features.tokenizers.fastokens_bpe import BatchEncoder, require_fastokens
 from megatron.tokenizer.base import (
     SpecialIds,
     TokenIds,
@@ -44,7 +45,6 @@ from megatron.tokenizer.base import (
     write_pretrained,
     write_text,
 )
-from megatron.tokenizer.fastokens_bpe import BatchEncoder, require_fastokens
 from megatron.tokenizer.tokenizer_json import check_size_of_ids
 from megatron.util.json_text import parse_json
 

@@ -10,8 +10,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from megatron.features.tokenizers.sentence_piece_model import check_sizes
 from megatron.tokenizer.base import read_vocabulary_file
-from megatron.tokenizer.sentence_piece_model import check_sizes
 from megatron.tokenizer.tokenizer_json import (
     check_number_added,
     check_size_of_ids,

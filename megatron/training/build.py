@@ -16,8 +16,6 @@ import torch
 from megatron.config import (
     RunConfig,
 )
-from megatron.config.kinds.preference import PreferenceConfig
-from megatron.config.resilience import ResilienceConfig
 from megatron.data.build import DataFile
 from megatron.data.indexed.dataset import read_mark
 from megatron.data.indexed.dataset_checks import verify_checksums
@@ -27,74 +25,76 @@ from megatron.engine.deepspeed_folder import checkpoint_writer
 from megatron.engine.environment import training_device
 from megatron.engine.saving import hold_folder, ruined
 from megatron.engine.train_engine import TrainEngine
-from megatron.objectives import trained_spec
+from megatron.families.trained import trained_spec
+from megatron.features.preference.flags import PreferenceConfig
+from megatron.features.profiling.callback import profiling
+from megatron.features.resilience.flags import ResilienceConfig
+from megatron.features.resilience.generation import current
+from megatron.features.resilience.unattended.replicas import ReplicaCheck
+from megatron.features.resilience.unattended.spikes import SpikeGuard, stop_at_spike
 from megatron.parallel.mesh import Mesh
-from megatron.resilience.generation import current
-from megatron.training import resume
-from megatron.training.checkpoints import CheckpointManager
-from megatron.training.plan import Epochs, TrainingPlan
-from megatron.training.process import (
+from megatron.run.process import (
     compare_checkpoints,
     compare_data,
     compare_folders,
     connected,
 )
-from megatron.training.profiling import profiling
+from megatron.run.run import Run, run_data
+from megatron.training import resume
+from megatron.training.checkpoints import CheckpointManager
+from megatron.training.plan import Epochs, TrainingPlan
 from megatron.training.report import Reporter, say
 from megatron.training.resume import ResumePoint, ResumeSource
-from megatron.training.run import Run, run_data
 from megatron.training.stopping import NonFiniteGuard, Stopping, StopRequest
 from megatron.training.trainer import Callback, Position, Trainer
-from megatron.training.unattended.replicas import ReplicaCheck
-from megatron.training.unattended.spikes import SpikeGuard, stop_at_spike
 from megatron.util.locks import Lock
 
-BEST_EVALUATION = "megatron.training.best:BestEvaluation"
+BEST_EVALUATION = "megatron.features.keep_best.callback:BestEvaluation"
 """The callback of ``--keep-best`` and ``--early-stopping-patience``, imported for them only."""
 
-EVAL_TASKS = "megatron.tasks.during_training:EvalTasks"
+EVAL_TASKS = "megatron.apps.tasks.during_training:EvalTasks"
 """The callback of ``--eval-tasks``, which is made of the run's configuration and its tokenizer. It
 uses training and is imported for runs with the flag only."""
 
-REFERENCE = "megatron.training.reference:add_reference"
+REFERENCE = "megatron.features.preference.reference:add_reference"
 """Adds what a reference model finds to the data of a run whose loss needs it. It is called with the
 run, the mesh and the data, and imported for such runs only."""
 
-INPUTS = "megatron.training.inputs:compared_inputs"
+INPUTS = "megatron.run.inputs:compared_inputs"
 """The models and texts that a run uses besides its data, compared with those of the checkpoint that
 it continues. It is called with the configuration and that, and imported for runs that save or
 load."""
 
-COMPARISONS = "megatron.training.comparisons:compare_ahead"
+COMPARISONS = "megatron.features.preference.comparisons:compare_ahead"
 """Makes an engine compute what kto compares answers with. It is called with the engine, and
 imported for such runs only."""
 
-DISTILLATION = "megatron.training.distillation.callback:Distillation"
+DISTILLATION = "megatron.features.distillation.callback:Distillation"
 """The callback of ``--kd``, which is made of a run and imported for runs with the flag only."""
 
-SECOND_LOOK = "megatron.training.unattended.second_look:SecondLook"
+SECOND_LOOK = "megatron.features.resilience.unattended.second_look:SecondLook"
 """What ``--rerun-on-anomaly`` does with a step before its update; imported for runs with it."""
 
-STRAGGLERS = "megatron.training.unattended.stragglers:Stragglers"
+STRAGGLERS = "megatron.features.resilience.unattended.stragglers:Stragglers"
 """The callback that compares the ranks' own times, imported where there are several."""
-ELASTIC = "megatron.training.elastic"
+ELASTIC = "megatron.features.resilience.elastic"
 """The callback of runs whose number of nodes may change, imported where torchrun has started
 several processes."""
-ROLLBACK = "megatron.training.unattended.rollback:Rollback"
+ROLLBACK = "megatron.features.resilience.unattended.rollback:Rollback"
 """What ``--on-spike rollback`` does, imported for it only."""
-NODE_CHECKPOINTS = "megatron.training.unattended.node_memory:NodeCheckpoints"
+NODE_CHECKPOINTS = "megatron.features.resilience.unattended.node_memory:NodeCheckpoints"
 """The callback of ``--non-persistent-save-interval``, which is made of the engine and imported for
 runs with the flag only."""
-SPENDING = "megatron.training.energy.callback:SpendingCounter"
+SPENDING = "megatron.features.energy.callback:SpendingCounter"
 """The callback that counts energy and cost. It is imported for runs that train."""
-HOSTS = "megatron.training.hosts"
+HOSTS = "megatron.features.run_record.hosts"
 """Where the ranks of a run are, imported where there are several, or a record is written."""
-RUN_RECORD = "megatron.training.run_record.callback:RunRecorder"
+RUN_RECORD = "megatron.features.run_record.callback:RunRecorder"
 """The callback that records how a run was started, imported for runs that save."""
-RESTARTED = "megatron.training.unattended.restarted:restarted"
+RESTARTED = "megatron.features.resilience.unattended.restarted:restarted"
 """The callback of ``--inprocess-restart``, imported for runs with the flag only."""
 
-FITS = "megatron.planning.fit:check_fits"
+FITS = "megatron.apps.planning.fit:check_fits"
 """Refuses a model that memory has no room for. It uses training, hence the name."""
 
 MARK = "megatron.tokenizer.mark:mark_of"
@@ -105,10 +105,10 @@ MARK_FILE = "tokenizer/mark.json"
 GENERATION = "megatron.checkpoint.generation_settings"
 """The settings of generation of models that have them."""
 
-ANSWER_ENDS = "megatron.data.example_checks:answer_ends"
+ANSWER_ENDS = "megatron.features.instruction.example_checks:answer_ends"
 """Tells the tokens at which examples teach a model to end a text; imported for such data only."""
 
-EXAMPLE_CHECKS = "megatron.training.example_checks:warn_of_examples"
+EXAMPLE_CHECKS = "megatron.features.instruction.run_checks:warn_of_examples"
 """Warns of what is probably wrong with instructions and preferences. It is called with the run and
 its data, and imported for such data only."""
 

@@ -25,19 +25,23 @@ from megatron.config import (
 )
 from megatron.config.flags import build
 from megatron.config.output import ProfilingConfig
-from megatron.config.resilience import ResilienceConfig
 from megatron.engine.environment import return_freed_memory, training_device
 from megatron.engine.evaluator import build_evaluator
 from megatron.engine.loading import load_checkpoint
 from megatron.engine.train_engine import ModelEngine
 from megatron.families import spec_of
-from megatron.training.process import compare_checkpoints, connected
+from megatron.features.resilience.flags import ResilienceConfig
+from megatron.run.process import compare_checkpoints, connected
+from megatron.run.run import (
+    Run,
+    run_of,
+    show_configuration,
+)
 from megatron.training.resume import ResumeSource, find_origin
-from megatron.training.run import Run, run_of, show_configuration
 from megatron.util.processes import is_main_process
 from megatron.util.progress import say
 
-FITS = "megatron.planning.fit:check_fits"
+FITS = "megatron.apps.planning.fit:check_fits"
 """Refuses a model that memory has no room for. It uses training, hence the name."""
 MICRO_BATCH_SIZE = 8
 """Where no flag gives one; results do not depend on it."""

@@ -41,15 +41,15 @@ from megatron.util.progress import above_bars, progress_bar
 
 FIRST_STEPS = 2
 """Steps of a start with a line of their own, where log lines are further apart."""
-ADAPTERS = "megatron.training.adapters"
+ADAPTERS = "megatron.features.adapters.report"
 """What to say of the adapters of ``--lora``; imported for runs with the flag only."""
 
 
-EXTENT = "megatron.training.passes:extent"
+EXTENT = "megatron.features.epochs.passes:extent"
 """Lines about parameters, tokens and epochs; imported for runs that train."""
-POINTS = "megatron.training.trackers.points:StepPoints"
+POINTS = "megatron.features.trackers.points:StepPoints"
 """Numbers of single steps; imported for runs that show them."""
-READ_METRICS = "megatron.training.plots:read_metrics"
+READ_METRICS = "megatron.features.pictures.plots:read_metrics"
 """Reads the metrics of an earlier start; imported where a run has nothing left to train."""
 
 

@@ -27,7 +27,7 @@ from megatron.util.files import replacing, sync
 Values = Mapping[str, float | None]
 """Values by the names of the ``row`` of ``IntervalMetrics`` and of what is ``Reported``."""
 
-TRACKER = "megatron.training.trackers.{}:open_writer"
+TRACKER = "megatron.features.trackers.{}:open_writer"
 """Makes the writer of a tracker, imported for runs with it only: a function of the flags, the
 configuration, and the iteration and number of samples before what it gets."""
 SECRETS = "megatron.util.secrets:without_secrets"

@@ -17,8 +17,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2]))  # a checkout that is not installed
 
-from megatron.tasks.harness.command import run_evaluation  # noqa: E402
-from megatron.training.process import ending_process, errors_for_users  # noqa: E402
+from megatron.apps.tasks.harness.command import run_evaluation  # noqa: E402
+from megatron.run.process import ending_process, errors_for_users  # noqa: E402
 
 
 def main() -> None:

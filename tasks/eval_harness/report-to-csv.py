@@ -14,9 +14,9 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2]))  # a checkout that is not installed
 
+from megatron.apps.tasks.harness.version_02 import write_table  # noqa: E402
 from megatron.config.command_line import CommandParser  # noqa: E402
-from megatron.tasks.harness.version_02 import write_table  # noqa: E402
-from megatron.training.process import errors_for_users  # noqa: E402
+from megatron.run.process import errors_for_users  # noqa: E402
 
 
 def main(argv: Sequence[str] | None = None) -> None:

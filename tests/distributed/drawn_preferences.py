@@ -13,14 +13,14 @@ import torch
 
 from megatron import families
 from megatron.config import RunConfig
-from megatron.config.kinds.preference import PreferenceConfig
 from megatron.data.gpt_batch import GPTBatch
 from megatron.data.pipeline import DataPipeline, SampleView
-from megatron.data.preference_batch import PreferenceBatch
 from megatron.data.scored_text import ScoredText
 from megatron.families import family_names, family_of
 from megatron.families.gpt import GPT
-from megatron.families.t5 import T5
+from megatron.features.masked.t5 import T5
+from megatron.features.preference.batch import PreferenceBatch
+from megatron.features.preference.flags import PreferenceConfig
 from megatron.tokenizer import Tokenizer
 from megatron.training import build as training_build
 

@@ -90,7 +90,7 @@ class Run:
 
 def run(argv: Sequence[str], folder: Path, name: str = "run") -> Run:
     """Runs a command in this process, or in each of a pool's."""
-    from megatron.tasks.command import run_task
+    from megatron.apps.tasks.command import run_task
 
     metrics, output = folder / f"{name}.metrics.jsonl", folder / f"{name}.json"
     printed = io.StringIO()

@@ -15,7 +15,7 @@ from megatron.config import RunConfig, Setting, Settings
 from megatron.data.labelled_text import LabelledBatch, LabelledText, collate_labelled
 from megatron.data.pipeline import DataPipeline, SampleView
 from megatron.families import family_names
-from megatron.families.bert import BERT
+from megatron.features.masked.bert import BERT
 from megatron.tokenizer import Tokenizer
 
 FOLDER = str(Path(__file__).parent / "labelled_families")

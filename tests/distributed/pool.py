@@ -63,7 +63,7 @@ MOST_THREADS = 12
 """Of a worker that is used again. DeepSpeed's stage 3 never lets go of its engines, nor so of
 their groups, whose three threads each wake up all the time; a new worker costs less."""
 
-PRELOADED = ("torch._dynamo", "megatron.parity.runs", "megatron.parity.gradients")
+PRELOADED = ("torch._dynamo", "megatron.apps.parity.runs", "megatron.apps.parity.gradients")
 """What the process that workers are forked from imports: everything that takes long."""
 
 SETTINGS = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu"}

@@ -15,13 +15,17 @@ from samples import sampled
 from torch.multiprocessing.reductions import StorageWeakRef
 from training_jobs import TINY
 
+from megatron.apps.planning.memory import (
+    bucket_bytes,
+    rank_memory,
+    state_bytes,
+)
+from megatron.apps.planning.parameters import adapter_parameters, rank_shares
 from megatron.config.layouts import Layout, parse_layout
 from megatron.engine.environment import distributed
 from megatron.engine.update import partition_update
-from megatron.planning.memory import bucket_bytes, rank_memory, state_bytes
-from megatron.planning.parameters import adapter_parameters, rank_shares
+from megatron.run.run import parse_run
 from megatron.training.build import build_trainer
-from megatron.training.run import parse_run
 
 FLAGS = [*TINY, "--train-iters", "2", "--micro-batch-size", "1", "--global-batch-size", "4"]
 BUCKET = 777_777

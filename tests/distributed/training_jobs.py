@@ -8,10 +8,10 @@ import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron.parity import gradients as parity_gradients
-from megatron.parity import runs
-from megatron.parity.gradients import GradientRecord
-from megatron.parity.runs import RunRecord
+from megatron.apps.parity import gradients as parity_gradients
+from megatron.apps.parity import runs
+from megatron.apps.parity.gradients import GradientRecord
+from megatron.apps.parity.runs import RunRecord
 
 __all__ = ["LAYOUTS", "SAVED_LAYOUTS", "TINY", "gradients", "run", "train", "train_plainly"]
 

@@ -23,7 +23,7 @@ from samples import sampled
 
 REWRITE = bool(os.environ.get("MEGATRON_REWRITE_DOCS"))
 
-RUN_ELSEWHERE = {"tools/README.md": "tests/unit/tools/collection/test_readme.py"}
+RUN_ELSEWHERE = {"tools/README.md": "tests/apps/tools/collection/test_readme.py"}
 """Pages whose commands another test runs."""
 
 _SERVE = ("serve", ("fastapi", "llguidance", "prometheus_client", "uvicorn"))

@@ -30,8 +30,7 @@ import deepspeed  # noqa: E402, F401
 import torch._dynamo  # noqa: E402, F401
 import transformers.models.llama.modeling_llama  # noqa: E402, F401
 
-import megatron.formats.conversion.commands  # noqa: E402
-import megatron.inference.opening  # noqa: E402, F401
+import megatron.apps.generation.opening  # noqa: E402, F401
 import pretrain_gpt  # noqa: E402, F401
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron.features.tokenizers.train import train_byte_level_bpe
 from megatron.tokenizer import Tokenizer
-from megatron.tokenizer.train import train_byte_level_bpe
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "unit" / "inference"))
+sys.path.insert(0, str(ROOT / "tests" / "apps" / "generation"))
 
 from fake_runner import RememberingRunner  # noqa: E402
 

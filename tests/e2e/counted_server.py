@@ -11,15 +11,15 @@ from typing import Any
 import httpx
 
 # The tests of the server have what runs one without a model.
-UNIT = Path(__file__).parents[1] / "unit" / "inference"
+UNIT = Path(__file__).parents[1] / "apps" / "generation"
 sys.path[:0] = [str(UNIT), str(UNIT / "server"), str(Path(__file__).parent)]
 
 from counted_model import CountedRunner, counted_tokenizer  # noqa: E402
 from serving import served  # noqa: E402
 
-from megatron.inference.decoding.chat import ChatFormat  # noqa: E402
-from megatron.inference.server.guard import Access  # noqa: E402
-from megatron.inference.server.service import Service  # noqa: E402
+from megatron.apps.generation.decoding.chat import ChatFormat  # noqa: E402
+from megatron.apps.generation.server.guard import Access  # noqa: E402
+from megatron.apps.generation.server.service import Service  # noqa: E402
 
 NAME = "counted-words"
 

@@ -32,7 +32,7 @@ SECONDS = 10.0
 
 @pytest.fixture(scope="module")
 def warm():
-    runs = WarmRuns("pretrain_gpt", "deepspeed", "megatron.training.fingerprint")
+    runs = WarmRuns("pretrain_gpt", "deepspeed", "megatron.run.fingerprint")
     yield runs
     runs.stop()
 

@@ -39,8 +39,8 @@ from dashboards import (  # noqa: E402
     write_run,
 )
 
-from megatron.dashboard.export import export  # noqa: E402
-from megatron.dashboard.runs import WatchedRun, find_runs  # noqa: E402
+from megatron.apps.dashboard.export import export  # noqa: E402
+from megatron.apps.dashboard.runs import WatchedRun, find_runs  # noqa: E402
 
 PAGE = Path(__file__).parents[2] / "megatron" / "dashboard" / "page"
 SPIKE = 1234

@@ -41,7 +41,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def warm():
-    runs = WarmRuns("shm_nodes", "deepspeed", "megatron.training.unattended.node_memory")
+    runs = WarmRuns("shm_nodes", "deepspeed", "megatron.features.resilience.unattended.node_memory")
     yield runs
     runs.stop()
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.profiling.breakdown import break_down
-from megatron.profiling.trace import read_trace
+from megatron.apps.profiling.breakdown import break_down
+from megatron.apps.profiling.trace import read_trace
 
 ROOT = Path(__file__).parents[2]
 FLAGS = (

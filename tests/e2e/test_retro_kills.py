@@ -25,7 +25,9 @@ FLAGS = (
 @pytest.fixture(scope="module")
 def warm():
     stages = ("database", "index.training", "index.adding", "query", "embedding.hashing")
-    runs = WarmRuns("tools.retro.preprocess_data", *(f"megatron.retro.{stage}" for stage in stages))
+    runs = WarmRuns(
+        "tools.retro.preprocess_data", *(f"megatron.apps.retro.{stage}" for stage in stages)
+    )
     yield runs
     runs.stop()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 
-from megatron.data.kinds.masked_data.tfrecord import masked_crc
+from megatron.features.masked.tfrecord import masked_crc
 
 
 def frame(data: bytes) -> bytes:

@@ -18,7 +18,7 @@ from flat_partitions import set_gradients
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from megatron.parity.runs import RunRecord
+    from megatron.apps.parity.runs import RunRecord
     from megatron.training.trainer import Trainer
 
 ON_CPU = os.environ.get("MEGATRON_GPU_TESTS_ON") == "cpu"
@@ -65,8 +65,8 @@ def no_waiting() -> Iterator[None]:
 def trainer(argv: Sequence[str]) -> Iterator[Trainer]:
     """The trainer of a run with these flags, in this process; closed at the end."""
     from megatron.engine.environment import distributed
+    from megatron.run.run import parse_run
     from megatron.training.build import build_trainer
-    from megatron.training.run import parse_run
 
     with own_environment():
         run = parse_run(None, argv)
@@ -80,7 +80,7 @@ def trainer(argv: Sequence[str]) -> Iterator[Trainer]:
 
 def train(argv: Sequence[str]) -> RunRecord:
     """A whole run with these flags, in this process."""
-    from megatron.parity import runs
+    from megatron.apps.parity import runs
 
     with own_environment():
         record = runs.train(argv)

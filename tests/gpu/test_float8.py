@@ -4,7 +4,11 @@ import pytest
 import torch
 from gpu_runs import DEVICE, ON_GPU, TINY, needs_gpu, train
 
-from megatron.parallel.float8 import FIRST_CAPABILITY, Float8, Kept
+from megatron.features.float8.linear import (
+    FIRST_CAPABILITY,
+    Float8,
+    Kept,
+)
 from megatron.parallel.layers import linear
 
 if ON_GPU and torch.cuda.get_device_capability() < FIRST_CAPABILITY:

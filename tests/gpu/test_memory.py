@@ -4,7 +4,7 @@ import pytest
 import torch
 from gpu_runs import DEVICE, RUN, SHAPE, needs_gpu, trainer
 
-from megatron.planning.memory import peak_memory
+from megatron.apps.planning.memory import peak_memory
 
 LARGE = (
     "--num-layers 6 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 "

@@ -16,9 +16,9 @@ from megatron.data.loader import mapped
 from megatron.engine.compilation import compile_blocks
 from megatron.engine.update.async_step import AsyncOptimizerStep
 from megatron.engine.update.optimizer import build_optimizer
+from megatron.features.float8.linear import FIRST_CAPABILITY, Float8
 from megatron.model.layer_list import LayerStack, initialise
 from megatron.parallel.cross_entropy import LossHead, Targets, linear_cross_entropy
-from megatron.parallel.float8 import FIRST_CAPABILITY, Float8
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.tensor_parallel import TensorParallel
 

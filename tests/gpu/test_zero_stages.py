@@ -7,7 +7,7 @@ import pytest
 import torch
 from gpu_runs import TINY, train
 
-from megatron.parity.runs import RunRecord, train_plainly
+from megatron.apps.parity.runs import RunRecord, train_plainly
 
 KINDS = {"fp32": [], "bf16": ["--bf16"]}
 LOSSES = {"fp32": 1e-3, "bf16": 2e-2}

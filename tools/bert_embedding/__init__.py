@@ -3,8 +3,8 @@
 Needs the extra "retro".
 """
 
-from megatron.retro.embedding.disk import DiskEmbedder as DiskDataParallelEmbedder
-from megatron.retro.embedding.disk import embedder_of as BertEmbedder
-from megatron.retro.embedding.disk import stored_vectors
+from megatron.apps.retro.embedding.disk import DiskEmbedder as DiskDataParallelEmbedder
+from megatron.apps.retro.embedding.disk import embedder_of as BertEmbedder
+from megatron.apps.retro.embedding.disk import stored_vectors
 
 __all__ = ["BertEmbedder", "DiskDataParallelEmbedder", "stored_vectors"]

@@ -19,8 +19,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2]))  # a checkout that is not installed
 
-from megatron.retro.embedding.disk import run_embedding  # noqa: E402
-from megatron.training.process import ending_process, errors_for_users  # noqa: E402
+from megatron.apps.retro.embedding.disk import run_embedding  # noqa: E402
+from megatron.run.process import ending_process, errors_for_users  # noqa: E402
 
 
 def main() -> None:

@@ -7,8 +7,8 @@ python tools/openwebtext/add_id.py --input-file a.jsonl --output-file b.jsonl --
 
 from collections.abc import Sequence
 
-from megatron.corpus.collection.line_job import run_tool
-from megatron.corpus.collection.reshaping import add_ids
+from megatron.apps.corpus.collection.line_job import run_tool
+from megatron.apps.corpus.collection.reshaping import add_ids
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -7,8 +7,8 @@ python tools/openwebtext/blacklist_urls.py urls clean_urls.txt
 
 from collections.abc import Sequence
 
-from megatron.corpus.collection.line_job import run_tool
-from megatron.corpus.collection.urls import choose_urls
+from megatron.apps.corpus.collection.line_job import run_tool
+from megatron.apps.corpus.collection.urls import choose_urls
 
 
 def main(argv: Sequence[str] | None = None) -> None:

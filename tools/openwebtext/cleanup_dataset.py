@@ -7,8 +7,8 @@ python tools/openwebtext/cleanup_dataset.py pages.jsonl clean.jsonl
 
 from collections.abc import Sequence
 
-from megatron.corpus.collection.cleaning import cleanup
-from megatron.corpus.collection.line_job import run_tool
+from megatron.apps.corpus.collection.cleaning import cleanup
+from megatron.apps.corpus.collection.line_job import run_tool
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -8,8 +8,8 @@ python tools/openwebtext/cleanup_fix_dataset.py --input-files clean.jsonl \
 
 from collections.abc import Sequence
 
-from megatron.corpus.collection.cleaning import fix
-from megatron.corpus.collection.line_job import run_tool
+from megatron.apps.corpus.collection.cleaning import fix
+from megatron.apps.corpus.collection.line_job import run_tool
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -8,8 +8,8 @@ python tools/openwebtext/filter_ngrams.py --tasks lambada --lambada-path lambada
 
 from collections.abc import Sequence
 
-from megatron.corpus.collection.decontamination import filter_ngrams
-from megatron.corpus.collection.line_job import run_tool
+from megatron.apps.corpus.collection.decontamination import filter_ngrams
+from megatron.apps.corpus.collection.line_job import run_tool
 
 
 def main(argv: Sequence[str] | None = None) -> None:

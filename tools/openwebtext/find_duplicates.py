@@ -8,8 +8,8 @@ python tools/openwebtext/find_duplicates.py --inputs clean.jsonl url --output du
 import sys
 from collections.abc import Sequence
 
-from megatron.corpus.collection.duplicates import find_duplicates
-from megatron.corpus.collection.line_job import run_tool
+from megatron.apps.corpus.collection.duplicates import find_duplicates
+from megatron.apps.corpus.collection.line_job import run_tool
 
 
 def main(argv: Sequence[str] | None = None) -> None:

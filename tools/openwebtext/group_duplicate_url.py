@@ -7,8 +7,8 @@ python tools/openwebtext/group_duplicate_url.py duplicates.json groups.json
 
 from collections.abc import Sequence
 
-from megatron.corpus.collection.duplicates import group_duplicates
-from megatron.corpus.collection.line_job import run_tool
+from megatron.apps.corpus.collection.duplicates import group_duplicates
+from megatron.apps.corpus.collection.line_job import run_tool
 
 
 def main(argv: Sequence[str] | None = None) -> None:

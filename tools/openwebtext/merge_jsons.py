@@ -7,8 +7,8 @@ python tools/openwebtext/merge_jsons.py --json-path folder --output-file merged.
 
 from collections.abc import Sequence
 
-from megatron.corpus.collection.line_job import run_tool
-from megatron.corpus.collection.reshaping import merge
+from megatron.apps.corpus.collection.line_job import run_tool
+from megatron.apps.corpus.collection.reshaping import merge
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -15,8 +15,8 @@ neighbours and where it is from. An interactive Python has the same:
     retro.print_neighbor_texts(3, 5)
 """
 
-from megatron.retro.inspection import RetroInspector, run_inspection
-from megatron.training.process import errors_for_users
+from megatron.apps.retro.inspection import RetroInspector, run_inspection
+from megatron.run.process import errors_for_users
 
 retro = RetroInspector()
 """For an interactive Python."""

@@ -13,8 +13,8 @@ word: a gain on chunks that share little is no copying (Borgeaud et al. 2022, se
 takes a Retro or a GPT of any format, in any layout.
 """
 
-from megatron.retro.evaluation.command import run_evaluation
-from megatron.training.process import ending_process, errors_for_users
+from megatron.apps.retro.evaluation.command import run_evaluation
+from megatron.run.process import ending_process, errors_for_users
 
 
 def main() -> None:

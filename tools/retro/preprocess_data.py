@@ -12,8 +12,8 @@ torchrun and deepspeed start several processes, on one node or several that shar
 was killed continues where it was when it is started again. Needs the extra "retro".
 """
 
-from megatron.retro.command import run_preprocessing
-from megatron.training.process import ending_process, errors_for_users
+from megatron.apps.retro.command import run_preprocessing
+from megatron.run.process import ending_process, errors_for_users
 
 
 def main() -> None:

@@ -10,8 +10,8 @@ r"""Generates texts from a training checkpoint, as tools/generate.py does.
         --out-seq-length 20 --top_p 0.9
 """
 
-from megatron.inference.generation.command import run_generation
-from megatron.training.process import ending_process, errors_for_users
+from megatron.apps.generation.generation.command import run_generation
+from megatron.run.process import ending_process, errors_for_users
 
 
 def main() -> None:

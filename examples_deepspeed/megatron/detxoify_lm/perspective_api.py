@@ -7,8 +7,8 @@ r"""Scores continuations of prompts; Expected Maximum Toxicity and Toxicity Prob
         --scorer profanity-check --output measures.json
 """
 
-from megatron.tasks.detoxify.measures import run_measures
-from megatron.training.process import errors_for_users
+from megatron.apps.tasks.detoxify.measures import run_measures
+from megatron.run.process import errors_for_users
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from megatron.engine.update.adam import (
     FusedAdam,
     StateFormat,
 )
-from megatron.engine.update.random_bits import wrapped
+from megatron.features.low_bit_states.random_bits import wrapped
 from megatron.parallel.compiler import missing_compiler
 
 LEAST = 2**16

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.adapters import AdaptedSource
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import DTYPES
 from megatron.config import ConfigError
 from megatron.config.flags import option
+from megatron.features.adapters.checkpoint import AdaptedSource
 from megatron.formats.conversion.commands import LoadConfig, located, parsed, required
 from megatron.formats.conversion.output import published
 from megatron.formats.huggingface.peft import CONFIG, PeftFolder, write_peft

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.adapters import AdaptedSource
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.folder import MEGATRON_TRACKER
 from megatron.checkpoint.reader import CheckpointReader
@@ -26,6 +25,7 @@ from megatron.checkpoint.source import (
 from megatron.checkpoint.writer import write_checkpoint
 from megatron.config import ConfigError, parse_configs
 from megatron.config.flags import option
+from megatron.features.adapters.checkpoint import AdaptedSource
 from megatron.formats.conversion.output import check_hub, need, published, push
 from megatron.formats.conversion.whole_model import model_of
 from megatron.formats.deepspeed_folders.folder import UNIVERSAL_TRACKER, is_universal

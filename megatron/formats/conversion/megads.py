@@ -24,7 +24,7 @@ from megatron.config.flags import build, names_of, option
 from megatron.formats.conversion.commands import export_hf, import_hf, opened
 from megatron.formats.conversion.output import need, published
 from megatron.formats.huggingface.source import HuggingFaceFolder, WeightFiles
-from megatron.training.run import RunToolParser
+from megatron.run.run import RunToolParser
 from megatron.util.processes import is_main_process
 
 LOAD_MODES = {"torchbin": ".bin", "safetensor": ".safetensors", "auto": ""}

@@ -11,8 +11,8 @@ from megatron.checkpoint.source import Source
 from megatron.config import ConfigError, Settings
 from megatron.config.flags import POSITIVE, option
 from megatron.formats.conversion.commands import export_megatron, opened, sizes_of
-from megatron.training.outputs import check_output
-from megatron.training.run import RunToolParser
+from megatron.run.outputs import check_output
+from megatron.run.run import RunToolParser
 
 TYPES = {
     **{"BERT": ("bert", "lm"), "GPT": ("gpt", "lm"), "T5": ("t5", "lm")},

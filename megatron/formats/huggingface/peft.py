@@ -19,11 +19,11 @@ import regex
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.adapters import AdaptedSource
 from megatron.checkpoint.files import CheckpointError, finite, read_json, save_tensors, write_json
 from megatron.checkpoint.source import FoundCheckpoint
 from megatron.config import ModelConfig
-from megatron.config.adapters import AdapterConfig
+from megatron.features.adapters.checkpoint import AdaptedSource
+from megatron.features.adapters.flags import AdapterConfig
 from megatron.formats.huggingface.peft_tensors import (
     EMBEDDING,
     KINDS,

@@ -21,10 +21,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron.checkpoint.adapters import adapter_name
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import Source
 from megatron.config import ModelConfig
+from megatron.features.adapters.checkpoint import adapter_name
 from megatron.formats.huggingface.adapter_targets import LinearTarget, linear_targets
 from megatron.formats.huggingface.architecture import Parameter
 from megatron.formats.huggingface.registry import architecture_of

@@ -7,8 +7,8 @@ import torch
 from generation_models import PROMPTS, save_theirs, their_model
 from tool_modules import load_program
 
+from megatron.apps.parity.runs import train
 from megatron.checkpoint.source import open_checkpoint
-from megatron.parity.runs import train
 
 pytestmark = pytest.mark.proof
 peft = pytest.importorskip("peft", reason="the exports are loaded with peft")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from samples import sampled
 from training_jobs import TINY
 
-from megatron.checkpoint.adapters import check_base
+from megatron.apps.parity.runs import RunRecord, watched_trainer
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.manifest import BaseRecord
 from megatron.checkpoint.reader import CheckpointReader
@@ -19,9 +19,9 @@ from megatron.checkpoint.source import locate_checkpoint, open_checkpoint
 from megatron.config import ConfigError
 from megatron.engine.environment import distributed
 from megatron.engine.state import owned_slices
+from megatron.features.adapters.checkpoint import check_base
 from megatron.formats.huggingface.peft import write_peft
-from megatron.parity.runs import RunRecord, watched_trainer
-from megatron.training.run import parse_run
+from megatron.run.run import parse_run
 
 STOP, END = 3, 6
 MODEL = (

@@ -16,15 +16,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from training_jobs import TINY, train
 
+from megatron.apps.parity.runs import watched_trainer
 from megatron.checkpoint.files import CheckpointError, read_json
 from megatron.checkpoint.manifest import file_facts, manifest, write_manifest
 from megatron.config import CheckpointConfig, TokenizerConfig
 from megatron.engine.environment import distributed
 from megatron.engine.state import owned_slices
-from megatron.parity.runs import watched_trainer
+from megatron.run.run import parse_run
 from megatron.tokenizer import build_tokenizer
 from megatron.training import resume
-from megatron.training.run import parse_run
 
 FLAGS = [*TINY, "--train-iters", "4", "--zero-stage", "1"]
 NAMED, OLDER = "global_step4", "global_step2"

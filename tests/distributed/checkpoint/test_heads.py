@@ -8,6 +8,7 @@ import pytest
 import torch
 from family_models import FAMILIES, NO_DROPOUT
 
+from megatron.apps.parity.runs import RunRecord, watched_trainer
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.source import locate_checkpoint
@@ -19,8 +20,7 @@ from megatron.engine.state import owned_slices
 from megatron.families import spec_of
 from megatron.parallel.random import generator
 from megatron.parallel.shard import init_of, shard_of
-from megatron.parity.runs import RunRecord, watched_trainer
-from megatron.training.run import parse_run
+from megatron.run.run import parse_run
 
 STOP, END = 2, 4
 RUN = [*f"--num-layers 4 --global-batch-size 8 --train-iters {END}".split(), *NO_DROPOUT]

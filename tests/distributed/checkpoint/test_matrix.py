@@ -16,11 +16,11 @@ import torch
 from family_models import FAMILIES, MODELS, NO_DROPOUT, blocks
 from training_jobs import TINY
 
+from megatron.apps.parity.runs import RunRecord, watched_trainer
 from megatron.engine.environment import distributed
 from megatron.engine.state import owned_slices
 from megatron.parallel.shard import shard_of
-from megatron.parity.runs import RunRecord, watched_trainer
-from megatron.training.run import parse_run
+from megatron.run.run import parse_run
 
 STOP, END = 3, 6
 RUN = [*f"--global-batch-size 8 --train-iters {END}".split(), *NO_DROPOUT]

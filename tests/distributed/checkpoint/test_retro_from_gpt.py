@@ -6,6 +6,7 @@ import torch
 from family_models import ENCODER_DROPOUT, NO_DROPOUT
 from training_jobs import TINY
 
+from megatron.apps.parity.runs import RunRecord, watched_trainer
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import locate_checkpoint, open_checkpoint
 from megatron.config.layouts import parse_layout
@@ -17,9 +18,8 @@ from megatron.families import build_model, spec_of
 from megatron.formats.huggingface.export import write_model
 from megatron.parallel.random import generator
 from megatron.parallel.shard import init_of, shard_of
-from megatron.parity.runs import RunRecord, watched_trainer
+from megatron.run.run import parse_run
 from megatron.training import resume
-from megatron.training.run import parse_run
 
 STEPS = 3
 GPT = [*TINY, *"--num-layers 4 --global-batch-size 8".split(), *NO_DROPOUT]

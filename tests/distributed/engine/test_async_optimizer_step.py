@@ -15,13 +15,13 @@ from samples import sampled
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_jobs import TINY
 
+from megatron.apps.parity.runs import RunRecord, watched_trainer
 from megatron.data.loader import MicroBatches
 from megatron.engine import deepspeed_patches, deepspeed_replacements
 from megatron.engine.environment import distributed
 from megatron.engine.state import optimizer_step, owned_slices
 from megatron.parallel.shard import shard_of
-from megatron.parity.runs import RunRecord, watched_trainer
-from megatron.training.run import parse_run
+from megatron.run.run import parse_run
 from megatron.training.stopping import NonFiniteGuard, TrainingStopped
 from megatron.training.trainer import Trainer
 

@@ -17,9 +17,9 @@ BASE = [*TINY, "--train-iters", "4"]
 
 def run_main(argv):
     """(exit status, stderr) of pretrain_gpt.py with these flags; for the pool."""
+    from megatron.run.process import errors_for_users
+    from megatron.run.run import parse_run
     from megatron.training.build import train
-    from megatron.training.process import errors_for_users
-    from megatron.training.run import parse_run
 
     errors = io.StringIO()
     sys.argv = ["pretrain_gpt.py", *argv]

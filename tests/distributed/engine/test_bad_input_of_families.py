@@ -24,9 +24,9 @@ GPT = ["pretrain_gpt", *RUN, "--seq-length", "32"]
 
 def run_main(program, argv):
     """(exit status, stderr) of a program with these flags; for the pool."""
+    from megatron.run.process import errors_for_users
+    from megatron.run.run import parse_run
     from megatron.training.build import train
-    from megatron.training.process import errors_for_users
-    from megatron.training.run import parse_run
 
     errors = io.StringIO()
     sys.argv = [f"{program}.py", *argv]

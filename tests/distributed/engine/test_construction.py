@@ -10,7 +10,7 @@ from training_jobs import TINY
 from megatron.engine.build import build_engine
 from megatron.engine.environment import distributed, training_device
 from megatron.families import spec_of
-from megatron.training.run import parse_run
+from megatron.run.run import parse_run
 
 SHAPE = "--num-layers 8 --hidden-size 640 --num-attention-heads 8 --vocab-size 8000".split()
 FLAGS = [*TINY, *SHAPE, "--train-iters", "1"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from training_jobs import TINY, train, train_plainly
 
-from megatron.parity.runs import Drift, rounding_noise
+from megatron.apps.parity.runs import Drift, rounding_noise
 
 STEPS = 8
 LENGTHS = [8, 8, 16, 16, 24, 24, 32, 32]

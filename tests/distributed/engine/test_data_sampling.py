@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from training_jobs import TINY
 
-from megatron.data.kinds.curriculum.metric_files import read_rows
+from megatron.apps.parity.runs import RunRecord, watched_trainer
 from megatron.data.loader import TrainingData
 from megatron.engine.environment import distributed
-from megatron.parity.runs import RunRecord, watched_trainer
+from megatron.features.curriculum.metric_files import read_rows
+from megatron.run.run import parse_run, run_data
 from megatron.training import build as build_module
-from megatron.training.run import parse_run, run_data
 from tools import analyze_data
 
 STEPS, BATCH = 8, 8

@@ -11,12 +11,12 @@ from family_models import FAMILIES
 from samples import sampled
 from training_jobs import TINY, train, train_plainly
 
+from megatron.apps.parity.runs import Drift, rounding_noise
 from megatron.checkpoint.source import open_checkpoint
 from megatron.config.layouts import parse_layout
 from megatron.engine.environment import distributed
-from megatron.parity.runs import Drift, rounding_noise
+from megatron.run.run import parse_run
 from megatron.training.build import build_trainer
-from megatron.training.run import parse_run
 
 STEPS = 6
 DROPOUT = {

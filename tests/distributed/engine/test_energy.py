@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from training_jobs import TINY
 
+from megatron.features.energy import meter
+from megatron.features.energy.meter import Joules, RunEnergy
 from megatron.parallel.mesh import Mesh
+from megatron.run.run import parse_run
 from megatron.training.build import train
-from megatron.training.energy import meter
-from megatron.training.energy.meter import Joules, RunEnergy
-from megatron.training.run import parse_run
 
 GPUS = ("GPU-a", "GPU-b", "GPU-b", "GPU-a")
 HOSTS = ("one", "one", "one", "two")

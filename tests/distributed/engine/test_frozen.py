@@ -9,13 +9,17 @@ import pytest
 from samples import sampled
 from training_jobs import TINY
 
+from megatron.apps.parity.runs import (
+    PlainTraining,
+    RunRecord,
+    watched_trainer,
+)
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.engine.environment import distributed
 from megatron.engine.state import owned_slices
-from megatron.objectives import trained_spec
-from megatron.parity.runs import PlainTraining, RunRecord, watched_trainer
+from megatron.families.trained import trained_spec
+from megatron.run.run import parse_run
 from megatron.training import build as training_build
-from megatron.training.run import parse_run
 
 STEPS = 3
 FLAGS = [*TINY, *f"--train-iters {STEPS} --hidden-dropout 0 --attention-dropout 0".split()]

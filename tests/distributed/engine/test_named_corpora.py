@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from training_jobs import TINY, train
 
-from megatron.data.kinds.raw_text import named_corpora
+from megatron.features.raw_text import named_corpora
 
 CLASSES = """
 import json

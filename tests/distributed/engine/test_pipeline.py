@@ -13,7 +13,7 @@ from megatron.engine.environment import distributed, training_device
 from megatron.families import spec_of
 from megatron.parallel.pipeline_schedules import PipelineSchedule
 from megatron.parallel.timeline import simulate_order, theory
-from megatron.training.run import parse_run, run_data
+from megatron.run.run import parse_run, run_data
 
 FLAGS = [*TINY, "--num-layers", "8", "--global-batch-size", "8", "--train-iters", "1"]
 

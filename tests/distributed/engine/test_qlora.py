@@ -9,7 +9,7 @@ from training_jobs import TINY, train
 
 from megatron.checkpoint.source import open_checkpoint
 from megatron.checkpoint.writer import write_checkpoint
-from megatron.parallel.nf4 import quantise
+from megatron.features.adapters.nf4 import quantise
 
 SHAPE = (
     "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --num-query-groups 2 --swiglu "

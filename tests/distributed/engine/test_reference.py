@@ -14,8 +14,8 @@ from megatron.checkpoint.source import locate_checkpoint
 from megatron.config.layouts import parse_layout
 from megatron.data.index_cache import IndexCache
 from megatron.engine.environment import distributed
-from megatron.training import reference
-from megatron.training.run import parse_run, run_data
+from megatron.features.preference import reference
+from megatron.run.run import parse_run, run_data
 
 WORDS = 60
 MODEL = (

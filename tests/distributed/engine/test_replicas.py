@@ -10,14 +10,14 @@ import pytest
 from samples import sampled
 from training_jobs import LAYOUTS, TINY
 
+from megatron.apps.parity import runs
 from megatron.checkpoint.folder import complete_tags
 from megatron.config.layouts import parse_layout
-from megatron.engine.replicas import Replicas
 from megatron.engine.state import owned_slices
 from megatron.engine.train_engine import TrainEngine
+from megatron.features.resilience.checksum import bits_of
+from megatron.features.resilience.replicas import Replicas
 from megatron.model.mlp import MLP
-from megatron.parallel.checksum import bits_of
-from megatron.parity import runs
 from megatron.training.stopping import TrainingStopped
 from megatron.util.errors import FaultError
 

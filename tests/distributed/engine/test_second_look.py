@@ -11,13 +11,13 @@ import pytest
 from samples import sampled
 from training_jobs import TINY
 
+from megatron.apps.parity import runs
 from megatron.checkpoint.folder import complete_tags
 from megatron.config.layouts import parse_layout
 from megatron.data.indexed import IndexedDatasetWriter
 from megatron.engine.train_engine import TrainEngine
+from megatron.features.resilience.unattended import second_look
 from megatron.model.mlp import MLP
-from megatron.parity import runs
-from megatron.training.unattended import second_look
 from megatron.util.errors import FaultError
 
 RERUN = "--rerun-on-anomaly"

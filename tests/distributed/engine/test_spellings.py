@@ -8,7 +8,7 @@ import pytest
 from training_jobs import train
 
 from megatron.data.indexed import IndexedDatasetWriter
-from megatron.tokenizer.train import train_byte_level_bpe
+from megatron.features.tokenizers.train import train_byte_level_bpe
 
 SHAPE = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --train-iters 6 "

@@ -26,7 +26,7 @@ from megatron.model.layer_list import LayerStack
 from megatron.parallel.mesh import ALONE, Coordinates
 from megatron.parallel.shard import shard_of
 from megatron.parallel.tensor_parallel import TensorParallel
-from megatron.training.run import Run, parse_run
+from megatron.run.run import Run, parse_run
 
 MICRO_BATCHES = 4
 FLAGS = [

@@ -12,11 +12,11 @@ from samples import sampled
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_jobs import TINY, train
 
+from megatron.apps.parity.runs import PlainTraining, watched_trainer
 from megatron.engine.environment import deterministic_kernels, distributed
 from megatron.engine.statistics import state_norms
 from megatron.parallel.shard import shard_of
-from megatron.parity.runs import PlainTraining, watched_trainer
-from megatron.training.run import parse_run
+from megatron.run.run import parse_run
 
 STEPS = 3
 FLAGS = [

@@ -12,17 +12,17 @@ import pytest
 import torch
 from training_jobs import TINY
 
+from megatron.apps.parity.runs import RunRecord, watched_trainer
+from megatron.apps.planning.memory import state_bytes
 from megatron.config import ConfigError
 from megatron.config.layouts import parse_layout
 from megatron.engine import deepspeed_replacements, train_engine
 from megatron.engine.environment import distributed
 from megatron.engine.state import holders, owned_slices
-from megatron.engine.update.random_bits import key_of
-from megatron.engine.update.state_formats import Remainder
+from megatron.features.low_bit_states.random_bits import key_of
+from megatron.features.low_bit_states.state_formats import Remainder
 from megatron.parallel.shard import shard_of
-from megatron.parity.runs import RunRecord, watched_trainer
-from megatron.planning.memory import state_bytes
-from megatron.training.run import parse_run
+from megatron.run.run import parse_run
 
 # Layers of 64 and a vocabulary that nothing divides: slices begin and end within blocks of 256.
 FLAGS = [*TINY, "--hidden-size", "64", "--bf16", "--lr-decay-style", "constant", "--train-iters"]

@@ -11,9 +11,9 @@ from samples import sampled
 from torch import nn
 from training_jobs import TINY, run, train
 
+from megatron.apps.parity import runs
 from megatron.engine import train_engine
 from megatron.engine.environment import prepare_deepspeed
-from megatron.parity import runs
 
 FLAGS = [*TINY, "--fp16", "--initial-loss-scale", "4096"]
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0".split()

@@ -8,7 +8,7 @@ import pytest
 from samples import sampled
 from training_jobs import TINY, train, train_plainly
 
-from megatron.parity.runs import Drift
+from megatron.apps.parity.runs import Drift
 
 LAYOUTS = {
     "alone": (1, "--zero-stage 1"),

@@ -15,11 +15,11 @@ from deepspeed.runtime.zero.partition_parameters import Init
 from graph_counts import graphs, graphs_alone
 from training_jobs import TINY
 
+from megatron.apps.parity.runs import RunRecord, watched_trainer
 from megatron.engine import deepspeed_patches, deepspeed_replacements
 from megatron.engine.environment import distributed
 from megatron.engine.state import owned_slices
-from megatron.parity.runs import RunRecord, watched_trainer
-from megatron.training.run import parse_run
+from megatron.run.run import parse_run
 
 BLOCKS, STEPS, MICRO_BATCHES = 4, 3, 2
 FLAGS = [

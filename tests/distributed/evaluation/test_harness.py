@@ -12,8 +12,8 @@ import pytest
 from harness_parts import KINDS, check_equal, ours, own_text, theirs, write_model, write_tasks
 from pool import RankError
 
+from megatron.apps.tasks.harness.version_02 import results_02
 from megatron.config import ConfigError
-from megatron.tasks.harness.version_02 import results_02
 from megatron.util.processes import is_main_process
 
 pytest.importorskip("lm_eval", reason="the extra evaluate is not installed")
@@ -66,7 +66,7 @@ def test_answers_are_those_of_the_hf_model(pool, made):
 
 def other_split():
     """One token of the context belongs to the continuation."""
-    from megatron.tasks.harness.model import HarnessModel
+    from megatron.apps.tasks.harness.model import HarnessModel
 
     encode = HarnessModel._encode_pair
 
@@ -79,7 +79,7 @@ def other_split():
 
 def other_truncation():
     """What does not fit is cut off at the end of the context."""
-    from megatron.tasks.harness.model import HarnessModel
+    from megatron.apps.tasks.harness.model import HarnessModel
 
     cut = HarnessModel._cut
 
@@ -92,7 +92,7 @@ def other_truncation():
 
 def no_last_batch():
     """What is left after the last full batch is not computed."""
-    from megatron.tasks.harness import scoring
+    from megatron.apps.tasks.harness import scoring
 
     measure = scoring.measure_texts
 
@@ -217,7 +217,7 @@ def test_every_layout_answers_as_the_export(layout, size, pool, exported):
 
 def computed(folder: Path, first: bool) -> int:
     """For the pool: how many requests the model answered itself; the rest are in the cache."""
-    from megatron.tasks.harness.scoring import TextScorer
+    from megatron.apps.tasks.harness.scoring import TextScorer
 
     counts, answers = [0], TextScorer.answers
 
@@ -258,7 +258,7 @@ def refused(folder: Path) -> list[str]:
     """For the pool: what is said about tasks that cannot be loaded."""
     from lm_eval.tasks import TaskManager
 
-    from megatron.tasks.harness import tasks
+    from megatron.apps.tasks.harness import tasks
 
     (folder / "tasks" / "far.yaml").write_text(
         "task: far\ndataset_path: nobody/no-such-data\ntest_split: test\n"

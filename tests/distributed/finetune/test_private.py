@@ -12,8 +12,8 @@ from unittest.mock import patch
 import pytest
 from finetune_cases import QUICK, save_base, save_data, tune
 
-from megatron.dashboard.records import newest_record, read_record
-from megatron.resilience.hang_report import write_report
+from megatron.apps.dashboard.records import newest_record, read_record
+from megatron.features.resilience.hang_report import write_report
 
 pytest.importorskip("transformers")
 MARK = "c4n4ry"
@@ -66,7 +66,7 @@ def tune_among_private_things(argv: list[str], tree: Path) -> None:
         patch.dict(sys.modules, {"plugin_of_a_test": plugin}),
         patch.object(sys, "argv", words),
         patch.object(sys, "orig_argv", ["python", "-c", MARK, *words]),
-        patch("megatron.training.run_record.folder.megatron", package),
+        patch("megatron.features.run_record.folder.megatron", package),
     ):
         tune(argv)
 

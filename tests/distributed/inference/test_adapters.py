@@ -6,13 +6,17 @@ import torch
 from generation_models import PROMPTS, save_theirs, their_greedy, their_model
 from samples import sampled
 
+from megatron.apps.generation.memory import ServedConfig
+from megatron.apps.generation.opening import opened_runner
+from megatron.apps.generation.request import (
+    GenerationRequest,
+    Sampling,
+    StopRules,
+)
+from megatron.apps.generation.scheduling.engine import GenerationEngine
+from megatron.apps.generation.scheduling.schedule import EngineLimits
 from megatron.config import ConfigError
-from megatron.inference.memory import ServedConfig
-from megatron.inference.opening import opened_runner
-from megatron.inference.request import GenerationRequest, Sampling, StopRules
-from megatron.inference.scheduling.engine import GenerationEngine
-from megatron.inference.scheduling.schedule import EngineLimits
-from megatron.training.run import RunToolParser
+from megatron.run.run import RunToolParser
 
 peft = pytest.importorskip("peft", reason="the texts are compared with peft's")
 
@@ -138,7 +142,7 @@ def test_equal_prompts_of_other_adapters_share_no_pages(pool, folders, monkeypat
 
 def shared_prompt(folder, names):
     """For the pool: twice each adapter on one prompt, the second time from what is cached."""
-    from megatron.inference.execution import runner
+    from megatron.apps.generation.execution import runner
 
     argv = ["--load", str(folder / "base"), "--kv-cache-gib", "0.002", "--adapter"]
     argv += [f"{name}={folder / name}" for name in names if name]

@@ -21,7 +21,7 @@ DRAWN = ["--temperature", "0.8", "--top-p", "0.95", "--num-samples", "4"]
 
 def generated(argv: list[str]) -> None:
     """For the pool."""
-    from megatron.inference.generation.command import run_generation
+    from megatron.apps.generation.generation.command import run_generation
 
     run_generation(None, argv)
 

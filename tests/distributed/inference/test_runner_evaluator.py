@@ -7,13 +7,17 @@ import torch
 from generation_models import PROMPTS, play, save_theirs
 from pool import RankError
 
+from megatron.apps.generation.memory import CacheConfig
+from megatron.apps.generation.opening import (
+    for_generation,
+    opened_runner,
+    runner_of,
+)
+from megatron.apps.tasks.harness.scoring import TextScorer, TokenRequest
 from megatron.checkpoint.files import CheckpointError
 from megatron.config import ConfigError
-from megatron.inference.memory import CacheConfig
-from megatron.inference.opening import for_generation, opened_runner, runner_of
-from megatron.tasks.harness.scoring import TextScorer, TokenRequest
+from megatron.run.run import RunToolParser
 from megatron.training.evaluation import opened_checkpoint
-from megatron.training.run import RunToolParser
 
 LAYOUTS = {
     "tp1": [],

@@ -15,9 +15,9 @@ from generation_models import (
     their_model,
 )
 
-from megatron.inference.memory import CacheConfig
-from megatron.inference.opening import opened_runner
-from megatron.training.run import RunToolParser
+from megatron.apps.generation.memory import CacheConfig
+from megatron.apps.generation.opening import opened_runner
+from megatron.run.run import RunToolParser
 
 COUNT = 10
 LAYOUTS = {

@@ -5,14 +5,14 @@ import torch
 from generation_models import Played, play, same
 from small_databases import CHUNK, VOCAB, chunk_database, nearest
 
+from megatron.apps.generation.memory import CacheConfig
+from megatron.apps.generation.opening import for_generation, runner_of
+from megatron.apps.retro.generation import ChunkNeighbors, RetrievingRunner
 from megatron.engine.environment import distributed, training_device
 from megatron.engine.evaluator import build_evaluator
 from megatron.families import family_of, spec_of
-from megatron.inference.memory import CacheConfig
-from megatron.inference.opening import for_generation, runner_of
-from megatron.retro.generation import ChunkNeighbors, RetrievingRunner
+from megatron.run.run import RunToolParser, run_of
 from megatron.training.evaluation import evaluation_settings
-from megatron.training.run import RunToolParser, run_of
 
 PROMPTS = [[5, 7, 9], [60, 2, 2, 2, 8, 9, 11, 3, 3, 17, 20], [4] * 8, [1]]
 PP2 = ["--pipeline-model-parallel-size", "2"]

@@ -18,8 +18,12 @@ from megatron.config.flags import flag_of, value_type
 from megatron.config.legacy_flags import LegacyFlags
 from megatron.parallel import agreement
 from megatron.parallel.agreement import Agreement, DisagreementError
-from megatron.training.fingerprint import MAY_DIFFER, checkpoint_facts, run_facts
-from megatron.training.run import run_of
+from megatron.run.fingerprint import (
+    MAY_DIFFER,
+    checkpoint_facts,
+    run_facts,
+)
+from megatron.run.run import run_of
 
 TIMEOUT = timedelta(seconds=20)
 FACTS = {"--lr": "0.001", "the code of megatron/model/mlp.py": "ab12"}

@@ -12,15 +12,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_jobs import TINY, train
 
+from megatron.apps.parity.runs import watched_trainer
 from megatron.engine.environment import distributed
+from megatron.features.float8.linear import Float8
 from megatron.model.block import Block
 from megatron.model.layer_list import LayerState, initialise
-from megatron.parallel.float8 import Float8
 from megatron.parallel.layers import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from megatron.parallel.shard import shard_of
 from megatron.parallel.tensor_parallel import TensorParallel
-from megatron.parity.runs import watched_trainer
-from megatron.training.run import parse_run
+from megatron.run.run import parse_run
 
 BATCH, LENGTH, HIDDEN = 2, 16, 64
 SHAPE = {

@@ -13,6 +13,7 @@ from pool import tensor_group
 from samples import sampled
 from torch import Tensor, nn
 
+from megatron.features.preference.log_probs import linear_log_probs
 from megatron.model.block import Block
 from megatron.model.layer_list import LayerState, initialise
 from megatron.model.norm import build_norm
@@ -28,7 +29,6 @@ from megatron.parallel.layers import (
     RowParallelLinear,
     column_linear,
 )
-from megatron.parallel.log_probs import linear_log_probs
 from megatron.parallel.mesh import Group, build_mesh
 from megatron.parallel.shard import Init, shard_of
 from megatron.parallel.tensor_parallel import (

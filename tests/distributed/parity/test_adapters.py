@@ -7,12 +7,12 @@ import pytest
 from samples import sampled
 from training_jobs import LAYOUTS, TINY, gradients, train, train_plainly
 
+from megatron.apps.parity.gradients import first_difference, reference_gradients
+from megatron.apps.parity.runs import Drift, rounding_noise
 from megatron.config.layouts import parse_layout
-from megatron.objectives import trained_spec
+from megatron.families.trained import trained_spec
 from megatron.parallel.tensor_parallel import TensorParallel
-from megatron.parity.gradients import first_difference, reference_gradients
-from megatron.parity.runs import Drift, rounding_noise
-from megatron.training.run import parse_run
+from megatron.run.run import parse_run
 
 LAYERS = 8
 """As many as the stages of the largest layout."""

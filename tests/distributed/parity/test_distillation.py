@@ -4,11 +4,11 @@ import pytest
 from samples import sampled
 from training_jobs import LAYOUTS, TINY, gradients, train
 
+from megatron.apps.parity.gradients import first_difference, reference_gradients
 from megatron.config.layouts import parse_layout
-from megatron.objectives import trained_spec
+from megatron.families.trained import trained_spec
 from megatron.parallel.tensor_parallel import TensorParallel
-from megatron.parity.gradients import first_difference, reference_gradients
-from megatron.training.run import parse_run
+from megatron.run.run import parse_run
 
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0".split()
 LLAMA = (

@@ -22,12 +22,12 @@ from family_models import (
 )
 from training_jobs import LAYOUTS, train_plainly
 
+from megatron.apps.parity.gradients import first_difference, reference_gradients
+from megatron.apps.parity.runs import Drift, rounding_noise
 from megatron.config.layouts import parse_layout
 from megatron.families import spec_of
 from megatron.parallel.tensor_parallel import TensorParallel
-from megatron.parity.gradients import first_difference, reference_gradients
-from megatron.parity.runs import Drift, rounding_noise
-from megatron.training.run import parse_run
+from megatron.run.run import parse_run
 
 
 @pytest.fixture(autouse=True)

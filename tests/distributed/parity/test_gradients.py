@@ -9,11 +9,11 @@ from functools import cache
 import pytest
 from training_jobs import LAYOUTS, TINY, gradients
 
+from megatron.apps.parity.gradients import first_difference, reference_gradients
 from megatron.config.layouts import parse_layout
 from megatron.families import spec_of
 from megatron.parallel.tensor_parallel import TensorParallel
-from megatron.parity.gradients import first_difference, reference_gradients
-from megatron.training.run import parse_run
+from megatron.run.run import parse_run
 
 LAYERS = 8
 """As many as the stages of the largest layout."""

@@ -9,13 +9,13 @@ import training_jobs
 from family_models import FAMILIES, NO_DROPOUT, blocks
 from training_jobs import LAYOUTS, TINY, train_plainly
 
-from megatron.config.kinds.preference import PREFERENCES
+from megatron.apps.parity.gradients import first_difference, reference_gradients
+from megatron.apps.parity.runs import Drift, rounding_noise
 from megatron.config.layouts import parse_layout
-from megatron.objectives import trained_spec
+from megatron.families.trained import trained_spec
+from megatron.features.preference.flags import PREFERENCES
 from megatron.parallel.tensor_parallel import TensorParallel
-from megatron.parity.gradients import first_difference, reference_gradients
-from megatron.parity.runs import Drift, rounding_noise
-from megatron.training.run import parse_run
+from megatron.run.run import parse_run
 
 
 @pytest.fixture(autouse=True)

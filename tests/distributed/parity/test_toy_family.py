@@ -14,6 +14,12 @@ from samples import sampled
 from training_jobs import TINY
 
 from megatron import families
+from megatron.apps.parity.gradients import first_difference, reference_gradients
+from megatron.apps.parity.runs import (
+    Drift,
+    rounding_noise,
+    train_plainly,
+)
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import open_checkpoint
 from megatron.config.layouts import parse_layout
@@ -21,11 +27,9 @@ from megatron.engine.environment import distributed
 from megatron.families import family_names, spec_of
 from megatron.model.spec import Measure
 from megatron.parallel.tensor_parallel import TensorParallel
-from megatron.parity.gradients import first_difference, reference_gradients
-from megatron.parity.runs import Drift, rounding_noise, train_plainly
+from megatron.run.run import parse_run
 from megatron.training.build import build_trainer
 from megatron.training.measuring import measure_samples
-from megatron.training.run import parse_run
 
 FLAGS = [
     *TINY, "--model-family", "toy", "--num-layers", "4", "--micro-batch-size", "2",

@@ -10,8 +10,8 @@ from functools import cache
 import pytest
 from training_jobs import LAYOUTS, TINY, train, train_plainly
 
+from megatron.apps.parity.runs import Drift, rounding_noise
 from megatron.config.layouts import parse_layout
-from megatron.parity.runs import Drift, rounding_noise
 
 FLAGS = [*TINY, "--global-batch-size", "8", "--lr-decay-style", "cosine", "--lr-warmup-iters", "3"]
 MODELS = {

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from training_jobs import train
 
-from megatron.tasks.command import run_task
+from megatron.apps.tasks.command import run_task
 
 LENGTH = 32
 MODEL = (
@@ -74,7 +74,7 @@ def main_py(argv: list[str]) -> None:
 
 def evaluate_py(argv: list[str]) -> None:
     """tools/evaluate.py with these flags; for the pool."""
-    from megatron.tasks.harness.command import run_evaluation
+    from megatron.apps.tasks.harness.command import run_evaluation
 
     sys.argv = ["tools/evaluate.py", *argv]
     run_evaluation(None, argv)

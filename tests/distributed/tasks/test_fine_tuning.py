@@ -5,19 +5,15 @@ from __future__ import annotations
 import csv
 import json
 import math
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from bert_pairs import BLOCKS, PRE_NORM, names_in
 from fine_tuning_runs import STEADY, data, flags, run
 
 from megatron.checkpoint.source import open_checkpoint
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "unit" / "model"))
-
-from bert_pairs import BLOCKS, PRE_NORM, names_in  # noqa: E402
 
 TRAINING = ("--epochs", "4", "--lr", "1e-3", "--lr-warmup-fraction", "0.1", "--weight-decay", "0.1")
 WIDE = ("--init-method-std", "0.1", "--no-bias-gelu-fusion")

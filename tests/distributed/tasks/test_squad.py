@@ -11,8 +11,7 @@ import pytest
 import torch
 from fine_tuning_runs import run
 
-UNIT = Path(__file__).parents[2] / "unit"
-sys.path[:0] = [str(UNIT / "model"), str(UNIT / "tasks" / "fine_tuning" / "squad")]
+sys.path.insert(0, str(Path(__file__).parents[2] / "apps/tasks/fine_tuning/squad"))
 
 from bert_pairs import BLOCKS, PRE_NORM, names_in  # noqa: E402
 from squad_files import WORDS, squad_content, vocabulary, write_squad  # noqa: E402
@@ -113,7 +112,7 @@ class Reference:
     @torch.no_grad()
     def predict(self, questions, tokenizer, search):
         """Text and odds for every question, and the losses of all windows."""
-        from megatron.tasks.fine_tuning.squad.windows import Passage
+        from megatron.apps.tasks.fine_tuning.squad.windows import Passage
 
         found, losses = {}, []
         for question in questions:
@@ -151,10 +150,10 @@ def results(pool, layout, argv, folder):
 @pytest.mark.proof
 @pytest.mark.parametrize("name", ["v1.json", "v2.json"])
 def test_against_transformers_on_any_layout(pool, files, tmp_path, name):
-    from megatron.tasks.fine_tuning.squad.answers import AnswerSearch
-    from megatron.tasks.fine_tuning.squad.metrics import squad2_metrics, squad_metrics
-    from megatron.tasks.fine_tuning.squad.questions import read_questions
-    from megatron.tokenizer.wordpiece import WordPieceTokenizer
+    from megatron.apps.tasks.fine_tuning.squad.answers import AnswerSearch
+    from megatron.apps.tasks.fine_tuning.squad.metrics import squad2_metrics, squad_metrics
+    from megatron.apps.tasks.fine_tuning.squad.questions import read_questions
+    from megatron.features.tokenizers.wordpiece import WordPieceTokenizer
 
     saved = tmp_path / "saved"
     more = ["--epochs", "3", "--lr", "2e-3", "--save", str(saved), "--save-init"]

@@ -31,8 +31,8 @@ LENGTH = 24
 
 def run_main(argv: list[str]) -> tuple[int, str, str]:
     """Exit status and output of tasks/main.py with these flags; for the pool."""
-    from megatron.tasks.command import run_task
-    from megatron.training.process import errors_for_users
+    from megatron.apps.tasks.command import run_task
+    from megatron.run.process import errors_for_users
 
     output, errors = io.StringIO(), io.StringIO()
     sys.argv = ["tasks/main.py", *argv]
@@ -136,7 +136,7 @@ def check_wikitext(pool, corpus, layout, stride, *flags):
         stride,
         *flags,
     )
-    from megatron.tasks.zeroshot.detokenizers import detokenizer_of
+    from megatron.apps.tasks.zeroshot.detokenizers import detokenizer_of
 
     raw = corpus.wiki.read_bytes().decode()
     wanted = wikitext(

@@ -9,13 +9,18 @@ from pathlib import Path
 import zstandard
 from fuzz.fuzzer import Fuzzer
 
+from megatron.apps.corpus.collection.cleaning import (
+    CleanupConfig,
+    FixConfig,
+    cleanup,
+    fix,
+)
+from megatron.apps.corpus.collection.line_job import LineJobConfig
+from megatron.apps.corpus.collection.urls import UrlConfig, choose_urls
+from megatron.apps.corpus.collection.wikipedia import WikipediaConfig, read_wikipedia
+from megatron.apps.corpus.preprocessing.config import PreprocessConfig
+from megatron.apps.corpus.preprocessing.preprocess import preprocess
 from megatron.config import TokenizerConfig
-from megatron.corpus.collection.cleaning import CleanupConfig, FixConfig, cleanup, fix
-from megatron.corpus.collection.line_job import LineJobConfig
-from megatron.corpus.collection.urls import UrlConfig, choose_urls
-from megatron.corpus.collection.wikipedia import WikipediaConfig, read_wikipedia
-from megatron.corpus.preprocessing.config import PreprocessConfig
-from megatron.corpus.preprocessing.preprocess import preprocess
 
 BYTES = TokenizerConfig(tokenizer_type="ByteLevelTokenizer")
 TEXTS = ("One text.", "Two\nlines, é\u2028漢字 e\u0301", '"quoted\\"', "Words and  words. " * 20)

@@ -9,8 +9,8 @@ import numpy as np
 from fuzz.fuzzer import Fuzzer
 from upstream_retro import corpus, gpt_flags, write_blocks, write_corpora, write_project
 
-from megatron.data.kinds.retro.project import RetroProject
-from megatron.retro.inspection import RetroInspector
+from megatron.apps.retro.inspection import RetroInspector
+from megatron.features.retro.project import RetroProject
 
 LENGTH, CHUNKS, KEPT = 16, 2, 2
 

@@ -44,15 +44,15 @@ def write_requests(folder: Path) -> None:
 @lru_cache
 def application() -> Any:
     """The server's, with its engine running in this process."""
-    sys.path[:0] = [str(ROOT / "tests/unit/inference"), str(ROOT / "tests/unit/inference/server")]
+    sys.path[:0] = [str(ROOT / "tests/apps/generation"), str(ROOT / "tests/apps/generation/server")]
     from serving import PlainChat, TextRunner, byte_tokenizer
 
-    from megatron.inference.scheduling.engine import GenerationEngine
-    from megatron.inference.scheduling.engine_thread import EngineThread
-    from megatron.inference.scheduling.schedule import EngineLimits
-    from megatron.inference.server.app import build_app
-    from megatron.inference.server.config import ServiceLimits
-    from megatron.inference.server.service import ServedModel, Service
+    from megatron.apps.generation.scheduling.engine import GenerationEngine
+    from megatron.apps.generation.scheduling.engine_thread import EngineThread
+    from megatron.apps.generation.scheduling.schedule import EngineLimits
+    from megatron.apps.generation.server.app import build_app
+    from megatron.apps.generation.server.config import ServiceLimits
+    from megatron.apps.generation.server.service import ServedModel, Service
 
     service = Service("fake", ServiceLimits(request_seconds=20), log=lambda line: None)
     runner = TextRunner(259, pages=64, max_positions=64)

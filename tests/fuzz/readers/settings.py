@@ -10,8 +10,8 @@ from fuzz.fuzzer import ROOT, Fuzzer
 from megatron.config import FLAG_CLASSES, FlagParser
 from megatron.engine.deepspeed_file import read_json
 from megatron.engine.deepspeed_json import complete
-from megatron.training.run import run_of
-from megatron.training.run_curves import read_evaluations
+from megatron.features.pictures.run_curves import read_evaluations
+from megatron.run.run import run_of
 
 FLAGS = (
     "--num-layers 2 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 "

@@ -8,16 +8,16 @@ from pathlib import Path
 
 from fuzz.fuzzer import Fuzzer
 
+from megatron.apps.corpus.collection.evaluation_sets import task_texts
+from megatron.apps.generation.generation.config import GenerateConfig
+from megatron.apps.generation.generation.prompt_files import prompts_of
+from megatron.apps.tasks.detoxify.rows import read_rows
+from megatron.apps.tasks.fine_tuning.race import answered, read_race
+from megatron.apps.tasks.fine_tuning.squad.questions import read_questions
+from megatron.apps.tasks.fine_tuning.tables import TABLES
+from megatron.apps.tasks.zeroshot.lambada import Lambada
+from megatron.apps.tasks.zeroshot.wikitext import WikiText
 from megatron.config import TokenizerConfig
-from megatron.corpus.collection.evaluation_sets import task_texts
-from megatron.inference.generation.config import GenerateConfig
-from megatron.inference.generation.prompt_files import prompts_of
-from megatron.tasks.detoxify.rows import read_rows
-from megatron.tasks.fine_tuning.race import answered, read_race
-from megatron.tasks.fine_tuning.squad.questions import read_questions
-from megatron.tasks.fine_tuning.tables import TABLES
-from megatron.tasks.zeroshot.lambada import Lambada
-from megatron.tasks.zeroshot.wikitext import WikiText
 from megatron.tokenizer import build_tokenizer
 
 BYTES = build_tokenizer(TokenizerConfig(tokenizer_type="ByteLevelTokenizer"))

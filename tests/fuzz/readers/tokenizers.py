@@ -12,8 +12,8 @@ from pathlib import Path
 from fuzz.fuzzer import Fuzzer
 from small_tokenizers import PIECES, TEXTS, small_tokenizers
 
+from megatron.apps.generation.decoding.chat import ChatFormat
 from megatron.config import TokenizerConfig
-from megatron.inference.decoding.chat import ChatFormat
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
 PATHS = ("vocab_file", "merge_file", "tokenizer_model")

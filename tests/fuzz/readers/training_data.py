@@ -10,18 +10,18 @@ from fuzz.fuzzer import Fuzzer
 from fuzz.wire import example, frame
 
 from megatron.config import DataConfig, TokenizerConfig
-from megatron.config.kinds.raw_text import RawTextConfig
 from megatron.data.blend import BlendedDataset
 from megatron.data.corpora import INDEXED, read_corpora
 from megatron.data.gpt_dataset import GPTRecipe
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
-from megatron.data.kinds.instruction.conversations import read_examples
-from megatron.data.kinds.masked_data.tfrecord import TFRecordRecipe, TFRecords
-from megatron.data.kinds.preference.records import read_preferences
-from megatron.data.kinds.raw_text import open_raw_text, text_settings
 from megatron.data.sources import BlendReader
 from megatron.data.text_encoder import TextEncoder
+from megatron.features.instruction.conversations import read_examples
+from megatron.features.masked.tfrecord import TFRecordRecipe, TFRecords
+from megatron.features.preference.records import read_preferences
+from megatron.features.raw_text.flags import RawTextConfig
+from megatron.features.raw_text.kind import open_raw_text, text_settings
 
 LENGTHS, DOCUMENTS = [7, 0, 30, 1, 12, 5, 0, 44, 3, 9], [1, 2, 1, 3, 0, 1, 2]
 BYTES = TokenizerConfig(tokenizer_type="ByteLevelTokenizer")

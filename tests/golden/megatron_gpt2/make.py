@@ -3,7 +3,7 @@ logits; golden.json beside it is what it wrote (transformers 4.46.3, torch 2.13.
 
     python3 -m venv old && old/bin/pip install torch transformers==4.46.3
     MEGATRON_OLD_TRANSFORMERS=old/bin/python python -m pytest \\
-        tests/unit/formats/legacy_megatron/test_against_transformers.py
+        tests/formats/legacy_megatron/test_against_transformers.py
 
 runs it on a fresh export (later versions of transformers lack the converter): make.py CHECKPOINT
 RESULT, where CHECKPOINT is a model_optim_rng.pt, or a zip archive with

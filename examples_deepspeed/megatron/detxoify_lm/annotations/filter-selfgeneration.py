@@ -6,8 +6,8 @@ r"""Keeps the least toxic half of scored texts.
         --data-path samples.annotated.out --out-path samples.nontoxic.out
 """
 
-from megatron.tasks.detoxify.filtering import run_filter
-from megatron.training.process import errors_for_users
+from megatron.apps.tasks.detoxify.filtering import run_filter
+from megatron.run.process import errors_for_users
 
 
 def main() -> None:

@@ -13,8 +13,8 @@ r"""Scores how toxic the texts of a file are.
 A command that was interrupted continues when it is started again.
 """
 
-from megatron.tasks.detoxify.annotate import run_annotation
-from megatron.training.process import errors_for_users
+from megatron.apps.tasks.detoxify.annotate import run_annotation
+from megatron.run.process import errors_for_users
 
 
 def main() -> None:

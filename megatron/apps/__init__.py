@@ -1,0 +1,1 @@
+"""Programs around training, a folder each."""

@@ -1,0 +1,240 @@
+"""Repairs texts, and leaves out documents of other languages and short ones."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import ftfy
+from py3langid.langid import MODEL_FILE, LanguageIdentifier
+
+from megatron.apps.corpus.collection.json_files import JsonRecord, RecordStep
+from megatron.apps.corpus.collection.line_job import (
+    JobReport,
+    LineJobConfig,
+    json_inputs,
+    required,
+    run_on_json,
+)
+from megatron.config import ConfigError, TokenizerConfig
+from megatron.config.flags import option
+from megatron.tokenizer import build_tokenizer
+from megatron.util.normalization import normalized
+
+_REPAIRS = ftfy.TextFixerConfig(normalization=None, explain=False)
+"""Without normalisation, which `normalized` does in linear time."""
+_SUSPICIOUS = re.compile(r"[^\t\n\x20-\x25\x27-\x7e]")
+"""Only lines with one of these characters can be repaired: ASCII has no other faults."""
+_WORD_OR_MARK = re.compile(r"\w+|[^\w\s]")
+_CHARACTERS_PER_TOKEN = 16
+"""Far more than text has on average: a beginning of this size is nearly always enough."""
+_LANGUAGE_CHARACTERS = 4000
+"""More change nothing but the time."""
+FILTERS = ("remove_512", "remove_256_javascript", "remove_512_non_english")
+REPAIRS = ("ftfy_fix_text", "general_cleaning")
+_LINE_ENDS_AND_RUNS = re.compile(r"(?<=\w)\n+ *| {2,}")
+_ENDINGS = re.compile(r"(\.jsonl?)?(\.gz|\.zst)?$")
+
+
+@dataclass(frozen=True)
+class CleanupConfig:
+    """Cleaning documents."""
+
+    input: tuple[str, ...] = option(())
+    """JSON-lines files, globs or folders, plain or compressed with gzip or zstd."""
+    output: str | None = option(None)
+    """The JSON-lines file to write, compressed if its name ends in .gz or .zst."""
+    dropped: str | None = option(None)
+    """A file for the documents left out, with the reason under the key "dropped"."""
+    text_key: str = option("text")
+    """Key of the text."""
+    lang: tuple[str, ...] = option(("en",))
+    """Languages to keep, by their ISO code; any: all."""
+    min_tokens: int = option(128)
+    """Leave out documents with fewer tokens. Without --tokenizer-type (or with --vocab-file alone,
+    which means GPT-2's) words and punctuation marks are counted instead."""
+    no_ftfy: bool = option(False)
+    """Do not repair the texts."""
+
+
+def cleanup(config: CleanupConfig, tokenizer: TokenizerConfig, running: LineJobConfig) -> JobReport:
+    """Writes the documents that are worth keeping."""
+    inputs, output = required(config, "input", "output")
+    if config.min_tokens < 0:
+        raise ConfigError(f"--min-tokens {config.min_tokens} must be 0 or more")
+    known = {"any", *LanguageIdentifier.from_model_file(MODEL_FILE).labels}
+    for code in config.lang:
+        if code not in known:
+            raise ConfigError(
+                f"--lang {code} is not known; any, or codes among {' '.join(sorted(known))}"
+            )
+    counting: TokenizerConfig | None = tokenizer
+    if tokenizer == TokenizerConfig():
+        counting = None
+    elif tokenizer.tokenizer_type is None:
+        counting = replace(tokenizer, tokenizer_type="GPT2BPETokenizer")
+    if counting is not None:
+        build_tokenizer(counting)  # reports its errors before anything is read
+    return run_on_json(
+        config,
+        running,
+        "cleanup_dataset",
+        _cleanup_step,
+        inputs,
+        [output, config.dropped],
+        keys=(config.text_key,),
+        uses={"tokenizer": counting},
+    )
+
+
+def _cleanup_step(config: CleanupConfig, tokenizer: TokenizerConfig | None) -> RecordStep:
+    """Repairs a text, then checks its language, then its length."""
+    language_of = None if "any" in config.lang else language_finder()
+    is_short = short_finder(config.min_tokens, tokenizer)
+
+    def reason_of(text: str) -> str | None:
+        if not text.strip():
+            return "empty"
+        if language_of is not None and (language := language_of(text)) not in config.lang:
+            return f"language {language}"
+        return "short" if is_short(text) else None
+
+    def step(record: JsonRecord, counts: Counter[str]) -> Iterator[tuple[int, bytes]]:
+        found = record.fields[config.text_key]
+        text = found if config.no_ftfy else repaired(found)
+        reason = reason_of(text)
+        if reason is not None:
+            counts[f"left out: {reason}"] += 1
+            counts[f"characters left out: {reason}"] += len(text)
+            if config.dropped:
+                yield 1, record.replaced(**{config.text_key: text, "dropped": reason})
+            return
+        counts["documents written"] += 1
+        if text == found:
+            yield 0, record.unchanged()
+        else:
+            counts["texts repaired"] += 1
+            yield 0, record.replaced(**{config.text_key: text})
+
+    return step
+
+
+def language_finder() -> Callable[[str], str]:
+    """Text to the code of its language (ISO 639-1 or -3); "zxx" where there are no words. The model
+    is in the package py3langid; datatrove's language filter downloads fastText's."""
+    identifier = LanguageIdentifier.from_model_file(MODEL_FILE)
+    return lambda text: identifier.classify(text[:_LANGUAGE_CHARACTERS])[0]
+
+
+def short_finder(min_tokens: int, config: TokenizerConfig | None) -> Callable[[str], bool]:
+    """Whether a text has fewer than `min_tokens` tokens, or words and marks without tokenizer."""
+    if config is None:
+        return lambda text: sum(1 for _ in _WORD_OR_MARK.finditer(text)) < min_tokens
+    tokenizer = build_tokenizer(config)
+
+    def is_short(text: str) -> bool:
+        # The rest of a text can change the last word of its beginning, no more: one to spare.
+        beginning = text[: _CHARACTERS_PER_TOKEN * min_tokens]
+        if len(tokenizer.tokenize(beginning)) > min_tokens:
+            return False
+        return len(tokenizer.tokenize(text)) < min_tokens
+
+    return is_short
+
+
+@dataclass(frozen=True)
+class FixConfig:
+    """Filtering and repairing documents."""
+
+    input_files: tuple[str, ...] = option((), aliases=("--input",))
+    """JSON-lines files, globs or folders, plain or compressed with gzip or zstd."""
+    tasks: tuple[str, ...] = option(())
+    """What to do: remove_512 (documents of fewer than 512 characters), remove_256_javascript
+    (fewer than 256, and the word javascript), remove_512_non_english (fewer than 512, and another
+    language than English), ftfy_fix_text, general_cleaning (runs of spaces, and line breaks inside
+    sentences, become one space)."""
+    output_path: str | None = option(None)
+    """Folder for NAME_cleaned.json and NAME_filtered.json of each file NAME.json."""
+    text_key: str = option("text")
+    """Key of the text."""
+
+
+def fix(config: FixConfig, running: LineJobConfig) -> JobReport:
+    """Writes two files for each input: what stays, and what was filtered out."""
+    files, tasks, folder = required(config, "input_files", "tasks", "output_path")
+    known = (*FILTERS, *REPAIRS)
+    for task in tasks:
+        if task not in known:
+            raise ConfigError(f"--tasks {task} is unknown; it is among {' '.join(known)}")
+    outputs = []
+    for path in json_inputs(files):
+        ending = _ENDINGS.search(path.name)
+        assert ending is not None
+        stem = path.name[: ending.start()]
+        kinds = ("cleaned", "filtered")
+        outputs += [Path(folder, f"{stem}_{kind}{ending.group()}") for kind in kinds]
+    keys = (config.text_key,)
+    tool = "cleanup_fix_dataset"
+    return run_on_json(config, running, tool, _fix_step, files, outputs, keys=keys, per_input=True)
+
+
+def _fix_step(config: FixConfig) -> RecordStep:
+    """Filters first, then repairs, whatever the order of the tasks."""
+    language_of = language_finder() if "remove_512_non_english" in config.tasks else None
+    all_filters: dict[str, Callable[[str], bool]] = {
+        "remove_512": lambda text: len(text) < 512,
+        "remove_256_javascript": lambda text: len(text) < 256 and "javascript" in text.lower(),
+        "remove_512_non_english": lambda text: (
+            language_of is not None and len(text) < 512 and language_of(text) != "en"
+        ),
+    }
+    filters = {task: find for task, find in all_filters.items() if task in config.tasks}
+    all_repairs = {"ftfy_fix_text": repaired, "general_cleaning": tidied}
+    repairs = {task: repair for task, repair in all_repairs.items() if task in config.tasks}
+
+    def step(record: JsonRecord, counts: Counter[str]) -> Iterator[tuple[int, bytes]]:
+        found = text = record.fields[config.text_key]
+        removed_by = next((task for task, find in filters.items() if find(text)), None)
+        if removed_by:
+            counts[f"left out: {removed_by}"] += 1
+            yield 1, record.unchanged()
+            return
+        for task, repair in repairs.items():
+            before, text = text, repair(text)
+            if text != before:
+                counts[f"texts changed: {task}"] += 1
+        counts["documents written"] += 1
+        same = text == found
+        yield 0, record.unchanged() if same else record.replaced(**{config.text_key: text})
+
+    return step
+
+
+def repaired(text: str) -> str:
+    """The text as `ftfy.fix_text` repairs it, line by line, up to runs of combining marks that
+    `normalized` leaves as they are."""
+    pieces, done, config = [], 0, _REPAIRS
+    while found := _SUSPICIOUS.search(text, done):
+        start = text.rfind("\n", done, found.start()) + 1 or done
+        end = text.find("\n", found.start()) + 1 or len(text)
+        if "<" in text[done:end]:  # the text, or what follows, is HTML, where entities have a use
+            config = config._replace(unescape_html=False)
+        pieces += [text[done:start], _repaired_line(text[start:end], config)]
+        done = end
+    return "".join([*pieces, text[done:]])
+
+
+def _repaired_line(line: str, config: ftfy.TextFixerConfig) -> str:
+    while True:
+        decoded = ftfy.fix_text(line, config)
+        line = normalized("NFC", decoded)
+        if line == decoded:
+            return line
+
+
+def tidied(text: str) -> str:
+    """One space for each run of spaces, and for line breaks that follow a letter or digit."""
+    return _LINE_ENDS_AND_RUNS.sub(" ", text)

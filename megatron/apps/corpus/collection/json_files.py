@@ -1,0 +1,213 @@
+"""JSON-lines files: records of input lines, and outputs that appear when they are complete."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import orjson
+import zstandard
+
+from megatron.apps.corpus.preprocessing.inputs import LineBatch, read_batches
+from megatron.data.json_lines import BadLine, is_too_deep, long_line, texts_of_line
+from megatron.util.files import naming, sync, write_whole
+from megatron.util.locks import Lock, LockTakenError
+
+_MAX_LINES = 1000
+_MAX_DEPTH = 500
+"""Brackets inside brackets that Python still writes."""
+_PACKERS: dict[str, Callable[[], zlib._Compress | zstandard.ZstdCompressionObj]] = {
+    ".gz": lambda: zlib.compressobj(6, zlib.DEFLATED, 31),  # 31: a gzip member, without a time
+    ".zst": lambda: zstandard.ZstdCompressor(3).compressobj(),
+}
+
+
+def read_lines(paths: Sequence[Path]) -> Iterator[LineBatch]:
+    return read_batches(paths, _MAX_LINES)
+
+
+class BadRecordError(Exception):
+    """A record that a step cannot use; its line counts as malformed."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(reason, detail)
+        self.reason, self.detail = reason, detail
+
+
+@dataclass(frozen=True)
+class JsonRecord:
+    path: Path
+    number: int
+    """Line number, from 1."""
+    line: bytes
+    fields: dict[str, Any]
+
+    def value(self, key: str) -> Any:
+        """The value of a key; BadRecordError if the record has no such key."""
+        if key not in self.fields:
+            present = ", ".join(f'"{name}"' for name in list(self.fields)[:8]) or "none"
+            raise BadRecordError(f'no key "{key}"', f"its keys: {present}")
+        return self.fields[key]
+
+    def unchanged(self) -> bytes:
+        """The line byte for byte, with one line feed at its end."""
+        return self.line.rstrip(b"\r\n") + b"\n"
+
+    def replaced(self, **changes: Any) -> bytes:
+        """A line with some fields replaced or added; the others keep order and exact value."""
+        try:
+            fields = json.loads(self.line)  # keeps long integers, which orjson turns into floats
+            return json_line({**fields, **changes})
+        except (ValueError, RecursionError):  # a number of more than 4,300 digits
+            try:
+                return orjson.dumps({**self.fields, **changes}) + b"\n"
+            except TypeError as error:
+                raise BadRecordError("cannot be written as JSON", str(error)) from None
+
+
+def json_line(fields: dict[str, Any]) -> bytes:
+    """A JSON object as one line of UTF-8."""
+    return json.dumps(fields, ensure_ascii=False).encode() + b"\n"
+
+
+def records_of(batch: LineBatch, keys: Sequence[str] = ()) -> Iterator[JsonRecord | BadLine]:
+    """The records of a batch; each has strings under `keys`. Blank lines are skipped."""
+    for number, line in enumerate(batch.lines, batch.first_line):
+        if too_long := long_line(line, number):
+            yield too_long
+        elif not line.isspace():
+            yield _record(batch.path, number, line, keys)
+
+
+def _record(path: Path, number: int, line: bytes, keys: Sequence[str]) -> JsonRecord | BadLine:
+    texts = texts_of_line(line, number, keys)
+    if isinstance(texts, BadLine):
+        return texts
+    if is_too_deep(line, _MAX_DEPTH):
+        return BadLine(number, "nested too deeply", f"over {_MAX_DEPTH} levels")
+    try:
+        fields = orjson.loads(line)
+    except orjson.JSONDecodeError:  # NaN, or a lone surrogate, which no UTF-8 file can contain
+        try:
+            fields = json.loads(line)
+            if rb"\u" in line:
+                json_line(fields)
+        except UnicodeEncodeError as error:
+            return BadLine(number, "a lone surrogate", str(error))
+        except (ValueError, RecursionError) as error:
+            return BadLine(number, "not JSON", str(error))
+    return JsonRecord(path, number, line, fields)
+
+
+def read_records(path: Path, keys: Sequence[str] = ()) -> Iterator[JsonRecord]:
+    """The records of a file; ValueError, which names file and line, for a malformed line."""
+    for batch in read_lines([path]):
+        for record in records_of(batch, keys):
+            if isinstance(record, BadLine):
+                raise ValueError(f"{path}, line {record.number}: {record.reason} ({record.detail})")
+            yield record
+
+
+@dataclass
+class BatchResult:
+    outputs: list[bytes]
+    """Lines for each output."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """Events by name, for the report."""
+    bad_lines: list[BadLine] = field(default_factory=list)
+    documents: int = 0
+
+
+BatchStep = Callable[[LineBatch], BatchResult]
+RecordStep = Callable[[JsonRecord, "Counter[str]"], Iterable[tuple[int, bytes]]]
+"""Gives number of output and line for everything to write; adds to the counts of the batch."""
+
+
+def map_records(
+    batch: LineBatch, keys: Sequence[str], step: RecordStep, outputs: int
+) -> BatchResult:
+    """Applies a step to each record of a batch; lines for outputs from `outputs` on are dropped."""
+    lines: list[list[bytes]] = [[] for _ in range(outputs)]
+    result = BatchResult([])
+    for record in records_of(batch, keys):
+        if isinstance(record, BadLine):
+            result.bad_lines.append(record)
+            continue
+        try:
+            written = list(step(record, result.counts))
+        except BadRecordError as error:
+            result.bad_lines.append(BadLine(record.number, error.reason, error.detail))
+            continue
+        result.documents += 1
+        for output, line in written:
+            if output < outputs:
+                lines[output].append(line)
+    result.outputs = [b"".join(each) for each in lines]
+    return result
+
+
+def partial_path(path: Path) -> Path:
+    return path.with_name(path.name + ".partial")
+
+
+class OutputFile:
+    """A file, compressed as its name says, that grows from one checkpoint to the next. Each one
+    ends a gzip member or zstd frame, so that the bytes up to it are complete; members and frames
+    one after another make one file of the format."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        """Opens PATH.partial and cuts it to `size` bytes, those of the last checkpoint. Raises
+        OSError if it cannot be written, or another process is writing it."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = partial_path(path)
+        try:
+            self._lock = Lock(partial)
+        except LockTakenError as error:
+            raise OSError(f"{partial} is being written by another process") from error
+        self._file: BinaryIO = partial.open("r+b")
+        assert self._file.seek(0, os.SEEK_END) >= size
+        self._file.truncate(size)
+        self._file.seek(size)
+        self._pack = _PACKERS.get(path.suffix)
+        self._packer: zlib._Compress | zstandard.ZstdCompressionObj | None = None
+
+    def write(self, data: bytes) -> None:
+        if data and self._pack is not None:
+            self._packer = self._packer or self._pack()
+            data = self._packer.compress(data)
+        with naming(self._file.name):
+            self._file.write(data)
+
+    def checkpoint(self) -> int:
+        """Writes everything to the disk; the size up to here, in bytes."""
+        with naming(self._file.name):
+            if self._packer is not None:
+                self._file.write(self._packer.flush())
+                self._packer = None
+            sync(self._file)
+        return self._file.tell()
+
+    def close(self) -> None:
+        self._file.close()
+        self._lock.release()
+
+
+def publish(path: Path) -> None:
+    """Gives a file its name, unless that was done before."""
+    if partial_path(path).exists():
+        os.replace(partial_path(path), path)
+
+
+def write_packed(path: Path, data: bytes) -> None:
+    """Writes a file at once, compressed as its name says."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if data and (pack := _PACKERS.get(path.suffix)):
+        packer = pack()
+        data = packer.compress(data) + packer.flush()
+    write_whole(path, data)

@@ -1,0 +1,230 @@
+"""WikiExtractor's articles to one JSON object per article.
+
+WikiExtractor makes folders AA, AB ... of files wiki_00, wiki_01 ..., either JSON lines (--json)
+or articles between `<doc id="12" url="..." title="...">` and `</doc>` on lines of their own, with
+the title as first line. In the latter, &, < and > are HTML entities.
+"""
+
+from __future__ import annotations
+
+import functools
+import html
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from megatron.apps.corpus.collection.json_files import (
+    BadRecordError,
+    BatchResult,
+    BatchStep,
+    JsonRecord,
+    json_line,
+    map_records,
+    read_lines,
+)
+from megatron.apps.corpus.collection.line_job import (
+    JobReport,
+    LineJob,
+    LineJobConfig,
+    required,
+    run,
+)
+from megatron.apps.corpus.preprocessing.inputs import LineBatch
+from megatron.config.flags import option
+from megatron.data.json_lines import BadLine, long_line
+
+_START = re.compile(r"<doc\s(.*)>")
+"""Of a line without white space at its end."""
+_ATTRIBUTE = re.compile(r'(?<!\w)(\w+)="([^"]*)"')
+_LONG_NUMBER = re.compile(r"&#([0-9]{8,});?")
+_END = b"</doc>"
+_REDIRECT = re.compile(r"#\s*redirect", re.IGNORECASE)
+_MAX_ARTICLE = 1 << 28
+
+
+@dataclass(frozen=True)
+class WikipediaConfig:
+    """Reading WikiExtractor's output."""
+
+    input: tuple[str, ...] = option(())
+    """Folders that WikiExtractor wrote, or files of them (wiki_00), plain or compressed with
+    gzip or zstd; both its formats."""
+    output: str | None = option(None)
+    """The JSON-lines file to write, with keys id, url, title and text, compressed if its
+    name ends in .gz or .zst."""
+    title_in_text: bool = option(False)
+    """Begin each text with the title and an empty line."""
+    min_length: int = option(0)
+    """Leave out articles whose text has fewer characters than this."""
+
+
+def read_wikipedia(config: WikipediaConfig, running: LineJobConfig) -> JobReport:
+    inputs, output = required(config, "input", "output")
+    job = LineJob(
+        "wikiextractor_json",
+        extracted_files(inputs),
+        [Path(output)],
+        functools.partial(_wikipedia_step, config),
+        None,
+        asdict(config),
+        reader=article_batches,
+    )
+    return run(job, running)
+
+
+def _wikipedia_step(config: WikipediaConfig) -> BatchStep:
+    """Drops empty articles and redirects, and writes the others in one form."""
+    writer = _ArticleWriter(config)
+
+    def step(batch: LineBatch) -> BatchResult:
+        is_markup = any(line.startswith((b"<doc ", _END)) for line in batch.lines)
+        if not is_markup and any(line.startswith(b"{") for line in batch.lines):
+            return map_records(batch, ("text",), writer.from_record, outputs=1)
+        return writer.from_markup(batch)
+
+    return step
+
+
+@dataclass(frozen=True)
+class _ArticleWriter:
+    """Articles to lines of JSON, from JSON records or from WikiExtractor's markup."""
+
+    config: WikipediaConfig
+
+    def line(
+        self, number: object, url: object, title: str, text: str, counts: Counter[str]
+    ) -> bytes | None:
+        """The article as a line; None, and why in ``counts``, if it is left out."""
+        text = text.strip()
+        if title and text.partition("\n")[0].strip() == title.strip():
+            text = text.partition("\n")[2].strip()
+        if not text:
+            counts["empty articles left out"] += 1
+        elif _REDIRECT.match(text):
+            counts["redirects left out"] += 1
+        elif len(text) < self.config.min_length:
+            counts["short articles left out"] += 1
+        else:
+            counts["articles written"] += 1
+            if self.config.title_in_text and title:
+                text = f"{title}\n\n{text}"
+            return json_line({"id": number, "url": url, "title": title, "text": text})
+        return None
+
+    def from_record(self, record: JsonRecord, counts: Counter[str]) -> Iterator[tuple[int, bytes]]:
+        fields = record.fields
+        title = fields.get("title", "")
+        if not isinstance(title, str):
+            raise BadRecordError('"title" is not a string', f"found {title!r:.60}")
+        line = self.line(fields.get("id"), fields.get("url"), title, fields["text"], counts)
+        if line:
+            yield 0, line
+
+    def from_markup(self, batch: LineBatch) -> BatchResult:
+        result = BatchResult([])
+        attributes: dict[str, str] | None = None
+        lines: list[str] = []
+        written: list[bytes] = []
+        started = 0
+
+        def bad(number: int, reason: str, detail: str) -> None:
+            result.bad_lines.append(BadLine(number, reason, detail))
+
+        for number, raw in enumerate(batch.lines, batch.first_line):
+            if too_long := long_line(raw, number):
+                result.bad_lines.append(too_long)
+                continue
+            try:
+                line = raw.decode().rstrip("\r\n")
+            except UnicodeDecodeError as error:
+                bad(number, "not UTF-8", str(error))
+                continue
+            if start := _START.fullmatch(line.rstrip()):
+                if attributes is not None:
+                    bad(started, "an article without </doc>", f"the next starts in line {number}")
+                found = _ATTRIBUTE.findall(start[1])
+                attributes = {name: _unescaped(value) for name, value in found}
+                lines, started = [], number
+            elif line.strip() == _END.decode():
+                if attributes is None:
+                    bad(number, "</doc> without <doc ...>", "the article before has ended")
+                    continue
+                result.documents += 1
+                text = _unescaped("\n".join(lines))
+                about = attributes.get("id"), attributes.get("url"), attributes.get("title", "")
+                written.append(self.line(*about, text, result.counts) or b"")
+                attributes = None
+            elif attributes is not None:
+                lines.append(line)
+            elif line.strip():
+                bad(number, "text outside of <doc> and </doc>", repr(line[:60]))
+        if attributes is not None:
+            bad(started, "an article without </doc>", "the file ends")
+        result.outputs = [b"".join(written)]
+        return result
+
+
+def _unescaped(text: str) -> str:
+    """Characters for HTML entities. Python does not read numbers of thousands of digits."""
+    return html.unescape(_LONG_NUMBER.sub(_short_reference, text))
+
+
+def _short_reference(found: re.Match[str]) -> str:
+    digits = found[1].lstrip("0") or "0"
+    return f"&#{digits};" if len(digits) < 8 else "\ufffd"
+
+
+def article_batches(paths: Sequence[Path]) -> Iterator[LineBatch]:
+    """Lines in batches none of which ends inside an article. Raises ValueError if an article is
+    longer than 256 MiB, so that its end seems to be missing."""
+    held: list[bytes] = []  # lines of `last` and before it, behind the last </doc>
+    last: LineBatch | None = None
+    first, size, has_begun = 1, 0, False
+    for batch in read_lines(paths):
+        if last is None or last.path != batch.path:
+            if last is not None and held:
+                yield replace(last, first_line=first, lines=held)
+            held, first, size, has_begun = [], batch.first_line, 0, False
+        last, lines = batch, batch.lines
+        whole = len(lines)
+        if has_begun or _has_start(lines):
+            while whole and not lines[whole - 1].startswith(_END):
+                whole -= 1
+        if whole:
+            yield replace(batch, first_line=first, lines=held + lines[:whole])
+            held, first, size, has_begun = [], batch.first_line + whole, 0, False
+        rest = lines[whole:]
+        held += rest
+        size += sum(map(len, rest))
+        has_begun = has_begun or _has_start(rest)
+        if size > _MAX_ARTICLE:
+            raise ValueError(
+                f"{batch.path}, line {first}: an article without </doc> in the "
+                f"{_MAX_ARTICLE >> 20} MiB that follow"
+            )
+    if last is not None and held:
+        yield replace(last, first_line=first, lines=held)
+
+
+def _has_start(lines: Iterable[bytes]) -> bool:
+    return any(line.startswith(b"<doc ") for line in lines)
+
+
+def extracted_files(patterns: Iterable[str]) -> list[Path]:
+    """Files of WikiExtractor: those named wiki_* in a folder and its subfolders, or as given.
+    Raises FileNotFoundError if no file is found, ValueError if one is compressed with bzip2."""
+    files: dict[Path, None] = {}
+    for pattern in map(Path, patterns):
+        found = sorted(pattern.rglob("wiki_*")) if pattern.is_dir() else [pattern]
+        if not found or not found[0].exists():
+            what = "has no files wiki_* in it" if pattern.is_dir() else "does not exist"
+            raise FileNotFoundError(f"--input {pattern} {what}")
+        files.update(dict.fromkeys(path for path in found if path.is_file()))
+    packed = next((path for path in files if path.suffix == ".bz2"), None)
+    if packed:
+        raise ValueError(
+            f"--input {packed} is compressed with bzip2: decompress it with bunzip2 first"
+        )
+    return list(files)

@@ -1,0 +1,453 @@
+"""Runs as the dashboard shows them: an index of metrics each, and what people ask of it."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.apps.dashboard.index import RunIndex
+from megatron.apps.dashboard.records import (
+    StartNotes,
+    newest_record,
+    read_record,
+)
+from megatron.apps.dashboard.series import (
+    Curve,
+    clock,
+    part,
+    power,
+    rising,
+    smoothed,
+    thinned,
+    training_seconds,
+)
+from megatron.apps.dashboard.tables import (
+    CLOCKS,
+    Column,
+    MetricTable,
+)
+from megatron.util.errors import one_line
+
+AXES = (*CLOCKS, "seconds")
+METRICS = "metrics.jsonl"
+POWER = "power_watts"
+_DRAWN = frozenset({"train", "validation", "test", "task"})
+_SAVES = frozenset({"save", "memory_save"})
+_MOST_EVENTS = 2000
+_QUIET_SECONDS, _QUIET_STEPS = 600.0, 10
+"""Without a new row, after which a run is not taken for one that runs: the larger of the two."""
+_PLAN = "the end of its plan"
+_INTERRUPTS = frozenset({"KeyboardInterrupt", "SystemExit"})
+MOST_CELLS = 1 << 22
+"""Rows of a table times its series."""
+_LOOK_SECONDS = 20.0
+_RETRY_SECONDS = 2.0
+_RECENT = 100
+"""Rows that the table of runs has means of, at most; a twentieth of a shorter run's."""
+
+
+class WatchedRun:
+    """One run; its methods may be called by several threads.
+
+    Args:
+        id: in addresses.
+        name: for people.
+        path: of the file of metrics. Raises OSError if it cannot be read.
+    """
+
+    def __init__(self, id: str, name: str, path: Path) -> None:
+        self.id, self.name, self.path = id, name, path
+        self._index = RunIndex(path)
+        self._lock = threading.RLock()
+        self._progress: float | None = 0.0
+        self._error: str | None = None
+        self._start = StartNotes(None, {}, [])
+        self._look_at, self._looked_in, self._retry_at = 0.0, -1, 0.0
+        self._time: tuple[str, Curve] = "", training_seconds(None)
+        self._last: tuple[str, dict[str, float] | None] = "", None
+
+    def refresh(self, ended: Callable[[], bool] = lambda: False) -> None:
+        """Reads what was written since the last time, until ``ended``."""
+        if time.monotonic() < self._retry_at:
+            return
+        try:
+            pieces, whole = self._index.update(self._told), False
+            while not (whole or ended()):
+                with self._lock:
+                    whole = next(pieces, self) is self
+            with self._lock:
+                pieces.close()
+            if time.monotonic() >= self._look_at or self._index.generation != self._looked_in:
+                self._look()
+            self._error = self._complaint()
+            if whole:
+                self._progress = None
+        except OSError as error:
+            self.failed(error.strerror or str(error))
+
+    def failed(self, words: str) -> None:
+        """Makes that its error, until a later reading succeeds."""
+        self._error = one_line(f"cannot be read: {words}")
+        self._progress = None
+        self._retry_at = time.monotonic() + _RETRY_SECONDS
+
+    def _look(self) -> None:
+        """Reads the record of the last start, which is not looked for all the time."""
+        if (folder := newest_record(self.path)) is not None:
+            start = read_record(folder)
+            with self._lock:
+                self._start = start
+        self._look_at = time.monotonic() + _LOOK_SECONDS
+        self._looked_in = self._index.generation  # a start of the run may have replaced the file
+
+    def close(self) -> None:
+        """Lets another process continue the index."""
+        with self._lock:
+            self._index.close()
+
+    def listing(self) -> dict[str, Any]:
+        """Its entry in the list of runs."""
+        with self._lock:
+            state, words = self._state()
+            return {
+                "id": self.id,
+                "name": self.name,
+                "path": _shown_name(str(self.path)),
+                "state": state,
+                "words": words,
+                "progress": self._progress,
+                "error": self._error,
+                "rows": self._index.lines - self._index.broken,
+                "broken": self._index.broken,
+                "left_out": [*self._index.notes, *self._start.left_out],
+                "planned": self._planned,
+                "version": f"{self._index.version} {len(self._start.configuration)} {state}",
+                "last": self._newest(),
+            }
+
+    def summary(self) -> dict[str, Any]:
+        """What else is known of it but the points of its curves."""
+        with self._lock:
+            tables = self._index.tables
+            train = tables.get("train")
+            ends = [] if train is None or not train.rows else self._ends(train)
+            events, count = self._events()
+            return {
+                "extent": {
+                    name: [end[name] for end in ends] for name in AXES if ends and name in ends[1]
+                },
+                "series": [
+                    {"id": f"{number}-{name}", "kind": table.kind, "name": name}
+                    for number, table in enumerate(tables.values())
+                    if table.kind.partition(" ")[0] in _DRAWN or table.kind in _SAVES
+                    for name in (*table.columns, *self._derived(table))
+                    if name not in CLOCKS
+                ],
+                "events": events,
+                "event_count": count,
+                "totals": self._totals(),
+                "configuration": self._start.configuration,
+                "record": self._start.record,
+            }
+
+    def series(
+        self,
+        ids: Sequence[str],
+        axis: str,
+        first: float | None,
+        last: float | None,
+        points: int,
+        factor: float,
+    ) -> dict[str, Any]:
+        """Curves over ``axis`` from ``first`` to ``last``, each of about ``points`` points, and
+        smoothed by ``factor`` if that is not 0 and they are of training. Raises KeyError for an id
+        of no series."""
+        found: dict[str, Any] = {}
+        for id in ids:
+            with self._lock:
+                table, name = self._series(id)
+                curve = rising(clock(axis, table, self._seconds()), self._column(table, name))
+            found[id] = _shown(thinned(part(curve, first, last), points))
+            if factor and table.kind == "train":
+                mean = part(smoothed(curve, factor), first, last)
+                found[id]["smooth"] = _shown(thinned(mean, points))
+        return found
+
+    def positions(self, points: int) -> dict[str, Column]:
+        """About ``points`` of the positions that training has passed, on each axis."""
+        with self._lock:
+            train = self._index.tables.get("train")
+            if train is None or not train.rows:
+                return {name: np.empty(0) for name in AXES}
+            chosen = np.unique(np.linspace(0, train.rows - 1, min(points, train.rows)).astype(int))
+            return {name: clock(name, train, self._seconds())[chosen] for name in AXES}
+
+    def table(
+        self, ids: Sequence[str], axis: str, first: float | None, last: float | None
+    ) -> Iterator[str]:
+        """The lines of a CSV file of the rows from ``first`` to ``last`` that have one of the
+        values. Raises KeyError for an id of no series, OverflowError if they are too many."""
+        with self._lock:
+            parts = []
+            for table, name in (self._series(id) for id in dict.fromkeys(ids)):
+                x = clock(axis, table, self._seconds())
+                inside = np.isfinite(x)
+                inside &= x >= (-math.inf if first is None else first)
+                inside &= x <= (math.inf if last is None else last)
+                heading = name if table.kind == "train" else f"{table.kind} {name}"
+                columns = [self._column(table, each)[inside] for each in (*CLOCKS, name)]
+                parts.append((heading, columns))
+                if len(parts) * sum(len(columns[0]) for _, columns in parts) > MOST_CELLS:
+                    raise OverflowError(
+                        f"the table has more than {MOST_CELLS:,} values: choose a part with from "
+                        "and to, or fewer series"
+                    )
+        steps = np.unique(np.concatenate([np.empty(0), *(columns[0] for _, columns in parts)]))
+        rows = np.full((len(steps), len(CLOCKS) + len(parts)), np.nan)
+        rows[:, 0] = steps
+        for place, (_, columns) in reversed(list(enumerate(parts, len(CLOCKS)))):
+            at = np.searchsorted(steps, columns[0])
+            rows[at, 1], rows[at, 2], rows[at, place] = columns[1:]
+        yield ",".join((*CLOCKS, *(_field(heading) for heading, _ in parts))) + "\n"
+        for row in rows:
+            counts, values = row[: len(CLOCKS)].tolist(), row[len(CLOCKS) :].tolist()
+            yield ",".join((*(_cell(n, whole=True) for n in counts), *map(_cell, values))) + "\n"
+
+    def texts(self) -> list[dict[str, Any]]:
+        """What the model wrote."""
+        return self._index.texts
+
+    def _told(self, share: float) -> None:
+        if self._progress is not None:
+            self._progress = share
+
+    def _complaint(self) -> str | None:
+        index = self._index
+        if index.lines and index.broken == index.lines:
+            return (
+                f"none of the {index.lines:,} lines of {self.path.name} is a row of metrics, which "
+                "a run writes with --metrics-file"
+            )
+        return None
+
+    @property
+    def _planned(self) -> int | None:
+        if self._start.configuration.get("training.train_tokens") is not None:
+            return None  # which may end the run earlier
+        planned = self._start.configuration.get("training.train_iters")
+        return planned if type(planned) is int and 0 < planned < 1 << 53 else None
+
+    def _state(self) -> tuple[str, str]:
+        """Return the state of the run, and words for it. That a run has ended is known
+        from its record; of one that was killed nothing says so but its silence."""
+        if self._error is not None or self._progress is not None:
+            return ("error", "not readable") if self._error is not None else ("loading", "reading")
+        record = self._start.record or {}
+        if record.get("ended"):
+            end = record.get("end") or ""
+            error, colon, _ = end.partition(": ")
+            failed = bool(colon) and error.isidentifier() and error not in _INTERRUPTS
+            state = "finished" if end in ("", _PLAN) else "failed" if failed else "stopped"
+            return state, one_line(f"{state}: {end}"[:300] if state != "finished" else state)
+        try:
+            quiet = time.time() - self.path.stat().st_mtime
+        except OSError:
+            return "quiet", "its file is gone"
+        train = self._index.tables.get("train")
+        each = None if train is None else _last(train.column("seconds_per_iteration", 1))
+        if quiet < max(_QUIET_SECONDS, _QUIET_STEPS * (each or 0.0)):
+            return "live", "running"
+        last = self._newest()
+        if last is not None and self._planned and last.get("iteration", 0) >= self._planned:
+            return "finished", "finished"
+        return "quiet", f"no rows for {_rough(quiet)}"
+
+    def _series(self, id: str) -> tuple[MetricTable, str]:
+        number, _, name = id.partition("-")
+        tables = list(self._index.tables.values())
+        if not number.isdecimal() or int(number) >= len(tables):
+            raise KeyError(id)
+        table = tables[int(number)]
+        if name not in (*table.columns, *self._derived(table)) or name in CLOCKS:
+            raise KeyError(id)
+        return table, name
+
+    def _derived(self, table: MetricTable) -> tuple[str, ...]:
+        """Names of what is computed of columns."""
+        measured = {"energy_joules", "seconds_per_iteration"}.issubset(table.columns)
+        return (POWER,) if table.kind == "train" and measured else ()
+
+    def _column(self, table: MetricTable, name: str) -> Column:
+        if name != POWER or name in table.columns:
+            return table.column(name)
+        return power(table.column("energy_joules"), self._seconds())
+
+    def _newest(self) -> dict[str, float] | None:
+        """The position that the run has reached."""
+        version, found = self._last
+        if version != self._index.version:
+            train = self._index.tables.get("train")
+            found = None if train is None or not train.rows else self._ends(train)[1]
+            self._last = self._index.version, found
+        return found
+
+    def _ends(self, train: MetricTable) -> list[dict[str, float]]:
+        """The positions of the first and the last row of training."""
+        ends: list[dict[str, float]] = [{}, {}]
+        for name in AXES:
+            column = clock(name, train, self._seconds())
+            for end, value in zip(ends, (column[0], column[-1]), strict=True):
+                if math.isfinite(value):
+                    end[name] = float(value)
+        return ends
+
+    def _seconds(self) -> Curve:
+        """The time of training, which many curves need, computed once for the rows there are."""
+        version, found = self._time
+        if version != self._index.version:
+            found = training_seconds(self._index.tables.get("train"))
+            self._time = self._index.version, found
+        return found
+
+    def _events(self) -> tuple[list[dict[str, Any]], int]:
+        """The last events, and how many there are."""
+        tables = [
+            table
+            for table in self._index.tables.values()
+            if table.kind.partition(" ")[0] not in _DRAWN and table.rows
+        ]
+        count = sum(table.rows for table in tables)
+        ends = [table.column("iteration", _MOST_EVENTS) for table in tables]
+        steps = np.concatenate([np.empty(0), *ends])
+        latest = np.zeros(len(steps), bool)
+        latest[np.argsort(steps, kind="stable")[-_MOST_EVENTS:]] = True
+        borders = np.cumsum([0, *map(len, ends)])
+        events: list[dict[str, Any]] = []
+        for table, end, border in zip(tables, ends, borders[:-1], strict=True):
+            chosen = np.flatnonzero(latest[border : border + len(end)])
+            if not len(chosen):
+                continue
+            clocks = {
+                name: clock(name, table, self._seconds())[-len(end) :][chosen].tolist()
+                for name in AXES
+            }
+            rows = [
+                {"kind": table.kind, **dict(zip(AXES, values, strict=True)), "values": {}}
+                for values in zip(*clocks.values(), strict=True)
+            ]
+            for name in table.columns:
+                if name not in CLOCKS:
+                    column = table.column(name, len(end))[chosen]
+                    for place in np.flatnonzero(~np.isnan(column)).tolist():
+                        rows[place]["values"][name] = float(column[place])
+            events += rows
+        return sorted(events, key=lambda event: event["iteration"]), count
+
+    def _totals(self) -> dict[str, float | None]:
+        tables = self._index.tables
+        train = tables.get("train")
+        if train is None or not train.rows:
+            return {}
+        recent = max(1, min(_RECENT, train.rows // 20))
+        seconds = self._seconds().y[-_RECENT:]
+        tokens = train.column("tokens", _RECENT)
+        rate = None
+        if len(seconds) > 1 and seconds[-1] > seconds[0]:
+            rate = float((tokens[-1] - tokens[0]) / (seconds[-1] - seconds[0]))
+        held_out, test = (
+            next((t for k, t in tables.items() if k.partition(" ")[0] == family and t.rows), None)
+            for family in ("validation", "test")
+        )
+        names = ("seconds_left", "energy_joules", "co2_grams", "cost", "cost_left")
+        return {
+            "loss": _mean(train.column("loss", recent)),
+            "validation_loss": None if held_out is None else _least(held_out.column("loss")),
+            "test_loss": None if test is None else _last(test.column("loss", 1)),
+            "tokens_per_second": rate,
+            "mfu": _mean(train.column("mfu", recent)),
+            "memory_bytes": _last(train.column("memory_allocated_bytes", 1)),
+            POWER: None
+            if not self._derived(train)
+            else _mean(self._column(train, POWER)[-recent:]),
+            **{name: _last(train.column(name, 1)) for name in names},
+        }
+
+
+def find_runs(words: Sequence[str]) -> list[tuple[str, Path]]:
+    """Names and files of metrics of what somebody named: a file, a folder with ``metrics.jsonl`` in
+    it or in its folders, or NAME=PATH. Raises FileNotFoundError."""
+    found: list[tuple[str, Path]] = []
+    for word in words:
+        name, equals, rest = word.partition("=")
+        named = bool(equals) and not Path(word).exists()
+        path = Path(rest if named else word)
+        files = [path]
+        if path.is_dir():
+            files = sorted(path.glob(METRICS)) or sorted(path.glob(f"*/{METRICS}"))
+            files = files or sorted(path.glob(f"*/*/{METRICS}"))
+            if not files:
+                raise FileNotFoundError(
+                    f"{path}: no {METRICS} here or in its folders; a run writes it with "
+                    "--metrics-file"
+                )
+        elif not path.exists():
+            raise FileNotFoundError(
+                f"{path}: no such file or folder; give the file that a run wrote with "
+                "--metrics-file, or the folder it is in"
+            )
+        for file in files:
+            own = file.parent.name if file.name == METRICS else file.stem
+            found.append((name if named and len(files) == 1 else own or str(file), file))
+    names = [name for name, _ in found]
+    return [
+        (_shown_name(name if names.count(name) == 1 else str(path)), path) for name, path in found
+    ]
+
+
+def _shown_name(name: str) -> str:
+    """A name with a mark in place of what is not UTF-8, as those of files may be."""
+    return os.fsencode(name).decode(errors="replace")
+
+
+def _rough(seconds: float) -> str:
+    for name, size in (("days", 86400.0), ("hours", 3600.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {name}"
+    return f"{seconds / 60:.0f} minutes"
+
+
+def _shown(curve: Curve) -> dict[str, Column]:
+    return {"x": np.ascontiguousarray(curve.x), "y": np.ascontiguousarray(curve.y)}
+
+
+def _mean(values: Column) -> float | None:
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if len(finite) else None
+
+
+def _least(values: Column) -> float | None:
+    finite = values[np.isfinite(values)]
+    return float(finite.min()) if len(finite) else None
+
+
+def _last(values: Column) -> float | None:
+    return float(values[-1]) if len(values) and np.isfinite(values[-1]) else None
+
+
+def _cell(value: float, whole: bool = False) -> str:
+    if not math.isfinite(value):
+        return ""
+    return str(int(value)) if whole else repr(value)
+
+
+def _field(name: str) -> str:
+    """A heading, which is the first of a CSV file's lines: quoted, and no formula."""
+    text = name if name[:1] not in "=+-@\t\r" else f"'{name}"
+    return '"' + text.replace('"', '""') + '"' if any(c in text for c in ',"\n\r') else text

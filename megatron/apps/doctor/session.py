@@ -1,0 +1,147 @@
+"""A probe on a node, started as launchers start processes there: by ssh, by srun, or here."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import select
+import shlex
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from megatron.apps.doctor import probe
+from megatron.util import digests
+
+_BEGIN = "-uc", "exec(input())"
+_BOOT = """
+import sys, types
+for name in ("megatron", "megatron.util", "megatron.util.digests"):
+    sys.modules[name] = types.ModuleType(name)
+exec({digests!r}, sys.modules["megatron.util.digests"].__dict__)
+exec({probe!r})
+serve()
+"""
+
+
+class ProbeError(RuntimeError):
+    """A node gave no answer, or an error."""
+
+
+class Session:
+    """The probe of a node. Requests are answered in their order.
+
+    Args:
+        name: by which the other nodes find this one.
+        command: what starts Python with further words.
+    """
+
+    def __init__(self, name: str, command: Sequence[str]) -> None:
+        self.name = name
+        self._asked = 0
+        self._read = b""
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, bufsize=0
+        )
+
+    def ready(self, seconds: float) -> None:
+        """Sends the probe and waits until it runs. Raises ProbeError."""
+        sources = {"digests": digests.__file__, "probe": probe.__file__}
+        boot = _BOOT.format(**{name: Path(file).read_text() for name, file in sources.items()})
+        code = base64.b64encode(boot.encode()).decode()
+        self._write(f"exec(__import__('base64').b64decode('{code}'))")
+        deadline = time.monotonic() + seconds
+        while self._line(deadline) != b"ready":  # login shells may greet
+            pass
+
+    def ask(self, request: str, within: float, **values: Any) -> Any:
+        """A function of the probe, within so many seconds.
+
+        Raises ProbeError: it failed, or gave no answer in time."""
+        self._asked += 1
+        self._write(json.dumps([self._asked, request, values]))
+        deadline, answer = time.monotonic() + within, {"number": 0}
+        while answer["number"] < self._asked:  # a question before may be answered late
+            answer = json.loads(self._line(deadline))
+        if "error" in answer:
+            raise ProbeError(answer["error"])
+        return answer["answer"]
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._said.close()
+
+    def _write(self, line: str) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line.encode() + b"\n")
+        except BrokenPipeError:
+            raise ProbeError(self._last_words()) from None
+
+    def _line(self, deadline: float) -> bytes:
+        assert self._process.stdout is not None
+        pipe = self._process.stdout.fileno()
+        while b"\n" not in self._read:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([pipe], [], [], left)[0]:
+                raise ProbeError("no answer in time")
+            got = os.read(pipe, 2**16)
+            if not got:
+                raise ProbeError(self._last_words())
+            self._read += got
+        line, _, self._read = self._read.partition(b"\n")
+        return line.strip()
+
+    def _last_words(self) -> str:
+        self._process.kill()
+        self._process.wait()
+        self._said.seek(0)
+        lines = self._said.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "the connection ended"
+
+
+def by_ssh(name: str, folder: str, python: str, options: Sequence[str] = ()) -> list[str]:
+    """The command that starts the probe of a node."""
+    words = shlex.join(["cd", folder]) + " && exec " + shlex.join([python, *_BEGIN])
+    ssh = ["ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *options]
+    return [*ssh, name, f"sh -c {shlex.quote(words)}"]
+
+
+def by_srun(name: str, folder: str, python: str) -> list[str]:
+    """Inside an allocation of slurm."""
+    step = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--unbuffered", f"--nodelist={name}"]
+    return [*step, f"--chdir={folder}", python, *_BEGIN]
+
+
+def here(python: str) -> list[str]:
+    return [python, *_BEGIN]
+
+
+def on_all(
+    sessions: Sequence[Session], job: Callable[[Session], Any]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """A job for all nodes at once: the answers, and the errors, each by the name of the node."""
+    answers: dict[str, Any] = {}
+    errors: dict[str, str] = {}
+
+    def one(session: Session) -> None:
+        try:
+            answers[session.name] = job(session)
+        except ProbeError as error:
+            errors[session.name] = str(error)
+
+    with ThreadPoolExecutor(max(1, len(sessions))) as pool:
+        list(pool.map(one, sessions))
+    order = [session.name for session in sessions]
+    return _sorted(answers, order), _sorted(errors, order)
+
+
+def _sorted(found: Mapping[str, Any], order: Sequence[str]) -> dict[str, Any]:
+    return {name: found[name] for name in order if name in found}

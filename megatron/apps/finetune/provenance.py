@@ -1,0 +1,200 @@
+"""Origin of an output folder: its checkpoints say it, a command that continues them is
+compared with it, and the model card repeats it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron.apps.finetune.config import TuningConfig
+from megatron.apps.finetune.settings import CHECKPOINTS
+from megatron.checkpoint.files import CheckpointError, read_json
+from megatron.checkpoint.manifest import CONFIG
+from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoint
+from megatron.config import PART_FLAGS, ConfigError, RunConfig
+from megatron.config.flags import flag_of
+from megatron.config.kinds import kind_classes
+from megatron.data.build import DataFile, changed_files
+from megatron.data.loader import TrainingData
+from megatron.run.inputs import (
+    BASE,
+    changed_inputs,
+    compared_inputs,
+    model_input,
+    recorded_inputs,
+)
+from megatron.training.resume import ResumeSource, find_origin
+from megatron.util.secrets import without_secrets
+
+TUNING = "tuning"
+"""The key of a :class:`TuningRecord` in ``state.json``."""
+_NOT_COMPARED = frozenset(
+    ("chat_template", "reference_checkpoint", "retro_project_dir", "log_token_accuracy")
+)
+"""Flags that name files, which are compared by content, and those that no step depends on."""
+_MUST_AGREE = frozenset(("seed", "split", "seq_length"))
+"""As all flags of adapters, distillation and kinds of data."""
+_SAID = ("training", "optimizer", "precision", "hidden_dropout", "attention_dropout")
+"""Parts and fields whose values may change, as the model card then says."""
+_NAMES = {"split": "the split of --held-out or --eval-data"}
+
+
+def base_name(path: str) -> str:
+    """The name of a model's folder, or in Hugging Face's cache that of its repository."""
+    parts = Path(path).resolve().parts
+    cached = next((part for part in parts if part.startswith("models--")), None)
+    return parts[-1] if cached is None else cached.removeprefix("models--").replace("--", "/")
+
+
+@dataclass(frozen=True)
+class TuningRecord:
+    """The record of a fine-tuning in its checkpoints.
+
+    Attributes:
+        model: the name of the base.
+        data: names of the files of examples; ``eval_data`` those of held-out ones.
+        epochs: how often all examples are trained on; None where another length was given.
+        samples: of an epoch.
+        held_out: samples that are evaluated on, together.
+        changes: what a later start gave otherwise, and after how many steps.
+    """
+
+    model: str
+    data: tuple[str, ...]
+    eval_data: tuple[str, ...]
+    epochs: int | None
+    samples: int
+    held_out: int
+    programs: str
+    changes: tuple[tuple[int, str], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return dataclasses.asdict(self)
+
+    def after(self, source: Source, changes: Sequence[str]) -> TuningRecord:
+        """The record of a run that continues that of a checkpoint with other values. Base and data
+        have the names that they had then."""
+        before = TuningRecord.of(source)
+        if before is None:
+            return self
+        if self.programs != before.programs:
+            changes = [*changes, f"programs: {self.programs}"]
+        after = int(source.state.get("iteration", 0))
+        return dataclasses.replace(
+            before,
+            epochs=self.epochs,
+            held_out=self.held_out,
+            changes=(*before.changes, *((after, line) for line in changes)),
+        )
+
+    @classmethod
+    def of(cls, source: Source) -> TuningRecord | None:
+        """The record in a checkpoint; None in those of earlier versions. Raises CheckpointError if
+        it is malformed."""
+        content = source.state.get(TUNING)
+        if content is None:
+            return None
+        try:
+            lists = {name: tuple(content[name]) for name in ("data", "eval_data")}
+            changes = tuple((int(after), str(text)) for after, text in content["changes"])
+            return cls(**{**content, **lists, "changes": changes})
+        except (TypeError, KeyError, ValueError):
+            raise CheckpointError(f"{source.folder}: {TUNING} is malformed") from None
+
+
+class Earlier(NamedTuple):
+    """The checkpoint that a command continues."""
+
+    origin: ResumeSource
+    source: Source
+    config: RunConfig
+
+
+def earlier_run(config: RunConfig) -> Earlier | None:
+    """The checkpoint in the output folder, if there is one."""
+    origin = find_origin(config.checkpoint)
+    if origin is None or not origin.continues:
+        return None
+    source = origin.found.open(verify=False)
+    return Earlier(origin, source, run_of(source) or config)
+
+
+def run_of(source: Source) -> RunConfig | None:
+    """The configuration that wrote a checkpoint, also of adapters."""
+    return source.run if source.additions is None else source.additions.run
+
+
+def check_base(config: TuningConfig) -> None:
+    """Raises ConfigError if the output folder was made from another model than ``--model``. Nothing
+    that takes time has happened then."""
+    assert config.model is not None and config.output is not None
+    found = locate_checkpoint(Path(config.output) / CHECKPOINTS)
+    base = locate_checkpoint(config.model)
+    if found is None or base is None:
+        return
+    now = {BASE: model_input(config.model, base)}
+    before = recorded_inputs(found.folder) or _base_by_path(found)
+    if changed_inputs(before, now):
+        raise ConfigError(
+            f"--output {config.output} was made from --model {before[BASE]['path']}, and --model "
+            f"{config.model} has other content: name another --output, or the model that it was "
+            "made from"
+        )
+
+
+def _base_by_path(found: FoundCheckpoint) -> dict[str, dict[str, str]]:
+    """The base of a folder that an earlier version has written, which says its path alone."""
+    file = found.folder / CONFIG
+    content = read_json(file) if file.is_file() else {}
+    path = content.get("checkpoint", {}).get("pretrained_checkpoint")
+    base = None if path is None else locate_checkpoint(path)
+    if base is not None:
+        return {BASE: model_input(path, base)}
+    return {} if path is None else {BASE: {"path": path, "folder": path, "content": ""}}
+
+
+def changes_since(
+    earlier: Earlier, config: RunConfig, data: TrainingData, output: str | None
+) -> list[str]:
+    """How a command differs from the one whose checkpoint it continues, a line each. Raises
+    CheckpointError where an output folder has one value only, unless ``--allow-changed-data`` is
+    given."""
+    saved = [DataFile(**file) for file in earlier.source.state.get("data", ())]
+    differ = [f"data: {line}" for line in changed_files(saved, data.files(), same_flags=True)]
+    changes = []
+    for part, name, line in _changed_values(earlier.config, config):
+        if part in ("adapters", "distillation", *kind_classes()) or name in _MUST_AGREE:
+            differ.append(line)
+        elif part in _SAID or name in _SAID:
+            changes.append(line)
+    if differ and not config.checkpoint.allow_changed_data:
+        more = f", and {len(differ) - 4} more differences" if len(differ) > 4 else ""
+        raise CheckpointError(
+            f"--output {output} was made otherwise: {'; '.join(differ[:4])}{more}; give what it "
+            "was made from, or name another --output"
+        )
+    return [*compared_inputs(config, earlier.origin)[1], *differ, *changes]
+
+
+def _changed_values(before: RunConfig, now: RunConfig) -> Iterator[tuple[str, str, str]]:
+    """Part, field and a line for each flag with another value; none of when a run evaluates and
+    ends."""
+    old, new = before.to_dict(), without_secrets(now.to_dict())
+    for part, values in new.items():
+        flags = {field.name: field for field in dataclasses.fields(PART_FLAGS[part])}
+        for name in (each for each in flags if each in values and each not in _NOT_COMPARED):
+            was, value, meta = old[part].get(name), values[name], flags[name].metadata
+            if json.dumps(was) != json.dumps(value) and meta.get("role") != "course":
+                shown = _NAMES.get(name, flag_of(flags[name]))
+                yield part, name, f"{shown} was {_words(was)} and is {_words(value)}"
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return " ".join(map(str, value)) or "not given"
+    return "not given" if value is None else str(value)

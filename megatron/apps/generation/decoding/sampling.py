@@ -1,0 +1,235 @@
+"""From logits to the next token.
+
+All of it happens on the CPU, in numpy and one row at a time: a row's result depends neither on the
+rows beside it nor on the number of threads. Shapes: V vocabulary, N tokens that are left.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from megatron.apps.generation.decoding.text_stream import bytes_of_token
+from megatron.apps.generation.request import Sampling, TokenScore
+from megatron.parallel.random import derive_seed
+from megatron.tokenizer import Tokenizer
+
+Row = npt.NDArray[np.float32]
+"""Logits, or probabilities times a common factor."""
+Mask = npt.NDArray[np.bool_]
+"""Whether each token of the vocabulary may come next, [V]."""
+Ids = npt.NDArray[np.int64]
+
+_BLOCK, _SMALL_BLOCK = 256, 32
+_BIN_BITS = 11
+_FEW = 4096
+"""So many numbers are sorted; of more, those that matter are looked for."""
+
+
+class TokenSampler:
+    """Chooses the tokens of one sequence, one after the other.
+
+    A draw depends on the seed, on the position of its token and on the logits there; so a sequence
+    gets the same tokens whenever and beside whatever it runs.
+    """
+
+    def __init__(
+        self, sampling: Sampling, prompt: Sequence[int], tokenizer: Tokenizer | None = None
+    ) -> None:
+        """``tokenizer`` says which tokens are a newline; only ``prevent_newline_after_colon`` needs
+        it. Raises ValueError if that is wanted without."""
+        self.sampling = sampling
+        self._seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        self._position = len(prompt)
+        self._top_p = sampling.top_p
+        self._seen = set(prompt) if sampling.repetition_penalty != 1.0 else set()
+        self._counts: Counter[int] = Counter()
+        self._last = prompt[-1] if prompt else None
+        self._tokenizer = tokenizer if sampling.prevent_newline_after_colon else None
+        if sampling.prevent_newline_after_colon and tokenizer is None:
+            raise ValueError("prevent_newline_after_colon needs a tokenizer")
+
+    def choose(self, logits_V: Tensor, allowed: Mask | None = None) -> int:
+        """The next token, which joins the sequence; among those ``allowed``, where that is given.
+        ``logits_V`` are raw, float32 and on the CPU. Raises ValueError if there is nothing to
+        choose from, or a logit is not a number."""
+        logits = self._penalized(logits_V.numpy())
+        if allowed is not None:
+            logits = np.where(allowed, logits, np.float32(-np.inf))
+        if self._tokenizer is not None:
+            logits = self._without_newline(logits, self._tokenizer)
+        largest = logits.max()
+        if not np.isfinite(largest):
+            raise ValueError(
+                "the model's logits contain NaN or infinity"
+                if largest != -np.inf
+                else "no token may come next: every one is excluded"
+            )
+        token = int(logits.argmax()) if self.sampling.greedy else self._draw(logits)
+        self._add(token)
+        return token
+
+    def kept(self, logits_V: Tensor) -> tuple[Ids, Row]:
+        """The tokens that a draw would be among, in ascending order, and the probability of each;
+        both [N]."""
+        ids, weights = self._candidates(self._penalized(logits_V.numpy()))
+        if ids is None:
+            ids = np.arange(len(weights))
+        return ids, weights / weights.sum()
+
+    def _add(self, token: int) -> None:
+        self._position += 1
+        self._last = token
+        self._counts[token] += 1
+        if self.sampling.repetition_penalty != 1.0:
+            self._seen.add(token)
+        if self.sampling.top_p_decay > 0:
+            self._top_p = max(self._top_p * self.sampling.top_p_decay, self.sampling.top_p_bound)
+
+    def _penalized(self, logits: Row) -> Row:
+        """Logits after the penalties and the bias, as transformers and vLLM define them."""
+        wanted, counts = self.sampling, self._counts
+        additive = wanted.presence_penalty != 0 or wanted.frequency_penalty != 0
+        if not (self._seen or (additive and counts) or wanted.bias):
+            return logits
+        logits = logits.copy()
+        if self._seen:
+            seen = np.fromiter(self._seen, np.int64, len(self._seen))
+            seen = seen[seen < len(logits)]
+            factor = np.float32(wanted.repetition_penalty)
+            at = logits[seen]
+            logits[seen] = np.where(at < 0, at * factor, at / factor)
+        if additive and counts:
+            tokens = np.fromiter(counts, np.int64, len(counts))
+            times = np.fromiter(counts.values(), np.float32, len(counts))
+            logits[tokens] -= np.float32(wanted.frequency_penalty) * times
+            logits[tokens] -= np.float32(wanted.presence_penalty)
+        if wanted.bias:
+            tokens = np.fromiter(wanted.bias, np.int64, len(wanted.bias))
+            logits[tokens] += np.fromiter(wanted.bias.values(), np.float32, len(wanted.bias))
+        return logits
+
+    def _without_newline(self, logits: Row, tokenizer: Tokenizer) -> Row:
+        if self._last is None or not bytes_of_token(tokenizer, self._last).endswith(b":"):
+            return logits
+        logits = logits.copy()
+        logits[tokenizer.newline_tokens] = -np.inf
+        return logits
+
+    def _candidates(self, logits: Row) -> tuple[Ids | None, Row]:
+        """Ids (None for all) and weights of the tokens that the filters keep. Each looks at what
+        the one before has left, in transformers' order."""
+        wanted, ids = self.sampling, None
+        logits = logits / np.float32(wanted.temperature)
+        if 0 < wanted.top_k < len(logits):
+            ids = at_least_kth(logits, wanted.top_k)
+            logits = logits[ids]
+        weights = np.exp(logits - logits.max())
+        if self._top_p < 1:
+            ids, weights = _chosen(ids, weights, nucleus(weights, self._top_p))
+        if wanted.min_p > 0:
+            ids, weights = _chosen(ids, weights, np.flatnonzero(weights >= wanted.min_p))
+        return ids, weights
+
+    def _draw(self, logits: Row) -> int:
+        ids, weights = self._candidates(logits)
+        uniform = (derive_seed(self._seed, "token", self._position) >> 10) / 2**53
+        place = place_of(weights, uniform)
+        return place if ids is None else int(ids[place])
+
+
+def token_score(logits_V: Tensor, token: int, top: int = 0) -> TokenScore:
+    """The log-probability of a token under raw logits, and the ``top`` most probable tokens with
+    theirs; of equal ones the lower id comes first."""
+    logits = logits_V.numpy()
+    largest = logits.max()
+    # The sum is near 1 and the subtractions are in float64, so that nothing is rounded to the
+    # spacing of float32 around the logits.
+    log_sum = float(np.log(np.exp(logits - largest).sum(dtype=np.float64)))
+
+    def logprob(i: int) -> float:
+        return float(logits[i]) - float(largest) - log_sum
+
+    ids = most_probable(logits, top) if top else []
+    return TokenScore(token, logprob(token), tuple((i, logprob(i)) for i in ids))
+
+
+def most_probable(logits: Row, count: int) -> list[int]:
+    """Ids of the ``count`` largest logits, the largest first; of equal ones the lower id."""
+    ids = at_least_kth(logits, count) if count < len(logits) else np.arange(len(logits))
+    order = np.argsort(-logits[ids], kind="stable")
+    return ids[order[:count]].tolist()
+
+
+def at_least_kth(values: Row, k: int) -> Ids:
+    """Where values are at least as large as the ``k``-th largest (so more than k where some are
+    equal), in ascending order."""
+    blocks = len(values) // _SMALL_BLOCK
+    if 4 * k > blocks:
+        return np.flatnonzero(values >= np.partition(values, len(values) - k)[len(values) - k])
+    # k blocks have a value of at least the k-th largest maximum of a block, so that the k-th
+    # largest of all values is not below it.
+    maxima = values[: blocks * _SMALL_BLOCK].reshape(blocks, _SMALL_BLOCK).max(axis=1)
+    some = np.flatnonzero(values >= np.partition(maxima, blocks - k)[blocks - k])
+    few = values[some]
+    return some[few >= np.partition(few, len(few) - k)[len(few) - k]]
+
+
+def nucleus(weights: Row, share: float) -> Ids:
+    """Places of the fewest weights whose sum is at least ``share`` of that of all, in ascending
+    order; one at least, and of equal weights the first (nucleus sampling, Holtzman et al. 2020,
+    arXiv:1904.09751)."""
+    total = float(weights.sum(dtype=np.float64))
+    # All weights below this sum up to less than what may be left out.
+    some = weights[weights >= min((1 - share) * total / len(weights), float(weights.max()))]
+    wanted = share * total
+    count = 0
+    while len(some) > _FEW:
+        # The bits of positive floats are in the order of the numbers.
+        bits = some.view(np.int32)
+        below = bits.max() - bits
+        width = int(below.max()).bit_length()
+        if width == 0:
+            break
+        bins = below >> max(width - _BIN_BITS, 0)
+        sums = np.cumsum(np.bincount(bins, some))
+        edge = min(int(np.searchsorted(sums, wanted)), len(sums) - 1)
+        count += int(np.count_nonzero(bins < edge))
+        wanted -= float(sums[edge - 1]) if edge else 0.0
+        some = some[bins == edge]
+    some = np.sort(some)[::-1]
+    last = min(int(np.searchsorted(np.cumsum(some, dtype=np.float64), wanted)), len(some) - 1)
+    places = np.flatnonzero(weights >= some[last])
+    surplus = len(places) - (count + last + 1)
+    if surplus > 0:
+        equal = np.flatnonzero(weights[places] == some[last])
+        places = np.delete(places, equal[-surplus:])
+    return places
+
+
+def place_of(weights: Row, uniform: float) -> int:
+    """Where the running sum of weights first exceeds ``uniform`` (in [0, 1)) of their sum."""
+    if len(weights) <= _FEW:
+        return _first_above(np.cumsum(weights, dtype=np.float64), uniform)
+    sums = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK)), dtype=np.float64)
+    block = _first_above(sums, uniform)
+    before = sums[block - 1] if block else 0.0
+    inside = np.cumsum(weights[block * _BLOCK : (block + 1) * _BLOCK], dtype=np.float64)
+    share = (uniform * sums[-1] - before) / (sums[block] - before)
+    return block * _BLOCK + _first_above(inside, share)
+
+
+def _first_above(sums: npt.NDArray[np.float64], share: float) -> int:
+    """The first place whose sum exceeds a share of the last; rounding cannot lead beyond the last
+    place that adds something."""
+    place = int(np.searchsorted(sums, share * sums[-1], side="right"))
+    return min(place, int(np.searchsorted(sums, sums[-1])))
+
+
+def _chosen(ids: Ids | None, weights: Row, places: Ids) -> tuple[Ids, Row]:
+    return (places if ids is None else ids[places]), weights[places]

@@ -1,0 +1,219 @@
+"""Several adapters on one model: each token's row gets the addition of its request's.
+
+An addition is computed for all rows of a pass and taken for those of its adapter, so that a row's
+result does not depend on how many others have the same one.
+
+Shapes: T rows of a pass, I inputs, O outputs, R the ranks of a layer's additions together; a width
+followed by P is one rank's share of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.apps.generation.step import SequencePart
+from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.source import locate_checkpoint
+from megatron.config import ConfigError
+from megatron.engine.train_engine import ModelEngine
+from megatron.features.adapters.checkpoint import AdaptedSource, rows_of_part
+from megatron.parallel.layers import LinearMap, ParallelLinear, column_linear, linear
+from megatron.parallel.mesh import Coordinates
+from megatron.parallel.shard import Shard, shard_of
+
+
+@dataclass(frozen=True)
+class ServedAddition:
+    """What an adapter adds to one layer, a rank's share.
+
+    Attributes:
+        down_RI: of the layer's input.
+        ups: for each of the layer's maps, [OP, R], times the scale.
+        factors: with DoRA, of the outputs [OP] of each map before the bias; 1 for rows without.
+    """
+
+    down_RI: Tensor
+    ups: tuple[Tensor, ...]
+    factors: tuple[Tensor, ...] | None
+
+    @property
+    def matrices(self) -> list[Tensor]:
+        return [self.down_RI, *self.ups]
+
+
+class ServedAdapters:
+    """The adapters of a runner by name, and which rows of the current pass have which."""
+
+    def __init__(self, names: Sequence[str], device: torch.device) -> None:
+        self.names, self._device = tuple(names), device
+        self.matrices: list[Tensor] = []
+        self.rows: dict[str, Tensor] = {}
+        """Of the adapters in this pass: bool [T, 1]."""
+
+    def begin(self, parts: Sequence[SequencePart], rows: int) -> None:
+        """Notes whose the rows of a pass are; those after the parts are nobody's."""
+        owners = [part.adapter for part in parts for _ in part.tokens]
+        self.rows = {
+            name: torch.tensor(
+                [owner == name for owner in owners] + [False] * (rows - len(owners)),
+                device=self._device,
+            )[:, None]
+            for name in self.names
+            if name in owners
+        }
+
+
+class _LayerAdditions:
+    """The :class:`~megatron.parallel.layers.LayerAdapters` of a layer with several adapters."""
+
+    def __init__(self, served: ServedAdapters, additions: Mapping[str, ServedAddition]) -> None:
+        self._served, self._additions = served, additions
+
+    def outputs(
+        self, layer: ParallelLinear, x_BSI: Tensor, maps: Sequence[LinearMap]
+    ) -> tuple[Tensor, ...]:
+        if shard_of(maps[0].weight).over("tensor").dim == 0:  # type: ignore[union-attr,arg-type]
+            found = list(column_linear(x_BSI, maps, layer.tp))
+            for rows_T1, addition in self._present():
+                z_BSR = F.linear(x_BSI, addition.down_RI)
+                for place, (each, up_OR) in enumerate(zip(maps, addition.ups, strict=True)):
+                    added = found[place] + F.linear(z_BSR, up_OR)
+                    if addition.factors is not None:
+                        added = _scaled(added, addition.factors[place], each.bias)
+                    found[place] = torch.where(rows_T1, added, found[place])
+            return tuple(found)
+        (each,) = maps
+        # Addends of the ranks' sum, and the bias after it.
+        y_BSO = linear(x_BSI, each.weight, None, each.float8, each.kept)
+        for rows_T1, addition in self._present():
+            added = y_BSO + F.linear(F.linear(x_BSI, addition.down_RI), addition.ups[0])
+            y_BSO = torch.where(rows_T1, added, y_BSO)
+        y_BSO = layer.tp.leave(y_BSO)
+        for rows_T1, addition in self._present():
+            if addition.factors is not None:
+                y_BSO = torch.where(rows_T1, y_BSO * addition.factors[0], y_BSO)
+        return (y_BSO if each.bias is None else y_BSO + layer.tp.shared(each.bias)[0],)
+
+    def _present(self) -> list[tuple[Tensor, ServedAddition]]:
+        rows = self._served.rows
+        return [(rows[name], own) for name, own in self._additions.items() if name in rows]
+
+
+def _scaled(y_BSO: Tensor, factor_O: Tensor, bias_O: Tensor | None) -> Tensor:
+    return y_BSO * factor_O if bias_O is None else (y_BSO - bias_O) * factor_O + bias_O
+
+
+def named_folders(flags: Sequence[str]) -> dict[str, str]:
+    """Folders by name, from ``--adapter NAME=FOLDER``; without a name the folder's own is taken.
+    Raises ConfigError if two have one name."""
+    found: dict[str, str] = {}
+    for flag in flags:
+        name, equals, folder = flag.partition("=")
+        if not equals:
+            name, folder = Path(flag).resolve().name, flag
+        if not name or not folder:
+            raise ConfigError(f"--adapter {flag}: expected NAME=FOLDER")
+        if name in found:
+            raise ConfigError(f"--adapter {flag}: {name} is {found[name]} already; give it a name")
+        found[name] = folder
+    return found
+
+
+def served_adapters(
+    engine: ModelEngine, folders: Mapping[str, str], base: Path
+) -> ServedAdapters | None:
+    """Loads adapters by name onto the layers of an engine whose weights are those of the checkpoint
+    ``base``; every rank must call it. None without any. Raises ConfigError or CheckpointError
+    if a folder has no adapters of this model, or ones that must be merged."""
+    if not folders:
+        return None
+    served = ServedAdapters(list(folders), engine.device)
+    layers = {
+        engine.names[weight].removesuffix(".weight"): module
+        for module in engine.model.modules()
+        if isinstance(module, ParallelLinear) and isinstance(weight := module.weight, nn.Parameter)
+    }
+    additions: dict[str, dict[str, ServedAddition]] = {}
+    for name, folder in folders.items():
+        source = _opened(name, folder, base)
+        for adapted in source.adapted:
+            place = adapted.removesuffix(".weight")
+            if place in layers:
+                own = _addition(source, adapted, layers[place], engine.mesh.coordinates)
+                additions.setdefault(place, {})[name] = own
+    for place, of_layer in additions.items():
+        layers[place].adapters = _LayerAdditions(served, of_layer)
+        served.matrices += [each for own in of_layer.values() for each in own.matrices]
+    return served
+
+
+def _opened(name: str, folder: str, base: Path) -> AdaptedSource:
+    flag = f"--adapter {name}={folder}"
+    found = locate_checkpoint(folder) if Path(folder).exists() else None
+    if found is None or not found.form.on_base:
+        raise ConfigError(
+            f"{flag}: neither a folder of peft (adapter_config.json) nor a checkpoint of a run "
+            "with --lora"
+        )
+    source = found._replace(base=str(base)).open()
+    assert isinstance(source, AdaptedSource)
+    if source.beside:
+        raise ConfigError(
+            f"{flag}: it has whole parameters ({', '.join(source.beside[:3])}), which requests "
+            "cannot have of their own: tools/convert_checkpoint.py to-hf merges it into a model"
+        )
+    if source.model.family != "gpt":
+        raise ConfigError(
+            f"{flag}: the prompts of an encoder are shared by all requests: merge it into a model "
+            "with tools/convert_checkpoint.py to-hf"
+        )
+    return source
+
+
+def _addition(
+    source: AdaptedSource, weight: str, layer: ParallelLinear, coordinates: Coordinates
+) -> ServedAddition:
+    parts = source.adapted[weight]
+    whole = source.base.tensor(weight)
+    rows = {part: rows_of_part(source.model, part, whole.shape[0]) for part in parts}
+    downs = {part: source.additions.tensor(found["a"]) for part, found in parts.items()}
+    ranks = sum(len(down) for down in downs.values())
+    up_OR, factor_O, first = torch.zeros(whole.shape[0], ranks), torch.ones(whole.shape[0]), 0
+    for part, found in parts.items():
+        own, down_rI = rows[part], downs[part]
+        up_Or = source.additions.tensor(found["b"]) * source.scale_of(weight, part)
+        if down_rI.shape[1] != whole.shape[1] or len(up_Or) != own.stop - own.start:
+            raise CheckpointError(f"{source.folder}: the adapter of {weight} does not fit it")
+        up_OR[own, first : first + len(down_rI)] = up_Or
+        if "magnitude" in found:
+            changed = torch.addmm(whole[own], up_Or, down_rI)
+            length = torch.linalg.vector_norm(changed, dim=1)
+            factor_O[own] = source.additions.tensor(found["magnitude"]) / length
+        first += len(down_rI)
+    down_RI = torch.cat(list(downs.values()))
+    dora = any("magnitude" in found for found in parts.values())
+    ups, factors = [], []
+    weights = [layer.weight, getattr(layer, "kv_weight", None)]
+    for each in (each for each in weights if isinstance(each, nn.Parameter)):
+        like = each
+        (cut,) = shard_of(each).cuts
+        if cut.dim == 0:
+            ups.append(Shard(tuple(up_OR.shape), (cut,)).cut(up_OR, coordinates))
+            factors.append(Shard(tuple(factor_O.shape), (cut,)).cut(factor_O, coordinates))
+        else:
+            down_RI = Shard(tuple(down_RI.shape), (replace(cut, parts=()),)).cut(
+                down_RI, coordinates
+            )
+            ups.append(up_OR)
+            factors.append(factor_O)
+    return ServedAddition(
+        down_RI.to(like),
+        tuple(up.to(like).contiguous() for up in ups),
+        tuple(factor.to(like) for factor in factors) if dora else None,
+    )

@@ -1,0 +1,382 @@
+"""Attention of the parts of a step to the pages of their sequences.
+
+What a token gets depends on its own sequence only, to the last bit, where GEMMs of one shape give
+the same whatever else is computed:
+
+- Queries of a prompt go in tiles of a page's positions, aligned with the pages and filled up with
+  zeros, to all keys up to the end of the tile: the same GEMMs however a prompt is cut into parts.
+- A generated token is one query, with a GEMM of its own for each page of keys, a softmax for each
+  page, and the pages added up in the order of the sequence. On a CPU a batched GEMM for each run
+  of consecutive pages reads them where they are: a copy would take longer than the products.
+
+Shapes: T tokens, S tokens of a part, B generated tokens, C pages of the longest of their sequences,
+U pages that are read, N query heads, K key and value heads, G = N / K query heads that share one, P
+positions of a page, L keys of a tile, D head width.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.apps.generation.execution.page_memory import PageMemory
+from megatron.apps.generation.step import SequencePart
+from megatron.model.attention_masks import AttentionScoring, slopes_on
+from megatron.model.layer_list import NeighborStore
+
+_VECTORS = 64
+"""Columns that kernels of sums take at a time."""
+
+
+class EncodedPrompt:
+    """The encoder's output for one prompt, [1, L, H], and keys and values of the blocks that have
+    read it, [K, L, D]."""
+
+    def __init__(self, output_1LH: Tensor) -> None:
+        self.output_1LH = output_1LH
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def of(
+        self, layer: int, keys_and_values: Callable[[Tensor], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        if layer not in self._layers:
+            k, v = keys_and_values(self.output_1LH)
+            k_KLD, v_KLD = (x[0].transpose(0, 1).contiguous() for x in (k, v))
+            self._layers[layer] = k_KLD, v_KLD
+        return self._layers[layer]
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """A part of a prompt: its rows, its first position, and its pages on the device."""
+
+    rows: slice
+    start: int
+    pages: Tensor
+
+
+class _Run(NamedTuple):
+    """Consecutive pages ``first`` to ``end`` - 1 that are read at ``begin`` of U."""
+
+    begin: int
+    first: int
+    end: int
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """Which pages the generated tokens of a step read, within a window: those of the first token in
+    order, then those of the next.
+
+    Attributes:
+        runs: the pages as runs, which a CPU reads where they are.
+        pages_U: their numbers, of which an accelerator, where many calls cost more, makes a copy.
+        owners_U: which of the B tokens reads each.
+        mask_UP: addend of scores.
+        distances_UP: from the token back to each key.
+        places_BC: where in U the pages of each token are, in order; any for missing ones.
+        missing_BC: -infinity for missing pages, else 0.
+    """
+
+    runs: Sequence[_Run]
+    pages_U: Tensor
+    owners_U: Tensor
+    mask_UP: Tensor
+    distances_UP: Tensor
+    places_BC: Tensor
+    missing_BC: Tensor
+
+
+class PagedCache:
+    """The cache of one step (`megatron.model.layer_list.LayerCache`): B is 1, and S all tokens of
+    all parts, then rows of padding.
+
+    Args:
+        rows: tokens with the padding.
+        positions: the most of a sequence.
+        encoded: the encoded prompts that the parts name.
+        neighbors: of the parts' chunks; None where the model reads none.
+    """
+
+    def __init__(
+        self,
+        memory: PageMemory,
+        parts: Sequence[SequencePart],
+        rows: int,
+        positions: int,
+        encoded: Mapping[int, EncodedPrompt],
+        neighbors: NeighborStore | None = None,
+    ) -> None:
+        self.neighbors = neighbors
+        self._memory, self.positions, self._encoded = memory, positions, encoded
+        self._device = memory.pool.device
+        self._parts = parts
+        P, K = memory.shape.positions, memory.shape.heads
+        at = [np.arange(part.start, part.start + len(part.tokens)) for part in parts]
+        lengths = np.ones(rows, np.int64)
+        places_T = np.zeros(rows, np.int64)
+        places_T[: sum(map(len, at))] = np.concatenate(at)
+        self._prompts: list[_Prompt] = []
+        self._decoding: list[tuple[int, SequencePart]] = []
+        pages_T, row = [], 0
+        for part, positions_S in zip(parts, at, strict=True):
+            pages = np.array(part.pages)
+            pages_T.append(pages[positions_S // P])
+            end = row + len(part.tokens)
+            lengths[row:end] = positions if part.long else part.start + len(part.tokens)
+            if part.decoding:
+                self._decoding.append((row, part))
+            else:
+                self._prompts.append(_Prompt(slice(row, end), part.start, self._on_device(pages)))
+            row = end
+        self.tokens = row
+        self.lengths_BS = self._on_device(lengths).unsqueeze(0)
+        self.position_ids_BS = self._on_device(places_T).unsqueeze(0)
+        firsts_T = np.concatenate(pages_T) * (K * P) + places_T[:row] % P
+        self._written = self._on_device((firsts_T[:, None] + np.arange(K) * P).reshape(-1))
+        self._rows_B = self._on_device(np.array([r for r, _ in self._decoding], np.int64))
+        self._readings: dict[int | None, _Reading] = {}
+
+    def attend(
+        self,
+        layer: int,
+        q_BSND: Tensor,
+        k_BSKD: Tensor,
+        v_BSKD: Tensor,
+        scores: AttentionScoring,
+        bias_NT: Tensor | None,
+    ) -> Tensor:
+        """See :class:`LayerCache`; keys and values of the current tokens are written first."""
+        keys, values = self._memory.of(layer)
+        width, heads = keys.shape[-1], keys.shape[1]
+        for pool, new in ((keys, k_BSKD), (values, v_BSKD)):
+            flat = new[0, : self.tokens].reshape(-1, width)
+            pool.view(-1, width).index_copy_(0, self._written, flat)
+        q_TKGD = q_BSND[0].unflatten(1, (heads, -1))
+        if scores.slopes:
+            distances = torch.arange(self.positions, device=self._device)
+            bias_NT = -slopes_on(scores.slopes, self._device)[:, None] * distances
+        y_TKGD = torch.zeros_like(q_TKGD)
+        if self._decoding:
+            reading = self._reading(scores.window)
+            y_BKGD = _read(
+                q_TKGD.index_select(0, self._rows_B), keys, values, scores, bias_NT, reading
+            )
+            y_TKGD.index_copy_(0, self._rows_B, y_BKGD)
+        for prompt in self._prompts:
+            y_TKGD[prompt.rows] = _prompt(q_TKGD, prompt, keys, values, scores, bias_NT)
+        return y_TKGD.flatten(1, 2).unsqueeze(0)
+
+    def attend_encoded(
+        self,
+        layer: int,
+        q_BSND: Tensor,
+        keys_and_values: Callable[[Tensor], tuple[Tensor, Tensor]],
+        scores: AttentionScoring,
+    ) -> Tensor:
+        y_BSND, row = torch.zeros_like(q_BSND), 0
+        for part in self._parts:
+            assert part.encoded is not None
+            end = row + len(part.tokens)
+            keys_KLD, values_KLD = self._encoded[part.encoded].of(layer, keys_and_values)
+            # A query is a GEMM of its own, as where it comes alone.
+            for at in range(row, end):
+                q_KGD = q_BSND[0, at].unflatten(0, (keys_KLD.shape[0], -1))
+                weights_KGL = scaled_scores(
+                    torch.bmm(q_KGD, keys_KLD.transpose(1, 2)), q_KGD, scores
+                )
+                weights_KGL = weights_KGL.softmax(-1).to(values_KLD.dtype)
+                y_BSND[0, at] = torch.bmm(weights_KGL, values_KLD).flatten(0, 1)
+            row = end
+        return y_BSND
+
+    def _reading(self, window: int | None) -> _Reading:
+        if window not in self._readings:
+            self._readings[window] = self._planned(window)
+        return self._readings[window]
+
+    def _planned(self, window: int | None) -> _Reading:
+        P = self._memory.shape.positions
+        queries = [part.start for _, part in self._decoding]
+        firsts = [0 if window is None else max(0, q - window + 1) // P for q in queries]
+        counts = [q // P + 1 - first for q, first in zip(queries, firsts, strict=True)]
+        pages_U = np.concatenate(
+            [
+                part.pages[f : f + c]
+                for (_, part), f, c in zip(self._decoding, firsts, counts, strict=True)
+            ]
+        ).astype(np.int64)
+        owners_U = np.repeat(np.arange(len(queries)), counts)
+        order_U = np.concatenate([np.arange(f, f + c) for f, c in zip(firsts, counts, strict=True)])
+        keys_UP = order_U[:, None] * P + np.arange(P)
+        distances_UP = np.array(queries)[owners_U][:, None] - keys_UP
+        hidden_UP = distances_UP < 0
+        if window is not None:
+            hidden_UP |= distances_UP >= window
+        # A sum over rows adds up every fourth one first, in columns behind the last block of a
+        # vector instruction: with a multiple of 4, missing pages do not change the order.
+        order_C = np.arange(-(-max(counts) // 4) * 4)
+        missing_BC = order_C >= np.array(counts)[:, None]
+        begins_B1 = (np.cumsum(counts) - counts)[:, None]
+        places_BC = begins_B1 + np.where(missing_BC, 0, order_C)
+        return _Reading(
+            _runs(pages_U),
+            self._on_device(pages_U),
+            self._on_device(owners_U),
+            self._minus_infinity(hidden_UP),
+            self._on_device(distances_UP.clip(min=0)),
+            self._on_device(places_BC),
+            self._minus_infinity(missing_BC),
+        )
+
+    def _minus_infinity(self, where: np.ndarray) -> Tensor:
+        return self._on_device(np.where(where, np.float32(-np.inf), np.float32(0)))
+
+    def _on_device(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+
+def _runs(pages_U: np.ndarray) -> list[_Run]:
+    breaks = np.flatnonzero(np.diff(pages_U) != 1) + 1
+    begins, ends = [0, *breaks.tolist()], [*breaks.tolist(), len(pages_U)]
+    firsts = pages_U[begins].tolist()
+    return [_Run(b, f, f + e - b) for b, f, e in zip(begins, firsts, ends, strict=True)]
+
+
+def _read(
+    q_BKGD: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scores: AttentionScoring,
+    bias_NT: Tensor | None,
+    reading: _Reading,
+) -> Tensor:
+    """[B, K, G, D], float32 sums of what each page gives."""
+    K = keys.shape[1]
+    q_UKGD = q_BKGD.index_select(0, reading.owners_U)
+    scores_UKGP = _products(q_UKGD, keys.transpose(2, 3), reading)
+    scores_UKGP = scaled_scores(scores_UKGP, q_BKGD, scores)
+    if bias_NT is not None:
+        biases_NUP = bias_NT[:, reading.distances_UP]
+        scores_UKGP = scores_UKGP + biases_NUP.transpose(0, 1).unflatten(1, (K, -1))
+    scores_UKGP = scores_UKGP + reading.mask_UP[:, None, None]
+    largest_UKG1 = scores_UKGP.amax(-1, keepdim=True)
+    weights_UKGP = (scores_UKGP - largest_UKG1).exp_()
+    totals_UKG1 = weights_UKGP.sum(-1, keepdim=True)
+    weights_UKGP = weights_UKGP.to(values.dtype)
+    y_UKGD = _products(weights_UKGP, values, reading)
+    # Over the pages of a sequence: missing ones have no weight.
+    largest_BCKG1 = _taken(largest_UKG1, reading) + reading.missing_BC[..., None, None, None]
+    shares_BCKG1 = (largest_BCKG1 - largest_BCKG1.amax(1, keepdim=True)).exp_()
+    both_UKGE = torch.cat([y_UKGD.to(totals_UKG1.dtype), totals_UKG1], -1)
+    sums_BKGE = _sum_of_pages(_taken(both_UKGE, reading).mul_(shares_BCKG1))
+    return (sums_BKGE[..., :-1] / sums_BKGE[..., -1:]).to(q_BKGD.dtype)
+
+
+def _sum_of_pages(x_BCKGE: Tensor) -> Tensor:
+    """The sum over C, whose order depends neither on B nor on pages that are zero at the end: other
+    code adds columns that do not fill vectors."""
+    columns = x_BCKGE[0, 0].numel()
+    whole = F.pad(x_BCKGE.flatten(2), (0, -columns % _VECTORS)).sum(1)
+    return whole[:, :columns].unflatten(1, x_BCKGE.shape[2:])
+
+
+def _taken(x_U: Tensor, reading: _Reading) -> Tensor:
+    """[U, ...] to the pages of each sequence, [B, C, ...]; index_select takes a third of the time
+    of indexing."""
+    places_BC = reading.places_BC
+    return x_U.index_select(0, places_BC.flatten()).unflatten(0, places_BC.shape)
+
+
+def _products(left_UKGA: Tensor, right_XKAB: Tensor, reading: _Reading) -> Tensor:
+    """[U, K, G, B]: a GEMM for each page that is read and head."""
+    pages, K, G = left_UKGA.shape[:3]
+    left, right = left_UKGA.flatten(0, 1), right_XKAB.flatten(0, 1)
+    found = left.new_empty(pages * K, G, right.shape[-1])
+    if left.device.type == "cpu":
+        for begin, first, end in reading.runs:
+            at = slice(begin * K, (begin + end - first) * K)
+            torch.bmm(left[at], right[first * K : end * K], out=found[at])
+    else:
+        torch.bmm(left, right_XKAB[reading.pages_U].flatten(0, 1), out=found)
+    return found.unflatten(0, (pages, K))
+
+
+def scaled_scores(products: Tensor, q: Tensor, scores: AttentionScoring) -> Tensor:
+    """Scores in float32 or better, before what is added to them."""
+    scale = 1 / math.sqrt(q.shape[-1]) if scores.scale is None else scores.scale
+    found = products.to(torch.promote_types(products.dtype, torch.float32)) * scale
+    return found if scores.softcap is None else scores.softcap * torch.tanh(found / scores.softcap)
+
+
+def _prompt(
+    q_TKGD: Tensor,
+    prompt: _Prompt,
+    keys: Tensor,
+    values: Tensor,
+    scores: AttentionScoring,
+    bias_NT: Tensor | None,
+) -> Tensor:
+    """[S, K, G, D] of a part."""
+    P, window = keys.shape[2], scores.window
+    q_SKGD = q_TKGD[prompt.rows]
+    count, heads, group, width = q_SKGD.shape
+    begin = prompt.start // P
+    tiles = (prompt.start + count - 1) // P - begin + 1
+    before = prompt.start - begin * P
+    padded = q_SKGD.new_zeros(tiles * P, heads, group, width)
+    padded[before : before + count] = q_SKGD
+    tiles_XKQD = padded.view(tiles, P, heads, group, width).permute(0, 2, 3, 1, 4)
+    tiles_XKQD = tiles_XKQD.reshape(tiles, heads, group * P, width)
+    first = _first_page(begin, P, window)
+    # All keys of the tiles in a row, copied once.
+    read = prompt.pages[first : begin + tiles]
+    keys_KLD, values_KLD = (x[read].transpose(0, 1).flatten(1, 2) for x in (keys, values))
+    y_XKQD = torch.empty_like(tiles_XKQD)
+    for number in range(tiles):
+        tile = begin + number
+        start = _first_page(tile, P, window)
+        seen = slice((start - first) * P, (tile + 1 - first) * P)
+        scores_KQL = torch.bmm(tiles_XKQD[number], keys_KLD[:, seen].transpose(1, 2))
+        scores_KQL = scaled_scores(scores_KQL, q_SKGD, scores)
+        scores_KGPL = scores_KQL.unflatten(1, (group, P))
+        earlier = (tile - start) * P
+        if bias_NT is not None:
+            distances_PL = _distances(earlier, P, keys.device).clamp_(min=0)
+            scores_KGPL += bias_NT[:, distances_PL].unflatten(0, (heads, group))
+        # Within the window all earlier keys are seen: a mask of them would fill much memory.
+        seen_whole = earlier if window is None or (tile + 1) * P <= window else 0
+        scores_KGPL[..., seen_whole:] += _mask(earlier - seen_whole, P, window, keys.device)
+        weights_KQL = scores_KQL.softmax(-1).to(values.dtype)
+        torch.bmm(weights_KQL, values_KLD[:, seen], out=y_XKQD[number])
+    y_XKGPD = y_XKQD.unflatten(2, (group, P))
+    return y_XKGPD.permute(0, 3, 1, 2, 4).reshape(padded.shape)[before : before + count]
+
+
+def _first_page(tile: int, positions: int, window: int | None) -> int:
+    """The first page that a query of a tile sees."""
+    return 0 if window is None else max(0, tile * positions - window + 1) // positions
+
+
+@functools.lru_cache(maxsize=32)
+def _mask(before: int, positions: int, window: int | None, device: torch.device) -> Tensor:
+    """What is added to the scores [P, L] of a tile and of so many keys before it."""
+    distances = _distances(before, positions, device)
+    hidden = distances < 0
+    if window is not None:
+        hidden |= distances >= window
+    return torch.zeros(distances.shape, device=device).masked_fill_(hidden, -torch.inf)
+
+
+def _distances(before: int, positions: int, device: torch.device) -> Tensor:
+    """[P, L], from the queries of a tile back to its keys and so many before it."""
+    queries = torch.arange(positions, device=device)[:, None] + before
+    return queries - torch.arange(before + positions, device=device)

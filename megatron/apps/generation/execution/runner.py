@@ -1,0 +1,326 @@
+"""A model over the ranks of a layout that computes the steps of generation, with paged keys and
+values.
+
+Every rank makes a :class:`PagedRunner`; the main one gets the steps (`run`), the others
+:meth:`PagedRunner.follow` it until it closes. Results do not depend on what else is in a step where
+rows of a GEMM do not (see :mod:`megatron.apps.generation.execution.paged_attention`).
+
+Shapes: S tokens of an encoded prompt, T tokens of a pass, H hidden.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.apps.generation.execution.adapters import ServedAdapters
+from megatron.apps.generation.execution.neighbor_memory import (
+    NeighborCache,
+    NeighborMemory,
+    NeighborShape,
+    ending,
+)
+from megatron.apps.generation.execution.outputs import (
+    Head,
+    Numbers,
+    WantedRows,
+)
+from megatron.apps.generation.execution.packed_weights import PackedWeights, is_packed
+from megatron.apps.generation.execution.page_memory import PageMemory, PageShape
+from megatron.apps.generation.execution.paged_attention import EncodedPrompt, PagedCache
+from megatron.apps.generation.execution.row_rule import RowRule
+from megatron.apps.generation.execution.stages import EncoderOutput, StagedLayers
+from megatron.apps.generation.step import (
+    SequencePart,
+    StepInput,
+    StepOutput,
+)
+from megatron.config import ModelConfig
+from megatron.families import GenerationSpec, NeighborSpec
+from megatron.model.attention import Attention
+from megatron.model.layer_list import LayerState
+from megatron.parallel.mesh import MODEL, Mesh, memberships
+
+PAGE_SIZE = 64
+
+
+class PagedRunner:
+    """See `megatron.apps.generation.step.Runner`; every rank makes one, with the same arguments.
+
+    Args:
+        stages: the layers, in evaluation mode.
+        pages: how many there are.
+        page_size: positions of a page; None for :func:`page_size_of` the generation.
+        in_training: the weights change between passes, and so no copy of them is kept.
+        steps: of :func:`step_group`, where one of an earlier runner is used again.
+        adapters: what parts may have besides the weights.
+
+    Attributes:
+        main: whether this rank gets the steps of its replica of the model.
+    """
+
+    def __init__(
+        self,
+        stages: StagedLayers,
+        model: ModelConfig,
+        generation: GenerationSpec,
+        pages: int,
+        page_size: int | None = None,
+        in_training: bool = False,
+        steps: dist.ProcessGroup | None = None,
+        adapters: ServedAdapters | None = None,
+    ) -> None:
+        assert model.vocabulary.size is not None
+        self._stages, self._generation = stages, generation
+        self.vocab_size = model.vocabulary.size
+        page_size = page_size or page_size_of(generation)
+        self.pages, self.page_size = pages, page_size
+        self.max_positions = generation.max_positions
+        self.max_prompt, self.start_token = generation.max_prompt, generation.start_token
+        scaling = model.positions.rope_scaling
+        self.long_after = None
+        if scaling.rope_type == "longrope":
+            self.long_after = scaling.original_max_position_embeddings
+        self._mesh, self._device = stages.mesh, stages.device
+        layers = cached_layers(stages)
+        shape = page_shape(stages, model, page_size)
+        self.memory = PageMemory(layers, shape, pages, self._device)
+        self.neighbors: NeighborMemory | None = None
+        if generation.neighbors is not None:
+            assert page_size == generation.neighbors.chunk_length
+            neighbors = neighbor_shape(stages, model, generation.neighbors)
+            self.neighbors = NeighborMemory(neighbors, pages, self._device)
+        self._encoded: dict[int, EncodedPrompt] = {}
+        self._group = self._mesh.model
+        self.main = self._group.rank == 0
+        # At ZeRO 3 weights that a step has gathered are let go outside of it.
+        self._without_gradients = torch.no_grad if in_training else torch.inference_mode
+        self._packed = PackedWeights(() if in_training else stages.weights)
+        self._adapters = adapters
+        self.adapters = () if adapters is None else adapters.names
+        matrices = [*stages.weights, *(() if adapters is None else adapters.matrices)]
+        self._rows = RowRule.of(matrices, is_packed).agreed(self._group)
+        self._head = Head(stages, self.vocab_size, self._rows) if stages.last else None
+        self._steps = steps or step_group(self._mesh)
+
+    def run(self, step: StepInput) -> StepOutput:
+        """See `Runner.run`."""
+        with _deferring_ctrl_c() if self._steps is not None else nullcontext():
+            self._announce(step)
+            result = self._computed(step)
+        assert result is not None
+        return result
+
+    def follow(self) -> None:
+        """Computes this rank's part of all steps until the main rank closes; signals to stop are
+        for that one, which may have requests to end first."""
+        with _ignoring(signal.SIGINT, signal.SIGTERM):
+            while True:
+                box: list[StepInput | None] = [None]
+                dist.broadcast_object_list(box, self._group.ranks[0], group=self._steps)
+                if box[0] is None:
+                    return
+                self._computed(box[0])
+
+    def close(self) -> None:
+        """See `Runner.close`."""
+        self._announce(None)
+
+    def _announce(self, step: StepInput | None) -> None:
+        if self._steps is not None:
+            dist.broadcast_object_list([step], self._group.ranks[0], group=self._steps)
+
+    def _computed(self, step: StepInput) -> StepOutput | None:
+        """The result on the main rank."""
+        with self._without_gradients():
+            return self._result(step)
+
+    def _result(self, step: StepInput) -> StepOutput | None:
+        self.memory.copy(step.copies)
+        if self.neighbors is not None:
+            self.neighbors.copy(step.copies)
+        for number, tokens in step.encode:
+            self._encoded[number] = EncodedPrompt(self._encode(tokens))
+        for number in step.forget:
+            del self._encoded[number]
+        if not step.parts:
+            return StepOutput(torch.empty(0, self.vocab_size), ())
+        P = self.page_size
+        self.memory.clear(
+            [page for part in step.parts for page in part.pages[-(-part.start // P) :]]
+        )
+        wanted, numbers = WantedRows.of(step.parts), None
+        with self._packed:
+            passes = [self._hidden(parts) for parts in cut(step.parts, self._rows.most, P)]
+            if self._head is not None:
+                hidden = torch.cat([each for each in passes if each is not None], dim=1)
+                numbers = self._head.numbers(LayerState(hidden), wanted)
+        numbers = self._to_main(numbers, wanted)
+        return None if numbers is None else wanted.result(numbers)
+
+    def _hidden(self, parts: Sequence[SequencePart]) -> Tensor | None:
+        """What the head reads, [1, T, H], on the last stage."""
+        tokens = [token for part in parts for token in part.tokens]
+        rows = self._rows.padded(len(tokens))
+        near, encoded = None, None
+        if self.neighbors is not None:
+            near, spec = NeighborCache(self.neighbors, parts), self.neighbors.shape.spec
+            encoded = EncoderOutput(len(near.ended) * spec.tokens, spec.crosses)
+        cache = PagedCache(self.memory, parts, rows, self.max_positions, self._encoded, near)
+        padded = tokens + [0] * (rows - len(tokens))
+        if self._adapters is not None:
+            self._adapters.begin(parts, rows)
+        tokens_1T = torch.tensor([padded], device=self._device)
+        begin = self._generation.begin(tokens_1T, cache.position_ids_BS, cache)
+        first, head = self._generation.encoder_layers, self._stages.layers - 1
+        state = self._stages.run(begin, rows, first, head, encoded)
+        return None if state is None else state.total[:, : len(tokens)]
+
+    def _encode(self, tokens: Sequence[int]) -> Tensor:
+        """[1, S, H] on every rank."""
+        begin = LayerState(torch.tensor([tokens], device=self._device))
+        layers = self._generation.encoder_layers
+        state = self._stages.run(begin, len(tokens), 0, layers)
+        hidden = None if state is None else state.hidden
+        return self._stages.broadcast(hidden, len(tokens), layers - 1)
+
+    def _to_main(self, numbers: Numbers | None, wanted: WantedRows) -> Numbers | None:
+        """The numbers on the main rank, wherever the last stage is; None on the others."""
+        source, main = self._stages.last_rank, self._group.ranks[0]
+        own = self._mesh.world.rank
+        if own == main and source != main:
+            numbers = wanted.empty(self.vocab_size)
+            for each in numbers:
+                dist.recv(each, source, group=self._steps)
+        elif own == source != main and not self._mesh.tensor.rank:
+            assert numbers is not None
+            for each in numbers:
+                dist.send(each, main, group=self._steps)
+        return numbers if self.main else None
+
+
+def cut(
+    parts: Sequence[SequencePart], most: int | None, page_size: int
+) -> list[list[SequencePart]]:
+    """Parts in passes of at most so many tokens, in order; a prompt may be in several."""
+    if most is None:
+        return [list(parts)]
+    passes: list[list[SequencePart]] = [[]]
+    room = most
+    for part in parts:
+        first, count = 0, len(part.tokens)
+        while first < count:
+            if not room:
+                passes.append([])
+                room = most
+            end = min(count, first + room)
+            tokens, start = part.tokens[first:end], part.start + first
+            piece = replace(part, tokens=tokens, start=start)
+            if part.neighbors:
+                places = (
+                    chunk - ending(part, page_size).start for chunk in ending(piece, page_size)
+                )
+                piece = replace(piece, neighbors=tuple(part.neighbors[n] for n in places))
+            passes[-1].append(piece)
+            room -= end - first
+            first = end
+    return passes
+
+
+@contextmanager
+def _deferring_ctrl_c() -> Iterator[None]:
+    """Delays Ctrl-C until the end of the block: the other ranks would wait for one that leaves in
+    the middle."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        signal.raise_signal(signal.SIGINT)
+
+
+@contextmanager
+def _ignoring(*signals: signal.Signals) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def step_group(mesh: Mesh) -> dist.ProcessGroup | None:
+    """The ranks of this replica of the model, on CPUs; its followers may wait for a request for
+    days. None for one process."""
+    if mesh.world.size == 1:
+        return None
+    for ranks in memberships(mesh.sizes, MODEL):
+        handle = dist.new_group(ranks, backend="gloo", timeout=timedelta(days=365))
+        if mesh.world.rank in ranks:
+            found = handle
+    return found
+
+
+def cached_layers(stages: StagedLayers) -> list[int]:
+    """The numbers of this process's blocks whose keys and values are kept."""
+    return [
+        module.layer
+        for block in stages.blocks()
+        for module in block.modules()
+        if isinstance(module, Attention) and module.scores.causal
+    ]
+
+
+def page_size_of(generation: GenerationSpec) -> int:
+    """Positions of a page: of a model that retrieves, a chunk."""
+    return PAGE_SIZE if generation.neighbors is None else generation.neighbors.chunk_length
+
+
+def page_shape(
+    stages: StagedLayers,
+    model: ModelConfig,
+    page_size: int = PAGE_SIZE,
+    neighbors: NeighborSpec | None = None,
+) -> PageShape:
+    """Of a page on this rank."""
+    attention, heads = model.attention, _kv_heads(stages, model)
+    blocks = len(cached_layers(stages))
+    others = 0 if neighbors is None else neighbor_shape(stages, model, neighbors).bytes
+    return PageShape(blocks, heads, page_size, attention.kv_channels, stages.dtype, others)
+
+
+def neighbor_shape(
+    stages: StagedLayers, model: ModelConfig, neighbors: NeighborSpec
+) -> NeighborShape:
+    """What a page holds of neighbours on this rank."""
+    own = set(cached_layers(stages))
+    blocks = tuple(layer for layer in neighbors.layers if layer in own)
+    return NeighborShape(
+        blocks,
+        neighbors.layers[0] in own,
+        _kv_heads(stages, model),
+        model.attention.kv_channels,
+        stages.hidden,
+        neighbors,
+        stages.dtype,
+    )
+
+
+def _kv_heads(stages: StagedLayers, model: ModelConfig) -> int:
+    return max(1, model.attention.num_query_groups // stages.mesh.tensor.size)

@@ -1,0 +1,164 @@
+"""The flags of ``tools/generate.py`` besides those of training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megatron.apps.generation.memory import ServedConfig
+from megatron.apps.generation.request import Sampling
+from megatron.config import ConfigError
+from megatron.config.flags import NOT_NEGATIVE, POSITIVE, Bounds, flag_of, option
+
+_TEMPERATURE = Bounds(
+    lambda value: value > 0, "must be positive; --greedy always takes the most probable token"
+)
+_TOP_K = Bounds(lambda value: value >= 0, "must not be negative; 0 draws among all tokens")
+_TOP_P = Bounds(lambda value: 0 <= value <= 1, "must be in [0, 1]; 0 or 1 draws among all tokens")
+_MIN_P = Bounds(lambda value: 0 <= value <= 1, "must be in [0, 1]; 0 draws among all tokens")
+
+
+@dataclass(frozen=True)
+class GenerateConfig(ServedConfig):
+    """Generation: checkpoint, prompts and sampling."""
+
+    load: str | None = option(None)
+    """Folder of checkpoints, or one checkpoint, of this project, Hugging Face, Megatron or
+    DeepSpeed."""
+    iteration: int | None = option(None, derived="the newest complete checkpoint")
+    """Iteration of the checkpoint."""
+    prompt: str | None = option(None)
+    """Text to continue; an empty one starts a new document."""
+    prompt_file: str | None = option(None)
+    """File with a prompt per line; in a .jsonl file each line is {"prompt": "..."}."""
+    output: str | None = option(None)
+    """JSON-lines file for the texts; they are printed if it is not given."""
+    sample_input_file: str | None = option(None)
+    """Megatron's file of prompts: each line is {"prompt": {"text": "..."}}, or in a file without
+    JSON the text itself."""
+    sample_output_file: str | None = option(None, derived="that of --sample-input-file with .out")
+    """JSON-lines file for the texts of --sample-input-file, with text, all_text, prompt and id."""
+    genfile: str | None = option(None)
+    """JSON-lines file for --num-samples new documents, with text, all_text, prompt and id."""
+    max_new_tokens: int = option(128, aliases=("--out-seq-length",), bounds=POSITIVE)
+    """Maximum number of tokens to add to a prompt."""
+    temperature: float | None = option(None, derived="1.0", bounds=_TEMPERATURE)
+    """Divisor of the logits: lower values are more deterministic, higher values more random."""
+    top_k: int | None = option(
+        None, derived="0, all tokens", aliases=("--top_k",), bounds=_TOP_K
+    )  # fmt: skip
+    """Draw among this number of most probable tokens."""
+    top_p: float | None = option(
+        None, derived="1.0, all tokens", aliases=("--top_p",), bounds=_TOP_P
+    )  # fmt: skip
+    """Draw among the fewest tokens whose probabilities sum to at least this."""
+    min_p: float | None = option(
+        None, derived="0.0, all tokens", aliases=("--min_p",), bounds=_MIN_P
+    )  # fmt: skip
+    """Draw among the tokens that are at least this share as probable as the most probable one."""
+    repetition_penalty: float = option(1.0, aliases=("--repetition_penalty",), bounds=POSITIVE)
+    """Divisor of the positive logits, and factor of the negative ones, of tokens that are in the
+    prompt or the text."""
+    retro: bool = option(False)
+    """Fetch the neighbours of a Retro's text as it grows, and say what was read; without it the
+    model attends to none."""
+    retro_project_dir: str | None = option(None, aliases=("--retro-workdir",))
+    """Folder of tools/retro/preprocess_data.py whose database --retro searches."""
+    greedy: bool = option(False)
+    """Always choose the most probable token."""
+    seed: int = option(1234)
+    """Seed of the draws."""
+    num_samples: int | None = option(
+        None, derived="1; all prompts of --sample-input-file", bounds=NOT_NEGATIVE
+    )
+    """Texts per prompt; with --genfile or --sample-input-file the number of all texts. With 0 no
+    text is sampled without a prompt: --genfile is not written, and prompts come from
+    --sample-input-file or, line by line, from the terminal."""
+    micro_batch_size: int = option(
+        64, flag="--batch-size", aliases=("--micro-batch-size",), bounds=POSITIVE
+    )
+    """Maximum number of texts that are generated at the same time."""
+    recompute: bool = option(
+        False, note="keys and values of earlier tokens are kept, and the texts are the same"
+    )
+    max_tokens_to_oom: int | None = option(
+        None, note="texts wait until there is memory for their keys and values"
+    )
+    use_tutel: bool = option(False, note="there is no mixture of experts")
+    ds_inference: bool = option(False, note="this project's own engine generates")
+    inference_batch_times_seqlen_threshold: int | None = option(
+        None, note="each step has the tokens of all texts that are generated"
+    )
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError if flags contradict each other."""
+        if self.load is None:
+            raise ConfigError("--load is missing")
+        sources = self._given("prompt", "prompt_file", "sample_input_file")
+        if self.num_samples == 0 and sources and self.sample_input_file is None:
+            raise ConfigError(
+                f"--num-samples 0 and {sources[0]}: nothing would be written; leave one of them out"
+            )
+        sources += self._given("genfile") if self.num_samples != 0 else []
+        if len(sources) > 1:
+            raise ConfigError(f"{' and '.join(sources)}: give one of them")
+        if self.output is not None and self.prompt is None and self.prompt_file is None:
+            raise ConfigError("--output needs --prompt or --prompt-file")
+        if self.sample_output_file is not None and self.sample_input_file is None:
+            raise ConfigError("--sample-output-file needs --sample-input-file")
+        if len(self.adapter) > 1:
+            raise ConfigError(
+                f"--adapter {' '.join(self.adapter)}: all texts have one adapter here; give one, "
+                "or start tools/run_text_generation_server.py, where each request chooses"
+            )
+        if self.retro and self.retro_project_dir is None:
+            raise ConfigError(
+                "--retro needs --retro-project-dir, the folder whose database is searched"
+            )
+        drawn = self._given("temperature", "top_k", "top_p", "min_p")
+        if self.greedy and drawn:
+            raise ConfigError(f"--greedy does not sample; remove it or {drawn[0]}")
+        several = self.num_samples is not None and self.num_samples > 1
+        if self.greedy and several and self.sample_input_file is None:
+            raise ConfigError(f"--num-samples {self.num_samples} --greedy: all would be equal")
+
+    def _given(self, *names: str) -> list[str]:
+        """The flags of those fields that have a value."""
+        return [
+            flag_of(field)
+            for field in fields(self)
+            if field.name in names and getattr(self, field.name) is not None
+        ]
+
+    @property
+    def outputs(self) -> dict[str, str]:
+        """The file that is written, by its flag; none where texts are printed."""
+        if self.output is not None:
+            return {"--output": self.output}
+        if self.genfile is not None and self.num_samples != 0:
+            return {"--genfile": self.genfile}
+        if self.sample_input_file is not None:
+            path = self.sample_output_file or f"{self.sample_input_file}.out"
+            return {"--sample-output-file": path}
+        return {}
+
+    def sampling(self) -> Sampling:
+        """How tokens are chosen, with the seed of all texts."""
+        return Sampling(
+            greedy=self.greedy,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=self.top_k or 0,
+            top_p=self.top_p or 1.0,
+            min_p=self.min_p or 0.0,
+            repetition_penalty=self.repetition_penalty,
+            seed=self.seed,
+        )
+
+
+def unused_flags(options: Any) -> list[str]:
+    """A line for each given flag of a tool's options that changes nothing."""
+    return [
+        f"{flag_of(field)} is accepted and not used: {field.metadata['note']}"
+        for field in fields(options)
+        if field.metadata.get("note") and getattr(options, field.name) != field.default
+    ]

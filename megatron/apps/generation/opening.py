@@ -1,0 +1,143 @@
+"""From the flags of a command to a checkpoint that generates."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.apps.generation.execution.adapters import (
+    ServedAdapters,
+    named_folders,
+    served_adapters,
+)
+from megatron.apps.generation.execution.runner import (
+    PagedRunner,
+    page_shape,
+    page_size_of,
+)
+from megatron.apps.generation.execution.stages import StagedLayers
+from megatron.apps.generation.memory import CacheConfig
+from megatron.checkpoint.files import CheckpointError
+from megatron.config import ConfigError, Setting, Settings
+from megatron.engine.train_engine import ModelEngine
+from megatron.families import family_of
+from megatron.run.run import Run
+from megatron.tokenizer import Tokenizer
+from megatron.training.evaluation import opened_checkpoint
+from megatron.util.processes import is_main_process
+from megatron.util.progress import say
+
+_OWN = Setting(False, "this program")
+
+
+@dataclass(frozen=True)
+class OpenedRunner:
+    """A checkpoint that generates, of ``folder``, and the run that describes it; ``ends`` are the
+    tokens that end its texts."""
+
+    run: Run
+    tokenizer: Tokenizer
+    runner: PagedRunner
+    folder: Path
+    iteration: int | None
+    ends: frozenset[int]
+
+
+@contextmanager
+def opened_runner(
+    settings: Settings,
+    processes: int,
+    cache: CacheConfig,
+    adapters: Sequence[str] = (),
+    retrieves: bool = False,
+) -> Iterator[OpenedRunner | None]:
+    """The checkpoint of ``--load`` in the layout of the flags, until the block ends: on the main
+    rank. The others get None, and compute what the main rank asks for before they get it, until its
+    block ends. ``adapters`` are those of ``--adapter``, ``retrieves`` is :func:`runner_of`'s.
+    Raises ConfigError, CheckpointError or OSError if it cannot be used."""
+    settings = for_generation(settings)
+    load = settings["load"].value if "load" in settings else "."
+    with _naming_rights(load), opened_checkpoint(settings, processes, "generation") as found:
+        mesh, tokenizer = found.engine.mesh, found.run.tokenizer
+        if mesh.data.size > 1:
+            raise ConfigError(
+                f"{mesh.world.size} processes for a model over {mesh.model.size}: generation has "
+                "no data-parallel replicas; start as many processes as --tensor-model-parallel-size"
+                " x --pipeline-model-parallel-size, and another server for each replica"
+            )
+        served = served_adapters(found.engine, named_folders(adapters), found.folder)
+        where = f"--load {found.folder}"
+        runner = runner_of(found.engine, tokenizer, cache, where, served, retrieves)
+        if not runner.main:
+            runner.follow()
+            yield None
+            return
+        try:
+            yield OpenedRunner(
+                found.run, tokenizer, runner, found.folder, found.iteration, found.ends
+            )
+        finally:
+            runner.close()
+
+
+@contextmanager
+def _naming_rights(load: str) -> Iterator[None]:
+    """Says of a checkpoint that cannot be opened which of its files this user may not read."""
+    try:
+        yield
+    except (OSError, CheckpointError) as error:
+        files = itertools.chain([Path(load)], Path(load).rglob("*"))
+        locked = next((f for f in files if f.exists() and not os.access(f, os.R_OK)), None)
+        if locked is None:
+            raise
+        raise ConfigError(
+            f"--load {load}: this user may not read {locked}; change its rights (chmod u+rX), or "
+            "name a copy"
+        ) from error
+
+
+def runner_of(
+    engine: ModelEngine,
+    tokenizer: Tokenizer,
+    cache: CacheConfig,
+    where: str = "--load",
+    adapters: ServedAdapters | None = None,
+    retrieves: bool = False,
+) -> PagedRunner:
+    """The runner of an engine's model, whose settings were :func:`for_generation`; a rank's part of
+    it; all ranks must call it. Each data-parallel replica has a main rank of its own. ``where``
+    names the checkpoint; with ``retrieves`` every part of a step brings the neighbours of its
+    chunks. Raises ConfigError if models of its family do not generate, or do not retrieve, or there
+    is too little memory for keys and values."""
+    config, mesh = engine.config, engine.mesh
+    assert not config.parallel.sequence_parallel, "see for_generation"
+    family = family_of(config.model.family)
+    if not family.generates:
+        raise ConfigError(
+            f"{where}: a model of the family {family.name} does not generate text token by token; "
+            "name a checkpoint of another family"
+        )
+    stages, generation = StagedLayers.of(engine), family.generation(config, tokenizer)
+    if retrieves and generation.neighbors is None:
+        raise ConfigError(
+            f"{where}: a model of the family {family.name} reads no retrieved text: leave out "
+            "--retro, or name a checkpoint of pretrain_retro.py with --retro-add-retriever"
+        )
+    if generation.neighbors is not None and not retrieves:
+        if is_main_process():
+            say(f"{where}: without --retro the model's attention to retrieved text is left out")
+        generation = generation._replace(neighbors=None)
+    shape = page_shape(stages, config.model, page_size_of(generation), generation.neighbors)
+    pages = cache.pages(shape, generation.max_positions, engine.device, mesh.world)
+    return PagedRunner(stages, config.model, generation, pages, adapters=adapters)
+
+
+def for_generation(settings: Settings) -> Settings:
+    """Settings without what only trains: activations are not split along the sequence, and blocks,
+    whose steps have many shapes, are not compiled."""
+    own = {"sequence_parallel": _OWN, "torch_compile": Setting("off", _OWN.origin)}
+    return {name: value for name, value in settings.items() if name not in own} | own

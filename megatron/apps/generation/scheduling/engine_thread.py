@@ -1,0 +1,189 @@
+"""Runs a generation engine in a thread of its own, for programs with an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Hashable, Iterable, Sequence
+
+import torch
+
+from megatron.apps.generation.request import GenerationRequest, Update
+from megatron.apps.generation.scheduling.engine import GenerationEngine, QueueFull
+from megatron.apps.generation.scheduling.engine_stats import EngineStats
+from megatron.apps.generation.scheduling.job import Job
+
+
+class EngineStopped(RuntimeError):
+    """The engine takes no more requests: it is being drained, or has failed."""
+
+
+class EngineThread:
+    """The thread that steps an engine, which other threads must not use once it is started."""
+
+    def __init__(self, engine: GenerationEngine) -> None:
+        self.engine = engine
+        self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
+        self._torch_threads = torch.get_num_threads()
+        # Guards what follows, which other threads change too.
+        self._changed = threading.Condition()
+        self._came: list[_Stream] = []
+        self._left: list[_Stream] = []
+        self._draining = self._closing = False
+        self._failed: BaseException | None = None
+        self._streams: dict[int, _Stream] = {}
+
+    @property
+    def failed(self) -> BaseException | None:
+        """What has ended the thread, other than `drain` and `close`."""
+        return self._failed
+
+    @property
+    def stats(self) -> EngineStats:
+        """The engine's; what came during its present step is not in them yet."""
+        return self.engine.stats
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    async def stream(
+        self, request: GenerationRequest, source: tuple[Hashable, Hashable] = (None, None)
+    ) -> AsyncGenerator[Update, None]:
+        """What a request gets, as it comes; the last update has ``finish``. Whoever stops
+        iterating cancels it. Sources (see `Job`) take turns. The first ``anext`` raises ValueError
+        if the request can never run, QueueFull if too many wait, EngineStopped; any may raise what
+        made it fail."""
+        if request.constraint is None:
+            job = self.engine.job(request)
+        else:  # takes long enough to delay other texts
+            job = await asyncio.to_thread(self.engine.job, request)
+        job.source = source
+        stream = _Stream(job)
+        self._enter(stream)
+        try:
+            while not stream.ended:
+                yield await stream.next()
+        finally:
+            if not stream.ended:
+                self._leave(stream)
+
+    async def drain(self, timeout: float) -> bool:
+        """Takes no more requests, waits until the others have ended, cancels those that have not
+        after ``timeout`` seconds, and ends the thread. Returns whether all ended by themselves."""
+        with self._changed:
+            self._draining = True
+            self._changed.notify()
+        await asyncio.to_thread(self._join, timeout)
+        ended = not self._thread.is_alive() and self._failed is None
+        await asyncio.to_thread(self.close)
+        return ended
+
+    def close(self) -> None:
+        """Cancels all requests and waits for the thread to end."""
+        with self._changed:
+            self._draining = self._closing = True
+            self._changed.notify()
+        self._join(None)
+
+    def _join(self, timeout: float | None) -> None:
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+
+    def _enter(self, stream: _Stream) -> None:
+        with self._changed:
+            self._raise_if_stopped()
+            if len(self._came) >= self.engine.room:
+                raise QueueFull(self.engine.limits)
+            self._came.append(stream)
+            self._changed.notify()
+
+    def _leave(self, stream: _Stream) -> None:
+        with self._changed:
+            self._left.append(stream)
+            self._changed.notify()
+
+    def _raise_if_stopped(self) -> None:
+        if self._failed is not None:
+            raise self._failure()
+        if self._draining:
+            raise EngineStopped("generation is being shut down: it takes no more requests")
+
+    def _failure(self) -> EngineStopped:
+        stopped = EngineStopped(f"generation has failed: {self._failed}")
+        stopped.__cause__ = self._failed
+        return stopped
+
+    def _run(self) -> None:
+        # OpenMP's number of threads belongs to the thread that asked for it.
+        torch.set_num_threads(self._torch_threads)
+        try:
+            while self._receive():
+                self._tell(self.engine.step())
+        except BaseException as error:  # whatever it is, those who wait are told
+            with self._changed:
+                self._failed = error
+                streams = [*self._streams.values(), *self._came]
+            self._send((stream, self._failure()) for stream in streams)
+
+    def _receive(self) -> bool:
+        """Waits for something to do, and hands new requests on; False if there will be nothing."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._came or self._left or self._draining or self.engine.busy
+            )
+            came, self._came = self._came, []
+            left, self._left = self._left, []
+            if self._closing:
+                left = [*self._streams.values(), *came]
+            for stream in came:
+                self._streams[self.engine.add(stream.job)] = stream
+        for stream in left:
+            self.engine.cancel(stream.job.number)
+        return self.engine.busy or not self._draining
+
+    def _tell(self, updates: Sequence[Update]) -> None:
+        found = [(self._streams[update.number], update) for update in updates]
+        for update in updates:
+            if update.finish is not None:
+                del self._streams[update.number]
+        self._send(found)
+
+    def _send(self, found: Iterable[tuple[_Stream, Update | EngineStopped]]) -> None:
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, Update | EngineStopped]]] = {}
+        for stream, update in found:
+            by_loop.setdefault(stream.loop, []).append((stream, update))
+        for loop, pairs in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_put, pairs)
+            except RuntimeError:  # the loop is closed, and its streams are abandoned
+                self._left += [stream for stream, _ in pairs]
+
+
+class _Stream:
+    """What an event loop has been told of a job."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.loop = asyncio.get_running_loop()
+        self.ended = False
+        self._updates: asyncio.Queue[Update | EngineStopped] = asyncio.Queue()
+
+    def put(self, update: Update | EngineStopped) -> None:
+        self._updates.put_nowait(update)
+
+    async def next(self) -> Update:
+        """The next update. Raises what made the request, or the engine, fail."""
+        update = await self._updates.get()
+        if isinstance(update, EngineStopped):
+            self.ended = True
+            raise update
+        self.ended = update.finish is not None
+        if update.error is not None:
+            raise update.error
+        return update
+
+
+def _put(pairs: Sequence[tuple[_Stream, Update | EngineStopped]]) -> None:
+    for stream, update in pairs:
+        stream.put(update)

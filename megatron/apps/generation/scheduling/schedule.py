@@ -1,0 +1,230 @@
+"""Which requests run, and what a step computes for each."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron.apps.generation.scheduling.job import Job
+from megatron.apps.generation.scheduling.pages import PagePool
+from megatron.apps.generation.step import SequencePart, StepInput
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """How much is done at once.
+
+    Attributes:
+        running: texts; each beam is one.
+        step_tokens: of one pass through the model: those that were generated, and as many of
+            prompts as there is room for. An encoder's prompt is one piece, which may be longer.
+        waiting: requests, besides what runs; one more is refused.
+
+    Raises ValueError if prompts would have no room in a step.
+    """
+
+    running: int = 64
+    step_tokens: int = 512
+    waiting: int = 1024
+
+    def __post_init__(self) -> None:
+        for name in ("running", "waiting"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
+        if self.step_tokens <= self.running:
+            raise ValueError(
+                f"step_tokens {self.step_tokens} must be more than running {self.running}: each "
+                "running text takes one, prompts the rest"
+            )
+
+
+class PlannedPart(NamedTuple):
+    """A part of a step and whose it is."""
+
+    job: Job
+    part: SequencePart
+
+
+class FairQueue:
+    """Jobs that wait. Clients take turns, as do the requests of a client, each of which may have
+    many jobs; those of a request come in the order of their arrival."""
+
+    def __init__(self) -> None:
+        self._clients: dict[Hashable, dict[Hashable, deque[Job]]] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Job]:
+        for requests in self._clients.values():
+            for jobs in requests.values():
+                yield from jobs
+
+    def append(self, job: Job) -> None:
+        client, request = job.source
+        self._clients.setdefault(client, {}).setdefault(request, deque()).append(job)
+        self._count += 1
+
+    def first(self) -> Job:
+        """Return the job whose turn it is."""
+        return next(iter(self))
+
+    def popleft(self) -> Job:
+        """Take the first one out; the next turns are other requests' and clients'."""
+        job = self.first()
+        self.remove(job)
+        client, request = job.source
+        requests = self._clients.pop(client, {})
+        if jobs := requests.pop(request, None):
+            requests[request] = jobs
+        if requests:
+            self._clients[client] = requests
+        return job
+
+    def remove(self, job: Job) -> None:
+        """Take a job out, and keep the turns of the others."""
+        client, request = job.source
+        requests = self._clients[client]
+        requests[request].remove(job)
+        if not requests[request]:
+            del requests[request]
+        if not requests:
+            del self._clients[client]
+        self._count -= 1
+
+
+class Scheduler:
+    """Requests run in turns of their clients, else in the order of their arrival, as long as there
+    is room; what has started is never interrupted, and none overtakes the first that waits. Every
+    step has a token of each text that is being generated; the rest of its room goes to prompts, the
+    oldest first.
+
+    Attributes:
+        waiting: in the order of their turns.
+        running: in the order of arrival.
+        followers: of the jobs that read prompts in this step, those that wait for the same one.
+    """
+
+    def __init__(self, limits: EngineLimits, pool: PagePool, encodes: bool) -> None:
+        self.limits, self.pool = limits, pool
+        self.waiting = FairQueue()
+        self.running: dict[int, Job] = {}
+        self.followers: dict[Job, list[Job]] = {}
+        self._rows = 0
+        self._prompts = EncodedPrompts() if encodes else None
+
+    def admit(self) -> list[Job]:
+        """Starts as many waiting requests as there is room for."""
+        admitted = []
+        while self.waiting and self._rows + self.waiting.first().rows <= self.limits.running:
+            if not self.waiting.first().admit(self.pool):
+                break
+            job = self.waiting.popleft()
+            self.running[job.number] = job
+            self._rows += job.rows
+            admitted.append(job)
+        return admitted
+
+    def end(self, job: Job) -> None:
+        """Takes a request out, and gives back what it holds."""
+        if self.running.pop(job.number, None) is None:
+            self.waiting.remove(job)
+            return
+        self._rows -= job.rows
+        job.release(self.pool)
+        if self._prompts is not None:
+            self._prompts.release(job)
+
+    @property
+    def rows(self) -> int:
+        """Texts that run, and requests that wait."""
+        return self._rows + len(self.waiting)
+
+    def find(self, number: int) -> Job | None:
+        """A request that has not ended."""
+        running = self.running.get(number)
+        return running or next((job for job in self.waiting if job.number == number), None)
+
+    def plan(self) -> tuple[StepInput, list[PlannedPart]]:
+        """The next step, and whose its parts are, in order. Without parts there is nothing to
+        compute."""
+        planned: list[PlannedPart] = []
+        copies: list[tuple[int, int]] = []
+        reading = []
+        for job in self.running.values():
+            if job.reading:
+                reading.append(job)
+            else:
+                copies += job.copies()
+                planned += [PlannedPart(job, part) for part in job.parts()]
+        encode, forget = self._plan_prompts(planned, reading)
+        step = StepInput(tuple(each.part for each in planned), tuple(copies), encode, forget)
+        return step, planned
+
+    def _plan_prompts(
+        self, planned: list[PlannedPart], reading: Iterable[Job]
+    ) -> tuple[tuple[tuple[int, tuple[int, ...]], ...], tuple[int, ...]]:
+        budget = self.limits.step_tokens - len(planned)
+        encode: dict[int, tuple[int, ...]] = {}
+        first: dict[tuple[tuple[int, ...], str | None], Job] = {}
+        self.followers = {}
+        for job in reading:
+            if budget <= 0:
+                break
+            other = job if self._prompts is not None else first.setdefault(_what_is_read(job), job)
+            if other is not job and job.follows(other, self.pool):
+                self.followers.setdefault(other, []).append(job)
+                continue
+            if self._prompts is not None and job.encoded is None:
+                number, new = self._prompts.of(job)
+                if new:
+                    encode[number] = job.request.prompt
+                    budget -= len(job.request.prompt)
+            part = job.read(self.pool, max(budget, 1))
+            if part is not None:
+                planned.append(PlannedPart(job, part))
+                budget -= len(part.tokens)
+        forget = () if self._prompts is None else self._prompts.forgotten()
+        return tuple(encode.items()), forget
+
+
+def _what_is_read(job: Job) -> tuple[tuple[int, ...], str | None]:
+    return job.prompt, job.request.adapter
+
+
+class EncodedPrompts:
+    """Numbers of the prompts that an encoder has read, one for all requests of a prompt."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[int, ...], int] = {}
+        self._users: dict[int, int] = {}
+        self._forgotten: list[int] = []
+        self._next = 0
+
+    def of(self, job: Job) -> tuple[int, bool]:
+        """Gives a job the number of its prompt; whether it must be encoded first."""
+        prompt = job.request.prompt
+        new = prompt not in self._numbers
+        if new:
+            self._numbers[prompt] = self._next
+            self._next += 1
+        job.encoded = self._numbers[prompt]
+        self._users[job.encoded] = self._users.get(job.encoded, 0) + 1
+        return job.encoded, new
+
+    def release(self, job: Job) -> None:
+        """Removes a user of a job's prompt."""
+        if job.encoded is None:
+            return
+        self._users[job.encoded] -= 1
+        if not self._users[job.encoded]:
+            del self._users[job.encoded], self._numbers[job.request.prompt]
+            self._forgotten.append(job.encoded)
+
+    def forgotten(self) -> tuple[int, ...]:
+        """The prompts that have lost their last user since the last call."""
+        forgotten, self._forgotten = tuple(self._forgotten), []
+        return forgotten

@@ -1,0 +1,178 @@
+"""A server for a checkpoint, from a command line."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.apps.generation.decoding.chat import ChatFormat
+from megatron.apps.generation.opening import opened_runner
+from megatron.apps.generation.scheduling.engine import GenerationEngine
+from megatron.apps.generation.scheduling.engine_thread import EngineThread
+from megatron.apps.generation.scheduling.schedule import EngineLimits
+from megatron.apps.generation.server.config import ServerConfig
+from megatron.checkpoint.source import tokenizer_in
+from megatron.config import ConfigError, Settings
+from megatron.run.launch import start_processes
+from megatron.run.run import RunToolParser
+from megatron.util.processes import is_main_process
+from megatron.util.progress import say
+
+if TYPE_CHECKING:
+    from megatron.apps.generation.server.listening import HTTPThread
+    from megatron.apps.generation.server.service import Service
+
+EXTRA = "serve"
+_PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_TWICE_SECONDS = 1.0
+"""Ctrl-C reaches a process from its terminal and again from its launcher; what comes later than
+this is another one."""
+_POLL_SECONDS = 0.2
+_NOTICE_SECONDS = 1.0
+"""How long a failed server says so before it ends."""
+
+
+def run_server(description: str | None, argv: Sequence[str] | None = None) -> None:
+    """Serves the checkpoint of a command line until a signal ends it. Raises ValueError or OSError
+    if a flag, a file or a checkpoint cannot be used; the message names it."""
+    config, settings = RunToolParser(ServerConfig, description).parse(argv)
+    _require_packages()
+    if "load" not in settings:
+        raise ConfigError("--load is missing: the checkpoint to serve")
+    processes = start_processes(settings, argv)
+    if is_main_process():
+        _serve(config, settings, processes)
+        return
+    for number in _SIGNALS:  # which launchers send to all; the main process decides
+        signal.signal(number, signal.SIG_IGN)
+    with opened_runner(settings, processes, config, config.adapter):
+        pass
+
+
+def _require_packages() -> None:
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"not installed: {', '.join(missing)}; run pip install -e '.[{EXTRA}]' in the checkout"
+        )
+
+
+class StopSignals:
+    """SIGTERM and Ctrl-C: the first asks this process to end, a second one ends it; one that comes
+    before there is anything to end well does so at once."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self.serving = False
+        self._first = 0.0
+        for number in _SIGNALS:
+            signal.signal(number, self._received)
+
+    def _received(self, number: int, frame: Any) -> None:
+        now = time.monotonic()
+        if self.serving and not self.event.is_set():
+            self._first = now
+            self.event.set()
+        elif not self.serving or now - self._first > _TWICE_SECONDS:
+            os._exit(128 + number)
+
+
+def _serve(config: ServerConfig, settings: Settings, processes: int) -> None:
+    from megatron.apps.generation.server.app import build_app
+    from megatron.apps.generation.server.config import RequestDefaults
+    from megatron.apps.generation.server.guard import Access
+    from megatron.apps.generation.server.listening import (
+        ConnectionLimits,
+        HTTPThread,
+        listening_socket,
+    )
+    from megatron.apps.generation.server.service import ServedModel, Service
+
+    template = config.template
+    for note in config.notes:
+        say(note)
+    listening = listening_socket(config.host, config.port)
+    service = Service(
+        config.served_model_name or Path(settings["load"].value).resolve().name,
+        config.limits,
+        RequestDefaults(config.temperature, config.top_k, config.top_p),
+        _log,
+        config.log_prompts,
+    )
+    access = Access(config.key, config.host, config.allow_origin)
+    http = HTTPThread(
+        build_app(service, access),
+        listening,
+        ConnectionLimits(config.max_connections, config.read_timeout, config.write_timeout),
+        _log,
+    )
+    stop = StopSignals()
+    http.start()
+    with opened_runner(settings, processes, config, config.adapter) as opened:
+        assert opened is not None
+        limits = EngineLimits(
+            config.max_batch_size, config.max_num_batched_tokens, config.max_waiting
+        )
+        thread = EngineThread(GenerationEngine(opened.runner, opened.tokenizer, limits))
+        files = tokenizer_in(opened.folder) or opened.folder
+        chat = ChatFormat.of(opened.tokenizer, files, template)
+        thread.start()
+        service.open(ServedModel(thread, opened.tokenizer, chat, opened.ends))
+        stop.serving = True
+        host, port, *_ = listening.getsockname()
+        shown = f"[{host}]" if ":" in host else host
+        _log(f"{service.name} is served at http://{shown}:{port}")
+        while not stop.event.wait(_POLL_SECONDS):
+            _check(service, thread, http)
+        _drain(service, thread, http, config.drain_seconds)
+
+
+def _drain(service: Service, thread: EngineThread, http: HTTPThread, seconds: float) -> None:
+    """Lets running requests end, and refuses others."""
+    service.drain()
+    _log(f"ending: {service.active} requests have {seconds:g} s; a second signal ends it now")
+    end = time.monotonic() + seconds
+    while service.active and thread.failed is None and time.monotonic() < end:
+        time.sleep(_POLL_SECONDS / 10)
+    ended = not service.active
+    http.submit(lambda: thread.drain(0)).result()
+    http.submit(service.end).result()
+    if thread.failed is not None:
+        _check(service, thread, http)
+    end = time.monotonic() + _NOTICE_SECONDS
+    while service.active and time.monotonic() < end:
+        time.sleep(_POLL_SECONDS / 10)
+    http.close()
+    _log("all requests have ended" if ended else "the requests that remained were cancelled")
+
+
+def _check(service: Service, thread: EngineThread, http: HTTPThread) -> None:
+    """Ends the process, without waiting for other ranks, if it can answer nothing more."""
+    if thread.failed is None and http.alive:
+        return
+    failed = thread.failed
+    reason = "the HTTP server has ended" if failed is None else f"{type(failed).__name__}: {failed}"
+    service.fail(reason)
+    if failed is not None:
+        traceback.print_exception(failed)
+    time.sleep(_NOTICE_SECONDS)
+    print(f"error: generation has failed, and the server ends: {reason}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _log(line: str) -> None:
+    # Nobody may read it any more; requests are answered all the same.
+    with contextlib.suppress(OSError, ValueError):
+        print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)

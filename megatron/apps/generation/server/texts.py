@@ -1,0 +1,239 @@
+"""Tokens as the text that a client gets."""
+
+from __future__ import annotations
+
+import codecs
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Protocol
+
+from megatron.apps.generation.decoding.stopping import TextBeforeStop
+from megatron.apps.generation.decoding.text_stream import (
+    TextStream,
+    bytes_of_token,
+    token_texts,
+)
+from megatron.apps.generation.request import Finish, TokenScore
+from megatron.tokenizer import Tokenizer
+
+
+class Gain(Protocol):
+    """New tokens of a text, their scores or none, and why it ended if it did."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]: ...
+
+    @property
+    def scores(self) -> tuple[TokenScore, ...]: ...
+
+    @property
+    def finish(self) -> Finish | None: ...
+
+
+@dataclass(frozen=True)
+class PlacedToken:
+    """A token of a text, and the character at which what it stands for begins, or of which it is a
+    part. ``name`` is its text there, where it has another one elsewhere: the first word of a text
+    has no space, and a token that the tokenizer puts around a text is not in it at all."""
+
+    token: int
+    offset: int
+    score: TokenScore | None
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class TextPiece:
+    """What a text has got: never again changed, whatever comes after it."""
+
+    text: str
+    tokens: tuple[PlacedToken, ...]
+    finish: Finish | None
+
+
+def token_name(tokenizer: Tokenizer, token: int) -> str:
+    """The text of a token; of a part of a character its bytes, as OpenAI writes them, so that two
+    tokens have two names."""
+    found = bytes_of_token(tokenizer, token)
+    try:
+        return found.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+
+
+def name_there(tokenizer: Tokenizer, placed: PlacedToken) -> str:
+    """The name of a token in the text in which it is."""
+    return token_name(tokenizer, placed.token) if placed.name is None else placed.name
+
+
+class TokenPlaces:
+    """Places tokens in a text, from what each adds to it (:class:`TextStream`)."""
+
+    def __init__(self, tokenizer: Tokenizer, offset: int, prompt: Sequence[int] = ()) -> None:
+        """``offset``: where the text of the tokens after ``prompt`` begins."""
+        self._tokenizer, self._next = tokenizer, offset
+        tail = b"".join(bytes_of_token(tokenizer, i) for i in prompt[-4:])
+        self._begun = _unfinished(tail) if tokenizer.joins_bytes else b""
+        self._run: list[tuple[int, TokenScore | None]] = []
+
+    def add(self, token: int, score: TokenScore | None, text: str) -> list[PlacedToken]:
+        """The tokens whose places are known now that a token has added a text. Those of a run of
+        byte pieces are once it has ended, because then its text is known."""
+        start, self._next = self._next, self._next + len(text)
+        own = bytes_of_token(self._tokenizer, token)
+        if self._tokenizer.joins_bytes:
+            # Bytes that do not continue a character come after the U+FFFD that it becomes.
+            fits = _continues(self._begun, own)
+            self._begun = _unfinished(self._begun + own if fits else own)
+            return [PlacedToken(token, start + (not fits), score)]
+        if token in self._tokenizer.byte_pieces:
+            self._run.append((token, score))
+            return []
+        name = own.decode(errors="replace")
+        before = len(text) - len(name) if text.endswith(name) else 0
+        found = self._placed_run(start, before)
+        other = text if not found and text != name and name.endswith(text) else None
+        return [*found, PlacedToken(token, start + before, score, other)]
+
+    def close(self, text: str) -> list[PlacedToken]:
+        """Candidates that remain, given the rest of the text."""
+        return self._placed_run(self._next, len(text))
+
+    def _placed_run(self, start: int, length: int) -> list[PlacedToken]:
+        run, self._run = self._run, []
+        pieces = [bytes_of_token(self._tokenizer, token) for token, _ in run]
+        places = _places(pieces, length)
+        return [PlacedToken(t, start + at, s) for (t, s), at in zip(run, places, strict=True)]
+
+
+def _places(pieces: Sequence[bytes], length: int) -> list[int]:
+    """The character of a text of that length in which each of some bytes is, or begins."""
+    found, count, begun = list[int](), 0, b""
+    for piece in pieces:
+        fits = _continues(begun, piece)
+        count += not fits
+        found.append(count)
+        begun = begun + piece if fits else piece
+        if begun and not _unfinished(begun):
+            count, begun = count + 1, b""
+    if count + bool(begun) != length == len(pieces):
+        return list(range(length))  # the tokenizer writes U+FFFD for each byte of such a run
+    return [min(place, max(0, length - 1)) for place in found]
+
+
+def _unfinished(text: bytes) -> bytes:
+    """The bytes at the end that may begin a character."""
+    utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    utf8.decode(text)
+    return utf8.getstate()[0]
+
+
+def _continues(begun: bytes, more: bytes) -> bool:
+    """True if bytes continue a character that has begun."""
+    for count in range(1, min(4, len(more)) + 1 if begun else 0):
+        try:
+            (begun + more[:count]).decode()
+        except UnicodeDecodeError as error:
+            if error.reason == "unexpected end of data":
+                continue
+            return False
+        return True
+    return True
+
+
+def placed_prompt(
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    scores: Sequence[TokenScore | None],
+    shown: str,
+) -> list[PlacedToken]:
+    """The tokens of a prompt in its text ``shown``, which lacks those that the tokenizer puts
+    around every text."""
+    special = tokenizer.special_tokens
+    around = next((n for n, token in enumerate(prompt) if token not in special), len(prompt))
+    cuts = ((cut, _text(tokenizer, prompt[cut:])) for cut in range(around + 1))
+    fitting = ((cut, lead) for cut, text in cuts if (lead := _lead(text, shown)) is not None)
+    cut, lead = next(fitting, (0, 0))
+    found = [PlacedToken(prompt[n], 0, scores[n], "") for n in range(cut)]
+    places, stream = TokenPlaces(tokenizer, 0), TextStream(tokenizer)
+    for token, score in zip(prompt[cut:], scores[cut:], strict=True):
+        found += places.add(token, score, stream.add(token))
+    found += places.close(stream.close())
+    end, moved = len(shown), (_moved(tokenizer, p, lead) if lead else p for p in found)
+    return [p if p.offset < end or not shown else _outside(p, end) for p in moved]
+
+
+def _lead(text: str, shown: str) -> int | None:
+    """How many more spaces the text of a prompt's tokens begins with than the prompt, some of which
+    a tokenizer adds or drops; None if the two differ otherwise."""
+    bare, theirs = text.lstrip(" "), shown.lstrip(" ")
+    if text.startswith(shown):
+        return 0
+    return len(text) - len(bare) - len(shown) + len(theirs) if bare.startswith(theirs) else None
+
+
+def _moved(tokenizer: Tokenizer, placed: PlacedToken, lead: int) -> PlacedToken:
+    """A token whose place was in a text with ``lead`` more spaces at its beginning."""
+    absent, there = max(0, lead - placed.offset), name_there(tokenizer, placed)
+    whole = not absent or there.startswith("bytes:")  # or a part of a character
+    name = placed.name if whole else there[absent:]
+    return replace(placed, offset=max(0, placed.offset - lead), name=name)
+
+
+def _text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    return "".join(token_texts(tokenizer, tokens))
+
+
+def _outside(placed: PlacedToken, end: int) -> PlacedToken:
+    """A token that is put after every text."""
+    return replace(placed, offset=end, name="")
+
+
+class ChoiceText:
+    """The text of new tokens as it becomes certain: characters once they have all their bytes, what
+    may be the beginning of a stop text once it is not. Neither that text nor a token that ends it
+    (``ends``) is part of it."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        stops: Sequence[str],
+        ends: frozenset[int],
+        offset: int = 0,
+    ) -> None:
+        """``offset``: where the text begins, for the places of its tokens."""
+        self._stream, self._before = TextStream(tokenizer, prompt), TextBeforeStop(stops)
+        self._ends, self._places = ends, TokenPlaces(tokenizer, offset, prompt)
+        self._sent = offset  # where the text that the client has ends
+        self._tokens: deque[PlacedToken] = deque()
+
+    def add(self, gain: Gain) -> TextPiece:
+        """What has become certain with new tokens."""
+        text = ""
+        for token, score in zip_longest(gain.tokens, gain.scores):
+            if self._before.stopped:
+                break
+            if token not in self._ends:
+                added = self._stream.add(token)
+                self._tokens += self._places.add(token, score, added)
+                text += self._before.add(added)
+        if gain.finish is not None and not self._before.stopped:
+            rest = self._stream.close()
+            self._tokens += self._places.close(rest)
+            text += self._before.add(rest)
+            if not self._before.stopped:
+                text += self._before.close()
+                return TextPiece(text, self._placed(math.inf), gain.finish)
+        self._sent += len(text)
+        return TextPiece(text, self._placed(self._sent), gain.finish)
+
+    def _placed(self, end: float) -> tuple[PlacedToken, ...]:
+        """The tokens that begin before a character, and were not given yet."""
+        found = []
+        while self._tokens and self._tokens[0].offset < end:
+            found.append(self._tokens.popleft())
+        return tuple(found)

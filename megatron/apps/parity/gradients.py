@@ -1,0 +1,377 @@
+"""Which gradient, weight or layer output of a layout differs from one process.
+
+Two comparisons: one step in float64, where rounding is so small that any difference is an error;
+and the first step of a training, where the gradients that reached the optimizer are read back from
+its first moments. DeepSpeed's own reduction refuses float64, so a plain one takes its place there;
+layers, schedules and communication are those of a training run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.apps.parity.runs import PlainTraining, teaching
+from megatron.checkpoint.slices import Slice
+from megatron.config import OptimizerConfig, PrecisionConfig
+from megatron.engine.build import build_engine
+from megatron.engine.deepspeed_json import complete
+from megatron.engine.deepspeed_patches import average_by
+from megatron.engine.environment import distributed, training_device
+from megatron.engine.state import owned_slices
+from megatron.engine.train_engine import TrainEngine
+from megatron.engine.update.gradient_norm import average_gradients, gradient_norm, owned
+from megatron.families.trained import trained_spec
+from megatron.model.layer_list import LayerSequence, LayerSpec, LayerState, initialise
+from megatron.model.spec import ModelSpec
+from megatron.parallel.mesh import ALONE, SHARDED, Coordinates, Mesh
+from megatron.parallel.random import dropout_seed
+from megatron.parallel.shard import Init, Shard, shard_of
+from megatron.run.run import (
+    Run,
+    parse_run,
+    run_data,
+)
+from megatron.training.build import add_reference
+from megatron.training.plan import TrainingPlan
+from megatron.training.step_batches import weighed_step
+
+INIT = Init(std=0.3)
+"""Wider than in training, biases included, so that every gradient is large."""
+
+BOUND = 1e-12
+"""Of a float64 number, relative to the larger of a gradient's maximum and 1e-3 x the model's
+largest gradient: in theory the gradient of a key bias is exactly zero."""
+GRADIENT_BOUND = 1e-4
+"""Of a float32 gradient, relative."""
+UPDATE_BOUND = 1e-2
+"""Of a float32 weight's change, relative to the parameter's largest. Adam divides a gradient by
+itself in its first step, so one near zero moves its weight either way: only weights whose gradient
+is above 1e-3 x the parameter's largest are compared."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first difference, in the order in which a step computes: of what, on which global rank
+    (None if it is missing on all), and the largest found and allowed one."""
+
+    what: str
+    rank: int | None
+    found: float
+    allowed: float
+
+    def __str__(self) -> str:
+        if self.rank is None:
+            return f"{self.what}: on no rank"
+        return f"{self.what} on rank {self.rank}: {self.found:.1e} off, {self.allowed:.1e} allowed"
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A rank's share of a gradient in float64: the parameter's canonical name, how it is cut, and
+    whether this rank owns it (of several copies one is owned)."""
+
+    name: str
+    shard: Shard
+    owned: bool
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class GradientRecord:
+    """One step as one rank saw it: loss and gradients are means over data ranks; outputs are of its
+    layers for the first micro batch, by place in the layer list."""
+
+    coordinates: Coordinates
+    loss: float
+    norm: float
+    gradients: list[Gradient]
+    outputs: dict[int, Tensor]
+
+
+def gradients(argv: Sequence[str]) -> GradientRecord:
+    """One step of the layout that the flags describe; every process of it calls this."""
+    run = parse_run(None, argv)
+    with distributed(run.config.parallel) as mesh:
+        return gradients_in(run, mesh)
+
+
+def gradients_in(run: Run, mesh: Mesh) -> GradientRecord:
+    """The same, within existing process groups; ZeRO stage, dtype and DeepSpeed JSON do not
+    matter. Blocks are compiled with ``--torch-compile on`` only: one step does not repay it."""
+    config = run.config
+    fast = config.fast_paths
+    if fast.torch_compile == "auto":
+        fast = dataclasses.replace(fast, torch_compile="off")
+    engine_config = dataclasses.replace(config.engine, zero_stage=0, deepspeed_config=None)
+    config = dataclasses.replace(
+        config, engine=engine_config, precision=PrecisionConfig(), fast_paths=fast
+    )
+    run = dataclasses.replace(run, config=config, content=complete({}, config))
+    engine = build_engine(config, run.content, trained_spec(config), mesh, training_device())
+    try:
+        return _step(run, engine, mesh)
+    finally:
+        engine.close()
+
+
+def _step(run: Run, engine: TrainEngine, mesh: Mesh) -> GradientRecord:
+    config = run.config
+    engine.model.double()
+    for param, name in engine.names.items():
+        param.init = INIT  # type: ignore[attr-defined]
+        initialise(name, param, config.training.seed, mesh.coordinates)
+    outputs = _observe(engine.sequences, engine.spec) if mesh.data.rank == 0 else {}
+    average_by(engine.engine, lambda: average_gradients(engine.trained, mesh))
+    plan = TrainingPlan(config)
+    count = plan.batch_size.micro_batches(0)
+    engine.prepare(count)
+    samples = plan.micro_batch_size
+    seeds = [
+        dropout_seed(config.training.seed, (n * mesh.data.size + mesh.data.rank) * samples)
+        for n in range(count)
+    ]
+    data = run_data(run)
+    add_reference(run, mesh, data)
+    assert data.datasets.train is not None
+    batches = plan.lengths.cut(
+        data.batches(
+            data.datasets.train,
+            micro_batch_size=samples,
+            data_rank=mesh.data.rank,
+            data_size=mesh.data.size,
+        ),
+        0,
+    )
+    if data.weighed:
+        batches, _ = weighed_step(batches, count, mesh, engine.device)
+    taught = teaching(config, mesh, torch.float64)(batches, count)
+    sums = engine.backend.accumulate(taught, seeds)
+    norm = float(gradient_norm(list(engine.trained), mesh))
+    found = [
+        Gradient(
+            name, shard_of(param), owned(param, mesh, SHARDED), param.grad.detach().cpu().clone()
+        )
+        for param, name in engine.trained.items()
+        if param.grad is not None
+    ]
+    loss = float(engine.spec.total(engine.mean_losses(sums, count)))
+    return GradientRecord(mesh.coordinates, loss, norm, found, outputs)
+
+
+def reference_gradients(argv: Sequence[str]) -> GradientRecord:
+    """The same step on one process, in plain torch."""
+    plain = PlainTraining(argv, dtype=torch.float64, init=INIT)
+    outputs = _observe([plain.model.sequence], plain.spec)
+    loss = plain.accumulate()
+    found = [
+        Gradient(name, shard_of(param), True, param.grad.clone())
+        for name, param in plain.params.items()
+        if param.grad is not None
+    ]
+    norm = float(gradient_norm(list(plain.params.values()), Mesh()))
+    return GradientRecord(ALONE, loss, norm, found, outputs)
+
+
+def _observe(sequences: Sequence[LayerSequence], spec: ModelSpec) -> dict[int, Tensor]:
+    """Makes layers record a copy of their first output: hidden states, of the last one the loss."""
+    outputs: dict[int, Tensor] = {}
+
+    def note(place: int, state: LayerState) -> None:
+        if place not in outputs:
+            ended = state.losses.keys() == spec.losses.keys()
+            output = spec.total(state.losses) if ended else state.hidden
+            outputs[place] = output.detach().cpu().clone()
+
+    for sequence in sequences:
+        sequence.observe(note)
+    return outputs
+
+
+def first_difference(
+    records: Sequence[GradientRecord], reference: GradientRecord, layers: Sequence[LayerSpec]
+) -> Difference | None:
+    """Compares all copies of everything in the records of all global ranks."""
+    for place, layer in enumerate(layers):
+        if layer.once_per_stage:
+            continue  # it leaves hidden states alone, and does not run everywhere
+        expected = reference.outputs[place]
+        allowed = BOUND * float(expected.abs().max())
+        head = place == len(layers) - 1
+        what = "loss of the first micro batch" if head else f"output of {layer.name}"
+        if not any(place in record.outputs for record in records):
+            return Difference(what, None, math.inf, allowed)
+        for rank, record in enumerate(records):
+            if place in record.outputs:
+                output = record.outputs[place]
+                share = _share_of_output(expected, output, record.coordinates)
+                found = _distance(output, share)
+                if not found <= allowed:
+                    return Difference(what, rank, found, allowed)
+    allowed = BOUND * abs(reference.loss)
+    for rank, record in enumerate(records):
+        if not abs(record.loss - reference.loss) <= allowed:
+            return Difference("loss", rank, abs(record.loss - reference.loss), allowed)
+    difference = _gradient_difference(records, reference)
+    if difference is not None:
+        return difference
+    for rank, record in enumerate(records):
+        if not abs(record.norm - reference.norm) <= BOUND * reference.norm:
+            found = abs(record.norm - reference.norm)
+            return Difference("gradient norm", rank, found, BOUND * reference.norm)
+    return None
+
+
+def _gradient_difference(
+    records: Sequence[GradientRecord], reference: GradientRecord
+) -> Difference | None:
+    largest = max(float(g.values.abs().max()) for g in reference.gradients)
+    expected, bounds = {}, {}
+    for each in reversed(reference.gradients):  # in the order of the backward pass
+        expected[each.name] = each.shard.join([each.values])
+        bounds[each.name] = BOUND * max(float(each.values.abs().max()), 1e-3 * largest)
+
+    def off(rank: int, own: Gradient) -> float:
+        share = own.shard.cut(expected[own.name], records[rank].coordinates)
+        return _distance(own.values, share)
+
+    found = _first_off("gradient", bounds, [record.gradients for record in records], off)
+    if found is not None:
+        return found
+    for each in reference.gradients:
+        # Data-parallel ranks each have a whole model.
+        held = (g for record in records for g in record.gradients if g.owned)
+        missing = each.values.numel() - sum(g.values.numel() for g in held if g.name == each.name)
+        if missing > 0:
+            return Difference(f"gradient of {each.name} ({missing} elements)", None, math.inf, 0.0)
+    return None
+
+
+def _first_off(
+    what: str,
+    bounds: Mapping[str, float],
+    ranks: Sequence[Iterable[Any]],
+    off: Callable[[int, Any], float],
+) -> Difference | None:
+    """The first parameter of ``bounds`` whose share on a rank is further off than allowed."""
+    for name, allowed in bounds.items():
+        for rank, held in enumerate(ranks):
+            for own in held:
+                if own.name == name and not (found := off(rank, own)) <= allowed:
+                    return Difference(f"{what} of {name}", rank, found, allowed)
+    return None
+
+
+def _share_of_output(expected: Tensor, output: Tensor, coordinates: Coordinates) -> Tensor:
+    """A rank's share of a layer's output: the loss, or hidden states [B, S, H], perhaps cut along
+    S."""
+    rank, size = coordinates.get("tensor", (0, 1))
+    return expected if output.shape == expected.shape else expected.chunk(size, 1)[rank]
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().max()) if a.shape == b.shape else math.inf
+
+
+@dataclass(frozen=True)
+class SteppedSlice:
+    """One rank's slice of a parameter after the first step, flat; both tensors are padded with
+    zeros. The gradient is that before clipping, None where the optimizer has no moments."""
+
+    name: str
+    slice: Slice
+    gradient: Tensor | None
+    weight: Tensor
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The same elements of a whole parameter with the padding of one process."""
+        elements = self.slice.cut(whole.narrow(0, 0, self.slice.shape[0]))
+        return F.pad(elements, (0, self.weight.numel() - elements.numel()))
+
+
+@dataclass(frozen=True)
+class WholeParameter:
+    """A parameter of the reference: its gradient before clipping, its weight after the first step,
+    and the largest change of a weight in it."""
+
+    gradient: Tensor
+    weight: Tensor
+    change: float
+
+
+def stepped_slices(engine: TrainEngine, norm: float) -> list[SteppedSlice]:
+    """This rank's slices right after the first step, whose gradient norm is ``norm``."""
+    options = engine.config.optimizer
+    unclip = _clipping(options, norm) / (1 - options.adam_beta1)
+    found = []
+    for own in owned_slices(engine):
+        known = "exp_avg" in own.moments
+        gradient = own.get("exp_avg").detach().cpu() * unclip if known else None
+        weight = own.get("weight").detach().cpu().clone()
+        found.append(SteppedSlice(own.name, own.slice, gradient, weight))
+    return found
+
+
+def first_step_of(training: PlainTraining) -> tuple[float, float, dict[str, WholeParameter]]:
+    """Takes the first step of the reference: loss, norm, and whole parameters by name."""
+    before = {name: param.detach().clone() for name, param in training.params.items()}
+    loss, norm = training.step()
+    unclip = _clipping(training.options, norm)
+    whole = {}
+    for name, param in training.params.items():
+        weight, change = param.detach().clone(), float((param.detach() - before[name]).abs().max())
+        assert param.grad is not None
+        whole[name] = WholeParameter(param.grad * unclip, weight, change)
+    return loss, norm, whole
+
+
+def _clipping(options: OptimizerConfig, norm: float) -> float:
+    return max(1.0, (norm + 1e-6) / options.clip_grad) if options.clip_grad else 1.0
+
+
+def first_step_difference(
+    ranks: Sequence[Sequence[SteppedSlice]], reference: dict[str, WholeParameter]
+) -> Difference | None:
+    """The first parameter, in the order of the backward pass, whose gradient differs on a rank; if
+    none does, whose new weights do."""
+    difference = gradient_difference(ranks, reference)
+    if difference is not None:
+        return difference
+    bounds = {}
+    for name, whole in reversed(reference.items()):
+        rounding = torch.finfo(torch.float32).eps * float(whole.weight.abs().max())
+        bounds[name] = UPDATE_BOUND * whole.change + 4 * rounding
+
+    def off(rank: int, own: SteppedSlice) -> float:
+        whole = reference[own.name]
+        compared = own.of(whole.gradient).abs() > 1e-3 * float(whole.gradient.abs().max())
+        return float(((own.weight - own.of(whole.weight)).abs() * compared).max())
+
+    return _first_off("new weights", bounds, ranks, off)
+
+
+def gradient_difference(
+    ranks: Sequence[Sequence[SteppedSlice]],
+    reference: dict[str, WholeParameter],
+    bound: float = GRADIENT_BOUND,
+    floor: float = 1e-3,
+) -> Difference | None:
+    """The first parameter whose gradient differs by more than ``bound`` x the larger of its largest
+    value and ``floor`` x the model's."""
+    maxima = {name: float(w.gradient.abs().max()) for name, w in reversed(reference.items())}
+    largest = max(maxima.values())
+    bounds = {name: bound * max(own, floor * largest) for name, own in maxima.items()}
+    with_gradients = [[own for own in held if own.gradient is not None] for held in ranks]
+
+    def off(rank: int, own: SteppedSlice) -> float:
+        assert own.gradient is not None
+        return float((own.gradient - own.of(reference[own.name].gradient)).abs().max())
+
+    return _first_off("gradient", bounds, with_gradients, off)

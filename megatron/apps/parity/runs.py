@@ -1,0 +1,260 @@
+"""Training runs to compare: through the engine, and in plain torch on one process."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from megatron.config import OptimizerConfig, RunConfig
+from megatron.data.loader import MicroBatches
+from megatron.engine.environment import deterministic_kernels, distributed, training_device
+from megatron.engine.state import owned_slices
+from megatron.engine.train_engine import StepResult
+from megatron.families.trained import trained_spec
+from megatron.features.distillation.teacher import find_teacher
+from megatron.model.layer_list import LayerStack, initialise
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.random import dropout_seed
+from megatron.parallel.shard import Init, shard_of
+from megatron.parallel.tensor_parallel import TensorParallel
+from megatron.run.run import (
+    Run,
+    parse_run,
+    run_data,
+)
+from megatron.training.build import add_reference, build_trainer
+from megatron.training.plan import TrainingPlan
+from megatron.training.trainer import Callback, Step, Trainer
+
+ORDERS = 5
+"""Runs of one process with other orders of summation, to measure the effect of rounding."""
+
+
+@dataclass
+class RunRecord:
+    """A run as one rank saw it: loss, gradient norm and loss scale of every step, whether it was
+    skipped, and slices of weights and moments at the end by ``name/kind/start``."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    skipped: list[bool] = field(default_factory=list)
+    state: dict[str, np.ndarray] = field(default_factory=dict)
+    iteration: int = 0
+
+    def add(self, result: StepResult) -> None:
+        """Records a step."""
+        self.losses.append(float(result.loss))
+        self.norms.append(float(result.grad_norm))
+        self.scales.append(result.loss_scale)
+        self.skipped.append(bool(result.skipped))
+
+
+def train(argv: Sequence[str]) -> RunRecord:
+    """Trains with these flags; every process of the layout calls this."""
+    run = parse_run(None, argv)
+    record = RunRecord()
+    with deterministic_kernels(run.config), distributed(run.config.parallel) as mesh:
+        trainer = watched_trainer(run, mesh, record.add)
+        trainer.fit()
+        record.iteration = trainer.iteration
+        for own in owned_slices(trainer.engine):
+            name = f"{own.name}{shard_of(own.param).part}"
+            for kind in own.kinds:
+                values = own.get(kind).detach().cpu()
+                record.state[f"{name}/{kind}/{own.slice.start}"] = values.numpy().copy()
+    return record
+
+
+def watched_trainer(run: Run, mesh: Mesh, watch: Callable[[StepResult], None]) -> Trainer:
+    """A trainer that passes the result of every step to ``watch``, right after the step."""
+    return build_trainer(run, mesh, [_Watching(watch)])
+
+
+class _Watching(Callback):
+    def __init__(self, watch: Callable[[StepResult], None]) -> None:
+        self._watch = watch
+
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        self._watch(step.result)
+
+
+def teaching(
+    config: RunConfig, mesh: Mesh, dtype: torch.dtype
+) -> Callable[[Iterator[Any], int], Iterator[Any]]:
+    """What a run's teacher, if it has one, adds to each of so many micro batches; it computes in a
+    dtype."""
+    if not config.distillation.kd:
+        return lambda batches, count: batches
+    teacher = find_teacher(config).start(mesh, training_device())
+    teacher.engine.model.to(dtype)
+    return teacher.teach
+
+
+class PlainTraining:
+    """The same training without DeepSpeed: one process, torch's optimizer, a loop. ``order`` is
+    that in which the micro batches of a step are summed, ``init`` replaces the model's
+    initialisation. ``params`` are those that are trained, their gradients those of the last step,
+    clipped."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        order: Sequence[int] | None = None,
+        dtype: torch.dtype = torch.float32,
+        init: Init | None = None,
+    ) -> None:
+        run = parse_run(None, argv)
+        self.options, self._seed = run.config.optimizer, run.config.training.seed
+        self.spec = trained_spec(run.config)
+        self._plan, self._order = TrainingPlan(run.config), order
+        self.steps = min(
+            self._plan.train_iters, run.config.training.exit_interval or self._plan.train_iters
+        )
+        self.model = LayerStack(self.spec.layers(TensorParallel()), run.config.parallel)
+        self.params = dict(self.model.canonical_parameters())
+        if init is not None:
+            self.model.to(dtype)  # before: the values are drawn in that precision
+        for name, param in self.params.items():
+            if init is not None:
+                param.init = init  # type: ignore[attr-defined]
+            initialise(name, param, self._seed)
+        self.model.to(dtype)
+        self.params = {name: p for name, p in self.params.items() if p.requires_grad}
+        self._optimizer = _plain_optimizer(self.params, self.options)
+        data = run_data(run)
+        add_reference(run, Mesh(), data)
+        datasets, collate, self._weighed = data.datasets, data.collate, data.weighed
+        assert datasets.train is not None
+        self._batches = MicroBatches(
+            datasets.train, collate, micro_batch_size=self._plan.micro_batch_size
+        )
+        self._taught = teaching(run.config, Mesh(), dtype)
+        self._iteration = self._consumed = 0
+
+    def accumulate(self) -> float:
+        """Computes the gradients of a step; returns its loss."""
+        plan = self._plan
+        count = plan.batch_size.micro_batches(self._consumed)
+        batches = plan.lengths.cut(self._batches, self._iteration)
+        micro = [next(batches) for _ in range(count)]
+        if self._weighed:
+            mean_2 = torch.stack([batch.weights_2 for batch in micro]).mean(0)
+            micro = [batch._replace(weights_2=batch.weights_2 / mean_2) for batch in micro]
+        micro = list(self._taught(iter(micro), count))
+        losses = []
+        for place in self._order or range(count):
+            if place >= count:
+                continue
+            seed = dropout_seed(self._seed, self._consumed + place * plan.micro_batch_size)
+            state = self.spec.begin(micro[place]).changed(dropout_seed=seed)
+            loss = self.spec.total(self.model(state).losses)
+            (loss / count).backward()
+            losses.append(float(loss.detach()))
+        return sum(losses) / count
+
+    def step(self) -> tuple[float, float]:
+        """Updates the weights once; returns the loss, and the gradient norm before clipping."""
+        plan = self._plan
+        rate, decay = plan.rates(self._iteration, self._consumed)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate * group["lr_factor"]
+            group["weight_decay"] = decay if group["decays"] else 0.0
+        self._optimizer.zero_grad()
+        loss = self.accumulate()
+        params = list(self.params.values())
+        grads = [param.grad for param in params if param.grad is not None]  # frozen: None
+        # In float32 the norm of a large vocabulary's gradient alone would be off by 1e-5.
+        norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        torch.nn.utils.clip_grads_with_norm_(params, self.options.clip_grad or math.inf, norm)
+        self._optimizer.step()
+        self._iteration += 1
+        self._consumed += plan.batch_size.batch_size(self._consumed)
+        return loss, float(norm)
+
+
+def _plain_optimizer(
+    params: Mapping[str, nn.Parameter], options: OptimizerConfig
+) -> torch.optim.Optimizer:
+    """One group for each parameter."""
+    groups = [
+        {
+            "params": [param],
+            "decays": len(shard_of(param).full_shape) > 1,
+            "lr_factor": options.lr_factor(name),
+        }
+        for name, param in params.items()
+    ]
+    if options.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=0.0, momentum=options.sgd_momentum)
+    betas = (options.adam_beta1, options.adam_beta2)
+    return torch.optim.AdamW(groups, betas=betas, eps=options.adam_eps)
+
+
+def train_plainly(
+    argv: Sequence[str],
+    order: Sequence[int] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> RunRecord:
+    """All steps of a :class:`PlainTraining`."""
+    training, record = PlainTraining(argv, order, dtype), RunRecord()
+    for _ in range(training.steps):
+        loss, norm = training.step()
+        record.losses.append(loss)
+        record.norms.append(norm)
+    return record
+
+
+@dataclass(frozen=True)
+class Drift:
+    """How far runs are from the reference in each step, the largest of several runs: differences of
+    the loss, absolute, and of the gradient norm, relative."""
+
+    losses: np.ndarray
+    norms: np.ndarray
+
+    @classmethod
+    def between(cls, records: Sequence[RunRecord], reference: RunRecord) -> Drift:
+        norms = np.array(reference.norms)
+        return cls(
+            np.max([np.abs(np.subtract(r.losses, reference.losses)) for r in records], axis=0),
+            np.max([np.abs(np.subtract(r.norms, norms)) / norms for r in records], axis=0),
+        )
+
+    def within(self, noise: Drift, reference: RunRecord) -> bool:
+        """Whether rounding explains it: 1e-6 relative at the first step, then 4 x the noise."""
+        return bool(
+            self.losses[0] <= 1e-6 * abs(reference.losses[0])
+            and self.norms[0] <= 1e-6
+            and self.losses.max() <= 4 * noise.losses.max()
+            and self.norms.max() <= 4 * noise.norms.max()
+        )
+
+
+def rounding_noise(argv: Sequence[str], reference: RunRecord) -> Drift:
+    """The effect of rounding on one process: its distance from runs with other orders of the micro
+    batches or from a run in float64, whichever is more; at least float32's resolution.
+
+    One or two micro batches have a single order, and a layout also cuts matrix products, hence the
+    run in float64. A layout changes more sums than these runs do, hence the factor of
+    :meth:`Drift.within`.
+    """
+    plan = TrainingPlan(parse_run(None, argv).config)
+    count = plan.global_batch_size // plan.micro_batch_size
+    shuffle = random.Random(1)
+    orders = [shuffle.sample(range(count), count) for _ in range(ORDERS)]
+    others = [train_plainly(argv, order) for order in orders]
+    drift = Drift.between([*others, train_plainly(argv, dtype=torch.float64)], reference)
+    epsilon = torch.finfo(torch.float32).eps
+    return Drift(
+        np.maximum(drift.losses, epsilon * np.abs(reference.losses)),
+        np.maximum(drift.norms, epsilon),
+    )

@@ -1,0 +1,160 @@
+"""Time, GPU hours, energy and money that a whole training takes, and its command."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shlex
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from megatron.apps.planning.search import Plan, Workload
+from megatron.apps.planning.step_time import Hardware
+from megatron.config import ConfigError, ModelConfig, ModelFlags
+from megatron.config.flags import flag_names
+
+TOKENS_PER_STEP = 4_194_304
+"""Most tokens of a step where no batch size is given: the order of magnitude of published runs of
+1B to 70B parameters."""
+
+TIE = 0.03
+"""Share of the step time by which estimates of layouts do not tell them apart."""
+
+_KEPT = "\N{NO-BREAK SPACE}"
+"""Stands for a space at which a line must not end."""
+
+
+def usual_batch(seq_length: int, gpus: int) -> int:
+    """The largest number of samples that has at most :data:`TOKENS_PER_STEP` tokens, of those that
+    are a power of two times the odd factor of the GPUs, which they can be divided among."""
+    odd = gpus // (gpus & -gpus)
+    return odd * int(2 ** max(0, (TOKENS_PER_STEP // seq_length // odd).bit_length() - 1))
+
+
+def simplest_first(plans: Sequence[Plan]) -> list[Plan]:
+    """The plans, best first, but for the simplest of those that are as fast as the first within
+    :data:`TIE`, which comes before all."""
+    limit = plans[0].time.total * (1 + TIE)
+    best = min((plan for plan in plans if plan.time.total <= limit), key=_complexity)
+    return [best, *(plan for plan in plans if plan is not best)]
+
+
+def _complexity(plan: Plan) -> tuple[int, float]:
+    layout = plan.layout
+    steps = {
+        4: layout.pipeline > 1,
+        3: layout.tensor > 1,
+        2: layout.schedule != "1f1b",
+        1: layout.sequence,
+    }
+    more = sum(weight for weight, used in steps.items() if used)
+    return more + max(0, layout.zero - 1) + (layout.recompute is not None), plan.time.total
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A training by a plan, of a number of tokens."""
+
+    plan: Plan
+    work: Workload
+    hardware: Hardware
+    tokens: int
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps, rounded down, as in training."""
+        return self.tokens // self._step_tokens
+
+    @property
+    def _step_tokens(self) -> int:
+        return self.work.global_batch_size * self.work.model.seq_length
+
+    @property
+    def hours(self) -> float:
+        """Hours from the first step to the last."""
+        return self.steps * self.plan.time.total / 3600
+
+    def lines(self) -> list[str]:
+        """Sentences about its time, energy and cost."""
+        gpus = self.hardware.gpus or 1
+        gpu_hours = gpus * self.hours
+        energy = gpu_hours * self.hardware.gpu_watts / 1000
+        price = self.hardware.gpu_hour_price
+        rate = self._step_tokens / self.plan.time.total
+        return [
+            f"{self.tokens:,} tokens in {self.steps:,} steps of {self.plan.time.total:.2f} s "
+            f"({rate:,.0f} tokens/s): {_duration(self.hours)}, {gpu_hours:,.0f} GPU hours",
+            f"energy {energy:,.0f} kWh at --gpu-watts {self.hardware.gpu_watts:g} (a GPU with its "
+            f"share of the machine), ${gpu_hours * price:,.0f} at --gpu-hour-price {price:g}; "
+            "without evaluation, checkpoints and restarts",
+        ]
+
+
+def _duration(hours: float) -> str:
+    if hours < 1:
+        return f"{hours * 60:.1f} minutes"
+    if hours < 48:
+        return f"{hours:.1f} hours"
+    return f"{hours / 24:.1f} days" if hours < 24 * 730 else f"{hours / 24 / 365.25:.1f} years"
+
+
+def model_words(model: ModelConfig) -> list[str]:
+    """Fewest flags that give a model without a vocabulary: each changes it."""
+    fields = {field.name: field for field in dataclasses.fields(ModelFlags)}
+    values = {
+        name: value
+        for name, value in vars(model.flags()).items()
+        if value != fields[name].default and not fields[name].metadata.get("internal")
+    }
+    for name in list(values):
+        fewer = {other: value for other, value in values.items() if other != name}
+        with contextlib.suppress(ConfigError, TypeError):
+            if ModelFlags(**fewer).resolve() == model:
+                values = fewer
+    return list(chain.from_iterable(_words(fields[name], value) for name, value in values.items()))
+
+
+def changed_flags(config: Any) -> list[str]:
+    """Flags of the fields of a config that do not have their defaults."""
+    values = [(field, getattr(config, field.name)) for field in dataclasses.fields(config)]
+    return list(chain.from_iterable(_words(f, value) for f, value in values if value != f.default))
+
+
+def _words(field: dataclasses.Field, value: Any) -> list[str]:
+    on, off = flag_names(field)
+    if isinstance(value, bool):
+        return [on[0] if value and on else str(off)]
+    return [on[0], *map(str, value if isinstance(value, tuple) else (value,))]
+
+
+def command(budget: Budget, more: Sequence[str], tokenizer: Sequence[str]) -> str:
+    """A command that trains by the plan, in lines; what is in capitals is left to the user.
+
+    Args:
+        more: further flags, such as those of fast paths.
+        tokenizer: flags of the tokenizer.
+    """
+    hardware, gpus = budget.hardware, budget.hardware.gpus or 1
+    nodes, model = -(-gpus // hardware.gpus_per_node), budget.work.model
+    start = ["--num_gpus", str(gpus)] if nodes == 1 else ["--hostfile", "HOSTFILE"]
+    tokens = str(budget.tokens or "TOKENS")
+    parts = [
+        ["deepspeed", *start, f"pretrain_{model.family}.py"],
+        model_words(model),
+        [*budget.plan.flags, *more],
+        ["--train-tokens", tokens, "--lr", "3e-4", "--lr-decay-style", "cosine"],
+        ["--data-path", "DATA", *tokenizer]
+        + ["--save", "checkpoints", "--load", "checkpoints", "--save-interval", "1000"],
+    ]
+    return " \\\n    ".join(chain.from_iterable(map(_lines, parts)))
+
+
+def _lines(words: Sequence[str]) -> list[str]:
+    """Words for a shell in lines of 90 characters, each flag in one line with its values."""
+    quoted = [shlex.quote(word).replace(" ", _KEPT) for word in words]
+    text = "".join((" " if word.startswith("--") else _KEPT) + word for word in quoted)
+    lines = textwrap.wrap(text, 90, break_on_hyphens=False, break_long_words=False)
+    return [line.replace(_KEPT, " ").strip() for line in lines]

@@ -1,0 +1,291 @@
+"""All layouts for a number of GPUs, their costs, and the best of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, reduce
+from itertools import chain
+from operator import or_
+
+from megatron.apps.planning.memory import Memory, rank_memory
+from megatron.apps.planning.parameters import (
+    RankShare,
+    local_widths,
+    rank_shares,
+)
+from megatron.apps.planning.step_time import (
+    Communication,
+    Hardware,
+    StepTime,
+    step_time,
+)
+from megatron.config import ModelConfig
+from megatron.config.engine import FastPathsConfig
+from megatron.config.layouts import Layout, StateDtypes, refusal
+from megatron.families import BlockLengths, family_of
+from megatron.features.adapters.flags import AdapterConfig
+from megatron.features.float8.linear import Float8
+from megatron.model.flops import TransformerShape
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The training to plan for. The model is complete but for its vocabulary, ``vocab_size``
+    without padding; without ``micro_batch_size`` powers of two are tried. With ``adapters`` those
+    alone are trained, which the memory shows; times are those of the whole model."""
+
+    model: ModelConfig
+    vocab_size: int
+    global_batch_size: int
+    micro_batch_size: int | None = None
+    precision: str = "bf16"
+    grads_in_fp32: bool = False
+    states: StateDtypes | None = None
+    fast_paths: FastPathsConfig = FastPathsConfig()
+    adapters: AdapterConfig | None = None
+    teacher: ModelConfig | None = None
+    """Of a run with ``--kd``."""
+
+    @property
+    def float8(self) -> range:
+        """The blocks whose linear layers compute in 8 bits."""
+        return self.fast_paths.float8_blocks(len(self.lengths))
+
+    def padded(self, tensor: int) -> ModelConfig:
+        """The model with its vocabulary padded for ``tensor`` ranks, as the trainer pads it."""
+        return self.model.with_vocabulary(self.vocab_size, tensor)
+
+    @property
+    def shape(self) -> TransformerShape:
+        """The numbers that its FLOPs depend on."""
+        model = self.padded(1)
+        return family_of(model.family).shape(model)
+
+    @property
+    def lengths(self) -> tuple[BlockLengths, ...]:
+        """The sequences of each block."""
+        return family_of(self.model.family).block_lengths(self.model)
+
+    def flops(self) -> float:
+        """Model FLOPs of a step, attention over all pairs, without recomputation."""
+        return self.shape.flops_per_step(self.global_batch_size, causal=False)
+
+    def hardware_flops(self, recompute: str | None) -> float:
+        """The same with what a layout recomputes."""
+        shape = self.shape
+        again = shape.recomputed_flops_per_token(recompute, causal=False)
+        return self.flops() + self.global_batch_size * shape.seq_length * again
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout with its estimated costs: memory of the rank that needs most, bytes that a rank
+    sends in a step, and the time of a step."""
+
+    layout: Layout
+    micro_batch: int
+    memory: Memory
+    sent: Communication
+    time: StepTime
+
+    @property
+    def flags(self) -> list[str]:
+        """Flags of training commands for this plan, without the model's."""
+        samples = self.micro_batch * self.layout.data * self.layout.micro_batches[0]
+        sizes = ["--micro-batch-size", str(self.micro_batch), "--global-batch-size", str(samples)]
+        return [*self.layout.flags(), *sizes]
+
+    @property
+    def rank(self) -> tuple[float, float, tuple[int, ...]]:
+        """Less is better: time, then memory, then sizes of the cuts."""
+        layout = self.layout
+        cuts = (layout.tensor, layout.pipeline, layout.zero, layout.sequence)
+        return self.time.total, self.memory.total, cuts
+
+
+def estimate(work: Workload, layout: Layout, micro_batch: int, hardware: Hardware) -> Plan:
+    """The costs of a layout that exists for the workload and has its number of micro batches."""
+    model, (count,) = work.padded(layout.tensor), layout.micro_batches
+    shares = _heaviest(
+        model, layout.tensor, layout.pipeline, layout.schedule, layout.chunks, work.float8
+    )
+    memory = max(
+        (rank_memory(model, layout, micro_batch, count, share, work.adapters) for share in shares),
+        key=lambda memory: memory.total,
+    )
+    time, sent = step_time(model, layout, micro_batch, count, shares, hardware)
+    if work.teacher is not None:
+        memory, time = _with_teacher(work, work.teacher, layout, memory, time)
+    return Plan(layout, micro_batch, memory, sent, time)
+
+
+def _with_teacher(
+    work: Workload, teacher: ModelConfig, layout: Layout, memory: Memory, time: StepTime
+) -> tuple[Memory, StepTime]:
+    """With a teacher's weights on the rank that has most of them, which data-parallel ranks share
+    at ZeRO stage 3, and its forward pass. More than any memory where a stage would have no block of
+    it."""
+    if teacher.blocks < layout.pipeline * layout.chunks:
+        return dataclasses.replace(memory, weights=math.inf), time
+    model = teacher.with_vocabulary(teacher.vocabulary.size or work.vocab_size, layout.tensor)
+    whole = dataclasses.replace(layout, recompute=None)
+    parameters = max(share.parameters for share in rank_shares(model, whole, float8=range(0)))
+    element = 4 if layout.precision == "fp32" else 2
+    weights = parameters * element / (layout.data if layout.zero == 3 else 1)
+    shape = family_of(model.family).shape(model)
+    shape = dataclasses.replace(shape, seq_length=work.shape.seq_length)
+    forward = shape.flops_per_step(work.global_batch_size, causal=False) / 3
+    more = forward / work.hardware_flops(layout.recompute)
+    return (
+        dataclasses.replace(memory, weights=memory.weights + weights),
+        dataclasses.replace(time, compute=time.compute * (1 + more)),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _heaviest(
+    model: ModelConfig, tensor: int, pipeline: int, schedule: str, chunks: int, float8: range
+) -> list[RankShare]:
+    layout = Layout(tensor=tensor, pipeline=pipeline, schedule=schedule, chunks=chunks)
+    return heaviest(rank_shares(model, layout, float8=float8))
+
+
+def heaviest(shares: Sequence[RankShare]) -> list[RankShare]:
+    """The ranks of a pipeline that can need the most of anything: those that no earlier rank, which
+    holds more micro batches, equals or exceeds in everything."""
+    found: list[RankShare] = []
+    for share in shares:
+        if not any(_covers(other, share) for other in found):
+            found.append(share)
+    return found
+
+
+def _covers(a: RankShare, b: RankShare) -> bool:
+    return (
+        a.parameters >= b.parameters
+        and a.first >= b.first
+        and a.last >= b.last
+        and _largest_stage(a) >= _largest_stage(b)
+        and Counter(chain(*a.stages)) >= Counter(chain(*b.stages))
+        # 8 bits take more for weights, and mostly less for activations.
+        and a.float8 == b.float8
+    )
+
+
+def _largest_stage(share: RankShare) -> Counter[BlockLengths]:
+    """The most blocks of each kind in a stage."""
+    return reduce(or_, map(Counter, share.stages))
+
+
+def layouts(work: Workload, hardware: Hardware) -> Iterator[tuple[Layout, int]]:
+    """Every layout that exists for the workload, each with its micro batch size. Tensor parallelism
+    stays inside a node, as its collectives are in every layer and exposed (Narayanan et al. 2021,
+    section 3.2)."""
+    assert hardware.gpus
+    for tensor in divisors(hardware.gpus):
+        if tensor > hardware.gpus_per_node or not divides_model(work.model, tensor):
+            continue
+        if not has_float8_widths(work, tensor):
+            continue
+        for pipeline in divisors(hardware.gpus // tensor):
+            data = hardware.gpus // tensor // pipeline
+            for micro_batch in micro_batch_sizes(work, data):
+                count = work.global_batch_size // (micro_batch * data)
+                for schedule, chunks in schedules(len(work.lengths), pipeline):
+                    base = Layout(
+                        tensor=tensor, pipeline=pipeline, schedule=schedule, chunks=chunks,
+                        data=data, precision=work.precision, micro_batches=(count,),
+                        grads_in_fp32=work.grads_in_fp32, states=work.states,
+                        float8=bool(work.float8),
+                    )  # fmt: skip
+                    yield from ((layout, micro_batch) for layout in variants(work, base))
+
+
+def variants(work: Workload, base: Layout) -> Iterator[Layout]:
+    """A layout with each ZeRO stage, with and without sequence parallelism and recomputation."""
+    stages = (0, 1, 2, 3) if base.data > 1 else (0, 1)
+    for zero in stages:
+        for sequence in (False, True):
+            lengths = {n for block in work.lengths for n in (block.own, block.other)}
+            if sequence and any(n % base.tensor for n in lengths):
+                continue
+            for recompute in (None, "selective", "uniform"):
+                layout = dataclasses.replace(
+                    base, zero=zero, sequence=sequence, recompute=recompute
+                )
+                if refusal(layout) is None:
+                    yield layout
+
+
+def divides_model(model: ModelConfig, tensor: int) -> bool:
+    """Whether each of ``tensor`` ranks gets whole heads and an equal share of the MLP."""
+    groups = model.attention.num_query_groups
+    return (
+        model.attention.num_attention_heads % tensor == 0
+        and model.mlp.ffn_hidden_size % tensor == 0
+        and (groups % tensor == 0 or tensor % groups == 0)
+    )
+
+
+def has_float8_widths(work: Workload, tensor: int) -> bool:
+    """Whether the shares of ``tensor`` ranks have widths that 8-bit products can have."""
+    if not work.float8:
+        return True
+    share, groups = local_widths(work.padded(tensor), tensor), work.model.attention.num_query_groups
+    # More ranks than groups have keys and values in a matrix of their own.
+    fused = 2 * share.kv + (share.query if groups >= tensor else 0)
+    multiple = Float8(recipe=work.fast_paths.fp8_recipe).multiple
+    return not any(width % multiple for width in (share.query, fused, share.ffn))
+
+
+def micro_batch_sizes(work: Workload, data: int) -> list[int]:
+    """Micro batch sizes that divide a step: the requested one, or powers of two."""
+    samples, rest = divmod(work.global_batch_size, data)
+    if rest or not samples:
+        return []
+    tried = [work.micro_batch_size] if work.micro_batch_size else [2**n for n in range(8)]
+    return [size for size in tried if samples % size == 0]
+
+
+def schedules(layers: int, pipeline: int) -> list[tuple[str, int]]:
+    """Schedules with their stages per rank, of a model of so many blocks; every stage needs one."""
+    if pipeline == 1:
+        return [("1f1b", 1)]
+    if pipeline > layers:
+        return []
+    interleaved = [v for v in range(2, layers // pipeline + 1) if layers % (pipeline * v) == 0]
+    both_ways = [("dualpipev", 2)] if 2 * pipeline <= layers else []
+    return [("1f1b", 1), *(("interleaved", v) for v in interleaved), *both_ways]
+
+
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def search(work: Workload, hardware: Hardware) -> list[Plan]:
+    """A plan for every layout that exists for the workload, fitting or not, best first."""
+    plans = [estimate(work, *found, hardware) for found in layouts(work, hardware)]
+    return sorted(plans, key=lambda plan: plan.rank)
+
+
+def fitting(plans: list[Plan], hardware: Hardware) -> list[Plan]:
+    """The plans that fit into the GPUs' memory, in their order."""
+    return [plan for plan in plans if plan.memory.total <= hardware.usable_memory]
+
+
+def fewest_gpus(work: Workload, hardware: Hardware, limit: int = 64) -> int | None:
+    """The smallest of 2, 4, ... ``limit`` times the GPUs on which a layout fits; None if none."""
+    assert hardware.gpus
+    factor = 2
+    while factor <= limit:
+        more = dataclasses.replace(hardware, gpus=hardware.gpus * factor)
+        for layout, micro_batch in layouts(work, more):
+            plan = estimate(work, layout, micro_batch, more)
+            if plan.memory.total <= more.usable_memory:
+                return more.gpus
+        factor *= 2
+    return None

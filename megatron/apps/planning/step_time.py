@@ -1,0 +1,334 @@
+"""The machines, and the time of an optimizer step on them: computing, sending, waiting.
+
+A step takes FLOPs / (utilisation x peak) + bytes / bandwidth of what is not overlapped, both of the
+slowest rank, and the pipeline's bubble. The optimizer's own time, data loading, logging and
+checkpoints are not counted. Ring algorithms move (n - 1) / n of a buffer for an all-gather or a
+reduce-scatter over n ranks, and twice that for an all-reduce (Thakur, Rabenseifner and Gropp 2005,
+section 4).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from itertools import chain
+
+from megatron.apps.planning.parameters import (
+    RankShare,
+    head_shape,
+    local_widths,
+)
+from megatron.config import ConfigError, ModelConfig
+from megatron.config.flags import option
+from megatron.config.layouts import Layout
+from megatron.families import BlockLengths, family_of
+
+_UNITS = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6}
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Machines: how many, how large, how fast (the defaults are those of --gpu H100)."""
+
+    gpus: int | None = option(None)
+    """Number of GPUs, one process each."""
+    gpu_memory: str = option("80GiB", derived="as --gpu says")
+    """Memory of one GPU, as in 80GiB."""
+    memory_reserve: str = option("4GiB")
+    """Part of --gpu-memory that is kept free for CUDA, NCCL, workspaces of kernels and
+    fragmentation."""
+    gpus_per_node: int = option(8)
+    """Number of GPUs per node, connected by fast links."""
+    peak_tflops: float = option(312.0, derived="as --gpu says")
+    """Dense 16-bit peak of one GPU, TFLOP/s (A100 312, H100 and H200 989, B200 2250)."""
+    utilisation: float = option(0.6)
+    """Share of the peak that a GPU reaches while it computes."""
+    intra_node_bandwidth: float = option(300.0, derived="as --gpu says")
+    """Gigabytes per second that a GPU sends inside a node (NVLink: A100 300, H100 450)."""
+    inter_node_bandwidth: float = option(25.0, derived="as --gpu says")
+    """Gigabytes per second that a GPU sends to other nodes (200 Gbit/s: 25, 400 Gbit/s: 50)."""
+    tensor_overlap: float = option(0.4)
+    """Share of tensor-parallel communication that overlaps with computation (in the backward pass
+    the collectives of column-parallel layers run beside matrix products)."""
+    pipeline_overlap: float = option(0.0)
+    """Share of the pipeline's sends and receives that overlaps with computation."""
+    gpu_watts: float = option(812.0, derived="as --gpu says")
+    """Watts of one GPU with its share of the machine."""
+    gpu_hour_price: float = option(1.8, derived="as --gpu says")
+    """Dollars for an hour of one GPU."""
+    data_overlap: float = option(0.5)
+    """Share of data-parallel communication that overlaps with computation at ZeRO 3. Below it
+    DeepSpeed's overlap_comm is off by default and nothing overlaps."""
+
+    def check(self) -> None:
+        """Raises ConfigError for a value out of range."""
+        if self.gpus is None:
+            raise ConfigError("--gpus is missing: the number of GPUs to plan for")
+        for name in ("gpus", "gpus_per_node", "peak_tflops", "intra_node_bandwidth",
+                     "inter_node_bandwidth", "gpu_watts"):  # fmt: skip
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{_flag(name)} {getattr(self, name)} must be positive")
+        if not self.gpu_hour_price >= 0:
+            raise ConfigError(f"--gpu-hour-price {self.gpu_hour_price} must not be negative")
+        if not 0 < self.utilisation <= 1:
+            raise ConfigError(f"--utilisation {self.utilisation} must be above 0 and at most 1")
+        for name in ("tensor_overlap", "pipeline_overlap", "data_overlap"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{_flag(name)} {getattr(self, name)} must be from 0 to 1")
+        if self.usable_memory <= 0:
+            raise ConfigError(
+                f"--memory-reserve {self.memory_reserve} leaves nothing of --gpu-memory "
+                f"{self.gpu_memory}"
+            )
+
+    @property
+    def usable_memory(self) -> int:
+        """Bytes of a GPU that a plan can use."""
+        memory = parse_bytes("--gpu-memory", self.gpu_memory)
+        return memory - parse_bytes("--memory-reserve", self.memory_reserve)
+
+    def ring_bandwidth(self, ranks: int, stride: int) -> float:
+        """Bytes per second of a ring through a group of ``ranks`` members, ``stride`` ranks apart.
+        Inside a node it is the GPU's own; between nodes the links of all members in a node carry
+        each member's ring, as NCCL builds them."""
+        inside = self.intra_node_bandwidth
+        if ranks * stride <= self.gpus_per_node:
+            return 1e9 * inside
+        members = max(1, self.gpus_per_node // stride)
+        return 1e9 * min(inside, members * self.inter_node_bandwidth)
+
+    def link_bandwidth(self, ranks: int, stride: int) -> float:
+        """Bytes per second of the slowest link from one GPU of a group to the next."""
+        inside = ranks * stride <= self.gpus_per_node
+        return 1e9 * (self.intra_node_bandwidth if inside else self.inter_node_bandwidth)
+
+    @property
+    def flops(self) -> float:
+        """FLOP/s that a GPU reaches while it computes."""
+        return self.peak_tflops * 1e12 * self.utilisation
+
+
+def parse_bytes(flag: str, text: str) -> int:
+    """Bytes of a size such as ``80GiB``; a ConfigError that names ``flag`` for other texts."""
+    found = re.fullmatch(rf"([0-9]+(?:\.[0-9]+)?)\s*({'|'.join(_UNITS)})", text)
+    if found is None:
+        raise ConfigError(f"{flag} {text}: expected a size such as 80GiB ({', '.join(_UNITS)})")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+@dataclass(frozen=True)
+class Communication:
+    """Bytes sent in a step by the rank that sends most, by kind of parallelism."""
+
+    tensor: float
+    pipeline: float
+    data: float
+
+
+def ring(ranks: int) -> float:
+    """Share of a buffer that a rank sends in an all-gather or reduce-scatter."""
+    return (ranks - 1) / ranks
+
+
+def tensor_bytes_per_block(
+    model: ModelConfig, layout: Layout, micro_batch: int, lengths: BlockLengths | None = None
+) -> float:
+    """Bytes that a block sends over tensor-parallel ranks for one micro batch, by default the
+    model's first.
+
+    Two all-reduces of the hidden states forward and two backward (Shoeybi et al. 2019,
+    arXiv:1909.08053, section 3). Sequence parallelism replaces each by an all-gather and a
+    reduce-scatter, and gathers the inputs of the two column-parallel layers again (Korthikanti et
+    al. 2022, section 4.2.2). Full recomputation sends the forward pass's part again.
+    Cross-attention has one of each more, and its keys and values read another sequence: an
+    all-reduce of its gradient, or with sequence parallelism two all-gathers and a reduce-scatter.
+    """
+    lengths = lengths or family_of(model.family).block_lengths(model)[0]
+    again, gathers = layout.recompute in ("uniform", "block"), 0
+    for each in lengths.whole:
+        layers = 3 if each.other else 2  # attention, cross-attention, MLP: each a column and a row
+        gathers += each.own * layers * (4 + 2 * again + layout.sequence)
+        gathers += each.other * ((3 + again) if layout.sequence else 2)
+    # Autocast's matrix products are in 16 bits too.
+    size = 0.5 if layout.autocast else 1.0
+    return ring(layout.tensor) * size * gathers * hidden_bytes(model, layout, micro_batch)
+
+
+def hidden_bytes(model: ModelConfig, layout: Layout, tokens: int) -> float:
+    """Bytes of the hidden states of so many tokens, not cut."""
+    size = 4 if layout.precision == "fp32" or layout.autocast else 2
+    return float(size * tokens * model.hidden_size)
+
+
+def tensor_bytes_at_ends(model: ModelConfig, layout: Layout, tokens: int) -> float:
+    """Bytes of the token embedding or of the output head: an all-reduce each."""
+    return 2 * ring(layout.tensor) * hidden_bytes(model, layout, tokens)
+
+
+def pipeline_bytes(
+    model: ModelConfig, layout: Layout, micro_batch: int, micro_batches: int
+) -> float:
+    """Bytes that a pipeline rank sends to its neighbours: for every stage the hidden states and
+    their gradients, beside them those of an encoder whose output its decoder reads; a share of the
+    sequence with sequence parallelism."""
+    if layout.pipeline == 1:
+        return 0.0
+    split = layout.tensor if layout.sequence else 1
+    blocks = family_of(model.family).block_lengths(model)
+    tokens = micro_batch * max(lengths.own + lengths.other for lengths in blocks)
+    return 2 * micro_batches * layout.chunks * hidden_bytes(model, layout, tokens) / split
+
+
+def gradient_size(layout: Layout) -> int:
+    """Bytes of an element of the gradients that are sent."""
+    half = layout.precision != "fp32" and layout.zero > 0
+    return 2 if half and not layout.grads_in_fp32 else 4
+
+
+def tied_bytes(layout: Layout, share: RankShare) -> tuple[float, float]:
+    """Bytes of a rank's gradients of tied layers that other ranks of the pipeline have copies of,
+    and bytes that it sends to sum them over the copies."""
+    sizes = [(copies, float(gradient_size(layout) * count)) for copies, count in share.tied]
+    return sum(size for _, size in sizes), sum(2 * ring(copies) * size for copies, size in sizes)
+
+
+def data_bytes(layout: Layout, parameters: int, micro_batches: int) -> float:
+    """Bytes of gradients and parameters between data-parallel ranks.
+
+    Rajbhandari et al. 2020 (arXiv:1910.02054, section 7): an all-reduce of the gradients without
+    ZeRO; at stage 1 a reduce-scatter of gradients and an all-gather of weights, the same volume; at
+    stage 3 weights are gathered for forward and backward and gradients scattered, 1.5 times that.
+    Stages 2 and 3 cannot keep whole gradients, so they reduce them after every micro batch.
+    """
+    weight = 2 if layout.precision != "fp32" and layout.zero > 0 else 4
+    gradient = gradient_size(layout)
+    share = ring(layout.data) * parameters
+    return (
+        share
+        * {
+            0: 2 * gradient,
+            1: gradient + weight,
+            2: micro_batches * gradient + weight,
+            3: micro_batches * (2 * weight + gradient),
+        }[layout.zero]
+    )
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step."""
+
+    compute: float
+    tensor: float
+    pipeline: float
+    data: float
+    bubble: float
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.tensor + self.pipeline + self.data + self.bubble
+
+    @property
+    def bubble_share(self) -> float:
+        """Share of the step in which a rank of the pipeline waits for the others."""
+        return self.bubble / self.total
+
+
+def rank_flops(model: ModelConfig, layout: Layout, micro_batch: int, share: RankShare) -> float:
+    """FLOPs of one rank for one micro batch, forward, backward and recomputation. Matrix products
+    only, two operations per multiply-add, attention over all pairs: the hardware FLOPs of Narayanan
+    et al. 2021 (arXiv:2104.04473, section 5.1) and Korthikanti et al. 2022 (section 6 and appendix
+    A)."""
+    width, hidden = local_widths(model, layout.tensor), model.hidden_size
+    mlp = 2 * hidden * (3 if model.mlp.gated else 2) * width.ffn
+    total = 0.0
+    for lengths in chain.from_iterable(block.whole for block in chain(*share.stages)):
+        own, other = lengths.own, lengths.other
+        projections = own * 2 * hidden * (2 * width.query + 2 * width.kv)
+        scores = own * 4 * width.query * lengths.keys
+        if other:
+            projections += 2 * hidden * (own * 2 * width.query + other * 2 * width.kv)
+            scores += own * 4 * width.query * lengths.other_keys
+        matrices = projections + own * mlp
+        again = {None: 0, "selective": scores}.get(layout.recompute, matrices + scores)
+        total += 3 * (matrices + scores) + again
+    if share.last:
+        outputs, whole = head_shape(model)
+        slices = layout.tensor if layout.sequence else 1
+        total += 3 * (2 * hidden * width.vocab * outputs + whole / slices)
+    return micro_batch * total
+
+
+def bubble_ratio(layout: Layout, micro_batches: int) -> float:
+    """Waiting time over working time of a pipeline. (p - 1) / (v m) by Narayanan et al. 2021
+    (section 2.2); for this project's dualpipev, whose backward B computes the gradients of inputs
+    and weights together and takes two or more forwards F, ((p - 1) B - F / 2) / (m (F + B))."""
+    p, m = layout.pipeline, micro_batches
+    if p == 1:
+        return 0.0
+    if layout.schedule == "dualpipev":
+        backward = 3 if layout.recompute in ("uniform", "block") else 2
+        return ((p - 1) * backward - 0.5) / (m * (1 + backward))
+    return (p - 1) / (layout.chunks * m)
+
+
+def step_time(
+    model: ModelConfig,
+    layout: Layout,
+    micro_batch: int,
+    micro_batches: int,
+    shares: list[RankShare],
+    hardware: Hardware,
+) -> tuple[StepTime, Communication]:
+    """The time of a step, and the bytes sent by the rank that sends most, for a complete model with
+    its vocabulary padded for the layout."""
+    t, d, p = layout.tensor, layout.data, layout.pipeline
+    working = []
+    for share in shares:
+        flops = micro_batches * rank_flops(model, layout, micro_batch, share)
+        sent = micro_batches * _tensor_bytes(model, layout, micro_batch, share)
+        exposed = sent / hardware.ring_bandwidth(t, 1) * (1 - hardware.tensor_overlap)
+        working.append((flops / hardware.flops + exposed, exposed, sent))
+    busy, exposed, sent = max(working)
+    held = max(share.parameters for share in shares)
+    stages = pipeline_bytes(model, layout, micro_batch, micro_batches)
+    # The copies of a tied embedding are averaged over replicas and then summed: all-reduces at the
+    # end of the step, which overlap with nothing.
+    tied, copies = max(tied_bytes(layout, share) for share in shares)
+    volume = Communication(
+        sent,
+        stages + copies,
+        data_bytes(layout, held, micro_batches) + 2 * ring(d) * tied,
+    )
+    hidden = hardware.data_overlap if layout.zero == 3 else 0.0
+    return (
+        StepTime(
+            compute=busy - exposed,
+            tensor=exposed,
+            pipeline=(stages * (1 - hardware.pipeline_overlap) + copies)
+            / hardware.link_bandwidth(p, t * d),
+            data=volume.data / hardware.ring_bandwidth(d, t) * (1 - hidden),
+            bubble=busy * bubble_ratio(layout, micro_batches),
+        ),
+        volume,
+    )
+
+
+def _tensor_bytes(model: ModelConfig, layout: Layout, micro_batch: int, share: RankShare) -> float:
+    """Bytes that a rank's layers send over tensor-parallel ranks for one micro batch."""
+    sent = sum(
+        count * tensor_bytes_per_block(model, layout, micro_batch, lengths)
+        for lengths, count in Counter(chain(*share.stages)).items()
+    )
+    # DualPipeV's first rank has both ends.
+    ends = [(share.first, share.stages[0][0]), (share.last, share.stages[-1][-1])]
+    return sent + sum(
+        tensor_bytes_at_ends(model, layout, micro_batch * lengths.own)
+        for held, lengths in ends
+        if held
+    )

@@ -1,0 +1,148 @@
+"""Vectors of texts in files, block after block over several processes: ``tools/bert_embedding``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.apps.retro.blocks import (
+    FileBlock,
+    barrier,
+    begin_blocks,
+    blocks_of,
+    run_blocks,
+)
+from megatron.apps.retro.command import connected
+from megatron.apps.retro.embedding import Embedder, build_embedder
+from megatron.apps.retro.embedding.config import EmbedderFlags
+from megatron.config import ConfigError, Settings
+from megatron.config.flags import POSITIVE, option
+from megatron.features.retro.hdf5 import needed_h5py, read_array
+from megatron.run.launch import start_processes
+from megatron.run.outputs import check_output
+from megatron.run.run import RunToolParser
+from megatron.util.digests import digest_of_parts
+from megatron.util.json_text import parse_json
+from megatron.util.processes import is_main_process
+from megatron.util.progress import say
+
+ARRAY = "data"
+"""Name of the vectors in a file, [n, width]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextEmbeddingConfig(EmbedderFlags):
+    """Embedding of texts: which ones, where to, and by which model."""
+
+    input: str | None = option(None)
+    """File with a text per line, or with --json-key one in each JSON object (.jsonl, .json)."""
+    json_key: str = option("text")
+    """Key of the text of a JSON line."""
+    output: str | None = option(None)
+    """Folder for the files START-END.hdf5, each with the vectors of a block of texts."""
+    block_size: int = option(100_000, bounds=POSITIVE)
+    """Texts of a file."""
+
+    def check(self) -> None:
+        """Raises ConfigError if a path is missing."""
+        if self.input is None:
+            raise ConfigError("--input is missing: the file of texts")
+        if self.output is None:
+            raise ConfigError("--output is missing: the folder for the vectors")
+        if not Path(self.input).is_file():
+            raise ConfigError(f"--input {self.input}: there is no such file")
+
+
+def run_embedding(description: str | None, argv: Sequence[str] | None = None) -> None:
+    """Embeds the texts of a command line. Raises ValueError or OSError if a flag or file cannot be
+    used; the message names it."""
+    config, settings = RunToolParser(TextEmbeddingConfig, description).parse(argv)
+    config.check()
+    needed_h5py()  # not after hours of work
+    processes = start_processes(settings, argv)
+    folder, texts = Path(str(config.output)), texts_of(str(config.input), config.json_key)
+    if is_main_process():
+        check_output("--output", str(folder / "any"))
+    with connected(settings) if processes > 1 else nullcontext():
+        embedder = build_embedder(config, settings)
+        blocks = DiskEmbedder(embedder, config.block_size).embed(folder, texts)
+        if is_main_process():
+            say(f"{folder}: {len(texts):,} vectors of width {embedder.width} in {blocks} files")
+
+
+def texts_of(path: str, key: str) -> list[str]:
+    """The texts of a file: lines, or those of a key of JSON lines. Raises ValueError, which names
+    file and line."""
+    try:
+        lines = Path(path).read_text("utf-8-sig").removesuffix("\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--input {path} is not UTF-8 text: {error.reason}") from None
+    if lines == [""]:
+        raise ConfigError(f"--input {path} is empty")
+    if Path(path).suffix not in (".jsonl", ".json"):
+        return lines
+    texts = []
+    for number, line in enumerate(lines, 1):
+        where = f"--input {path}, line {number}"
+        row = parse_json(line, where, lenient=True)
+        if not isinstance(row, dict) or not isinstance(row.get(key), str):
+            raise ConfigError(f'{where} has no text under "{key}"; --json-key is its name')
+        texts.append(row[key])
+    return texts
+
+
+class DiskEmbedder:
+    """Writes the vectors of texts in blocks, each process its share. What exists of the same texts
+    and embedder is not computed again."""
+
+    def __init__(self, embedder: Embedder, block_size: int = 100_000) -> None:
+        self.embedder, self.block_size = embedder, block_size
+
+    def embed(self, folder: Path, texts: Sequence[str]) -> int:
+        """Returns the number of files. Raises ValueError or OSError if one cannot be written."""
+        if is_main_process():
+            identity = json.loads(json.dumps(dict(self.embedder.identity)))
+            content = digest_of_parts(text.encode("utf-8", "surrogatepass") for text in texts)
+            made_of = {"texts": content, "embedder": identity, "block size": self.block_size}
+            begin_blocks(folder, made_of)
+        barrier()
+        blocks = blocks_of(folder, len(texts), self.block_size)
+
+        def vectors(block: FileBlock) -> Mapping[str, npt.NDArray[np.float32]]:
+            return {ARRAY: self.embedder.embed(texts[block.start : block.stop])}
+
+        run_blocks(blocks, vectors, "embedding", " texts")
+        return len(blocks)
+
+
+def stored_vectors(folder: Path) -> npt.NDArray[np.float32]:
+    """The vectors of a folder in the order of the texts, [n, width]. Raises ValueError or OSError
+    if a file is missing or damaged."""
+    files = sorted(folder.glob("*-*.hdf5"))
+    if not files:
+        raise ConfigError(f"{folder} has no vectors")
+    return np.concatenate([read_array(path, ARRAY) for path in files])
+
+
+def embedder_of(
+    load: str | None = None,
+    kind: str | None = None,
+    batch_size: int = 128,
+    max_length: int = 256,
+    settings: Settings | None = None,
+) -> Embedder:
+    """The embedder of a model's folder; ``kind`` is that of --bert-embedder-type. Raises as
+    :func:`build_embedder` does."""
+    flags = EmbedderFlags(
+        bert_embedder_type=kind,
+        bert_load=load,
+        retro_bert_batch_size=batch_size,
+        retro_bert_max_chunk_length=max_length,
+    )
+    return build_embedder(flags, settings)

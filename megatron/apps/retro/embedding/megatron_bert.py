@@ -1,0 +1,185 @@
+"""Vectors of a BERT in any format that can be loaded here, with this project's layers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from megatron.apps.retro.embedding import readable
+from megatron.apps.retro.embedding.config import EmbedderFlags
+from megatron.apps.retro.embedding.identity import weights_digest
+from megatron.apps.retro.embedding.token_batches import (
+    BatchedEncoder,
+    TokenBatch,
+    mean_inside,
+)
+from megatron.checkpoint.source import FoundCheckpoint, locate_checkpoint, nothing_at
+from megatron.config import (
+    ConfigError,
+    ModelFlags,
+    PrecisionConfig,
+    Setting,
+    Settings,
+    TokenizerConfig,
+)
+from megatron.config.flags import names_of
+from megatron.data.labelled_text import LabelledBatch
+from megatron.engine.environment import training_device
+from megatron.engine.evaluator import Evaluator, build_evaluator
+from megatron.engine.loading import load_checkpoint
+from megatron.families import spec_of
+from megatron.parallel.mesh import Mesh
+from megatron.tokenizer import Tokenizer
+from megatron.training.evaluation import (
+    checkpoint_settings,
+    evaluated_run,
+    evaluation_settings,
+)
+from megatron.util.digests import digest, digest_of_parts
+
+_USED = {
+    *(
+        field.name
+        for flags in (ModelFlags, TokenizerConfig, PrecisionConfig)
+        for field in dataclasses.fields(flags)
+    ),
+    *("family", "load", "load_tag", "use_checkpoint_args"),
+}
+"""The flags of training that describe a model, its tokenizer and its checkpoint."""
+_OF_HEADS = {"head", "num_labels", "label_names", "bert_binary_head", "lm_head_activation"}
+_OWN = {
+    # Batches have many shapes.
+    "torch_compile": Setting("off", "this program"),
+    # A model for labelled text takes texts without what its training predicts; the head is not run.
+    "head": Setting("span", "this program"),
+}
+
+
+class MegatronEmbedder:
+    """Means of a BERT's last hidden states over the tokens of a text, without [CLS] and [SEP]."""
+
+    def __init__(
+        self, engine: Evaluator, tokenizer: Tokenizer, batch_size: int, max_length: int
+    ) -> None:
+        """``max_length`` are the tokens that are read of a text, special ones included."""
+        self._begin, self._tokenizer = engine.spec.begin, tokenizer
+        model, heads = engine.config.model, engine.spec.head_parts
+        positions = model.positions
+        if positions.position_embedding_type == "learned_absolute":
+            max_length = min(max_length, positions.max_position_embeddings)
+        norm = [layer.name for layer in engine.layers].index("final_norm")
+        self._layers = engine.sequences[0].part(0, norm + 1)
+        self.width = model.hidden_size
+        self._encoder = BatchedEncoder(
+            self._means,
+            self.width,
+            before=[tokenizer.cls],
+            after=[tokenizer.sep],
+            most=max_length,
+            size=batch_size,
+            pad=tokenizer.pad,
+            device=engine.device,
+        )
+        read = [(name, w) for w, name in engine.names.items() if not name.startswith(heads)]
+        self.identity: Mapping[str, Any] = {
+            "type": "megatron",
+            "model": digest(json.dumps(_computed(model.flags()), sort_keys=True)),
+            "weights": weights_digest(read),
+            "tokenizer": _tokenizer_digest(tokenizer),
+            "max_length": max_length,
+        }
+
+    def lengths(self, texts: Sequence[str]) -> npt.NDArray[np.int64]:
+        """See :class:`~megatron.apps.retro.embedding.Embedder`."""
+        return np.array([len(row) for row in self._tokens(texts)], np.int64)
+
+    def embed(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+        """See :class:`~megatron.apps.retro.embedding.Embedder`."""
+        return self._encoder.embed(self._tokens(texts))
+
+    def _tokens(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
+        return self._tokenizer.tokenize_sentences([readable(text) for text in texts])
+
+    def _means(self, batch: TokenBatch) -> Tensor:
+        inputs = LabelledBatch(
+            batch.tokens_BS,
+            types_BS=torch.zeros_like(batch.tokens_BS),
+            padding_mask_BS=batch.kept_BS,
+            labels_B=torch.zeros_like(batch.lengths_B),
+            padded=batch.padded,
+        )
+        state = self._layers(self._begin(inputs))
+        return mean_inside(state.total, batch.lengths_B)
+
+
+def build_megatron_embedder(config: EmbedderFlags, settings: Settings) -> MegatronEmbedder:
+    """The embedder of ``--bert-load``, or else ``--load``, on this process alone, whatever layout
+    the checkpoint was written in. Raises ConfigError, CheckpointError or OSError, naming flag and
+    file, if it cannot be used."""
+    given = _bert_settings(config, settings)
+    found = _checkpoint(given)
+    used, _ = evaluation_settings(checkpoint_settings(given))
+    run = evaluated_run(used, processes=1)
+    engine = build_evaluator(run.config, spec_of(run.config.model), Mesh(), training_device())
+    load_checkpoint(engine, found, weights_only=True)
+    return MegatronEmbedder(
+        engine, run.tokenizer, config.retro_bert_batch_size, config.retro_bert_max_chunk_length
+    )
+
+
+def _checkpoint(settings: Settings) -> FoundCheckpoint:
+    load = settings["load"]
+    flag = f"{load.origin.removeprefix('flag ')} {load.value}"
+    tag = settings["load_tag"].value if "load_tag" in settings else None
+    found = locate_checkpoint(load.value, tag)
+    if found is None:
+        raise ConfigError(f"{flag}: {nothing_at(load.value)}; name the folder of a BERT's")
+    if found.family != "bert":
+        raise ConfigError(
+            f"{flag} is a model of the family {found.family}, and a BERT embeds chunks; name one, "
+            "or choose another --bert-embedder-type"
+        )
+    return found
+
+
+def _bert_settings(config: EmbedderFlags, settings: Settings) -> Settings:
+    """What the flags of training, and those of the embedder before them, say of the BERT."""
+    own = {
+        "load": config.bert_load,
+        "vocab_file": config.retro_bert_vocab_file,
+        "tokenizer_type": config.retro_bert_tokenizer_type,
+    }
+    flags = {"load": "--bert-load", "vocab_file": "--retro-bert-vocab-file"}
+    given = {
+        name: Setting(value, f"flag {flags.get(name, '--retro-bert-tokenizer-type')}")
+        for name, value in own.items()
+        if value is not None
+    }
+    found = {name: setting for name, setting in settings.items() if name in _USED} | given
+    if "load" not in found:
+        raise ConfigError(
+            "--bert-embedder-type megatron needs --bert-load, the checkpoint of a BERT; "
+            "--bert-embedder-type hashing needs no model"
+        )
+    return found | _OWN
+
+
+def _computed(flags: ModelFlags) -> dict[str, Any]:
+    """The flags that say what is computed with the weights, without those of a head."""
+    names = {*names_of("weights", ModelFlags), *names_of("results", ModelFlags)} - _OF_HEADS
+    return {name: getattr(flags, name) for name in names}
+
+
+def _tokenizer_digest(tokenizer: Tokenizer) -> str:
+    """Of the vocabulary, and of a text that shows what becomes of case, accents and spaces."""
+    special = tokenizer.cls, tokenizer.sep, tokenizer.pad
+    shown = tokenizer.tokenize_sentences(["An Example: Café  naïve 力加 don't\n1,234 x_y"])[0]
+    vocabulary = b"\0".join(tokenizer.token_bytes)
+    return digest_of_parts([vocabulary, f"{special} {shown.tolist()}"])

@@ -1,0 +1,150 @@
+"""Generation with retrieval: the neighbours of a text's chunks are fetched as it grows.
+
+Shape suffixes: N chunks of text, M tokens of a chunk, K neighbours of a chunk, R tokens of a
+neighbour with its continuation.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.apps.generation.execution.neighbor_memory import ending
+from megatron.apps.generation.opening import OpenedRunner
+from megatron.apps.generation.step import (
+    Runner,
+    SequencePart,
+    StepInput,
+    StepOutput,
+)
+from megatron.apps.retro.configure import existing
+from megatron.apps.retro.model_check import check_model
+from megatron.apps.retro.query.retriever import Retriever
+from megatron.config import Setting
+from megatron.data.samples import NeighborText
+from megatron.families import NeighborSpec, family_of
+from megatron.features.retro.chunks import ChunkDatabase
+from megatron.features.retro.samples import neighbor_texts
+
+REMEMBERED = 1 << 16
+"""Chunks whose neighbours are not searched for again."""
+
+Search = Callable[[npt.NDArray[np.int64], int], npt.NDArray[np.int64]]
+"""From chunks [N, M] and a number K to the K nearest of a database, [N, K], with -1 where there are
+fewer: :meth:`megatron.apps.retro.query.retriever.Retriever.neighbors`."""
+
+
+class ChunkNeighbors:
+    """The neighbours of chunks of any text, each searched for once."""
+
+    def __init__(self, search: Search, database: ChunkDatabase, spec: NeighborSpec) -> None:
+        self._search, self.database, self.spec = search, database, spec
+        self._known: OrderedDict[bytes, npt.NDArray[np.int64]] = OrderedDict()
+
+    def numbers(self, chunks_NM: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Those of the nearest chunks of the database, [N, K], nearest first; -1 where there are
+        fewer."""
+        keys = [chunk_M.tobytes() for chunk_M in chunks_NM]
+        new = {key: n for n, key in enumerate(keys) if key not in self._known}
+        if new:
+            found_NK = self._search(chunks_NM[list(new.values())], self.spec.neighbors)
+            self._known.update(zip(new, found_NK, strict=True))
+        for key in keys:
+            self._known.move_to_end(key)
+        found = [self._known[key] for key in keys]
+        while len(self._known) > REMEMBERED:
+            self._known.popitem(last=False)
+        return np.array(found, np.int64).reshape(-1, self.spec.neighbors)
+
+    def tokens(self, chunks_NM: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """What the model reads of them, [N, K, R]."""
+        retrieved = self.spec.neighbor_length // self.spec.chunk_length
+        return self.database.tokens(self.numbers(chunks_NM), retrieved)
+
+    def of_text(self, tokens: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Numbers of the neighbours of the whole chunks of a text, [N, K]."""
+        length = self.spec.chunk_length
+        whole = len(tokens) // length
+        chunks_NM = np.array(tokens[: whole * length], np.int64).reshape(whole, length)
+        return self.numbers(chunks_NM)
+
+
+class RetrievingRunner:
+    """A runner whose model reads the neighbours of every chunk: they are searched for when the
+    chunk's last token is computed. A page is a chunk. The main rank has it; see
+    `megatron.apps.generation.step.Runner`."""
+
+    def __init__(self, runner: Runner, neighbors: ChunkNeighbors) -> None:
+        assert runner.page_size == neighbors.spec.chunk_length
+        self._runner, self._neighbors = runner, neighbors
+        self.page_size, self.pages, self.vocab_size = (
+            runner.page_size, runner.pages, runner.vocab_size
+        )  # fmt: skip
+        self.max_positions, self.max_prompt = runner.max_positions, runner.max_prompt
+        self.start_token, self.long_after = runner.start_token, runner.long_after
+        self.adapters = runner.adapters
+        self._tokens_XM = np.zeros((runner.pages, runner.page_size), np.int64)
+
+    def run(self, step: StepInput) -> StepOutput:
+        """See `Runner.run`."""
+        for source, target in step.copies:
+            self._tokens_XM[target] = self._tokens_XM[source]
+        ended = [self._ended(part) for part in step.parts]
+        pages = [page for each in ended for page in each]
+        if not pages:
+            return self._runner.run(step)
+        found = iter(self._neighbors.tokens(self._tokens_XM[pages]))
+        parts = tuple(
+            replace(part, neighbors=tuple(_flat(next(found)) for _ in each))
+            for part, each in zip(step.parts, ended, strict=True)
+        )
+        return self._runner.run(replace(step, parts=parts))
+
+    def close(self) -> None:
+        """See `Runner.close`."""
+        self._runner.close()
+
+    def _ended(self, part: SequencePart) -> list[int]:
+        """The pages of the chunks that end in a part, whose tokens are noted."""
+        size, end = self.page_size, part.start + len(part.tokens)
+        positions = np.arange(part.start, end)
+        self._tokens_XM[np.array(part.pages)[positions // size], positions % size] = part.tokens
+        return [part.pages[chunk] for chunk in ending(part, size)]
+
+
+def _flat(tokens_KR: npt.NDArray[np.int64]) -> tuple[int, ...]:
+    return tuple(tokens_KR.ravel().tolist())
+
+
+def neighbors_read(
+    neighbors: ChunkNeighbors, detokenize: Callable[[list[int]], str], tokens: Sequence[int]
+) -> list[NeighborText]:
+    """The neighbours that a model has read while it wrote a text, prompt included; the last token
+    ends no chunk, since nothing has been computed after it."""
+    spec = neighbors.spec
+    numbers_NK = neighbors.of_text(tokens[:-1])
+    retrieved = spec.neighbor_length // spec.chunk_length
+    return neighbor_texts(neighbors.database, numbers_NK, retrieved, detokenize)
+
+
+def with_retrieval(
+    opened: OpenedRunner, folder: str
+) -> tuple[RetrievingRunner, Callable[[Sequence[int]], list[NeighborText]]]:
+    """A runner that fetches neighbours from the database of a project, for the main rank, and what
+    says which of them a model has read beside the tokens of a text. Raises ValueError or OSError if
+    the project is not the model's, or lacks a stage."""
+    work = existing({"retro_project_dir": Setting(folder, "flag --retro-project-dir")})
+    config = opened.run.config
+    check_model(config.model, opened.tokenizer, work.project)
+    spec = family_of(config.model.family).generation(config, opened.tokenizer).neighbors
+    assert spec is not None, "see runner_of"
+    retriever = Retriever(work.project, work.embedder, flags=work.config)
+    _ = retriever.index  # a missing stage is told before anything is generated
+    neighbors = ChunkNeighbors(retriever.neighbors, retriever.database, spec)
+    sources = partial(neighbors_read, neighbors, opened.tokenizer.detokenize)
+    return RetrievingRunner(opened.runner, neighbors), sources

@@ -1,0 +1,226 @@
+"""What a project contains, for people: its database, samples and neighbours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.apps.retro.gpt_run import project_run
+from megatron.apps.retro.gpt_samples import GPTSamples, gpt_samples
+from megatron.config import ConfigError, FlagParser
+from megatron.config.flags import NOT_NEGATIVE, POSITIVE, ConfigResolver, build, option
+from megatron.config.retrieval import RetrievalFlags
+from megatron.data.sources import PARTS
+from megatron.features.retro.batch import RetroSample
+from megatron.features.retro.chunks import (
+    DATASET,
+    DOCUMENT,
+    START,
+    STOP,
+    ChunkDatabase,
+)
+from megatron.features.retro.project import RetroProject
+from megatron.features.retro.samples import RetroSamples, neighbor_texts
+from megatron.run.run import Run
+from megatron.tokenizer import Tokenizer
+
+RETRIEVED = RetrievalFlags.retro_num_retrieved_chunks
+"""Chunks of text of a neighbour that are shown: those that a model reads by default."""
+
+
+class RetroInspector:
+    """Reads a project, without a model; for an interactive Python, by the names that Megatron-LM's
+    ``tools.retro.cli`` has. Parts are ``train``, ``valid`` and ``test``; numbers start at 0. Raises
+    ConfigError where a stage is missing, IndexError for a number that does not exist."""
+
+    def init(self, folder: str | Path) -> None:
+        """Chooses the project: the folder of tools/retro/preprocess_data.py."""
+        self.__dict__.clear()
+        self._project = RetroProject(folder)
+
+    @property
+    def project(self) -> RetroProject:
+        """The project."""
+        if "_project" not in self.__dict__:
+            raise ConfigError("no project: call retro.init(FOLDER) first")
+        return self._project
+
+    @cached_property
+    def database(self) -> ChunkDatabase:
+        """The chunks of the database."""
+        return self.project.database(self.tokenizer.eod)
+
+    @cached_property
+    def _run(self) -> Run:
+        return project_run(self.project)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The GPT's."""
+        return self._run.tokenizer
+
+    @cached_property
+    def _parts(self) -> dict[str, GPTSamples]:
+        return gpt_samples(self._run)
+
+    def get_db_num_indexed_datasets(self) -> int:
+        """Number of datasets that the database is made of."""
+        return len(self.database.sources)
+
+    def get_db_indexed_dataset_infos(self) -> list[dict[str, Any]]:
+        """What the database says of each dataset."""
+        return self.project.dataset_infos()
+
+    def get_db_num_chunks(self) -> int:
+        """Number of chunks in the database."""
+        return len(self.database)
+
+    def get_db_chunk_gpt(self, chunk: int) -> npt.NDArray[np.int64]:
+        """The tokens of a chunk, int64 [m], padded with the end-of-document token."""
+        return self.database.tokens(self._known(chunk))
+
+    def get_db_chunk_text(self, chunk: int) -> str:
+        """The text of a chunk."""
+        return self.tokenizer.detokenize(self.get_db_chunk_gpt(chunk).tolist())
+
+    def get_db_chunk_and_continuation_text(self, chunk: int) -> str:
+        """The text of a chunk and of what follows it in its document."""
+        tokens = self.database.tokens(self._known(chunk), RETRIEVED)
+        return self.tokenizer.detokenize(tokens.tolist())
+
+    def get_db_chunk_place(self, chunk: int) -> tuple[str, int, int, int]:
+        """Where a chunk is from: dataset, document, first token, the one after the last."""
+        row = self.database.table[self._known(chunk)].tolist()
+        return self.database.sources[row[DATASET]], row[DOCUMENT], row[START], row[STOP]
+
+    def get_pt_num_samples(self, part: str) -> int:
+        """Number of samples of a part that have neighbours."""
+        return len(self.get_pt_dataset(part))
+
+    def get_pt_num_chunks(self, part: str) -> int:
+        """Number of their chunks."""
+        return self.get_pt_num_samples(part) * self._chunks_per_sample
+
+    def get_pt_num_samples_and_chunks(self, part: str) -> tuple[int, int]:
+        """Both."""
+        return self.get_pt_num_samples(part), self.get_pt_num_chunks(part)
+
+    def get_pt_dataset(self, part: str) -> RetroSamples:
+        """The samples of a part with all neighbours that are kept of their chunks."""
+        if part not in self._parts:
+            raise ConfigError(
+                f"{part} has no samples; those of {self.project.folder} are of "
+                f"{', '.join(self._parts)}"
+            )
+        table, text = self.project.neighbors(part), self._parts[part].samples
+        count = min(len(table), len(text))
+        return RetroSamples(text, count, table, self.database, table.kept, RETRIEVED, True)
+
+    def get_pt_sample(self, part: str, sample: int) -> RetroSample:
+        """A sample: its tokens [S + 1], and the tokens of its neighbours [L, kept, 2 m]."""
+        return self.get_pt_dataset(part)[sample]
+
+    def get_neighbor_tokens(
+        self, sample: int, chunk: int, part: str = "train"
+    ) -> npt.NDArray[np.int64]:
+        """The tokens of the neighbours of a chunk of a sample, int64 [kept, 2 m]."""
+        return self.get_pt_sample(part, sample).neighbors_LKR[self._within(chunk)]
+
+    def print_neighbor_texts(self, sample: int, chunk: int, part: str = "train") -> None:
+        """Prints a chunk of a sample and the text of its neighbours."""
+        for line in self.described(sample, chunk, part):
+            print(line)
+
+    def described(
+        self, sample: int, chunk: int, part: str = "train", most: int | None = None
+    ) -> Iterator[str]:
+        """The lines that :meth:`print_neighbor_texts` prints; of ``most`` neighbours."""
+        samples, length = self.get_pt_dataset(part), self.project.chunk_length
+        chunks_1K = samples.chunks(sample)[self._within(chunk)][None, :most]
+        own = samples.text[sample][chunk * length : (chunk + 1) * length].tolist()
+        yield f"{part} sample {sample}, chunk {chunk}:"
+        yield from (f"    | {line}" for line in self.tokenizer.detokenize(own).splitlines())
+        detokenize = self.tokenizer.detokenize
+        for each in neighbor_texts(self.database, chunks_1K, RETRIEVED, detokenize):
+            source, document, start, stop = each.piece
+            rank = each.name.partition(", ")[2]
+            yield f"  {rank}: {source}: document {document}, tokens {start} to {stop - 1}"
+            yield from (f"    | {line}" for line in each.text.splitlines())
+
+    def summary(self) -> Iterator[str]:
+        """Lines about the whole project."""
+        yield f"{self.project.config_file}:"
+        for name, value in self.project.settings.items():
+            yield f"    {name}: {json.dumps(value)}"
+        counts = np.bincount(self.database.table[:, DATASET], minlength=len(self.database.sources))
+        yield f"{self.get_db_num_chunks():,} chunks of {self.project.chunk_length} tokens"
+        for source, count in zip(self.database.sources, counts.tolist(), strict=True):
+            yield f"    {source}: {count:,} chunks"
+        for part in self._parts:
+            samples, chunks = self.get_pt_num_samples_and_chunks(part)
+            yield f"{part}: {samples:,} samples, {chunks:,} chunks with neighbours"
+
+    @property
+    def _chunks_per_sample(self) -> int:
+        return self.project.seq_length // self.project.chunk_length
+
+    def _known(self, chunk: int) -> int:
+        if not 0 <= chunk < len(self.database):
+            raise IndexError(f"chunk {chunk} of a database of {len(self.database)}")
+        return chunk
+
+    def _within(self, chunk: int) -> int:
+        if not 0 <= chunk < self._chunks_per_sample:
+            raise IndexError(f"chunk {chunk} of a sample of {self._chunks_per_sample}")
+        return chunk
+
+
+@dataclass(frozen=True)
+class InspectRetroConfig:
+    """What to show of a project."""
+
+    retro_project_dir: str | None = option(None, aliases=("--retro-workdir",))
+    """Folder of tools/retro/preprocess_data.py."""
+    part: str = option("train", choices=PARTS)
+    """Samples of training, validation or test."""
+    sample: int | None = option(None, bounds=NOT_NEGATIVE)
+    """Sample to show, from 0; by default what the project contains."""
+    chunk: int | None = option(None, bounds=NOT_NEGATIVE, derived="all")
+    """Chunk of the sample, from 0."""
+    neighbors: int = option(2, bounds=POSITIVE)
+    """Neighbours of each chunk to show."""
+
+
+def run_inspection(description: str | None, argv: Sequence[str] | None = None) -> None:
+    """Parses the command line and prints. Raises ValueError or OSError, naming the flag or stage,
+    if there is nothing to print."""
+    settings = FlagParser(InspectRetroConfig, description=description).settings(argv)
+    ConfigResolver((InspectRetroConfig,), settings)
+    config, inspector = build(InspectRetroConfig, settings), RetroInspector()
+    if config.retro_project_dir is None:
+        raise ConfigError("missing --retro-project-dir: the folder of the project")
+    inspector.init(config.retro_project_dir)
+    for line in _lines(config, inspector):
+        print(line)
+
+
+def _lines(config: InspectRetroConfig, inspector: RetroInspector) -> Iterator[str]:
+    part, sample = config.part, config.sample
+    if sample is None:
+        yield from inspector.summary()
+        return
+    samples, chunks = inspector.get_pt_num_samples_and_chunks(part)
+    in_sample = range(chunks // samples)
+    if sample >= samples:
+        raise ConfigError(f"--sample {sample}: {part} has the samples 0 to {samples - 1}")
+    if config.chunk is not None and config.chunk not in in_sample:
+        raise ConfigError(f"--chunk {config.chunk}: a sample has the chunks 0 to {in_sample[-1]}")
+    for chunk in in_sample if config.chunk is None else [config.chunk]:
+        yield from inspector.described(sample, chunk, part, config.neighbors)

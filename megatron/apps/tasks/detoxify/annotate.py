@@ -1,0 +1,123 @@
+"""Scores the texts of a file, and continues where an interrupted run stopped."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+
+from megatron.apps.tasks.detoxify.config import AnnotateConfig, ScorerConfig
+from megatron.apps.tasks.detoxify.rows import Row, read_rows
+from megatron.apps.tasks.detoxify.scorers import (
+    Scorer,
+    Scores,
+    open_scorer,
+)
+from megatron.config import ConfigError, parse_configs
+from megatron.run.outputs import check_output
+from megatron.util.files import sync
+from megatron.util.progress import progress_bar
+
+_AHEAD = 4
+"""Calls of the scorer that wait, for each that is under way."""
+
+
+def run_annotation(description: str | None, argv: Sequence[str] | None = None) -> None:
+    """Scores the file of a command line. Raises ValueError or OSError if a flag or a file cannot be
+    used, or the scorer fails; the message names it."""
+    config, scoring = parse_configs((AnnotateConfig, ScorerConfig), argv, description=description)
+    rows = read_rows("--data-path", config.data_path)
+    out = annotated_path(config.data_path, config.out_path)
+    print(out)
+    with ending_at_ctrl_c():
+        annotate(rows, out, open_scorer(scoring), config.end_text)
+
+
+@contextmanager
+def ending_at_ctrl_c() -> Iterator[None]:
+    """Ends the process at a Ctrl-C, without a traceback."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("stopped; the same command continues", file=sys.stderr)
+        sys.exit(130)
+
+
+def annotated_path(data_path: str, out_path: str | None) -> Path:
+    """Where annotated rows are written. Raises ConfigError if they would replace the others, or
+    cannot be written."""
+    out = Path(out_path or f"{data_path}-annotated.jsonl")
+    check_output("--out-path", out)
+    if out.exists() and out.samefile(data_path):
+        raise ConfigError(f"--out-path {out} is the file of --data-path; name another")
+    return out
+
+
+def annotate(rows: Sequence[Row], out: Path, scorer: Scorer, end_text: Sequence[str]) -> None:
+    """Writes each row with its text as it was scored and a ``score``, null where the text is blank
+    or the scorer has none. Until all are there they are in a file beside ``out``, whose name
+    depends on texts and scorer, and from which another call continues. Raises ConfigError if a row
+    has no text, and what the scorer raises."""
+    texts = [cleaned(row.text("text", "annotate what was generated"), end_text) for row in rows]
+    mark = sha256(json.dumps([scorer.name, [row.content for row in rows], texts]).encode())
+    part = out.with_name(f"{out.name}.partial-{mark.hexdigest()[:12]}")
+    done = _kept(part)
+    if done:
+        print(f"{part}: continuing after {done} of {len(rows)} lines")
+    with part.open("ab") as file, progress_bar("scored", total=len(rows), unit=" lines") as bar:
+        bar.update(done)
+        scores = in_order(scorer, texts[done:])
+        for row, text, score in zip(rows[done:], texts[done:], scores, strict=True):
+            content = row.content | {"text": text, "score": score}
+            file.write(json.dumps(content).encode() + b"\n")
+            file.flush()
+            bar.update()
+        sync(file)
+    part.replace(out)
+
+
+def cleaned(text: str, end_text: Iterable[str]) -> str:
+    """A text without the marks of its beginning and end."""
+    for mark in end_text:
+        text = text.replace(mark, "")
+    return text
+
+
+def in_order(scorer: Scorer, texts: Sequence[str]) -> Iterator[Scores | None]:
+    """The score of each text, in their order; blank ones are not given to the scorer. Scores before
+    a failed call come before its error."""
+    wanted = [text for text in texts if text.strip()]
+    batches = iter([wanted[i : i + scorer.batch] for i in range(0, len(wanted), scorer.batch)])
+    scored = _called(scorer, batches)
+    for text in texts:
+        yield next(scored) if text.strip() else None
+
+
+def _called(scorer: Scorer, batches: Iterator[Sequence[str]]) -> Iterator[Scores | None]:
+    under_way: deque[Future[list[Scores | None]]] = deque()
+    with ThreadPoolExecutor(scorer.workers) as threads:
+        try:
+            for batch in batches:
+                under_way.append(threads.submit(scorer, batch))
+                if len(under_way) >= _AHEAD * scorer.workers:
+                    yield from under_way.popleft().result()
+            while under_way:
+                yield from under_way.popleft().result()
+        finally:
+            threads.shutdown(cancel_futures=True)
+
+
+def _kept(part: Path) -> int:
+    """How many lines an interrupted run wrote; a line that it did not finish is cut off."""
+    if not part.exists():
+        return 0
+    content = part.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if whole != content:
+        part.write_bytes(whole)
+    return whole.count(b"\n")

@@ -1,0 +1,148 @@
+"""Tasks that are evaluated on the model in training."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from megatron.apps.tasks.harness.command import require_harness
+from megatron.apps.tasks.report import TaskResult
+from megatron.apps.tasks.zeroshot import TASKS, prepare
+from megatron.config import ConfigError, EvalTasksConfig, RunConfig
+from megatron.engine.train_engine import ModelEngine
+from megatron.features.raw_text.flags import RawTextConfig
+from megatron.tokenizer import Tokenizer
+from megatron.training.trainer import Callback, Trainer
+from megatron.training.writers import TASK_COSTS
+
+
+class EvaluatedTask(Protocol):
+    """A task whose files are read; see :class:`megatron.apps.tasks.zeroshot.ZeroShotTask`."""
+
+    name: str
+
+    def evaluate(self, engine: ModelEngine, micro_batch_size: int) -> TaskResult: ...
+
+
+@dataclass(frozen=True)
+class TaskEvaluation:
+    """What a task measured after ``iteration`` steps; ``since`` are the seconds of the run before
+    it, from the end of the evaluations before."""
+
+    iteration: int
+    result: TaskResult
+    since: float
+
+    @property
+    def kind(self) -> str:
+        """The writers' name for these values."""
+        return f"task {self.result.name}"
+
+    def line(self) -> str:
+        """The console line; the cost is a share of the time between two evaluations."""
+        result, metrics = self.result, self.result.metrics.items()
+        fields = [
+            f"{self.kind} at iteration {self.iteration}",
+            *(f"{name.replace('_', ' ')}: {value:.6E}" for name, value in metrics),
+            f"examples: {result.examples}",
+            f"tokens per second: {result.tokens_per_second:.1f}",
+            f"elapsed: {result.seconds:.2f} s, {100 * self._share:.1f}% of the time since "
+            "the last evaluation",
+        ]
+        return " " + " | ".join(fields) + " |"
+
+    def row(self) -> dict[str, float | None]:
+        """The values by name, for writers."""
+        result = self.result
+        costs = result.examples, result.seconds, result.tokens_per_second, self._share
+        return {**result.metrics, **dict(zip(TASK_COSTS, costs, strict=True))}
+
+    @property
+    def _share(self) -> float:
+        return self.result.seconds / max(self.since, 1e-9)
+
+
+class EvalTasks(Callback):
+    """``--eval-tasks``: every ``--eval-tasks-interval`` iterations and at the end. The files are
+    read and tokenized once, before the first step. Raises ConfigError or OSError if a task is not
+    known or its file cannot be used."""
+
+    def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
+        self._interval = config.tasks.eval_tasks_interval or 0
+        self._micro_batch_size = config.training.micro_batch_size
+        self._tasks = prepared_tasks(config, tokenizer)
+        self._since = time.perf_counter()
+
+    def __enter__(self) -> EvalTasks:
+        self._since = time.perf_counter()
+        return self
+
+    def evaluate(self, trainer: Trainer, last: bool) -> None:
+        """Evaluates if it is due."""
+        if not last and trainer.iteration % self._interval:
+            return
+        trainer.settle()
+        before = time.perf_counter() - self._since
+        for task in self._tasks:
+            result = task.evaluate(trainer.engine, self._micro_batch_size)
+            trainer.report(TaskEvaluation(trainer.iteration, result, before))
+        self._since = time.perf_counter()
+
+
+def prepared_tasks(config: RunConfig, tokenizer: Tokenizer) -> list[EvaluatedTask]:
+    """The tasks of ``--eval-tasks``: wikitext and lambada with their files, any other name with a
+    file of documents, and names alone that are lm-eval's. Raises ConfigError or OSError, which
+    name task and file."""
+    found: list[EvaluatedTask] = []
+    for name, given in config.tasks.files.items():
+        if given is None and name not in TASKS:
+            found.append(_harness_task(name, config, tokenizer))
+            continue
+        path = Path(given) if given is not None else _in_folder(name, config.tasks)
+        if not path.is_file():
+            raise ConfigError(f"--eval-tasks {name}={path}: there is no such file")
+        found.append(_zero_shot_task(name, path, config, tokenizer))
+    return found
+
+
+def _in_folder(name: str, config: EvalTasksConfig) -> Path:
+    """The file of a task that is given by its name alone."""
+    if config.eval_tasks_path is None:
+        raise ConfigError(
+            f"--eval-tasks {name} needs --eval-tasks-path, the folder with its file; or write "
+            f"{name}=FILE"
+        )
+    folder = Path(config.eval_tasks_path)
+    if not folder.is_dir():
+        raise ConfigError(f"--eval-tasks-path {folder} is not a folder")
+    fitting = sorted(p for p in folder.iterdir() if p.name.startswith(name) and p.is_file())
+    if len(fitting) != 1:
+        what = ", ".join(path.name for path in fitting) or "none"
+        raise ConfigError(
+            f"--eval-tasks {name}: --eval-tasks-path {folder} must have one file whose name begins "
+            f"with {name!r}, and has {what}; write {name}=FILE"
+        )
+    return fitting[0]
+
+
+def _zero_shot_task(
+    name: str, path: Path, config: RunConfig, tokenizer: Tokenizer
+) -> EvaluatedTask:
+    kind = name if name in TASKS else "json"
+    if kind == "json" and path.suffix not in (".json", ".jsonl"):
+        raise ConfigError(
+            f"--eval-tasks {name}={path}: {name} is none of {', '.join(TASKS)}, and so the name of "
+            "a file of documents, which must end in .json or .jsonl"
+        )
+    stride = config.tasks.eval_tasks_stride or config.model.seq_length
+    raw = config.kind(RawTextConfig)
+    return prepare(kind, [path], tokenizer, config.model, stride, True, raw=raw, name=name)
+
+
+def _harness_task(name: str, config: RunConfig, tokenizer: Tokenizer) -> EvaluatedTask:
+    require_harness()
+    from megatron.apps.tasks.harness.tasks import HarnessTask
+
+    return HarnessTask(name, config.tasks.eval_tasks_path, tokenizer)

@@ -1,0 +1,297 @@
+"""A fine-tuning: training by the trainer of pretraining, and evaluations of its epochs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron.apps.tasks.config import TaskConfig
+from megatron.apps.tasks.fine_tuning.best_epoch import EpochRecords
+from megatron.apps.tasks.fine_tuning.evaluation import (
+    NOT_TRAINED,
+    EpochEvaluation,
+    EvaluateEpochs,
+    ValidationSets,
+    tell,
+)
+from megatron.apps.tasks.fine_tuning.metrics import overall_line
+from megatron.apps.tasks.fine_tuning.order import ShuffledEpochs
+from megatron.apps.tasks.fine_tuning.task import (
+    FineTuning,
+    TaskRun,
+    TrainingSamples,
+)
+from megatron.apps.tasks.inputs import check_inputs, wanted_checkpoints
+from megatron.apps.tasks.report import (
+    EvaluatedModel,
+    ModelResults,
+    finish,
+)
+from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.folder import tag
+from megatron.checkpoint.manifest import MANIFEST
+from megatron.checkpoint.source import FoundCheckpoint
+from megatron.config import ConfigError, Setting, Settings
+from megatron.config.training import LENGTHS
+from megatron.data.build import DataFile, Datasets, content_of_files
+from megatron.data.loader import TrainingData
+from megatron.data.samples import RepeatedSamples
+from megatron.engine.environment import training_device
+from megatron.engine.evaluator import build_evaluator
+from megatron.engine.loading import load_checkpoint
+from megatron.families import spec_of
+from megatron.parallel.mesh import Mesh
+from megatron.run.outputs import check_output
+from megatron.run.process import compare_checkpoints, connected
+from megatron.run.run import (
+    Run,
+    run_of,
+    show_configuration,
+)
+from megatron.training.build import build_trainer
+from megatron.training.evaluation import evaluation_settings
+from megatron.training.plan import Epochs, TrainingPlan
+from megatron.util.processes import is_main_process
+
+
+@dataclass(frozen=True)
+class Examples:
+    """What the files of ``--train-data`` and ``--valid-data`` have; validation sets by name."""
+
+    train: Sequence[Any]
+    valid: Mapping[str, Sequence[Any]]
+
+
+def fine_tune(
+    task: FineTuning, config: TaskConfig, settings: Settings, processes: int
+) -> list[EpochEvaluation]:
+    """Fine-tunes and evaluates after every epoch, or evaluates only; returns the evaluations of
+    this process. Raises what :meth:`megatron.apps.tasks.registry.TaskCommand.run` raises."""
+    if config.epochs is None:
+        raise ConfigError("--epochs is missing: how often to train on all samples, 0 to evaluate")
+    examples = read_examples(task, config)
+    check_output("--output", config.output)
+    check_output("--predictions", config.predictions)
+    settings = _completed(task, config, settings)
+    run = run_of(settings, processes)
+    train = None
+    if config.epochs:
+        train = task.training_samples(examples.train, TaskRun(run.config, run.tokenizer, config))
+        count = len(train.dataset)
+        length = Setting(config.epochs * count, f"derived: epochs x {count} samples")
+        run = run_of(settings | {"train_samples": length}, processes)
+    show_configuration(run)
+    task_run = TaskRun(run.config, run.tokenizer, config)
+    held_out = {
+        name: task.held_out_samples(found, task_run) for name, found in examples.valid.items()
+    }
+    size = config.eval_micro_batch_size or run.config.training.micro_batch_size
+    sets = ValidationSets(task, held_out, size)
+    with connected(run, config) as mesh:
+        if train is None:
+            return _evaluate(config, run, mesh, sets)
+        return _train(config, run, mesh, sets, train)
+
+
+def read_examples(task: FineTuning, config: TaskConfig) -> Examples:
+    """Reads all files. Raises ConfigError if a flag does not name one, or one cannot be used."""
+    kind = "folders" if task.folders else "files"
+    if config.epochs and not config.train_data:
+        raise ConfigError(
+            f"--train-data is missing: the {kind} of {task.name} to fine-tune on; --epochs 0 "
+            "evaluates only"
+        )
+    if not config.epochs and not config.valid_data:
+        raise ConfigError(f"--valid-data is missing: the {kind} of {task.name} to evaluate on")
+    if config.epochs:
+        check_inputs("--train-data", config.train_data, task.folders)
+    check_inputs("--valid-data", config.valid_data, task.folders)
+    train = [
+        example
+        for path in (config.train_data if config.epochs else ())
+        for example in task.read(Path(path))
+    ]
+    names = set_names(config.valid_data, task.name, task.folders)
+    valid = {
+        name: task.read(Path(path)) for name, path in zip(names, config.valid_data, strict=True)
+    }
+    return Examples(train, valid)
+
+
+def set_names(paths: Sequence[str], task: str, folders: bool) -> list[str]:
+    """Names of validation sets: the part of their paths after the task's name, without ``.tsv`` or
+    ``.json`` and with dashes: ``dev-matched``. Where a path lacks the task's name: the file's name,
+    or of ``folders`` the last two. A name that occurs again gets a number."""
+    names: list[str] = []
+    for path in paths:
+        name = found = _set_name(path, task, folders)
+        number = 2
+        while name in names:
+            name, number = f"{found}-{number}", number + 1
+        names.append(name)
+    return names
+
+
+def _set_name(path: str, task: str, folders: bool) -> str:
+    parts = [part for part in path.split("/") if part not in ("", ".", "..")]
+    at = path.rfind(task)
+    after = path[at + len(task) :] if at >= 0 else ""
+    if not after.strip("/_-."):
+        after = "-".join(parts[-2:] if folders else parts[-1:])
+    after = after.removesuffix(".tsv").removesuffix(".json").strip("/")
+    return after.replace("/", "-").replace("_", "-").strip("-.")
+
+
+def _completed(task: FineTuning, config: TaskConfig, settings: Settings) -> Settings:
+    """The settings of the run of a task, with a length of one sample for each epoch."""
+    origin = f"task {task.name}"
+    settings = settings | task.settings()
+    if config.keep_last is not None:
+        if config.keep_last:
+            settings["keep_last"] = Setting(config.keep_last, "flag --keep-last")
+        else:
+            tell("--keep-last without a number changes nothing: the last batch is always kept")
+    if not config.epochs:
+        settings.pop("keep_last", None)
+        used, unused = evaluation_settings(settings, config.eval_micro_batch_size)
+        if unused:
+            tell(f"--epochs 0 evaluates and does not use {', '.join(sorted(unused))}")
+        return used
+    for unit in LENGTHS:
+        name = f"train_{unit}"
+        if name in settings:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {settings[name].value}: a fine-tuning is --epochs "
+                f"{config.epochs} long; leave it out, or stop earlier with --exit-interval"
+            )
+    settings["train_samples"] = Setting(config.epochs, "derived: epochs")
+    # Every epoch ends with all of the validation sets; their loss on the way is on request.
+    settings.setdefault("eval_iters", Setting(0, origin))
+    return settings
+
+
+def _train(
+    config: TaskConfig, run: Run, mesh: Mesh, sets: ValidationSets, train: TrainingSamples
+) -> list[EpochEvaluation]:
+    assert config.epochs
+    epochs = Epochs(config.epochs, len(train.dataset))
+    save = run.config.checkpoint.save
+    record = EpochRecords(Path(save) if save else None, is_main_process())
+    predictions = Path(config.predictions) if config.predictions else None
+    evaluations = EvaluateEpochs(sets, record, predictions)
+    files = partial(_files, config)
+    data = _training_data(run, sets, train, TrainingPlan(run.config, epochs), files)
+    build_trainer(run, mesh, (evaluations,), data, epochs).fit()
+    found = evaluations.evaluations
+    if is_main_process():
+        folders = [Path(save) / tag(each.iteration) if save else None for each in found]
+        _finish(config, run, found, folders)
+        if record.best is not None:
+            best = record.best
+            where = f", in {Path(save) / tag(best.iteration)}" if save else ""
+            tell(f"best epoch {best.epoch}: {best.metric} {best.value:.6g}{where}")
+    return found
+
+
+def _files(config: TaskConfig) -> list[DataFile]:
+    named = {"train": config.train_data, "valid": config.valid_data}
+    return [
+        DataFile(part, path, None, (0, 1), content_of_files(path))
+        for part, paths in named.items()
+        for path in paths
+    ]
+
+
+def _training_data(
+    run: Run,
+    sets: ValidationSets,
+    train: TrainingSamples,
+    plan: TrainingPlan,
+    files: Callable[[], Sequence[DataFile]],
+) -> TrainingData:
+    count, valid, _ = plan.sample_counts
+    seed = run.config.training.seed
+    held_out = {
+        name: RepeatedSamples(samples.training, valid)
+        for name, samples in sets.sets.items()
+        if samples.training is not None
+    }
+    datasets = Datasets(ShuffledEpochs(train.dataset, seed, count), held_out, {})
+    return TrainingData(datasets, train.collate, files=files)
+
+
+def _evaluate(
+    config: TaskConfig, run: Run, mesh: Mesh, sets: ValidationSets
+) -> list[EpochEvaluation]:
+    found = wanted_checkpoints(run.config.checkpoint, config.all_iterations)
+    checkpoints = [each for each in found if each is not None]
+    if not checkpoints:
+        raise ConfigError("--epochs 0 evaluates a fine-tuned model: name it with --load")
+    compare_checkpoints(checkpoints)
+    for each in checkpoints:
+        _check_head(each, run, sets.task)
+    spec = spec_of(run.config.model, run.config.parallel)
+    engine = build_evaluator(run.config, spec, mesh, training_device())
+    evaluations = []
+    for each in checkpoints:
+        source = load_checkpoint(engine, each, weights_only=True)
+        iteration = source.state.get("iteration", 0)
+        tell(f"evaluating {each.folder}")
+        evaluations.append(
+            sets.evaluate(engine, NOT_TRAINED, iteration, lambda found: tell(found.line()))
+        )
+        overall = evaluations[-1].overall
+        if overall is not None:
+            tell(overall_line(NOT_TRAINED, overall))
+    if is_main_process():
+        path = _predictions_path(config, checkpoints[-1], sets)
+        sets.task.write_predictions(path, evaluations[-1].predictions)
+        tell(f"predictions: {path}")
+        _finish(config, run, evaluations, [each.folder for each in checkpoints])
+    return evaluations
+
+
+def _check_head(found: FoundCheckpoint, run: Run, task: FineTuning) -> None:
+    model, wanted = found.open(verify=False).model, run.config.model
+    if (model.head, model.num_labels) != (wanted.head, wanted.num_labels):
+        labels = f" of {model.num_labels} labels" if model.num_labels else ""
+        raise CheckpointError(
+            f"{found.folder} has the head {model.head}{labels}, which is not that of {task.name}: "
+            "fine-tune the model with --pretrained-checkpoint, --train-data and --epochs"
+        )
+
+
+def _predictions_path(config: TaskConfig, found: FoundCheckpoint, sets: ValidationSets) -> Path:
+    if config.predictions:
+        return Path(config.predictions)
+    folder = found.folder
+    load = folder.parent if (folder / MANIFEST).is_file() else folder
+    return load / f"predictions_{'_'.join(sets.sets)}{sets.task.predictions_suffix}"
+
+
+def _finish(
+    config: TaskConfig,
+    run: Run,
+    evaluations: Sequence[EpochEvaluation],
+    folders: Sequence[Path | None],
+) -> None:
+    """The table, the JSON file and, of several checkpoints, the curves: beside the JSON file, or in
+    the folder of the checkpoints."""
+    if not evaluations:
+        return
+    found = [
+        ModelResults(
+            EvaluatedModel.of(run.config, folder, each.iteration),
+            [one.result for one in each.sets],
+        )
+        for each, folder in zip(evaluations, folders, strict=True)
+    ]
+    options = run.config.checkpoint
+    folder = options.save or options.load
+    plot = Path(folder, f"{config.task}.png") if folder else None
+    if config.output:
+        plot = Path(config.output).with_suffix(".png")
+    finish(found, config.output, plot)

@@ -1,0 +1,300 @@
+"""An evaluation with lm-eval, from a command line."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.apps.generation.generation.config import unused_flags
+from megatron.apps.generation.opening import for_generation, runner_of
+from megatron.apps.tasks.harness.config import DownloadConfig, HarnessConfig
+from megatron.apps.tasks.harness.version_02 import results_02
+from megatron.apps.tasks.report import EvaluatedModel, versions
+from megatron.config import ConfigError, Setting, Settings, parse_configs
+from megatron.engine.deepspeed_file import read_json
+from megatron.engine.deepspeed_json import get
+from megatron.families import family_of
+from megatron.run.launch import start_processes
+from megatron.run.outputs import check_output
+from megatron.run.run import Run, RunToolParser
+from megatron.training.evaluation import Opened, opened_checkpoint
+from megatron.util.files import write_whole
+from megatron.util.processes import is_main_process
+from megatron.util.progress import say
+from megatron.util.secrets import without_secrets
+
+if TYPE_CHECKING:
+    from megatron.apps.generation.writing import TextWriter
+    from megatron.apps.tasks.harness.model import HarnessModel
+    from megatron.engine.train_engine import ModelEngine
+
+EXTRA = "evaluate"
+_SIZES = {
+    *("num_layers", "hidden_size", "num_attention_heads", "seq_length"),
+    "max_position_embeddings",
+}
+_UNKNOWN = -1
+_HALF = {"fp16", "bf16"}
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth"}
+"""Endings of files with weights."""
+
+
+@dataclass(frozen=True)
+class HarnessRun:
+    """A checkpoint as lm-eval sees it, the run that computes with it, and which one it is."""
+
+    model: HarnessModel
+    run: Run
+    checkpoint: EvaluatedModel
+
+
+def run_evaluation(description: str | None, argv: Sequence[str] | None = None) -> None:
+    """Evaluates the checkpoint of a command line. Raises ValueError or OSError if a flag, a file or
+    a checkpoint cannot be used; the message names it."""
+    config, settings, processes = parsed(description, argv)
+    from megatron.apps.tasks.harness.tasks import generate, load_tasks
+
+    manager, tasks = load_tasks(
+        config.task_names, config.include_path, _values(config), config.tasks_flag
+    )
+    with opened_model(config, settings, processes, generate(tasks)) as opened:
+        results = evaluate(opened.model, config, manager, tasks)
+        if is_main_process():
+            _report(results, config, opened)
+
+
+def run_download(description: str | None, argv: Sequence[str] | None = None) -> None:
+    """Downloads the data of tasks into the folder of ``HF_HOME``, where evaluations look for them.
+    Raises ConfigError if a task is unknown, or its data cannot be downloaded."""
+    (config,) = parse_configs((DownloadConfig,), argv, description=description)
+    names = config.task_names
+    os.environ.setdefault("HF_DATASETS_OFFLINE", "0")
+    require_harness()
+    from megatron.apps.tasks.harness.tasks import load_tasks
+
+    load_tasks(names, None, None, "--task_list")
+    say(f"{', '.join(names)}: the data are on this machine")
+
+
+def parsed(
+    description: str | None, argv: Sequence[str] | None = None
+) -> tuple[HarnessConfig, Settings, int]:
+    """The flags of an evaluation, the settings of its run, and the number of its processes, of
+    which this is one. Raises ConfigError if a flag is wrong, or lm-eval is not installed."""
+    config, settings = RunToolParser(HarnessConfig, description).parse(argv)
+    if "load" not in settings:
+        raise ConfigError("--load is missing: the checkpoint to evaluate")
+    require_harness()
+    processes = start_processes(settings, argv)
+    for flag, path in (("--output", config.output), ("--results_path", config.results_path)):
+        if is_main_process():
+            check_output(flag, path)
+    for line in unused_flags(config) if is_main_process() else ():
+        say(line)
+    if config.task_list is not None:
+        settings = without_training(settings)
+    if config.eval_fp32:
+        settings = {name: value for name, value in settings.items() if name not in _HALF}
+    return config, settings, processes
+
+
+def without_training(settings: Settings) -> Settings:
+    """Settings of a command of Megatron-DeepSpeed: sizes of -1 are the checkpoint's, and of the
+    DeepSpeed JSON, which is a training's, the dtype counts. Raises ConfigError if the JSON cannot
+    be used."""
+    kept = {
+        name: setting
+        for name, setting in settings.items()
+        if name != "deepspeed_config" and not (name in _SIZES and setting.value == _UNKNOWN)
+    }
+    if "deepspeed_config" in settings:
+        path = settings["deepspeed_config"].value
+        content = read_json(path)
+        for name in _HALF - kept.keys():
+            if get(content, f"{name}.enabled") is True:
+                kept[name] = Setting(True, f"{Path(path).name}: {name}.enabled")
+    return kept
+
+
+@contextmanager
+def opened_model(
+    config: HarnessConfig, settings: Settings, processes: int, generates: bool = False
+) -> Iterator[HarnessRun]:
+    """The checkpoint of ``--load`` in the layout of the flags, until the block ends; ``generates``
+    says whether tasks need text of it. Raises ConfigError, CheckpointError or OSError if it cannot
+    be used."""
+    if generates:
+        settings = for_generation(settings)
+    with opened_checkpoint(settings, processes, "an evaluation", watched=True) as found:
+        note = family_of(found.engine.config.model.family).scoring_note
+        if note is not None and is_main_process():
+            say(note)
+        model = _model(found, config)
+        if generates:
+            model.writer = _writer(found.engine, found.run, config)
+        checkpoint = EvaluatedModel.of(found.run.config, found.folder, found.iteration)
+        yield HarnessRun(model, found.run, checkpoint)
+        if model.answer_cache is not None:
+            model.answer_cache.close()
+
+
+def require_harness() -> None:
+    """Raises ConfigError if lm-eval is not installed; otherwise prepares its import. Data sets come
+    from this machine, unless the user has set the variables that say so."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError(
+            f"lm_eval is not installed: run pip install -e '.[{EXTRA}]' in the checkout"
+        )
+    # lm-eval imports a package named evaluate, which must not be found among the tools.
+    tools = Path(sys.argv[0]).resolve().parent
+    if (tools / "evaluate.py").is_file():
+        sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != tools]
+    if not is_main_process():
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    # Read when these packages are imported.
+    os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", os.environ["HF_DATASETS_OFFLINE"])
+
+
+def _writer(engine: ModelEngine, run: Run, config: HarnessConfig) -> TextWriter:
+    from megatron.apps.generation.writing import TextWriter
+
+    runner = runner_of(engine, run.tokenizer, config)
+    return TextWriter(engine.mesh, run.tokenizer, runner)
+
+
+def _model(opened: Opened, config: HarnessConfig) -> HarnessModel:
+    from megatron.apps.tasks.harness.cache import AnswerCache
+    from megatron.apps.tasks.harness.model import HarnessModel
+    from megatron.apps.tasks.harness.scoring import TextScorer
+
+    run, folder = opened.run, opened.folder
+    scorer = TextScorer(opened.engine, run.tokenizer, config.batch_size, config.max_batch_size)
+    model = HarnessModel(scorer, config.max_length, config.prefix_token_id, opened.ends)
+    if config.use_cache is not None:
+        dtype = model.get_model_info()["model_dtype"]
+        depends = [
+            asdict(run.config.model), asdict(run.config.tokenizer), model.prefix_token_id,
+            sorted(opened.ends),
+        ]  # fmt: skip
+        mark = fingerprint(folder, depends)
+        name = f"{folder.resolve()} ({mark}), {dtype}, {model.max_length} tokens"
+        model.answer_cache = AnswerCache(config.use_cache, name)
+    return model
+
+
+def fingerprint(folder: Path, depends: Any) -> str:
+    """Of a checkpoint's weights, by size and time of their files, so that others in the same place
+    are known as such, and of what else the answers depend on."""
+    files = [path for path in folder.rglob("*") if path.suffix in _WEIGHTS]
+    stats = sorted(
+        (str(f.relative_to(folder)), f.stat().st_size, f.stat().st_mtime_ns) for f in files
+    )
+    content = json.dumps([stats, depends], sort_keys=True, default=str)
+    return hashlib.sha256(content.encode()).hexdigest()[:12]
+
+
+def _values(config: HarnessConfig) -> dict[str, Any] | None:
+    """What --metadata gives to tasks."""
+    from lm_eval.utils import simple_parse_args_string
+
+    text = (config.metadata or "").strip()
+    try:
+        return json.loads(text) if text.startswith("{") else simple_parse_args_string(text) or None
+    except ValueError as error:
+        raise ConfigError(f"--metadata {text} is not JSON: {error}") from None
+
+
+def evaluate(
+    model: HarnessModel, config: HarnessConfig, manager: Any, tasks: Sequence[Any]
+) -> dict[str, Any]:
+    """lm-eval's results. Every rank must call it, and gets the same numbers, but standard errors
+    that are drawn are only on the main one."""
+    import lm_eval
+
+    python, numpy, torch, fewshot = config.seeds
+    results = lm_eval.simple_evaluate(
+        model,
+        tasks=list(tasks),
+        task_manager=manager,
+        num_fewshot=config.fewshot,
+        limit=config.limit,
+        samples=config.documents,
+        bootstrap_iters=config.bootstrap_iters if is_main_process() else 0,
+        write_out=config.write_out and is_main_process(),
+        log_samples=config.logs_samples,
+        predict_only=config.predict_only,
+        system_instruction=config.system_instruction,
+        apply_chat_template=config.template,
+        fewshot_as_multiturn=config.multiturn,
+        gen_kwargs=config.gen_kwargs,
+        batch_size=config.micro_batch_size,
+        random_seed=python,
+        numpy_random_seed=numpy,
+        torch_random_seed=torch,
+        fewshot_random_seed=fewshot,
+        confirm_run_unsafe_code=config.confirm_run_unsafe_code,
+        metadata=_values(config),
+    )
+    return results or {}
+
+
+def _report(results: dict[str, Any], config: HarnessConfig, opened: HarnessRun) -> None:
+    """Prints lm-eval's table, and writes the files."""
+    from lm_eval.utils import make_table
+
+    samples = results.pop("samples", None) or {}
+    say(make_table(results))
+    if "groups" in results:
+        say(make_table(results, "groups"))
+    speed = opened.model.scorer.speed
+    if speed.seconds:
+        say(
+            f"{speed.requests:,} requests, {speed.tokens:,} tokens in {speed.seconds:.1f} s: "
+            f"{speed.tokens / speed.seconds:,.0f} tokens/s"
+        )
+    if config.results_path is not None:
+        older = results_02(results, opened.checkpoint.checkpoint)
+        _write(Path(config.results_path), older)
+    if config.output is None:
+        return
+    path = Path(config.output)
+    for task, rows in samples.items() if config.logs_samples else ():
+        write_whole(samples_path(path, task), "".join(map(_json_line, rows)).encode())
+    results["megatron"] = {
+        "versions": versions(),
+        "model": asdict(opened.checkpoint),
+        "flags": without_secrets(config.to_dict()),
+        "run": without_secrets(opened.run.config.to_dict()),
+        "speed": asdict(speed),
+    }
+    _write(path, results)
+
+
+def _write(path: Path, results: dict[str, Any]) -> None:
+    write_whole(path, (_json(results, indent=2) + "\n").encode())
+
+
+def samples_path(output: Path, task: str) -> Path:
+    """The file of a task's requests beside the file of results."""
+    name = task.replace("/", "__").replace(" ", "_")
+    return output.with_name(f"{output.stem}_samples_{name}.jsonl")
+
+
+def _json_line(row: Any) -> str:
+    return _json(row) + "\n"
+
+
+def _json(value: Any, indent: int | None = None) -> str:
+    from lm_eval.utils import handle_non_serializable
+
+    return json.dumps(value, indent=indent, default=handle_non_serializable, ensure_ascii=False)

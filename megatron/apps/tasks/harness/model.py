@@ -1,0 +1,356 @@
+"""A model of this project as lm-evaluation-harness sees one."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from megatron.apps.generation.decoding.chat import ChatFormat
+from megatron.apps.generation.request import Completion, GenerationRequest
+from megatron.apps.generation.writing import TextWriter
+from megatron.apps.tasks.harness.cache import AnswerCache
+from megatron.apps.tasks.harness.generating import TaskGeneration
+from megatron.apps.tasks.harness.scoring import (
+    Likelihood,
+    TextScorer,
+    TokenRequest,
+)
+from megatron.config import ConfigError
+from megatron.data.scored_text import ScoredText
+from megatron.families import family_of
+from megatron.features.tokenizers.chat_process import TemplateRefusalError
+from megatron.parallel.random import derive_seed
+from megatron.util.processes import is_main_process
+
+logger = logging.getLogger(__name__)
+
+_CONTINUED = "<the message ends here> "
+"""Where a message ends that is to be continued; templates write more behind it."""
+
+EncodedPair = tuple[tuple[str, str] | None, list[int], list[int]]
+"""Context and continuation: the texts, None for a window of a longer one, and their token ids."""
+
+
+class HarnessModel(TemplateLM):
+    """Answers lm-eval's requests as its own ``hf`` model does. Towards lm-eval each process of a
+    layout is alone: all make the same calls, and the scorer divides the work among them.
+
+    Args:
+        max_length: tokens that the model sees; None for its positions.
+        prefix_token_id: the token before a text without context; None for the beginning of text,
+            or else its end.
+        ends: tokens that end a generated text.
+
+    Raises:
+        ConfigError: a model of its family does not predict text.
+    """
+
+    def __init__(
+        self,
+        scorer: TextScorer,
+        max_length: int | None = None,
+        prefix_token_id: int | None = None,
+        ends: frozenset[int] = frozenset(),
+    ) -> None:
+        super().__init__()
+        config = scorer.engine.config
+        model, family = config.model, family_of(config.model.family)
+        # A family that predicts no text is refused before prompts are made.
+        family.scored_lengths(config, [ScoredText(np.zeros(1, np.int64), np.zeros(1, np.int64))])
+        self.scorer = scorer
+        self.writer: TextWriter | None = None
+        self.answer_cache: AnswerCache | None = None
+        self.text_tokenizer = scorer.tokenizer
+        # What only transformers' tokenizers have, chat templates above all.
+        self.tokenizer = getattr(self.text_tokenizer, "transformers_tokenizer", None)
+        self.backend = "seq2seq" if family.context_reader == "encoder" else "causal"
+        self.max_length = max_length or model.positions.max_position_embeddings
+        self._device = scorer.engine.device
+        self._prefix_token_id, self.ends = prefix_token_id, ends
+        self._encode = functools.lru_cache(maxsize=256)(self._encode_new)
+
+    @property
+    def eot_token_id(self) -> int:
+        """The end of text, or else of a document; ValueError if the vocabulary has neither."""
+        ids = self.text_tokenizer.special_ids
+        return self.text_tokenizer.eod if ids.eos is None else ids.eos
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text without context."""
+        if self._prefix_token_id is not None:
+            return self._prefix_token_id
+        begin = self.text_tokenizer.special_ids.bos
+        return self.eot_token_id if begin is None else begin
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Names the tokenizer in lm-eval's caches of prompts."""
+        return self.text_tokenizer.source.replace("/", "__")
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        """Ids of a text, by default with the tokens that its tokenizer puts around a text, unless
+        the text begins with the prefix token itself."""
+        if add_special_tokens is None:
+            add_special_tokens = not string.startswith(self._prefix_text)
+        return list(self._encode(string, add_special_tokens))
+
+    @functools.cached_property
+    def _prefix_text(self) -> str:
+        return self.text_tokenizer.detokenize([self.prefix_token_id])
+
+    @functools.cached_property
+    def _around_text(self) -> int:
+        """How many tokens the tokenizer puts before every text, where it cannot be told not to."""
+        whole, bare = (
+            encode("a") for encode in (self.text_tokenizer.tokenize, self._without_template)
+        )
+        begin = self.text_tokenizer.special_ids.bos
+        return int(list(whole) == list(bare) and len(whole) > 1 and whole[0] == begin)
+
+    def _without_template(self, text: str) -> Sequence[int]:
+        return self.text_tokenizer.tokenize_sentences([text])[0].tolist()
+
+    def _encode_new(self, text: str, template: bool) -> tuple[int, ...]:
+        if template:
+            return tuple(self.text_tokenizer.tokenize(text))
+        return tuple(self._without_template(text)[self._around_text :])
+
+    def loglikelihood(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """The log-probability of each continuation after its context, and whether greedy decoding
+        would give it. Raises ConfigError if a continuation is empty."""
+        for request in requests:
+            if not request.args[1]:
+                raise ConfigError(
+                    f"task {request.task_name}: document {request.doc_id} has an empty "
+                    "continuation (doc_to_target, doc_to_choice)"
+                )
+
+        def compute(missing: list[Instance]) -> list[tuple[float, bool]]:
+            return super(HarnessModel, self).loglikelihood(missing, disable_tqdm=True)
+
+        return self._kept("loglikelihood", requests, compute)
+
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """The log-probability of each whole text: windows of the model's length, every token
+        predicted once."""
+        return self._kept("loglikelihood_rolling", requests, self._rolling)
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """The text that the model writes after each context. Raises ConfigError where no text is
+        generated, or a task wants it in a way that is not known."""
+        drawn = [bool(request.args[1].get("do_sample")) for request in requests]
+        # A text that is drawn is another one each time that it is asked for.
+        again = [request for request, d in zip(requests, drawn, strict=True) if not d]
+        texts = iter(self._kept("generate_until", again, self._written))
+        others = iter(self._written([r for r, d in zip(requests, drawn, strict=True) if d]))
+        return [next(others) if d else next(texts) for d in drawn]
+
+    def _written(self, requests: Sequence[Instance]) -> list[str]:
+        if not requests:
+            return []
+        if self.writer is None:
+            names = sorted({str(request.task_name) for request in requests})
+            raise ConfigError(
+                f"task {', '.join(names)} generates text (output_type: generate_until), which a "
+                "training does not do: run tools/evaluate.py with its checkpoint"
+            )
+        wanted = [self._wanted(request) for request in requests]
+        prompts = [
+            self._prompt(request, each) for request, each in zip(requests, wanted, strict=True)
+        ]
+        seed = torch.initial_seed()
+        texts = [
+            GenerationRequest(
+                prompt, each.stopping, replace(each.sampling, seed=derive_seed(seed, n)), each.beams
+            )
+            for n, (prompt, each) in enumerate(zip(prompts, wanted, strict=True))
+        ]
+
+        def keep(number: int, completion: Completion) -> None:
+            if self.answer_cache is not None and not requests[number].args[1].get("do_sample"):
+                answer = wanted[number].text(self._decoded(completion.tokens))
+                self.answer_cache.add("generate_until", [(requests[number].args, answer)])
+
+        start = time.perf_counter()
+        found = self.writer.completions(texts, keep)
+        tokens = sum(map(len, prompts)) + sum(len(each.tokens) for each in found)
+        self.scorer.speed.add(len(requests), tokens, time.perf_counter() - start)
+        return [
+            each.text(self._decoded(completion.tokens))
+            for each, completion in zip(wanted, found, strict=True)
+        ]
+
+    def _wanted(self, request: Instance) -> TaskGeneration:
+        ids = self.text_tokenizer.special_ids
+        texts = [self.text_tokenizer.detokenize([i]) for i in (ids.eod, ids.eos) if i is not None]
+        return TaskGeneration.of(request.args[1], self.ends, texts, str(request.task_name))
+
+    def _prompt(self, request: Instance, wanted: TaskGeneration) -> tuple[int, ...]:
+        """As much of the end of a context as there is room for."""
+        new, room = wanted.stopping.max_new_tokens, self.max_length
+        if self.backend == "causal":
+            room -= new
+        if room <= 0:
+            raise ConfigError(
+                f"task {request.task_name}: max_gen_toks {new} leaves no room for a prompt in the "
+                f"{self.max_length} tokens that the model sees; --gen-kwargs max_gen_toks=N"
+            )
+        return tuple(self.tok_encode(request.args[0]))[-room:]
+
+    def _decoded(self, tokens: Sequence[int]) -> str:
+        """The text of new tokens alone, without special ones."""
+        ids = self.text_tokenizer.special_ids
+        special = {ids.cls, ids.sep, ids.pad, ids.mask, ids.bos, ids.eos, ids.eod}
+        if self.tokenizer is not None:
+            return self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return self.text_tokenizer.detokenize([i for i in tokens if i not in special])
+
+    def _rolling(self, requests: Sequence[Instance]) -> list[float]:
+        windows: list[EncodedPair] = []
+        ends = []
+        for request in requests:
+            pairs = get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            windows += [(None, *make_disjoint_window(pair)) for pair in pairs]
+            ends.append(len(windows))
+        answers = self._loglikelihood_tokens(windows)
+        starts = [0, *ends[:-1]]
+        return [
+            float(sum(log_prob for log_prob, _ in answers[start:end]))
+            for start, end in zip(starts, ends, strict=True)
+        ]
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[EncodedPair], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        pairs = [self._cut(context, continuation) for _, context, continuation in requests]
+
+        def keep(answers: Sequence[tuple[int, Likelihood]]) -> None:
+            if self.answer_cache is not None:
+                texts = [(requests[number][0], tuple(answer)) for number, answer in answers]
+                known = [(text, answer) for text, answer in texts if text is not None]
+                self.answer_cache.add("loglikelihood", known)
+
+        shortened = sum(
+            len(pair.context) < len(context)
+            for pair, (_, context, _) in zip(pairs, requests, strict=True)
+        )
+        if shortened and is_main_process():
+            logger.warning(
+                f"{shortened} of {len(pairs)} requests are longer than {self.max_length} tokens, "
+                "and lose the beginning of their context"
+            )
+        with self._timed(pairs):
+            found = self.scorer.answers(pairs, self.backend == "causal", keep)
+        return [(log_prob, greedy) for log_prob, greedy in found]
+
+    def _cut(self, context: list[int], continuation: list[int]) -> TokenRequest:
+        """What of a request the model sees: as much of its end as it has positions for."""
+        if len(continuation) > self.max_length:
+            raise ConfigError(
+                f"a continuation of {len(continuation)} tokens does not fit into the "
+                f"{self.max_length} that the model sees (--max-length)"
+            )
+        if not continuation:
+            raise ConfigError(
+                "a continuation has no token of its own: the tokenizer joins it with its context "
+                "(doc_to_target, doc_to_choice, target_delimiter)"
+            )
+        if self.backend != "causal":
+            return TokenRequest(context[-self.max_length :], continuation)
+        too_many = max(0, len(context) + len(continuation) - self.max_length - 1)
+        return TokenRequest(context[too_many:], continuation)
+
+    def _kept(
+        self, method: str, requests: list[Instance], compute: Callable[[list[Instance]], list[Any]]
+    ) -> list[Any]:
+        """The answers to requests, of which only those are computed that the cache lacks."""
+        if self.answer_cache is None:
+            return compute(requests)
+        found = self.answer_cache.find(method, [request.args for request in requests])
+        pairs = zip(requests, found, strict=True)
+        missing = [request for request, answer in pairs if answer is None]
+        computed = compute(missing) if missing else []
+        arguments = [request.args for request in missing]
+        self.answer_cache.add(method, list(zip(arguments, computed, strict=True)))
+        rest = iter(computed)
+        return [next(rest) if answer is None else answer for answer in found]
+
+    @contextmanager
+    def _timed(self, requests: Sequence[TokenRequest]) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        tokens = sum(len(context) + len(rest) for context, rest in requests)
+        self.scorer.speed.add(len(requests), tokens, time.perf_counter() - start)
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """The conversation in the tokenizer's chat template, without system messages if the
+        template refuses them. Raises ConfigError if it has none."""
+        self._chat_tokenizer()
+        given, tag = list(chat_history), ""
+        if not add_generation_prompt and given:  # the last message is to be continued
+            tag = _CONTINUED
+            given[-1] = {**given[-1], "content": given[-1]["content"] + tag}
+        try:
+            text = self._chat_format.render(given, add_generation_prompt)
+        except TemplateRefusalError as error:
+            others = [message for message in given if message["role"] != "system"]
+            if len(others) == len(given):
+                raise
+            logger.warning(f"{error}; system messages are left out")
+            text = self._chat_format.render(others, add_generation_prompt)
+        if not tag:
+            return text
+        kept, found, _ = text.rpartition(tag.strip())
+        if not found:
+            raise ValueError("the chat template leaves out the message that is to be continued")
+        # A template that trims contents has removed the space behind the message as well.
+        return kept if text[len(kept) :].startswith(tag) else kept.rstrip()
+
+    @functools.cached_property
+    def _chat_format(self) -> ChatFormat:
+        return ChatFormat.of(self.text_tokenizer)
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The template itself, for the results."""
+        if chat_template is not False:
+            self._chat_tokenizer()
+        return super().chat_template(chat_template)
+
+    def _chat_tokenizer(self) -> Any:
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise ConfigError(
+                f"--apply-chat-template: {self.text_tokenizer.source} has no chat template; a "
+                "Hugging Face folder with one, as --tokenizer-type HFTokenizer --tokenizer-model "
+                "FOLDER, has"
+            )
+        return self.tokenizer
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm-eval writes about the model."""
+        engine = self.scorer.engine
+        return {"model_dtype": str(next(engine.model.parameters()).dtype).removeprefix("torch.")}

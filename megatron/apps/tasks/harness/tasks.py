@@ -1,0 +1,210 @@
+"""lm-eval's tasks and those of files of the user's own: found by name, and evaluated again and
+again while training."""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+import os
+import time
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import lm_eval
+from lm_eval.api.group import Group
+from lm_eval.api.task import Task
+from lm_eval.tasks import TaskManager
+
+from megatron.apps.tasks.harness.documents import file_in, reading
+from megatron.apps.tasks.harness.model import HarnessModel
+from megatron.apps.tasks.harness.scoring import TextScorer
+from megatron.apps.tasks.harness.version_02 import name_today
+from megatron.apps.tasks.report import TaskResult
+from megatron.config import ConfigError
+from megatron.config.flags import nearest
+from megatron.engine.train_engine import ModelEngine
+from megatron.tokenizer import Tokenizer
+
+LOCAL_FILES = (
+    "TASK=FILE reads documents of this machine, and so does a task of your own in --include-path "
+    "(docs/guides/evaluation.md)"
+)
+_PATTERN = frozenset("*?[")
+_NO_FILTER = "none"
+
+
+class HarnessTask:
+    """A task or a group of lm-eval's with its documents, read once. Raises ConfigError if it is
+    unknown, or its data are not on this machine."""
+
+    def __init__(self, name: str, include_path: str | None, tokenizer: Tokenizer) -> None:
+        self.name, self._tokenizer = name, tokenizer
+        self._manager, self._tasks = load_tasks([name], include_path, None, "--eval-tasks")
+
+    def evaluate(self, engine: ModelEngine, micro_batch_size: int) -> TaskResult:
+        """lm-eval's metrics, on the main process; every rank must call it. Those of a group's tasks
+        begin with the task's name. No generator of random numbers is set. Raises ConfigError if the
+        task generates text."""
+        model = HarnessModel(TextScorer(engine, self._tokenizer, micro_batch_size))
+        start = time.perf_counter()
+        results = lm_eval.simple_evaluate(
+            model,
+            tasks=list(self._tasks),
+            task_manager=self._manager,
+            bootstrap_iters=0,
+            log_samples=False,
+            random_seed=None,
+            numpy_random_seed=None,
+            torch_random_seed=None,
+        )
+        seconds, tokens = time.perf_counter() - start, model.scorer.speed.tokens
+        if results is None:  # lm-eval has them on the main process only
+            return TaskResult(self.name, {}, 0, tokens, seconds)
+        examples = sum(count["effective"] for count in results["n-samples"].values())
+        return TaskResult(self.name, self._metrics(results["results"]), examples, tokens, seconds)
+
+    def _metrics(self, results: dict[str, dict[str, Any]]) -> dict[str, float]:
+        found = {}
+        for task, values in results.items():
+            for key, value in values.items():
+                metric, comma, filtered = key.partition(",")
+                if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
+                    continue
+                words = [*([] if task == self.name else [task]), metric]
+                words += [] if filtered == _NO_FILTER else [filtered]
+                found["_".join(words)] = float(value)
+        return found
+
+
+def load_tasks(
+    names: Sequence[str],
+    include_path: str | None,
+    metadata: dict[str, Any] | None,
+    flag: str = "--tasks",
+) -> tuple[TaskManager, list[Task | Group]]:
+    """Tasks and groups with their documents, and what found them. ``names``, those of ``flag``, are
+    those of tasks, groups or tags, patterns, or YAML files, or TASK=FILE; with ``--task_list`` they
+    may be those of lm-eval 0.2. Raises ConfigError if one is unknown, or its data are not on this
+    machine."""
+    pairs = [(name, "") if _is_file(name) else name.partition("=")[::2] for name in names]
+    manager = _manager([name for name, _ in pairs], include_path, metadata)
+    users = _of_folder(manager)
+    loaded: dict[tuple[str, Path | None], list[Task | Group]] = {}
+    for name, path in pairs:
+        known = name_today(name) if flag == "--task_list" and name not in users else name
+        file = Path(path) if path else None
+        if file is None and known in set(manager.all_subtasks) - users:
+            file = file_in(include_path, name, flag)
+        for spec in _matching(known, manager, flag):
+            if (spec, file) in loaded:
+                continue
+            tasks = loaded[spec, file] = _loaded(spec, file, manager, flag)
+            if known != name and len(tasks) == 1 and isinstance(tasks[0], Task):
+                tasks[0].config.task = name  # results have the name of the command line
+    return manager, [task for tasks in loaded.values() for task in tasks]
+
+
+def _of_folder(manager: TaskManager) -> set[str]:
+    """The tasks of the user's files."""
+    folder = manager.include_path
+    if folder is None:
+        return set()
+    root = Path(str(folder)).resolve()
+    paths = {name: entry.yaml_path for name, entry in manager.task_index.items()}
+    return {name for name, path in paths.items() if path and root in Path(path).resolve().parents}
+
+
+def _reading(name: str, path: Path, manager: TaskManager, flag: str) -> list[Task | Group]:
+    """A task of lm-eval with the documents of a file."""
+    if name not in manager.all_subtasks:
+        raise ConfigError(f"{flag} {name}={path}: {name} is several tasks; name one of them")
+    changes = reading(name, path, flag)
+    quiet, level = logging.getLogger("lm_eval.api.task"), logging.ERROR
+    before = quiet.level
+    try:
+        quiet.setLevel(level)  # it advises on --metadata, which is not meant here
+        built = manager.load([{"group": "files", "task": [{"task": name, **changes}]}])
+    except Exception as error:
+        first = str(error).strip().split("\n")[0] or type(error).__name__
+        raise ConfigError(
+            f"{flag} {name}={path}: the documents must have the fields of the task's own: {first}"
+        ) from error
+    finally:
+        quiet.setLevel(before)
+    tasks = list(built["tasks"].values())
+    tasks[0].config.custom_dataset = None  # read by now; results name the file
+    return [*tasks]
+
+
+def generate(tasks: Sequence[Task | Group]) -> bool:
+    """Whether one of the tasks, or of a group's, wants text of a model."""
+    single = chain.from_iterable(
+        task.get_all_tasks() if isinstance(task, Group) else [task] for task in tasks
+    )
+    return any(task.get_config("output_type") == "generate_until" for task in single)
+
+
+def _manager(
+    names: Sequence[str], include_path: str | None, metadata: dict[str, Any] | None
+) -> TaskManager:
+    """With lm-eval's own tasks only where they are needed: reading their files takes ten
+    seconds."""
+    own = TaskManager(include_path=include_path, include_defaults=False, metadata=metadata)
+    index = own.task_index
+    members = [
+        member if isinstance(member, str) else member.get("task") or member.get("group")
+        for entry in index.values()
+        for member in ((entry.cfg or {}).get("task") or [])
+        if isinstance((entry.cfg or {}).get("task"), list)
+    ]
+    if all(name in index or _is_file(name) for name in (*names, *members)):
+        return own
+    return TaskManager(include_path=include_path, metadata=metadata)
+
+
+def _is_file(name: Any) -> bool:
+    return isinstance(name, str) and name.endswith((".yaml", ".yml")) and Path(name).is_file()
+
+
+def _matching(name: str, manager: TaskManager, flag: str) -> list[str]:
+    """The known names that a name of the command line means."""
+    if name in manager.task_index or _is_file(name):
+        return [name]
+    found = fnmatch.filter(manager.all_tasks, name) if _PATTERN & set(name) else []
+    if not found:
+        hint = nearest(name, manager.all_tasks, "; the nearest is {}")
+        hint = hint or "; `lm-eval ls tasks` lists lm-eval's, --include-path adds your own"
+        raise ConfigError(f"{flag} {name}: no task, group or tag of this name{hint}")
+    return found
+
+
+def _loaded(spec: str, file: Path | None, manager: TaskManager, flag: str) -> list[Task | Group]:
+    if file is not None:
+        return _reading(spec, file, manager, flag)
+    # datasets reports a missing data set by several kinds of errors, some of them its own.
+    logging.getLogger("datasets").setLevel(logging.ERROR)
+    try:
+        built = manager.load([spec])
+    except Exception as error:
+        entry = manager.task_index.get(spec)
+        data = (entry.cfg or {}).get("dataset_path") if entry else None
+        first = str(error).strip().split("\n")[0] or type(error).__name__
+        if isinstance(error, ConnectionError) or "offline" in str(error).lower():
+            data = data or "its data"
+            if os.environ.get("HF_DATASETS_OFFLINE") == "0":
+                raise ConfigError(
+                    f"{flag} {spec}: {data} cannot be downloaded: {first}; {LOCAL_FILES}"
+                ) from error
+            raise ConfigError(
+                f"{flag} {spec}: {data} would be downloaded, which is turned off: {LOCAL_FILES}; "
+                "or set HF_DATASETS_OFFLINE=0 HF_HUB_OFFLINE=0"
+            ) from error
+        if isinstance(error, FileNotFoundError):
+            raise ConfigError(f"{flag} {spec}: {first}; {LOCAL_FILES}") from error
+        raise ConfigError(f"{flag} {spec}: lm-eval cannot load it: {first}") from error
+    inside = {task for group in built.get("groups", {}).values() for task in group.child_names}
+    groups = [group for name, group in built.get("groups", {}).items() if name not in inside]
+    tasks = [task for name, task in built["tasks"].items()]
+    return [*groups] if groups else [*tasks]

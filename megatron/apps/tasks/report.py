@@ -1,0 +1,198 @@
+"""What evaluations report: results, the final table, a JSON file, a picture over checkpoints."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import megatron
+from megatron.config import RunConfig
+from megatron.features.pictures.plots import shown_metrics
+from megatron.features.pictures.run_curves import (
+    Panel,
+    RunCurve,
+    draw_panels,
+)
+from megatron.util.files import write_whole
+from megatron.util.progress import say
+
+_PACKAGES = ("torch", "numpy", "transformers", "deepspeed", "lm_eval")
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """What one task measured with one model.
+
+    Attributes:
+        metrics: values by name: ``loss`` in nats per token, ``perplexity``, ``accuracy`` and the
+            like as fractions, ``bits_per_byte`` of the original text.
+        examples: rows, windows or questions, each counted once.
+        tokens: tokens whose probability was computed.
+        seconds: wall time.
+        lines: what the task prints in addition to the table.
+        details: further JSON values for the file: its inputs, counts.
+    """
+
+    name: str
+    metrics: Mapping[str, float]
+    examples: int
+    tokens: int
+    seconds: float
+    lines: Sequence[str] = ()
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / max(self.seconds, 1e-9)
+
+
+@dataclass(frozen=True)
+class EvaluatedModel:
+    """The model that results are of: a checkpoint, None for random weights, of an iteration, None
+    where its format has none."""
+
+    checkpoint: str | None
+    iteration: int | None
+    layout: Mapping[str, Any]
+    tokenizer: str | None
+
+    @classmethod
+    def of(cls, config: RunConfig, folder: Path | None, iteration: int | None) -> EvaluatedModel:
+        """The model of a run's configuration with the weights of a checkpoint."""
+        layout = config.layout()
+        shown = {
+            "tensor": layout.tensor,
+            "pipeline": layout.pipeline,
+            "data": layout.data,
+            "sequence_parallel": layout.sequence,
+            "precision": layout.precision,
+        }
+        where = None if folder is None else str(folder)
+        return cls(where, iteration, shown, config.tokenizer.tokenizer_type)
+
+
+class ModelResults(NamedTuple):
+    """A model, and what tasks measured with it."""
+
+    model: EvaluatedModel
+    results: Sequence[TaskResult]
+
+
+def bits_per_byte(log_prob: float, text_bytes: int) -> float:
+    """Bits that a model needs for each byte of a text with the probability exp(``log_prob``). It
+    depends on the text and not on how a tokenizer divides it."""
+    return -log_prob / math.log(2) / text_bytes
+
+
+def table(results: Sequence[TaskResult]) -> str:
+    """A line per metric of each task, aligned: task, metric, value, examples, tokens/s."""
+    rows = [("task", "metric", "value", "examples", "tokens/s")]
+    for result in results:
+        facts = result.name, f"{result.examples:,}", f"{result.tokens_per_second:,.0f}"
+        for name, value in result.metrics.items():
+            task, examples, speed = facts
+            rows.append((task, name.replace("_", " "), f"{value:.6g}", examples, speed))
+            facts = "", "", ""
+    return aligned(rows, texts=2)
+
+
+def table_of_checkpoints(evaluations: Sequence[ModelResults]) -> str:
+    """A line per iteration, a column per task and metric."""
+    every = [result for each in evaluations for result in each.results]
+    columns = dict.fromkeys((result.name, name) for result in every for name in result.metrics)
+    rows = [("iteration", *(f"{task} {name.replace('_', ' ')}" for task, name in columns))]
+    for model, results in evaluations:
+        found = {(r.name, name): value for r in results for name, value in r.metrics.items()}
+        values = (f"{found[key]:.6g}" if key in found else "" for key in columns)
+        rows.append((str(model.iteration), *values))
+    return aligned(rows)
+
+
+def aligned(rows: Sequence[Sequence[str]], texts: int = 0) -> str:
+    """Columns of equal width; the first ``texts`` begin, the others end, in line."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if number < texts else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    return "\n".join((lines[0], "  ".join("-" * width for width in widths), *lines[1:]))
+
+
+def finish(evaluations: Sequence[ModelResults], output: str | None, plot: Path | None) -> None:
+    """Prints the final table, and writes the JSON file ``output`` if there is one; of several
+    checkpoints it draws ``plot`` too, if there is one."""
+    several = len(evaluations) > 1
+    say(table_of_checkpoints(evaluations) if several else table(evaluations[0].results))
+    if output is not None:
+        write_results(Path(output), evaluations)
+    if several and plot is not None:
+        draw_checkpoints(evaluations, plot)
+        say(f"curves of {len(evaluations)} checkpoints: {plot}")
+    tokens = sum(result.tokens for each in evaluations for result in each.results)
+    seconds = sum(result.seconds for each in evaluations for result in each.results)
+    say(f"{tokens:,} tokens in {seconds:.1f} s: {tokens / max(seconds, 1e-9):,.0f} tokens/s")
+
+
+def write_results(path: Path, evaluations: Sequence[ModelResults]) -> None:
+    """Writes what was evaluated, with which versions, and the results, an entry for each model; the
+    file appears when it is complete. NaN and infinity are null, as JSON has neither."""
+    content = {
+        "versions": versions(),
+        "evaluations": [
+            {
+                "model": asdict(model),
+                "tasks": {result.name: _values(result) for result in results},
+            }
+            for model, results in evaluations
+        ],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
+
+
+def _values(result: TaskResult) -> dict[str, Any]:
+    finite = {n: v if math.isfinite(v) else None for n, v in result.metrics.items()}
+    return {
+        "metrics": finite,
+        "examples": result.examples,
+        "tokens": result.tokens,
+        "seconds": result.seconds,
+        "tokens_per_second": result.tokens_per_second,
+        **result.details,
+    }
+
+
+def versions() -> dict[str, str]:
+    found = {"megatron-deepspeed": megatron.__version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def draw_checkpoints(evaluations: Sequence[ModelResults], output_png: Path) -> None:
+    """Draws, over iterations, a panel for each metric that tasks share, bits per byte first."""
+    series: dict[str, dict[str, tuple[list[int], list[float]]]] = {}
+    for model, results in evaluations:
+        for result in results:
+            for metric in shown_metrics(result.metrics):
+                steps, values = series.setdefault(metric, {}).setdefault(result.name, ([], []))
+                steps.append(model.iteration or 0)
+                values.append(result.metrics[metric])
+    order = sorted(series, key=lambda metric: metric != "bits_per_byte")
+    panels = [
+        Panel(m.replace("_", " "), [RunCurve(name, *xy) for name, xy in series[m].items()])
+        for m in order
+    ]
+    draw_panels(panels, output_png, "iteration")

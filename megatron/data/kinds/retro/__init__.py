@@ -1,1 +1,0 @@
-"""A GPT's samples with the neighbours of their chunks."""

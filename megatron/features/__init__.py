@@ -1,0 +1,1 @@
+"""Subjects that a run can have next to pretraining, a folder each."""

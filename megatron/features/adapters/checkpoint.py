@@ -1,0 +1,327 @@
+"""Adapters as checkpoints: the low-rank additions of a run with ``--lora``, on their base.
+
+A checkpoint of such a run has the adapters, their moments, and a record of the model that they
+belong to. As a :class:`Source` it is the merged model; :attr:`AdaptedSource.additions`
+are the adapters alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.folder import find, may_be_ours
+from megatron.checkpoint.manifest import BASE, BaseRecord, verify
+from megatron.checkpoint.reader import CheckpointReader
+from megatron.checkpoint.slices import Slice
+from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoint
+from megatron.config import ModelConfig
+from megatron.features.adapters.flags import AdapterConfig
+from megatron.util.digests import digest
+
+_ADAPTER = re.compile(r"(.+)\.lora_(?:([a-z]+)_)?(a|b|magnitude)")
+
+
+class AdapterName(NamedTuple):
+    """The canonical name of an adapter's parameter: ``layers.3.attention.qkv.lora_q_a`` is ``kind``
+    a (of a, b, magnitude) of the ``part`` q of the ``layer`` layers.3.attention.qkv; the part is
+    empty where the addition is to all rows."""
+
+    layer: str
+    part: str
+    kind: str
+
+    @property
+    def of(self) -> str:
+        """The weight that it changes."""
+        return f"{self.layer}.weight"
+
+
+def adapter_name(name: str) -> AdapterName | None:
+    """The parts of a name; None for a parameter that is no adapter's."""
+    match = _ADAPTER.fullmatch(name)
+    return match and AdapterName(match[1], match[2] or "", match[3])
+
+
+def rows_of_part(model: ModelConfig, part: str, rows: int) -> slice:
+    """The rows of a fused matrix that a part is, of ``rows`` in all."""
+    if part == "":
+        return slice(0, rows)
+    if part in ("gate", "up"):
+        half = rows // 2
+        return slice(0, half) if part == "gate" else slice(half, rows)
+    attention = model.attention
+    queries = attention.num_attention_heads * attention.kv_channels
+    keys = attention.num_query_groups * attention.kv_channels
+    first = rows - 2 * keys  # of the keys; attention to another sequence has its queries elsewhere
+    assert first in (0, queries), (part, rows, queries, keys)
+    starts = {"q": (0, first), "k": (first, keys), "v": (first + keys, keys)}
+    start, length = starts[part]
+    return slice(start, start + length)
+
+
+def digests_of(source: Source, names: Iterable[str]) -> dict[str, str]:
+    """Digests of some of a model's parameters, for a :class:`BaseRecord`."""
+    return {name: digest(source.tensor(name).contiguous().numpy().data) for name in names}
+
+
+class AdaptedSource(Source):
+    """A model with adapters, as one whose weights contain them; a subclass per format of the
+    adapters. ``base`` takes the place of the base that they name.
+
+    Attributes:
+        base: the model without adapters.
+        additions: the adapters by canonical name, with what else was trained beside them, and in
+            this project's own checkpoints their moments and the state of the run.
+        adapters: what they are.
+    """
+
+    on_base = True
+    base: Source
+    additions: Source
+    adapters: AdapterConfig
+
+    def __init__(self, folder: Path, base: str | Path | None = None) -> None:
+        super().__init__(folder)
+        found = self.locate_base(folder, base)
+        self.base = found.open(verify=False)
+        self.base.require_model()
+
+    @classmethod
+    @abstractmethod
+    def base_of(cls, folder: Path) -> str:
+        """The path of the base that the adapters in a folder name."""
+
+    @classmethod
+    def locate_base(cls, folder: Path, base: str | Path | None) -> FoundCheckpoint:
+        """The base of adapters: ``base``, or else the one that they name. Raises CheckpointError if
+        it is missing."""
+        path = cls.base_of(folder) if base is None else base
+        found = locate_checkpoint(path) if os.path.exists(path) else None
+        if found is None:
+            where = "which is not there" if base is None else "where there is no checkpoint"
+            raise CheckpointError(
+                f"{folder} has adapters of the model {path}, {where}: name its place by "
+                "--pretrained-checkpoint"
+            )
+        if found.folder.resolve() == folder.resolve():
+            raise CheckpointError(f"{folder} has adapters that name themselves as their base")
+        return found
+
+    @classmethod
+    def verify(
+        cls, folder: Path, share: int = 0, shares: int = 1, base: str | Path | None = None
+    ) -> None:
+        cls.locate_base(folder, base).verify(share, shares)
+
+    def names(self) -> Sequence[str]:
+        mine, before = self.beside, self.base.names()
+        if self.model.head != self.base.model.head:
+            # The head for tokens, in whose place there is another one beside the adapters.
+            before = [name for name in before if not name.startswith("output_layer.")]
+        return [*before, *(name for name in mine if name not in set(before))]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return (self.additions if name in self.beside else self.base).shape(name)
+
+    def kinds(self, name: str) -> Sequence[str]:
+        return ("weight",)
+
+    def dtype(self, name: str, kind: str = "weight") -> str:
+        return "float32" if name in self.beside else self.base.dtype(name)
+
+    def tensor(self, name: str, kind: str = "weight") -> Tensor:
+        if kind != "weight":
+            raise CheckpointError(f"{self.folder} is merged with its base, and has no {kind}")
+        trained = name in self.beside
+        whole = (self.additions if trained else self.base).tensor(name)
+        parts = self.adapted.get(name, {})
+        if parts:
+            whole = whole.clone()  # it may be a file that is mapped into memory
+        for part, tensors in parts.items():
+            rows = rows_of_part(self.model, part, whole.shape[0])
+            values = {kind: self.additions.tensor(found) for kind, found in tensors.items()}
+            whole[rows] = merged(whole[rows], self.scale_of(name, part), **values)
+        return whole
+
+    def alpha_of(self, weight: str, part: str) -> float:
+        """The alpha of an addition to a part of a weight."""
+        return self.adapters.alpha
+
+    def scale_of(self, weight: str, part: str) -> float:
+        """What an addition to a part of a weight is multiplied by."""
+        rank = self.additions.shape(self.adapted[weight][part]["a"])[0]
+        return self.adapters.scale_of(rank, self.alpha_of(weight, part))
+
+    def read(self, name: str, kind: str, wanted: Slice) -> Tensor:
+        if name in self.adapted or name in self.beside or kind != "weight":
+            return super().read(name, kind, wanted)
+        return self.base.read(name, kind, wanted)
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        return super().generation or self.base.generation
+
+    def copy_tokenizer(self, target: Path) -> bool:
+        return super().copy_tokenizer(target) or self.base.copy_tokenizer(target)
+
+    @cached_property
+    def adapted(self) -> dict[str, dict[str, dict[str, str]]]:
+        """The weights with additions: by their names and part, the names of the adapter's
+        parameters by kind. Raises CheckpointError if one is missing, or the base has no such
+        weight."""
+        found: dict[str, dict[str, dict[str, str]]] = {}
+        for name in self.additions.names():
+            parsed = adapter_name(name)
+            if parsed is not None:
+                parts = found.setdefault(parsed.of, {})
+                parts.setdefault(parsed.part, {})[parsed.kind] = name
+        for weight in found.keys() - set(self.base.names()):
+            raise CheckpointError(
+                f"{self.folder} has adapters of {weight}, which {self.base.folder} does not have"
+            )
+        needed = {"a", "b"} | ({"magnitude"} if self.adapters.use_dora else set())
+        for weight, parts in found.items():
+            for part, kinds in parts.items():
+                if kinds.keys() != needed:
+                    raise CheckpointError(
+                        f"{self.folder}: the adapter of {weight} {part}".rstrip()
+                        + f" has {', '.join(sorted(kinds))} and must have "
+                        f"{', '.join(sorted(needed))}: the file is incomplete, or of other "
+                        "adapters than its configuration"
+                    )
+        return found
+
+    @cached_property
+    def beside(self) -> list[str]:
+        """The whole parameters that were trained beside the adapters."""
+        return [name for name in self.additions.names() if adapter_name(name) is None]
+
+
+def merged(
+    weight_OI: Tensor, scale: float, a: Tensor, b: Tensor, magnitude: Tensor | None = None
+) -> Tensor:
+    """A weight with its addition: W + s B A, [O, I]; with DoRA (Liu et al. 2024, equation 5) its
+    rows have the lengths ``magnitude`` [O]. Raises CheckpointError if the shapes do not fit."""
+    outputs, inputs = weight_OI.shape
+    if a.shape[1:] != (inputs,) or b.shape != (outputs, a.shape[0]):
+        raise CheckpointError(
+            f"an addition of shapes {tuple(b.shape)} x {tuple(a.shape)} does not fit a weight of "
+            f"{tuple(weight_OI.shape)}"
+        )
+    whole = torch.addmm(weight_OI, b, a, alpha=scale)
+    if magnitude is None:
+        return whole
+    return whole * (magnitude / torch.linalg.vector_norm(whole, dim=1))[:, None]
+
+
+class AdaptedCheckpoint(AdaptedSource):
+    """A checkpoint of a run with ``--lora``, merged with its base, which must be as it was."""
+
+    title = "adapters of this project"
+
+    def __init__(self, folder: Path, base: str | Path | None = None) -> None:
+        own = CheckpointReader(folder)
+        self.record = BaseRecord.read(folder)
+        super().__init__(folder, base)
+        self.additions = own
+        self.adapters = own.config.adapters
+        self.state, self.tokenizer = own.state, own.tokenizer
+        self.model = replace(own.model, hf_architecture=self.base.model.hf_architecture)
+        checkpoint = replace(own.config.checkpoint, save_optim=False)
+        self.run = replace(
+            own.config, model=self.model, adapters=AdapterConfig(), checkpoint=checkpoint
+        )
+
+    @classmethod
+    def locate(cls, path: Path, wanted: str | None) -> Path | None:
+        if not may_be_ours(path):
+            return None
+        found = find(str(path), wanted)
+        return found if found is not None and (found / BASE).is_file() else None
+
+    @classmethod
+    def family(cls, folder: Path, base: str | Path | None = None) -> str:
+        return CheckpointReader.family(folder)
+
+    @classmethod
+    def base_of(cls, folder: Path) -> str:
+        return BaseRecord.read(folder).path
+
+    @classmethod
+    def verify(
+        cls, folder: Path, share: int = 0, shares: int = 1, base: str | Path | None = None
+    ) -> None:
+        verify(folder, share, shares)
+        cls.verify_base(folder, share, shares, base)
+
+    @classmethod
+    def verify_base(
+        cls, folder: Path, share: int = 0, shares: int = 1, base: str | Path | None = None
+    ) -> None:
+        """:meth:`verify` for the base alone."""
+        super().verify(folder, share, shares, base)
+        found = cls.locate_base(folder, base)
+        check_base(BaseRecord.read(folder), found.open(verify=False), folder, share, shares)
+
+
+def check_base(
+    record: BaseRecord, source: Source, folder: Path, share: int = 0, shares: int = 1
+) -> None:
+    """Compares a base with the record of the adapters in ``folder``: every ``shares``-th parameter,
+    starting with ``share``. Raises CheckpointError if one is missing or differs."""
+    wanted = list(record.digests)[share::shares]
+    names = set(source.names())
+    different = [name for name in wanted if name not in names]
+    present = (name for name in wanted if name in names)
+    different += (
+        name for name in present if digests_of(source, [name])[name] != record.digests[name]
+    )
+    if different:
+        more = f" and {len(different) - 3} more" if len(different) > 3 else ""
+        raise CheckpointError(
+            f"{folder} has adapters of another model than {source.folder} is now (it was "
+            f"{record.path}): {', '.join(different[:3])}{more} differ. Name the model that they "
+            "were trained on by --pretrained-checkpoint"
+        )
+
+
+class RowLengths(Source):
+    """The magnitudes that DoRA starts from, by their names: the lengths of the rows of a model's
+    weights."""
+
+    title = "lengths of rows"
+
+    def __init__(self, source: Source, names: Sequence[str]) -> None:
+        super().__init__(source.folder)
+        self._source, self._names, self.model = source, names, source.model
+
+    @classmethod
+    def locate(cls, path: Path, wanted: str | None) -> Path | None:
+        return None
+
+    def names(self) -> Sequence[str]:
+        return self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensor(name).shape)
+
+    def kinds(self, name: str) -> Sequence[str]:
+        return ("weight",)
+
+    def tensor(self, name: str, kind: str = "weight") -> Tensor:
+        parsed = adapter_name(name)
+        assert parsed is not None
+        whole = self._source.tensor(parsed.of)
+        rows = rows_of_part(self.model, parsed.part, whole.shape[0])
+        return torch.linalg.vector_norm(whole[rows], dim=1)

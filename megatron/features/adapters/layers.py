@@ -1,0 +1,282 @@
+"""Low-rank additions to a linear layer that is cut over ranks: their parameters and outputs.
+
+An addition is that of one linear module of a Hugging Face model: to all outputs of a layer, or to
+some of the matrices fused in it. The parameters are the layer's own, beside its weight:
+
+- ``lora_a`` [r, I], drawn uniformly between -1/sqrt(I) and 1/sqrt(I), as peft does;
+- ``lora_b`` [O, r], zero at first, with the rows of the weight; where ranks share key and value
+  heads those rows are ``lora_kv_b``, a part of the same whole, as they are of the weight;
+- with DoRA ``lora_magnitude`` [O] (and ``lora_kv_magnitude``), the lengths of the rows.
+
+Where the addition is to one of the fused matrices its name follows ``lora``: ``lora_q_a``.
+
+Shapes: B batch, S sequence, I input, O output, r rank; a width followed by P is one rank's share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.features.adapters.flags import AdapterConfig
+from megatron.features.adapters.low_rank import (
+    LowRank,
+    UpPlace,
+    low_rank_linear,
+)
+from megatron.parallel.layers import LinearMap, ParallelLinear, column_linear
+from megatron.parallel.mesh import Group
+from megatron.parallel.random import tensor_parallel_random
+from megatron.parallel.shard import Cut, Init, Shard, parameter, shard_of
+from megatron.parallel.tensor_parallel import start_all_reduce, start_sum_over_copies
+
+
+@dataclass(frozen=True)
+class Addition:
+    """One low-rank addition to a layer: to the fused matrices with these indices, or, without any,
+    to all; ``name`` is that of a matrix, empty for the whole layer."""
+
+    name: str = ""
+    parts: tuple[int, ...] = ()
+
+    def parameter(self, kind: str, part: str = "") -> str:
+        """The name of a parameter in the layer; ``kind`` is a, b or magnitude."""
+        return "_".join(filter(None, ("lora", self.name, part, kind)))
+
+
+def add_adapters(
+    layer: ParallelLinear, additions: Sequence[Addition], config: AdapterConfig
+) -> None:
+    """Gives a layer the parameters of these additions, uninitialised, and their outputs."""
+    layer.adapters = _Adapters(layer, additions, config)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A parameter with rows of one of a layer's weights: of map ``map`` the outputs [start, start +
+    width), for addition number ``addition``."""
+
+    name: str
+    magnitude: str
+    map: int
+    start: int
+    width: int
+    addition: int
+    copies: int
+
+
+class _Adapters:
+    def __init__(
+        self, layer: ParallelLinear, additions: Sequence[Addition], config: AdapterConfig
+    ) -> None:
+        tp = layer.tp
+        self._rank, self._dropout, self._dora = (
+            config.lora_rank,
+            config.lora_dropout,
+            config.use_dora,
+        )
+        self._downs = tuple(addition.parameter("a") for addition in additions)
+        self._rows: list[_Rows] = []
+        weights = [weight for name, weight in layer.named_parameters(recurse=False)
+                   if name in ("weight", "kv_weight")]  # fmt: skip
+        across = [shard_of(weight).over("tensor") for weight in weights]
+        (outputs, inputs) = shard_of(weights[0]).full_shape
+        self._by_inputs = across[0] is not None and across[0].dim == 1
+        for number, addition in enumerate(additions):
+            cuts = (Cut(1),) if self._by_inputs else ()
+            down = Shard((self._rank, inputs), cuts)
+            bound = Init(bound=inputs**-0.5)
+            layer.register_parameter(self._downs[number], parameter(down, bound, tp.coordinates))
+            for place, cut in enumerate(across):
+                assert cut is not None
+                self._add_rows(layer, addition, number, place, cut, outputs)
+        copies = tp.group.size if self._by_inputs else 1
+        self._form = LowRank(
+            maps=len(weights),
+            downs=len(self._downs),
+            pieces=tuple(
+                UpPlace(r.map, r.start, r.width, r.addition * self._rank, max(copies, r.copies))
+                for r in self._rows
+            ),
+            scale=config.scale,
+            group=tp.group,
+            enters=not self._by_inputs,
+            sequence=tp.split and not self._by_inputs,
+        )
+
+    def _add_rows(
+        self,
+        layer: ParallelLinear,
+        addition: Addition,
+        number: int,
+        place: int,
+        cut: Cut,
+        outputs: int,
+    ) -> None:
+        if self._by_inputs:
+            assert not addition.parts
+            up, wanted, held, start = Shard((outputs, self._rank)), [0], [0], 0
+            width = outputs
+        else:
+            lengths = cut.parts or (outputs,)
+            wanted = list(addition.parts or range(len(lengths)))
+            inside = list(cut.held if cut.held is not None else range(len(lengths)))
+            held = [part for part in wanted if part in inside]
+            if not held:
+                return
+            assert held == list(range(held[0], held[-1] + 1)), addition
+            places = layer.tp.group.size // cut.copies
+            widths = [lengths[part] // places for part in inside]
+            first = inside.index(held[0])
+            start = [0, *accumulate(widths)][first]
+            width = sum(widths[first : first + len(held)])
+            own = Cut(
+                0,
+                parts=tuple(lengths[part] for part in wanted) if len(wanted) > 1 else (),
+                held=None if held == wanted else tuple(wanted.index(part) for part in held),
+                copies=cut.copies,
+            )
+            up = Shard((sum(lengths[part] for part in wanted), self._rank), (own,))
+        part = "kv" if held != wanted and place else ""
+        names: dict[str, str] = {}
+        for kind, shape, init in (
+            ("b", up.full_shape, Init()),
+            ("magnitude", up.full_shape[:1], Init(constant=1.0)),
+        ):
+            name = names[kind] = addition.parameter(kind, part)
+            if kind == "b" or self._dora:
+                whole = addition.parameter(kind) if held != wanted else None
+                shard = replace(up, full_shape=shape, whole=whole)
+                layer.register_parameter(name, parameter(shard, init, layer.tp.coordinates))
+        rows = _Rows(names["b"], names["magnitude"], place, start, width, number, cut.copies)
+        self._rows.append(rows)
+
+    def outputs(
+        self, layer: ParallelLinear, x_BSI: Tensor, maps: Sequence[LinearMap]
+    ) -> tuple[Tensor, ...]:
+        assert all(each.float8 is None for each in maps)
+        drops = layer.training and self._dropout and self._downs
+        dropped = self._dropped(layer, x_BSI) if drops else None
+        if self._dora:
+            return self._scaled(layer, x_BSI, dropped, maps)
+        # A layer that is cut along its inputs adds the bias once, after the sum over ranks.
+        later = self._by_inputs and layer.tp.group.size > 1
+        biases = [None if later else each.bias for each in maps]
+        outputs = self._added(layer, x_BSI, dropped, maps, biases)
+        if not self._by_inputs:
+            return outputs
+        y_BSO, bias = layer.tp.leave(outputs[0]), maps[0].bias
+        return (y_BSO + layer.tp.shared(bias)[0] if later and bias is not None else y_BSO,)
+
+    def _added(
+        self,
+        layer: ParallelLinear,
+        x_BSI: Tensor,
+        dropped_BSI: Tensor | None,
+        maps: Sequence[LinearMap],
+        biases: Sequence[Tensor | None],
+    ) -> tuple[Tensor, ...]:
+        """x W^T + b + s (x A^T) B^T of each map; addends if the layer is cut along its inputs."""
+        downs = [getattr(layer, name) for name in self._downs]
+        ups = [getattr(layer, rows.name) for rows in self._rows]
+        weights = [each.weight for each in maps]
+        form, split = self._form, layer.tp.split and not self._by_inputs
+        if form.sequence != split:  # generation does without slices of the sequence
+            form = LowRank(*form[:-1], sequence=split)
+        return low_rank_linear(x_BSI, dropped_BSI, form, *weights, *biases, *downs, *ups)
+
+    def _dropped(self, layer: ParallelLinear, x_BSI: Tensor) -> Tensor:
+        """The input after dropout; one mask for all additions of a layer."""
+        tp = layer.tp
+        random = tensor_parallel_random(tp.group) if self._by_inputs else tp.random()
+        with random:
+            return F.dropout(x_BSI, self._dropout)
+
+    def _scaled(
+        self,
+        layer: ParallelLinear,
+        x_BSI: Tensor,
+        dropped_BSI: Tensor | None,
+        maps: Sequence[LinearMap],
+    ) -> tuple[Tensor, ...]:
+        """With DoRA (Liu et al. 2024, arXiv:2402.09353, equation 5): each row of W + s B A divided
+        by its length, a constant to gradients (section 4.3), times its magnitude. As in peft,
+        dropout is that of the input of the whole product."""
+        tp, nothing = layer.tp, [None] * len(maps)
+        inner = x_BSI if dropped_BSI is None else dropped_BSI
+        outputs = list(self._added(layer, inner, None, maps, nothing))
+        if self._by_inputs:
+            outputs = [tp.leave(outputs[0])]
+        factors = self._factors(layer, maps)
+        outputs = [y * factor for y, factor in zip(outputs, factors, strict=True)]
+        if dropped_BSI is not None:
+            # W x + (f - 1) W d + f s B A d, with d the dropped input.
+            rest = [LinearMap(each.weight, None, *each[2:]) for each in maps]
+            if self._by_inputs:
+                own = F.linear(x_BSI - dropped_BSI, maps[0].weight)
+                others: Sequence[Tensor] = (tp.leave(own),)
+            else:
+                others = column_linear(x_BSI - dropped_BSI, rest, tp)
+            outputs = [y + other for y, other in zip(outputs, others, strict=True)]
+        for place, each in enumerate(maps):
+            if each.bias is not None:
+                bias = tp.shared(each.bias)[0] if self._by_inputs else each.bias
+                outputs[place] = outputs[place] + bias
+        return tuple(outputs)
+
+    def _factors(self, layer: ParallelLinear, maps: Sequence[LinearMap]) -> list[Tensor]:
+        """What each output of each map is multiplied by, [OP]: 1 where nothing is added."""
+        parts: list[list[Tensor]] = [[] for _ in maps]
+        ends = [0] * len(maps)
+        for rows in sorted(self._rows, key=lambda rows: (rows.map, rows.start)):
+            weight = maps[rows.map].weight
+            if rows.start > ends[rows.map]:
+                parts[rows.map].append(weight.new_ones(rows.start - ends[rows.map]))
+            magnitude = getattr(layer, rows.magnitude)
+            if self._by_inputs:
+                (magnitude,) = layer.tp.shared(magnitude)
+            elif rows.copies > 1:
+                magnitude = _SummedOverCopies.apply(magnitude, rows.copies, layer.tp.group)
+            lengths_O = self._lengths(layer, rows, weight)
+            parts[rows.map].append((magnitude / lengths_O).to(weight.dtype))
+            ends[rows.map] = rows.start + rows.width
+        for found, end, each in zip(parts, ends, maps, strict=True):
+            if end < each.weight.shape[0]:
+                found.append(each.weight.new_ones(each.weight.shape[0] - end))
+        return [torch.cat(found) for found in parts]
+
+    @torch.no_grad()
+    def _lengths(self, layer: ParallelLinear, rows: _Rows, weight: Tensor) -> Tensor:
+        """Lengths of the rows of W + s B A, without that matrix: |w + s b A|^2 is |w|^2 + 2 s b (A
+        w^T) + s^2 b (A A^T) b^T. Float32, or float64."""
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        weight_OI = weight.narrow(0, rows.start, rows.width)
+        down_rI = getattr(layer, self._downs[rows.addition]).to(weight.dtype)
+        up_Or, scale = getattr(layer, rows.name).to(wide), self._form.scale
+        squares_O = torch.linalg.vector_norm(weight_OI, dim=1, dtype=wide).square()
+        mixed_Or = (weight_OI @ down_rI.t()).to(wide)
+        mixed_Or = 2 * scale * mixed_Or + scale**2 * (up_Or @ (down_rI @ down_rI.t()).to(wide))
+        squares_O += (mixed_Or * up_Or).sum(1)
+        if self._by_inputs and layer.tp.group.size > 1:
+            start_all_reduce(squares_O, layer.tp.group)()
+        return squares_O.sqrt()
+
+
+class _SummedOverCopies(torch.autograd.Function):
+    """Identity forward; backward the sum over the ranks that have the same share."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, copies: int, group: Group) -> Tensor:
+        ctx.copies, ctx.group = copies, group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        total = start_sum_over_copies(grad.flatten(), ctx.copies, ctx.group)()
+        return total.view_as(grad), None, None

@@ -1,0 +1,170 @@
+"""Loads the base and the adapters of a run with ``--lora``, and records the base."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+import torch
+import torch.distributed as dist
+
+from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.manifest import BaseRecord
+from megatron.checkpoint.source import Source, locate_checkpoint
+from megatron.engine.loading import load_weights, together
+from megatron.engine.train_engine import TrainEngine
+from megatron.features.adapters.checkpoint import (
+    AdaptedSource,
+    RowLengths,
+    adapter_name,
+    digests_of,
+)
+from megatron.features.adapters.flags import AdapterConfig
+from megatron.model.layer_list import LayerStack
+from megatron.parallel.shard import shard_of
+from megatron.parallel.tensor_parallel import TensorParallel
+
+
+def load_adapted(
+    engine: TrainEngine, source: Source, fresh: Collection[str], continues: bool
+) -> Source:
+    """Fills base and adapters of a run with ``--lora``, and notes the base for its checkpoints. A
+    run that continues gets both from a checkpoint of adapters, and continues from what this
+    returns; a new one has ``source`` as its base, and adapters as they are drawn, or those of
+    ``--load-adapter``."""
+    names = set(engine.names.values())
+    adapters = {name for name in names if adapter_name(name)}
+    if continues:
+        adapted = together(engine, lambda: continued_adapters(engine, source))
+        base, own = adapted.base, adapted.additions
+        trained = names & set(own.names())
+        together(engine, lambda: load_weights(engine, base, trained))
+        together(engine, lambda: load_weights(engine, own, names - trained))
+        engine.base = BaseRecord.read(own.folder, place=base.folder)
+        return own
+    together(engine, lambda: load_weights(engine, source, {*fresh, *adapters}))
+    if engine.config.adapters.use_dora:
+        lengths = RowLengths(source, [name for name in adapters if name.endswith("magnitude")])
+        together(engine, lambda: load_weights(engine, lengths, names - set(lengths.names())))
+    missing = [name for name, weight in engine.quantised if not weight.filled]
+    if missing:
+        raise CheckpointError(f"{source.folder} has no {', '.join(missing[:5])}")
+    engine.base = together(engine, lambda: record_base(engine, source))
+    chosen = engine.config.checkpoint.load_adapter
+    if chosen is not None:
+        adapted = together(engine, lambda: chosen_adapters(engine, chosen, source))
+        others = names - set(adapted.additions.names())
+        together(engine, lambda: load_weights(engine, adapted.additions, others))
+    return source
+
+
+def record_base(engine: TrainEngine, source: Source) -> BaseRecord:
+    """The record of a run's base, for its checkpoints; each rank computes a share of the digests,
+    and all must call it."""
+    world = engine.mesh.world
+    names = list(source.names())
+    digests = [digests_of(source, names[world.rank :: world.size])]
+    if world.size > 1:
+        digests *= world.size
+        dist.all_gather_object(digests, digests[world.rank])
+    found = {name: value for share in digests for name, value in share.items()}
+    ordered = {name: found[name] for name in names}
+    return BaseRecord(str(source.folder.resolve()), source.title, ordered)
+
+
+def continued_adapters(engine: TrainEngine, source: Source) -> AdaptedSource:
+    """The checkpoint of adapters that a run continues. Raises CheckpointError if it is of a whole
+    model, or of other adapters than the run's."""
+    if isinstance(source, AdaptedSource) and not source.state:
+        raise CheckpointError(
+            f"--load {source.folder} has {source.title} without the state of a run, and cannot be "
+            "continued: name it by --load-adapter, to begin with them, and the base by "
+            "--pretrained-checkpoint"
+        )
+    if not isinstance(source, AdaptedSource):
+        raise CheckpointError(
+            f"--load {source.folder} was not saved with --lora, and cannot be continued with it: "
+            "name it by --pretrained-checkpoint, as the base, or give --finetune"
+        )
+    require_same(engine, source)
+    return source
+
+
+def chosen_adapters(engine: TrainEngine, folder: str, base: Source) -> AdaptedSource:
+    """The adapters of ``--load-adapter`` on a run's base. Raises CheckpointError if it has none, or
+    others than the run's."""
+    found = locate_checkpoint(folder)
+    if found is None or not found.form.on_base:
+        raise CheckpointError(
+            f"--load-adapter {folder}: neither a folder of peft (adapter_config.json) nor a "
+            "checkpoint of a run with --lora"
+        )
+    source = found._replace(base=str(base.folder)).open()
+    assert isinstance(source, AdaptedSource)
+    require_same(engine, source)
+    require_same_scale(engine, source)
+    trained = trained_shapes(engine)
+    frozen = [name for name in source.beside if name not in trained]
+    if frozen:
+        raise CheckpointError(
+            f"--load-adapter {folder} has whole parameters ({', '.join(frozen[:3])}), which are "
+            "frozen in this run: merge it with tools/convert_checkpoint.py to-hf, and name the "
+            "result by --pretrained-checkpoint"
+        )
+    return source
+
+
+def require_same_scale(engine: TrainEngine, source: AdaptedSource) -> None:
+    """Raises CheckpointError if additions are multiplied by another number than in a run, which
+    would change what they add."""
+    wanted = engine.config.adapters.scale
+    for weight, parts in source.adapted.items():
+        for part in parts:
+            found = source.scale_of(weight, part)
+            if not math.isclose(found, wanted, rel_tol=1e-6):
+                raise CheckpointError(
+                    f"{source.folder} has other adapters than this run: its addition to {weight} "
+                    f"is multiplied by {found:g}, this run's by {wanted:g}. Its flags are "
+                    f"{shown(source.adapters)}"
+                )
+
+
+def trained_shapes(engine: TrainEngine) -> dict[str, tuple[int, ...]]:
+    """Shapes of all parameters that a run trains, those of other ranks too, by canonical name."""
+    with torch.device("meta"):
+        whole = LayerStack(engine.spec.layers(TensorParallel()), engine.config.parallel)
+    return {
+        name: shard_of(param).canonical_shape
+        for name, param in whole.canonical_parameters()
+        if param.requires_grad
+    }
+
+
+def require_same(engine: TrainEngine, source: AdaptedSource) -> None:
+    """Raises CheckpointError if adapters are not those of a run in name or shape; names the flags
+    for them."""
+    wanted = {name: shape for name, shape in trained_shapes(engine).items() if adapter_name(name)}
+    stored = source.additions
+    found = {name: stored.shape(name) for name in stored.names() if adapter_name(name)}
+    different = [name for name in wanted | found if wanted.get(name) != found.get(name)]
+    if not different:
+        return
+    name = different[0]
+    raise CheckpointError(
+        f"{source.folder} has other adapters than this run: {name} is "
+        f"{found.get(name, 'missing')} there and {wanted.get(name, 'missing')} here. Its flags are "
+        f"{shown(source.adapters)}"
+    )
+
+
+def shown(adapters: AdapterConfig) -> str:
+    """The flags that describe adapters."""
+    words = ["--lora", f"--lora-rank {adapters.lora_rank}"]
+    words.append(f"--lora-alpha {adapters.alpha:g}")
+    words.append(f"--lora-targets {' '.join(adapters.lora_targets)}")
+    words += [
+        f"--{name.replace('_', '-')}"
+        for name in ("use_rslora", "use_dora")
+        if getattr(adapters, name)
+    ]
+    return " ".join(words)

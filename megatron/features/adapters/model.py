@@ -1,0 +1,96 @@
+"""A model with adapters: its own parameters are frozen, and its blocks' linear layers have low-rank
+additions, which are trained."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pkgutil import resolve_name
+from typing import Any
+
+from torch import nn
+
+from megatron.config import ConfigError, ModelConfig, RunConfig
+from megatron.config.flags import nearest
+from megatron.features.adapters.flags import ALL_LINEAR
+from megatron.features.adapters.layers import Addition, add_adapters
+from megatron.features.adapters.quantised import quantise_layer
+from megatron.model.layer_list import LayerSpec
+from megatron.model.spec import ModelSpec
+from megatron.parallel.layers import ParallelLinear
+from megatron.parallel.tensor_parallel import TensorParallel
+
+TARGETS = "megatron.formats.huggingface.adapter_targets:linear_targets"
+"""The linear modules of a model's blocks by their Hugging Face names."""
+
+Additions = Mapping[str, Sequence[Addition]]
+"""By the canonical name of a layer with ``{n}`` for the number of its block."""
+
+
+def with_adapters(spec: ModelSpec, config: RunConfig) -> ModelSpec:
+    """The model with the adapters of a run, and all its other parameters frozen except those of a
+    head that is not the language model's. Raises ConfigError if a target is not known."""
+    found = additions_of(config.model, config.adapters.lora_targets)
+    head = spec.head_parts if config.model.head != "lm" else ()
+
+    def layers(tp: TensorParallel) -> list[LayerSpec]:
+        return [
+            replace(each, build=partial(_build, each, found, head, config))
+            for each in spec.layers(tp)
+        ]
+
+    return replace(spec, layers=layers)
+
+
+def _build(
+    spec: LayerSpec, additions: Additions, head: tuple[str, ...], config: RunConfig
+) -> nn.Module:
+    module = spec.build()
+    if not f"{spec.name}.".startswith(head):
+        module.requires_grad_(False)
+    if not spec.block:
+        return module
+    stack = spec.name.rpartition(".")[0]
+    for path, layer in module.named_modules():
+        own = additions.get(f"{stack}.{{n}}.{path}", ())
+        if not isinstance(layer, ParallelLinear):
+            continue
+        if own or config.adapters.qlora:  # the products of weights in 4 bits are those of adapters
+            add_adapters(layer, own, config.adapters)
+        if config.adapters.qlora:
+            quantise_layer(layer, config.adapters.qlora_double_quant)
+    return module
+
+
+def additions_of(model: ModelConfig, targets: Sequence[str]) -> Additions:
+    """What ``--lora-targets`` names. Raises ConfigError if it is unknown in the model's Hugging
+    Face architecture, or names nothing."""
+    known: Sequence[Any] = resolve_name(TARGETS)(model)
+    wanted = set()
+    for name in targets:
+        chosen = {target for target in known if name == ALL_LINEAR or _matches(target, name)}
+        if not chosen:
+            raise ConfigError(_unknown(name, known))
+        wanted |= chosen
+    found: dict[str, list[Addition]] = defaultdict(list)
+    for target in known:
+        if target in wanted:
+            parts = (target.index,) if target.part else ()
+            found[target.layer].append(Addition(target.part, parts))
+    return found
+
+
+def _matches(target: Any, name: str) -> bool:
+    """As peft: the last parts of the module's name; or of our layer's."""
+    return any(f".{full}".endswith(f".{name}") for full in (target.module, target.layer))
+
+
+def _unknown(name: str, known: Sequence[Any]) -> str:
+    names = list(dict.fromkeys(target.module.rpartition(".")[2] for target in known))
+    return (
+        f"--lora-targets {name}: the blocks of this model have no such linear layer; it has "
+        f"{', '.join(names)}, or {ALL_LINEAR} for all of them"
+        f"{nearest(name, [*names, ALL_LINEAR], '; did you mean {}?')}"
+    )

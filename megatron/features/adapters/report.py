@@ -1,0 +1,49 @@
+"""What a run with adapters trains, and how much work that is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from megatron.config import RunConfig
+from megatron.families import spec_of
+from megatron.features.adapters.flags import is_adapter
+from megatron.features.adapters.model import with_adapters
+from megatron.model.flops import TransformerShape
+from megatron.model.layer_list import LayerStack
+from megatron.parallel.tensor_parallel import TensorParallel
+
+
+def _whole(config: RunConfig) -> LayerStack:
+    """The whole model, without values."""
+    spec = with_adapters(spec_of(config.model, config.parallel), config)
+    with torch.device("meta"):
+        return LayerStack(spec.layers(TensorParallel()), config.parallel)
+
+
+def with_additions(shape: TransformerShape, config: RunConfig) -> TransformerShape:
+    """A model's shape with the additions of a run, all other weights frozen."""
+    of_stack, of_decoder = 0.0, 0.0
+    for name, param in _whole(config).canonical_parameters():
+        if is_adapter(name) and param.dim() == 2:
+            # Keys and values of cross-attention are computed of the encoder's tokens.
+            if name.startswith("decoder.") and ".cross_attention.kv." not in name:
+                of_decoder += 2.0 * param.numel()
+            else:
+                of_stack += 2.0 * param.numel()
+    decoder = shape.decoder and replace(shape.decoder, additions=of_decoder)
+    return replace(shape, additions=of_stack, decoder=decoder)
+
+
+def trained_line(config: RunConfig) -> str:
+    """How many parameters are trained, of how many."""
+    params = [param for _, param in _whole(config).canonical_parameters()]
+    every = sum(param.numel() for param in params)
+    trained = sum(param.numel() for param in params if param.requires_grad)
+    adapters = config.adapters
+    kind = "DoRA" if adapters.use_dora else "LoRA"
+    return (
+        f"{kind}: {trained:,} of {every:,} parameters are trained ({trained / every:.2%}); rank "
+        f"{adapters.lora_rank}, additions x {adapters.scale:g}"
+    )

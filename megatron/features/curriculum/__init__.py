@@ -1,0 +1,1 @@
+"""Samples in the order of their difficulty, and growing sequence lengths."""

@@ -1,0 +1,314 @@
+"""The difficulty of each step, and the order of samples drawn by it: those of DeepSpeed 0.19.
+
+Samples are in clusters. When a difficulty grows, the samples that it admits form another cluster,
+shuffled. A step draws, for each sample of its batch, a cluster with a probability proportional to
+its size, and takes that many samples of each cluster, in the cluster's order from where the last
+step stopped; a cluster that is used up is shuffled again. Finally the batch is shuffled. All draws
+come from one random number generator, so that a run's order is a function of the seed, the metrics,
+their schedules and the batch sizes alone: the one of ``DeepSpeedDataSampler`` (unless a step needs
+more of a cluster than is in it: DeepSpeed's batch is then too short). The formulas of the schedules
+are those of ``CurriculumScheduler``; Li et al. 2021 describe them (arXiv:2108.06084, section 4).
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, repeat
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.data.index_cache import IndexCache, StoredArrays
+from megatron.data.samples import RenumberedSamples, SampleDataset, checked_index
+from megatron.features.curriculum.analysis import ANALYSED, fingerprint
+from megatron.features.curriculum.flags import (
+    DataSampling,
+    DifficultySchedule,
+    Metric,
+)
+from megatron.features.curriculum.metric_files import MetricRows, read_rows
+from megatron.util.digests import digest, digest_of_parts
+from megatron.util.json_text import parse_json
+
+logger = logging.getLogger(__name__)
+
+Sample = TypeVar("Sample")
+_Samples = npt.NDArray[np.integer]
+ORDER_VERSION = 1
+"""Part of the cache entry's name: raise it when the order changes."""
+_AGAIN = (
+    "run tools/analyze_data.py with the flags of this run (data, --split, --seq-length, --seed, "
+    "and its length)"
+)
+
+
+def difficulty(schedule: DifficultySchedule, step: int) -> int:
+    """The difficulty of a step, counted from 1."""
+    assert step >= 1, step
+    if schedule.kind == "fixed_discrete":
+        return schedule.difficulties[bisect.bisect_left(schedule.last_steps, step)]
+    share = (float(step) / schedule.steps) ** (1.0 / schedule.root)
+    grown = math.floor(share * (schedule.highest - schedule.lowest) + schedule.lowest)
+    grown -= grown % schedule.increment
+    first = -(-schedule.lowest // schedule.increment) * schedule.increment
+    return min(max(grown, first), schedule.highest)
+
+
+def stages(schedule: DifficultySchedule) -> Iterator[tuple[int, int]]:
+    """The steps at which the difficulty changes: (number of the step from 1, difficulty)."""
+    step, last = 1, max((schedule.steps, *schedule.last_steps)) + 1
+    while True:
+        current = difficulty(schedule, step)
+        yield step, current
+        if current == difficulty(schedule, last):
+            return
+        later = range(step, last)  # the difficulty never falls: bisect for the next higher one
+        step += bisect.bisect_right(later, current, key=lambda s: difficulty(schedule, s))
+
+
+class DrawnSamples(RenumberedSamples[Sample]):
+    """Samples of a dataset in another order, possibly repeated: the array ``order`` of the index
+    has the number of the sample to read as the i-th."""
+
+    def __init__(self, dataset: SampleDataset[Sample], index: StoredArrays) -> None:
+        super().__init__(dataset)
+        self._index = index
+
+    def __len__(self) -> int:
+        return len(self._index["order"])
+
+    def number(self, index: int) -> int:
+        return int(self._index["order"][checked_index(index, len(self))])
+
+
+class MetricIndex(NamedTuple):
+    samples: MetricRows
+    """The samples of each value."""
+    values: npt.NDArray[np.integer] | None
+    """The values, one for each row of ``samples``; None with percentiles."""
+
+
+def draw_samples(
+    dataset: SampleDataset[Sample],
+    sampling: DataSampling,
+    batches: Sequence[tuple[int, int]],
+    num_samples: int,
+    cache: IndexCache,
+) -> DrawnSamples[Sample]:
+    """The `num_samples` samples that a run may consume, drawn by their difficulty.
+
+    `batches` are the batch sizes of the steps in turn, (size, number of steps); the last one
+    continues indefinitely. Raises FileNotFoundError or ValueError if files of a metric are missing,
+    damaged or of other samples, or no sample is easy enough for the first step.
+    """
+    available = sampling.num_epochs * len(dataset)
+    if num_samples > available:
+        raise ValueError(
+            f"data_efficiency.data_sampling.num_epochs {sampling.num_epochs} allows {available} "
+            f"samples, {len(dataset)} an epoch; the run needs {num_samples}"
+        )
+    indices = {metric.name: _read_metric(metric, dataset) for metric in sampling.metrics}
+    depends_on = {
+        "version": ORDER_VERSION,
+        "seed": sampling.seed,
+        "metrics": [_identity(metric, indices[metric.name]) for metric in sampling.metrics],
+        "dataset samples": len(dataset),
+        "batches": [list(pair) for pair in batches],
+        "samples": num_samples,
+    }
+
+    def build() -> dict[str, np.ndarray]:
+        runs = chain.from_iterable(repeat(size, count) for size, count in batches)
+        sizes: Iterator[int] = chain(runs, repeat(batches[-1][0]))
+        return {"order": sample_order(sampling, indices, len(dataset), sizes, num_samples)}
+
+    return DrawnSamples(dataset, cache.arrays("curriculum-train", depends_on, build))
+
+
+def sample_order(
+    sampling: DataSampling,
+    indices: Mapping[str, MetricIndex],
+    dataset_samples: int,
+    batch_sizes: Iterable[int],
+    num_samples: int,
+) -> _Samples:
+    """The samples in the order in which a run consumes them, uint32[num_samples] (int64 from 2**32
+    samples of the dataset); ValueError if no sample is easy enough for the first step.
+    `batch_sizes` are those of each step in turn, consumed as needed."""
+    rng = np.random.default_rng(sampling.seed)
+    clusters: list[_Cluster] = []
+    current: dict[str, int] = {}
+    dtype = np.dtype("u4" if dataset_samples < 1 << 32 else "i8")
+    order: _Samples = np.empty(num_samples, dtype)
+    drawn = 0
+    for step, batch_size in enumerate(batch_sizes, start=1):
+        if drawn >= num_samples:
+            break
+        wanted = {metric.name: difficulty(metric.schedule, step) for metric in sampling.metrics}
+        if step == 1 or wanted != current:
+            samples = _new_samples(sampling, indices, dataset_samples, current, wanted, clusters)
+            if len(samples):
+                rng.shuffle(samples)
+                clusters.append(_Cluster(samples))
+        current = wanted
+        if not clusters:
+            raise ValueError(_too_hard(sampling, indices, current))
+        # The last batch may be more than is wanted.
+        order[drawn : drawn + batch_size] = _batch(clusters, batch_size, rng)[: num_samples - drawn]
+        drawn += batch_size
+    assert drawn >= num_samples
+    return order
+
+
+@dataclass
+class _Cluster:
+    samples: _Samples
+    position: int = 0
+
+    def take(self, count: int, rng: np.random.Generator) -> _Samples:
+        """The next samples; the cluster is shuffled whenever its end is reached."""
+        found: list[_Samples] = []
+        while True:
+            stop = min(self.position + count, len(self.samples))
+            taken = self.samples[self.position : stop]
+            self.position, count = stop, count - len(taken)
+            if not count:
+                return np.concatenate([*found, taken])
+            found.append(taken.copy())
+            rng.shuffle(self.samples)
+            self.position = 0
+
+
+def _batch(clusters: list[_Cluster], batch_size: int, rng: np.random.Generator) -> _Samples:
+    sizes = [len(cluster.samples) for cluster in clusters]
+    total = sum(sizes)
+    shares = [size / total for size in sizes]
+    draws = rng.choice(len(clusters), batch_size, replace=True, p=shares)
+    counts = np.bincount(draws, minlength=len(clusters)).tolist()
+    pairs = zip(clusters, counts, strict=True)
+    batch = np.concatenate([cluster.take(count, rng) for cluster, count in pairs if count])
+    rng.shuffle(batch)
+    return batch
+
+
+def _new_samples(
+    sampling: DataSampling,
+    indices: Mapping[str, MetricIndex],
+    dataset_samples: int,
+    before: Mapping[str, int],
+    wanted: Mapping[str, int],
+    clusters: list[_Cluster],
+) -> npt.NDArray[np.int64]:
+    """Samples that become easy enough: for one metric in the order of its file, for several in
+    ascending order."""
+    if not sampling.metrics:
+        return np.arange(0 if clusters else dataset_samples)
+    if len(sampling.metrics) == 1:
+        (metric,) = sampling.metrics
+        reached = before.get(metric.name)
+        return _between(metric, indices[metric.name], reached, wanted[metric.name])
+    within = np.ones(dataset_samples, bool)
+    for metric in sampling.metrics:
+        easy = np.zeros(dataset_samples, bool)
+        easy[_between(metric, indices[metric.name], None, wanted[metric.name])] = True
+        within &= easy
+    for cluster in clusters:
+        within[cluster.samples] = False
+    return np.flatnonzero(within)
+
+
+def _between(
+    metric: Metric, index: MetricIndex, above: int | None, up_to: int
+) -> npt.NDArray[np.int64]:
+    """Samples with a difficulty in (above, up_to]; without ``above``, all up to ``up_to``."""
+    samples = index.samples
+    if metric.percentile:
+        # DeepSpeed counts samples, so that one value may be cut in two.
+        whole, highest = len(samples.values), metric.schedule.highest
+        start = whole // highest * (above or 0)
+        stop = whole if up_to == highest else whole // highest * up_to
+        return samples.values[start:stop].astype(np.int64)
+    assert index.values is not None
+    chosen = index.values <= up_to
+    if above is not None:
+        chosen &= index.values > above
+    rows = [samples[int(row)] for row in np.flatnonzero(chosen)]
+    return np.concatenate([np.empty(0, np.int64), *rows]).astype(np.int64)
+
+
+def _too_hard(
+    sampling: DataSampling, indices: Mapping[str, MetricIndex], wanted: Mapping[str, int]
+) -> str:
+    limits, found = [], []
+    for metric in sampling.metrics:
+        name, limit, index = metric.name, wanted[metric.name], indices[metric.name]
+        if metric.percentile:
+            count, highest = len(index.samples.values), metric.schedule.highest
+            limits.append(f"a {name} in the first {limit} of {highest} parts")
+            found.append(f"{count} samples make {count // highest} a part")
+        else:
+            limits.append(f"a {name} of at most {limit}")
+            lowest = min(index.values.tolist(), default=None) if index.values is not None else None
+            found.append(f"the lowest {name} is {lowest}")
+    return (
+        f"data_efficiency: no sample has {' and '.join(limits)} ({', '.join(found)}), so there is "
+        "nothing for the first step: raise min_difficulty"
+    )
+
+
+def _read_metric(metric: Metric, dataset: SampleDataset[Any]) -> MetricIndex:
+    """The files of a metric, checked to be of these samples."""
+    where, count = f"data_efficiency: the metric {metric.name}", len(dataset)
+    path, values_path = metric.index_to_sample_path, metric.index_to_metric_path
+    try:
+        samples = read_rows(path)
+        rows = None if values_path is None else read_rows(values_path)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{where}: {error}") from None
+    if rows is not None and (len(rows) != len(samples) or len(rows.values) != len(rows)):
+        raise ValueError(
+            f"{where}: {values_path} has {len(rows)} rows of {len(rows.values)} values together, "
+            f"{path} {len(samples)} rows; there must be one value for each row: use two files of "
+            "one analysis"
+        )
+    highest = int(samples.values.max()) if len(samples.values) else 0
+    if highest >= count:
+        raise ValueError(
+            f"{where}: {path} names sample {highest} of a dataset of {count}: {_AGAIN}"
+        )
+    analysed = Path(path).parent / ANALYSED
+    if analysed.is_file():
+        try:
+            known = parse_json(analysed.read_bytes(), str(analysed), lenient=True)["fingerprint"]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{analysed} is damaged: {_AGAIN}") from None
+        if known != fingerprint(dataset):
+            raise ValueError(f"{where}: {path} was made of other samples: {_AGAIN}")
+    elif len(samples.values) != count:
+        logger.warning(
+            "%s: %s names %d samples, the dataset has %d: those left out are never drawn",
+            where, path, len(samples.values), count,
+        )  # fmt: skip
+    return MetricIndex(samples, None if rows is None else rows.values)
+
+
+def _identity(metric: Metric, index: MetricIndex) -> dict[str, Any]:
+    """Everything that the order depends on; the paths of the files are not part of it."""
+    samples = (np.ascontiguousarray(a).data for a in (index.samples.ends, index.samples.values))
+    values = None if index.values is None else index.values.tolist()
+    schedule = dataclasses.asdict(metric.schedule)
+    del schedule["name"]
+    return {
+        "name": metric.name,
+        "percentile": metric.percentile,
+        "schedule": schedule,
+        "samples": digest_of_parts(samples),
+        "values": digest(repr(values)),
+    }

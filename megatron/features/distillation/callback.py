@@ -1,0 +1,114 @@
+"""A training with a teacher."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatron.config import ConfigError
+from megatron.data.loader import TrainingData
+from megatron.engine.environment import return_freed_memory
+from megatron.engine.train_engine import TrainEngine
+from megatron.families import family_of
+from megatron.features.distillation.objective import TaughtBatch
+from megatron.features.distillation.teacher import Teacher, find_teacher
+from megatron.features.distillation.teacher_cache import (
+    Sampled,
+    TeacherCache,
+    identity_of,
+)
+from megatron.run.run import Run
+from megatron.training.plan import TrainingPlan
+from megatron.training.trainer import Callback, Step, Trainer
+
+
+class Distillation(Callback):
+    """Brings the teacher of a run into its steps, for as many of them as ``--kd-iters`` says.
+    Raises ConfigError or CheckpointError, before anything that takes time, without one, or if its
+    model cannot teach this one.
+
+    Attributes:
+        teacher: None where --kd-cache has what it says.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._flags = run, run.config.distillation
+        self._found = find_teacher(run.config, run.tokenizer.vocab_size)
+        self.teacher: Teacher | None = None
+        self._cache: TeacherCache | None = None
+        self._active = True
+        if self._flags.kd_cache is not None and run.config.model.family != "gpt":
+            raise ConfigError(
+                f"--kd-cache {self._flags.kd_cache}: samples of the family "
+                f"{run.config.model.family} are not kept; leave it out"
+            )
+
+    def start(
+        self, engine: TrainEngine, data: TrainingData, plan: TrainingPlan, consumed: int
+    ) -> None:
+        """Loads the teacher, or what it has said, and makes it teach the model of ``engine``, which
+        has consumed so many samples."""
+        engine.teach = self.teach
+        self._evaluates_otherwise = engine.spec.evaluated is not None
+        parallel = engine.config.parallel
+        # The stages of a process are those of its schedule.
+        sequences = getattr(engine.model, "sequences", {parallel.stages - 1: None})
+        self._has_head = parallel.stages - 1 in sequences
+        if self._flags.kd_cache is None:
+            self.teacher = self._found.start(engine.mesh, engine.device)
+            return
+        source = self._found.found.open(verify=False)
+        identity = identity_of(source, self._flags.top_tokens, self._flags.kd_temp)
+        self._cache = TeacherCache(self._flags.kd_cache, identity, data.collate)
+        missing = self._cache.missing(self._samples(data, plan, consumed), engine.mesh)
+        if missing:
+            teacher = self._found.start(engine.mesh, engine.device, in_step=False)
+            self._cache.fill(teacher, missing, plan.micro_batch_size)
+            del teacher
+            return_freed_memory()
+            if engine.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _samples(self, data: TrainingData, plan: TrainingPlan, consumed: int) -> Iterator[Sampled]:
+        """Those of which the losses of this run need the teacher."""
+        steps = min(plan.train_iters, self._flags.kd_iters or plan.train_iters)
+        wanted, evaluated, tested = plan.sample_counts
+        train, last = data.datasets.train, plan.batch_size.samples(steps)
+        if train is not None:
+            yield Sampled(train, range(consumed, min(len(train), wanted, last)))
+        if self._evaluates_otherwise:
+            return
+        for sets, count in ((data.datasets.valid, evaluated), (data.datasets.test, tested)):
+            for dataset in sets.values():
+                yield Sampled(dataset, range(min(len(dataset), count)))
+
+    def before_step(self, trainer: Trainer) -> None:
+        last = self._flags.kd_iters
+        self._active = last is None or trainer.iteration < last
+
+    def went_back(self, trainer: Trainer) -> None:
+        """The samples that follow are others, of which --kd-cache may not know."""
+        if self._cache is not None:
+            self.start(trainer.engine, trainer.data, trainer.plan, trainer.consumed_samples)
+
+    def teach(self, batches: Iterator[Any], count: int) -> Iterator[TaughtBatch]:
+        """``count`` micro batches with what the teacher says of them."""
+        if not self._active:
+            return (TaughtBatch(next(batches)) for _ in range(count))
+        if self._cache is not None:
+            return self._cache.teach(batches, count, self._has_head)
+        assert self.teacher is not None
+        return self.teacher.teach(batches, count)
+
+    def flops(self, step: Step) -> float:
+        """FLOPs of the teacher in a step: those of a forward pass, a third of a model's that is
+        trained."""
+        if self.teacher is None or not self._active:
+            return 0.0
+        config = self._found.config
+        shape = family_of(config.model.family).shape(config.model, config)
+        shape = dataclasses.replace(shape, seq_length=step.seq_length)
+        return shape.flops_per_step(step.samples, causal=True) / 3

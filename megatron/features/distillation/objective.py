@@ -1,0 +1,104 @@
+"""The loss of a student: cross entropy of the labels, and divergence from its teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.config import ConfigError, RunConfig
+from megatron.features.distillation.divergence import (
+    DistilledLosses,
+    Distilling,
+    TeacherHead,
+    TopTokens,
+    linear_distillation,
+)
+from megatron.model.embedding import LM_LOSS
+from megatron.model.layer_list import LayerState
+from megatron.model.objective import HeadInput
+from megatron.model.spec import ModelSpec
+from megatron.parallel.cross_entropy import linear_cross_entropy
+
+KD_LOSS, TOTAL_LOSS = "kd loss", "total loss"
+"""Names of the divergence, times the square of the temperature, and of what is minimised."""
+
+
+class TaughtBatch(NamedTuple):
+    """A micro batch with what a teacher says of it.
+
+    Attributes:
+        batch: that of the family.
+        teacher: None on pipeline stages without the output head, and where the teacher has nothing
+            more to say (``--kd-iters``).
+    """
+
+    batch: Any
+    teacher: TeacherHead | TopTokens | None = None
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> TaughtBatch:
+        return self._replace(batch=self.batch.to(device, non_blocking=non_blocking))
+
+
+def with_teacher(spec: ModelSpec, config: RunConfig) -> ModelSpec:
+    """A language model that is trained on :class:`TaughtBatch`; other batches are evaluated as
+    without a teacher. Raises ConfigError if the model predicts no tokens."""
+    if LM_LOSS not in spec.losses:
+        raise ConfigError(
+            f"--kd: a model with {config.model.head_shown} has no probabilities of tokens, which a "
+            "student learns; leave it out"
+        )
+    flags = config.distillation
+    terms = Distilling(flags.kd_alpha_ce, flags.kd_beta_ce, flags.kd_temp)
+    others = {name: weight for name, weight in spec.losses.items() if name != LM_LOSS}
+    losses = {LM_LOSS: 0.0, KD_LOSS: 0.0, **others, TOTAL_LOSS: spec.losses[LM_LOSS]}
+    numbers = spec.no_perplexity | {KD_LOSS, TOTAL_LOSS}
+    begin = _beginning(spec.begin, terms)
+    return replace(spec, begin=begin, losses=losses, no_perplexity=numbers)
+
+
+def _beginning(begin: Callable[[Any], LayerState], terms: Distilling) -> Callable[..., LayerState]:
+    def started(batch: Any) -> LayerState:
+        if not isinstance(batch, TaughtBatch):
+            return begin(batch)
+        weights_2 = getattr(batch.batch, "weights_2", None)
+        objective = DistillationLoss(terms, batch.teacher, weights_2)
+        return begin(batch.batch).changed(objective=objective)
+
+    return started
+
+
+@dataclass(frozen=True)
+class DistillationLoss:
+    """alpha x cross entropy + beta x temperature^2 x divergence, of a micro batch.
+
+    Attributes:
+        teacher: None for the cross entropy alone, with weight 1.
+        weights_2: of the micro batch among those of its step, as a batch of instructions has them.
+    """
+
+    terms: Distilling
+    teacher: TeacherHead | TopTokens | None
+    weights_2: Tensor | None = None
+
+    losses: ClassVar[Mapping[str, float]] = {LM_LOSS: 0.0, KD_LOSS: 0.0, TOTAL_LOSS: 1.0}
+
+    def __call__(self, inputs: HeadInput, batch: Any) -> dict[str, Tensor]:
+        total, cross_entropy, divergence = self._losses(inputs)
+        found = {LM_LOSS: cross_entropy, KD_LOSS: divergence, TOTAL_LOSS: total}
+        if self.weights_2 is None:
+            return found
+        weight = self.weights_2[0].to(total.dtype)
+        return {name: loss * weight for name, loss in found.items()}
+
+    def _losses(self, inputs: HeadInput) -> DistilledLosses:
+        x_BPH, weight_VH, bias_V, targets, head = inputs
+        if self.teacher is None:
+            loss = linear_cross_entropy(x_BPH, weight_VH, targets, head, bias_V)
+            return DistilledLosses(loss, loss.detach(), torch.zeros_like(loss.detach()))
+        return linear_distillation(
+            x_BPH, weight_VH, targets, head, self.teacher, self.terms, bias_V
+        )

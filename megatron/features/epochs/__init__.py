@@ -1,0 +1,1 @@
+"""Runs whose length is a number of passes over their data."""

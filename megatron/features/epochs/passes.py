@@ -1,0 +1,135 @@
+"""The extent of a run: ``--epochs``, its parameters and tokens, and passes over its data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import NamedTuple
+
+from megatron.config import ConfigError, RunConfig, Setting, Settings
+from megatron.config.training import LENGTHS
+from megatron.data.build import PortionSize
+from megatron.families import family_of
+from megatron.run.run import Run
+from megatron.training.plan import TrainingPlan
+
+PARAMETERS = "megatron.apps.planning.parameters"
+"""Counts the parameters of a layout; imported by name, since planning uses training."""
+ORIGIN = "--epochs"
+PROVISIONAL = 10**6
+"""Length of the run until the number of samples is known."""
+EVEN = 0.01
+"""Relative difference between the passes over two files that still counts as equal."""
+OFTEN = 50
+"""Passes over the data from which on a run mentions them as probably unintended."""
+
+
+class FileSamples(NamedTuple):
+    """Samples that a number of passes over a file has, and the weight of the file in its blend."""
+
+    path: str
+    weight: float
+    samples: int
+
+
+def with_epochs(settings: Settings, complete: Callable[[Settings], Run]) -> Settings:
+    """Settings with the length of a run that ``--epochs`` gives, the number of passes over its
+    training data; ``complete`` makes a run of settings. Samples that do not fill a last batch are
+    left out. Raises ConfigError where the data have no such number."""
+    rest = {name: setting for name, setting in settings.items() if name != "epochs"}
+    epochs, unit = settings["epochs"].value, _unit(settings)
+    shown = f"--epochs {epochs}"
+    run = complete(rest | {f"train_{unit}": Setting(PROVISIONAL, ORIGIN)})
+    if run.config.data.mock_data:
+        raise ConfigError(f"{shown}: --mock-data have no end; give --train-iters")
+    files = _files(run, epochs, shown)
+    samples = sum(file.samples for file in files)
+    for file in files:
+        share = samples * file.weight / max(1, file.samples)
+        if abs(share - 1) > EVEN:
+            raise ConfigError(
+                f"{shown}: by the weights of the data {file.path}, which has {file.samples:,} "
+                f"samples in {epochs} passes, would be read {epochs * share:.3g} times; make the "
+                "weights proportional to the tokens of the files, or give --train-samples"
+            )
+    plan = TrainingPlan(run.config)
+    iterations = plan.batch_size.iterations(samples)
+    if not iterations:
+        raise ConfigError(
+            f"{shown}: the data have {samples:,} samples of {plan.seq_length} tokens in so many "
+            f"passes, fewer than a batch of {plan.batch_size.batch_size(0)}; give more passes, "
+            "or a smaller --global-batch-size"
+        )
+    length = {
+        "iters": iterations,
+        "samples": plan.batch_size.samples(iterations),
+        "tokens": plan.batch_size.samples(iterations) * plan.seq_length,
+    }
+    how = f"derived: {epochs} passes over {samples // epochs:,} samples"
+    return rest | {f"train_{unit}": Setting(length[unit], how)}
+
+
+def _unit(settings: Settings) -> str:
+    """The unit in which the schedules of a run are given; samples by default."""
+    names = {
+        unit: (f"lr_decay_{unit}", f"lr_warmup_{unit}", f"lr_wsd_decay_{unit}") for unit in LENGTHS
+    }
+    units = [unit for unit in LENGTHS if set(names[unit]) & settings.keys()]
+    return units[0] if units else "samples"
+
+
+def _files(run: Run, epochs: int, shown: str) -> list[FileSamples]:
+    data = family_of(run.config.model.family).data(run.config, run.tokenizer)
+    of_examples = data.reads_examples or any(kind.weighed for kind in data.acting)
+    if not of_examples and data.samples_of(0) is None:
+        raise ConfigError(
+            f"{shown}: samples of {run.config.model.family} are drawn again in every pass, and "
+            "their number differs; give --train-samples"
+        )
+    portions = data.training_portions()
+    if not of_examples:
+        samples = [data.samples_of(epochs * each.tokens) or 0 for each in portions]
+    else:
+        # A data set for one sample has those of a whole pass.
+        train = data.training_data((1, 0, 0), list).datasets.train
+        samples = [epochs * len(part) for part in getattr(train, "parts", [train])]
+    return [
+        FileSamples(portion.path, portion.weight, count)
+        for portion, count in zip(portions, samples, strict=True)
+    ]
+
+
+def extent(config: RunConfig, plan: TrainingPlan, files: Sequence[PortionSize]) -> list[str]:
+    """Lines about how much a run trains: parameters, tokens, and epochs over its files."""
+    per_step = plan.global_batch_size * plan.seq_length
+    tokens = plan.lengths.tokens(plan.batch_size.samples(plan.train_iters))
+    length = f"{per_step:,} tokens a step, {tokens:,} in all"
+    passes = [tokens * file.weight / max(1, file.tokens) for file in files]
+    if plan.epochs is not None:
+        epochs = f"{plan.epochs.count} epoch{'s' * (plan.epochs.count > 1)}"
+        length += f" ({epochs} of {plan.epochs.samples:,} samples)"
+    elif passes:
+        ends = dict.fromkeys(f"{count:,.3g}" for count in (min(passes), max(passes)))
+        total, several = sum(file.tokens for file in files), len(files) > 1
+        length += f": {' to '.join(ends)} epochs over the {total:,} tokens of data"
+        length += f" in {len(files)} files" if several else ""
+    lines = [f"model: {_parameters(config)}; {length}"]
+    if plan.epochs is None and passes and max(passes) >= OFTEN:
+        where = f" in file {passes.index(max(passes)) + 1}" if several else ""
+        lines.append(
+            f"note: each token of the data{where} is read about {max(passes):,.0f} times; more "
+            "text or a shorter run is usually better than many epochs over little"
+        )
+    return lines
+
+
+def _parameters(config: RunConfig) -> str:
+    """The number of parameters, and the most that a rank has where ranks divide them."""
+    sizes = import_module(PARAMETERS)
+    layout = config.layout()
+    text = f"{sizes.model_parameters(config.model):,} parameters"
+    if layout.tensor * layout.pipeline == 1 and layout.zero < 3:
+        return text
+    shares = sizes.rank_shares(config.model, layout, config.parallel.pipeline_partition)
+    most = max(share.parameters for share in shares)
+    return f"{text}, {most // (layout.data if layout.zero == 3 else 1):,} on a rank"

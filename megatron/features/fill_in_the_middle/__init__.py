@@ -1,0 +1,1 @@
+"""Samples whose middle is moved to their end."""

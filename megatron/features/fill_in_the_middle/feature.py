@@ -1,0 +1,20 @@
+"""Samples whose middle is moved to their end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.config.features import Feature
+from megatron.features.fill_in_the_middle.flags import FimConfig
+
+
+class FillInTheMiddle(Feature):
+    sections = {"fill_in_the_middle": FimConfig}
+
+    def data_kind(self, section: str) -> Any:
+        from megatron.features.fill_in_the_middle.kind import KIND
+
+        return KIND
+
+
+FEATURE = FillInTheMiddle()

@@ -1,0 +1,1 @@
+"""Matrix products in 8 bits."""

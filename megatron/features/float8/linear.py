@@ -1,0 +1,321 @@
+"""GEMMs of linear layers in 8-bit floating point.
+
+Recipes say how numbers are scaled: by the largest magnitude of a matrix (``tensorwise``), of each
+row and column of a product (``rowwise``), of 1 x 128 activations and 128 x 128 weights
+(``blockwise``), or of a matrix in earlier steps (``delayed``; the weights', which are known, are
+current). Casts are in :mod:`megatron.features.float8.casts`.
+
+Shapes: T tokens, I input, O output; M, K, N are those of a GEMM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.features.float8.casts import (
+    BLOCK,
+    Cast,
+    Operand,
+    Scaling,
+    cast,
+)
+from megatron.parallel.tensor_parallel import autocast_dtype
+
+MULTIPLE = 16
+"""Both widths of a layer and its tokens must be multiples of it: the alignment of 8-bit GEMMs on
+GPUs, required on a CPU as well."""
+
+FIRST_CAPABILITY = (8, 9)
+"""The first CUDA compute capability with 8-bit floating-point GEMMs (Ada)."""
+
+_FORWARD = torch.float8_e4m3fn
+
+
+class Kept(NamedTuple):
+    """What a layer keeps for its weight from one step to the next.
+
+    Attributes:
+        weight: the weight in 8 bits in both layouts; None to cast it at every use.
+        largest: largest magnitudes of input and output gradient to scale by (recipe ``delayed``),
+            float32 [2]. Those of this micro batch leave the backward pass as its gradient.
+        measured: whether ``largest`` has been measured; otherwise the current ones are used.
+    """
+
+    weight: Cast | None = None
+    largest: Tensor | None = None
+    measured: bool = False
+
+    def operands(self) -> tuple[Tensor, ...]:
+        """The weight's values in both layouts, and their scale or scales, each tensor once (a
+        compiler takes none twice); nothing if it is not kept."""
+        if self.weight is None:
+            return ()
+        rows, columns = self.weight.rows, self.weight.columns
+        assert rows is not None and columns is not None
+        scales = (rows.scale,) if rows.scale is columns.scale else (rows.scale, columns.scale)
+        return rows.values, columns.values, *scales
+
+    @property
+    def input_largest(self) -> Tensor | None:
+        """The largest magnitude to scale the input by; None for its current one."""
+        return self.largest[0] if self.measured and self.largest is not None else None
+
+    @property
+    def gradient_largest(self) -> Tensor | None:
+        """Likewise of the gradient of the output."""
+        return self.largest[1] if self.measured and self.largest is not None else None
+
+
+NOTHING_KEPT = Kept()
+
+
+@dataclass(frozen=True)
+class Float8:
+    """How the linear layers of a block multiply in 8 bits. ``hybrid``: gradients are E5M2, inputs
+    and weights always E4M3. ``recipe``: see this file's beginning."""
+
+    hybrid: bool = True
+    recipe: str = "tensorwise"
+
+    @property
+    def multiple(self) -> int:
+        """Both widths of a layer and its tokens must be multiples of it."""
+        return BLOCK if self.recipe == "blockwise" else MULTIPLE
+
+    def linear(
+        self, x_BSI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, kept: Kept = NOTHING_KEPT
+    ) -> Tensor:
+        """x W^T + b with its gradients, [B, S, O]. Raises ValueError if weights are trained and the
+        number of tokens is not a multiple of 16, or of 128 with blocks."""
+        trained = weight_OI.requires_grad and torch.is_grad_enabled()
+        if trained:
+            self.check_tokens(x_BSI.shape[:-1].numel())
+        # Rows of tokens inside: a function's result may be overwritten unless it is a view.
+        y_TO = _Float8Linear.apply(
+            x_BSI.flatten(0, -2), weight_OI, bias_O, kept.largest, self, trained, kept.measured,
+            *kept.operands(),
+        )  # fmt: skip
+        return y_TO.unflatten(0, x_BSI.shape[:-1])
+
+    def check_tokens(self, count: int) -> None:
+        """Raises ValueError if weight gradients cannot be summed over ``count`` tokens in 8
+        bits."""
+        if count % self.multiple:
+            raise ValueError(
+                f"--fp8-format: the {count} tokens of a micro batch are not a multiple of "
+                f"{self.multiple}; choose --micro-batch-size x --seq-length, and every length of a "
+                "curriculum, so that they are, or leave --fp8-format out"
+            )
+
+    def weight_rows(self, weight_OI: Tensor, kept: Kept) -> Cast:
+        """A weight in 8 bits for outputs, the kept one if there is one."""
+        return kept.weight or self.cast_weight(weight_OI, columns=False)
+
+    def weight_columns(self, weight_OI: Tensor, kept: Kept) -> Cast:
+        """Likewise for gradients of inputs."""
+        return kept.weight or self.cast_weight(weight_OI, rows=False)
+
+    def cast_weight(self, weight_OI: Tensor, *, rows: bool = True, columns: bool = True) -> Cast:
+        """A weight in 8 bits: ``rows`` for outputs, ``columns`` for gradients of inputs."""
+        with _without_autocast(weight_OI):
+            scaling = "square" if self.recipe == "blockwise" else self._scaling
+            return cast(weight_OI.detach(), _FORWARD, scaling, rows=rows, columns=columns)
+
+    def cast_input(
+        self, x_TI: Tensor, largest: Tensor | None, *, rows: bool = True, columns: bool = True
+    ) -> Cast:
+        """A layer's input in 8 bits: ``rows`` for outputs, ``columns`` for gradients of weights."""
+        with _without_autocast(x_TI):
+            return cast(x_TI, _FORWARD, self._scaling, rows=rows, columns=columns, largest=largest)
+
+    def cast_gradient(
+        self, grad_TO: Tensor, largest: Tensor | None, *, rows: bool = True, columns: bool = True
+    ) -> Cast:
+        """The gradient of a layer's output in 8 bits: ``rows`` for gradients of inputs, ``columns``
+        for those of weights."""
+        dtype = torch.float8_e5m2 if self.hybrid else _FORWARD
+        with _without_autocast(grad_TO):
+            return cast(grad_TO, dtype, self._scaling, rows=rows, columns=columns, largest=largest)
+
+    @property
+    def _scaling(self) -> Scaling:
+        kinds: dict[str, Scaling] = {"rowwise": "row", "blockwise": "block"}
+        return kinds.get(self.recipe, "tensor")
+
+    def output(self, x: Cast, weight: Cast, dtype: torch.dtype) -> Tensor:
+        """x W^T, [T, O]."""
+        # Faster accumulation of lower precision is enough for outputs, not for gradients.
+        return self._multiply(x.rows, weight.rows, dtype, squares=True, fast=True)
+
+    def input_gradient(self, grad: Cast, weight: Cast, dtype: torch.dtype) -> Tensor:
+        """g W, [T, I]."""
+        return self._multiply(grad.rows, weight.columns, dtype, squares=True)
+
+    def weight_gradient(self, grad: Cast, x: Cast, dtype: torch.dtype) -> Tensor:
+        """g^T x, [O, I]."""
+        return self._multiply(grad.columns, x.columns, dtype)
+
+    def _multiply(
+        self,
+        left: Operand | None,
+        right: Operand | None,
+        dtype: torch.dtype,
+        squares: bool = False,
+        fast: bool = False,
+    ) -> Tensor:
+        assert left is not None and right is not None
+        with _without_autocast(left.values):
+            if self.recipe == "blockwise":
+                found = _multiply_blocks(left, right, squares)
+            else:
+                found = self._multiply_scaled(left, right, dtype, fast)
+        # Compiled by torch 2.11, a function whose result went through a cast that changes nothing
+        # has no gradients.
+        return found if found.dtype == dtype else found.to(dtype)
+
+    def _multiply_scaled(
+        self, left: Operand, right: Operand, dtype: torch.dtype, fast: bool
+    ) -> Tensor:
+        # GPUs accept scales by row for bfloat16 results only. A CPU would round those several
+        # times.
+        result = torch.bfloat16 if self.recipe == "rowwise" else dtype
+        return torch._scaled_mm(
+            left.values,
+            right.values.t(),
+            scale_a=left.scale,
+            scale_b=right.scale.t() if right.scale.dim() else right.scale,
+            out_dtype=torch.float32 if left.values.device.type == "cpu" else result,
+            use_fast_accum=fast,
+        )
+
+
+def _multiply_blocks(left: Operand, right: Operand, squares: bool) -> Tensor:
+    """The product of a left factor scaled by blocks with a right one scaled by blocks or squares.
+    Faster accumulation is not offered for such scales."""
+    # GPUs round the result to bfloat16; a CPU would round it several times.
+    dtype = torch.float32 if left.values.device.type == "cpu" else torch.bfloat16
+    return torch.ops.megatron.multiply_blocks(*left, *right, squares, dtype)
+
+
+def _multiply_blocks_on_gpu(
+    left: Tensor,
+    left_scale: Tensor,
+    right: Tensor,
+    right_scale: Tensor,
+    squares: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    kinds = F.ScalingType
+    return F.scaled_mm(
+        left,
+        right.t(),
+        left_scale,
+        kinds.BlockWise1x128,
+        right_scale.t() if squares else right_scale,
+        kinds.BlockWise128x128 if squares else kinds.BlockWise1x128,
+        output_dtype=dtype,
+    )
+
+
+def _multiply_blocks_on_cpu(
+    left: Tensor,
+    left_scale: Tensor,
+    right: Tensor,
+    right_scale: Tensor,
+    squares: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    left = _restored(Operand(left, left_scale), 1)
+    return (left @ _restored(Operand(right, right_scale), BLOCK if squares else 1).t()).to(dtype)
+
+
+# An operator that compilers call as it is. Dynamo of torch 2.11 cannot trace F.scaled_mm, and
+# Inductor of 2.13 replaces it by torch._scaled_mm, which takes scales of other shapes.
+# torch.library.custom_op would import sympy when a run starts.
+_LIBRARY = torch.library.Library("megatron", "FRAGMENT")
+_LIBRARY.define(
+    "multiply_blocks(Tensor left, Tensor left_scale, Tensor right, Tensor right_scale, "
+    "bool squares, ScalarType dtype) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
+)
+_LIBRARY.impl("multiply_blocks", _multiply_blocks_on_cpu, "CPU")
+_LIBRARY.impl("multiply_blocks", _multiply_blocks_on_gpu, "CUDA")
+_LIBRARY.impl("multiply_blocks", _multiply_blocks_on_gpu, "Meta")  # torch checks the scales' shapes
+
+
+def _restored(operand: Operand, rows: int) -> Tensor:
+    """Values in float32, of blocks of ``rows`` x 128."""
+    values, scale = operand
+    scale = scale[:, : values.shape[1] // BLOCK].repeat_interleave(BLOCK, 1)
+    return values.float() * scale.repeat_interleave(rows, 0)
+
+
+def _without_autocast(x: Tensor) -> torch.autocast:
+    # It would change the dtype of products on a CPU.
+    return torch.autocast(x.device.type, enabled=False)
+
+
+class _Float8Linear(torch.autograd.Function):
+    # A weight that is not kept in 8 bits is saved as it came; see _ColumnLinear in layers.py.
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TI: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        largest: Tensor | None,
+        float8: Float8,
+        trained: bool,
+        measured: bool,
+        *operands: Tensor,
+    ) -> Tensor:
+        kept = _kept(largest, measured, operands)
+        ctx.float8, ctx.measured = float8, measured
+        ctx.input_dtype, ctx.weight_dtype = x_TI.dtype, weight.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        x_TI = x_TI.to(autocast_dtype(x_TI))
+        x = float8.cast_input(x_TI, kept.input_largest, columns=trained)
+        columns = x.columns or (None, None)
+        unkept = None if operands else weight
+        ctx.save_for_backward(unkept, *columns, x.largest, largest, *operands)
+        y_TO = float8.output(x, float8.weight_rows(weight, kept), x_TI.dtype)
+        return y_TO if bias is None else y_TO + bias.to(y_TO.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
+        weight, x_values, x_scale, x_largest, largest, *operands = ctx.saved_tensors
+        float8, kept = ctx.float8, _kept(largest, ctx.measured, operands)
+        x_needs, weight_needs, bias_needs, largest_needs, *_ = ctx.needs_input_grad
+        x_grad = weight_grad = bias_grad = found = None
+        grad = float8.cast_gradient(
+            grad_TO, kept.gradient_largest, rows=x_needs, columns=weight_needs
+        )
+        if x_needs:
+            columns = float8.weight_columns(weight, kept)
+            x_grad = float8.input_gradient(grad, columns, grad_TO.dtype).to(ctx.input_dtype)
+        if weight_needs:
+            x = Cast(columns=Operand(x_values, x_scale))
+            weight_grad = float8.weight_gradient(grad, x, grad_TO.dtype).to(ctx.weight_dtype)
+        if bias_needs:
+            bias_grad = grad_TO.sum(0).to(ctx.bias_dtype)
+        if largest_needs:
+            found = torch.stack([x_largest, grad.known_largest])
+        return x_grad, weight_grad, bias_grad, found, *[None] * (3 + len(operands))
+
+
+def _kept(largest: Tensor | None, measured: bool, operands: Sequence[Tensor]) -> Kept:
+    """From its tensors; the inverse of :meth:`Kept.operands`."""
+    weight = None
+    if operands:
+        rows, columns, *scales = operands
+        weight = Cast(Operand(rows, scales[0]), Operand(columns, scales[-1]))
+    return Kept(weight, largest, measured)

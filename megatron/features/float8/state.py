@@ -1,0 +1,194 @@
+"""What 8-bit linear layers keep from one optimizer step to the next: their weights in 8 bits, cast
+once for each update, and with ``--fp8-recipe delayed`` the largest magnitudes of earlier steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.config.engine import FastPathsConfig
+from megatron.features.float8.linear import Float8, Kept
+from megatron.parallel.layers import ParallelLinear
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.shard import shard_of
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A weight, the layer that multiplies by it, and the attribute for what is kept."""
+
+    key: str
+    layer: ParallelLinear
+    weight: nn.Parameter
+    attribute: str
+    float8: Float8
+
+    @property
+    def kept(self) -> Kept:
+        return getattr(self.layer, self.attribute)
+
+    def keep(self, **changes: Any) -> None:
+        setattr(self.layer, self.attribute, self.kept._replace(**changes))
+
+
+class Float8State:
+    """The state of a process's 8-bit layers; without any, every method does nothing.
+
+    Args:
+        blocks: whose linear layers may multiply in 8 bits.
+        names: canonical name of each parameter.
+        partitioned: whether processes hold parts of the weights (ZeRO 3), which are then cast at
+            every use.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        names: Mapping[nn.Parameter, str],
+        fast: FastPathsConfig,
+        mesh: Mesh,
+        partitioned: bool,
+    ) -> None:
+        self._places = list(_places(blocks, names))
+        self._keeps_weights = not partitioned
+        self._stale = True
+        delayed = bool(self._places) and fast.fp8_recipe == "delayed"
+        self.history = AmaxHistory(self._places, fast, mesh) if delayed else None
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Casts the weights again if they have changed; call it before every forward pass that
+        follows an update, a load or an initialisation."""
+        if not self._stale or not self._keeps_weights:
+            return
+        for place in self._places:
+            found, kept = place.float8.cast_weight(place.weight), place.kept
+            if kept.weight is None:
+                place.keep(weight=found)
+                continue
+            # In place: CUDA graphs read fixed addresses.
+            for target, values in zip(kept.operands(), Kept(found).operands(), strict=True):
+                target.copy_(values)
+        self._stale = False
+
+    def invalidate(self) -> None:
+        """Call it when weights change other than by a step."""
+        self._stale = True
+
+    def forget_step(self) -> None:
+        """Forgets what the backward passes since the last :meth:`end_step` measured."""
+        if self.history is not None:
+            self.history.forget_step()
+
+    def end_step(self) -> None:
+        """Call it after the last backward pass of a step; every rank must."""
+        self._stale = True
+        if self.history is not None:
+            self.history.roll()
+
+
+class AmaxHistory:
+    """Largest magnitudes of the inputs and output gradients of every 8-bit layer in the last
+    ``--fp8-amax-history-len`` steps, over all micro batches and over the ranks that share a layer.
+    They leave the backward pass as the gradients of the numbers that it scaled by, so that
+    evaluation and recomputed activations change nothing.
+
+    Until a step has been measured, its own current values are used. Magnitudes that are zero or not
+    finite are replaced by those of the step before.
+    """
+
+    def __init__(self, places: Sequence[_Place], fast: FastPathsConfig, mesh: Mesh) -> None:
+        self._places, self._mesh = places, mesh
+        self._most_recent = fast.fp8_amax_compute_algo == "most_recent"
+        self._margin = 2.0**fast.fp8_margin
+        count, device = len(places), places[0].weight.device
+        self._history = torch.zeros(fast.fp8_amax_history_len, count, 2, device=device)
+        self._current = torch.zeros(count, 2, device=device)
+        self._leaves = [torch.ones(2, device=device, requires_grad=True) for _ in places]
+        self.measured = False
+        for place, leaf, current in zip(places, self._leaves, self._current, strict=True):
+            leaf.register_post_accumulate_grad_hook(_Recorder(current))
+            place.keep(largest=leaf)
+
+    @torch.no_grad()
+    def roll(self) -> None:
+        """Adds the magnitudes of a step to the history, and chooses those to scale the next by."""
+        current = torch.where(self._current.isfinite(), self._current, 0.0)
+        for group in (self._mesh.data, self._mesh.tensor):
+            if group.size > 1:
+                dist.all_reduce(current, dist.ReduceOp.MAX, group=group.handle)
+        newest = torch.where(current > 0, current, self._history[0])
+        self._history = torch.cat([newest.unsqueeze(0), self._history[:-1]])
+        self._current.zero_()
+        self._choose()
+
+    def forget_step(self) -> None:
+        """Forgets the magnitudes of a step that is computed again."""
+        self._current.zero_()
+
+    def _choose(self) -> None:
+        newest, most = self._history[0], self._history.amax(0)
+        largest = (newest if self._most_recent else most) * self._margin
+        # What was zero so far is not scaled.
+        largest = torch.where(largest > 0, largest, torch.finfo(torch.float8_e4m3fn).max)
+        torch._foreach_copy_(self._leaves, list(largest))
+        if not self.measured:
+            self.measured = True
+            for place in self._places:
+                place.keep(measured=True)
+
+    def state(self) -> dict[str, Tensor]:
+        """The history by name of the weight, float32 [steps, 2], newest first; nothing before the
+        first step."""
+        if not self.measured:
+            return {}
+        return {place.key: self._history[:, n] for n, place in enumerate(self._places)}
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor]) -> bool:
+        """Takes the history of a checkpoint of any layout and length; returns whether it has that
+        of every layer. If not, nothing changes."""
+        # Cut over more ranks than it has heads, a weight is in two parts.
+        whole = {key.partition("/")[0]: values for key, values in state.items()} | dict(state)
+        found = []
+        for place in self._places:
+            values = whole.get(place.key, whole.get(place.key.partition("/")[0]))
+            if values is None:
+                return False
+            found.append(values)
+        self._history.zero_()
+        for n, values in enumerate(found):
+            length = min(len(values), len(self._history))
+            self._history[:length, n] = values[:length].to(self._history)
+        self._choose()
+        return True
+
+
+class _Recorder:
+    """Adds a micro batch's magnitudes to those of a step."""
+
+    def __init__(self, current: Tensor) -> None:
+        self._current = current
+
+    @torch.no_grad()
+    def __call__(self, largest: Tensor) -> None:
+        assert largest.grad is not None
+        torch.maximum(self._current, largest.grad, out=self._current)
+        largest.grad = None
+
+
+def _places(blocks: Sequence[nn.Module], names: Mapping[nn.Parameter, str]) -> Iterator[_Place]:
+    for block in blocks:
+        for layer in block.modules():
+            if not isinstance(layer, ParallelLinear) or layer.float8 is None:
+                continue
+            for name, weight in layer.named_parameters(recurse=False):
+                if hasattr(layer, f"{name}_kept"):
+                    part = shard_of(weight).part
+                    key = f"{names[weight]}/{part}" if part else names[weight]
+                    yield _Place(key, layer, weight, f"{name}_kept", layer.float8)

@@ -1,0 +1,286 @@
+"""What is probably wrong with examples that a run is about to train on, found in a few of them.
+
+A template without an end token, answers that never count, tokens that the model does not have, and
+a format that the base does not know train without an error; the result then never stops, learns
+nothing, or has forgotten how to answer. Each finding says what is to be done and shows a sample.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.data.pipeline import DataPipeline
+from megatron.data.samples import PackedSample, SampleDataset
+from megatron.features.instruction.columns import RecordColumns
+from megatron.features.instruction.conversations import Example, read_examples
+from megatron.features.instruction.example_encoder import ChatTemplate, ExampleEncoder
+from megatron.features.instruction.flags import InstructionConfig
+from megatron.features.instruction.record_files import example_files
+from megatron.features.preference.batch import PreferenceSample
+from megatron.features.preference.flags import PreferenceConfig
+from megatron.features.preference.records import read_preferences
+from megatron.features.tokenizers.chat_process import read_template
+from megatron.tokenizer import Tokenizer
+from megatron.util.json_text import parse_json
+
+LOOKED_AT = 32
+"""Samples that are looked at."""
+_LOOKED_AT_ENDINGS, _MOSTLY = 64, 0.5
+"""Samples whose answers' endings are counted, and the share of them that one must exceed."""
+_SHOWN = 400
+_ENDING = 3
+"""Tokens at the end of an answer of which one should end it: templates write line breaks after."""
+
+
+class Finding(NamedTuple):
+    """Attributes:
+    problem: what is wrong, what follows from it, and the remedy.
+    sample: text of an example that shows it.
+    """
+
+    problem: str
+    sample: str
+
+    def __str__(self) -> str:
+        return f"{self.problem}\n    | " + "\n    | ".join(self.sample.splitlines() or [""])
+
+
+class Base(NamedTuple):
+    """What is known of the model that training starts from.
+
+    Attributes:
+        vocabulary: tokens of its table; None where unknown.
+        template: its chat template; None if it has none.
+    """
+
+    vocabulary: int | None = None
+    template: str | None = None
+
+
+def check_examples(
+    data: DataPipeline,
+    train: SampleDataset[Any],
+    base: Base = Base(),  # noqa: B008  # immutable
+) -> list[Finding]:
+    """What is probably wrong with the training samples of a run, if they are instructions or
+    preferences. Reads a few of them; no two processes need to call it."""
+    samples = [train[number] for number in range(min(LOOKED_AT, len(train)))]
+    kept = [s for s in samples if isinstance(s, PackedSample | PreferenceSample)]
+    if not kept:
+        return []
+    found = [
+        _without_loss(data, kept),
+        _without_end(data, kept),
+        _outside_of_table(data, kept, base.vocabulary),
+        _other_format(data, base.template),
+    ]
+    return [finding for finding in found if finding is not None]
+
+
+class _Answer(NamedTuple):
+    """Tokens of a document of a sample, [L], and which of them count."""
+
+    tokens: npt.NDArray[np.int64]
+    counted: npt.NDArray[np.bool_]
+    whole: bool
+    """Whether its end is there, and not cut off."""
+
+
+def _answers(data: DataPipeline, sample: PackedSample | PreferenceSample) -> Iterator[_Answer]:
+    if isinstance(sample, PreferenceSample):
+        for row in sample.rows:
+            tokens = np.concatenate((row.context, row.continuation))
+            counted = np.arange(len(tokens)) >= len(row.context)
+            yield _Answer(tokens, counted, len(tokens) < data.seq_length)
+        return
+    counted_T = np.concatenate(([False], sample.loss_mask_S > 0))
+    documents_T = np.append(sample.document_ids_S, sample.document_ids_S[-1])
+    capacity = data.seq_length + 1
+    for document in np.unique(documents_T):
+        places = np.flatnonzero(documents_T == document)
+        if counted_T[places].any():
+            whole = len(places) < capacity
+            yield _Answer(sample.tokens_T[places], counted_T[places], whole)
+
+
+def _without_loss(
+    data: DataPipeline, samples: Sequence[PackedSample | PreferenceSample]
+) -> Finding | None:
+    empty = [s for s in samples if isinstance(s, PackedSample) and not (s.loss_mask_S > 0).any()]
+    if not empty:
+        return None
+    return Finding(
+        f"{len(empty)} of the first {len(samples)} samples have no token that counts in the loss, "
+        "and the model learns nothing from them: look at the answers in the data, at the chat "
+        "template and at --loss-on",
+        _shown(data, empty[0]),
+    )
+
+
+def _without_end(
+    data: DataPipeline, samples: Sequence[PackedSample | PreferenceSample]
+) -> Finding | None:
+    """Nothing is said where one of the answers ends with a token that no text contains."""
+    ends = np.array(sorted(possible_ends(data.tokenizer)), np.int64)
+    answers = ((s, answer) for s in samples for answer in _answers(data, s) if answer.whole)
+    first = None
+    for sample, (tokens, counted, _) in answers:
+        last = np.flatnonzero(counted)[-_ENDING:]
+        if np.isin(tokens[last], ends).any():
+            return None
+        first = first or sample
+    if first is None:
+        return None
+    return Finding(
+        "no answer ends with a special token that counts in the loss, so that the model will not "
+        "learn to stop: let the chat template write the end token after an answer, inside of "
+        "{% generation %} where it has that mark (--chat-template FILE)",
+        _shown(data, first),
+    )
+
+
+def possible_ends(tokenizer: Tokenizer) -> frozenset[int]:
+    """Tokens that may end an answer: those that no ordinary text contains."""
+    found = set(tokenizer.special_tokens)
+    for name in ("eod", "eos"):
+        try:
+            found.add(getattr(tokenizer, name))
+        except ValueError:
+            continue
+    fast = getattr(tokenizer, "transformers_tokenizer", None)
+    if fast is not None:
+        found |= set(fast.added_tokens_decoder)
+    return frozenset(found)
+
+
+def answer_ends(
+    dataset: SampleDataset[Any], tokenizer: Tokenizer, of_base: Sequence[int]
+) -> frozenset[int]:
+    """The tokens that end an answer: those of the tokenizer, those of the base (``of_base``) that
+    no text contains, and the special one at which most answers of the data end, which a chat
+    template may write."""
+    samples = (dataset[number] for number in range(min(_LOOKED_AT_ENDINGS, len(dataset))))
+    # Where answers end without such a token, the full stop of most of them is not one.
+    known = possible_ends(tokenizer)
+    answers = (answer for sample in samples for answer in _answer_endings(sample))
+    last = Counter(next((i for i in reversed(each) if i in known), None) for each in answers)
+    found = tokenizer.ends | tokenizer.special_tokens.intersection(of_base)
+    if last:
+        token, times = last.most_common(1)[0]
+        if token is not None and times > _MOSTLY * last.total():
+            found |= {token}
+    return found
+
+
+def _answer_endings(sample: Any) -> Iterator[list[int]]:
+    """The last tokens that count of each example that the end of a sample does not cut."""
+    if isinstance(sample, PreferenceSample):
+        yield from (row.continuation[-_ENDING:].tolist() for row in sample.rows)
+    if not isinstance(sample, PackedSample):
+        return
+    counted_S, documents_S = sample.loss_mask_S > 0, sample.document_ids_S
+    for document in np.unique(documents_S[counted_S]):
+        places = np.flatnonzero(counted_S & (documents_S == document))
+        if places[-1] < len(counted_S) - 1:
+            yield sample.tokens_T[places[-_ENDING:] + 1].tolist()
+
+
+def _outside_of_table(
+    data: DataPipeline,
+    samples: Sequence[PackedSample | PreferenceSample],
+    vocabulary: int | None,
+) -> Finding | None:
+    size = data.tokenizer.vocab_size
+    if vocabulary is None or size <= vocabulary:
+        return None
+    used = [
+        (sample, token)
+        for sample in samples
+        for answer in _answers(data, sample)
+        for token in np.unique(answer.tokens[answer.tokens >= vocabulary]).tolist()
+    ]
+    text = (
+        f"the tokenizer has {size} tokens and the base's table {vocabulary}: "
+        f"ids from {vocabulary} on have no trained weights"
+    )
+    if not used:
+        unused = "; the samples that were looked at have none of them"
+        return Finding(text + unused, _shown(data, samples[0]))
+    names = [repr(data.tokenizer.detokenize([t])) for t in sorted({t for _, t in used})[:5]]
+    return Finding(
+        f"{text}, and samples contain {', '.join(names)}: use a chat template of tokens that the "
+        "base knows, or extend its table in transformers (resize_token_embeddings) and train all "
+        "weights",
+        _shown(data, used[0][0]),
+    )
+
+
+def _other_format(data: DataPipeline, template: str | None) -> Finding | None:
+    """Compares what the run reads with what the base's own template writes."""
+    found = _first_example(data)
+    if template is None or found is None:
+        return None
+    config = data.config.kind(InstructionConfig)
+    try:
+        ours = ExampleEncoder(config, data.tokenizer, data.config.tokenizer).text_of(found)
+        theirs = ChatTemplate(data.tokenizer, template).text_of(found)
+    except ValueError:
+        return None  # what refuses an example says so itself
+    if ours.rstrip() == theirs.rstrip():
+        return None
+    return Finding(
+        "the base answers in a chat template of its own, and the examples are in another format, "
+        "which it has to learn first: --prompt-format chat uses the template of the tokenizer, "
+        "--chat-template FILE another",
+        f"{_start(ours)}\n--- the base's own template:\n{_start(theirs)}",
+    )
+
+
+def _first_example(data: DataPipeline) -> Example | None:
+    """The first conversation of the first training file, if it is one of instructions or
+    preferences."""
+    train = data.parts.train
+    kinds = {InstructionConfig.files, PreferenceConfig.files}
+    for source in train.sources if train is not None else ():
+        if source.kind not in kinds:
+            continue
+        file = example_files(source.paths[0])[0]
+        columns = RecordColumns.of(data.config.kind(InstructionConfig))
+        if source.kind == InstructionConfig.files:
+            return next((example for _, example in read_examples(file.path, columns)), None)
+        for _, each in islice(read_preferences(file.path, columns), 1):
+            return Example((*each.prompt, *each.answers[0]), each.is_text, each.variables)
+    return None
+
+
+def template_in(folder: Path) -> str | None:
+    """The chat template of a folder of Hugging Face; None if it has none, or several by name
+    without a default one."""
+    own = folder / "chat_template.jinja"
+    if own.is_file():
+        return read_template(own, str(own))
+    settings = folder / "tokenizer_config.json"
+    if not settings.is_file():
+        return None
+    content = parse_json(settings.read_bytes(), str(settings), lenient=True)
+    found = content.get("chat_template") if isinstance(content, dict) else None
+    if isinstance(found, list):
+        several = (each for each in found if isinstance(each, dict))
+        found = {each.get("name"): each.get("template") for each in several}.get("default")
+    return found if isinstance(found, str) else None
+
+
+def _shown(data: DataPipeline, sample: PackedSample | PreferenceSample) -> str:
+    return _start(data.views(sample, data.seq_length)[0].text)
+
+
+def _start(text: str) -> str:
+    more = len(text) - _SHOWN
+    return text if more <= 0 else f"{text[:_SHOWN]}... ({more} characters more)"

@@ -1,0 +1,114 @@
+"""Training on instructions and answers: what counts equally in a step's loss, how many tokens are
+predicted, and noise on the embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from megatron.config import ConfigError, RunConfig
+from megatron.features.instruction.flags import InstructionConfig
+from megatron.model.embedding import LM_LOSS
+from megatron.model.layer_list import EmbeddingNoise, LayerState
+from megatron.model.objective import HeadInput
+from megatron.model.spec import Measure, ModelSpec
+from megatron.parallel.cross_entropy import linear_cross_entropy, linear_loss_and_correct
+
+ACCURACY = "token accuracy"
+"""Share of the tokens whose loss counts that are the most probable ones."""
+
+
+def with_instruction(spec: ModelSpec, config: RunConfig) -> ModelSpec:
+    """A language model trained as the flags of instruction data say, and evaluated with its token
+    accuracy. Raises ConfigError if that is to be logged beside the losses of a teacher."""
+    flags = config.kind(InstructionConfig)
+    if config.distillation.kd and flags.log_token_accuracy:
+        raise ConfigError(
+            "--kd computes losses of its own, without --log-token-accuracy: leave it out"
+        )
+    if not config.distillation.kd or flags.sft_loss_weights != "micro-batches":
+        spec = replace(spec, evaluated=EVALUATION, no_perplexity=frozenset({ACCURACY}))
+    if flags.sft_loss_weights != "micro-batches" or flags.log_token_accuracy:
+        objective = ResponseLoss(flags.log_token_accuracy)
+        begin = _with_objective(spec.begin, objective)
+        spec = replace(spec, begin=begin, losses=objective.losses)
+    if flags.neftune_noise_alpha is not None:
+        noise = _with_noise(spec.begin, flags.neftune_noise_alpha, config.model.seq_length)
+        spec = replace(spec, begin=noise)
+    return spec
+
+
+@dataclass(frozen=True)
+class ResponseLoss:
+    """The cross entropy of the tokens that count, times the weight of a micro batch in its step."""
+
+    accuracy: bool
+
+    @property
+    def losses(self) -> Mapping[str, float]:
+        return {LM_LOSS: 1.0} | ({ACCURACY: 0.0} if self.accuracy else {})
+
+    def __call__(self, inputs: HeadInput, batch: Any) -> dict[str, Tensor]:
+        x_BPH, weight_VH, bias_V, targets, head = inputs
+        weights_2 = batch.weights_2
+        if not self.accuracy:
+            loss = linear_cross_entropy(x_BPH, weight_VH, targets, head, bias_V)
+            return {LM_LOSS: loss * weights_2[0].to(loss.dtype)}
+        loss, correct = linear_loss_and_correct(x_BPH, weight_VH, targets, head, bias_V)
+        counted = (targets.mask_BS > 0).sum().clamp(min=1)
+        return {
+            LM_LOSS: loss * weights_2[0].to(loss.dtype),
+            ACCURACY: (correct / counted * weights_2[1]).to(loss.dtype),
+        }
+
+
+def _evaluated(state: LayerState, batch: Any) -> dict[str, Tensor]:
+    assert state.scores is not None and state.targets is not None
+    log_probs_BP, correct_BP = state.scores
+    # What ranks can divide may be more than there are.
+    targets = state.targets.padded(log_probs_BP.shape[1] - state.targets.mask_BS.shape[1])
+    mask_BP = targets.mask_BS.to(log_probs_BP.dtype)
+    weight, counted = batch.weights_2
+    loss = -(log_probs_BP * mask_BP).sum() / mask_BP.sum().clamp(min=1.0)
+    return {
+        "loss": loss.double() * weight,
+        "weight": weight,
+        "correct": correct_BP.sum(),
+        "counted": counted,
+    }
+
+
+def _shares(means: Mapping[str, float]) -> dict[str, float]:
+    """The numbers of an evaluation from the means of those of its micro batches: of all that is
+    evaluated together, however it is cut into micro batches."""
+    return {
+        LM_LOSS: means["loss"] / max(means["weight"], 1e-300),
+        ACCURACY: means["correct"] / max(means["counted"], 1e-300),
+    }
+
+
+EVALUATION = Measure(
+    ("loss", "weight", "correct", "counted"), _evaluated, ends="scores", report=_shares
+)
+
+
+def _with_objective(
+    begin: Callable[[Any], LayerState], objective: ResponseLoss
+) -> Callable[[Any], LayerState]:
+    def started(batch: Any) -> LayerState:
+        return begin(batch).changed(objective=objective, batch=batch)
+
+    return started
+
+
+def _with_noise(
+    begin: Callable[[Any], LayerState], alpha: float, longest: int
+) -> Callable[[Any], LayerState]:
+    def started(batch: Any) -> LayerState:
+        state = begin(batch)
+        return state.changed(noise=EmbeddingNoise(alpha, longest, batch.example_lengths()))
+
+    return started

@@ -1,0 +1,1 @@
+"""Checkpoints of the best evaluation, and early stopping."""

@@ -1,0 +1,208 @@
+"""The optimizer's states of ``--use-precision-aware-optimizer`` at ZeRO 1 and 2.
+
+The tensor that the optimizer updates is the rank's partition of the model's own bf16 weights; what
+is stored beside it is in ``optimizer.state`` under it. A state is one or two tensors, with a number
+per element or per :data:`~megatron.engine.update.adam.BLOCK` elements of the partition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.config.layouts import StateDtypes
+from megatron.engine.update.adam import BLOCK, Arranged, Decoded
+from megatron.features.low_bit_states.random_bits import more_bits, random_bits
+from megatron.features.low_bit_states.state_formats import state_formats
+
+_NAMES = {
+    "weight": ("remainder",),
+    "exp_avg": ("exp_avg", "exp_avg_scale"),
+    "exp_avg_sq": ("exp_avg_sq", "exp_avg_sq_scale"),
+}
+"""The tensors of each state in ``optimizer.state``, as far as its format has them."""
+
+
+class StoredStates:
+    """A :class:`~megatron.engine.update.adam.StateFormat` of fewer than 32 bits."""
+
+    def __init__(self, dtypes: StateDtypes) -> None:
+        self._main, *moments = state_formats(dtypes)
+        self._moments = dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))
+        nothing = torch.device("meta")
+        counts = {"weight": len(self._main.zeros(0, nothing))}
+        counts |= {kind: len(form.zeros(0, nothing)) for kind, form in self._moments.items()}
+        self._names = {kind: _NAMES[kind][:count] for kind, count in counts.items()}
+        self._scaled = any(len(names) > 1 for names in self._names.values())
+
+    def create(self, main: Tensor) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for kind, form in self._moments.items():
+            zeros = form.zeros(main.numel(), main.device)
+            found |= zip(self._names[kind], zeros, strict=True)
+        return found
+
+    def take_main_weights(self, wrapper: Any, optimizer: torch.optim.Optimizer, rank: int) -> None:
+        """Makes DeepSpeed's optimizer ``wrapper`` of stage 1 or 2 around ``optimizer`` update the
+        model's weights, those of this data-parallel rank, and frees its float32 copy of them."""
+        for number, group in enumerate(optimizer.param_groups):
+            model = wrapper.parallel_partitioned_bit16_groups[number][rank]
+            optimizer.state.pop(wrapper.single_partition_of_fp32_groups[number], None)
+            wrapper.single_partition_of_fp32_groups[number] = model
+            group["params"] = [model]
+            beside = self._main.zeros(model.numel(), model.device)
+            optimizer.state[model] = dict(zip(self._names["weight"], beside, strict=True))
+            for param in wrapper.bit16_groups[number]:
+                param._hp_mapping = None  # views of the float32 copy
+
+    def tensors(
+        self, model: Tensor, main: Tensor, state: Mapping[str, Tensor]
+    ) -> tuple[Tensor, ...]:
+        return model, *(state[name] for names in self._names.values() for name in names)
+
+    def arrange(self, grad: Tensor, elements: Tensor, stored: tuple[Tensor, ...]) -> Arranged:
+        """As [blocks, BLOCK] where there are scales, [blocks]; the last block alone as [1, n]."""
+        if not self._scaled:
+            return grad, elements, stored
+        shape = (-1, min(BLOCK, grad.numel()))
+        names = ("model", *(name for names in self._names.values() for name in names))
+        views = tuple(
+            tensor if name.endswith("_scale") else tensor.view(shape)
+            for name, tensor in zip(names, stored, strict=True)
+        )
+        return grad.view(shape), elements.view(shape) if elements.dim() else elements, views
+
+    def decode(self, stored: tuple[Tensor, ...]) -> Decoded:
+        # The comparison makes the length of a block a constant of compiled code.
+        if self._scaled and stored[0].shape[1] != BLOCK and stored[0].shape[0] != 1:
+            raise AssertionError(stored[0].shape)
+        weight, beside, exp_avg, exp_avg_sq = self._split(stored)
+        return Decoded(
+            self._main.decode(weight, beside),
+            self._moments["exp_avg"].decode(exp_avg),
+            self._moments["exp_avg_sq"].decode(exp_avg_sq),
+        )
+
+    def encode(
+        self, stored: tuple[Tensor, ...], new: Decoded, held: Tensor, elements: Tensor, step: Tensor
+    ) -> None:
+        if elements.dim() == 0:
+            count = new.weight.numel()
+            places = torch.arange(count, dtype=torch.int32, device=elements.device)
+            elements = places.view(new.weight.shape) + elements
+        bits = self.bits(elements, step)
+        weight, beside = self._main.encode(new.weight, bits.weight)
+        exp_avg = self._moments["exp_avg"].encode(new.exp_avg, bits.exp_avg)
+        exp_avg_sq = self._moments["exp_avg_sq"].encode(new.exp_avg_sq, bits.exp_avg_sq)
+        for old, found in zip(stored, (weight, *beside, *exp_avg, *exp_avg_sq), strict=True):
+            old.copy_(torch.where(held, old, found))
+
+    def bits(self, elements: Tensor, step: Tensor) -> Decoded:
+        """Random bits for each state of these elements in an update."""
+        first = random_bits(elements, step.int())
+        second = more_bits(first)
+        return Decoded(more_bits(second), second, first)
+
+    def _split(
+        self, stored: tuple[Tensor, ...]
+    ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
+        parts, place = [], 1
+        for names in self._names.values():
+            parts.append(stored[place : place + len(names)])
+            place += len(names)
+        return stored[0], *parts  # type: ignore[return-value]
+
+    def model_weights(self, values: Tensor) -> Tensor:
+        """Float32 weights as the model has them."""
+        return self._main.encode(values)[0]
+
+    def partition(self, main: Tensor, state: Mapping[str, Tensor]) -> StoredPartition:
+        """The partition ``main`` with its part of ``optimizer.state``, in float32."""
+        return StoredPartition(self, main.detach(), state)
+
+
+class StoredPartition:
+    """Reads and writes ranges of a partition in float32."""
+
+    def __init__(self, form: StoredStates, model: Tensor, state: Mapping[str, Tensor]) -> None:
+        self._form, self._model, self._state = form, model, state
+        self._edges: dict[tuple[str, int], Tensor] = {}
+
+    def has(self, kind: str) -> bool:
+        """Whether there is this state: no moments before the first update."""
+        return kind == "weight" or kind in self._state
+
+    def get(self, kind: str, start: int, count: int) -> Tensor:
+        """Elements [start, start + count) of a state, a new tensor."""
+        form = self._form
+        names = form._names[kind]
+        if kind == "weight":
+            beside = tuple(self._state[name].narrow(0, start, count) for name in names)
+            return form._main.decode(self._model.narrow(0, start, count), beside)
+        first, end = start // BLOCK * BLOCK, start + count
+        parts = [
+            form._moments[kind].decode(
+                tuple(self._blocks(self._state[name], *part) for name in names)
+            )
+            for part in self._whole_and_last(first, end)
+        ]
+        found = torch.cat([part.view(-1) for part in parts])
+        return found[start - first : end - first]
+
+    def set(self, kind: str, start: int, values: Tensor) -> None:
+        """Writes elements from ``start`` on, rounded to nearest. Neighbouring ranges may share a
+        block: its scale is right when all of them are written by this object."""
+        form, count = self._form, values.numel()
+        values = values.to(self._model.device, torch.float32)
+        names = form._names[kind]
+        if kind == "weight":
+            weight, beside = form._main.encode(values)
+            self._model.narrow(0, start, count).copy_(weight)
+            for name, found in zip(names, beside, strict=True):
+                self._state[name].narrow(0, start, count).copy_(found)
+            return
+        inner, last = -(-start // BLOCK) * BLOCK, (start + count) // BLOCK * BLOCK
+        edges = {start // BLOCK} if inner > start else set()
+        if start + count > last:
+            edges.add(last // BLOCK)
+        for block in edges:
+            self._write(kind, block * BLOCK, self._edge(kind, block, start, values))
+        if inner < last:
+            self._write(kind, inner, values[inner - start : last - start])
+
+    def _edge(self, kind: str, block: int, start: int, values: Tensor) -> Tensor:
+        """A block of which ``values`` are a part, in float32, with what was written before."""
+        first = block * BLOCK
+        end = min(first + BLOCK, self._model.numel())
+        kept = self._edges.get((kind, block))
+        if kept is None:
+            kept = self._edges[kind, block] = self.get(kind, first, end - first)
+        low, high = max(first, start), min(end, start + values.numel())
+        kept[low - first : high - first] = values[low - start : high - start]
+        return kept
+
+    def _write(self, kind: str, first: int, values: Tensor) -> None:
+        """Writes whole blocks from ``first`` on."""
+        form, names = self._form._moments[kind], self._form._names[kind]
+        for begin, end in self._whole_and_last(first, first + values.numel()):
+            part = values[begin - first : end - first]
+            found = form.encode(part.view(-1, min(BLOCK, end - begin)))
+            for name, encoded in zip(names, found, strict=True):
+                self._blocks(self._state[name], begin, end).copy_(encoded)
+
+    def _whole_and_last(self, first: int, end: int) -> list[tuple[int, int]]:
+        """The blocks of elements [first, end) as ranges: those of BLOCK elements, and the last one
+        of the partition if it is shorter. ``first`` is that of a block."""
+        total = self._model.numel()
+        end = min(-(-end // BLOCK) * BLOCK, total)
+        whole = end // BLOCK * BLOCK
+        return [part for part in ((first, whole), (whole, end)) if part[0] < part[1]]
+
+    def _blocks(self, tensor: Tensor, first: int, end: int) -> Tensor:
+        """A range of :meth:`_whole_and_last` as :meth:`StoredStates.arrange` shapes it."""
+        if tensor.numel() == self._model.numel():
+            return tensor[first:end].view(-1, min(BLOCK, end - first))
+        return tensor[first // BLOCK : -(-end // BLOCK)]

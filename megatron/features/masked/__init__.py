@@ -1,0 +1,1 @@
+"""BERT and T5: masked samples, layers, families."""

@@ -1,0 +1,26 @@
+"""BERT and T5: masked samples, layers, families."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.config.features import Feature
+from megatron.features.masked.flags import MaskedDataConfig
+
+
+class Masked(Feature):
+    sections = {"masked_data": MaskedDataConfig}
+    families = ("bert", "t5")
+
+    def data_kind(self, section: str) -> Any:
+        from megatron.features.masked.kind import KIND
+
+        return KIND
+
+    def family(self, name: str) -> Any:
+        from megatron.features.masked import bert, t5
+
+        return {"bert": bert.FAMILY, "t5": t5.FAMILY}[name]
+
+
+FEATURE = Masked()

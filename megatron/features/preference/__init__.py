@@ -1,0 +1,1 @@
+"""Training on preferences: DPO and its kin, KTO, reward models."""

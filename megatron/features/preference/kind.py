@@ -1,0 +1,94 @@
+"""Prompts with answers of which some are better than others, in place of .bin/.idx."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.config import ConfigError
+from megatron.data.build import SourceReader
+from megatron.data.indexed import idx_path
+from megatron.data.pipeline import DataKind, DataPipeline
+from megatron.data.sample_views import bracketed, segments_of
+from megatron.data.samples import SampleView
+from megatron.data.scored_text import ScoredText
+from megatron.data.sources import DataSource
+from megatron.features.curriculum.flags import CurriculumConfig, sequence_lengths
+from megatron.features.instruction.example_encoder import ExampleEncoder
+from megatron.features.instruction.flags import InstructionConfig
+from megatron.features.preference.batch import PreferenceCollator, WholeRows
+from megatron.features.preference.examples import PreferenceExamples
+from megatron.features.preference.flags import PreferenceConfig
+from megatron.features.preference.samples import PreferenceRecipe
+
+
+class Preferences(DataKind):
+    """Files of preferences instead of .bin/.idx."""
+
+    weighed = True
+
+    def reader(self, data: DataPipeline) -> SourceReader:
+        config = data.config.kind(InstructionConfig)
+        loss = data.config.kind(PreferenceConfig).preference
+        if loss is None:
+            raise ConfigError(
+                "data of the type preference need --preference, the loss that they are trained by"
+            )
+        if sequence_lengths(data.config.kind(CurriculumConfig)) is not None:
+            raise ConfigError(
+                "a curriculum of sequence lengths cuts samples, and would cut off the answers of "
+                "preference data: use one or the other"
+            )
+        # A reward is read from the last token: then the model reads one more, and as in trl nothing
+        # is cut.
+        whole = loss == "reward"
+        recipe = PreferenceRecipe(
+            data.seq_length + (not whole),
+            data.seed,
+            config.split_by == "prompt",
+            config.on_long_example == "skip" or whole,
+        )
+
+        def open_examples(path: str, source: DataSource) -> PreferenceExamples:
+            if idx_path(path).is_file() and not Path(path).exists():
+                raise ConfigError(
+                    f"{path} is the prefix of a .bin and an .idx; --preference reads files of "
+                    "prompts with better and worse answers (JSON, JSON lines, Parquet, CSV)"
+                )
+            encoder = ExampleEncoder(config, data.tokenizer, data.config.tokenizer)
+            return PreferenceExamples.open(path, encoder, loss == "kto", data.cache(path))
+
+        return SourceReader(open_examples, recipe)
+
+    def collator(
+        self, data: DataPipeline, collate: Callable[[Sequence[Any]], Any]
+    ) -> PreferenceCollator:
+        if data.config.data.mock_data:
+            raise ConfigError(
+                "--mock-data has no preferences: name files, or leave --preference out"
+            )
+        if data.config.kind(PreferenceConfig).preference == "reward":
+            batch_of = WholeRows(data.ending())
+            return PreferenceCollator(batch_of, data.length_multiple, data.seq_length, whole=True)
+        return PreferenceCollator(data.answering(), data.length_multiple, data.seq_length)
+
+    def views(self, data: DataPipeline, sample: Any) -> list[SampleView] | None:
+        """Each row whole, with the token that ends it."""
+        names = ("better", "worse")
+        if sample.desirable is not None:
+            names = ("good" if sample.desirable else "bad", "another prompt's, to compare with")
+        return [self._view(data, row, name) for row, name in zip(sample.rows, names, strict=True)]
+
+    def _view(self, data: DataPipeline, row: ScoredText, name: str) -> SampleView:
+        tokens = np.concatenate((row.context, row.continuation))
+        counted = np.arange(len(tokens)) >= len(row.context)
+        segments = list(segments_of(data.tokenizer, tokens, counted))
+        text = bracketed(segments)
+        loss_mask_S = counted[1:].astype(np.float32)
+        return SampleView(tokens[:-1], loss_mask_S, text, segments, name)
+
+
+KIND = Preferences()

@@ -1,0 +1,140 @@
+"""Preferences as an objective: which tokens of a micro batch of answers count, what the model and
+its reference say of each answer, and the loss of that (preference_losses.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.config import ConfigError, RunConfig
+from megatron.families import family_of
+from megatron.features.preference.batch import PreferenceBatch
+from megatron.features.preference.flags import PreferenceConfig
+from megatron.features.preference.log_probs import linear_log_probs
+from megatron.features.preference.losses import (
+    LOSSES,
+    Answers,
+    loss_weights,
+)
+from megatron.features.preference.reward import with_pairs_of_texts
+from megatron.model.embedding import LM_LOSS
+from megatron.model.layer_list import LayerState
+from megatron.model.objective import HeadInput
+from megatron.model.spec import ModelSpec
+
+
+def with_preference(spec: ModelSpec, config: RunConfig) -> ModelSpec:
+    """A model that is trained by the loss of ``--preference`` on :class:`PreferenceBatch`. Raises
+    ConfigError if its family does not predict answers from prompts."""
+    options = config.kind(PreferenceConfig)
+    if options.preference == "reward":
+        return with_pairs_of_texts(spec, config)
+    family = family_of(config.model.family)
+    if family.context_reader is None:
+        raise ConfigError(
+            f"--preference {options.preference}: a model of the family {family.name} predicts no "
+            "answer from a prompt; train a GPT or a T5"
+        )
+    weights = loss_weights(options)
+    return dataclasses.replace(
+        spec,
+        begin=partial(_begin, spec, PreferenceObjective(options, weights)),
+        losses=weights,
+        no_perplexity=frozenset(weights) - {LM_LOSS},
+    )
+
+
+@dataclass(frozen=True)
+class PreferenceObjective:
+    """The loss of a micro batch of answers, ``batch``. ``answered_RS`` says which targets are
+    tokens of the answers, where others count for the cross entropy too.
+
+    Attributes:
+        losses: see :class:`Objective`.
+    """
+
+    options: PreferenceConfig
+    losses: Mapping[str, float]
+    batch: PreferenceBatch | None = None
+    answered_RS: Tensor | None = None
+
+    def __call__(self, inputs: HeadInput, batch: Any) -> dict[str, Tensor]:
+        name = self.options.preference
+        assert name is not None
+        assert self.batch is not None
+        together = name == "kto" and self.batch.others_N is None
+        scores_RP = _judged_scores(inputs) if together else _scores(inputs)
+        # Log-probabilities of long answers are large, and their differences small.
+        answers = self._answers(scores_RP.double(), inputs.targets.mask_BS > 0)
+        found = LOSSES[name](self.options, answers)
+        return {name: found[name].to(scores_RP.dtype) for name in self.losses}
+
+    def _answers(self, scores_RP: Tensor, counted_RP: Tensor) -> Answers:
+        assert self.batch is not None
+        reference_R = self.batch.reference_R
+        answered_RP = counted_RP if self.answered_RS is None else self.answered_RS
+        text_R, text_tokens_R = scores_RP.sum(1), counted_RP.sum(1)
+        if self.batch.others_N is not None:
+            text_R = torch.stack((text_R, self.batch.others_N), dim=1).flatten()
+            text_tokens_R = text_tokens_R.repeat_interleave(2)
+        own_R, tokens_R = text_R, text_tokens_R
+        if self.answered_RS is not None:
+            own_R, tokens_R = (scores_RP * answered_RP).sum(1), answered_RP.sum(1)
+        return Answers(
+            own_R,
+            tokens_R.clamp(min=1),
+            None if reference_R is None else reference_R.double(),
+            text_R,
+            text_tokens_R,
+            self.batch.desirable_R,
+        )
+
+
+def _begin(spec: ModelSpec, objective: PreferenceObjective, batch: PreferenceBatch) -> LayerState:
+    """The initial state of a micro batch of answers."""
+    answers, answered_RS = batch.answers, None
+    with_prompts = objective.options.preference == "orpo"
+    if with_prompts and getattr(answers, "positions_BP", None) is not None:
+        answers = answers._replace(positions_BP=None)
+    state = spec.begin(answers)
+    targets = state.targets
+    assert targets is not None
+    if with_prompts:
+        # The cross entropy of orpo is that of prompt and answer, as in trl: of all tokens up to the
+        # answer's last.
+        answered_RS = targets.mask_BS > 0
+        text_RS = targets.mask_BS.flip(1).cummax(1).values.flip(1)
+        targets = targets._replace(mask_BS=text_RS)
+    bound = dataclasses.replace(objective, batch=batch, answered_RS=answered_RS)
+    return state.changed(targets=targets, objective=bound)
+
+
+def _scores(inputs: HeadInput) -> Tensor:
+    return linear_log_probs(
+        inputs.x_BPH, inputs.weight_VH, inputs.targets, inputs.head, inputs.bias_V
+    )
+
+
+def _judged_scores(inputs: HeadInput) -> Tensor:
+    """Those of the rows that serve the reference point, every second one, without a gradient, which
+    would cost two of three products of the head."""
+    rows = (_rows(inputs, slice(first, None, 2)) for first in (0, 1))
+    judged_NP = _scores(next(rows))
+    with torch.no_grad():
+        other_NP = _scores(next(rows))
+    return torch.stack((judged_NP, other_NP), dim=1).flatten(0, 1)
+
+
+def _rows(inputs: HeadInput, rows: slice) -> HeadInput:
+    targets = inputs.targets
+    labels_NP, mask_NP = targets.labels_BS[rows], targets.mask_BS[rows]
+    return inputs._replace(
+        x_BPH=inputs.x_BPH[rows],
+        targets=targets._replace(labels_BS=labels_NP, mask_BS=mask_NP),
+    )

@@ -1,0 +1,279 @@
+"""Preference files in their various layouts, to one form: a prompt with its answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.features.instruction.columns import (
+    CONVERSATIONS,
+    NO_FLAGS,
+    RecordColumns,
+    RecordFields,
+    keys_of,
+    shown,
+)
+from megatron.features.instruction.conversations import (
+    ANSWER,
+    ANSWERS,
+    StatedPrompt,
+    Turn,
+    conversation_turns,
+    message_key,
+    messages_in,
+    prompt_of,
+    read_records,
+    repeated_turns,
+    repeats,
+    template_variables,
+    turns_of,
+    until_last_answer,
+    with_system,
+)
+
+Turns = tuple[Turn, ...]
+
+_TAGS = ("label", "kto_tag")
+_LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+_ANSWERING = (ANSWER, "tool")
+"""Roles that an answer may begin with; one that begins otherwise repeats its prompt."""
+_LAYOUTS = (
+    'a record has "chosen" and "rejected", next to "prompt", "instruction", "question", '
+    '"conversations" or "messages", or with the prompt in both; or an answer with "label" or '
+    '"kto_tag"; --prompt-column, --chosen-column, --rejected-column name other columns'
+)
+
+
+@dataclass(frozen=True)
+class Preference:
+    """A prompt and its answers: the better and the worse one, or one that is judged.
+
+    Attributes:
+        answers: each one message or more.
+        is_text: prompt and answer are one text, not a conversation.
+        good: whether the judged answer is; None for a pair.
+        margin: of a pair, where the record says by how much the better answer is better.
+        variables: see :class:`Example`.
+    """
+
+    prompt: Turns
+    answers: tuple[Turns, ...]
+    is_text: bool = False
+    good: bool | None = None
+    margin: float | None = None
+    variables: tuple[tuple[str, Any], ...] = ()
+
+    def judged(self) -> Iterator[Preference]:
+        """Each answer by itself: of a pair the better one is good, the worse one bad."""
+        if self.good is not None:
+            yield self
+            return
+        for answer, good in zip(self.answers, (True, False), strict=True):
+            yield Preference(self.prompt, (answer,), self.is_text, good, variables=self.variables)
+
+
+def read_preferences(
+    path: str, columns: RecordColumns = NO_FLAGS
+) -> Iterator[tuple[str, Preference]]:
+    """Each record of a file, after its place for messages. Raises ValueError if a record is
+    malformed."""
+    return read_records(path, lambda record: parse_preference(record, columns))
+
+
+def parse_preference(record: Any, columns: RecordColumns = NO_FLAGS) -> Preference:
+    """A record in any layout. Raises ValueError if the layout is unknown, there is no prompt or no
+    answer, or a key of it would be left out that may matter."""
+    fields = columns.record(record)
+    good = None
+    if "chosen" in fields or "rejected" in fields:
+        for key in ("chosen", "rejected"):
+            if key not in fields:
+                raise ValueError(f'no key "{key}" (the keys: {fields.keys})')
+        named = [(key, fields.take(key)) for key in ("chosen", "rejected")]
+    elif "instruction" in fields and isinstance(record.get("output"), list):
+        named = [("output", answer) for answer in fields.take("output")]
+        if len(named) != 2:
+            raise ValueError('"output" must be a list of the better and the worse answer')
+    else:
+        tag = fields.first(_TAGS)
+        if tag is None:
+            raise ValueError(
+                f"unknown layout (its keys: {keys_of(record)}); {_LAYOUTS}; instructions with one "
+                "answer are trained on without --preference"
+            )
+        good = _LABELS.get(str(fields.take(tag)).lower())
+        if good is None:
+            raise ValueError(f'"{tag}" must be true, false, 1 or 0, not {shown(fields.take(tag))}')
+        named = [_judged(fields)]
+    return _preference(fields, named, good)
+
+
+def _margin(value: Any) -> float | None:
+    """A number, or its text as in a table."""
+    try:
+        margin = None if value in (None, "") else float(value)
+    except (TypeError, ValueError):
+        margin = math.nan
+    if isinstance(value, bool) or (margin is not None and not math.isfinite(margin)):
+        raise ValueError(f'"margin" must be a number, not {shown(value)}')
+    return margin
+
+
+def _judged(fields: RecordFields) -> tuple[str, Any]:
+    """The column of a judged answer: one answer, or a conversation that ends with it."""
+    key = fields.first(ANSWERS) or fields.first(CONVERSATIONS)
+    value = None if key is None else fields.take(key)
+    if key is None or (not isinstance(value, str) and not turns_of(value, key, fields.ignored)):
+        raise ValueError(f"there is no answer to judge (the keys: {fields.keys})")
+    return key, value
+
+
+def _preference(
+    fields: RecordFields, named: Sequence[tuple[str, Any]], good: bool | None
+) -> Preference:
+    named = [(key, messages_in(value, key)) for key, value in named]
+    margin = _margin(fields.take("margin"))
+    variables = template_variables(fields)
+    names = " and ".join(dict.fromkeys(f'"{key}"' for key, _ in named))
+    answers = [_answer(value, key, fields.ignored) for key, value in named]
+    if good is not None:
+        answers = [until_last_answer(answer) for answer in answers]
+    columns = [key for key in CONVERSATIONS if key in fields and key != named[0][0]]
+    prompts = [StatedPrompt(conversation_turns(fields, key), key) for key in columns]
+    prompts += [asked] if (asked := prompt_of(fields)) else []
+    prompts = [prompt for prompt in prompts if prompt.turns]
+    texts = all(isinstance(value, str) for _, value in named)
+    if any(answer[0].role not in _ANSWERING for answer in answers):
+        prompt, count = _inside(prompts, answers, names)
+        prompt = StatedPrompt(with_system(fields, prompt.turns), names)
+    elif texts and not prompts and good is None:
+        (chosen,), (rejected,) = answers
+        count = _shared_text(chosen.content, rejected.content)
+        prompt = StatedPrompt((Turn("user", chosen.content[:count]),), names, is_text=True)
+        answers = [(Turn(ANSWER, turn.content[count:]),) for turn in (chosen, rejected)]
+        count = 0
+    elif not prompts:
+        raise ValueError(f'no "prompt" before {names} (the keys: {fields.keys})')
+    else:
+        prompt, count = _stated(prompts[0], answers, names), 0
+    answers = [answer[count:] for answer in answers]
+    _check_repeated(prompts, prompt, answers)
+    is_text = texts and prompt.is_text and not variables
+    result = Preference(
+        prompt.turns, tuple(map(_checked, answers)), is_text, good, margin, variables
+    )
+    turns = (*prompt.turns, *(turn for answer in answers for turn in answer))
+    fields.check(repeats=lambda value: repeats(value, turns), conversation=not texts)
+    return result
+
+
+def _inside(
+    prompts: Sequence[StatedPrompt], answers: Sequence[Turns], names: str
+) -> tuple[StatedPrompt, int]:
+    """The prompt that conversations of answers begin with, and the number of its turns in them: a
+    stated one if they do, else their common beginning, as trl has it; of one conversation all
+    before its last message."""
+    for stated in prompts:
+        count, *others = {repeated_turns(stated.turns, answer) for answer in answers}
+        if stated.is_list and count and not others and all(len(a) > count for a in answers):
+            return stated, count
+    count = len(answers[0]) - 1 if len(answers) == 1 else _shared_turns(*answers)
+    if count < 1:
+        raise ValueError(
+            f"{names} begin with different messages, so that there is no prompt"
+            if len(answers) > 1
+            else "there is no answer to judge: the conversation has one message"
+        )
+    return StatedPrompt(answers[0][:count], names), count
+
+
+def _stated(prompt: StatedPrompt, answers: Sequence[Turns], names: str) -> StatedPrompt:
+    """A prompt that answers do not begin with. Raises ValueError if it contains an answer, or if
+    the texts of the answers repeat it."""
+    last = prompt.turns[-1]
+    if last.role == ANSWER:
+        if last.content not in {answer[0].content for answer in answers} or not prompt.turns[:-1]:
+            raise ValueError(
+                f'"{prompt.column}" is the prompt of {names}, and ends with an answer: '
+                f"leave out a column by --ignore-columns {prompt.column}"
+            )
+        return prompt._replace(turns=prompt.turns[:-1])
+    asked = last.content.strip()
+    if " " in asked and all(a[0].content.lstrip().startswith(asked) for a in answers):
+        raise ValueError(
+            f'{names} repeat the text of "{prompt.column}" ({shown(asked)}): the answers must '
+            f"begin after it, or --ignore-columns {prompt.column} makes what both begin with the "
+            "prompt"
+        )
+    return prompt
+
+
+def _check_repeated(
+    prompts: Sequence[StatedPrompt], prompt: StatedPrompt, answers: Sequence[Turns]
+) -> None:
+    """Raises ValueError if a column has a prompt that is neither the one in use, nor repeats it,
+    with or without an answer."""
+    known = _keys((*prompt.turns, *(turn for answer in answers for turn in answer)))
+    for other in prompts:
+        turns = other.turns
+        if len(turns) > 1 and turns[-1].role == ANSWER:
+            turns = turns[:-1]
+        if not set(_keys(turns)) <= set(known) and other.column != prompt.column:
+            column = prompt.column if '"' in prompt.column else f'"{prompt.column}"'
+            raise ValueError(
+                f'the prompt is in {column} and another in "{other.column}": leave out a column '
+                f"by --ignore-columns {other.column}"
+            )
+
+
+def _keys(turns: Sequence[Turn]) -> list[tuple[object, ...]]:
+    return [message_key(turn) for turn in turns]
+
+
+def _answer(value: Any, key: str, ignored: frozenset[str]) -> Turns:
+    """Text, a message, or messages."""
+    if isinstance(value, str):
+        return (Turn(ANSWER, value),)
+    turns = tuple(turns_of([value] if isinstance(value, dict) else value, key, ignored))
+    if not turns:
+        raise ValueError(f'"{key}" has no message')
+    return turns
+
+
+def _checked(answer: Turns) -> Turns:
+    if not any(turn.role == ANSWER for turn in answer):
+        raise ValueError('an answer has no message of the role "assistant"')
+    if not all(turn.counts for turn in answer):
+        raise ValueError(
+            "an answer of a preference has a weight of 0, or no text without the calls that "
+            "--ignore-columns leaves out, and all of its tokens count: remove the record, or give "
+            "--ignore-columns weight"
+        )
+    return answer
+
+
+def _shared_text(chosen: str, rejected: str) -> int:
+    """Characters of the prompt that both texts begin with, as trl's ``extract_prompt`` finds them:
+    up to the first difference, without a space before it. Of texts that are equal as far as both
+    go, the last character belongs to the answers."""
+    shortest = min(len(chosen), len(rejected))
+    differ = (n for n in range(shortest) if chosen[n] != rejected[n])
+    shared = next(differ, shortest - 1)
+    if shared > 0 and shared < shortest and chosen[shared] != rejected[shared]:
+        shared -= chosen[shared - 1] == " "
+    if shared < 1:
+        raise ValueError(
+            '"chosen" and "rejected" share no beginning, which is the prompt where there is no '
+            '"prompt"'
+        )
+    return shared
+
+
+def _shared_turns(chosen: Sequence[Turn], rejected: Sequence[Turn]) -> int:
+    """Messages of the prompt that both conversations begin with; at least one is left for each
+    answer."""
+    shortest = min(len(chosen), len(rejected))
+    differ = (n for n in range(shortest) if chosen[n] != rejected[n])
+    return max(0, next(differ, shortest - 1))

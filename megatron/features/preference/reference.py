@@ -1,0 +1,234 @@
+"""Log-probabilities of a run's answers under a reference model, once and before training.
+
+The reference is evaluated on the layout of the run and then given up: a training has one model in
+memory. What it found is in the index cache beside the data, named by the content of the weights and
+of the answers, so that resuming, further epochs and other losses or learning rates need no second
+evaluation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch.distributed as dist
+
+from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.manifest import MANIFEST
+from megatron.checkpoint.source import FoundCheckpoint, locate_checkpoint, nothing_at
+from megatron.config import ConfigError, RunConfig
+from megatron.data.index_cache import IndexCache
+from megatron.data.loader import TrainingData
+from megatron.data.samples import MadeSamples
+from megatron.engine.environment import return_freed_memory, training_device
+from megatron.engine.evaluator import Evaluator, build_evaluator
+from megatron.engine.loading import load_checkpoint, load_weights, together
+from megatron.families import family_of, spec_of
+from megatron.features.adapters.flags import is_adapter
+from megatron.features.adapters.model import with_adapters
+from megatron.features.preference.flags import PreferenceConfig
+from megatron.features.preference.samples import PreferenceDataset
+from megatron.model.spec import TEXT_SCORES, training_dtype
+from megatron.parallel.mesh import Mesh, any_rank
+from megatron.run.run import Run
+from megatron.training.measuring import measure_samples
+from megatron.util.digests import digest_of_parts, sha256_of_file
+from megatron.util.processes import is_main_process
+from megatron.util.progress import progress_bar, say
+
+logger = logging.getLogger(__name__)
+
+# Part of the cache entries' names: raise it when the meaning of the numbers changes.
+VERSION = 1
+_LENGTHS_AT_ONCE = 1000
+
+
+def add_reference(run: Run, mesh: Mesh, data: TrainingData) -> None:
+    """Gives the log-probabilities under the reference model to all preferences in the data; every
+    rank must call it. Raises ConfigError if no checkpoint is named, CheckpointError if it cannot be
+    used; ValueError if a log-probability is not finite."""
+    parts = [part for part in _preferences(data) if part.reference is None]
+    if not parts:
+        return
+    found, flag = reference_checkpoint(run.config)
+    weights = _from_main_process(lambda: weights_digest(found, _cache(run, parts[0])))
+    device = training_device()
+    keys = [_depends_on(run.config, weights, part) for part in parts]
+    missing = []
+    for part, key in zip(parts, keys, strict=True):
+        stored = _cache(run, part).find("reference", key)
+        if any_rank(stored is None, device):
+            missing.append((part, key))
+        else:
+            assert stored is not None
+            part.reference = stored["log_probs"]
+    if not missing:
+        return
+    engine = _reference_model(run.config, found, mesh)
+    for part, key in missing:
+        if is_main_process():
+            say(
+                f"{flag}: log-probabilities of the answers to {len(part.documents)} prompts of "
+                f"{part.examples.prefix}, once"
+            )
+        log_probs = log_probs_of(engine, run, part)
+        stored = _cache(run, part).arrays("reference", key, partial(dict, log_probs=log_probs))
+        part.reference = stored["log_probs"]
+    del engine
+    return_freed_memory()
+
+
+def reference_checkpoint(config: RunConfig) -> tuple[FoundCheckpoint, str]:
+    """The checkpoint of the reference model, and the flag with the value that named it. Raises
+    ConfigError if none is named; CheckpointError if it does not exist."""
+    options, preference = config.checkpoint, config.kind(PreferenceConfig)
+    tag = None
+    if preference.reference_checkpoint is not None:
+        path, flag = preference.reference_checkpoint, "--reference-checkpoint"
+    elif options.pretrained_checkpoint is not None:
+        path, flag = options.pretrained_checkpoint, "--pretrained-checkpoint"
+    elif options.load is not None and options.finetune:
+        path, flag, tag = options.load, "--load", options.load_tag
+    else:
+        raise ConfigError(
+            f"--preference {preference.preference} compares the model with a frozen reference: "
+            "give --pretrained-checkpoint, the model that training starts from, or "
+            "--reference-checkpoint"
+        )
+    found = locate_checkpoint(path, tag)
+    if found is None:
+        raise CheckpointError(f"{flag} {path}: {nothing_at(path)}")
+    return found, f"{flag} {path}"
+
+
+def _reference_model(config: RunConfig, found: FoundCheckpoint, mesh: Mesh) -> Evaluator:
+    """The model with its weights; that of a base in 4 bits has these, under adapters that add
+    nothing yet, so that training starts from it."""
+    spec = spec_of(config.model, config.parallel)
+    if not _in_4_bits(config):
+        engine = build_evaluator(config, spec, mesh, training_device())
+        load_checkpoint(engine, found, weights_only=True)
+        return engine
+    engine = build_evaluator(config, with_adapters(spec, config), mesh, training_device())
+    source = together(engine, found.open)
+    added = [name for name in engine.names.values() if is_adapter(name)]
+    together(engine, lambda: load_weights(engine, source, added))
+    return engine
+
+
+def _in_4_bits(config: RunConfig) -> bool:
+    named = config.kind(PreferenceConfig).reference_checkpoint
+    return config.adapters.qlora and named is None
+
+
+def log_probs_of(engine: Evaluator, run: Run, part: PreferenceDataset) -> npt.NDArray[np.float32]:
+    """float32 [documents, 2]: log-probability of each row's answer. Raises ValueError if one is not
+    finite."""
+    config = run.config
+    family = family_of(config.model.family)
+    rows = MadeSamples(
+        range(2 * len(part.documents)), lambda number: part.rows(number // 2)[number % 2]
+    )
+    lengths = np.concatenate(
+        [
+            family.scored_lengths(config, [rows[number] for number in block])
+            for block in _blocks(len(rows))
+        ]
+    )
+    collate = partial(family.scored_batch, config, run.tokenizer)
+    with progress_bar("reference", total=len(rows), unit=" answers") as bar:
+        found = measure_samples(
+            engine,
+            rows,
+            collate,
+            TEXT_SCORES,
+            2 * config.training.micro_batch_size,
+            lengths,
+            lambda done: bar.update(done - bar.n),
+        )
+    log_probs = found["log_prob"].reshape(-1, 2).astype(np.float32)
+    wrong = np.flatnonzero(~np.isfinite(log_probs).all(1))
+    if len(wrong):
+        raise ValueError(
+            f"the reference model gives an answer of record {part.documents[wrong[0]]} of "
+            f"{part.examples.prefix} the log-probability {log_probs[wrong[0]].tolist()}: its "
+            "weights, or their precision, are unusable"
+        )
+    return log_probs
+
+
+def _blocks(count: int) -> Iterator[range]:
+    for start in range(0, count, _LENGTHS_AT_ONCE):
+        yield range(start, min(start + _LENGTHS_AT_ONCE, count))
+
+
+def _preferences(data: TrainingData) -> list[PreferenceDataset]:
+    """All of them, inside of blends and of other orders too, each once."""
+    sets = data.datasets
+    waiting: list[Any] = [sets.train, *sets.valid.values(), *sets.test.values()]
+    found: list[PreferenceDataset] = []
+    while waiting:
+        samples = waiting.pop(0)
+        if isinstance(samples, PreferenceDataset):
+            found.append(samples)
+        elif hasattr(samples, "parts"):
+            waiting.extend(samples.parts)
+        elif hasattr(samples, "dataset"):
+            waiting.append(samples.dataset)
+    return list({id(part): part for part in found}.values())
+
+
+def _cache(run: Run, part: PreferenceDataset) -> IndexCache:
+    return IndexCache.beside(part.examples.prefix, run.config.data.data_cache_path)
+
+
+def _depends_on(config: RunConfig, weights: str, part: PreferenceDataset) -> dict[str, Any]:
+    """Everything that the numbers depend on, except for the layout, which only rounds them."""
+    return {
+        "version": VERSION,
+        "weights": weights,
+        "model": dataclasses.asdict(config.model.flags()),
+        "dtype": str(training_dtype(config)),
+        "fp8": config.fast_paths.fp8_format,
+        "4 bits": _in_4_bits(config) and 1 + config.adapters.qlora_double_quant,
+        "answers": part.digest,
+    }
+
+
+def weights_digest(found: FoundCheckpoint, cache: IndexCache) -> str:
+    """Identifies the content of a checkpoint's files. That of this project's checkpoints is in
+    their manifest; of others all bytes are read, once for each state of the files."""
+    folder = found.folder
+    manifest = folder / MANIFEST
+    if manifest.is_file():
+        return digest_of_parts([manifest.read_bytes()])
+    files = sorted(p for p in folder.rglob("*") if p.is_file()) if folder.is_dir() else [folder]
+    stats = [(path, path.stat()) for path in files]
+    state = [[str(path.resolve()), s.st_size, s.st_mtime_ns] for path, s in stats]
+
+    def digest() -> Mapping[str, np.ndarray]:
+        parts = [f"{path.relative_to(folder)} {sha256_of_file(path)}\n" for path in files]
+        return {"digest": np.frombuffer(bytes.fromhex(digest_of_parts(parts)), np.uint8)}
+
+    stored = cache.arrays("weights", {"version": VERSION, "files": state}, digest)
+    return bytes(stored["digest"]).hex()
+
+
+def _from_main_process(make: Any) -> str:
+    """What ``make`` gives on the main process, on every rank; an error there is raised on all."""
+    result: list[Any] = [None, None]
+    if is_main_process():
+        try:
+            result[0] = make()
+        except (ValueError, OSError) as error:
+            result[1] = error
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(result, src=0)
+    if result[1] is not None:
+        raise result[1]
+    return result[0]

@@ -1,0 +1,145 @@
+"""Documents of text files: offsets and lengths are indexed once, tokens made when needed."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.data.index_cache import IndexCache, StoredArrays
+from megatron.data.samples import checked_range
+from megatron.data.text_encoder import TextEncoder
+from megatron.features.raw_text.scan import say_what_changed, scan
+from megatron.features.raw_text.text_files import (
+    TextFile,
+    TextRecords,
+    changed,
+    text_records,
+)
+from megatron.util.digests import digest
+
+# Part of the cache entry's name: raise it when the meaning of the arrays changes.
+INDEX_VERSION = 1
+_KEPT_TOKENS = 1 << 22
+
+
+class RawTextDocuments:
+    """The documents of text files; `Documents` of megatron/data/samples.py.
+
+    Sequence i has the tokens of sequence i of the .bin/.idx that tools/preprocess_data.py makes of
+    the same files. Memory: the index is mapped from its cache entry, the text stays on disk, and
+    the last documents read are kept, up to 4 million tokens.
+
+    Pickling (loader workers) opens the files again and loads the tokenizer again.
+    """
+
+    def __init__(
+        self, prefix: str, records: Sequence[TextRecords], encoder: TextEncoder, index: StoredArrays
+    ) -> None:
+        self.prefix = prefix
+        self._records, self._encoder, self._index = list(records), encoder, index
+        self.sequence_lengths: npt.NDArray[np.int32] = index["sequence_lengths"]
+        self.document_indices: npt.NDArray[np.int64] = index["document_indices"]
+        self._offsets = index["record_offsets"]
+        self._bases = list(accumulate((r.file.size for r in records), initial=0))
+        self._kept: OrderedDict[int, list[np.ndarray]] = OrderedDict()
+        self._kept_tokens = 0
+
+    @classmethod
+    def open(
+        cls,
+        path: str,
+        encoder: TextEncoder,
+        *,
+        text_key: str = "text",
+        delim: str | None = None,
+        cache: IndexCache | None = None,
+        workers: int | None = None,
+    ) -> RawTextDocuments:
+        """Index the documents of a file, folder or glob, or take the index from the cache, by
+        default `index-cache/` beside the data. `delim` is None for a comma in .csv and a tab in
+        .tsv. Raises FileNotFoundError; ValueError if a record is malformed, or no document is
+        found."""
+        records = text_records(path, text_key, delim)
+        depends_on: dict[str, Any] = {
+            "version": INDEX_VERSION,
+            "files": [r.file.identity for r in records],
+            "key": text_key,
+            "delim": delim,
+            "text": encoder.identity,
+        }
+        cache = cache or IndexCache.beside(records[0].file.path, None)
+
+        def arrays() -> dict[str, np.ndarray]:
+            say_what_changed(cache.folder, depends_on, "raw-text")
+            return scan(records, encoder, workers)
+
+        documents = cls(path, records, encoder, cache.arrays("raw-text", depends_on, arrays))
+        if not len(documents):
+            raise ValueError(f"{path} contains no document with a token in it")
+        return documents
+
+    @cached_property
+    def lengths_digest(self) -> str:
+        return digest(self.sequence_lengths.tobytes())
+
+    def __len__(self) -> int:
+        return len(self.sequence_lengths)
+
+    def get(self, index: int, offset: int = 0, length: int | None = None, /) -> np.ndarray:
+        """`length` tokens (default: the rest) of sequence `index`, from token `offset` on. Raises
+        IndexError if there is no such sequence, or the range leaves it; ValueError if a file has
+        changed since it was indexed."""
+        index, stop = checked_range(self.sequence_lengths, index, offset, length, self.prefix)
+        document = int(np.searchsorted(self.document_indices, index, side="right")) - 1
+        sequence = self._document(document)[index - int(self.document_indices[document])]
+        return sequence[offset:stop]
+
+    def verify(self) -> None:
+        """Raises ValueError, which names it, where a file has changed since it was indexed."""
+        for records in self._records:
+            if TextFile.of(records.file.path) != records.file:
+                raise changed(records.file, 0)
+
+    def text(self, document: int) -> str:
+        records, start = self._place(document)
+        stop = records.file.size
+        if document + 1 < len(self._offsets):
+            length = int(self._offsets[document + 1] - self._offsets[document])
+            stop = min(stop, start + length)
+        return records.text_at(start, stop)
+
+    def _place(self, document: int) -> tuple[TextRecords, int]:
+        start = int(self._offsets[document])
+        number = bisect_right(self._bases, start) - 1
+        return self._records[number], start - self._bases[number]
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self.prefix, self._records, self._encoder, self._index
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.__init__(*state)  # type: ignore[misc]
+        self.verify()
+
+    def _document(self, number: int) -> list[np.ndarray]:
+        if number in self._kept:
+            self._kept.move_to_end(number)
+            return self._kept[number]
+        (document,) = self._encoder([self.text(number)])
+        sequences = [sequence.astype(self._encoder.dtype) for sequence in document]
+        first, last = self.document_indices[number : number + 2].tolist()
+        if list(map(len, sequences)) != self.sequence_lengths[first:last].tolist():
+            records, start = self._place(number)
+            raise changed(records.file, start)
+        self._kept[number] = sequences
+        self._kept_tokens += sum(map(len, sequences))
+        while self._kept_tokens > _KEPT_TOKENS and len(self._kept) > 1:
+            _, dropped = self._kept.popitem(last=False)
+            self._kept_tokens -= sum(map(len, dropped))
+        return sequences

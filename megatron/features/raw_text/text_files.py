@@ -1,0 +1,233 @@
+"""The text files of a data path and their records by place: JSON lines, and tables in CSV or TSV.
+
+A record is read again from its offset alone, so that no part of a file stays in memory.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from megatron.data.json_lines import (
+    BYTE_ORDER_MARK,
+    LONGEST_RECORD,
+    BadLine,
+    long_line,
+    read_lines,
+    texts_of_line,
+)
+from megatron.data.paths import expand
+from megatron.features.raw_text.flags import PACKED_ENDINGS, TEXT_ENDINGS
+from megatron.util.digests import digest_of_sample
+
+_RANGE_BYTES = 1 << 24
+_DIGEST_BYTES = 1 << 16
+_DIGEST_BLOCKS = 64
+
+TextRecord = tuple[int, str | BadLine]
+"""Offset of a record in its file, and its text or what is wrong with it."""
+
+
+class TextFile(NamedTuple):
+    """A file and its state when it was opened."""
+
+    path: str
+    size: int
+    """Bytes."""
+    modified_ns: int
+
+    @classmethod
+    def of(cls, path: str) -> TextFile:
+        """As it is now."""
+        stat = os.stat(path)
+        return cls(path, stat.st_size, stat.st_mtime_ns)
+
+    @property
+    def has_columns(self) -> bool:
+        """Whether it is a table (.csv, .tsv) and not JSON lines."""
+        return self.path.endswith((".csv", ".tsv"))
+
+    @property
+    def identity(self) -> list[Any]:
+        """Name, size, time, and a digest of up to 64 evenly spaced blocks of 64 KiB: the first, the
+        last and some between."""
+        digest = digest_of_sample(Path(self.path), _DIGEST_BLOCKS, _DIGEST_BYTES)
+        return [os.path.basename(self.path), self.size, self.modified_ns, digest]
+
+
+def text_files(path: str, endings: tuple[str, ...] = TEXT_ENDINGS) -> list[TextFile]:
+    """The files of a path: itself, or the sorted ones of a folder (those with one of `endings`) or
+    a glob. Raises FileNotFoundError; ValueError if a file is compressed, or the path is a URL."""
+    found = [str(p) for p in expand(path, endings)]
+    for name in found:
+        if name.endswith(PACKED_ENDINGS) and not name.endswith(endings):
+            raise ValueError(
+                f"{name} cannot be read in place: decompress it to JSON lines, or convert its text "
+                "to a .bin/.idx with tools/preprocess_data.py"
+            )
+    return [TextFile.of(name) for name in found]
+
+
+class TextRecords(ABC):
+    """The records of a file. Pickles as its arguments."""
+
+    def __init__(self, file: TextFile, key: str, delim: str | None = None) -> None:
+        self.file, self._key, self._delim = file, key, delim
+
+    def __reduce__(self) -> tuple[type[TextRecords], tuple[TextFile, str, str | None]]:
+        return type(self), (self.file, self._key, self._delim)
+
+    @abstractmethod
+    def ranges(self) -> list[tuple[int, int]]:
+        """Byte ranges that different processes may read."""
+
+    @abstractmethod
+    def read(self, start: int, stop: int) -> Iterator[TextRecord]:
+        """The records that begin in one of the ranges, empty ones left out."""
+
+    def text_at(self, start: int, stop: int) -> str:
+        """The text of the record at offset `start`, which ends at or before `stop`. Raises
+        ValueError if it is no longer there."""
+        text = self._first(os.pread(self._open.fileno(), stop - start, start))
+        if isinstance(text, BadLine):
+            raise changed(self.file, start)
+        return text
+
+    @abstractmethod
+    def _first(self, content: bytes) -> str | BadLine: ...
+
+    @cached_property
+    def _open(self) -> BinaryIO:
+        return open(self.file.path, "rb", buffering=0)
+
+
+class JsonLines(TextRecords):
+    """A file with one JSON object per line; the text is the string under a key."""
+
+    def ranges(self) -> list[tuple[int, int]]:
+        starts = range(0, self.file.size, _RANGE_BYTES)
+        return [(start, min(start + _RANGE_BYTES, self.file.size)) for start in starts]
+
+    def read(self, start: int, stop: int) -> Iterator[TextRecord]:
+        with open(self.file.path, "rb") as file:
+            for offset, line in read_lines(file, LONGEST_RECORD, start, stop):
+                if too_long := long_line(line, 0, LONGEST_RECORD):
+                    yield offset, too_long
+                    return
+                if line and not line.isspace():
+                    yield offset, self._first(line)
+
+    def _first(self, content: bytes) -> str | BadLine:
+        texts = texts_of_line(content.partition(b"\n")[0], 0, [self._key])
+        return texts if isinstance(texts, BadLine) else texts[0]
+
+
+class Table(TextRecords):
+    """A .csv or .tsv file whose first row names the columns; the text is in one of them. Fields of
+    a table with commas may be quoted, with line breaks in them; in one with tabs a quotation mark
+    is an ordinary character."""
+
+    def __init__(self, file: TextFile, key: str, delim: str | None) -> None:
+        super().__init__(file, key, delim or ("\t" if file.path.endswith(".tsv") else ","))
+        if len(str(self._delim)) != 1:
+            raise ValueError(f"--delim {delim!r} must be one character, such as ';'")
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """The whole file: where a row begins is known only from the rows before it."""
+        return [(0, self.file.size)]
+
+    def read(self, start: int, stop: int) -> Iterator[TextRecord]:
+        assert (start, stop) == (0, self.file.size)
+        with open(self.file.path, "rb") as file:
+            rows = self._rows(file)
+            try:
+                next(rows, None)
+                for offset, row in rows:
+                    if row:
+                        yield offset, self._text(row)
+            except (csv.Error, UnicodeDecodeError) as error:
+                yield rows.row_start, BadLine(0, "not a row of a table", str(error))
+
+    def _first(self, content: bytes) -> str | BadLine:
+        try:
+            return self._text(next(self._rows(io.BytesIO(content)), (0, []))[1])
+        except (csv.Error, UnicodeDecodeError) as error:
+            return BadLine(0, "not a row of a table", str(error))
+
+    def _text(self, row: list[str]) -> str | BadLine:
+        if self._place >= len(row):
+            return BadLine(0, f'no column "{self._key}"', f"the row has {len(row)} columns")
+        return row[self._place]
+
+    def _rows(self, file: BinaryIO) -> TableRows:
+        assert self._delim is not None
+        return TableRows(file, self._delim)
+
+    @cached_property
+    def _place(self) -> int:
+        with open(self.file.path, "rb") as file:
+            try:
+                names = next(self._rows(file), (0, []))[1]
+            except (csv.Error, UnicodeDecodeError) as error:
+                raise ValueError(f"{self.file.path}, line 1: {error}") from None
+        if self._key not in names:
+            raise ValueError(
+                f"--text-key {self._key}: {self.file.path} has no such column; its first row is "
+                f"{', '.join(names[:8]) or 'empty'}"
+            )
+        return names.index(self._key)
+
+
+class _Unquoted(csv.excel):
+    quoting = csv.QUOTE_NONE
+
+
+class TableRows(Iterator[tuple[int, list[str]]]):
+    """The rows of a table, each after its offset."""
+
+    def __init__(self, file: BinaryIO, delim: str, strict: bool = False) -> None:
+        """``strict``: a quotation mark that is not closed is an error (csv.Error)."""
+        csv.field_size_limit(LONGEST_RECORD)  # in the whole process; 131,072 characters by default
+        self._file, self._position, self.row_start = file, 0, 0
+        style = csv.excel if delim != "\t" else _Unquoted
+        self._rows = csv.reader(self._lines(), style, delimiter=delim, strict=strict)
+
+    @property
+    def line(self) -> int:
+        """Number of the last line read, counted from 1."""
+        return self._rows.line_num
+
+    def __next__(self) -> tuple[int, list[str]]:
+        self.row_start = self._position
+        return self.row_start, next(self._rows)
+
+    def _lines(self) -> Iterator[str]:
+        while line := self._file.readline(LONGEST_RECORD + 1):
+            if too_long := long_line(line, 0, LONGEST_RECORD):
+                raise csv.Error(too_long.reason)
+            text = line.removeprefix(BYTE_ORDER_MARK) if self._position == 0 else line
+            self._position += len(line)
+            yield text.decode("utf-8")
+
+
+def text_records(path: str, text_key: str, delim: str | None) -> list[TextRecords]:
+    """The records of a file, folder or glob, file by file. `text_key` is the key or column of the
+    text; `delim` is None for a comma in .csv and a tab in .tsv. Raises FileNotFoundError."""
+    return [
+        (Table if file.has_columns else JsonLines)(file, text_key, delim)
+        for file in text_files(path)
+    ]
+
+
+def changed(file: TextFile, offset: int) -> ValueError:
+    """What to raise when a record is not where it was."""
+    return ValueError(
+        f"{file.path} has changed while it was in use: there is a different record at byte "
+        f"{offset} than when it was indexed; start the run again (its samples will be different)"
+    )

@@ -1,0 +1,1 @@
+"""Data files in object stores and on web servers."""

@@ -1,0 +1,1 @@
+"""Retro: models that read the neighbours of their samples."""

@@ -1,0 +1,135 @@
+"""Retro: a GPT that reads the text of retrieved neighbours."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from megatron.config import ModelConfig, ParallelConfig, RunConfig, Settings
+from megatron.data.scored_text import ScoredText
+from megatron.families import gpt
+from megatron.families.family import RETRIEVAL_FLAGS, BlockLengths, GenerationSpec, NeighborSpec
+from megatron.families.gpt import GPT, GPTData
+from megatron.features.retro.batch import RetroBatch
+from megatron.features.retro.layers import (
+    ADDED_PARTS,
+    RetrievalLengths,
+    blocks_flops,
+    encoder_travels,
+    retro_layers,
+)
+from megatron.features.retro.pipeline import RetroData
+from megatron.features.retro.run_settings import retro_settings
+from megatron.model.flops import TransformerShape, block_flops
+from megatron.model.layer_list import LayerCache, LayerState
+from megatron.model.spec import ModelSpec
+from megatron.parallel.tensor_parallel import TensorParallel
+from megatron.tokenizer import Tokenizer
+
+
+def begin(model: ModelConfig, batch: RetroBatch) -> LayerState:
+    """The initial state of a micro batch: that of its text; the neighbours come in the middle."""
+    return gpt.begin(model, batch.text).changed(batch=batch)
+
+
+def travels(
+    model: ModelConfig, state: LayerState, tp: TensorParallel, index: int
+) -> dict[str, tuple[int, ...]]:
+    """What crosses a stage boundary: hidden states [B, S / slices, H]; between the block that reads
+    the neighbours and the last one that attends to them the encoder's output, too,
+    [B, L x K x R / slices, H]."""
+
+    def shape(samples: int, length: int) -> tuple[int, ...]:
+        assert length % tp.slices == 0
+        return samples, length // tp.slices, model.hidden_size
+
+    found = {"hidden": shape(*state.hidden.shape)}
+    samples, retrieved = state.batch.neighbors_BLKR.flatten(1).shape
+    if retrieved and encoder_travels(model, index):
+        found["encoder"] = shape(samples, retrieved)
+    return found
+
+
+class Retrieved(NamedTuple):
+    """What the layers of a generation take of a batch, [1, C, K, R]."""
+
+    neighbors_BLKR: Tensor
+
+
+def _continue(tokens_1S: Tensor, positions_1S: Tensor, cache: LayerCache) -> LayerState:
+    none = tokens_1S.new_empty(1, 0, 0, 0)
+    batch = Retrieved(none if cache.neighbors is None else cache.neighbors.neighbors_BLKR)
+    return LayerState(tokens_1S, position_ids=positions_1S, cache=cache, batch=batch)
+
+
+class Retro(GPT):
+    name = "retro"
+    starts_from = frozenset({"gpt"})
+    # Neighbours are those of samples with certain numbers.
+    unused_flags = GPT.unused_flags - RETRIEVAL_FLAGS | {"train_data_exact_num_epochs"}
+    heads = frozenset({"lm"})
+    scoring_note = (
+        "a Retro reads these texts without neighbours, its attention to them left out; "
+        "tools/retro/evaluate.py measures it with those of its project"
+    )
+
+    def complete_settings(self, settings: Settings) -> Settings:
+        """Those of the project of a run take the place of its flags; see `retro_settings`."""
+        return retro_settings(super().complete_settings(settings))
+
+    def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
+        layers = partial(retro_layers, model, parallel)
+        crossing = partial(travels, model)
+        return ModelSpec(layers, partial(begin, model), crossing, added_parts=ADDED_PARTS)
+
+    def shape(self, model: ModelConfig, run: RunConfig | None = None) -> TransformerShape:
+        plain = block_flops(model, model.seq_length, model.seq_length)
+        linear, scores = (
+            sum(found) - model.num_layers * of_plain
+            for found, of_plain in zip(zip(*blocks_flops(model), strict=True), plain, strict=True)
+        )
+        return dataclasses.replace(super().shape(model, run), within=(linear, scores))
+
+    def block_lengths(self, model: ModelConfig) -> tuple[BlockLengths, ...]:
+        sample, retrieved, neighbor, of_chunk, chunk = RetrievalLengths.of(model)
+        retrieval = model.retrieval
+        attending = retrieval.retro_cross_attention_layers
+        encoder = [BlockLengths(retrieved, seen=neighbor)] * retrieval.retro_encoder_layers
+        encoder[0] = BlockLengths(retrieved, sample, neighbor, chunk)
+        found = [BlockLengths(sample)] * model.num_layers
+        for number in attending:
+            inside = tuple(encoder) if number == attending[0] else ()
+            found[number - 1] = BlockLengths(sample, retrieved, 0, of_chunk, inside)
+        return tuple(found)
+
+    def generation(self, config: RunConfig, tokenizer: Tokenizer | None) -> GenerationSpec:
+        model, retrieval = config.model, config.model.retrieval
+        neighbors = NeighborSpec(
+            retrieval.retro_gpt_chunk_length,
+            retrieval.retro_num_neighbors,
+            retrieval.retrieved_length,
+            tuple(number - 1 for number in retrieval.retro_cross_attention_layers),
+            partial(encoder_travels, model),
+        )
+        longest = model.positions.max_position_embeddings
+        return GenerationSpec(_continue, longest, neighbors=neighbors)
+
+    def scored_batch(
+        self,
+        config: RunConfig,
+        tokenizer: Tokenizer,
+        texts: Sequence[ScoredText],
+        pad_to: int | None = None,
+    ) -> Any:
+        """See :meth:`Family.scored_batch`; texts that are scored have no neighbours."""
+        return RetroBatch.alone(super().scored_batch(config, tokenizer, texts, pad_to))
+
+    def data(self, config: RunConfig, tokenizer: Tokenizer) -> RetroData:
+        return RetroData(GPTData(config, tokenizer))
+
+
+FAMILY = Retro()

@@ -1,0 +1,1 @@
+"""Tokenizers of other projects' files, chat templates, and their training."""

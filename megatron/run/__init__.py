@@ -1,0 +1,1 @@
+"""From a command line to the processes of a run."""

@@ -1,0 +1,271 @@
+"""What the processes of a run are compared by before they start: flags, DeepSpeed JSON, code,
+versions, tokenizer, variables of the environment; then data and checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import megatron
+from megatron.checkpoint.source import TOKENIZER_FILES, FoundCheckpoint, locate_checkpoint
+from megatron.config import PART_FLAGS, RunConfig, Settings, TokenizerConfig
+from megatron.config.flags import flag_of
+from megatron.data.build import DataFile
+from megatron.engine.deepspeed_json import Json
+from megatron.features.preference.flags import PreferenceConfig
+from megatron.parallel.agreement import Facts
+from megatron.tokenizer.registry import with_files
+from megatron.util.digests import digest, digest_of_parts, digest_of_sample
+
+MAY_DIFFER = frozenset(
+    {
+        "local_rank",  # the launcher gives each process its own
+        "data_cache_path",  # a folder of the node, whose content follows from the data
+        "object_storage_cache_path",  # likewise
+        "non_persistent_local_ckpt_dir",  # a folder of the node
+        "deepspeed_config",  # a copy on each node; what it says is compared
+    }
+)
+"""Fields of the configuration in which the processes of a run may differ."""
+
+_PACKAGES = (
+    *("deepspeed", "numpy", "safetensors", "triton", "flash-attn", "transformers"),
+    *("tokenizers", "sentencepiece", "tiktoken"),
+)
+_VARIABLES = (
+    # Algorithms of NCCL: the order of its sums; ranks with other ones never finish.
+    *("NCCL_ALGO", "NCCL_PROTO"),
+    # Precision and order of matrix products.
+    *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TRITON_F32_DEFAULT"),
+    *("CUBLAS_WORKSPACE_CONFIG", "TORCH_CUDNN_SDPA_DEPRIORITIZED"),
+    *("ATEN_CPU_CAPABILITY", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE"),
+    # Whether kernels are compiled.
+    *("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"),
+)
+_ON_CPUS = ("OMP_NUM_THREADS",)
+"""The number of parts that a sum has."""
+_LARGEST_TOKENIZER_FILE = 2**26
+_OTHER_TOKENIZERS = (".model", ".tiktoken", ".vocab")
+"""Files of a folder that may have any name; it may be that of a model, with other texts."""
+_READ_FILES = 64
+_WEIGHTS = frozenset(".safetensors .bin .pt .pth .ckpt".split())
+_ABOUT_WEIGHTS = frozenset(("config.json", "params.json", "adapter_config.json"))
+"""Files of a model's folder besides its weights. Others, such as README.md, change no weight."""
+
+
+def run_facts(config: RunConfig, content: Json, *more: Any) -> Facts:
+    """What every process of a run must have in common before it starts; ``content`` is the
+    completed DeepSpeed JSON, ``more`` are configurations of a tool."""
+    return {
+        **_flags(config),
+        **{key: value for own in more for key, value in flag_facts(own).items()},
+        **dict(_leaves("DeepSpeed JSON: ", content)),
+        **program_facts(),
+        "the tokenizer's files": tokenizer_digest(config.tokenizer),
+    }
+
+
+def program_facts() -> Facts:
+    """Code, versions and variables of the environment."""
+    on_cpu = not torch.cuda.is_available()
+    variables = (*_VARIABLES, *(_ON_CPUS if on_cpu else ()))
+    return {
+        **_code(),
+        **{f"the version of {name}": version for name, version in versions().items()},
+        **{f"{name} in the environment": os.environ.get(name, "not set") for name in variables},
+    }
+
+
+def flag_facts(config: Any) -> Facts:
+    """The fields of a dataclass of flags."""
+    return {
+        flag_of(field): _shown(getattr(config, field.name))
+        for field in dataclasses.fields(config)
+        if field.name not in MAY_DIFFER
+    }
+
+
+def given_facts(settings: Settings) -> Facts:
+    """The flags that were given, without their defaults."""
+    return {
+        f"--{name.replace('_', '-')}": _shown(setting.value)
+        for name, setting in settings.items()
+        if name not in MAY_DIFFER
+    }
+
+
+def data_facts(files: Sequence[DataFile]) -> Facts:
+    """The files of the data, in their order."""
+    found = {}
+    for number, file in enumerate(files):
+        use = f"{file.path}, weight {_shown(file.weight)}, range {_shown(file.share)}"
+        found[f"file {number} of the data ({file.part})"] = use
+        for name, value in file.content.items():
+            found[f"{file.path}: {name}"] = str(value)
+    return found
+
+
+def checkpoint_facts(
+    loaded: Sequence[FoundCheckpoint | None], config: RunConfig | None = None
+) -> Facts:
+    """The checkpoints that a run loads, the models to which they add adapters, and what the flags
+    of ``config`` name beside them. Raises CheckpointError if one of these is damaged, or a model of
+    adapters is missing."""
+    bases = [
+        one.form.locate_base(one.folder, one.base)  # type: ignore[attr-defined]
+        for one in loaded
+        if one is not None and one.form.on_base
+    ]
+    used = {"the checkpoint to load": [*loaded, *bases]}
+    if config is not None:
+        used |= {name: [one] for name, one in _named_beside(config).items()}
+    found = {}
+    for name, ones in used.items():
+        shown = (f"{one.folder} ({one.form.title})" if one else "none" for one in ones)
+        found[name] = ", ".join(shown)
+        for one in filter(None, ones):
+            found[f"the content of {one.folder}"] = checkpoint_digest(one.folder)
+    return found
+
+
+def _named_beside(config: RunConfig) -> dict[str, FoundCheckpoint | None]:
+    """The adapters, the teacher and the reference model that a run names, by flag."""
+    named = {
+        "--load-adapter": config.checkpoint.load_adapter,
+        "--load-teacher": config.distillation.load_teacher,
+        "--reference-checkpoint": config.kind(PreferenceConfig).reference_checkpoint,
+    }
+    return {
+        f"the checkpoint of {flag}": locate_checkpoint(path) for flag, path in named.items() if path
+    }
+
+
+def checkpoint_digest(folder: Path) -> str:
+    """Differs between checkpoints, without reading their weights: the manifest's digest where there
+    is one; of other formats names and sizes of weights and configuration, and blocks of some."""
+    manifest = folder / "manifest.json"
+    if manifest.is_file():
+        return digest(manifest.read_bytes())
+    if folder.is_file():
+        return digest_of_sample(folder)
+    weights = [path for path in folder.iterdir() if path.suffix in _WEIGHTS and path.is_file()]
+    if not weights:  # each rank of the other program may have a folder
+        weights = [path for path in folder.rglob("*") if path.suffix in _WEIGHTS]
+    return digest_of_files(folder, [*weights, *(folder / name for name in _ABOUT_WEIGHTS)])
+
+
+def digest_of_files(folder: Path, paths: Iterable[Path]) -> str:
+    """Names and sizes of those files of a folder that exist, and blocks of some."""
+    files = sorted(path for path in paths if path.is_file())
+    some = files[:: -(-len(files) // _READ_FILES) or 1]
+    return digest_of_parts(
+        (
+            *(f"{path.relative_to(folder)}\0{path.stat().st_size}\0" for path in files),
+            *map(digest_of_sample, some),
+        )
+    )
+
+
+def tokenizer_digest(config: TokenizerConfig) -> str:
+    """Of the content of a tokenizer's files."""
+    config = with_files(config)
+    return digest_of_parts(
+        part
+        for name in ("vocab_file", "merge_file", "tokenizer_model")
+        for path in _tokenizer_files(getattr(config, name))
+        for part in (f"{name}\0{path.name}\0", path.read_bytes())
+    )
+
+
+def _tokenizer_files(named: str | None) -> list[Path]:
+    if named is None:
+        return []
+    path = Path(named)
+    if not path.is_dir():
+        return [path] if path.is_file() else []
+    return sorted(
+        file
+        for file in path.iterdir()
+        if (file.name in TOKENIZER_FILES or file.suffix in _OTHER_TOKENIZERS)
+        and file.name != "generation_config.json"
+        and file.is_file()
+        and file.stat().st_size <= _LARGEST_TOKENIZER_FILE
+    )
+
+
+def _flags(config: RunConfig) -> Facts:
+    found = {}
+    for part, values in config.to_dict().items():
+        flags = {field.name: field for field in dataclasses.fields(PART_FLAGS[part])}
+        for name, value in values.items():
+            if name in MAY_DIFFER:
+                continue
+            field = flags.get(name)
+            own = field is not None and not field.metadata.get("internal")
+            found[flag_of(field) if own and field else f"{part}.{name}"] = _shown(value)
+    return found
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return " ".join(map(str, value)) or "not given"
+    return "not given" if value is None else str(value)
+
+
+def _leaves(where: str, content: Any) -> Iterator[tuple[str, str]]:
+    """The values of a JSON tree by their dotted keys."""
+    if isinstance(content, Mapping) and content:
+        for key, value in content.items():
+            inside = where if where.endswith(": ") else f"{where}."
+            yield from _leaves(f"{inside}{key}", value)
+    else:
+        yield where, json.dumps(content)
+
+
+def _code() -> Facts:
+    """A digest of every source file of the package, and of the program."""
+    root = os.path.dirname(megatron.__file__)
+    beside = len(os.path.dirname(root)) + 1
+    found = {}
+    for folder, _, files in os.walk(root):  # pathlib takes twice as long for all of them
+        for name in files:
+            if name.endswith(".py"):
+                path = f"{folder}/{name}"
+                found[path[beside:]] = path
+    program = getattr(sys.modules["__main__"], "__file__", None)
+    if program is not None and os.path.isfile(program):
+        found[os.path.basename(program)] = program
+    return {f"the code of {name}": _digest_of(path) for name, path in found.items()}
+
+
+def _digest_of(path: str) -> str:
+    with open(path, "rb", buffering=0) as file:
+        return digest(file.read())
+
+
+def versions() -> dict[str, str]:
+    """The versions of what computes, by their names."""
+    found = {
+        "python": platform.python_version(),
+        "torch": f"{torch.__version__} ({torch.version.git_version})",
+        "torch's CUDA": str(torch.version.cuda or torch.version.hip),
+    }
+    if torch.cuda.is_available() and torch.distributed.is_nccl_available():
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found | {name: _version(name) for name in _PACKAGES}
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

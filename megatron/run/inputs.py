@@ -1,0 +1,151 @@
+"""Inputs that a run begins with or learns from besides its data: models, tokenizer, chat template,
+neighbours. Checkpoints keep it in ``state.json``, and a run that continues one is compared with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from pkgutil import resolve_name
+
+from megatron.checkpoint.files import CheckpointError, read_json
+from megatron.checkpoint.manifest import STATE
+from megatron.checkpoint.source import FoundCheckpoint, locate_checkpoint
+from megatron.config import RunConfig
+from megatron.features.instruction.flags import InstructionConfig
+from megatron.features.preference.flags import PreferenceConfig
+from megatron.features.retro.flags import RetroDataConfig
+from megatron.run.fingerprint import (
+    checkpoint_digest,
+    digest_of_files,
+    tokenizer_digest,
+)
+from megatron.training.resume import ResumeSource
+from megatron.util.digests import digest_of_sample
+
+INPUTS = "inputs"
+"""Their key in ``state.json``."""
+BASE, REFERENCE, TEACHER = "model that it began from", "reference model", "teacher"
+TOKENIZER, TEMPLATE = "tokenizer", "chat template"
+_REFERENCE = "megatron.features.preference.reference:reference_checkpoint"
+
+Inputs = Mapping[str, Mapping[str, str]]
+"""``path``, ``folder`` and a digest of the ``content``, by what it is."""
+
+
+def inputs_of(config: RunConfig, origin: ResumeSource | None) -> Inputs:
+    """The inputs of a run from a checkpoint. Models that do not exist are left out: what needs them
+    says so."""
+    options, preference = config.checkpoint, config.kind(PreferenceConfig)
+    named = {
+        "adapter that it began from": options.load_adapter,
+        TEACHER: config.distillation.load_teacher,
+    }
+    found = {}
+    if origin is not None and not origin.continues:
+        found[BASE] = model_input(str(origin.found.folder), origin.found)
+    elif options.pretrained_checkpoint is not None:
+        with contextlib.suppress(CheckpointError):  # it may be damaged, and need not be read
+            one = locate_checkpoint(options.pretrained_checkpoint)
+            found |= {BASE: model_input(options.pretrained_checkpoint, one)} if one else {}
+    for what, path in named.items():
+        one = locate_checkpoint(path) if path else None
+        found |= {what: model_input(str(path), one)} if one else {}
+    if preference.needs_reference:
+        one, flag = resolve_name(_REFERENCE)(config)
+        found[REFERENCE] = model_input(flag.partition(" ")[2], one)
+    if config.kind(InstructionConfig).sft or preference.preference is not None:
+        found |= _text_inputs(config)
+    project = config.kind(RetroDataConfig).retro_project_dir
+    if project is not None:
+        folder = Path(project)
+        files = [*folder.glob("db/merged/*.hdf5"), *folder.glob("query/*/*.hdf5")]
+        found["retrieval project"] = _input(project, folder, digest_of_files(folder, files))
+    return found
+
+
+def model_input(path: str, found: FoundCheckpoint) -> dict[str, str]:
+    """The input that a checkpoint is, which ``path`` names."""
+    return _input(path, found.folder, checkpoint_digest(found.folder))
+
+
+def _input(path: str, folder: Path, content: str) -> dict[str, str]:
+    return {"path": path, "folder": str(folder.absolute()), "content": content}
+
+
+def _text_inputs(config: RunConfig) -> dict[str, dict[str, str]]:
+    """Inputs of a run that tokenizes its examples."""
+    named, template = config.tokenizer, config.kind(InstructionConfig).chat_template
+    found = {}
+    path = named.tokenizer_model or named.vocab_file
+    if path is not None:
+        found[TOKENIZER] = _input(path, Path(path), tokenizer_digest(named))
+    if template is not None:
+        file = Path(template)
+        found[TEMPLATE] = _input(template, file.parent, digest_of_sample(file))
+    return found
+
+
+def recorded_inputs(folder: Path) -> Inputs:
+    """The inputs of the run that wrote a checkpoint, as far as it says. Raises CheckpointError
+    if that is malformed."""
+    path = folder / STATE
+    state = read_json(path) if path.is_file() else {}
+    found = state.get(INPUTS, {}) if isinstance(state, dict) else {}
+    keys = ("path", "folder", "content")
+    try:
+        return {what: {key: str(one[key]) for key in keys} for what, one in found.items()}
+    except (KeyError, TypeError, AttributeError):
+        raise CheckpointError(f"{path}: {INPUTS} is malformed") from None
+
+
+def changed_inputs(before: Inputs, now: Inputs) -> list[str]:
+    """How the inputs of a run differ from those before, a line each."""
+    lines = []
+    for what, new in now.items():
+        old = before.get(what)
+        if old is None or old["content"] == new["content"] or _has_moved_on(what, old, new):
+            continue
+        if Path(old["path"]).absolute() == Path(new["path"]).absolute():
+            lines.append(f"the content of the {what}, {new['path']}, has changed since")
+        else:
+            lines.append(f"the {what} was {old['path']} and is {new['path']}")
+    if TOKENIZER in before and TOKENIZER in now and (TEMPLATE in before) != (TEMPLATE in now):
+        was, is_now = (
+            one[TEMPLATE]["path"] if TEMPLATE in one else "that of the tokenizer"
+            for one in (before, now)
+        )
+        lines.append(f"the {TEMPLATE} was {was} and is {is_now}")
+    return lines
+
+
+def _has_moved_on(what: str, old: Mapping[str, str], new: Mapping[str, str]) -> bool:
+    """True if a folder of checkpoints has newer ones now, next to the one that the run began from
+    and no longer reads."""
+    folder = Path(old["folder"])
+    return (
+        what == BASE
+        and folder.parent == Path(new["folder"]).parent == Path(new["path"]).absolute()
+        and folder.is_dir()
+        and checkpoint_digest(folder) == old["content"]
+    )
+
+
+def compared_inputs(config: RunConfig, origin: ResumeSource | None) -> tuple[Inputs, list[str]]:
+    """The inputs that checkpoints of a run will keep, and how they differ from those of the
+    checkpoint that it continues. Raises CheckpointError if they do, unless
+    ``--allow-changed-data`` is given."""
+    now = inputs_of(config, origin)
+    if origin is None or not origin.continues or config.checkpoint.reset_iteration:
+        return now, []
+    before = recorded_inputs(origin.found.folder)
+    lines = changed_inputs(before, now)
+    if lines and not config.checkpoint.allow_changed_data:
+        raise CheckpointError(
+            f"{origin.found.folder} was saved by a run with other inputs: {'; '.join(lines)}; name "
+            "those of then, begin another run from its weights (--finetune, and another --save), "
+            "or give --allow-changed-data to continue with those of now"
+        )
+    kept = {what: one for what, one in before.items() if what != TEMPLATE}
+    return {**kept, **now}, lines

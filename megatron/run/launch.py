@@ -1,0 +1,303 @@
+"""Starting the processes of a run where no launcher has: on this node, or the share of one node."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pkgutil import resolve_name
+from uuid import uuid4
+
+import psutil
+import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from megatron.config import ConfigError, ParallelFlags, Settings
+from megatron.config.flags import ConfigResolver, build
+from megatron.engine.environment import meeting, prepare_deepspeed, tasks_of_scheduler, world_size
+from megatron.features.resilience.flags import ResilienceConfig
+from megatron.training.stopping import stop_signals
+from megatron.util.processes import death
+
+logger = logging.getLogger(__name__)
+
+GUARDIAN = "megatron.features.resilience.guardian"
+"""What starts a rank again; imported for runs with ``--inprocess-restart``."""
+FINGERPRINT = "megatron.run.fingerprint:given_facts"
+"""By what these tell their run from others; imported likewise."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """This node's share of a run: its rank among ``addresses``, of which the first is where the
+    nodes meet; none where the run has one node."""
+
+    processes: int
+    rank: int = 0
+    addresses: tuple[str, ...] = ()
+
+
+def start_processes(settings: Settings, argv: Sequence[str] | None = None) -> int:
+    """The number of processes of a run, of which this is one.
+
+    Where flags ask for several processes and no launcher has started them, this process starts
+    those of its node with the same command line, forwards signals to them, and ends with their exit
+    status. With ``--inprocess-restart`` this process stays as the guardian of a rank, and the
+    function returns in each trainer that it starts. Raises ConfigError if the flags contradict what
+    a launcher has started, the node does not have the GPUs, this node's rank is not clear, or the
+    nodes do not meet.
+    """
+    set_infiniband()
+    resolver = ConfigResolver((ParallelFlags,), settings)
+    flags = build(ParallelFlags, settings)
+    if "WORLD_SIZE" in os.environ:
+        size = world_size()
+        _check_launched(flags, resolver)
+        return _guarded(size, flags, settings)
+    asked = flags.launched_processes
+    if asked is None or asked == 1:
+        return _guarded(world_size(), flags, settings)
+    if "explain_config" in settings:
+        return asked
+    name, tasks = tasks_of_scheduler()
+    nodes, processes = flags.num_nodes or 1, flags.num_gpus_per_node or 1
+    resolver.check(
+        tasks in (1, nodes),
+        f"{name} is {tasks} and --num-nodes {nodes}: each of the {tasks} processes would start "
+        "those of a node; start one on each node",
+    )
+    _check_gpus(processes, resolver)
+    node = Node(processes)
+    if nodes > 1:
+        addresses = _addresses(flags, resolver)
+        node = Node(processes, _node_rank(addresses), addresses)
+        # Otherwise gloo takes the address that the host's name has, which may be of no use.
+        interface = _interface(addresses[node.rank])
+        if interface is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    command = [*_program(), *(sys.argv[1:] if argv is None else argv)]
+    sys.exit(run_node(node, command, flags.ctrl_port, flags.distributed_timeout_minutes))
+
+
+def _guarded(size: int, flags: ParallelFlags, settings: Settings) -> int:
+    """The number of processes of a run; with ``--inprocess-restart`` in each of its trainers."""
+    wanted = settings.get("inprocess_restart")
+    if wanted is None or not wanted.value or "explain_config" in settings:
+        return size
+    options = build(ResilienceConfig, settings)
+    least = options.inprocess_min_world_size
+    if least is not None and least > size:
+        raise ConfigError(
+            f"--inprocess-min-world-size {least} is more than the {size} processes of the run"
+        )
+    rules = resolve_name(f"{GUARDIAN}:Rules")(
+        options.inprocess_max_iterations,
+        least,
+        flags.distributed_timeout_minutes * 60,
+    )
+
+    def prepare() -> None:
+        prepare_deepspeed()
+        stage = settings.get("zero_stage")
+        if "deepspeed_config" in settings or (stage is not None and stage.value == 3):
+            # ZeRO 3 imports it, which would take seconds of each restart.
+            importlib.import_module("torch._dynamo")
+
+    flags_given = resolve_name(FINGERPRINT)(settings)
+    trainers: int = resolve_name(f"{GUARDIAN}:guard")(rules, flags_given, prepare)
+    return trainers
+
+
+def set_infiniband() -> None:
+    """``ONEFLOW_COMM_NET_IB_ENABLE`` as NCCL's variable. Raises ConfigError if its value is
+    unknown, or NCCL's says the opposite."""
+    theirs, ours = "ONEFLOW_COMM_NET_IB_ENABLE", "NCCL_IB_DISABLE"
+    given = os.environ.get(theirs)
+    if given is None:
+        return
+    if given not in ("0", "1"):
+        raise ConfigError(f"{theirs}={given}: it must be 0 or 1; or unset it and set {ours}")
+    wanted = "0" if given == "1" else "1"
+    found = os.environ.get(ours)
+    if found not in (None, wanted):
+        raise ConfigError(f"{theirs}={given} contradicts {ours}={found}; unset one of them")
+    if found is None:
+        os.environ[ours] = wanted
+        logger.info(f"{theirs}={given} is set as {ours}={wanted}: NCCL connects the nodes")
+
+
+def _check_launched(flags: ParallelFlags, resolver: ConfigResolver) -> None:
+    """On this node; what a launcher has started in all, :func:`resolve` checks."""
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        local = os.environ.get(name)
+        resolver.check(
+            local is None or flags.num_gpus_per_node in (None, int(local)),
+            f"{resolver.show('num_gpus_per_node')} contradicts the launcher, which has started "
+            f"{local} processes on this node ({name}); make them equal, or start without it",
+        )
+    several = flags.node_ips is not None and (flags.num_nodes or 1) > 1
+    if several and os.environ.get("MASTER_ADDR") != _addresses(flags, resolver)[0]:
+        logger.info(f"{resolver.show('node_ips')} changes nothing: the launcher connects the nodes")
+
+
+def _check_gpus(processes: int, resolver: ConfigResolver) -> None:
+    if not torch.cuda.is_available() or os.environ.get("DS_ACCELERATOR") == "cpu":
+        return
+    visible = torch.cuda.device_count()
+    if visible < processes:
+        which = os.environ.get("CUDA_VISIBLE_DEVICES")
+        raise ConfigError(
+            f"{resolver.show('num_gpus_per_node')}: {visible} GPUs are visible on this node"
+            + ("" if which is None else f" (CUDA_VISIBLE_DEVICES={which})")
+        )
+
+
+def _addresses(flags: ParallelFlags, resolver: ConfigResolver) -> tuple[str, ...]:
+    nodes, given = flags.num_nodes or 1, flags.node_ips or ""
+    addresses = tuple(word.strip() for word in given.split(",") if word.strip())
+    resolver.check(
+        len(addresses) >= nodes,
+        f"{resolver.show('num_nodes')} needs --node-ips with the addresses of {nodes} nodes, "
+        + (f"and {resolver.show('node_ips')} has {len(addresses)}" if given else "as in a,b"),
+    )
+    return addresses[:nodes]
+
+
+def _node_rank(addresses: Sequence[str]) -> int:
+    """The place of this node in the list: NODE_RANK, or else that of its own address."""
+    listed, given = ",".join(addresses), os.environ.get("NODE_RANK")
+    if given is not None:
+        if not given.isdecimal() or int(given) >= len(addresses):
+            raise ConfigError(
+                f"NODE_RANK={given}: of the {len(addresses)} nodes --node-ips {listed} it must be "
+                f"one of 0 to {len(addresses) - 1}"
+            )
+        return int(given)
+    own = [rank for rank, address in enumerate(addresses) if _is_here(address)]
+    if len(own) != 1:
+        found = "none of them is" if not own else "several of them are"
+        raise ConfigError(
+            f"--node-ips {listed}: {found} this node's, whose addresses are "
+            f"{', '.join(_own_addresses())}; correct the list, or set NODE_RANK on each node"
+        )
+    return own[0]
+
+
+def _is_here(address: str) -> bool:
+    """Whether a socket can be bound to an address or name."""
+    try:
+        places = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise ConfigError(f"--node-ips: {address} is not known here: {error.strerror}") from error
+    for family, kind, protocol, _, place in places:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.bind(place)
+            return True
+    return False
+
+
+def _own_addresses() -> dict[str, str]:
+    """The interface of each address of this node."""
+    return {
+        entry.address.partition("%")[0]: name
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family in (socket.AF_INET, socket.AF_INET6)
+    }
+
+
+def _interface(address: str) -> str | None:
+    """The interface that has an address or name; None where it is not clear."""
+    own = _own_addresses()
+    with contextlib.suppress(socket.gaierror):
+        for *_, place in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM):
+            if place[0] in own:
+                return own[str(place[0])]
+    return None
+
+
+def _program() -> list[str]:
+    """The words after ``python`` that start this program again."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return ["-m", spec.name] if spec else [sys.argv[0]]
+
+
+def run_node(node: Node, command: Sequence[str], port: int, timeout_minutes: float) -> int:
+    """Starts the processes of a node as torchrun does, waits for them, and returns the exit status
+    of the first that failed, or 0. Raises ConfigError if the nodes do not meet at ``port`` of the
+    first within the time.
+
+    Args:
+        command: what follows ``python``.
+        port: of the first node; not used by a run on one node, which takes a free one.
+    """
+    # As torchrun sets it. One sum has the same bits in runs that either has started.
+    if node.processes > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # What a process prints says what is wrong; torch's traceback of this one says nothing.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    several = len(node.addresses) > 1
+    first = node.addresses[0] if several else "localhost"
+    timeout = timedelta(minutes=timeout_minutes)
+    timed = {"timeout": int(timeout.total_seconds())}
+    config = LaunchConfig(
+        min_nodes=max(1, len(node.addresses)),  # all of them
+        max_nodes=max(1, len(node.addresses)),
+        nproc_per_node=node.processes,
+        run_id=first if several else str(uuid4()),
+        rdzv_backend="static" if several else "c10d",
+        rdzv_endpoint=f"{first}:{port if several else 0}",
+        rdzv_configs={**timed, "rank": node.rank} if several else timed,
+        local_addr=node.addresses[node.rank] if several else "localhost",
+        max_restarts=0,
+        signals_to_handle="SIGQUIT",  # the others are forwarded
+    )
+    who = f"node {node.rank} of {len(node.addresses)}"
+    with _forwarded_signals(), meeting(who, first, port, "--ctrl-port", timeout):
+        try:
+            elastic_launch(config, sys.executable)("-u", *command)
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            if failure.exitcode >= 0:
+                return failure.exitcode
+            if failure.exitcode != -signal.SIGINT:  # the user's, which the process has mentioned
+                print(f"error: process {rank} {death(failure.exitcode)}", file=sys.stderr)
+            return 128 - failure.exitcode
+    return 0
+
+
+@contextlib.contextmanager
+def _forwarded_signals() -> Iterator[None]:
+    """Passes the signals that stop a run on to the processes that this one has started; without
+    such processes they end it. A thread does it: the main one may wait inside torch."""
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+
+    def forward() -> None:
+        while received := reader.recv(1):
+            children = psutil.Process().children()
+            if not children:
+                os._exit(128 + received[0])
+            for child in children:
+                with contextlib.suppress(psutil.Error):
+                    child.send_signal(received[0])
+
+    threading.Thread(target=forward, daemon=True).start()
+    handlers = {number: signal.signal(number, lambda *_: None) for number in stop_signals()}
+    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        writer.close()

@@ -1,0 +1,155 @@
+"""A process of a run: it meets the others, ends with an error for users, or without one."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pkgutil import resolve_name
+from typing import Any
+
+from megatron.checkpoint.source import FoundCheckpoint
+from megatron.config import (
+    RunConfig,
+)
+from megatron.data.loader import TrainingData
+from megatron.engine.environment import deterministic_kernels, distributed
+from megatron.parallel import agreement
+from megatron.parallel.mesh import Mesh
+from megatron.run.run import Run
+from megatron.util.errors import (
+    RESTART_STATUS,
+    FaultError,
+    is_for_users,
+    name_lost_pages,
+    one_line,
+    outlive_output,
+)
+from megatron.util.processes import is_main_process
+
+WATCHDOG = "megatron.features.resilience.watchdog:watchdog_of"
+"""What ends a run that does not advance. It is made of the run's configuration."""
+
+FOLDERS = "megatron.run.shared_folders:check_folders"
+"""Looks for folders that not every node sees, imported where there are several nodes."""
+
+FINGERPRINT = "megatron.run.fingerprint"
+"""What the processes of a run are compared by, imported where there are several."""
+
+
+@contextlib.contextmanager
+def connected(run: Run, *more: Any, watched: bool = True) -> Iterator[Mesh]:
+    """The mesh of a run's processes, which are compared first, also by the dataclasses of flags
+    ``more`` of a tool. A watchdog ends the run where it does not advance, unless it may wait as
+    long as it likes (``watched``). Raises what :func:`distributed` raises, and LostRankError."""
+
+    def facts() -> agreement.Facts:
+        facts: agreement.Facts = _fingerprint().run_facts(run.config, run.content, *more)
+        return facts
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(deterministic_kernels(run.config))
+        if not watched:
+            yield stack.enter_context(distributed(run.config.parallel, facts))
+            return
+        watchdog = stack.enter_context(resolve_name(WATCHDOG)(run.config))
+        mesh = stack.enter_context(distributed(run.config.parallel, facts, watchdog.part))
+        stack.enter_context(watchdog.explaining())
+        yield mesh
+
+
+def compare_folders(config: RunConfig) -> None:
+    """Checks that the folders in which the processes of a run meet are the same on all of its
+    nodes. Raises ConfigError where one is not, and DisagreementError on the other nodes."""
+    if agreement.on_several_nodes():
+        resolve_name(FOLDERS)(config)
+
+
+def compare_data(data: TrainingData) -> None:
+    """Compares the files that the processes of a run train on. Raises DisagreementError if they
+    differ."""
+    agreement.compare(lambda: _fingerprint().data_facts(data.files()))
+
+
+def compare_checkpoints(
+    found: Sequence[FoundCheckpoint | None], config: RunConfig | None = None
+) -> None:
+    """Compares the checkpoints that the processes of a run load, the last thing that they compare;
+    with ``config`` also those that its flags name beside them. Raises DisagreementError if they
+    differ."""
+    agreement.compare(lambda: _fingerprint().checkpoint_facts(found, config))
+    agreement.settled()
+
+
+def _fingerprint() -> Any:
+    return import_module(FINGERPRINT)
+
+
+@contextlib.contextmanager
+def errors_for_users(outlives_output: bool = True) -> Iterator[None]:
+    """Turns errors about the user's input into one line and exit status 2. These are errors that
+    this package raised with a message for users; anything raised deeper (torch, deepspeed, an
+    assertion) keeps its traceback. A mapped file that is cut short ends the process likewise. Where
+    standard output cannot be written, a program that ``outlives_output`` continues."""
+    name_lost_pages()
+    if outlives_output:
+        outlive_output()
+    try:
+        yield
+    except agreement.DisagreementError as error:
+        _print_error(error)
+        sys.exit(2)
+    except FaultError as error:
+        agreement.give_up(str(error))
+        if is_main_process() or hasattr(error, "status"):
+            _print_error(error)
+        else:
+            time.sleep(1)  # the launcher ends all others as soon as one has ended
+        sys.exit(getattr(error, "status", RESTART_STATUS))
+    except (ValueError, OSError) as error:
+        if not is_for_users(error):
+            agreement.give_up(repr(error))
+            raise
+        if is_main_process():
+            _print_error(error)
+            agreement.give_up(str(error))
+        else:
+            # Usually all processes find the same error; the launcher ends this one once the main
+            # process has printed it.
+            time.sleep(1 if agreement.give_up(str(error)) else 5)
+            _print_error(error)
+        sys.exit(2)
+    except SystemExit:  # also of --help and --explain-config, which only one may have been given
+        agreement.give_up("it has ended before the run began; see what it printed")
+        raise
+    except BaseException as error:
+        agreement.give_up(repr(error))
+        raise
+
+
+def _print_error(error: Exception) -> None:
+    who = "" if is_main_process() else f"{agreement.own_name()}: "
+    print(f"{who}error: {one_line(error)}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def ending_process() -> Iterator[None]:
+    """Ends the process after a command without finalising the interpreter. gloo's threads release
+    tensors some time after a collective. When that happens during finalisation, they cannot get the
+    interpreter's lock and abort the finished process with SIGABRT (torch 2.13)."""
+    status: Any = 0
+    try:
+        yield
+    except SystemExit as exit:
+        status = exit.code
+    if not isinstance(status, int | None):
+        print(status, file=sys.stderr)
+        status = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status or 0)

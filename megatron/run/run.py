@@ -1,0 +1,179 @@
+"""From a command line to a run: one resolved configuration, DeepSpeed JSON and tokenizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import Generic, TypeVar
+
+from megatron.config import (
+    FLAG_CLASSES,
+    ConfigError,
+    FlagParser,
+    ModelConfig,
+    Resolved,
+    RunConfig,
+    Setting,
+    Settings,
+    TokenizerConfig,
+    explain,
+    resolve,
+)
+from megatron.config.flags import ConfigResolver, build
+from megatron.config.training import LENGTHS
+from megatron.data.loader import TrainingData
+from megatron.data.pipeline import training_texts
+from megatron.data.sources import with_corpora
+from megatron.engine import deepspeed_json
+from megatron.engine.deepspeed_file import file_notes, read_json
+from megatron.engine.deepspeed_json import Json
+from megatron.families import Family, family_of, refuse_unused
+from megatron.run.launch import start_processes
+from megatron.tokenizer import Tokenizer, build_tokenizer, implied_type, vocabulary_rows
+from megatron.training import resume
+from megatron.training.plan import TrainingPlan
+from megatron.training.report import show_log
+from megatron.util.processes import is_main_process
+
+Config = TypeVar("Config")
+
+RUN_LENGTHS = tuple(f"train_{unit}" for unit in LENGTHS)
+"""Fields that give the length of a run."""
+
+EPOCHS = "megatron.features.epochs.passes:with_epochs"
+"""Gives a run the length of ``--epochs``, which depends on its data; imported likewise."""
+
+OWN_CHECKPOINT = "megatron.features.resilience.unattended.restarted:from_own_checkpoint"
+"""Changes what a run that has been started again loads; imported likewise."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training command, completed: ``content`` is the DeepSpeed JSON, ``resolved`` the
+    configuration with the origin of every value, ``launched`` whether a launcher would end this
+    process."""
+
+    config: RunConfig
+    content: Json
+    tokenizer: Tokenizer
+    resolved: Resolved
+    launched: bool
+
+
+def parse_run(
+    description: str | None, argv: Sequence[str] | None = None, family: str | None = None
+) -> Run:
+    """Resolves flags, DeepSpeed JSON and checkpoint into a run of ``family`` (by default that of
+    :class:`ModelConfig`), in each of its processes, which it starts if the flags say so
+    (:func:`start_processes`). With ``--explain-config`` it prints every value with its origin and
+    exits. Raises ValueError if a value is missing, wrong or contradicted; the message names it."""
+    hidden = family_of(family).unused_flags if family else frozenset[str]()
+    settings = FlagParser(*FLAG_CLASSES, description=description, hidden=hidden).settings(argv)
+    show_log()
+    if family is not None:
+        given = settings.setdefault("family", Setting(family, "this program"))
+        if given.value != family:
+            raise ConfigError(
+                f"--model-family {given.value}: this program trains {family}; leave the flag out, "
+                f"or start pretrain_{given.value}.py"
+            )
+    run = run_of(settings, start_processes(settings, argv))
+    show_configuration(run)
+    return run
+
+
+def show_configuration(run: Run) -> None:
+    """With ``--explain-config`` prints every value with its origin and ends the process."""
+    if run.config.training.explain_config:
+        if is_main_process():
+            print(explain(run.resolved))
+        sys.exit(0)
+
+
+def run_of(settings: Settings, processes: int, samples: str | None = None) -> Run:
+    """Completes the settings of a training command for a number of processes; ``samples`` is the
+    family of its data, if that is not the model's. Raises ValueError if a value is missing, wrong
+    or contradicted; the message names it."""
+    given = settings.get("deepspeed_config")
+    path = given.value if given else ""
+    content = read_json(path) if path else {}
+    settings = deepspeed_json.merge(settings, content, path, processes)
+    if "inprocess_restart" in settings:
+        settings = resolve_name(OWN_CHECKPOINT)(settings)
+    if "epochs" in settings and not {"skip_train", *RUN_LENGTHS} & settings.keys():
+        return run_of(
+            resolve_name(EPOCHS)(settings, lambda rest: run_of(rest, processes, samples)),
+            processes,
+            samples,
+        )
+    settings = resume.with_origin(resume.with_checkpoint(with_corpora(settings)))
+    trained = settings["family"].value if "family" in settings else ModelConfig.family
+    family = family_of(samples or trained)
+    refuse_unused(settings, family)
+    settings = _with_tokenizer_type(family.complete_settings(settings), family)
+    resolved = resolve(settings, processes)
+    named = resolved.config.tokenizer
+    tokenizer = build_tokenizer(named, training_texts(resolved.config))
+    # A model may have more rows than its tokenizer has tokens: a checkpoint says how many.
+    rows = max(resolved.config.model.vocabulary.size, vocabulary_rows(named, tokenizer))
+    resolved = resolved.with_vocabulary(rows)
+    if rows == named.vocab_size != tokenizer.vocab_size:
+        note = f"--vocab-size {rows} is more than the tokenizer's {tokenizer.vocab_size} ids"
+        resolved = dataclasses.replace(resolved, notes=(*resolved.notes, note))
+    completed = deepspeed_json.complete(content, resolved.config)
+    notes = deepspeed_json.stage_notes(completed, resolved.config)
+    notes += deepspeed_json.offload_notes(resolved.config) + file_notes(content, path)
+    resolved = dataclasses.replace(resolved, notes=(*resolved.notes, *notes))
+    launched = "LOCAL_RANK" in os.environ
+    return Run(resolved.config, completed, tokenizer, resolved, launched)
+
+
+def _with_tokenizer_type(settings: Settings, family: Family) -> Settings:
+    """Adds the tokenizer's type where the other flags imply it."""
+    if "tokenizer_type" in settings:
+        return settings
+    implied = implied_type(build(TokenizerConfig, settings), family.tokenizer_type)
+    if implied is None:
+        return settings
+    value, reason = implied
+    return settings | {"tokenizer_type": Setting(value, f"derived: {reason}")}
+
+
+class RunToolParser(FlagParser, Generic[Config]):
+    """Parser of a tool about a run: the flags of the tool's ``config`` class, which --help shows,
+    and those of training, except where the tool has a field of the same name."""
+
+    def __init__(
+        self, config: type[Config], description: str | None, epilog: str | None = None
+    ) -> None:
+        self._config = config
+        super().__init__(config, *FLAG_CLASSES, description=description)
+        self.epilog = epilog
+
+    def format_help(self) -> str:
+        """The text of --help."""
+        own = FlagParser(self._config, description=self.description, prog=self.prog)
+        own.usage, own.epilog = "%(prog)s [flags] [flags of pretrain_gpt.py]", self.epilog
+        return own.format_help()
+
+    def parse(self, argv: Sequence[str] | None = None) -> tuple[Config, Settings]:
+        """The tool's options, and the settings of the run; log messages are shown from now on.
+        Raises ConfigError if an option is out of its bounds."""
+        show_log()
+        settings = self.settings(argv)
+        ConfigResolver((self._config,), settings)
+        own = {field.name for field in dataclasses.fields(self._config)}  # type: ignore[arg-type]
+        rest = {name: setting for name, setting in settings.items() if name not in own}
+        return build(self._config, settings), rest
+
+
+def run_data(run: Run) -> TrainingData:
+    """The datasets of training, validation and test, and the function that batches samples. Raises
+    ValueError or OSError, naming flag and file, if data cannot be used."""
+    plan = TrainingPlan(run.config)
+    data = family_of(run.config.model.family).data(run.config, run.tokenizer)
+    return data.training_data(plan.sample_counts, plan.batch_sizes)

@@ -1,0 +1,87 @@
+"""Products with packed weights, beside F.linear."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from megatron.apps.generation.execution import packed_weights
+from megatron.apps.generation.execution.packed_weights import PackedWeights, is_packed
+from megatron.apps.generation.execution.row_rule import independent
+
+pytestmark = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="this torch is built without oneDNN"
+)
+
+
+@pytest.fixture
+def layer(monkeypatch):
+    monkeypatch.setattr(packed_weights, "LEAST", 0)
+    packed_weights._independent.cache_clear()
+    torch.manual_seed(1)
+    return nn.Linear(48, 40).requires_grad_(False)
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """The calls of oneDNN's kernel."""
+    found, product = [], packed_weights.packed_linear
+    noted = lambda *args: found.append(args) or product(*args)  # noqa: E731
+    monkeypatch.setattr(packed_weights, "packed_linear", noted)
+    return found
+
+
+def test_a_row_depends_on_no_other_row(layer):
+    x = torch.randn(96, 48)
+    with PackedWeights([layer.weight]):
+        whole = layer(x)
+        for rows in (4, 5, 31, 64, 95):
+            assert torch.equal(layer(x[-rows:]), whole[-rows:]), rows
+            assert torch.equal(layer(x[None, :rows]), whole[None, :rows]), rows
+
+
+def test_only_where_they_are_asked_for(layer, products):
+    x, plain = torch.randn(8, 48), F.linear
+    weights = PackedWeights([layer.weight])
+    products.clear()
+    expected = plain(x, layer.weight, layer.bias)
+    assert not products
+    with weights:
+        torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-6)
+        assert len(products) == 1
+        assert torch.equal(x @ layer.weight.t(), x @ layer.weight.t())
+    assert torch.equal(layer(x), expected) and len(products) == 1
+
+
+def test_a_shape_whose_rows_depend_on_others_stays_as_it_is(layer, monkeypatch):
+    product = packed_weights.packed_linear
+    monkeypatch.setattr(
+        packed_weights, "packed_linear", lambda x, *rest: product(x, *rest) + len(x)
+    )
+    weights = PackedWeights([layer.weight])
+    assert not is_packed(layer.weight)
+    x = torch.randn(8, 48)
+    expected = layer(x)
+    with weights:
+        assert torch.equal(layer(x), expected)
+    packed_weights._independent.cache_clear()
+
+
+def test_the_trial_sees_a_dependence():
+    assert independent(lambda x: x * 2, 48, torch.float32)
+    assert not independent(lambda x: x + 1e-6 * len(x), 48, torch.float32)
+
+
+def test_where_memory_is_short_none_is_packed(layer, monkeypatch):
+    monkeypatch.setattr(packed_weights, "SHARE", 0.0)
+    PackedWeights([layer.weight])
+    assert not is_packed(layer.weight)
+
+
+def test_other_dtypes_and_small_weights_stay_as_they_are(layer, monkeypatch):
+    half = nn.Linear(8, 8, dtype=torch.bfloat16)
+    PackedWeights([half.weight, torch.zeros(48, 40)])
+    assert not is_packed(half.weight)
+    monkeypatch.setattr(packed_weights, "LEAST", 48 * 40 + 1)
+    PackedWeights([layer.weight])
+    assert not is_packed(layer.weight)

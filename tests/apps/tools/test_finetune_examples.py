@@ -1,0 +1,42 @@
+"""examples_deepspeed/finetune/: every recipe is a command that finetune.py takes."""
+
+import pytest
+from example_scripts import FOLDER, printed, script
+from finetune_cases import save_blank, save_data
+
+from megatron.apps.finetune.command import planned
+from megatron.apps.finetune.config import TuningConfig
+from megatron.apps.finetune.settings import check_flags
+from megatron.features.instruction.flags import InstructionConfig
+from megatron.features.preference.flags import PreferenceConfig
+from megatron.run.run import RunToolParser
+
+RECIPES = sorted(p for p in (FOLDER / "finetune").glob("*.sh") if p.name != "common.sh")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recipes")
+    return {"BASE": str(save_blank(folder / "base")), **save_data(folder)}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_resolves(path, files, tmp_path):
+    kind = "dpo" if "dpo" in path.name else "sft"
+    launcher, flags = printed(path, BASE=files["BASE"], DATA=files[kind], RUNS=str(tmp_path))
+    assert launcher == ["deepspeed"]
+    config, settings = RunToolParser(TuningConfig, None).parse(flags)
+    check_flags(config, settings)
+    run = planned(config, settings, 2).run
+    assert run.config.precision.bf16
+    assert run.config.adapters.lora == (("lora" in path.name) or path.name == "llama3_dpo.sh")
+    assert run.config.adapters.qlora == ("qlora" in path.name)
+    assert run.config.kind(PreferenceConfig).preference == ("dpo" if kind == "dpo" else None)
+    assert run.config.kind(InstructionConfig).sft == (kind == "sft")
+    assert run.config.checkpoint.save.startswith(str(tmp_path))
+
+
+def test_a_recipe_without_its_settings_is_refused():
+    result = script(RECIPES[0], DATA="a.json")
+    assert result.returncode == 2
+    assert "set BASE" in result.stderr

@@ -1,0 +1,77 @@
+"""tools/layouts.py: what it prints is what the training command does, and what the docs show."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tool_modules import load_program
+
+from megatron.config import ConfigError
+from megatron.config.layouts import RULES, Layout
+from megatron.run.run import parse_run
+
+ROOT = Path(__file__).parents[3]
+
+MODEL = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --train-iters 1 "
+    "--micro-batch-size 1 --global-batch-size 16 --lr 1e-3 --tokenizer-type NullTokenizer "
+    "--vocab-size 100 --mock-data"
+).split()
+
+
+@pytest.fixture(scope="module")
+def tool():
+    return load_program("tools/layouts.py")
+
+
+@pytest.fixture
+def started(tmp_path, monkeypatch):
+    """Resolves the command line of a layout; returns the layout, or why it is refused."""
+
+    def start(layout):
+        devices = {key: getattr(layout, key) for key in ("offload_optimizer", "offload_param")}
+        zero = {key: {"device": device} for key, device in devices.items() if device}
+        path = tmp_path / "ds.json"
+        path.write_text(json.dumps({"zero_optimization": zero}))
+        monkeypatch.setenv("WORLD_SIZE", str(layout.processes))
+        monkeypatch.setenv("RANK", "0")
+        try:
+            run = parse_run(None, [*MODEL, *layout.flags(), "--deepspeed_config", str(path)])
+        except ConfigError as error:
+            return str(error)
+        return run.config.layout(run.content)
+
+    return start
+
+
+def test_every_cell_is_what_the_training_command_does(tool, started):
+    for row, (_, kind) in zip(tool.rows(), tool.kinds(), strict=True):
+        for mark, layout in zip(row[1:13], tool.cells(kind), strict=True):
+            found = started(layout)
+            if mark == "yes":
+                assert isinstance(found, Layout), (layout.name, found)
+                assert found.flags() == layout.flags()
+            else:
+                rule = RULES[int(mark.removeprefix("no")) - 1]
+                assert found == rule.message(layout), (layout.name, found)
+
+
+def test_both_marks_and_every_dropout_occur(tool):
+    cells = {cell for row in tool.rows() for cell in row}
+    assert {"yes", "no8", "no9", "all", "hidden", "none"} <= cells
+
+
+def test_the_documentation_is_what_the_command_prints(tool, capsys):
+    tool.main(["--markdown"])
+    assert capsys.readouterr().out == (ROOT / "docs" / "reference" / "layouts.md").read_text(), (
+        "run python tools/layouts.py --markdown > docs/reference/layouts.md"
+    )
+
+
+def test_table_for_a_terminal(tool, capsys):
+    tool.main([])
+    lines = capsys.readouterr().out.splitlines()
+    titles = [title for title, _ in tool.kinds()]
+    assert [line[: len(title)] for line, title in zip(lines[1:], titles, strict=False)] == titles
+    assert max(map(len, lines[: len(titles) + 1])) <= 128
+    assert [line for line in lines if line[:1].isdigit()] == tool.reasons()

@@ -1,0 +1,101 @@
+"""What counts as the own time of a rank."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+import weakref
+
+from megatron.features.resilience import own_time
+from megatron.features.resilience.own_time import OwnTime, OwnTimeMeter
+from megatron.util.phases import phase
+
+# A function as in the package in which ranks wait for each other.
+_NAMES: dict[str, object] = {}
+exec(
+    compile("import time\ndef meet(s): time.sleep(s)", "/x/torch/distributed/c10d.py", "exec"),
+    _NAMES,
+)
+meet = _NAMES["meet"]
+
+
+def measured(work) -> OwnTime:
+    meter = OwnTimeMeter(period=0.01)
+    meter.resume()
+    work()
+    meter.pause()
+    meter.close()
+    return meter.take()
+
+
+def test_waiting_for_other_ranks_is_not_a_ranks_own_time():
+    """Where the thread that looks has no processor, that counts."""
+    alone, together = (measured(lambda work=work: work(0.4)) for work in (time.sleep, meet))
+    assert alone.own - alone.unscheduled > 0.2
+    assert together.own - together.unscheduled < 0.1
+
+
+def test_the_interpreters_lock_is_held():
+    found = measured(lambda: [ctypes.PyDLL(None).usleep(200_000) for _ in range(2)])
+    assert found.own > 0.2
+    assert found.unscheduled > 0.2
+
+
+def test_waiting_for_data():
+    def work():
+        with phase("data"):
+            time.sleep(0.3)
+
+    found = measured(work)
+    assert found.reading > 0.1
+
+
+def test_pauses_do_not_count():
+    meter = OwnTimeMeter(period=0.01)
+    meter.resume()
+    meter.pause()
+    time.sleep(0.2)
+    assert meter.take().own < 0.1
+    meter.close()
+
+
+def test_what_is_taken_counts_once():
+    meter = OwnTimeMeter(period=0.01)
+    meter.resume()
+    time.sleep(0.1)
+    assert meter.take().own > 0
+    meter.close()
+    meter.take()
+    assert meter.take() == OwnTime(0.0, 0.0, 0.0)
+
+
+def test_it_keeps_nothing_of_calls_that_have_returned():
+    class Thing:
+        pass
+
+    def call():
+        thing = Thing()
+        time.sleep(0.5)  # in which the thread looks at this frame
+        return weakref.ref(thing)
+
+    meter = OwnTimeMeter(period=0.2)
+    meter.resume()
+    try:
+        assert call()() is None
+    finally:
+        meter.close()
+
+
+def test_an_error_of_the_thread_is_reported(monkeypatch, capfd):
+    def fail() -> bool:
+        raise TypeError("unhashable type: 'dict'")
+
+    monkeypatch.setattr(own_time, "_waits", fail)
+    meter = OwnTimeMeter(period=0.01)
+    meter.resume()
+    assert meter._thread is not None
+    meter._thread.join(30)
+    printed = capfd.readouterr().err
+    assert printed.startswith("WARNING: the own time thread of process ")
+    assert "ended by TypeError: unhashable type: 'dict'; this rank can no longer" in printed
+    assert printed.count("\n") == 1
