@@ -23,19 +23,18 @@ from megatron.parallel.mesh import Mesh, first_reason
 from megatron.training.metrics import (
     Evaluation,
     IntervalMeter,
-    RankTimes,
     Reported,
-    Spending,
-    StepMetrics,
     TimeLeft,
+    Value,
+    WrittenTexts,
     measure_matmul_peak,
     peak_flops,
 )
 from megatron.training.plan import TrainingPlan
+from megatron.training.registry import Reduce
 from megatron.training.resume import ResumePoint
 from megatron.training.trainer import Callback, Step, Trainer
 from megatron.training.writers import RunWriter, TeeWriter, build_writers
-from megatron.training.written import WrittenTexts
 from megatron.util.processes import is_main_process
 from megatron.util.progress import above_bars, progress_bar
 
@@ -102,10 +101,8 @@ class Reporter(Callback):
         self.plan, self.mesh, self.device = plan, mesh, device
         self.beside: Callable[[Step], float] = lambda step: 0.0
         """FLOPs of a step that are no work of the model."""
-        self.rank_times: Callable[[], RankTimes | None] = lambda: None
-        """What the ranks needed for the steps since the last log line, if that is compared."""
-        self.spending: Callable[[float], Spending | None] = lambda seconds_left: None
-        """What the run has spent, given the seconds that are left. Every rank calls it."""
+        self.at_line: list[Callable[[float], Mapping[str, float | None]]] = []
+        """Further numbers of a log line, given the seconds that are left. Every rank calls them."""
         self.time_left = TimeLeft()
         self.log_interval = config.logging.log_interval
         self.meter: IntervalMeter | None = None
@@ -113,7 +110,6 @@ class Reporter(Callback):
         self.shape = family_of(config.model.family).shape(config.model, config)
         if config.adapters.lora:
             self.shape = resolve_name(f"{ADAPTERS}:with_additions")(self.shape, config)
-        self.flops_per_token = self.shape.flops_per_token(causal=True)
         self.recompute, self.recomputed_blocks = _recomputed(config.parallel)
         self.peak = _peak(config, device)
         self.writer: RunWriter = TeeWriter(())
@@ -239,11 +235,7 @@ class Reporter(Callback):
             self._bar.n = trainer.iteration  # after a step back it is a lower one
             self.time_left.begin(trainer.iteration)
             self.meter = IntervalMeter(
-                train_iters=self.plan.full_iters,
-                flops_per_token=self.flops_per_token,
-                device=self.device,
-                devices=self.mesh.world.size,
-                peak_flops=self.peak,
+                self.plan.full_iters, self.device, self.mesh.world.size, self.peak
             )
         if self._points is not None:
             self._points.before_step(trainer)
@@ -258,37 +250,32 @@ class Reporter(Callback):
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
         assert self.meter is not None
-        result = step.result
-        if self._points is not None:
-            self._points.after_step(trainer, step)
         shape = dataclasses.replace(self.shape, seq_length=step.seq_length)
-        tokens = step.samples * step.seq_length
+        flops = shape.flops_per_step(step.samples, causal=True) + self.beside(step)
         again = shape.recomputed_flops_per_token(
             self.recompute, causal=True, blocks=self.recomputed_blocks
         )
-        self.meter.add(
-            StepMetrics(
-                loss=result.loss,
-                losses=result.losses,
-                samples=step.samples,
-                tokens=tokens,
-                flops=shape.flops_per_step(step.samples, causal=True) + self.beside(step),
-                recomputed_flops=tokens * again,
-                seq_length=step.seq_length if self.plan.lengths.grows else None,
-                learning_rate=step.learning_rate,
-                weight_decay=step.weight_decay,
-                grad_norm=result.grad_norm,
-                loss_scale=result.loss_scale,
-                skipped=result.skipped,
-                fed_tokens=None if step.counts is None else step.counts.fed,
-                trained_tokens=None if step.counts is None else step.counts.trained,
-                num_zeros=result.zeros,
-                params_norm=None if self._points is None else self._points.params_norm,
-            )
-        )
+        recomputed = step.samples * step.seq_length * again
+        self.meter.add(step, flops, recomputed, self.plan.lengths.grows)
+        if self._points is not None:
+            self._points.after_step(trainer, step)
+            if self._points.params_norm is not None:
+                self.record("params_norm", self._points.params_norm)
         self._bar.update()
         if self._early and not trainer.at_end:
             self._say_early(step)
+
+    def record(
+        self,
+        name: str,
+        value: Value,
+        reduce: Reduce = "last",
+        unit: str = "",
+        over_ranks: bool = False,
+    ) -> None:
+        """Adds a number to the next log line; see :meth:`IntervalMeter.record`."""
+        assert self.meter is not None, f"{name} is recorded before the first step"
+        self.meter.record(name, value, reduce, unit, over_ranks)
 
     def _say_early(self, step: Step) -> None:
         """Prints the time of the first steps, which waits for them."""
@@ -320,12 +307,9 @@ class Reporter(Callback):
             consumed_tokens=self.plan.lengths.tokens(samples),
         )
         left = self.time_left.seconds(iteration, self.plan.train_iters)
-        metrics = dataclasses.replace(
-            metrics,
-            rank_times=self.rank_times(),
-            seconds_left=left,
-            spending=self.spending(left),
-        )
+        metrics.values["seconds_left"] = left
+        for numbers in self.at_line:
+            metrics.values.update(numbers(left))
         self.say(metrics.short_line() if self._brief else metrics.line().strip())
         self._write("train", iteration, samples, metrics.row())
         self._write_points()

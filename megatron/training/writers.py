@@ -21,11 +21,11 @@ from pkgutil import resolve_name
 from typing import Any, Protocol, runtime_checkable
 
 from megatron.config.output import LoggingConfig
-from megatron.training.written import WrittenTexts
+from megatron.training.metrics import WrittenTexts
 from megatron.util.files import replacing, sync
 
 Values = Mapping[str, float | None]
-"""Values by the names of the ``row`` of ``IntervalMetrics`` and of what is ``Reported``."""
+"""Values by the names of :mod:`megatron.training.registry` and of what is ``Reported``."""
 
 TRACKER = "megatron.features.trackers.{}:open_writer"
 """Makes the writer of a tracker, imported for runs with it only: a function of the flags, the
@@ -35,9 +35,6 @@ SECRETS = "megatron.util.secrets:without_secrets"
 
 STEP = "step"
 """Kind of the values of a single step, by their tags, for TensorBoard only."""
-
-TASK_COSTS = ("examples", "seconds", "tokens_per_second", "share_of_time")
-"""What rows of the kind ``task`` say of the evaluation itself, besides the task's metrics."""
 
 
 class Writer(Protocol):

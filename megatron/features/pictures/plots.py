@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.training.writers import TASK_COSTS
+from megatron.training.registry import TASK_COSTS
 from megatron.util.files import write_whole
 from megatron.util.json_text import parse_json
 

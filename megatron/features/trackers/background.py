@@ -7,8 +7,8 @@ import queue
 import threading
 from collections.abc import Callable
 
+from megatron.training.metrics import WrittenTexts
 from megatron.training.writers import Values, Writer
-from megatron.training.written import WrittenTexts
 
 MOST_WAITING = 10_000
 """Rows that wait for a program."""

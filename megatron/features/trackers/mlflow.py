@@ -17,8 +17,8 @@ from megatron.features.trackers.tags import (
     flat,
     tagged,
 )
+from megatron.training.metrics import WrittenTexts
 from megatron.training.writers import Values
-from megatron.training.written import WrittenTexts
 from megatron.util.secrets import Redactor
 
 _NOT_IN_NAMES = re.compile(r"[^\w. :/-]", re.ASCII)

@@ -14,8 +14,8 @@ from megatron.features.trackers.tags import (
     evaluation_tagged,
     tagged,
 )
+from megatron.training.metrics import WrittenTexts
 from megatron.training.writers import STEP, Values
-from megatron.training.written import WrittenTexts
 
 
 def open_writer(

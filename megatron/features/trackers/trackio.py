@@ -13,8 +13,8 @@ from megatron.features.trackers.tags import (
     flat,
     tagged,
 )
+from megatron.training.metrics import WrittenTexts
 from megatron.training.writers import Values
-from megatron.training.written import WrittenTexts
 
 ASKED = "--report-to trackio"
 

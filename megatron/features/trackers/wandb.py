@@ -11,8 +11,8 @@ from megatron.config.output import LoggingConfig
 from megatron.features.trackers import package
 from megatron.features.trackers.background import BackgroundWriter
 from megatron.features.trackers.tags import tagged
+from megatron.training.metrics import WrittenText, WrittenTexts
 from megatron.training.writers import Values
-from megatron.training.written import WrittenText, WrittenTexts
 
 
 def open_writer(

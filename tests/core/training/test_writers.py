@@ -23,7 +23,8 @@ from megatron.features.trackers.tags import TAGS, tagged
 from megatron.features.trackers.tensorboard import TensorBoardWriter
 from megatron.features.trackers.wandb import WandbWriter
 from megatron.training import writers
-from megatron.training.metrics import Evaluation, IntervalMetrics, MemoryUse, RankTimes, Spending
+from megatron.training.metrics import Evaluation
+from megatron.training.registry import METRICS, IntervalMetrics
 from megatron.training.writers import (
     STEP,
     JsonLinesWriter,
@@ -34,34 +35,14 @@ from megatron.training.writers import (
 
 
 def interval(iteration: int, loss: float = 2.0) -> IntervalMetrics:
-    return IntervalMetrics(
-        iteration=iteration,
-        train_iters=100,
-        consumed_samples=16 * iteration,
-        consumed_tokens=2048 * iteration,
-        steps=1,
-        loss=loss,
-        losses={"lm loss": loss},
-        grad_norm=None,
-        learning_rate=1e-4,
-        weight_decay=0.1,
-        global_batch_size=16,
-        loss_scale=1.0,
-        skipped_steps=0,
-        nan_steps=0,
-        seconds=0.5,
-        samples_per_second=32.0,
-        tokens_per_second_per_device=4096.0,
-        tflops_per_device=1.0,
-        mfu=None,
-        hfu=None,
-        memory=MemoryUse(2**30, None),
-        rank_times=RankTimes(3, 0.4, 0.3, 0.2),
-        seconds_left=50.0,
-        spending=Spending(7.2e6, 7e6, 0.2e6, 100.0, 1.5, 300.0, 2.5),
-        num_zeros=5.0,
-        params_norm=6.0,
-    )
+    values = dict.fromkeys(METRICS, 1.0)
+    for name in ("seq_length", "trained_tokens_per_second"):
+        del values[name]
+    values |= {"loss": loss, "samples_per_second": 32.0, "tokens_per_second_per_device": 4096.0}
+    values |= {"seconds_per_iteration": 0.5, "memory_allocated_bytes": 2**30}
+    values |= dict.fromkeys(["grad_norm", "mfu", "hfu", "memory_reserved_bytes"])
+    clock = iteration, 100, 16 * iteration, 2048 * iteration
+    return IntervalMetrics(*clock, 1, {"lm loss": loss}, values, METRICS)
 
 
 def write_train(writer, iterations, loss=2.0) -> None:
@@ -100,6 +81,7 @@ def test_what_a_run_reports_beside_its_losses_has_tags():
     assert dict(tagged("train", values)) == {
         "loss": 1.0, "dpo loss": 1.0, "rewards/margins": 2.0, "mfu": 0.5,
     }  # fmt: skip
+    assert dict(tagged("train", {"queue_seconds": 1.5, "nan_steps": 0})) == {"queue-seconds": 1.5}
     assert dict(tagged("validation more", values)) == {
         "loss validation more": 1.0,
         "dpo loss validation more": 1.0,

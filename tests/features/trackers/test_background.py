@@ -14,8 +14,8 @@ from megatron.config.output import LoggingConfig
 from megatron.features.trackers import background, package
 from megatron.features.trackers.background import BackgroundWriter
 from megatron.features.trackers.mlflow import MlflowWriter
+from megatron.training.metrics import WrittenTexts
 from megatron.training.writers import LastingWriter, build_writers
-from megatron.training.written import WrittenTexts
 
 
 class Recorder:
