@@ -1,5 +1,5 @@
-"""Measurements of a run: evaluations, texts, the numbers of its log intervals, its time left, and
-the memory and peak rates of its devices."""
+"""Measurements of a run: evaluations, the numbers of its log intervals, its time left, and the
+memory and peak rates of its devices."""
 
 from __future__ import annotations
 
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from megatron.training.trainer import Step
 
 Value = torch.Tensor | float | None
-
-_MOST_SHOWN = 60
-"""Characters of a text on the console."""
 
 
 class Reported(Protocol):
@@ -95,41 +92,6 @@ class Evaluation:
 def perplexity(loss: float) -> float:
     """exp(loss), with a loss of 20 at most, as in Megatron, so that it does not overflow."""
     return math.nan if math.isnan(loss) else math.exp(min(20.0, loss))
-
-
-class WrittenText(NamedTuple):
-    """What the model wrote after a prompt, and what stands there in the data ("" if nothing does);
-    ``ended`` says whether it came to an end by itself."""
-
-    prompt: str
-    answer: str
-    reference: str
-    ended: bool
-
-
-@dataclass(frozen=True)
-class WrittenTexts:
-    """The texts of one moment, after ``iteration`` steps."""
-
-    iteration: int
-    texts: tuple[WrittenText, ...]
-
-    def line(self) -> str:
-        """For the console: the first text, with line breaks as \\n, shortened. The metrics have all
-        of them."""
-        text = self.texts[0]
-        return (
-            f"sample 1 of {len(self.texts)} at iteration {self.iteration} | "
-            f"prompt: {_short(text.prompt, at_end=True)} | answer: {_short(text.answer)}"
-            + ("" if text.ended else " (not ended)")
-        )
-
-
-def _short(text: str, at_end: bool = False) -> str:
-    """A text in one line; of a long one its beginning, or ``at_end`` its end."""
-    if len(text) > _MOST_SHOWN:
-        text = f"...{text[-_MOST_SHOWN:]}" if at_end else f"{text[:_MOST_SHOWN]}..."
-    return repr(text)
 
 
 class TimeLeft:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 Reduce = Literal["last", "mean", "sum", "max", "count", "not finite", "rate"]
 """Over the steps of a log interval: "mean" is of the finite values, "count" a rounded sum, "not
@@ -219,3 +219,42 @@ class IntervalMetrics:
         for name in names:
             if self.values.get(name) is not None:
                 yield self.metrics[name].field(self.values)
+
+
+_MOST_SHOWN = 60
+"""Characters of a text on the console."""
+
+
+class WrittenText(NamedTuple):
+    """What the model wrote after a prompt, and what stands there in the data ("" if nothing does);
+    ``ended`` says whether it came to an end by itself."""
+
+    prompt: str
+    answer: str
+    reference: str
+    ended: bool
+
+
+@dataclass(frozen=True)
+class WrittenTexts:
+    """The texts of one moment, after ``iteration`` steps."""
+
+    iteration: int
+    texts: tuple[WrittenText, ...]
+
+    def line(self) -> str:
+        """For the console: the first text, with line breaks as \\n, shortened. The metrics have all
+        of them."""
+        text = self.texts[0]
+        return (
+            f"sample 1 of {len(self.texts)} at iteration {self.iteration} | "
+            f"prompt: {_short(text.prompt, at_end=True)} | answer: {_short(text.answer)}"
+            + ("" if text.ended else " (not ended)")
+        )
+
+
+def _short(text: str, at_end: bool = False) -> str:
+    """A text in one line; of a long one its beginning, or ``at_end`` its end."""
+    if len(text) > _MOST_SHOWN:
+        text = f"...{text[-_MOST_SHOWN:]}" if at_end else f"{text[:_MOST_SHOWN]}..."
+    return repr(text)

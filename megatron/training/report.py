@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from megatron.config import Resolved, RunConfig
+from megatron.config.features import features
 from megatron.config.parallel import ParallelConfig
 from megatron.data.build import PortionSize
 from megatron.families import family_of
@@ -26,15 +27,14 @@ from megatron.training.metrics import (
     Reported,
     TimeLeft,
     Value,
-    WrittenTexts,
     measure_matmul_peak,
     peak_flops,
 )
 from megatron.training.plan import TrainingPlan
-from megatron.training.registry import Reduce
+from megatron.training.registry import Reduce, WrittenTexts
 from megatron.training.resume import ResumePoint
 from megatron.training.trainer import Callback, Step, Trainer
-from megatron.training.writers import RunWriter, TeeWriter, build_writers
+from megatron.training.writers import RunWriter, TeeWriter, build_writers, read_metrics
 from megatron.util.processes import is_main_process
 from megatron.util.progress import above_bars, progress_bar
 
@@ -46,10 +46,6 @@ ADAPTERS = "megatron.features.adapters.report"
 
 EXTENT = "megatron.features.epochs.passes:extent"
 """Lines about parameters, tokens and epochs; imported for runs that train."""
-POINTS = "megatron.features.trackers.points:StepPoints"
-"""Numbers of single steps; imported for runs that show them."""
-READ_METRICS = "megatron.features.pictures.plots:read_metrics"
-"""Reads the metrics of an earlier start; imported where a run has nothing left to train."""
 
 
 class _LogHandler(logging.StreamHandler[Any]):
@@ -81,6 +77,24 @@ def say(text: str) -> None:
     """Prints a line with the time."""
     with above_bars():
         print(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {text}", flush=True)
+
+
+class StepNumbers(Protocol):
+    """Numbers of single steps, measured on every rank and written with the next log line.
+
+    Attributes:
+        params_norm: 2-norm of the weights after the last step, if its log line shows it.
+    """
+
+    params_norm: torch.Tensor | None
+
+    def before_step(self, trainer: Trainer) -> None: ...
+
+    def after_step(self, trainer: Trainer, step: Step) -> None: ...
+
+    def went_back(self) -> None: ...
+
+    def write(self, writer: RunWriter) -> None: ...
 
 
 class Reporter(Callback):
@@ -120,11 +134,8 @@ class Reporter(Callback):
                 resume_samples=begin.consumed_samples,
                 configuration=config.to_dict(),
             )
-        logging = config.logging
-        shown = logging.log_params_norm or logging.log_num_zeros_in_grad
-        self._points = None
-        if shown or "tensorboard" in logging.trackers:
-            self._points = resolve_name(POINTS)(config, plan)
+        several = (feature.step_numbers(config, plan) for feature in features().values())
+        self._numbers: list[StepNumbers] = [each for each in several if each is not None]
         self._write_resume(begin.iteration, begin.consumed_samples)
         self._announce(resolved, begin, sizes)
         self._bar = progress_bar(
@@ -217,7 +228,7 @@ class Reporter(Callback):
             due += [Evaluation(iteration, {}, name, test=True).kind for name in test]
         file, rows = config.logging.metrics_file, []
         if file is not None and os.path.exists(file):
-            rows = resolve_name(READ_METRICS)(file)
+            rows = read_metrics(file)
         kinds = [row["kind"] for row in rows if row.get("iteration") == iteration]
         if config.tasks.eval_tasks and not any(kind.startswith("task ") for kind in kinds):
             return "tasks"
@@ -237,14 +248,14 @@ class Reporter(Callback):
             self.meter = IntervalMeter(
                 self.plan.full_iters, self.device, self.mesh.world.size, self.peak
             )
-        if self._points is not None:
-            self._points.before_step(trainer)
+        for each in self._numbers:
+            each.before_step(trainer)
 
     def went_back(self, trainer: Trainer) -> None:
         """As at a resume, of the same process."""
         self.meter = None
-        if self._points is not None:
-            self._points.went_back()
+        for each in self._numbers:
+            each.went_back()
         self.writer.went_back(trainer.iteration, trainer.consumed_samples)
         self._write_resume(trainer.iteration, trainer.consumed_samples)
 
@@ -257,10 +268,10 @@ class Reporter(Callback):
         )
         recomputed = step.samples * step.seq_length * again
         self.meter.add(step, flops, recomputed, self.plan.lengths.grows)
-        if self._points is not None:
-            self._points.after_step(trainer, step)
-            if self._points.params_norm is not None:
-                self.record("params_norm", self._points.params_norm)
+        for each in self._numbers:
+            each.after_step(trainer, step)
+            if each.params_norm is not None:
+                self.record("params_norm", each.params_norm)
         self._bar.update()
         if self._early and not trainer.at_end:
             self._say_early(step)
@@ -312,11 +323,8 @@ class Reporter(Callback):
             metrics.values.update(numbers(left))
         self.say(metrics.short_line() if self._brief else metrics.line().strip())
         self._write("train", iteration, samples, metrics.row())
-        self._write_points()
-
-    def _write_points(self) -> None:
-        if self._points is not None:
-            self._points.write(self.writer)
+        for each in self._numbers:
+            each.write(self.writer)
 
     def evaluated(self, trainer: Trainer, evaluation: Reported) -> None:
         self.say(evaluation.line().strip())
@@ -335,7 +343,8 @@ class Reporter(Callback):
 
     def training_ended(self, trainer: Trainer, reason: str | None) -> None:
         self._bar.close()
-        self._write_points()
+        for each in self._numbers:
+            each.write(self.writer)
         if reason is not None:
             self.say(f"stopped by {reason} after iteration {trainer.iteration}")
 

@@ -17,7 +17,7 @@ from megatron.apps.generation.writing import TextWriter
 from megatron.parallel.mesh import Mesh
 from megatron.run.run import Run
 from megatron.tokenizer import Tokenizer
-from megatron.training.metrics import WrittenText, WrittenTexts
+from megatron.training.registry import WrittenText, WrittenTexts
 from megatron.training.trainer import Callback, Trainer
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron.training.metrics import WrittenText
-from megatron.training.registry import METRICS, TAG_ORDER
+from megatron.training.registry import METRICS, TAG_ORDER, WrittenText
 from megatron.training.writers import STEP, Values
 
 TAGS: dict[str, dict[str, str]] = {

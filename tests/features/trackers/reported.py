@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.config.output import LoggingConfig
-from megatron.training.metrics import WrittenText, WrittenTexts
+from megatron.training.registry import WrittenText, WrittenTexts
 from megatron.training.writers import build_writers
 
 FLAGS = {"tracker_project": "tests", "run_name": "small"}
