@@ -216,16 +216,17 @@ class IntervalMeter:
             record("seq_length", float(step.seq_length))
         self._steps += 1
         self._losses = tuple(result.losses)
-        record("loss", result.loss)
+        # Losses are logged in float32, whatever they are added up in.
+        record("loss", result.loss.float())
         for name, loss in result.losses.items() if len(result.losses) > 1 else ():
-            record(name, loss, "mean")
+            record(name, loss.float(), "mean")
         record("grad_norm", result.grad_norm)
         record("learning_rate", step.learning_rate)
         record("weight_decay", step.weight_decay)
         record("global_batch_size", step.samples)
         record("loss_scale", result.loss_scale)
         record("skipped_steps", result.skipped)
-        record("nan_steps", result.loss)
+        record("nan_steps", result.loss.float())
         record("samples_per_second", step.samples)
         record("tokens_per_second_per_device", fed / self._devices)
         work, every = flops * share / self._devices, (flops + recomputed_flops) * share
