@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megatron.apps.profiling.callback import profiling
 from megatron.config import (
     RunConfig,
 )
@@ -27,7 +28,6 @@ from megatron.engine.saving import hold_folder, ruined
 from megatron.engine.train_engine import TrainEngine
 from megatron.families.trained import trained_spec
 from megatron.features.preference.flags import PreferenceConfig
-from megatron.features.profiling.callback import profiling
 from megatron.features.resilience.flags import ResilienceConfig
 from megatron.features.resilience.generation import current
 from megatron.features.resilience.unattended.replicas import ReplicaCheck
