@@ -51,7 +51,9 @@ def opener(
         from megatron.features.trackers.tensorboard import TensorBoardWriter
 
         return lambda iteration, samples: TensorBoardWriter(logging, iteration, samples)
-    service = {"mlflow": MlflowWriter, "trackio": TrackioWriter, "wandb": WandbWriter}[name]
+    services: dict[str, Callable[[LoggingConfig, Mapping[str, Any], int], Writer]]
+    services = {"mlflow": MlflowWriter, "trackio": TrackioWriter, "wandb": WandbWriter}
+    service = services[name]
     return lambda iteration, samples: BackgroundWriter(
         lambda: service(logging, configuration, iteration), wait=iteration == 0
     )
