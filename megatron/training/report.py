@@ -21,15 +21,8 @@ from megatron.config.parallel import ParallelConfig
 from megatron.data.build import PortionSize
 from megatron.families import family_of
 from megatron.parallel.mesh import Mesh, first_reason
-from megatron.training.metrics import (
-    Evaluation,
-    IntervalMeter,
-    Reported,
-    TimeLeft,
-    Value,
-    measure_matmul_peak,
-    peak_flops,
-)
+from megatron.training.intervals import IntervalMeter, TimeLeft, Value
+from megatron.training.metrics import Evaluation, Reported, measure_matmul_peak, peak_flops
 from megatron.training.plan import TrainingPlan
 from megatron.training.registry import Reduce, WrittenTexts
 from megatron.training.resume import ResumePoint

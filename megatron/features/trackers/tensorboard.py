@@ -20,7 +20,7 @@ from megatron.features.trackers.tags import (
     evaluation_tagged,
     tagged,
 )
-from megatron.training.metrics import numbers
+from megatron.training.intervals import numbers
 from megatron.training.plan import TrainingPlan
 from megatron.training.registry import WrittenTexts
 from megatron.training.trainer import Step, Trainer

@@ -9,12 +9,8 @@ import pytest
 import torch
 
 from megatron.engine.train_engine import StepResult
-from megatron.training.metrics import (
-    Evaluation,
-    IntervalMeter,
-    memory_use,
-    perplexity,
-)
+from megatron.training.intervals import IntervalMeter, memory_use
+from megatron.training.metrics import Evaluation, perplexity
 from megatron.training.trainer import Step
 
 CPU = torch.device("cpu")

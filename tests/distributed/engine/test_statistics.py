@@ -19,7 +19,7 @@ from megatron.engine.statistics import state_norms
 from megatron.engine.train_engine import StepResult
 from megatron.parallel.shard import shard_of
 from megatron.run.run import parse_run
-from megatron.training.metrics import IntervalMeter
+from megatron.training.intervals import IntervalMeter
 from megatron.training.trainer import Step
 
 STEPS = 3

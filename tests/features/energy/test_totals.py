@@ -19,7 +19,7 @@ from megatron.features.energy.counters import (
     Joules,
     RunEnergy,
 )
-from megatron.training.metrics import TimeLeft
+from megatron.training.intervals import TimeLeft
 from megatron.training.registry import METRICS
 
 
