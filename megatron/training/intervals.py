@@ -21,7 +21,7 @@ Value = torch.Tensor | float | None
 
 
 class TimeLeft:
-    """How long a run still takes: the remaining iterations at the mean speed of the last log
+    """Seconds that a run still takes: the remaining iterations at the mean speed of the last log
     intervals, evaluations and saves included, without the first interval, which compiles."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -17,6 +17,8 @@ Reduce = Literal["last", "mean", "sum", "max", "count", "not finite", "rate"]
 finite" the number of such values, "rate" the sum per second of the interval."""
 Show = str | Callable[[Mapping[str, Any]], str]
 
+CLOCKS = ("iteration", "consumed_samples", "consumed_tokens")
+"""Position of every row."""
 TASK_COSTS = ("examples", "seconds", "tokens_per_second", "share_of_time")
 """Values of rows of the kind ``task`` about the evaluation itself, besides the task's metrics."""
 
@@ -226,8 +228,8 @@ _MOST_SHOWN = 60
 
 
 class WrittenText(NamedTuple):
-    """What the model wrote after a prompt, and what stands there in the data ("" if nothing does);
-    ``ended`` says whether it came to an end by itself."""
+    """A text of the model after a prompt, and the text of the data there ("" without one);
+    ``ended`` is whether it came to an end by itself."""
 
     prompt: str
     answer: str

@@ -139,7 +139,7 @@ class Reporter(Callback):
         self._last_step = time.monotonic()
 
     def _write_resume(self, iteration: int, consumed_samples: int) -> None:
-        """Where the rows before were written by another process, or before a step back."""
+        """Marks that the rows before are of another process, or of before a step back."""
         if iteration:
             self._write("resume", iteration, consumed_samples, {})
 
@@ -147,8 +147,8 @@ class Reporter(Callback):
         self, resolved: Resolved, begin: ResumePoint, sizes: Callable[[], Sequence[PortionSize]]
     ) -> None:
         config, origins = resolved.config, resolved.origins.values()
-        given = sum(origin.startswith(("flag", "derived")) for origin in origins)
-        self.say(f"{given} values given or derived; --explain-config prints all")
+        count = sum(origin.startswith(("flag", "derived")) for origin in origins)
+        self.say(f"{count} values given or derived; --explain-config prints all")
         for note in resolved.notes:
             self.say(note)
         self.say(f"layout: {_layout(config)} on {self.device.type}")
@@ -283,7 +283,8 @@ class Reporter(Callback):
 
     def _say_early(self, step: Step) -> None:
         """Prints the time of the first steps, which waits for them."""
-        losses = ", ".join(f"{name} {loss:.4g}" for name, loss in _read(step.result.losses))
+        values = {name: float(loss) for name, loss in step.result.losses.items()}
+        losses = ", ".join(f"{name} {loss:.4g}" for name, loss in values.items())
         now = time.monotonic()
         seconds, self._last_step = now - self._last_step, now
         text = f"step {step.iteration}: {seconds:.3g} s, {losses}"
@@ -362,10 +363,6 @@ class Reporter(Callback):
         self.writer.close()
 
 
-def _read(losses: Mapping[str, torch.Tensor]) -> list[tuple[str, float]]:
-    return [(name, float(loss)) for name, loss in losses.items()]
-
-
 def _layout(config: RunConfig) -> str:
     layout = config.parallel
     pipeline, data = layout.pipeline_model_parallel_size, layout.data_parallel_size
@@ -384,7 +381,8 @@ def _layout(config: RunConfig) -> str:
 
 
 def _recomputed(parallel: ParallelConfig) -> tuple[str | None, int | None]:
-    """What is recomputed (selective, uniform, block), and of how many blocks if not of all."""
+    """Return the kind of recomputation (selective, uniform, block), and the number of blocks if
+    not all are recomputed."""
     if parallel.recompute_granularity != "full":
         return parallel.recompute_granularity, None
     if parallel.recompute_method == "block":

@@ -53,11 +53,11 @@ def profiling(config: RunConfig, engine: TrainEngine, iteration: int) -> list[Ca
 
 
 def under_nsys(options: ProfilingConfig, on_gpu: bool) -> bool:
-    """Whether nsys records this process, and torch's profiler is not requested."""
+    """Return True if nsys records this process, and torch's profiler is not requested."""
     # The variable by which nsys informs its processes; NVTX.jl and GROMACS look for it as well.
-    found = "NSYS_PROFILING_SESSION_ID" in os.environ
+    recorded = "NSYS_PROFILING_SESSION_ID" in os.environ
     plain = options.profile == "auto" and not options.use_pytorch_profiler
-    return found and on_gpu and plain
+    return recorded and on_gpu and plain
 
 
 class Recorder:

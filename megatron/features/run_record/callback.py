@@ -151,7 +151,7 @@ class StartRecord:
 def named_paths(config: RunConfig) -> set[Path]:
     """The paths that a configuration names, as far as a text may be one: data, models, outputs."""
     waiting: list[Any] = [config.to_dict()]
-    found = set()
+    paths = set()
     while waiting:
         value = waiting.pop()
         if isinstance(value, Mapping):
@@ -159,8 +159,8 @@ def named_paths(config: RunConfig) -> set[Path]:
         elif isinstance(value, list | tuple):
             waiting += value
         elif isinstance(value, str) and value and "\0" not in value and "://" not in value:
-            found.add(Path(os.path.realpath(value.partition("@")[0])))
-    return found
+            paths.add(Path(os.path.realpath(value.partition("@")[0])))
+    return paths
 
 
 def _now() -> str:

@@ -123,8 +123,9 @@ def _is_private(path: Path, root: Path, private: Collection[Path]) -> bool:
 
 
 def _git(folder: Path, *arguments: str, ends: int = 0) -> bytes:
-    """What a command prints. It takes no lock, so that another git in the folder is not disturbed,
-    and starts no program that the folder's settings name. ``ends``: its exit status, if not 0."""
+    """Return the output of a command. It takes no lock, so that another git in the folder is not
+    disturbed, and starts no program that the folder's settings name. ``ends``: its exit status, if
+    not 0."""
     done = subprocess.run(
         ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments],
         stdin=subprocess.DEVNULL,
@@ -145,7 +146,7 @@ _WORDS = tuple(".bash .md .rst .sbatch .sh .txt .zsh Dockerfile Makefile".split(
 """Files in which a value without quotes is one word. In all others it is the rest of the line."""
 
 _HINT = r"(?=[\w.-]*(?:auth|cookie|cred|jwt|key|pass|pat|pwd|secret|sig|token))"
-"""What every secret name has: no time is spent on others."""
+"""Part of every secret name: no time is spent on others."""
 _NAME = rf"(?<![\w$.-])(?P<opened>[\"']?){_HINT}(?P<name>-{{0,3}}[a-z_][\w.-]{{0,100}})(?P=opened)"
 _ANNOTATION = r"(?::[\w.\[\]| \t]{1,60}(?==))?"
 _QUOTED = r"""(?P<quote>"{3}|'{3}|["'])(?P<quoted>(?:\\.|(?!(?P=quote))[^\\\n])*)"""
@@ -175,7 +176,7 @@ _NO_SECRET = re.compile(
 )
 """Values that say nothing, or where the secret is."""
 _KEY_OF_CODE = re.compile(r"(?=.*\d)[\w+/=.-]{16,}")
-"""What ``key = "..."`` must be for a secret in code, where most keys are names of something."""
+"""A secret in ``key = "..."`` of code, where most keys are names of something."""
 
 
 def without_values(patch: str) -> str:
@@ -194,24 +195,24 @@ def _section(section: str) -> str:
     values = next((value for ends, value in plain if title.endswith(ends)), _LINE)
     values = _CODE_VALUE if code else values
     pieces, done = [], 0
-    found = names.search(text)
-    while found is not None:
-        end = found.end()
-        value = values.match(text, end) if _has_value(found) else None
-        if value is not None and not _is_known(found["name"], value, code):
+    match = names.search(text)
+    while match is not None:
+        end = match.end()
+        value = values.match(text, end) if _has_value(match) else None
+        if value is not None and not _is_known(match["name"], value, code):
             pieces += [text[done:end], value["quote"] or "", HIDDEN]
             done = end = value.end()
-        found = names.search(text, max(end, found.start() + 1))
+        match = names.search(text, max(end, match.start() + 1))
     return "".join(pieces) + text[done:] + binary + rest
 
 
-def _has_value(found: re.Match[str]) -> bool:
-    assigned = found[0].rstrip()[-1] in ":=>-"
-    return is_secret(found["name"]) and (assigned or found["name"].startswith("--"))
+def _has_value(match: re.Match[str]) -> bool:
+    assigned = match[0].rstrip()[-1] in ":=>-"
+    return is_secret(match["name"]) and (assigned or match["name"].startswith("--"))
 
 
 def _is_known(name: str, value: re.Match[str], code: bool) -> bool:
-    """Whether a value may be seen."""
+    """Return True for a value that may be seen."""
     quoted = value["quote"] is not None
     text = value["quoted"] if quoted else value["bare"]
     if code and name.lower() in ("key", "pat", "token") and not _KEY_OF_CODE.fullmatch(text):

@@ -1,4 +1,4 @@
-"""What the values of a run are called in the trackers, and texts for people in them."""
+"""Names of the values of a run in the trackers, and texts for people in them."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ def as_markdown(text: WrittenText) -> str:
 
 def flat(configuration: Mapping[str, Any]) -> dict[str, str]:
     """The values of a configuration by their dotted names, as texts."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for name, value in configuration.items():
         if isinstance(value, Mapping):
-            found |= {f"{name}.{inner}": text for inner, text in flat(value).items()}
+            texts |= {f"{name}.{inner}": text for inner, text in flat(value).items()}
         else:
-            found[name] = str(value)
-    return found
+            texts[name] = str(value)
+    return texts
