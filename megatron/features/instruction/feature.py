@@ -8,7 +8,7 @@ from megatron.config.features import Feature
 from megatron.features.instruction.flags import InstructionConfig
 
 
-class Instruction(Feature):
+class InstructionFeature(Feature):
     sections = {"instruction": InstructionConfig}
 
     def data_kind(self, section: str) -> Any:
@@ -17,4 +17,4 @@ class Instruction(Feature):
         return KIND
 
 
-FEATURE = Instruction()
+FEATURE = InstructionFeature()

@@ -8,7 +8,7 @@ from megatron.config.features import Feature
 from megatron.features.preference.flags import PreferenceConfig
 
 
-class Preference(Feature):
+class PreferenceFeature(Feature):
     sections = {"preference": PreferenceConfig}
 
     def data_kind(self, section: str) -> Any:
@@ -17,4 +17,4 @@ class Preference(Feature):
         return KIND
 
 
-FEATURE = Preference()
+FEATURE = PreferenceFeature()

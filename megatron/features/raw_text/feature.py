@@ -8,7 +8,7 @@ from megatron.config.features import Feature
 from megatron.features.raw_text.flags import RawTextConfig
 
 
-class RawText(Feature):
+class RawTextFeature(Feature):
     sections = {"raw_text": RawTextConfig}
 
     def data_kind(self, section: str) -> Any:
@@ -17,4 +17,4 @@ class RawText(Feature):
         return KIND
 
 
-FEATURE = RawText()
+FEATURE = RawTextFeature()

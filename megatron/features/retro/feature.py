@@ -8,7 +8,7 @@ from megatron.config.features import Feature
 from megatron.features.retro.flags import RetroDataConfig
 
 
-class Retro(Feature):
+class RetroFeature(Feature):
     sections = {"retro": RetroDataConfig}
     families = ("retro",)
 
@@ -18,4 +18,4 @@ class Retro(Feature):
         return FAMILY
 
 
-FEATURE = Retro()
+FEATURE = RetroFeature()
