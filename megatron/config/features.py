@@ -8,7 +8,7 @@ feature less, and its flags go with it.
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -40,6 +40,18 @@ class Feature:
     def family(self, name: str) -> Any:
         """The :class:`~megatron.families.family.Family` of that name."""
         raise AssertionError(f"{self} has no family {name}")
+
+    def writers(
+        self, logging: Any, configuration: Mapping[str, Any], iteration: int, samples: int
+    ) -> Sequence[Any]:
+        """Each :class:`~megatron.training.writers.RunWriter` of the main process for metrics, next
+        to the JSON lines; ``iteration`` and ``samples`` are those before its first row."""
+        return ()
+
+    def step_numbers(self, config: Any, plan: Any) -> Any:
+        """Numbers of single steps, which every rank measures, a
+        :class:`~megatron.training.report.StepNumbers`; None for none."""
+        return None
 
 
 @cache

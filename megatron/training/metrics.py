@@ -1,10 +1,8 @@
-"""Metrics of a run: per step, per log interval and per evaluation; and the peak of its devices. An
-:class:`IntervalMeter` keeps the losses of steps as tensors on the device and reads them once, when
-the interval ends."""
+"""Measurements of a run: evaluations, the numbers of its log intervals, its time left, and the
+memory and peak rates of its devices."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 import resource
@@ -14,275 +12,17 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 
+from megatron.training.registry import METRICS, IntervalMetrics, Reduce, RunMetric
 
-@dataclass(frozen=True)
-class StepMetrics:
-    """One optimizer step; tensors are read only at the end of the interval.
+if TYPE_CHECKING:
+    from megatron.training.trainer import Step
 
-    Args:
-        loss: the minimised loss: scalar, mean over micro batches and data-parallel ranks; read only
-            at the end of the interval.
-        grad_norm: global norm before clipping; None where the engine does not compute it.
-        skipped: whether the optimizer left the weights unchanged; as a scalar tensor 1.0 if so.
-        flops: model FLOPs of the step; None to count them by tokens.
-        recomputed_flops: those of recomputed activations, which are not the model's.
-        seq_length: tokens of a sample where that changes over the run, else None.
-        fed_tokens: that the model reads, where steps differ in it; ``tokens`` and ``flops`` are
-            then those of samples that are as long as can be.
-        trained_tokens: whose loss counts, where not all do.
-        num_zeros, params_norm: of gradients and of weights, where they are logged.
-    """
-
-    loss: torch.Tensor
-    losses: Mapping[str, torch.Tensor]
-    samples: int
-    tokens: int
-    learning_rate: float
-    weight_decay: float
-    grad_norm: torch.Tensor | float | None = None
-    loss_scale: float = 1.0
-    skipped: torch.Tensor | bool = False
-    flops: float | None = None
-    recomputed_flops: float = 0.0
-    seq_length: int | None = None
-    fed_tokens: torch.Tensor | None = None
-    trained_tokens: torch.Tensor | None = None
-    num_zeros: torch.Tensor | None = None
-    params_norm: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class MemoryUse:
-    """Peak memory of one process since its start, in bytes: of tensors on a CUDA device (on CPU the
-    resident set), and what torch's allocator reserved on a CUDA device."""
-
-    allocated: int
-    reserved: int | None
-
-
-@dataclass(frozen=True)
-class RankTimes:
-    """What ranks needed for a step without waiting for each other, in seconds."""
-
-    slowest: int
-    """The rank that needed most."""
-    most: float
-    median: float
-    least: float
-
-
-@dataclass(frozen=True)
-class Spending:
-    """What a run has spent over all its starts; None where nothing counts it, or without a price.
-
-    Args:
-        energy_joules: of all devices and processors that have counters.
-        devices_joules, processors_joules: its parts.
-        device_seconds: from the start of the processes, over all devices.
-        cost: in the currency of the price of a device.
-        cost_left: of the rest of the run at its present speed.
-    """
-
-    energy_joules: float | None = None
-    devices_joules: float | None = None
-    processors_joules: float | None = None
-    device_seconds: float | None = None
-    cost: float | None = None
-    co2_grams: float | None = None
-    cost_left: float | None = None
-
-    def fields(self) -> list[str]:
-        """Of the console line."""
-        found = []
-        if self.energy_joules is not None:
-            found.append(f"energy (kWh): {self.energy_joules / 3.6e6:.4g}")
-        if self.co2_grams is not None:
-            found.append(f"CO2 (kg): {self.co2_grams / 1000:.4g}")
-        if self.cost is not None:
-            found.append(f"cost: {_amount(self.cost)}")
-        if self.cost_left is not None:
-            found.append(f"cost to finish: {_amount(self.cost_left)}")
-        return found
-
-
-def _amount(money: float) -> str:
-    return f"{money:.2f}" if money >= 10 else f"{money:.3g}"
-
-
-@dataclass(frozen=True)
-class IntervalMetrics:
-    """The steps between two log lines. Rates and sizes without a note are those of the last step;
-    consumed counts are since the start of the run.
-
-    Args:
-        train_iters: iterations that data are prepared for; --train-tokens may end a run earlier.
-        loss, losses: means over the steps with a finite loss, NaN if no step has one.
-        seconds: wall time of the interval without what was :meth:`IntervalMeter.paused`.
-        samples_per_second: over all devices.
-        mfu: model FLOP/s as a share of the device's peak, 0 to 1; None without a known peak.
-        hfu: the same of all FLOP/s, recomputed ones included.
-        seq_length: tokens of a sample in the last step; None where that does not change.
-        trained_tokens_per_second: over all devices, of tokens whose loss counts; None where all do.
-        rank_times: None for a single process, and before the first was measured.
-        seconds_left: until the last iteration, at the present speed; None if not known.
-        spending: None where nothing is counted.
-    """
-
-    iteration: int
-    train_iters: int
-    consumed_samples: int
-    consumed_tokens: int
-    steps: int
-    loss: float
-    losses: Mapping[str, float]
-    grad_norm: float | None
-    learning_rate: float
-    weight_decay: float
-    global_batch_size: int
-    loss_scale: float
-    skipped_steps: int
-    nan_steps: int
-    seconds: float
-    samples_per_second: float
-    tokens_per_second_per_device: float
-    tflops_per_device: float
-    mfu: float | None
-    hfu: float | None
-    memory: MemoryUse
-    seq_length: int | None = None
-    trained_tokens_per_second: float | None = None
-    rank_times: RankTimes | None = None
-    seconds_left: float | None = None
-    spending: Spending | None = None
-    devices: int = 1
-    num_zeros: float | None = None
-    params_norm: float | None = None
-
-    def line(self) -> str:
-        """The console line, with the key texts of Megatron that people's scripts look for."""
-        fields = [
-            f"iteration {self.iteration:8d}/{self.train_iters:8d}",
-            f"consumed samples: {self.consumed_samples:12d}",
-            f"consumed tokens: {self.consumed_tokens:12d}",
-            f"elapsed time per iteration (ms): {1000 * self.seconds / self.steps:.1f}",
-            f"learning rate: {self.learning_rate:.3E}",
-            f"global batch size: {self.global_batch_size:5d}",
-            *(f"{name}: {loss:.6E}" for name, loss in self.losses.items()),
-            f"loss scale: {self.loss_scale:.1f}",
-        ]
-        if self.grad_norm is not None:
-            fields.append(f"grad norm: {self.grad_norm:.3f}")
-        if self.num_zeros is not None:
-            fields.append(f"num zeros: {self.num_zeros:.1f}")
-        if self.params_norm is not None:
-            fields.append(f"params norm: {self.params_norm:.3f}")
-        if self.seq_length is not None:
-            fields.append(f"curriculum seqlen: {self.seq_length:5d}")
-        fields += [
-            f"number of skipped iterations: {self.skipped_steps:3d}",
-            f"number of nan iterations: {self.nan_steps:3d}",
-            f"samples per second: {self.samples_per_second:.3f}",
-            f"tokens per second per device: {self.tokens_per_second_per_device:.1f}",
-            *self._trained(),
-            f"TFLOP/s per device: {self.tflops_per_device:.3f}",
-        ]
-        if self.mfu is not None:
-            fields.append(f"MFU: {100 * self.mfu:.1f}%")
-        if self.hfu is not None:
-            fields.append(f"HFU: {100 * self.hfu:.1f}%")
-        fields.append(f"memory (GiB): {self.memory.allocated / 2**30:.2f}")
-        if (ranks := self.rank_times) is not None:
-            fields += [
-                f"slowest rank: {ranks.slowest}",
-                f"own time of ranks (ms): {1000 * ranks.least:.1f} to {1000 * ranks.most:.1f}",
-            ]
-        if self.seconds_left is not None:
-            fields.append(f"time left: {timedelta(seconds=round(self.seconds_left))}")
-        if self.spending is not None:
-            fields += self.spending.fields()
-        return " " + " | ".join(fields) + " |"
-
-    def short_line(self) -> str:
-        """The console line for readers: the same names, the losses first, without values that
-        hardly change or explain something; :meth:`row` has everything."""
-        rate = self.tokens_per_second_per_device * self.devices
-        fields = [
-            f"iteration {self.iteration:8d}/{self.train_iters:8d}",
-            *(f"{name}: {loss:.6E}" for name, loss in self.losses.items()),
-            f"learning rate: {self.learning_rate:.3E}",
-            f"consumed samples: {self.consumed_samples}",
-        ]
-        if self.grad_norm is not None:
-            fields.append(f"grad norm: {self.grad_norm:.3f}")
-        for count, what in ((self.skipped_steps, "skipped"), (self.nan_steps, "nan")):
-            fields += [f"number of {what} iterations: {count}"] * bool(count)
-        fields += [
-            f"elapsed time per iteration (ms): {1000 * self.seconds / self.steps:.1f}",
-            f"tokens per second: {rate:,.0f}",
-        ]
-        if self.mfu is not None:
-            fields.append(f"MFU: {100 * self.mfu:.1f}%")
-        if self.seconds_left is not None:
-            fields.append(f"time left: {timedelta(seconds=round(self.seconds_left))}")
-        return " | ".join(fields) + " |"
-
-    def _spent(self) -> dict[str, float | None]:
-        spent = {} if self.spending is None else dataclasses.asdict(self.spending)
-        left = {"seconds_left": self.seconds_left}
-        return {name: value for name, value in (left | spent).items() if value is not None}
-
-    def _trained(self) -> list[str]:
-        rate = self.trained_tokens_per_second
-        return [] if rate is None else [f"trained tokens per second: {rate:.1f}"]
-
-    def _ranks(self) -> dict[str, float | None]:
-        if (ranks := self.rank_times) is None:
-            return {}
-        return {
-            "slowest_rank": ranks.slowest,
-            "own_seconds_slowest": ranks.most,
-            "own_seconds_median": ranks.median,
-            "own_seconds_fastest": ranks.least,
-        }
-
-    def row(self) -> dict[str, float | None]:
-        """The values by name, for writers."""
-        rate = self.trained_tokens_per_second
-        trained = {} if rate is None else {"trained_tokens_per_second": rate}
-        growing = {} if self.seq_length is None else {"seq_length": float(self.seq_length)}
-        counted = {"num_zeros": self.num_zeros, "params_norm": self.params_norm}
-        several = self.losses if len(self.losses) > 1 else {}
-        return (
-            growing
-            | trained
-            | self._ranks()
-            | {
-                "loss": self.loss,
-                **several,
-                "grad_norm": self.grad_norm,
-                "learning_rate": self.learning_rate,
-                "weight_decay": self.weight_decay,
-                "global_batch_size": self.global_batch_size,
-                "loss_scale": self.loss_scale,
-                "skipped_steps": self.skipped_steps,
-                "nan_steps": self.nan_steps,
-                "seconds_per_iteration": self.seconds / self.steps,
-                "samples_per_second": self.samples_per_second,
-                "tokens_per_second_per_device": self.tokens_per_second_per_device,
-                "tflops_per_device": self.tflops_per_device,
-                "mfu": self.mfu,
-                "hfu": self.hfu,
-                "memory_allocated_bytes": self.memory.allocated,
-                "memory_reserved_bytes": self.memory.reserved,
-            }
-            | {name: value for name, value in counted.items() if value is not None}
-            | self._spent()
-        )
+Value = torch.Tensor | float | None
 
 
 class Reported(Protocol):
@@ -383,111 +123,12 @@ _INTERVALS = 20
 """Whose speed counts."""
 
 
-class IntervalMeter:
-    """Adds up the steps of a log interval; the clock of the first one starts at construction. FLOPs
-    per token are forward and backward, peak FLOP/s those of one device."""
+class MemoryUse(NamedTuple):
+    """Peak memory of one process since its start, in bytes: of tensors on a CUDA device (on CPU the
+    resident set), and what torch's allocator reserved on a CUDA device."""
 
-    def __init__(
-        self,
-        *,
-        train_iters: int,
-        flops_per_token: float,
-        device: torch.device,
-        devices: int,
-        peak_flops: float | None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._train_iters = train_iters
-        self._flops_per_token = flops_per_token
-        self._device = device
-        self._devices = devices
-        self._peak_flops = peak_flops
-        self._clock = clock
-        self._steps: list[StepMetrics] = []
-        self._started = clock()
-
-    def add(self, step: StepMetrics) -> None:
-        """Counts a step; reads nothing from the device."""
-        self._steps.append(step)
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leaves the time spent inside, on an evaluation or a save, out of the interval."""
-        start = self._clock()
-        try:
-            yield
-        finally:
-            self._started += self._clock() - start
-
-    def finish(
-        self, *, iteration: int, consumed_samples: int, consumed_tokens: int
-    ) -> IntervalMetrics:
-        """Ends the interval, waits for its last step, and starts the next one."""
-        assert self._steps, "an interval without steps"
-        steps, last = self._steps, self._steps[-1]
-        losses = numbers([step.loss for step in steps])
-        parts = {name: losses for name in last.losses}
-        if len(parts) > 1:
-            parts = {name: numbers([step.losses[name] for step in steps]) for name in parts}
-        skipped = numbers([step.skipped for step in steps])
-        grad_norm = None if last.grad_norm is None else float(last.grad_norm)
-        now = self._clock()
-        # A clock too coarse for a tiny step must not divide by zero.
-        seconds = max(now - self._started, 1e-9)
-        # Shares of full samples: attention of short ones costs less than their share.
-        fed = numbers([s.tokens if s.fed_tokens is None else s.fed_tokens for s in steps])
-        tokens_per_second = sum(fed) / seconds / self._devices
-        shares = [count / step.tokens for count, step in zip(fed, steps, strict=True)]
-        flops = (self._flops(step) * share for step, share in zip(steps, shares, strict=True))
-        flops_per_second = sum(flops) / seconds / self._devices
-        more = (step.recomputed_flops * share for step, share in zip(steps, shares, strict=True))
-        again = sum(more) / seconds / self._devices
-        counted = [step.trained_tokens for step in steps if step.trained_tokens is not None]
-        trained = math.fsum(numbers(counted)) / seconds if counted else None
-        self._steps, self._started = [], now
-        return IntervalMetrics(
-            iteration=iteration,
-            train_iters=self._train_iters,
-            consumed_samples=consumed_samples,
-            consumed_tokens=consumed_tokens,
-            steps=len(steps),
-            loss=_mean_of_finite(losses),
-            losses={name: _mean_of_finite(values) for name, values in parts.items()},
-            grad_norm=grad_norm,
-            learning_rate=last.learning_rate,
-            weight_decay=last.weight_decay,
-            global_batch_size=last.samples,
-            loss_scale=last.loss_scale,
-            skipped_steps=round(sum(skipped)),
-            nan_steps=sum(not math.isfinite(loss) for loss in losses),
-            seconds=seconds,
-            samples_per_second=sum(step.samples for step in steps) / seconds,
-            tokens_per_second_per_device=tokens_per_second,
-            tflops_per_device=flops_per_second / 1e12,
-            mfu=flops_per_second / self._peak_flops if self._peak_flops else None,
-            hfu=(flops_per_second + again) / self._peak_flops if self._peak_flops else None,
-            memory=memory_use(self._device),
-            seq_length=last.seq_length,
-            trained_tokens_per_second=trained,
-            devices=self._devices,
-            num_zeros=None if last.num_zeros is None else float(last.num_zeros),
-            params_norm=None if last.params_norm is None else float(last.params_norm),
-        )
-
-    def _flops(self, step: StepMetrics) -> float:
-        return step.tokens * self._flops_per_token if step.flops is None else step.flops
-
-
-def _mean_of_finite(values: Sequence[float]) -> float:
-    finite = [value for value in values if math.isfinite(value)]
-    return math.fsum(finite) / len(finite) if finite else math.nan
-
-
-def numbers(values: Sequence[torch.Tensor | float]) -> list[float]:
-    """Return the values as float32 numbers; those on a device are read together, once."""
-    tensors = [value.detach().float().reshape(()) for value in values if torch.is_tensor(value)]
-    read = iter(torch.stack(tensors).tolist() if tensors else ())
-    return [next(read) if torch.is_tensor(value) else float(value) for value in values]
+    allocated: int
+    reserved: int | None
 
 
 def memory_use(device: torch.device) -> MemoryUse:
@@ -501,6 +142,174 @@ def memory_use(device: torch.device) -> MemoryUse:
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return MemoryUse(allocated=peak * unit, reserved=None)
+
+
+class IntervalMeter:
+    """Collects the numbers of a log interval; the clock of the first one starts at construction.
+
+    Args:
+        devices: of the run, one for each rank.
+        peak_flops: FLOP/s of one device; None if not known.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        train_iters: int,
+        device: torch.device,
+        devices: int,
+        peak_flops: float | None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._train_iters, self._device, self._devices = train_iters, device, devices
+        self._peak_flops, self._clock = peak_flops, clock
+        self._metrics = dict(METRICS)
+        self._recorded: dict[str, list[Value]] = {}
+        self._over_ranks: set[str] = set()
+        self._losses: tuple[str, ...] = ()
+        self._steps = 0
+        self._started = clock()
+
+    def record(
+        self,
+        name: str,
+        value: Value,
+        reduce: Reduce = "last",
+        unit: str = "",
+        over_ranks: bool = False,
+    ) -> None:
+        """Adds a number of a step; a tensor stays on the device until the interval ends.
+
+        Args:
+            value: a scalar, the same on all ranks unless ``over_ranks``; None if not known.
+            reduce: over the steps of the interval, for a name that :data:`METRICS` does not list.
+            unit: likewise, for the console.
+            over_ranks: takes the mean, the sum or the greatest over the ranks as well. Every rank
+                must then record the number.
+        """
+        metric = self._metrics.get(name)
+        if metric is None:
+            label = name.replace("_", " ") + (f" ({unit})" if unit else "")
+            metric = self._metrics[name] = RunMetric(name, unit, reduce, label, curve=True)
+        if over_ranks:
+            assert metric.reduce in _OVER_RANKS, f"{name}: no reduction {reduce} over ranks"
+            self._over_ranks.add(name)
+        values = self._recorded.setdefault(name, [])
+        if metric.reduce == "last":
+            values.clear()
+        values.append(value)
+
+    def add(
+        self, step: Step, flops: float, recomputed_flops: float = 0.0, grows: bool = False
+    ) -> None:
+        """Counts an optimizer step; reads nothing from the device. FLOPs are the model's, and those
+        of recomputed activations, with samples that are as long as can be; the length of samples is
+        recorded where it ``grows`` over the run."""
+        record, result = self.record, step.result
+        fed: torch.Tensor | float = step.samples * step.seq_length
+        share: torch.Tensor | float = 1.0
+        if step.counts is not None:
+            # Attention of short samples costs less than their share of the tokens.
+            share, fed = step.counts.fed / fed, step.counts.fed
+            record("trained_tokens_per_second", step.counts.trained)
+        if grows:
+            record("seq_length", float(step.seq_length))
+        self._steps += 1
+        self._losses = tuple(result.losses)
+        record("loss", result.loss)
+        for name, loss in result.losses.items() if len(result.losses) > 1 else ():
+            record(name, loss, "mean")
+        record("grad_norm", result.grad_norm)
+        record("learning_rate", step.learning_rate)
+        record("weight_decay", step.weight_decay)
+        record("global_batch_size", step.samples)
+        record("loss_scale", result.loss_scale)
+        record("skipped_steps", result.skipped)
+        record("nan_steps", result.loss)
+        record("samples_per_second", step.samples)
+        record("tokens_per_second_per_device", fed / self._devices)
+        work, every = flops * share / self._devices, (flops + recomputed_flops) * share
+        record("tflops_per_device", work / 1e12)
+        peak = self._peak_flops
+        record("mfu", work / peak if peak else None)
+        record("hfu", every / self._devices / peak if peak else None)
+        if result.zeros is not None:
+            record("num_zeros", result.zeros)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves the time spent inside, on an evaluation or a save, out of the interval."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._started += self._clock() - start
+
+    def finish(
+        self, *, iteration: int, consumed_samples: int, consumed_tokens: int
+    ) -> IntervalMetrics:
+        """Ends the interval, waits for its last step, and starts the next one. Every rank calls
+        it."""
+        assert self._steps, "an interval without steps"
+        read = iter(numbers([value for values in self._recorded.values() for value in values]))
+        now = self._clock()
+        # A clock too coarse for a tiny step must not divide by zero.
+        seconds = max(now - self._started, 1e-9)
+        values = {
+            name: _reduced(self._metrics[name].reduce, [next(read) for _ in recorded], seconds)
+            for name, recorded in self._recorded.items()
+        }
+        if self._devices > 1:
+            for name in sorted(self._over_ranks & values.keys()):
+                values[name] = self._reduced_over_ranks(name, values[name])
+        memory = memory_use(self._device)
+        values["memory_allocated_bytes"] = memory.allocated
+        values["memory_reserved_bytes"] = memory.reserved
+        values["seconds_per_iteration"] = seconds / self._steps
+        losses = {name: values.pop(name, values["loss"]) for name in self._losses}
+        self._recorded, self._steps, self._started = {}, 0, now
+        return IntervalMetrics(
+            iteration,
+            self._train_iters,
+            consumed_samples,
+            consumed_tokens,
+            self._devices,
+            losses,
+            values,
+            self._metrics,
+        )
+
+    def _reduced_over_ranks(self, name: str, value: Any) -> float:
+        total = torch.tensor(value, dtype=torch.float64, device=self._device)
+        reduce = self._metrics[name].reduce
+        dist.all_reduce(total, dist.ReduceOp.MAX if reduce == "max" else dist.ReduceOp.SUM)
+        return float(total) / (self._devices if reduce == "mean" else 1)
+
+
+_OVER_RANKS = frozenset({"mean", "sum", "max", "rate"})
+
+
+def _reduced(reduce: Reduce, values: Sequence[Any], seconds: float) -> Any:
+    if reduce == "last" or values[-1] is None:
+        return values[-1]
+    if reduce == "mean":
+        finite = [value for value in values if math.isfinite(value)]
+        return math.fsum(finite) / len(finite) if finite else math.nan
+    if reduce == "not finite":
+        return sum(not math.isfinite(value) for value in values)
+    if reduce == "max":
+        return max(values)
+    total = sum(values)
+    return round(total) if reduce == "count" else total / seconds if reduce == "rate" else total
+
+
+def numbers(values: Sequence[Value]) -> list[Any]:
+    """Return the values with numbers in place of tensors, which are read together, once."""
+    tensors = [value.detach().reshape(()) for value in values if torch.is_tensor(value)]
+    # float32 and float64 become float64, exactly; so do counts.
+    wide = [each if each.dtype == torch.float32 else each.double() for each in tensors]
+    read = iter(torch.stack([each.to(wide[0].device) for each in wide]).tolist() if wide else ())
+    return [next(read) if torch.is_tensor(value) else value for value in values]
 
 
 # Dense 16-bit tensor-core rates (bfloat16; float16 on Volta and Turing, which have no bfloat16),

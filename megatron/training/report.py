@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from megatron.config import Resolved, RunConfig
+from megatron.config.features import features
 from megatron.config.parallel import ParallelConfig
 from megatron.data.build import PortionSize
 from megatron.families import family_of
@@ -23,19 +24,17 @@ from megatron.parallel.mesh import Mesh, first_reason
 from megatron.training.metrics import (
     Evaluation,
     IntervalMeter,
-    RankTimes,
     Reported,
-    Spending,
-    StepMetrics,
     TimeLeft,
+    Value,
     measure_matmul_peak,
     peak_flops,
 )
 from megatron.training.plan import TrainingPlan
+from megatron.training.registry import Reduce, WrittenTexts
 from megatron.training.resume import ResumePoint
 from megatron.training.trainer import Callback, Step, Trainer
-from megatron.training.writers import RunWriter, TeeWriter, build_writers
-from megatron.training.written import WrittenTexts
+from megatron.training.writers import RunWriter, TeeWriter, build_writers, read_metrics
 from megatron.util.processes import is_main_process
 from megatron.util.progress import above_bars, progress_bar
 
@@ -47,10 +46,6 @@ ADAPTERS = "megatron.features.adapters.report"
 
 EXTENT = "megatron.features.epochs.passes:extent"
 """Lines about parameters, tokens and epochs; imported for runs that train."""
-POINTS = "megatron.features.trackers.points:StepPoints"
-"""Numbers of single steps; imported for runs that show them."""
-READ_METRICS = "megatron.features.pictures.plots:read_metrics"
-"""Reads the metrics of an earlier start; imported where a run has nothing left to train."""
 
 
 class _LogHandler(logging.StreamHandler[Any]):
@@ -84,6 +79,24 @@ def say(text: str) -> None:
         print(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {text}", flush=True)
 
 
+class StepNumbers(Protocol):
+    """Numbers of single steps, measured on every rank and written with the next log line.
+
+    Attributes:
+        params_norm: 2-norm of the weights after the last step, if its log line shows it.
+    """
+
+    params_norm: torch.Tensor | None
+
+    def before_step(self, trainer: Trainer) -> None: ...
+
+    def after_step(self, trainer: Trainer, step: Step) -> None: ...
+
+    def went_back(self) -> None: ...
+
+    def write(self, writer: RunWriter) -> None: ...
+
+
 class Reporter(Callback):
     """Log lines and metrics; only the main process prints and writes."""
 
@@ -102,10 +115,8 @@ class Reporter(Callback):
         self.plan, self.mesh, self.device = plan, mesh, device
         self.beside: Callable[[Step], float] = lambda step: 0.0
         """FLOPs of a step that are no work of the model."""
-        self.rank_times: Callable[[], RankTimes | None] = lambda: None
-        """What the ranks needed for the steps since the last log line, if that is compared."""
-        self.spending: Callable[[float], Spending | None] = lambda seconds_left: None
-        """What the run has spent, given the seconds that are left. Every rank calls it."""
+        self.at_line: list[Callable[[float], Mapping[str, float | None]]] = []
+        """Further numbers of a log line, given the seconds that are left. Every rank calls them."""
         self.time_left = TimeLeft()
         self.log_interval = config.logging.log_interval
         self.meter: IntervalMeter | None = None
@@ -113,7 +124,6 @@ class Reporter(Callback):
         self.shape = family_of(config.model.family).shape(config.model, config)
         if config.adapters.lora:
             self.shape = resolve_name(f"{ADAPTERS}:with_additions")(self.shape, config)
-        self.flops_per_token = self.shape.flops_per_token(causal=True)
         self.recompute, self.recomputed_blocks = _recomputed(config.parallel)
         self.peak = _peak(config, device)
         self.writer: RunWriter = TeeWriter(())
@@ -124,11 +134,8 @@ class Reporter(Callback):
                 resume_samples=begin.consumed_samples,
                 configuration=config.to_dict(),
             )
-        logging = config.logging
-        shown = logging.log_params_norm or logging.log_num_zeros_in_grad
-        self._points = None
-        if shown or "tensorboard" in logging.trackers:
-            self._points = resolve_name(POINTS)(config, plan)
+        several = (feature.step_numbers(config, plan) for feature in features().values())
+        self._numbers: list[StepNumbers] = [each for each in several if each is not None]
         self._write_resume(begin.iteration, begin.consumed_samples)
         self._announce(resolved, begin, sizes)
         self._bar = progress_bar(
@@ -221,7 +228,7 @@ class Reporter(Callback):
             due += [Evaluation(iteration, {}, name, test=True).kind for name in test]
         file, rows = config.logging.metrics_file, []
         if file is not None and os.path.exists(file):
-            rows = resolve_name(READ_METRICS)(file)
+            rows = read_metrics(file)
         kinds = [row["kind"] for row in rows if row.get("iteration") == iteration]
         if config.tasks.eval_tasks and not any(kind.startswith("task ") for kind in kinds):
             return "tasks"
@@ -239,56 +246,47 @@ class Reporter(Callback):
             self._bar.n = trainer.iteration  # after a step back it is a lower one
             self.time_left.begin(trainer.iteration)
             self.meter = IntervalMeter(
-                train_iters=self.plan.full_iters,
-                flops_per_token=self.flops_per_token,
-                device=self.device,
-                devices=self.mesh.world.size,
-                peak_flops=self.peak,
+                self.plan.full_iters, self.device, self.mesh.world.size, self.peak
             )
-        if self._points is not None:
-            self._points.before_step(trainer)
+        for each in self._numbers:
+            each.before_step(trainer)
 
     def went_back(self, trainer: Trainer) -> None:
         """As at a resume, of the same process."""
         self.meter = None
-        if self._points is not None:
-            self._points.went_back()
+        for each in self._numbers:
+            each.went_back()
         self.writer.went_back(trainer.iteration, trainer.consumed_samples)
         self._write_resume(trainer.iteration, trainer.consumed_samples)
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
         assert self.meter is not None
-        result = step.result
-        if self._points is not None:
-            self._points.after_step(trainer, step)
         shape = dataclasses.replace(self.shape, seq_length=step.seq_length)
-        tokens = step.samples * step.seq_length
+        flops = shape.flops_per_step(step.samples, causal=True) + self.beside(step)
         again = shape.recomputed_flops_per_token(
             self.recompute, causal=True, blocks=self.recomputed_blocks
         )
-        self.meter.add(
-            StepMetrics(
-                loss=result.loss,
-                losses=result.losses,
-                samples=step.samples,
-                tokens=tokens,
-                flops=shape.flops_per_step(step.samples, causal=True) + self.beside(step),
-                recomputed_flops=tokens * again,
-                seq_length=step.seq_length if self.plan.lengths.grows else None,
-                learning_rate=step.learning_rate,
-                weight_decay=step.weight_decay,
-                grad_norm=result.grad_norm,
-                loss_scale=result.loss_scale,
-                skipped=result.skipped,
-                fed_tokens=None if step.counts is None else step.counts.fed,
-                trained_tokens=None if step.counts is None else step.counts.trained,
-                num_zeros=result.zeros,
-                params_norm=None if self._points is None else self._points.params_norm,
-            )
-        )
+        recomputed = step.samples * step.seq_length * again
+        self.meter.add(step, flops, recomputed, self.plan.lengths.grows)
+        for each in self._numbers:
+            each.after_step(trainer, step)
+            if each.params_norm is not None:
+                self.record("params_norm", each.params_norm)
         self._bar.update()
         if self._early and not trainer.at_end:
             self._say_early(step)
+
+    def record(
+        self,
+        name: str,
+        value: Value,
+        reduce: Reduce = "last",
+        unit: str = "",
+        over_ranks: bool = False,
+    ) -> None:
+        """Adds a number to the next log line; see :meth:`IntervalMeter.record`."""
+        assert self.meter is not None, f"{name} is recorded before the first step"
+        self.meter.record(name, value, reduce, unit, over_ranks)
 
     def _say_early(self, step: Step) -> None:
         """Prints the time of the first steps, which waits for them."""
@@ -320,19 +318,13 @@ class Reporter(Callback):
             consumed_tokens=self.plan.lengths.tokens(samples),
         )
         left = self.time_left.seconds(iteration, self.plan.train_iters)
-        metrics = dataclasses.replace(
-            metrics,
-            rank_times=self.rank_times(),
-            seconds_left=left,
-            spending=self.spending(left),
-        )
+        metrics.values["seconds_left"] = left
+        for numbers in self.at_line:
+            metrics.values.update(numbers(left))
         self.say(metrics.short_line() if self._brief else metrics.line().strip())
         self._write("train", iteration, samples, metrics.row())
-        self._write_points()
-
-    def _write_points(self) -> None:
-        if self._points is not None:
-            self._points.write(self.writer)
+        for each in self._numbers:
+            each.write(self.writer)
 
     def evaluated(self, trainer: Trainer, evaluation: Reported) -> None:
         self.say(evaluation.line().strip())
@@ -351,7 +343,8 @@ class Reporter(Callback):
 
     def training_ended(self, trainer: Trainer, reason: str | None) -> None:
         self._bar.close()
-        self._write_points()
+        for each in self._numbers:
+            each.write(self.writer)
         if reason is not None:
             self.say(f"stopped by {reason} after iteration {trainer.iteration}")
 

@@ -5,20 +5,17 @@ from __future__ import annotations
 import io
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron.training.writers import TASK_COSTS
+from megatron.training.registry import TASK_COSTS
+from megatron.training.writers import Rows, read_metrics
 from megatron.util.files import write_whole
-from megatron.util.json_text import parse_json
 
-Rows = Sequence[Mapping[str, Any]]
-"""Rows of a JSON-lines file of metrics."""
 Points = tuple[list[float], list[float]]
 """Consumed tokens and values; NaN is a gap in the line."""
 _CLOCKS = frozenset({"kind", "iteration", "consumed_samples", "consumed_tokens"})
-_DRAWN = frozenset({"train", "validation", "task"})
 _VALIDATION_COLOURS = ("#c8442f", "#e08a3c", "#8c3b6f", "#6b6b1e", "#444444") * 9
 _TASK_COLOURS = ("#7b4fa3", "#c77f1a", "#2a8f8f", "#b0426a", "#4f6f2f", "#555555") * 9
 
@@ -99,33 +96,6 @@ def save_picture(figure: Any, output_png: str | os.PathLike[str]) -> None:
     output = Path(output_png)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_whole(output, picture.getvalue())
-
-
-def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The rows of a run's JSON-lines file. Raises FileNotFoundError; ValueError for a line that is
-    no row."""
-    rows = []
-    with Path(path).open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            # A process that still runs, or was killed, may have left half a line at the end.
-            if not line.endswith(b"\n"):
-                break
-            where = f"{path}, line {number}"
-            row = parse_json(line, where)
-            if not _is_row(row):
-                raise ValueError(f"{where} is not a row of metrics: a kind, and numbers by name")
-            rows.append(row)
-    return rows
-
-
-def _is_row(row: Any) -> bool:
-    if not isinstance(row, dict) or not isinstance(row.get("kind"), str):
-        return False
-    if row["kind"].partition(" ")[0] not in _DRAWN:
-        return True
-    numbers = (value for name, value in row.items() if name != "kind")
-    counted = isinstance(row.get("consumed_tokens"), int)
-    return counted and all(value is None or isinstance(value, int | float) for value in numbers)
 
 
 def points(rows: Rows, kind: str, name: str) -> Points:

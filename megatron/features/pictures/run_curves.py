@@ -14,13 +14,12 @@ from typing import Any
 
 from megatron.features.pictures.plots import (
     Points,
-    Rows,
     decorate,
-    read_metrics,
     save_picture,
     task_metrics,
     validation_losses,
 )
+from megatron.training.writers import Rows, read_metrics
 from megatron.util.files import write_whole
 
 _LAYOUT = re.compile(r"tp_?(\d+).*?pp_?(\d+).*?dp_?(\d+).*?sp_?(\d+)")

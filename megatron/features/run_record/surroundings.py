@@ -4,7 +4,6 @@ what is listed here is recorded."""
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shlex
@@ -110,8 +109,3 @@ def _requirement(name: str, version: str, folder: Path) -> str:
     if isinstance(directory := origin.get("dir_info"), dict) and directory.get("editable"):
         return f"-e {url}  # {name}=={version}"
     return f"{name} @ {url}"
-
-
-def as_json(value: object) -> bytes:
-    """For people: indented, in the order given."""
-    return json.dumps(value, indent=1, default=str).encode() + b"\n"
