@@ -24,12 +24,12 @@ from megatron.config import (
     TrainingFlags,
 )
 from megatron.config.flags import build
-from megatron.config.output import ProfilingConfig
 from megatron.engine.environment import return_freed_memory, training_device
 from megatron.engine.evaluator import build_evaluator
 from megatron.engine.loading import load_checkpoint
 from megatron.engine.train_engine import ModelEngine
 from megatron.families import spec_of
+from megatron.features.profiling.flags import ProfilingConfig
 from megatron.features.resilience.flags import ResilienceConfig
 from megatron.run.process import compare_checkpoints, connected
 from megatron.run.run import (

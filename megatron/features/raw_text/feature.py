@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatron.config.features import Feature
@@ -10,6 +11,13 @@ from megatron.features.raw_text.flags import RawTextConfig
 
 class RawTextFeature(Feature):
     sections = {"raw_text": RawTextConfig}
+
+    def corpora(self, config: Any) -> Mapping[str, Any]:
+        from megatron.features.raw_text.named_corpora import NamedCorpora
+
+        if config is None:
+            return NamedCorpora(RawTextConfig())
+        return NamedCorpora(config.section(RawTextConfig), config.data.data_cache_path)
 
     def data_kind(self, section: str) -> Any:
         from megatron.features.raw_text.kind import KIND
