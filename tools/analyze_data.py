@@ -23,6 +23,7 @@ from pathlib import Path
 
 from megatron.config import Setting, Settings
 from megatron.config.flags import NOT_NEGATIVE, POSITIVE, ConfigError, option
+from megatron.config.training import RUN_LENGTHS
 from megatron.families import family_of
 from megatron.features.curriculum.analysis import (
     METRICS,
@@ -35,7 +36,6 @@ from megatron.features.curriculum.analysis import (
 from megatron.features.curriculum.flags import CurriculumConfig, without_sampling
 from megatron.run.outputs import check_output
 from megatron.run.run import (
-    RUN_LENGTHS,
     Run,
     RunToolParser,
     run_of,
@@ -142,7 +142,7 @@ def measure(config: AnalysisConfig, run: Run) -> list[MetricSummary]:
     if folder is None:
         raise ConfigError("missing --save, the folder for the results")
     check_output("--save", Path(folder) / "any")
-    plain = run.config.with_kind(without_sampling(run.config.kind(CurriculumConfig)))
+    plain = run.config.with_sections(without_sampling(run.config.section(CurriculumConfig)))
     plan = TrainingPlan(plain)
     exact = plain.data.train_data_exact_num_epochs is not None
     count = 1 if exact else plan.sample_counts[0]

@@ -33,6 +33,7 @@ from megatron.engine.deepspeed_patches import (
 from megatron.engine.train_engine import TrainEngine
 from megatron.engine.update.async_step import can_defer
 from megatron.engine.update.optimizer import build_optimizer, check_groups, rate_factors
+from megatron.features.adapters.flags import AdapterConfig
 from megatron.features.float8.linear import FIRST_CAPABILITY, Float8
 from megatron.features.float8.state import Float8State
 from megatron.features.low_bit_states.stored_states import StoredStates
@@ -112,7 +113,7 @@ def build_engine(
         float8,
         stored,
     )
-    if config.adapters.qlora:
+    if config.section(AdapterConfig).qlora:
         _say(resolve_name(QUANTISED)(built))
     return built
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megatron.config import RunConfig
 from megatron.config.engine import GRAPH_MODES, FastPathsConfig
+from megatron.features.adapters.flags import AdapterConfig
 from megatron.features.curriculum.flags import CurriculumConfig, sequence_lengths
 from megatron.model.attention_masks import slopes_on
 from megatron.model.layer_list import LayerSequence
@@ -49,7 +50,7 @@ def why_eager(config: RunConfig, device: torch.device) -> str | None:
     asked = config.fast_paths.torch_compile
     if asked == "off":
         return asked
-    if config.adapters.qlora:
+    if config.section(AdapterConfig).qlora:
         return f"{asked}: weights in 4 bits (--qlora) are made 16-bit numbers outside of graphs"
     if asked == "auto":
         if device.type != "cuda":
@@ -58,7 +59,7 @@ def why_eager(config: RunConfig, device: torch.device) -> str | None:
         if iterations < LONG_ENOUGH:
             length = f"{iterations} iterations" if iterations else "a run of unknown length"
             return f"auto: {length} may not repay it (from {LONG_ENOUGH})"
-        if sequence_lengths(config.kind(CurriculumConfig)) is not None:
+        if sequence_lengths(config.section(CurriculumConfig)) is not None:
             return "auto: every sequence length of the curriculum would be compiled"
     return missing_compiler(device.type)
 

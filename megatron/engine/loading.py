@@ -29,7 +29,7 @@ from megatron.engine.state import (
     set_working_weights,
 )
 from megatron.engine.train_engine import ModelEngine, TrainEngine
-from megatron.features.adapters.flags import is_adapter
+from megatron.features.adapters.flags import AdapterConfig, is_adapter
 from megatron.model.layer_list import LayerStack
 from megatron.parallel.mesh import first_reason
 from megatron.parallel.random import set_random_state
@@ -80,7 +80,7 @@ def load_checkpoint(
         fresh = together(engine, lambda: _fresh_head(engine, source))
     elif saved.family != wanted.family:
         fresh = together(engine, lambda: _added_parts(engine, source))
-    if isinstance(engine, TrainEngine) and engine.config.adapters.lora:
+    if isinstance(engine, TrainEngine) and engine.config.section(AdapterConfig).lora:
         source = resolve_name(ADAPTED)(engine, source, fresh, continues=not weights_only)
     elif source.additions is not None and not weights_only:
         raise CheckpointError(
@@ -244,7 +244,7 @@ def _whole_shapes(engine: ModelEngine) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         whole = LayerStack(engine.spec.layers(TensorParallel()), engine.config.parallel)
     shapes = {n: shard_of(param).canonical_shape for n, param in whole.canonical_parameters()}
-    if engine.config.adapters.lora:
+    if engine.config.section(AdapterConfig).lora:
         shapes = {name: shape for name, shape in shapes.items() if not is_adapter(name)}
     return shapes
 

@@ -27,6 +27,7 @@ from megatron.engine.deepspeed_patches import (
 from megatron.engine.update.async_step import AsyncOptimizerStep
 from megatron.engine.update.gradient_norm import clipping_factor, gradient_norm
 from megatron.engine.update.optimizer import set_rates
+from megatron.features.adapters.flags import AdapterConfig
 from megatron.features.float8.state import Float8State
 from megatron.features.instruction.flags import InstructionConfig
 from megatron.features.low_bit_states.random_bits import key_of
@@ -317,8 +318,8 @@ class TrainEngine(ModelEngine):
 
     def _dropout_seeds(self, consumed_samples: int, micro_batches: int) -> list[int | None]:
         model, per_round = self.config.model, self._samples_per_round
-        noise = self.config.kind(InstructionConfig).neftune_noise_alpha
-        adapters = self.config.adapters
+        noise = self.config.section(InstructionConfig).neftune_noise_alpha
+        adapters = self.config.section(AdapterConfig)
         dropped = model.hidden_dropout or model.attention.attention_dropout
         if not dropped and not noise and not (adapters.lora and adapters.lora_dropout):
             return [None] * micro_batches

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from megatron.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, Settings
+from megatron.config.features import kind_classes
 from megatron.config.retrieval import RetrievalFlags
 from megatron.data.pipeline import DataPipeline
 from megatron.data.scored_text import ScoredText
@@ -104,8 +105,8 @@ class BlockLengths(NamedTuple):
 RETRIEVAL_FLAGS = frozenset(field.name for field in dataclasses.fields(RetrievalFlags))
 """Fields of flags that only models with a retriever depend on."""
 
-STREAM_FLAGS = frozenset(
-    {"reset_position_ids", "reset_attention_mask", "eod_mask_loss", "fim_data"}
+STREAM_FLAGS = frozenset({"reset_position_ids", "reset_attention_mask", "eod_mask_loss"}).union(
+    *(kind.streams for kind in kind_classes().values())
 )
 """Fields of flags that only samples cut from a stream of documents depend on."""
 
@@ -117,7 +118,7 @@ class Family(ABC):
     """As in checkpoints and entry points."""
     generates: ClassVar[bool] = False
     """Whether its models generate text, token by token: they have :meth:`generation`."""
-    tokenizer_type: ClassVar[str] = "BertWordPieceLowerCase"
+    tokenizer_type: ClassVar[str] = "GPT2BPETokenizer"
     """The tokenizer of vocabulary files that are given without ``--tokenizer-type``."""
     context_reader: ClassVar[Literal["decoder", "encoder"] | None] = None
     """What reads the context of a text whose continuation its models predict; None if they do not

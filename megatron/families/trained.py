@@ -6,6 +6,8 @@ from pkgutil import resolve_name
 
 from megatron.config import RunConfig
 from megatron.families import spec_of
+from megatron.features.adapters.flags import AdapterConfig
+from megatron.features.distillation.flags import DistillationConfig
 from megatron.features.instruction.flags import InstructionConfig
 from megatron.features.preference.flags import PreferenceConfig
 from megatron.model.spec import ModelSpec
@@ -23,10 +25,10 @@ def trained_spec(config: RunConfig) -> ModelSpec:
     """The model of a run with the losses that it is trained by, and its adapters. Raises
     ConfigError as :func:`spec_of` does, or if the family has no such losses."""
     changes = {
-        INSTRUCTION: config.kind(InstructionConfig).sft,
-        PREFERENCE: config.kind(PreferenceConfig).preference is not None,
-        DISTILLATION: config.distillation.kd,
-        ADAPTERS: config.adapters.lora,
+        INSTRUCTION: config.section(InstructionConfig).sft,
+        PREFERENCE: config.section(PreferenceConfig).preference is not None,
+        DISTILLATION: config.section(DistillationConfig).kd,
+        ADAPTERS: config.section(AdapterConfig).lora,
     }
     spec = spec_of(config.model, config.parallel)
     for name, wanted in changes.items():

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from megatron.apps.profiling.callback import profiling
+from megatron.apps.tasks.flags import EvalTasksConfig
 from megatron.config import (
     RunConfig,
 )
@@ -27,6 +28,7 @@ from megatron.engine.environment import training_device
 from megatron.engine.saving import hold_folder, ruined
 from megatron.engine.train_engine import TrainEngine
 from megatron.families.trained import trained_spec
+from megatron.features.distillation.flags import DistillationConfig
 from megatron.features.preference.flags import PreferenceConfig
 from megatron.features.resilience.flags import ResilienceConfig
 from megatron.features.resilience.generation import current
@@ -116,7 +118,7 @@ its data, and imported for such data only."""
 def add_reference(run: Run, mesh: Mesh, data: TrainingData) -> None:
     """Adds what a reference model finds to the data, if the loss of the run needs it. Raises
     ValueError or OSError, naming the flag, if there is no reference or it cannot be used."""
-    if run.config.kind(PreferenceConfig).needs_reference:
+    if run.config.section(PreferenceConfig).needs_reference:
         resolve_name(REFERENCE)(run, mesh, data)
 
 
@@ -134,7 +136,8 @@ def build_trainer(
     length; checkpoints keep the objects ``notes``; ``brief`` are short log lines. Raises ValueError
     or OSError if data or checkpoints cannot be used; the message names them."""
     config, device = run.config, training_device()
-    tasks = [resolve_name(EVAL_TASKS)(config, run.tokenizer)] if config.tasks.eval_tasks else []
+    evaluated = config.section(EvalTasksConfig).eval_tasks
+    tasks = [resolve_name(EVAL_TASKS)(config, run.tokenizer)] if evaluated else []
     compare_folders(config)
     resolve_name(FITS)(config, run.content, mesh, device)
     data = data or run_data(run)
@@ -158,13 +161,13 @@ def build_trainer(
     if data.weighed:
         resolve_name(EXAMPLE_CHECKS)(run, data)
     add_reference(run, mesh, data)
-    teaching = [resolve_name(DISTILLATION)(run)] if config.distillation.kd else []
+    teaching = [resolve_name(DISTILLATION)(run)] if config.section(DistillationConfig).kd else []
     spec = trained_spec(config)
     engine = build_engine(config, run.content, spec, mesh, device)
     files = data.files() if checkpoint is not None or config.checkpoint.save else []
     saved = [file._asdict() for file in files]
     in_memory, on_disk = [], checkpoint
-    if config.resilience.non_persistent_save_interval is not None:
+    if config.section(ResilienceConfig).non_persistent_save_interval is not None:
         in_memory = [resolve_name(NODE_CHECKPOINTS)(engine)]
         checkpoint = in_memory[0].newest(on_disk)
     begin = resume.load(engine, plan, checkpoint, files)
@@ -174,7 +177,7 @@ def build_trainer(
     writer = checkpoint_writer(engine, run.content, save_tokenizer, saved)
     if begin.skip_samples != config.data.skip_samples:
         data = data.skipping(begin.skip_samples)
-    if config.kind(PreferenceConfig).preference == "kto":
+    if config.section(PreferenceConfig).preference == "kto":
         resolve_name(COMPARISONS)(engine)
     sizes = list if data.weighed else data.sizes  # examples are padded
     report = Reporter(run.resolved, plan, mesh, device, begin, sizes, brief)
@@ -185,10 +188,12 @@ def build_trainer(
     if not config.training.skip_train:
         counted = [resolve_name(SPENDING)(config, mesh, device, report, begin)]
     recorded = _recorded(run, mesh, device, report, begin, files)
-    replicas = ReplicaCheck(engine, config.resilience.check_replicas_interval)
+    replicas = ReplicaCheck(engine, config.section(ResilienceConfig).check_replicas_interval)
     compared = []
     if mesh.world.size > 1:
-        compared = [resolve_name(STRAGGLERS)(config.resilience, mesh, device, report)]
+        compared = [
+            resolve_name(STRAGGLERS)(config.section(ResilienceConfig), mesh, device, report)
+        ]
     newest = begin.folder if begin.iteration else None
     if checkpoint is not on_disk:
         newest = on_disk.found.folder if on_disk is not None and on_disk.continues else None
@@ -303,7 +308,7 @@ def _judges(
 ) -> list[Callback]:
     """What judges the steps of a run, in the order in which it does: whether they are finite, far
     from those before, and the same on all ranks that must have the same."""
-    training, flags = run.config.training, run.config.resilience
+    training, flags = run.config.training, run.config.section(ResilienceConfig)
     guard = NonFiniteGuard(
         engine.device,
         run.config.precision.fp16,
@@ -346,7 +351,7 @@ def _spike_guard(
 def _restarted(
     config: RunConfig, checkpoints: CheckpointManager, report: Reporter, begin: ResumePoint
 ) -> list[Callback]:
-    if not config.resilience.inprocess_restart:
+    if not config.section(ResilienceConfig).inprocess_restart:
         return []
     found: list[Callback] = resolve_name(RESTARTED)(config, checkpoints, report, begin)
     return found

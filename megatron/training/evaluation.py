@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
 
+from megatron.apps.profiling.flags import ProfilingConfig
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.generation_settings import end_tokens
 from megatron.checkpoint.source import nothing_at, tokenizer_in
@@ -24,7 +25,6 @@ from megatron.config import (
     TrainingFlags,
 )
 from megatron.config.flags import build
-from megatron.config.output import ProfilingConfig
 from megatron.engine.environment import return_freed_memory, training_device
 from megatron.engine.evaluator import build_evaluator
 from megatron.engine.loading import load_checkpoint

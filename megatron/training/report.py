@@ -15,11 +15,13 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron.apps.tasks.flags import EvalTasksConfig
 from megatron.config import Resolved, RunConfig
 from megatron.config.features import features
 from megatron.config.parallel import ParallelConfig
 from megatron.data.build import PortionSize
 from megatron.families import family_of
+from megatron.features.adapters.flags import AdapterConfig
 from megatron.parallel.mesh import Mesh, first_reason
 from megatron.training.intervals import IntervalMeter, TimeLeft, Value
 from megatron.training.metrics import Evaluation, Reported, measure_matmul_peak, peak_flops
@@ -115,7 +117,7 @@ class Reporter(Callback):
         self.meter: IntervalMeter | None = None
         self.main = mesh.world.rank == 0
         self.shape = family_of(config.model.family).shape(config.model, config)
-        if config.adapters.lora:
+        if config.section(AdapterConfig).lora:
             self.shape = resolve_name(f"{ADAPTERS}:with_additions")(self.shape, config)
         self.recompute, self.recomputed_blocks = _recomputed(config.parallel)
         self.peak = _peak(config, device)
@@ -167,7 +169,7 @@ class Reporter(Callback):
         if self.main and not self.plan.skip_train:
             for line in resolve_name(EXTENT)(config, self.plan, sizes()):
                 self.say(line)
-        if config.adapters.lora:
+        if config.section(AdapterConfig).lora:
             self.say(resolve_name(f"{ADAPTERS}:trained_line")(config))
         if self.peak is not None:
             counted = "; causal attention counted once" if self.shape.causal else ""
@@ -223,7 +225,9 @@ class Reporter(Callback):
         if file is not None and os.path.exists(file):
             rows = read_metrics(file)
         kinds = [row["kind"] for row in rows if row.get("iteration") == iteration]
-        if config.tasks.eval_tasks and not any(kind.startswith("task ") for kind in kinds):
+        if config.section(EvalTasksConfig).eval_tasks and not any(
+            kind.startswith("task ") for kind in kinds
+        ):
             return "tasks"
         return next((kind for kind in due if kind not in kinds), None)
 

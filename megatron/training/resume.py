@@ -36,6 +36,7 @@ from megatron.engine.loading import load_checkpoint
 from megatron.engine.saving import check_writable, ruined, shareable
 from megatron.engine.train_engine import TrainEngine
 from megatron.families import family_names, family_of
+from megatron.features.adapters.flags import AdapterConfig
 from megatron.parallel.mesh import first_reason
 from megatron.training.plan import TrainingPlan
 
@@ -195,7 +196,7 @@ def _check_family(origin: ResumeSource, family: str) -> None:
 
 def _check_adapters(config: RunConfig, origin: ResumeSource | None) -> None:
     """Raises ConfigError if adapters have no base to be saved with, or would not be loaded."""
-    options, lora = config.checkpoint, config.adapters.lora
+    options, lora = config.checkpoint, config.section(AdapterConfig).lora
     if options.load_adapter and not lora:
         raise ConfigError(
             f"--load-adapter {options.load_adapter} needs --lora, which trains the adapters; "

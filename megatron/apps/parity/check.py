@@ -35,6 +35,7 @@ from megatron.apps.parity.runs import (
     rounding_noise,
     watched_trainer,
 )
+from megatron.apps.profiling.flags import ProfilingConfig
 from megatron.config import (
     FLAG_CLASSES,
     CheckpointConfig,
@@ -46,7 +47,6 @@ from megatron.config import (
 from megatron.config.engine import FastPathsConfig
 from megatron.config.flags import flag_of, names_of
 from megatron.config.layouts import Layout, check_layout
-from megatron.config.output import ProfilingConfig
 from megatron.engine.deepspeed_file import read_json
 from megatron.engine.deepspeed_json import merge
 from megatron.engine.environment import distributed

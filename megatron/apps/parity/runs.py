@@ -18,6 +18,7 @@ from megatron.engine.environment import deterministic_kernels, distributed, trai
 from megatron.engine.state import owned_slices
 from megatron.engine.train_engine import StepResult
 from megatron.families.trained import trained_spec
+from megatron.features.distillation.flags import DistillationConfig
 from megatron.features.distillation.teacher import find_teacher
 from megatron.model.layer_list import LayerStack, initialise
 from megatron.parallel.mesh import Mesh
@@ -91,7 +92,7 @@ def teaching(
 ) -> Callable[[Iterator[Any], int], Iterator[Any]]:
     """What a run's teacher, if it has one, adds to each of so many micro batches; it computes in a
     dtype."""
-    if not config.distillation.kd:
+    if not config.section(DistillationConfig).kd:
         return lambda batches, count: batches
     teacher = find_teacher(config).start(mesh, training_device())
     teacher.engine.model.to(dtype)

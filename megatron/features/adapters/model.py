@@ -14,7 +14,7 @@ from torch import nn
 
 from megatron.config import ConfigError, ModelConfig, RunConfig
 from megatron.config.flags import nearest
-from megatron.features.adapters.flags import ALL_LINEAR
+from megatron.features.adapters.flags import ALL_LINEAR, AdapterConfig
 from megatron.features.adapters.layers import Addition, add_adapters
 from megatron.features.adapters.quantised import quantise_layer
 from megatron.model.layer_list import LayerSpec
@@ -32,7 +32,7 @@ Additions = Mapping[str, Sequence[Addition]]
 def with_adapters(spec: ModelSpec, config: RunConfig) -> ModelSpec:
     """The model with the adapters of a run, and all its other parameters frozen except those of a
     head that is not the language model's. Raises ConfigError if a target is not known."""
-    found = additions_of(config.model, config.adapters.lora_targets)
+    found = additions_of(config.model, config.section(AdapterConfig).lora_targets)
     head = spec.head_parts if config.model.head != "lm" else ()
 
     def layers(tp: TensorParallel) -> list[LayerSpec]:
@@ -47,7 +47,7 @@ def with_adapters(spec: ModelSpec, config: RunConfig) -> ModelSpec:
 def _build(
     spec: LayerSpec, additions: Additions, head: tuple[str, ...], config: RunConfig
 ) -> nn.Module:
-    module = spec.build()
+    module, flags = spec.build(), config.section(AdapterConfig)
     if not f"{spec.name}.".startswith(head):
         module.requires_grad_(False)
     if not spec.block:
@@ -57,10 +57,10 @@ def _build(
         own = additions.get(f"{stack}.{{n}}.{path}", ())
         if not isinstance(layer, ParallelLinear):
             continue
-        if own or config.adapters.qlora:  # the products of weights in 4 bits are those of adapters
-            add_adapters(layer, own, config.adapters)
-        if config.adapters.qlora:
-            quantise_layer(layer, config.adapters.qlora_double_quant)
+        if own or flags.qlora:  # the products of weights in 4 bits are those of adapters
+            add_adapters(layer, own, flags)
+        if flags.qlora:
+            quantise_layer(layer, flags.qlora_double_quant)
     return module
 
 

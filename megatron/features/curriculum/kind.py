@@ -32,7 +32,7 @@ class Curriculum(DataKind):
         num_samples: int,
         batch_sizes: BatchSizes,
     ) -> SampleDataset[Any]:
-        sampling = data_sampling(data.config.kind(CurriculumConfig))
+        sampling = data_sampling(data.config.section(CurriculumConfig))
         if sampling is None:
             return train
         blend = data.parts.train
@@ -44,7 +44,7 @@ class Curriculum(DataKind):
     ) -> Callable[[Sequence[Any]], Any]:
         """Batches of samples drawn by difficulty have no columns of padding alone; in a pipeline
         they have, since the micro batches of a step must have one shape."""
-        sampling = data_sampling(data.config.kind(CurriculumConfig))
+        sampling = data_sampling(data.config.section(CurriculumConfig))
         parallel = data.config.parallel
         if sampling is None or sampling.lengths or parallel.pipeline_model_parallel_size > 1:
             return collate
@@ -52,7 +52,7 @@ class Curriculum(DataKind):
 
     def lengths(self, config: RunConfig, samples: Callable[[int], int]) -> SequenceLengths | None:
         """Step i has the length of step i + 1 of DeepSpeed's schedule, which counts from 1."""
-        schedule = sequence_lengths(config.kind(CurriculumConfig))
+        schedule = sequence_lengths(config.section(CurriculumConfig))
         if schedule is None:
             return None
         seq_length = config.model.seq_length

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.config import ModelConfig, ParallelConfig, RunConfig
-from megatron.config.kinds import DOCUMENTS
+from megatron.config.features import DOCUMENTS
 from megatron.config.model import HEADS
 from megatron.data.labelled_text import LabelledBatch
 from megatron.data.pipeline import DataPipeline
@@ -91,7 +91,7 @@ class BertData(DataPipeline):
     unit = "sentence"
 
     def recipe(self) -> BertRecipe:
-        config = self.config.kind(MaskedDataConfig)
+        config = self.config.section(MaskedDataConfig)
         paired = self.config.model.bert_binary_head
         recipe = BertRecipe.from_config(config, self.tokenizer, self.seq_length, self.seed, paired)
         return replace(recipe, exact_epochs=self.config.data.train_data_exact_num_epochs)
@@ -132,6 +132,7 @@ class BertData(DataPipeline):
 
 class BERT(Family):
     name = "bert"
+    tokenizer_type = "BertWordPieceLowerCase"
     head_states = 3
     heads = frozenset(HEADS) - {"reward"}
     unused_flags = (
@@ -162,7 +163,7 @@ class BERT(Family):
         width = model.hidden_size
         if model.head != "lm":
             return replace(shape, predictions=0, other=head_flops(model))
-        masked = MaskedDataConfig() if run is None else run.kind(MaskedDataConfig)
+        masked = MaskedDataConfig() if run is None else run.section(MaskedDataConfig)
         chosen = round(masked.mask_prob * model.seq_length)
         chosen = min(chosen, masked.max_predictions(model.seq_length))
         predictions = positions_of(chosen, model.seq_length)

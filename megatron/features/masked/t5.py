@@ -91,7 +91,7 @@ class T5Data(DataPipeline):
     unit = "sentence"
 
     def recipe(self) -> T5Recipe:
-        config = self.config.kind(MaskedDataConfig)
+        config = self.config.section(MaskedDataConfig)
         decoder = self.config.model.decoder_seq_length
         recipe = T5Recipe.from_config(config, self.tokenizer, (self.seq_length, decoder), self.seed)
         return dataclasses.replace(
@@ -123,6 +123,7 @@ class T5Data(DataPipeline):
 
 class T5(Family):
     name = "t5"
+    tokenizer_type = "BertWordPieceLowerCase"
     generates = True
     context_reader = "encoder"
     unused_flags = STREAM_FLAGS | RETRIEVAL_FLAGS | {
@@ -164,7 +165,7 @@ class T5(Family):
     def generation(self, config: RunConfig, tokenizer: Tokenizer | None) -> GenerationSpec:
         assert tokenizer is not None
         longest = config.model.positions.max_position_embeddings
-        start = start_token(config.kind(MaskedDataConfig), tokenizer)
+        start = start_token(config.section(MaskedDataConfig), tokenizer)
         return GenerationSpec(_continue, longest, decoder_start(config.model), longest, start)
 
     def answered(
@@ -201,7 +202,7 @@ class T5(Family):
             fitted(wanted, least, longest)
             for wanted, least in zip(pad_to or (None, None), needed, strict=True)
         )
-        start = start_token(config.kind(MaskedDataConfig), tokenizer)
+        start = start_token(config.section(MaskedDataConfig), tokenizer)
         return T5Batch.scoring(texts, (encoder, decoder), start)
 
     def data(self, config: RunConfig, tokenizer: Tokenizer) -> T5Data:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from megatron.config.features import KindConfig
 from megatron.config.flags import POSITIVE, option
-from megatron.config.kinds import KindConfig
 
 
 @dataclass(frozen=True)

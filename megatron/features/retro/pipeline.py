@@ -42,7 +42,7 @@ class RetroData(DataPipeline):
         config = text.config
         super().__init__(config, text.tokenizer)
         self.text = text
-        if config.kind(FimConfig).fim_data:
+        if config.section(FimConfig).fim_data:
             raise ConfigError(
                 "--fim-data moves the text of samples whose neighbours are known: leave it out, or "
                 "train without --retro-add-retriever"
@@ -76,7 +76,7 @@ class RetroData(DataPipeline):
 
     @property
     def _flags(self) -> RetroDataConfig:
-        return self.config.kind(RetroDataConfig)
+        return self.config.section(RetroDataConfig)
 
     @property
     def _repeats(self) -> bool:

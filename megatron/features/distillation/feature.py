@@ -1,0 +1,31 @@
+"""Training of a student on the probabilities of a teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.config.features import Feature
+from megatron.config.flags import ConfigResolver
+from megatron.features.distillation.flags import DistillationConfig
+
+
+class Distillation(Feature):
+    sections = {"distillation": DistillationConfig}
+
+    def check(self, config: Any, processes: int, resolver: ConfigResolver) -> None:
+        config.section(DistillationConfig).check(resolver)
+
+    def checkpoints(self, config: Any) -> dict[str, str | None]:
+        return {"--load-teacher": config.section(DistillationConfig).load_teacher}
+
+    def inputs(self, config: Any) -> Mapping[str, Mapping[str, str]]:
+        from megatron.run.inputs import located_model
+
+        return located_model("teacher", config.section(DistillationConfig).load_teacher)
+
+    def folders(self, config: Any) -> dict[str, str | None]:
+        return {"--kd-cache": config.section(DistillationConfig).kd_cache}
+
+
+FEATURE = Distillation()
