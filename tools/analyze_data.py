@@ -23,6 +23,7 @@ from pathlib import Path
 
 from megatron.config import Setting, Settings
 from megatron.config.flags import NOT_NEGATIVE, POSITIVE, ConfigError, option
+from megatron.config.training import RUN_LENGTHS
 from megatron.families import family_of
 from megatron.features.curriculum.analysis import (
     METRICS,
@@ -35,7 +36,6 @@ from megatron.features.curriculum.analysis import (
 from megatron.features.curriculum.flags import CurriculumConfig, without_sampling
 from megatron.run.outputs import check_output
 from megatron.run.run import (
-    RUN_LENGTHS,
     Run,
     RunToolParser,
     run_of,

@@ -20,6 +20,8 @@ from megatron.config.layouts import StateDtypes
 
 LENGTHS = ("iters", "samples", "tokens")
 """Units of the length of a run, as in ``--train-iters``."""
+RUN_LENGTHS = tuple(f"train_{unit}" for unit in LENGTHS)
+"""Fields that give the length of a run."""
 FLAGS_OF_2019 = {
     f"flag --{name}"
     for name in (

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -44,9 +43,6 @@ from megatron.tokenizer import Tokenizer
 LENGTHS = 8
 """How many lengths samples are padded to on GPUs."""
 
-VIEW = "megatron.data.sample_views:causal_view"
-WITH_REWARDS = "megatron.model.heads:with_rewards"
-"""Imported when they are needed, which pretraining is not."""
 HEAD_POSITIONS = 8
 """Of which the number of positions is a multiple whose logits are computed: kernels want it."""
 
@@ -160,15 +156,16 @@ class GPTData(DataPipeline):
     def view(self, sample: Any, length: int) -> SampleView:
         """See `DataPipeline.view`; documents that attention keeps apart are on separate lines."""
         batch = self.collator()([sample])
-        row = (
+        row: Any = (
             None if each is None else each[0, :length].numpy()
             for each in (
                 batch.tokens_BS, batch.labels_BS, batch.loss_mask_BS, batch.document_ids_BS
             )
         )  # fmt: skip
         answers = isinstance(sample, PackedSample)
-        view: SampleView = resolve_name(VIEW)(self.tokenizer, *row, answers)
-        return view
+        from megatron.data.sample_views import causal_view
+
+        return causal_view(self.tokenizer, *row, answers)
 
     @property
     def _special(self) -> SampleTokens | None:
@@ -212,8 +209,9 @@ class GPT(Family):
         spec = ModelSpec(layers, partial(begin, model), crossing)
         if model.head == "lm":
             return spec
-        rewarding: ModelSpec = resolve_name(WITH_REWARDS)(spec)
-        return rewarding
+        from megatron.model.heads import with_rewards
+
+        return with_rewards(spec)
 
     def shape(self, model: ModelConfig, run: RunConfig | None = None) -> TransformerShape:
         shape = TransformerShape.of(model)

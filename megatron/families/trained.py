@@ -1,35 +1,17 @@
-"""What models are trained for, beside the next token, and which of their parameters are."""
+"""Models as runs train them."""
 
 from __future__ import annotations
 
-from pkgutil import resolve_name
-
 from megatron.config import RunConfig
+from megatron.config.features import taking_part
 from megatron.families import spec_of
-from megatron.features.instruction.flags import InstructionConfig
-from megatron.features.preference.flags import PreferenceConfig
 from megatron.model.spec import ModelSpec
-
-__all__ = ["trained_spec"]
-
-INSTRUCTION = "megatron.features.instruction.objective:with_instruction"
-PREFERENCE = "megatron.features.preference.objective:with_preference"
-DISTILLATION = "megatron.features.distillation.objective:with_teacher"
-ADAPTERS = "megatron.features.adapters.model:with_adapters"
-"""Functions of a spec and the run's configuration, imported for runs that need them."""
 
 
 def trained_spec(config: RunConfig) -> ModelSpec:
-    """The model of a run with the losses that it is trained by, and its adapters. Raises
+    """The model of a run with the losses that it is trained by and what features add to it. Raises
     ConfigError as :func:`spec_of` does, or if the family has no such losses."""
-    changes = {
-        INSTRUCTION: config.kind(InstructionConfig).sft,
-        PREFERENCE: config.kind(PreferenceConfig).preference is not None,
-        DISTILLATION: config.distillation.kd,
-        ADAPTERS: config.adapters.lora,
-    }
     spec = spec_of(config.model, config.parallel)
-    for name, wanted in changes.items():
-        if wanted:
-            spec = resolve_name(name)(spec, config)
+    for feature in taking_part():
+        spec = feature.model(spec, config)
     return spec

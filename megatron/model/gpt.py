@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pkgutil import resolve_name
 
 from megatron.config import ModelConfig, ParallelConfig
 from megatron.model.block import Block
@@ -11,9 +10,6 @@ from megatron.model.embedding import InputEmbedding, vocabulary_layers, word_emb
 from megatron.model.layer_list import LayerSpec
 from megatron.model.norm import FinalNorm
 from megatron.parallel.tensor_parallel import TensorParallel
-
-HEADS = "megatron.model.heads:head_layers"
-"""Imported for models with another head than a language model's."""
 
 
 def gpt_layers(
@@ -27,7 +23,9 @@ def gpt_layers(
         words, head = vocabulary_layers(model, parallel, tp)
         heads = [head]
     else:
-        words, heads = word_embeddings(model, tp), resolve_name(HEADS)(model, tp)
+        from megatron.model.heads import head_layers
+
+        words, heads = word_embeddings(model, tp), head_layers(model, tp)
     return [
         words,
         LayerSpec("embedding", partial(InputEmbedding, model, tp)),

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pkgutil import resolve_name
 from typing import Generic, TypeVar
 
 from megatron.config import (
@@ -23,8 +22,8 @@ from megatron.config import (
     explain,
     resolve,
 )
+from megatron.config.features import features
 from megatron.config.flags import ConfigResolver, build
-from megatron.config.training import LENGTHS
 from megatron.data.loader import TrainingData
 from megatron.data.pipeline import training_texts
 from megatron.data.sources import with_corpora
@@ -40,15 +39,6 @@ from megatron.training.report import show_log
 from megatron.util.processes import is_main_process
 
 Config = TypeVar("Config")
-
-RUN_LENGTHS = tuple(f"train_{unit}" for unit in LENGTHS)
-"""Fields that give the length of a run."""
-
-EPOCHS = "megatron.features.epochs.passes:with_epochs"
-"""Gives a run the length of ``--epochs``, which depends on its data; imported likewise."""
-
-OWN_CHECKPOINT = "megatron.features.resilience.unattended.restarted:from_own_checkpoint"
-"""Changes what a run that has been started again loads; imported likewise."""
 
 
 @dataclass(frozen=True)
@@ -102,15 +92,9 @@ def run_of(settings: Settings, processes: int, samples: str | None = None) -> Ru
     path = given.value if given else ""
     content = read_json(path) if path else {}
     settings = deepspeed_json.merge(settings, content, path, processes)
-    if "inprocess_restart" in settings:
-        settings = resolve_name(OWN_CHECKPOINT)(settings)
-    if "epochs" in settings and not {"skip_train", *RUN_LENGTHS} & settings.keys():
-        return run_of(
-            resolve_name(EPOCHS)(settings, lambda rest: run_of(rest, processes, samples)),
-            processes,
-            samples,
-        )
-    settings = resume.with_origin(resume.with_checkpoint(with_corpora(settings)))
+    for feature in features().values():
+        settings = feature.complete(settings, lambda rest: run_of(rest, processes, samples))
+    settings = resume.with_checkpoint(with_corpora(settings))
     trained = settings["family"].value if "family" in settings else ModelConfig.family
     family = family_of(samples or trained)
     refuse_unused(settings, family)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from megatron.config import Resolved, RunConfig
+from megatron.config.features import taking_part
 from megatron.config.parallel import ParallelConfig
 from megatron.data.build import PortionSize
 from megatron.families import family_of
@@ -41,12 +42,6 @@ from megatron.util.progress import above_bars, progress_bar
 
 FIRST_STEPS = 2
 """Steps of a start with a line of their own, where log lines are further apart."""
-ADAPTERS = "megatron.features.adapters.report"
-"""What to say of the adapters of ``--lora``; imported for runs with the flag only."""
-
-
-EXTENT = "megatron.features.epochs.passes:extent"
-"""Lines about parameters, tokens and epochs; imported for runs that train."""
 POINTS = "megatron.features.trackers.points:StepPoints"
 """Numbers of single steps; imported for runs that show them."""
 READ_METRICS = "megatron.features.pictures.plots:read_metrics"
@@ -100,7 +95,7 @@ class Reporter(Callback):
         self._brief = brief or sys.stdout.isatty()
         config = resolved.config
         self.plan, self.mesh, self.device = plan, mesh, device
-        self.beside: Callable[[Step], float] = lambda step: 0.0
+        self.extra_flops: list[Callable[[Step], float]] = []
         """FLOPs of a step that are no work of the model."""
         self.rank_times: Callable[[], RankTimes | None] = lambda: None
         """What the ranks needed for the steps since the last log line, if that is compared."""
@@ -111,8 +106,8 @@ class Reporter(Callback):
         self.meter: IntervalMeter | None = None
         self.main = mesh.world.rank == 0
         self.shape = family_of(config.model.family).shape(config.model, config)
-        if config.adapters.lora:
-            self.shape = resolve_name(f"{ADAPTERS}:with_additions")(self.shape, config)
+        for feature in taking_part():
+            self.shape = feature.shape(self.shape, config)
         self.flops_per_token = self.shape.flops_per_token(causal=True)
         self.recompute, self.recomputed_blocks = _recomputed(config.parallel)
         self.peak = _peak(config, device)
@@ -164,11 +159,9 @@ class Reporter(Callback):
                 f"{self.plan.train_iters} of its {self.plan.full_iters} iterations, for which the "
                 "data are prepared"
             )
-        if self.main and not self.plan.skip_train:
-            for line in resolve_name(EXTENT)(config, self.plan, sizes()):
+        for feature in taking_part() if self.main else ():
+            for line in feature.extent(config, self.plan, sizes):
                 self.say(line)
-        if config.adapters.lora:
-            self.say(resolve_name(f"{ADAPTERS}:trained_line")(config))
         if self.peak is not None:
             counted = "; causal attention counted once" if self.shape.causal else ""
             self.say(
@@ -223,9 +216,11 @@ class Reporter(Callback):
         if file is not None and os.path.exists(file):
             rows = resolve_name(READ_METRICS)(file)
         kinds = [row["kind"] for row in rows if row.get("iteration") == iteration]
-        if config.tasks.eval_tasks and not any(kind.startswith("task ") for kind in kinds):
-            return "tasks"
-        return next((kind for kind in due if kind not in kinds), None)
+        missing = (feature.missing_evaluation(config, kinds) for feature in taking_part())
+        return next(
+            (each for each in missing if each is not None),
+            next((kind for kind in due if kind not in kinds), None),
+        )
 
     def say(self, text: str) -> None:
         """Prints a line with the time, on the main process."""
@@ -272,7 +267,8 @@ class Reporter(Callback):
                 losses=result.losses,
                 samples=step.samples,
                 tokens=tokens,
-                flops=shape.flops_per_step(step.samples, causal=True) + self.beside(step),
+                flops=shape.flops_per_step(step.samples, causal=True)
+                + sum(extra(step) for extra in self.extra_flops),
                 recomputed_flops=tokens * again,
                 seq_length=step.seq_length if self.plan.lengths.grows else None,
                 learning_rate=step.learning_rate,

@@ -19,6 +19,8 @@ from megatron.engine.state import owned_slices
 from megatron.engine.train_engine import StepResult
 from megatron.families.trained import trained_spec
 from megatron.features.distillation.teacher import find_teacher
+from megatron.features.preference import reference
+from megatron.features.preference.flags import PreferenceConfig
 from megatron.model.layer_list import LayerStack, initialise
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import dropout_seed
@@ -29,7 +31,7 @@ from megatron.run.run import (
     parse_run,
     run_data,
 )
-from megatron.training.build import add_reference, build_trainer
+from megatron.training.build import build_trainer
 from megatron.training.plan import TrainingPlan
 from megatron.training.trainer import Callback, Step, Trainer
 
@@ -130,7 +132,8 @@ class PlainTraining:
         self.params = {name: p for name, p in self.params.items() if p.requires_grad}
         self._optimizer = _plain_optimizer(self.params, self.options)
         data = run_data(run)
-        add_reference(run, Mesh(), data)
+        if run.config.kind(PreferenceConfig).needs_reference:
+            reference.add_reference(run, Mesh(), data)
         datasets, collate, self._weighed = data.datasets, data.collate, data.weighed
         assert datasets.train is not None
         self._batches = MicroBatches(

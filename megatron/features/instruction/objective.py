@@ -37,7 +37,7 @@ def with_instruction(spec: ModelSpec, config: RunConfig) -> ModelSpec:
         spec = replace(spec, begin=begin, losses=objective.losses)
     if flags.neftune_noise_alpha is not None:
         noise = _with_noise(spec.begin, flags.neftune_noise_alpha, config.model.seq_length)
-        spec = replace(spec, begin=noise)
+        spec = replace(spec, begin=noise, draws=spec.draws or bool(flags.neftune_noise_alpha))
     return spec
 
 

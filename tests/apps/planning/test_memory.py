@@ -86,7 +86,7 @@ def model_bytes(
     kept = Kept(stack)
     for layer in stack.modules() if float8 else ():
         if isinstance(layer, ParallelLinear):
-            layer.float8 = float8
+            layer.kernel = float8
             layer.weight_kept = float8_kept = Kept8(float8.cast_weight(layer.weight))
             storages = (each.untyped_storage() for each in float8_kept.operands())
             kept.weights |= {storage.data_ptr() for storage in storages}

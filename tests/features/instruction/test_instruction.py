@@ -23,7 +23,7 @@ from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import shard_of
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.training.metrics import Evaluation
-from megatron.training.step_batches import weighed_step
+from megatron.training.trainer import weighed_step
 
 VOCABULARY, LENGTH, PAD = 96, 24, 95
 EXAMPLES = ((9, 4), (3, 1), (12, 2), (5, 4), (7, 6), (11, 3))
