@@ -37,7 +37,7 @@ from megatron.model.flops import TransformerShape
 from megatron.model.gpt import gpt_layers
 from megatron.model.layer_list import LayerCache, LayerState
 from megatron.model.spec import ModelSpec, only_hidden_travels
-from megatron.parallel.cross_entropy import Targets
+from megatron.parallel.loss_head import Targets
 from megatron.tokenizer import Tokenizer
 
 LENGTHS = 8

@@ -15,7 +15,7 @@ from megatron.config import RunConfig
 from megatron.model.attention_masks import AttentionKind
 from megatron.model.embedding import LM_LOSS
 from megatron.model.layer_list import LayerSpec, LayerState
-from megatron.parallel.cross_entropy import Targets
+from megatron.parallel.loss_head import Targets
 from megatron.parallel.tensor_parallel import TensorParallel
 
 

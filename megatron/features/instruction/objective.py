@@ -13,9 +13,9 @@ from megatron.config import ConfigError, RunConfig
 from megatron.features.instruction.flags import InstructionConfig
 from megatron.model.embedding import LM_LOSS
 from megatron.model.layer_list import EmbeddingNoise, LayerState
-from megatron.model.objective import HeadInput
 from megatron.model.spec import Measure, ModelSpec
 from megatron.parallel.cross_entropy import linear_cross_entropy, linear_loss_and_correct
+from megatron.parallel.loss_head import HeadInput
 
 ACCURACY = "token accuracy"
 """Share of the tokens whose loss counts that are the most probable ones."""

@@ -35,7 +35,7 @@ from megatron.model.flops import TransformerShape
 from megatron.model.heads import HEAD_NAMES, head_flops
 from megatron.model.layer_list import LayerState
 from megatron.model.spec import ModelSpec, only_hidden_travels
-from megatron.parallel.cross_entropy import Targets
+from megatron.parallel.loss_head import Targets
 from megatron.tokenizer import Tokenizer
 
 HEAD_PARTS = (

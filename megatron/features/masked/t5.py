@@ -40,7 +40,7 @@ from megatron.model.attention_masks import AttentionMasks
 from megatron.model.flops import TransformerShape
 from megatron.model.layer_list import LayerCache, LayerState
 from megatron.model.spec import ModelSpec
-from megatron.parallel.cross_entropy import Targets
+from megatron.parallel.loss_head import Targets
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.tokenizer import Tokenizer
 

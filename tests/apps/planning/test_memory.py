@@ -41,8 +41,8 @@ from megatron.features.masked.masked_batch import (
 from megatron.features.retro.batch import RetroBatch
 from megatron.model import cpu_kernels
 from megatron.model.norm import build_norm
-from megatron.parallel.cross_entropy import Targets
 from megatron.parallel.layers import ParallelLinear
+from megatron.parallel.loss_head import Targets
 from megatron.parallel.tensor_parallel import TensorParallel
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -21,7 +21,7 @@ from megatron.model.layer_list import (
     initialise,
     recomputed_chunks,
 )
-from megatron.parallel.cross_entropy import Targets
+from megatron.parallel.loss_head import Targets
 from megatron.parallel.shard import Init, init_of, shard_of
 from megatron.parallel.tensor_parallel import TensorParallel
 
