@@ -108,7 +108,7 @@ class Feature:
         return None
 
     def stored_states(self, config: Any) -> Any:
-        """The :class:`~megatron.engine.update.adam.StoredStates` of the optimizer; None for
+        """The :class:`~megatron.engine.update.adam.StateStore` of the optimizer; None for
         float32."""
         return None
 

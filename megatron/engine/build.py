@@ -31,7 +31,7 @@ from megatron.engine.deepspeed_patches import (
     without_zero_gradients,
 )
 from megatron.engine.train_engine import TrainEngine
-from megatron.engine.update.adam import StoredStates
+from megatron.engine.update.adam import StateStore
 from megatron.engine.update.async_step import can_defer
 from megatron.engine.update.optimizer import build_optimizer, check_groups, rate_factors
 from megatron.model.attention_masks import AttentionKind
@@ -129,7 +129,7 @@ def kernel_states(
     return next((each for each in states if each is not None), KernelStates())
 
 
-def _stored_states(config: RunConfig) -> StoredStates | None:
+def _stored_states(config: RunConfig) -> StateStore | None:
     formats = (feature.stored_states(config) for feature in taking_part())
     return next((form for form in formats if form is not None), None)
 

@@ -31,7 +31,7 @@ from megatron.config import CheckpointConfig
 from megatron.engine.deepspeed_json import Json
 from megatron.engine.state import OwnedSlice, loss_scaler_state, optimizer_step, owned_slices
 from megatron.engine.train_engine import TrainEngine
-from megatron.engine.update.adam import StoredStates
+from megatron.engine.update.adam import StateStore
 from megatron.engine.update.gradient_norm import owned
 from megatron.parallel.mesh import AXES, MODEL, Group, any_rank, first_reason
 from megatron.parallel.random import random_state
@@ -325,7 +325,7 @@ def ruined(engine: TrainEngine) -> str | None:
     return None
 
 
-def _canonical(own: OwnedSlice, kind: str, stored: StoredStates | None) -> Tensor | LazyTensor:
+def _canonical(own: OwnedSlice, kind: str, stored: StateStore | None) -> Tensor | LazyTensor:
     """A state of a slice without padding, flat, float32."""
 
     def values() -> Tensor:

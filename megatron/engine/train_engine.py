@@ -23,7 +23,7 @@ from megatron.engine.deepspeed_patches import (
     drop_gradients,
     keep_smallest_scale,
 )
-from megatron.engine.update.adam import StoredStates
+from megatron.engine.update.adam import StateStore
 from megatron.engine.update.async_step import AsyncOptimizerStep
 from megatron.engine.update.gradient_norm import clipping_factor, gradient_norm
 from megatron.engine.update.optimizer import set_rates
@@ -82,7 +82,7 @@ class ModelEngine:
             they need nothing.
     """
 
-    stored_states: StoredStates | None = None
+    stored_states: StateStore | None = None
     base: BaseRecord | None = None
     teach: Callable[[Iterator[Batch], int], Iterator[Batch]] | None = None
 
@@ -214,7 +214,7 @@ class TrainEngine(ModelEngine):
         engine: Any,
         asynchronous: bool,
         kernels: KernelStates,
-        stored_states: StoredStates | None = None,
+        stored_states: StateStore | None = None,
     ) -> None:
         super().__init__(config, spec, mesh, device, backend, names, kernels)
         self.marks: list[Any] = []

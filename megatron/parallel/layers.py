@@ -46,7 +46,7 @@ class LayerAdapters(Protocol):
 
 
 class LinearKernel(Protocol):
-    """The products of linear layers in another number format than that of their tensors.
+    """The products of linear layers in another format than that of their tensors.
 
     A layer keeps for each of its weights what the kernel wants to have of one step in the next
     (``kept``, None at first). A factor is the kernel's own form of a matrix in a product, for which

@@ -69,7 +69,7 @@ def compare_folders(config: RunConfig) -> None:
     """Checks that the folders in which the processes of a run meet are the same on all of its
     nodes. Raises ConfigError where one is not, and DisagreementError on the other nodes."""
     if agreement.on_several_nodes():
-        from megatron.run.shared_folders import check_folders
+        from megatron.run.folders import check_folders
 
         check_folders(config)
 

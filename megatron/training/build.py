@@ -17,7 +17,7 @@ from megatron.engine.build import build_engine
 from megatron.engine.deepspeed_folder import checkpoint_writer
 from megatron.engine.environment import training_device
 from megatron.engine.saving import hold_folder, ruined
-from megatron.families.trained import trained_spec
+from megatron.families import trained_spec
 from megatron.parallel.mesh import Mesh
 from megatron.run.process import (
     compare_checkpoints,

@@ -129,7 +129,7 @@ def own_files(family: Path) -> set[Path]:
 def test_families_have_files_of_their_own():
     """What the next test goes by."""
     found = {str(path.relative_to(ROOT)) for path in own_files(FAMILIES / "gpt.py")}
-    assert {"megatron/model/gpt.py", "megatron/families/gpt.py"} < found
+    assert "megatron/families/gpt.py" in found
     assert any(path.startswith("megatron/data/") for path in found)
 
 

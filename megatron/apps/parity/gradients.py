@@ -28,7 +28,7 @@ from megatron.engine.environment import distributed, training_device
 from megatron.engine.state import owned_slices
 from megatron.engine.train_engine import TrainEngine
 from megatron.engine.update.gradient_norm import average_gradients, gradient_norm, owned
-from megatron.families.trained import trained_spec
+from megatron.families import trained_spec
 from megatron.features.preference import reference
 from megatron.features.preference.flags import PreferenceConfig
 from megatron.model.layer_list import LayerSequence, LayerSpec, LayerState, initialise

@@ -17,7 +17,7 @@ from megatron.data.loader import MicroBatches
 from megatron.engine.environment import deterministic_kernels, distributed, training_device
 from megatron.engine.state import owned_slices
 from megatron.engine.train_engine import StepResult
-from megatron.families.trained import trained_spec
+from megatron.families import trained_spec
 from megatron.features.distillation.teacher import find_teacher
 from megatron.features.preference import reference
 from megatron.features.preference.flags import PreferenceConfig

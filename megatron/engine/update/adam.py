@@ -84,7 +84,7 @@ class Partition(Protocol):
         ...
 
 
-class StoredStates(StateFormat, Protocol):
+class StateStore(StateFormat, Protocol):
     """A format other than float32 copies of weights and moments, at ZeRO 1 and 2."""
 
     def take_main_weights(self, wrapper: Any, optimizer: torch.optim.Optimizer, rank: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from megatron.config.features import Feature
 
 
-class RunRecord(Feature):
+class StartRecords(Feature):
     def ready(self, context: Any) -> None:
         """Say where the ranks of a run are; record its start, if it saves."""
         several, saves = context.mesh.world.size > 1, bool(context.config.checkpoint.save)
@@ -26,4 +26,4 @@ class RunRecord(Feature):
             context.add(Order.RECORD, recorder)
 
 
-FEATURE = RunRecord()
+FEATURE = StartRecords()

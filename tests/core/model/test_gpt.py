@@ -9,10 +9,10 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbed
 
 from megatron.config import ModelConfig, ParallelConfig
 from megatron.families import build_model
+from megatron.families.gpt import gpt_layers
 from megatron.model.attention_backends import attention_backend
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.embedding import InputEmbedding
-from megatron.model.gpt import gpt_layers
 from megatron.model.layer_list import (
     LayerStack,
     LayerState,

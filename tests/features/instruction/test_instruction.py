@@ -13,8 +13,7 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 from megatron.config import RunConfig
 from megatron.data.gpt_batch import GPTCollator, Padding
 from megatron.data.samples import PackedSample
-from megatron.families import build_model
-from megatron.families.trained import trained_spec
+from megatron.families import build_model, trained_spec
 from megatron.features.instruction.flags import InstructionConfig
 from megatron.features.keep_best.callback import BestEvaluation
 from megatron.formats.huggingface.source import HuggingFaceFolder

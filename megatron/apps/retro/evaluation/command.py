@@ -48,8 +48,8 @@ from megatron.engine.train_engine import ModelEngine
 from megatron.families import family_of
 from megatron.features.retro.project import RetroProject
 from megatron.features.retro.run_settings import project_of
+from megatron.run.folders import check_output
 from megatron.run.launch import start_processes
-from megatron.run.outputs import check_output
 from megatron.run.run import Run, RunToolParser
 from megatron.training.evaluation import opened_checkpoint
 from megatron.util.json_text import parse_json
