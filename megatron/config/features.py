@@ -8,12 +8,12 @@ feature less, and its flags go with it.
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from megatron.config.flags import ConfigResolver, Settings
 
@@ -24,7 +24,7 @@ DOCUMENTS, PACKED = "documents", "packed"
 """Samples of :attr:`KindConfig.samples`."""
 
 
-class Section:
+class FlagSection:
     """Flags of a feature: a section of saved configurations and a group of --help.
 
     Attributes:
@@ -40,7 +40,7 @@ class Section:
         return False
 
 
-class KindConfig(Section):
+class KindConfig(FlagSection):
     """Flags of a kind of data, and what is known of it before its module is imported.
 
     Attributes:
@@ -92,6 +92,31 @@ class KindConfig(Section):
         return None
 
 
+class ModelPart:
+    """Flags of a feature that are fields of ``ModelFlags``, and what they resolve to in a network.
+
+    Attributes:
+        families: names of the families whose models depend on them; None for all.
+    """
+
+    families: ClassVar[frozenset[str] | None] = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether the network has nothing of the feature."""
+        return False
+
+    def resolve(
+        self, layers: int, seq_length: int, longest: int | None, resolver: ConfigResolver
+    ) -> Self:
+        """The part of a network with so many layers and tokens, complete; ``longest`` is the most
+        positions that a sequence can have, None for any number. Raises ConfigError."""
+        return self
+
+    def check_lengths(self, lengths: Sequence[int], source: str) -> None:
+        """Refuses lengths of sequences, which ``source`` has, that the network cannot read."""
+
+
 class Feature:
     """What a folder adds to a run.
 
@@ -100,11 +125,13 @@ class Feature:
 
     Attributes:
         sections: the class of flags of each section of a saved configuration.
+        model_parts: classes of flags of the network.
         families: names of the model families that :meth:`family` returns.
         tokenizers: values of ``--tokenizer-type`` that :meth:`tokenizer` returns.
     """
 
-    sections: ClassVar[Mapping[str, type[Section]]] = {}
+    sections: ClassVar[Mapping[str, type[FlagSection]]] = {}
+    model_parts: ClassVar[tuple[type[ModelPart], ...]] = ()
     families: ClassVar[tuple[str, ...]] = ()
     tokenizers: ClassVar[tuple[str, ...]] = ()
 
@@ -182,11 +209,17 @@ def features() -> Mapping[str, Feature]:
 
 
 @cache
-def section_classes() -> Mapping[str, type[Section]]:
+def section_classes() -> Mapping[str, type[FlagSection]]:
     """The flags of all features by the name of their section, in the order of --help."""
     sections = [s for feature in features().values() for s in feature.sections.items()]
     sections.sort(key=lambda section: (not issubclass(section[1], KindConfig), section[0]))
     return MappingProxyType(dict(sections))
+
+
+@cache
+def model_parts() -> tuple[type[ModelPart], ...]:
+    """The flags of the network that features add, in the order of --help."""
+    return tuple(part for feature in features().values() for part in feature.model_parts)
 
 
 @cache

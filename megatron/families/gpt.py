@@ -29,7 +29,7 @@ from megatron.data.packing import padding_token
 from megatron.data.pipeline import DataPipeline, SampleTokens
 from megatron.data.samples import PackedSample, SampleRecipe, SampleView
 from megatron.data.scored_text import ScoredText, check_lengths, fitted, too_long
-from megatron.families.family import RETRIEVAL_FLAGS, Family, GenerationSpec
+from megatron.families.family import Family, GenerationSpec
 from megatron.model.attention_flex import block_masks
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.flops import TransformerShape
@@ -198,7 +198,7 @@ class GPT(Family):
     generates = True
     context_reader = "decoder"
     heads = frozenset({"lm", "reward"})
-    unused_flags = RETRIEVAL_FLAGS | {"bert_binary_head", "num_tokentypes", "lm_head_activation"}
+    unused_flags = frozenset({"bert_binary_head", "num_tokentypes", "lm_head_activation"})
 
     def complete_settings(self, settings: Settings) -> Settings:
         for cls in kind_classes().values():

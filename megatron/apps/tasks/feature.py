@@ -9,7 +9,7 @@ from megatron.config.features import Feature
 from megatron.config.flags import ConfigResolver
 
 
-class Tasks(Feature):
+class TasksFeature(Feature):
     sections = {"tasks": EvalTasksConfig}
 
     def resolve(self, parts: dict[str, Any], processes: int, resolver: ConfigResolver) -> None:
@@ -17,4 +17,4 @@ class Tasks(Feature):
         parts["tasks"] = resolve_eval_tasks(parts["tasks"], interval, length, resolver)
 
 
-FEATURE = Tasks()
+FEATURE = TasksFeature()

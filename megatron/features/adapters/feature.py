@@ -10,7 +10,7 @@ from megatron.config.flags import ConfigResolver
 from megatron.features.adapters.flags import AdapterConfig
 
 
-class Adapters(Feature):
+class AdaptersFeature(Feature):
     sections = {"adapters": AdapterConfig}
 
     def check(self, config: Any, processes: int, resolver: ConfigResolver) -> None:
@@ -26,4 +26,4 @@ class Adapters(Feature):
         return located_model("adapter that it began from", config.checkpoint.load_adapter)
 
 
-FEATURE = Adapters()
+FEATURE = AdaptersFeature()

@@ -8,7 +8,7 @@ from megatron.config.features import Feature
 from megatron.features.curriculum.flags import CurriculumConfig
 
 
-class Curriculum(Feature):
+class CurriculumFeature(Feature):
     sections = {"curriculum": CurriculumConfig}
 
     def data_kind(self, section: str) -> Any:
@@ -17,4 +17,4 @@ class Curriculum(Feature):
         return KIND
 
 
-FEATURE = Curriculum()
+FEATURE = CurriculumFeature()

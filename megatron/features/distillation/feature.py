@@ -10,7 +10,7 @@ from megatron.config.flags import ConfigResolver
 from megatron.features.distillation.flags import DistillationConfig
 
 
-class Distillation(Feature):
+class DistillationFeature(Feature):
     sections = {"distillation": DistillationConfig}
 
     def check(self, config: Any, processes: int, resolver: ConfigResolver) -> None:
@@ -28,4 +28,4 @@ class Distillation(Feature):
         return {"--kd-cache": config.section(DistillationConfig).kd_cache}
 
 
-FEATURE = Distillation()
+FEATURE = DistillationFeature()

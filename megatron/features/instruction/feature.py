@@ -9,7 +9,7 @@ from megatron.config.features import Feature
 from megatron.features.instruction.flags import InstructionConfig
 
 
-class Instruction(Feature):
+class InstructionFeature(Feature):
     sections = {"instruction": InstructionConfig}
 
     def inputs(self, config: Any) -> Mapping[str, Mapping[str, str]]:
@@ -24,4 +24,4 @@ class Instruction(Feature):
         return KIND
 
 
-FEATURE = Instruction()
+FEATURE = InstructionFeature()

@@ -11,7 +11,7 @@ from megatron.features.instruction.flags import InstructionConfig
 from megatron.features.preference.flags import PreferenceConfig
 
 
-class Preference(Feature):
+class PreferenceFeature(Feature):
     sections = {"preference": PreferenceConfig}
 
     def check(self, config: Any, processes: int, resolver: ConfigResolver) -> None:
@@ -39,4 +39,4 @@ class Preference(Feature):
         return KIND
 
 
-FEATURE = Preference()
+FEATURE = PreferenceFeature()

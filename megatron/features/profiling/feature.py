@@ -9,7 +9,7 @@ from megatron.config.flags import ConfigResolver
 from megatron.features.profiling.flags import ProfilingConfig, resolve_profiling
 
 
-class Profiling(Feature):
+class ProfilingFeature(Feature):
     sections = {"profiling": ProfilingConfig}
 
     def resolve(self, parts: dict[str, Any], processes: int, resolver: ConfigResolver) -> None:
@@ -18,4 +18,4 @@ class Profiling(Feature):
         parts["profiling"] = resolve_profiling(flags, processes, length, save, resolver)
 
 
-FEATURE = Profiling()
+FEATURE = ProfilingFeature()

@@ -9,7 +9,7 @@ from megatron.config.features import Feature
 from megatron.features.raw_text.flags import RawTextConfig
 
 
-class RawText(Feature):
+class RawTextFeature(Feature):
     sections = {"raw_text": RawTextConfig}
 
     def corpora(self, config: Any) -> Mapping[str, Any]:
@@ -25,4 +25,4 @@ class RawText(Feature):
         return KIND
 
 
-FEATURE = RawText()
+FEATURE = RawTextFeature()

@@ -10,7 +10,7 @@ from megatron.config.flags import ConfigResolver, Settings
 from megatron.features.resilience.flags import ResilienceConfig
 
 
-class Resilience(Feature):
+class ResilienceFeature(Feature):
     sections = {"resilience": ResilienceConfig}
 
     def complete(self, settings: Settings, run_of: Callable[[Settings], Any]) -> Settings:
@@ -24,4 +24,4 @@ class Resilience(Feature):
         config.section(ResilienceConfig).check(config.checkpoint.save, processes, resolver)
 
 
-FEATURE = Resilience()
+FEATURE = ResilienceFeature()
