@@ -142,7 +142,7 @@ def measure(config: AnalysisConfig, run: Run) -> list[MetricSummary]:
     if folder is None:
         raise ConfigError("missing --save, the folder for the results")
     check_output("--save", Path(folder) / "any")
-    plain = run.config.with_kind(without_sampling(run.config.kind(CurriculumConfig)))
+    plain = run.config.with_sections(without_sampling(run.config.section(CurriculumConfig)))
     plan = TrainingPlan(plain)
     exact = plain.data.train_data_exact_num_epochs is not None
     count = 1 if exact else plan.sample_counts[0]

@@ -211,6 +211,7 @@ def workload_of(config: PlanConfig, settings: Settings, gpus: int) -> Workload:
     planned = family_of(family)
     refuse_unused(known, planned)
     run = resolve(planned.complete_settings(known), world_size=1).config
+    adapters = run.section(AdapterConfig)
     precision = "fp16" if run.precision.fp16 else "bf16" if run.precision.bf16 else "fp32"
     return Workload(
         run.model,
@@ -221,7 +222,7 @@ def workload_of(config: PlanConfig, settings: Settings, gpus: int) -> Workload:
         run.precision.accumulate_allreduce_grads_in_fp32,
         states=run.precision.states,
         fast_paths=run.fast_paths,
-        adapters=run.adapters if run.adapters.lora else None,
+        adapters=adapters if adapters.lora else None,
         teacher=open_checkpoint(config.load_teacher).model if config.load_teacher else None,
     )
 

@@ -20,7 +20,6 @@ from megatron.config.run import (
     resolve,
 )
 from megatron.config.training import (
-    EvalTasksConfig,
     PrecisionConfig,
     TrainingConfig,
     TrainingFlags,
@@ -33,7 +32,6 @@ __all__ = [
     "ConfigError",
     "DataConfig",
     "EngineConfig",
-    "EvalTasksConfig",
     "FlagParser",
     "LegacyFlags",
     "LoggingConfig",

@@ -98,13 +98,13 @@ class CommandParser(argparse.ArgumentParser):
         word = next((w for w in unknown if w.startswith("-")), unknown[0])
         known, name = self._option_string_actions, word.split("=", 1)[0]
         # It knows all flags of training, and is needed for a message only.
-        others = "megatron.config.unknown_flags:{}"
+        from megatron.config.unknown_flags import another_trainers, instead_of
+
         if not word.startswith("-"):
-            trainers = resolve_name(others.format("another_trainers"))
-            other = trainers(name, known) if "=" in word else None
+            other = another_trainers(name, known) if "=" in word else None
             hint = "" if other is None else f"; flags begin with --: {other}"
             self.error(f"'{word}' is not a value of any flag{hint}")
-        instead = resolve_name(others.format("instead_of"))(name, self.prog, known)
+        instead = instead_of(name, self.prog, known)
         if instead is not None:
             self.error(f"{name} {instead}")
         hint = nearest_flag(name, known)

@@ -18,8 +18,8 @@ from megatron.config.engine import (
     check_fast_paths,
     resolve_engine,
 )
+from megatron.config.features import FlagSection, KindConfig, features, section_classes
 from megatron.config.flags import ConfigResolver, Settings, build
-from megatron.config.kinds import KindConfig, kind_classes
 from megatron.config.layouts import Layout, check_layout
 from megatron.config.legacy_flags import LegacyFlags
 from megatron.config.model import ModelConfig, ModelFlags, resolve_model
@@ -27,72 +27,67 @@ from megatron.config.optimizer import OptimizerConfig, OptimizerFlags, resolve_o
 from megatron.config.output import (
     CheckpointConfig,
     LoggingConfig,
-    ProfilingConfig,
     resolve_logging,
-    resolve_profiling,
 )
 from megatron.config.parallel import ParallelConfig, ParallelFlags, resolve_parallel
 from megatron.config.training import (
-    EvalTasksConfig,
     PrecisionConfig,
     TrainingConfig,
     TrainingFlags,
-    resolve_eval_tasks,
     resolve_training,
 )
-from megatron.features.adapters.flags import AdapterConfig
-from megatron.features.distillation.flags import DistillationConfig
-from megatron.features.preference.flags import PreferenceConfig
-from megatron.features.resilience.flags import ResilienceConfig
 
-Kind = TypeVar("Kind", bound=KindConfig)
+Own = TypeVar("Own", bound=FlagSection)
 
 
 @dataclass(frozen=True)
 class RunConfig:
     """Everything that determines a run, one part per concern.
 
-    ``kinds`` has the flags of every kind of data, in the order of :func:`kind_classes`; those left
+    ``sections`` has the flags of every feature, in the order of :func:`section_classes`; those left
     out have their defaults.
     """
 
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
-    tasks: EvalTasksConfig = field(default_factory=EvalTasksConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     fast_paths: FastPathsConfig = field(default_factory=FastPathsConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    kinds: tuple[KindConfig, ...] = ()
-    adapters: AdapterConfig = field(default_factory=AdapterConfig)
-    distillation: DistillationConfig = field(default_factory=DistillationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
-    profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
-    resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
+    sections: tuple[FlagSection, ...] = ()
 
     def __post_init__(self) -> None:
-        given = {type(kind): kind for kind in self.kinds}
-        kinds = tuple(given.pop(cls) if cls in given else cls() for cls in kind_classes().values())
+        given = {type(section): section for section in self.sections}
+        complete = tuple(
+            given.pop(cls) if cls in given else cls() for cls in section_classes().values()
+        )
         assert not given, given
-        object.__setattr__(self, "kinds", kinds)
+        object.__setattr__(self, "sections", complete)
 
-    def kind(self, cls: type[Kind]) -> Kind:
-        """The flags of one kind of data."""
-        return next(kind for kind in self.kinds if type(kind) is cls)  # type: ignore[return-value]
+    def section(self, cls: type[Own]) -> Own:
+        """The flags of a feature."""
+        return next(s for s in self.sections if type(s) is cls)  # type: ignore[return-value]
 
-    def with_kind(self, kind: KindConfig) -> RunConfig:
-        """The same run with other flags of one kind of data."""
-        others = (other for other in self.kinds if type(other) is not type(kind))
-        return dataclasses.replace(self, kinds=(kind, *others))
+    @property
+    def kinds(self) -> tuple[KindConfig, ...]:
+        """The flags of the kinds of data."""
+        return tuple(section for section in self.sections if isinstance(section, KindConfig))
+
+    def with_sections(self, *sections: FlagSection) -> RunConfig:
+        """The same run with other flags of features."""
+        changed = {type(section) for section in sections}
+        others = (other for other in self.sections if type(other) not in changed)
+        return dataclasses.replace(self, sections=(*sections, *others))
 
     def part(self, name: str) -> Any:
         """A part by the name of its section in a saved configuration."""
-        cls = kind_classes().get(name)
-        return getattr(self, name) if cls is None else self.kind(cls)
+        cls = section_classes().get(name)
+        return getattr(self, name) if cls is None else self.section(cls)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """The configuration as JSON values, an object per part; the model as its flags."""
@@ -113,8 +108,9 @@ class RunConfig:
     @classmethod
     def of(cls, parts: Mapping[str, Any]) -> RunConfig:
         """The configuration of parts by name."""
-        kinds = tuple(parts[name] for name in kind_classes())
-        return cls(**{n: part for n, part in parts.items() if n not in kind_classes()}, kinds=kinds)
+        own = section_classes()
+        sections = tuple(parts[name] for name in own if name in parts)
+        return cls(**{n: part for n, part in parts.items() if n not in own}, sections=sections)
 
     def with_vocabulary(self, vocab_size: int) -> RunConfig:
         """Fills in the size of the token embedding, padded for the tensor-parallel ranks."""
@@ -177,7 +173,9 @@ def _from_json(cls: type, values: Mapping[str, Any]) -> Any:
 
 def _parts() -> Iterator[tuple[str, type]]:
     for name, cls in typing.get_type_hints(RunConfig).items():
-        yield from kind_classes().items() if name == "kinds" else ((name, cls),)
+        if name != "sections":
+            yield name, cls
+            yield from (own for own in section_classes().items() if own[1].after == name)
 
 
 PARTS: Mapping[str, type] = types.MappingProxyType(dict(_parts()))
@@ -236,52 +234,16 @@ def resolve(settings: Settings, world_size: int) -> Resolved:
         build(TrainingFlags, settings), parallel.data_parallel_size, resolver
     )
     precision = build(PrecisionConfig, settings)
-    length, save = training.train_iters, build(CheckpointConfig, settings).save
-    resolved = {
-        "model": model,
-        "parallel": parallel,
-        "training": training,
-        "tasks": resolve_eval_tasks(
-            build(EvalTasksConfig, settings), training.eval_interval, model.seq_length, resolver
-        ),
-        "optimizer": resolve_optimizer(build(OptimizerFlags, settings), training, resolver),
-        "logging": resolve_logging(build(LoggingConfig, settings), save, resolver),
-        "profiling": resolve_profiling(
-            build(ProfilingConfig, settings), world_size, length, save, resolver
-        ),
-        "precision": precision,
-        "engine": resolve_engine(build(EngineFlags, settings), precision, resolver),
-    }
-    given: dict[str, Any] = {
-        name: build(cls, settings) for name, cls in PART_FLAGS.items() if name not in resolved
-    }
-    config = RunConfig.of(given | resolved)
-    config.precision.check(config.engine.zero_stage, config.optimizer.optimizer, resolver)
-    config.data.check(resolver)
-    config.adapters.check(config.fast_paths.fp8_format is not None, resolver)
-    for name, wanted in (
-        ("keep_best", config.checkpoint.keep_best),
-        ("early_stopping_patience", training.early_stopping_patience is not None),
-    ):
-        resolver.check(
-            not wanted or training.eval_iters > 0,
-            f"{resolver.show(name)} compares evaluations, and {resolver.show('eval_iters')} turns "
-            "them off: give a larger number",
-        )
-    config.checkpoint.check(config.precision.states is not None, resolver)
-    config.resilience.check(config.checkpoint.save, world_size, resolver)
-    config.kind(PreferenceConfig).check(resolver)
-    config.distillation.check(config.kind(PreferenceConfig).preference is not None, resolver)
-    check_fast_paths(
-        config.fast_paths,
-        model,
-        parallel,
-        training.micro_batch_size,
-        config.precision.bf16,
-        resolver,
-    )
-    check_layout(config.layout())
-    resolver.check_needs()
+    parts: dict[str, Any] = {
+        name: build(cls, settings) for name, cls in PARTS.items() if cls not in _FLAGS
+    } | {"model": model, "parallel": parallel, "training": training}
+    parts["optimizer"] = resolve_optimizer(build(OptimizerFlags, settings), training, resolver)
+    parts["logging"] = resolve_logging(parts["logging"], parts["checkpoint"].save, resolver)
+    for feature in features().values():
+        feature.resolve(parts, world_size, resolver)
+    parts["engine"] = resolve_engine(build(EngineFlags, settings), precision, resolver)
+    config = RunConfig.of(parts)
+    _check(config, world_size, resolver)
     notes = [
         f"{settings[f.name].origin.removeprefix('flag ')} is accepted and not used: "
         f"{f.metadata['note']}"
@@ -294,6 +256,35 @@ def resolve(settings: Settings, world_size: int) -> Resolved:
         types.MappingProxyType(resolver.origins),
         (*notes, *resolver.notes),
     )
+
+
+def _check(config: RunConfig, world_size: int, resolver: ConfigResolver) -> None:
+    """Refuses parts that contradict each other."""
+    config.precision.check(config.engine.zero_stage, config.optimizer.optimizer, resolver)
+    config.data.check(resolver)
+    training = config.training
+    for name, wanted in (
+        ("keep_best", config.checkpoint.keep_best),
+        ("early_stopping_patience", training.early_stopping_patience is not None),
+    ):
+        resolver.check(
+            not wanted or training.eval_iters > 0,
+            f"{resolver.show(name)} compares evaluations, and {resolver.show('eval_iters')} turns "
+            "them off: give a larger number",
+        )
+    config.checkpoint.check(config.precision.states is not None, resolver)
+    for feature in features().values():
+        feature.check(config, world_size, resolver)
+    check_fast_paths(
+        config.fast_paths,
+        config.model,
+        config.parallel,
+        training.micro_batch_size,
+        config.precision.bf16,
+        resolver,
+    )
+    check_layout(config.layout())
+    resolver.check_needs()
 
 
 def explain(resolved: Resolved) -> str:

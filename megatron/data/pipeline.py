@@ -15,19 +15,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property, partial
 from itertools import pairwise
-from pkgutil import resolve_name
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from megatron.config import ConfigError, RunConfig
-from megatron.config.features import features
-from megatron.config.flags import flag_of
-from megatron.config.kinds import (
+from megatron.config.features import (
     DOCUMENTS,
+    features,
     file_kinds,
     kind_classes,
 )
+from megatron.config.flags import flag_of
 from megatron.data.build import (
     DataFile,
     DatasetBuilder,
@@ -45,14 +44,10 @@ from megatron.data.sampler import parse_skipped, without_samples
 from megatron.data.samples import SampleDataset, SampleRecipe, SampleView
 from megatron.data.scored_text import ScoredText
 from megatron.data.sources import INDEXED, PARTS, DataSource, Parts, parts_of
-from megatron.features.remote_data.dataset import DEFAULT_CACHE, RemoteDataset
 from megatron.tokenizer import Tokenizer
 from megatron.util.progress import progress_bar
 
 logger = logging.getLogger(__name__)
-
-MARK = "megatron.tokenizer.mark:mark_of"
-"""Tells a run's tokenizer from others; imported for indexed files only."""
 
 BatchSizes = Callable[[], Sequence[tuple[int, int]]]
 """Returns the batch sizes of a run in turn: (size, number of steps)."""
@@ -450,16 +445,21 @@ class DataPipeline(ABC):
 
     @cached_property
     def _mark(self) -> Any:
-        kind = self.config.tokenizer.tokenizer_type
-        return resolve_name(MARK)(self.tokenizer, kind)
+        from megatron.tokenizer.mark import mark_of  # not every run has indexed files
+
+        return mark_of(self.tokenizer, self.config.tokenizer.tokenizer_type)
 
 
 def open_indexed(prefix: str, cache_path: str | None = None) -> IndexedDataset:
     """The indexed dataset of a path or URL, whose fetched parts are kept in `cache_path`; errors:
-    see `IndexedDataset` and `RemoteDataset`."""
-    if "://" in prefix:
-        return RemoteDataset(prefix, cache_path or DEFAULT_CACHE)
-    return IndexedDataset(prefix)
+    see `IndexedDataset`; ConfigError if no feature reads the URL."""
+    if "://" not in prefix:
+        return IndexedDataset(prefix)
+    for feature in features().values():
+        remote: IndexedDataset | None = feature.open_url(prefix, cache_path)
+        if remote is not None:
+            return remote
+    raise ConfigError(f"{prefix}: data at an address cannot be read; give a path")
 
 
 def check_vocabulary(indexed: IndexedDataset, vocab_size: int, cache: IndexCache) -> None:

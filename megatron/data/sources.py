@@ -9,13 +9,12 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron.config import ConfigError, DataConfig, RunConfig, Setting, Settings
-from megatron.config.kinds import file_kinds, kind_classes
+from megatron.config.features import features, file_kinds
 from megatron.data.corpora import INDEXED, Corpora, DataSource, parse_range, read_corpora
 from megatron.util.json_text import parse_json
 
@@ -110,12 +109,9 @@ def parts_of(config: RunConfig) -> Parts:
 
 
 def _classes(config: RunConfig | None = None) -> Mapping[str, DataSource]:
-    """Corpora that are classes. Their module is imported by runs that name corpora."""
-    kind = file_kinds()["text"]
-    flags = kind_classes()[kind]() if config is None else config.part(kind)
-    cache_path = None if config is None else config.data.data_cache_path
-    module = import_module("megatron.features.raw_text.named_corpora")
-    return module.NamedCorpora(flags, cache_path)
+    """Corpora of features, which need no file."""
+    named = (feature.corpora(config) for feature in features().values())
+    return next((corpora for corpora in named if corpora is not None), {})
 
 
 def _corpora(

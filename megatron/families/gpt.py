@@ -21,16 +21,15 @@ from megatron.config import (
     Settings,
 )
 from megatron.config.engine import GRAPH_MODES
-from megatron.config.kinds import DOCUMENTS
+from megatron.config.features import DOCUMENTS, PACKED, KindConfig, kind_classes
+from megatron.config.flags import build
 from megatron.data.gpt_batch import GPTBatch, GPTCollator, Padding
 from megatron.data.gpt_dataset import GPTRecipe, MockGPTDataset
 from megatron.data.packing import padding_token
 from megatron.data.pipeline import DataPipeline, SampleTokens
 from megatron.data.samples import PackedSample, SampleRecipe, SampleView
 from megatron.data.scored_text import ScoredText, check_lengths, fitted, too_long
-from megatron.families.family import RETRIEVAL_FLAGS, Family, GenerationSpec
-from megatron.features.instruction.flags import InstructionConfig
-from megatron.features.preference.flags import PreferenceConfig
+from megatron.families.family import Family, GenerationSpec
 from megatron.model.attention_flex import block_masks
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.block import Block
@@ -103,7 +102,7 @@ def _continue(tokens_1S: Tensor, positions_1S: Tensor, cache: LayerCache) -> Lay
 class GPTData(DataPipeline):
     """The data of a GPT: streams of text, instructions and answers, text to be filled in."""
 
-    takes = frozenset({DOCUMENTS, "packed", "pairs"})
+    takes = frozenset({DOCUMENTS, PACKED, "pairs"})
 
     def recipe(self) -> SampleRecipe[Any]:
         epochs = self.config.data.train_data_exact_num_epochs
@@ -123,8 +122,8 @@ class GPTData(DataPipeline):
             data.eod_mask_loss,
             pad_token=None if special is None else special.pad,
             padding=self._padding() if self.reads_examples else None,
-            weigh_by=self._instruction.sft_loss_weights if self.reads_examples else None,
-            identifies=self.config.distillation.kd_cache is not None,
+            weigh_by=self._packed.weigh_by if self.reads_examples else None,
+            identifies=self._identifies,
             head_multiple=self._head_multiple if self.reads_examples else None,
         )
 
@@ -137,17 +136,20 @@ class GPTData(DataPipeline):
         computes all: for graphs of one shape, and for a cache that later epochs read, in other
         batches."""
         graphs = self.config.fast_paths.torch_compile_mode in GRAPH_MODES
-        if graphs or self.config.distillation.kd_cache is not None:
-            return None
-        return HEAD_POSITIONS
+        return None if graphs or self._identifies else HEAD_POSITIONS
 
     @property
-    def _instruction(self) -> InstructionConfig:
-        return self.config.kind(InstructionConfig)
+    def _identifies(self) -> bool:
+        return any(section.identifies_samples for section in self.config.sections)
+
+    @property
+    def _packed(self) -> KindConfig:
+        """The flags of examples, of which several may share a sample."""
+        return next(kind for kind in self.config.kinds if kind.samples == PACKED)
 
     def _padding(self) -> Padding | None:
         """How examples are padded that are not packed."""
-        if not self._instruction.pads_batches:
+        if not self._packed.pads_batches:
             return None
         return Padding(padding_token(self.tokenizer), self.length_multiple)
 
@@ -180,21 +182,23 @@ class GPTData(DataPipeline):
         if self.config.data.mock_data:
             return False
         blends = self.parts.blends()
-        return any(s.kind == InstructionConfig.files for blend in blends for s in blend.sources)
+        packed = {kind.files for kind in self.config.kinds if kind.samples == PACKED}
+        return any(source.kind in packed for blend in blends for source in blend.sources)
 
     def view(self, sample: Any, length: int) -> SampleView:
         """See `DataPipeline.view`; documents that attention keeps apart are on separate lines."""
+        from megatron.data.sample_views import causal_view  # training does not need it
+
         batch = self.collator()([sample])
-        row: Any = (
+        tokens, labels, mask, documents = (
             None if each is None else each[0, :length].numpy()
             for each in (
                 batch.tokens_BS, batch.labels_BS, batch.loss_mask_BS, batch.document_ids_BS
             )
         )  # fmt: skip
+        assert tokens is not None and labels is not None and mask is not None
         answers = isinstance(sample, PackedSample)
-        from megatron.data.sample_views import causal_view
-
-        return causal_view(self.tokenizer, *row, answers)
+        return causal_view(self.tokenizer, tokens, labels, mask, documents, answers)
 
     @property
     def _special(self) -> SampleTokens | None:
@@ -221,16 +225,16 @@ class GPTData(DataPipeline):
 class GPT(Family):
     name = "gpt"
     generates = True
-    tokenizer_type = "GPT2BPETokenizer"
     context_reader = "decoder"
     heads = frozenset({"lm", "reward"})
-    unused_flags = RETRIEVAL_FLAGS | {"bert_binary_head", "num_tokentypes", "lm_head_activation"}
+    unused_flags = frozenset({"bert_binary_head", "num_tokentypes", "lm_head_activation"})
 
     def complete_settings(self, settings: Settings) -> Settings:
-        preference = settings.get("preference")
-        if preference is None or preference.value != "reward":
-            return settings
-        return settings | {"head": Setting("reward", "derived: --preference reward")}
+        for cls in kind_classes().values():
+            head = build(cls, settings).head
+            if head is not None:
+                settings = settings | {"head": Setting(head[0], f"derived: {head[1]}")}
+        return settings
 
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
         layers = partial(gpt_layers, model, parallel)
@@ -284,7 +288,7 @@ class GPT(Family):
         return GPTBatch.scoring(texts, fitted(pad_to, needed, longest, slices), longest)
 
     def data(self, config: RunConfig, tokenizer: Tokenizer) -> DataPipeline:
-        if config.model.head == "reward" and config.kind(PreferenceConfig).preference != "reward":
+        if config.model.head == "reward" and not any(kind.head for kind in config.kinds):
             raise ConfigError(
                 "the model has the head of a reward model, which predicts no tokens: give "
                 "--preference reward, or load another checkpoint"

@@ -18,10 +18,10 @@ import torch
 import megatron
 from megatron.checkpoint.source import TOKENIZER_FILES, FoundCheckpoint, locate_checkpoint
 from megatron.config import PART_FLAGS, RunConfig, Settings, TokenizerConfig
+from megatron.config.features import features
 from megatron.config.flags import flag_of
 from megatron.data.build import DataFile
 from megatron.engine.deepspeed_json import Json
-from megatron.features.preference.flags import PreferenceConfig
 from megatron.parallel.agreement import Facts
 from megatron.tokenizer.registry import with_files
 from megatron.util.digests import digest, digest_of_parts, digest_of_sample
@@ -127,7 +127,8 @@ def checkpoint_facts(
     ]
     used = {"the checkpoint to load": [*loaded, *bases]}
     if config is not None:
-        used |= {name: [one] for name, one in _named_beside(config).items()}
+        named = (item for f in features().values() for item in f.checkpoints(config).items())
+        used |= {f"the checkpoint of {flag}": [locate_checkpoint(p)] for flag, p in named if p}
     found = {}
     for name, ones in used.items():
         shown = (f"{one.folder} ({one.form.title})" if one else "none" for one in ones)
@@ -135,18 +136,6 @@ def checkpoint_facts(
         for one in filter(None, ones):
             found[f"the content of {one.folder}"] = checkpoint_digest(one.folder)
     return found
-
-
-def _named_beside(config: RunConfig) -> dict[str, FoundCheckpoint | None]:
-    """The adapters, the teacher and the reference model that a run names, by flag."""
-    named = {
-        "--load-adapter": config.checkpoint.load_adapter,
-        "--load-teacher": config.distillation.load_teacher,
-        "--reference-checkpoint": config.kind(PreferenceConfig).reference_checkpoint,
-    }
-    return {
-        f"the checkpoint of {flag}": locate_checkpoint(path) for flag, path in named.items() if path
-    }
 
 
 def checkpoint_digest(folder: Path) -> str:

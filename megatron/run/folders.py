@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megatron.config import ConfigError, RunConfig
+from megatron.config.features import features
 from megatron.engine.saving import check_writable
 from megatron.parallel import agreement
 from megatron.util.processes import is_main_process
@@ -35,7 +36,9 @@ _PAUSE = 0.1
 def check_folders(config: RunConfig) -> None:
     """Raises ConfigError on a node that does not see a folder of the run as rank 0 does; on the
     other ranks DisagreementError, which says so. Every rank must call it."""
-    folders = {"--save": config.checkpoint.save, "--kd-cache": config.distillation.kd_cache}
+    folders = {"--save": config.checkpoint.save}
+    for feature in features().values():
+        folders |= feature.folders(config)
     named = {flag: Path(path) for flag, path in folders.items() if path}
     if not named or not agreement.met():
         return

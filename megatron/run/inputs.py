@@ -7,28 +7,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path
-from pkgutil import resolve_name
 
 from megatron.checkpoint.files import CheckpointError, read_json
 from megatron.checkpoint.manifest import STATE
 from megatron.checkpoint.source import FoundCheckpoint, locate_checkpoint
 from megatron.config import RunConfig
-from megatron.features.instruction.flags import InstructionConfig
-from megatron.features.preference.flags import PreferenceConfig
-from megatron.features.retro.flags import RetroDataConfig
-from megatron.run.fingerprint import (
-    checkpoint_digest,
-    digest_of_files,
-    tokenizer_digest,
-)
+from megatron.config.features import features
+from megatron.run.fingerprint import checkpoint_digest, tokenizer_digest
 from megatron.training.resume import ResumeSource
 from megatron.util.digests import digest_of_sample
 
 INPUTS = "inputs"
 """Their key in ``state.json``."""
-BASE, REFERENCE, TEACHER = "model that it began from", "reference model", "teacher"
+BASE = "model that it began from"
 TOKENIZER, TEMPLATE = "tokenizer", "chat template"
-_REFERENCE = "megatron.features.preference.reference:reference_checkpoint"
 
 Inputs = Mapping[str, Mapping[str, str]]
 """``path``, ``folder`` and a digest of the ``content``, by what it is."""
@@ -37,53 +29,44 @@ Inputs = Mapping[str, Mapping[str, str]]
 def inputs_of(config: RunConfig, origin: ResumeSource | None) -> Inputs:
     """The inputs of a run from a checkpoint. Models that do not exist are left out: what needs them
     says so."""
-    options, preference = config.checkpoint, config.kind(PreferenceConfig)
-    named = {
-        "adapter that it began from": options.load_adapter,
-        TEACHER: config.distillation.load_teacher,
-    }
-    found = {}
+    base = config.checkpoint.pretrained_checkpoint
+    found: dict[str, Mapping[str, str]] = {}
     if origin is not None and not origin.continues:
         found[BASE] = model_input(str(origin.found.folder), origin.found)
-    elif options.pretrained_checkpoint is not None:
+    elif base is not None:
         with contextlib.suppress(CheckpointError):  # it may be damaged, and need not be read
-            one = locate_checkpoint(options.pretrained_checkpoint)
-            found |= {BASE: model_input(options.pretrained_checkpoint, one)} if one else {}
-    for what, path in named.items():
-        one = locate_checkpoint(path) if path else None
-        found |= {what: model_input(str(path), one)} if one else {}
-    if preference.needs_reference:
-        one, flag = resolve_name(_REFERENCE)(config)
-        found[REFERENCE] = model_input(flag.partition(" ")[2], one)
-    if config.kind(InstructionConfig).sft or preference.preference is not None:
-        found |= _text_inputs(config)
-    project = config.kind(RetroDataConfig).retro_project_dir
-    if project is not None:
-        folder = Path(project)
-        files = [*folder.glob("db/merged/*.hdf5"), *folder.glob("query/*/*.hdf5")]
-        found["retrieval project"] = _input(project, folder, digest_of_files(folder, files))
+            found |= located_model(BASE, base)
+    for feature in features().values():
+        found |= feature.inputs(config)
     return found
 
 
+def located_model(what: str, path: str | None) -> Inputs:
+    """The model of a path under its name; empty if there is no path, or no checkpoint."""
+    one = locate_checkpoint(path) if path else None
+    return {what: model_input(str(path), one)} if one else {}
+
+
 def model_input(path: str, found: FoundCheckpoint) -> dict[str, str]:
-    """The input that a checkpoint is, which ``path`` names."""
-    return _input(path, found.folder, checkpoint_digest(found.folder))
+    """A checkpoint, which ``path`` names, as an input."""
+    return file_input(path, found.folder, checkpoint_digest(found.folder))
 
 
-def _input(path: str, folder: Path, content: str) -> dict[str, str]:
+def file_input(path: str, folder: Path, content: str) -> dict[str, str]:
+    """An input of a path, the folder that the path leads to, and a digest of the content."""
     return {"path": path, "folder": str(folder.absolute()), "content": content}
 
 
-def _text_inputs(config: RunConfig) -> dict[str, dict[str, str]]:
-    """Inputs of a run that tokenizes its examples."""
-    named, template = config.tokenizer, config.kind(InstructionConfig).chat_template
+def text_inputs(config: RunConfig, template: str | None) -> Inputs:
+    """Tokenizer and chat template of a run that tokenizes its examples."""
+    named = config.tokenizer
     found = {}
     path = named.tokenizer_model or named.vocab_file
     if path is not None:
-        found[TOKENIZER] = _input(path, Path(path), tokenizer_digest(named))
+        found[TOKENIZER] = file_input(path, Path(path), tokenizer_digest(named))
     if template is not None:
         file = Path(template)
-        found[TEMPLATE] = _input(template, file.parent, digest_of_sample(file))
+        found[TEMPLATE] = file_input(template, file.parent, digest_of_sample(file))
     return found
 
 

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -209,6 +209,40 @@ class Tokenizer(ABC):
                 raise ValueError(
                     f"token id {i} is outside the vocabulary of {self._vocab_size} ({self.source})"
                 )
+
+
+FileNames = tuple[tuple[str, tuple[str, ...]], ...]
+"""Names that the file of each field of a configuration may have, with `{}` for the model."""
+
+
+class PublishedFiles(NamedTuple):
+    """The published model whose files `--cache-dir` may have.
+
+    Attributes:
+        model: the one that is meant without `--tokenizer-model-type`.
+        files: the names of its files.
+        by_name: whether `--tokenizer-model-type` names another model, or the path of its file.
+    """
+
+    model: str
+    files: FileNames
+    by_name: bool = False
+
+
+class TokenizerType(NamedTuple):
+    """A value of `--tokenizer-type`.
+
+    Attributes:
+        make: the tokenizer of a configuration. Raises ConfigError, ValueError, FileNotFoundError.
+        sized: whether `--vocab-size` is a size of the tokenizer itself.
+        published: its files in `--cache-dir`.
+        train: trains a model that does not exist on texts, in one process while others wait.
+    """
+
+    make: Callable[[TokenizerConfig], Tokenizer]
+    sized: bool = False
+    published: PublishedFiles | None = None
+    train: Callable[[TokenizerConfig, TextSource], None] | None = None
 
 
 def offsets_of(encoding: Any) -> tuple[TokenIds, Offsets]:

@@ -8,23 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import ConfigError, TokenizerConfig
+from megatron.tokenizer.base import FileNames, PublishedFiles
 from megatron.util.json_text import parse_json
 
-_Files = tuple[tuple[str, tuple[str, ...]], ...]
-
-_GPT2: _Files = (
-    ("vocab_file", ("{}-vocab.json", "vocab.json")),
-    ("merge_file", ("{}-merges.txt", "merges.txt")),
-)
-_BERT: _Files = (("vocab_file", ("{}-vocab.txt", "vocab.txt")),)
-_WANTED = {
-    "GPT2BPETokenizer": ("gpt2", _GPT2),
-    "BertWordPieceLowerCase": ("bert-large-uncased", _BERT),
-    "BertWordPieceCase": ("bert-large-cased", _BERT),
-    "BertWordPieceTokenizer": ("bert-large-uncased", _BERT),
-}
-"""For each type the model that is meant without --tokenizer-model-type, and the names that the
-files of each field may have."""
 _OWNERS = ("", "openai-community--", "google-bert--")
 """Prefixes of the models' names in Hugging Face's cache."""
 
@@ -33,16 +19,16 @@ _LONGEST_NOTE = 1 << 16
 """Bytes of a file that says where another was downloaded from."""
 
 
-def with_cached_files(config: TokenizerConfig) -> TokenizerConfig:
+def with_cached_files(config: TokenizerConfig, published: PublishedFiles | None) -> TokenizerConfig:
     """The configuration with the file that --tokenizer-model-type is the path of, or with files of
     --cache-dir where none are given, and without that folder. Raises ConfigError if it does not
     have them, FileNotFoundError."""
     found = dataclasses.replace(config, cache_dir=None)
-    if config.tokenizer_type not in _WANTED:
+    if published is None:
         return found
-    model, files = _WANTED[config.tokenizer_type]
+    model, files, by_name = published
     named = config.tokenizer_model_type
-    if named and files is _BERT:
+    if named and by_name:
         model = named
         if _is_path(named, config.cache_dir is not None):
             path = config.vocab_file or _file_at(Path(named))
@@ -109,7 +95,7 @@ def _first(place: Path, names: tuple[str, ...], model: str) -> str | None:
     return next((str(path) for path in paths if path.is_file()), None)
 
 
-def _downloaded(folder: Path, files: _Files, model: str) -> dict[str, Any]:
+def _downloaded(folder: Path, files: FileNames, model: str) -> dict[str, Any]:
     """Files as the downloads of 2019 named them: by a digest, with the address in DIGEST.json."""
     found: dict[str, Any] = {field: None for field, _ in files}
     for note in sorted(folder.glob("*.json")):

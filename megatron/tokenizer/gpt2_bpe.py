@@ -26,18 +26,21 @@ import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tiktoken
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from megatron.config import TokenizerConfig
-from megatron.features.tokenizers.fastokens_bpe import BatchEncoder, require_fastokens
+from megatron.config import ConfigError, TokenizerConfig
+from megatron.config.features import features
 from megatron.tokenizer.base import (
+    PublishedFiles,
     SpecialIds,
     TokenIds,
     Tokenizer,
+    TokenizerType,
     WordStarts,
     read_text,
     refuse_extra_ids,
@@ -191,6 +194,15 @@ def is_exact(vocab: Vocabulary, merges: Merges, definition: models.BPE) -> bool:
     return True
 
 
+def _batch_encoder() -> Any:
+    """The class of `--bpe-library fastokens`; ConfigError if it cannot be used."""
+    for feature in features().values():
+        encoder = feature.batch_encoder()
+        if encoder is not None:
+            return encoder
+    raise ConfigError("--bpe-library fastokens is not supported here: leave the flag out")
+
+
 class GPT2BPETokenizer(Tokenizer):
     """Gives the ids of `transformers.GPT2Tokenizer` over the same two files. As there,
     `<|endoftext|>` in a text is the end-of-document token (Megatron spells it out in ordinary
@@ -207,12 +219,11 @@ class GPT2BPETokenizer(Tokenizer):
     ) -> None:
         """`source` names the vocabulary in messages. `with_fastokens` lets that library encode
         batches; raises ConfigError if it is not installed."""
-        if with_fastokens:
-            require_fastokens()
         end = vocab.get(END_OF_TEXT)
         ids = SpecialIds(bos=end, eos=end, eod=end)
         super().__init__(source, max(vocab.values()) + 1, ids, hint=f" ({END_OF_TEXT})")
-        self._vocab, self._merges, self._with_fastokens = vocab, merges, with_fastokens
+        self._vocab, self._merges = vocab, merges
+        self._batch_encoder = _batch_encoder() if with_fastokens else None
         self._special_text = None if end is None else END_OF_TEXT
         self._definition = _definition(vocab, merges, self._special_text)
 
@@ -225,12 +236,12 @@ class GPT2BPETokenizer(Tokenizer):
         return None
 
     @cached_property
-    def _batches(self) -> BatchEncoder | None:
-        if self._ranked is None or not self._with_fastokens:
+    def _batches(self) -> Any:
+        if self._ranked is None or self._batch_encoder is None:
             return None
         tokens = [*CHARACTER_OF_BYTE, *map("".join, self._merges)]
         id_of_rank = self._ranked.id_of_rank
-        return BatchEncoder(tokens, self._merges, self._special_text, id_of_rank)
+        return self._batch_encoder(tokens, self._merges, self._special_text, id_of_rank)
 
     @cached_property
     def _bytes_of_id(self) -> dict[int, bytes]:
@@ -317,3 +328,10 @@ def _definition(vocab: Vocabulary, merges: Merges, special: str | None) -> token
     if special is not None:
         tokenizer.add_special_tokens([AddedToken(special, normalized=False, special=True)])
     return tokenizer
+
+
+_FILES = (
+    ("vocab_file", ("{}-vocab.json", "vocab.json")),
+    ("merge_file", ("{}-merges.txt", "merges.txt")),
+)
+TYPE = TokenizerType(GPT2BPETokenizer.from_config, published=PublishedFiles("gpt2", _FILES))

@@ -1,40 +1,46 @@
-"""The tokenizer of each `--tokenizer-type`: a new family is a file and a line here."""
+"""The tokenizer of each `--tokenizer-type`: those of the core, and those of features."""
 
 from __future__ import annotations
 
-import pkgutil
-from typing import Any
-
 from megatron.config import ConfigError, TokenizerConfig
+from megatron.config.features import features
 from megatron.config.flags import nearest
-from megatron.tokenizer.base import TextSource, Tokenizer
+from megatron.tokenizer.base import TextSource, Tokenizer, TokenizerType
 
-TOKENIZERS = {
-    "GPT2BPETokenizer": "gpt2_bpe:GPT2BPETokenizer",
-    "BertWordPieceLowerCase": "wordpiece:WordPieceTokenizer",
-    "BertWordPieceCase": "wordpiece:WordPieceTokenizer",
-    "SentencePieceTokenizer": "sentence_piece:SentencePieceTokenizer",
-    "GPTSentencePieceTokenizer": "sentence_piece:SentencePieceTokenizer",
-    "Llama2Tokenizer": "sentence_piece:SentencePieceTokenizer",
-    "TikTokenizer": "tik_token:TikTokenizer",
-    "Llama3Tokenizer": "tik_token:TikTokenizer",
-    "HFTokenizer": "huggingface:HFTokenizer",
-    "HuggingFaceTokenizer": "huggingface:HFTokenizer",
-    "ByteLevelTokenizer": "byte:ByteLevelTokenizer",
-    "ByteLevel": "byte:ByteLevelTokenizer",
-    "NullTokenizer": "null:NullTokenizer",
-    "IdTokenizer": "null:IdTokenizer",
-    # Names of 2019.
-    "BertWordPieceTokenizer": "wordpiece:WordPieceTokenizer",
-    "CharacterLevelTokenizer": "byte:ByteLevelTokenizer",
-}
-"""For each type a module of this package, imported when it is needed, and a class in it whose
-`from_config` makes the tokenizer."""
-_TRAINED_WHEN_MISSING = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer")
-_SIZED = (
-    *("NullTokenizer", "IdTokenizer", "TikTokenizer", "Llama3Tokenizer"), *_TRAINED_WHEN_MISSING
-)  # fmt: skip
-"""Types for which --vocab-size is a size of the tokenizer itself."""
+_FIRST = "GPT2BPETokenizer"
+_OTHERS = (
+    *("HFTokenizer", "HuggingFaceTokenizer", "ByteLevelTokenizer", "ByteLevel", "NullTokenizer"),
+    *("IdTokenizer", "CharacterLevelTokenizer"),
+)
+_BY_FEATURE = {name: feature for feature in features().values() for name in feature.tokenizers}
+TOKENIZERS = (_FIRST, *_BY_FEATURE, *_OTHERS)
+"""Names of all types, as messages list them."""
+
+
+def type_of(name: str | None) -> TokenizerType | None:
+    """A type by its name, whose module is imported; None if the name is unknown."""
+    if name in _BY_FEATURE:
+        kind: TokenizerType = _BY_FEATURE[name].tokenizer(name)
+        return kind
+    match name:
+        case "GPT2BPETokenizer":
+            from megatron.tokenizer.gpt2_bpe import TYPE
+
+            return TYPE
+        case "HFTokenizer" | "HuggingFaceTokenizer":
+            from megatron.tokenizer.huggingface import HFTokenizer
+
+            return TokenizerType(HFTokenizer.from_config)
+        case "ByteLevelTokenizer" | "ByteLevel" | "CharacterLevelTokenizer":
+            from megatron.tokenizer.byte import ByteLevelTokenizer
+
+            return TokenizerType(ByteLevelTokenizer.from_config)
+        case "NullTokenizer" | "IdTokenizer":
+            from megatron.tokenizer.null import IdTokenizer, NullTokenizer
+
+            cls = NullTokenizer if name == "NullTokenizer" else IdTokenizer
+            return TokenizerType(cls.from_config, sized=True)
+    return None
 
 
 def build_tokenizer(config: TokenizerConfig, texts: TextSource | None = None) -> Tokenizer:
@@ -48,7 +54,8 @@ def build_tokenizer(config: TokenizerConfig, texts: TextSource | None = None) ->
             f"--tokenizer-type is missing; expected one of {known}; or give --vocab-size for "
             "indexed data without a tokenizer"
         )
-    if config.tokenizer_type not in TOKENIZERS:
+    kind = type_of(config.tokenizer_type)
+    if kind is None:
         hint = nearest(config.tokenizer_type, TOKENIZERS, " Did you mean {}?")
         raise ConfigError(
             f"--tokenizer-type {config.tokenizer_type} is unknown; expected one of {known}.{hint}"
@@ -58,9 +65,9 @@ def build_tokenizer(config: TokenizerConfig, texts: TextSource | None = None) ->
             f"--bpe-library {config.bpe_library} is for --tokenizer-type GPT2BPETokenizer, not "
             f"{config.tokenizer_type}; leave it out"
         )
-    if texts is not None and config.tokenizer_type in _TRAINED_WHEN_MISSING:
-        _resolved("train:train_missing_model")(config, texts)
-    return _resolved(TOKENIZERS[config.tokenizer_type]).from_config(config)
+    if texts is not None and kind.train is not None:
+        kind.train(config, texts)
+    return kind.make(config)
 
 
 def with_files(config: TokenizerConfig) -> TokenizerConfig:
@@ -69,7 +76,10 @@ def with_files(config: TokenizerConfig) -> TokenizerConfig:
     exist."""
     if config.cache_dir is None and config.tokenizer_model_type is None:
         return config
-    return _resolved("cached_files:with_cached_files")(config)
+    from megatron.tokenizer.cached_files import with_cached_files
+
+    kind = type_of(config.tokenizer_type)
+    return with_cached_files(config, None if kind is None else kind.published)
 
 
 def implied_type(config: TokenizerConfig, of_files: str) -> tuple[str, str] | None:
@@ -94,7 +104,8 @@ def vocabulary_rows(config: TokenizerConfig, tokenizer: Tokenizer) -> int:
     --vocab-size, if that is given with a tokenizer whose files have a size of their own. Raises
     ConfigError if the ids do not fit."""
     wanted, size = config.vocab_size, tokenizer.vocab_size
-    if wanted is None or config.tokenizer_type in _SIZED:
+    kind = type_of(config.tokenizer_type)
+    if wanted is None or (kind is not None and kind.sized):
         return size
     if wanted < size:
         raise ConfigError(
@@ -102,7 +113,3 @@ def vocabulary_rows(config: TokenizerConfig, tokenizer: Tokenizer) -> int:
             f"({tokenizer.source}): give {size} or more, or leave the flag out"
         )
     return wanted
-
-
-def _resolved(name: str) -> Any:
-    return pkgutil.resolve_name(f"megatron.tokenizer.{name}")

@@ -10,10 +10,11 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from megatron.features.tokenizers.sentence_piece_model import check_sizes
 from megatron.tokenizer.base import read_vocabulary_file
 from megatron.tokenizer.tokenizer_json import (
+    check_charsmap,
     check_number_added,
+    check_pieces,
     check_size_of_ids,
     check_tokenizer_json,
 )
@@ -193,7 +194,22 @@ def _check_files(folder: Path, flag: str) -> None:
             check_tokenizer_json(path, f"{flag} {path}")
     for path in sorted(folder.glob("*.model")):
         if path.is_file():
-            check_sizes(read_vocabulary_file(path, flag), f"{flag} {path}")
+            _check_sentence_piece(read_vocabulary_file(path, flag), f"{flag} {path}")
+
+
+def _check_sentence_piece(content: bytes, where: str) -> None:
+    """Raises ValueError if a file, which another library is going to turn into its own form, is a
+    model with a piece or a replacement that is too long."""
+    from google.protobuf.message import DecodeError
+    from sentencepiece import sentencepiece_model_pb2
+
+    model = getattr(sentencepiece_model_pb2, "ModelProto")()  # noqa: B009
+    try:
+        model.ParseFromString(content)
+    except DecodeError:
+        return  # something else
+    check_charsmap(model.normalizer_spec.precompiled_charsmap, where)
+    check_pieces((piece.piece for piece in model.pieces), where)
 
 
 def _check_settings(name: str, text: bytes, where: str) -> None:

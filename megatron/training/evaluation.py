@@ -24,7 +24,6 @@ from megatron.config import (
 )
 from megatron.config.features import taking_part
 from megatron.config.flags import build
-from megatron.config.output import ProfilingConfig
 from megatron.engine.environment import return_freed_memory, training_device
 from megatron.engine.evaluator import build_evaluator
 from megatron.engine.loading import load_checkpoint
@@ -44,7 +43,7 @@ MICRO_BATCH_SIZE = 8
 """Where no flag gives one; results do not depend on it."""
 
 _OWN = "this program"
-_FOR_TRAINING = (OptimizerFlags, TrainingFlags, DataConfig, ProfilingConfig)
+_FOR_TRAINING = (OptimizerFlags, TrainingFlags, DataConfig)
 _USED = {
     *("micro_batch_size", "eval_batch_size", "eval_seq_length", "eval_iters", "seed"),
     "explain_config",

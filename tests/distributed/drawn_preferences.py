@@ -62,7 +62,7 @@ class DrawnPreferences:
 def collate(config: RunConfig, samples: Sequence[Preference]) -> PreferenceBatch:
     """As data files are collated: two rows for each sample. For kto these are its own answer and
     that of the sample before it."""
-    kind = config.kind(PreferenceConfig).preference
+    kind = config.section(PreferenceConfig).preference
     rows, reference, desirable = [], [], []
     for place, sample in enumerate(samples):
         answers, known = sample.answers, sample.reference
@@ -84,7 +84,7 @@ def collate(config: RunConfig, samples: Sequence[Preference]) -> PreferenceBatch
         answers = family_of("t5").scored_batch(config, _Starting(), texts, lengths)
     return PreferenceBatch(
         answers,
-        torch.tensor(reference) if config.kind(PreferenceConfig).needs_reference else None,
+        torch.tensor(reference) if config.section(PreferenceConfig).needs_reference else None,
         torch.tensor(desirable) if kind == "kto" else None,
     )
 

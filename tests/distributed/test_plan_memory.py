@@ -24,6 +24,7 @@ from megatron.apps.planning.parameters import adapter_parameters, rank_shares
 from megatron.config.layouts import Layout, parse_layout
 from megatron.engine.environment import distributed
 from megatron.engine.update import partition_update
+from megatron.features.adapters.flags import AdapterConfig
 from megatron.run.run import parse_run
 from megatron.training.build import build_trainer
 
@@ -130,13 +131,13 @@ def test_adapters_against_deepspeed(pool, tmp_path, zero, precision):
     layout = Layout(data=2, zero=zero, precision=precision)
     config = parse_run(None, flags).config
     model = config.model
-    added = adapter_parameters(model, config.adapters, 1) * model.num_layers
+    added = adapter_parameters(model, config.section(AdapterConfig), 1) * model.num_layers
     state = state_bytes(layout)
     for held, parameters in pool.run(2, measure, flags):
         expected = state.weights * (parameters + added) + (state.total - state.weights) * added
         assert held == pytest.approx(expected, rel=0.06)
         (share,) = rank_shares(model, layout)
-        found = rank_memory(model, layout, 1, 1, share, config.adapters)
+        found = rank_memory(model, layout, 1, 1, share, config.section(AdapterConfig))
         assert found.weights + found.gradients + found.optimizer == pytest.approx(expected)
 
 

@@ -1,4 +1,4 @@
-"""A kind of data is two files: dropped into their folders, it has flags and is trained from."""
+"""A feature is a folder: one with a kind of data has flags, and is trained from."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.config.flags import option
-from megatron.config.kinds import KindConfig
+from megatron.config.features import KindConfig
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ import json
 
 import numpy as np
 
-from megatron.config.kinds.token_lines import TokenLinesConfig
+from megatron.features.token_lines.flags import TokenLinesConfig
 from megatron.data.build import SourceReader
 from megatron.data.pipeline import DataKind, DataPipeline
 
@@ -69,11 +69,30 @@ class TokenLines:
 
 class Kind(DataKind):
     def reader(self, data: DataPipeline) -> SourceReader:
-        config = data.config.kind(TokenLinesConfig)
+        config = data.config.section(TokenLinesConfig)
         return SourceReader(lambda path, _: TokenLines(path, config.last_token), data.recipe())
 
 
 KIND = Kind()
+'''
+
+FEATURE = '''
+"""Training on lists of token ids."""
+
+from megatron.config.features import Feature
+from megatron.features.token_lines.flags import TokenLinesConfig
+
+
+class TokenLines(Feature):
+    sections = {"token_lines": TokenLinesConfig}
+
+    def data_kind(self, section):
+        from megatron.features.token_lines.kind import KIND
+
+        return KIND
+
+
+FEATURE = TokenLines()
 '''
 
 TRAIN = (
@@ -89,8 +108,11 @@ def start(tmp_path_factory):
     folder = tmp_path_factory.mktemp("project")
     shutil.copytree(ROOT / "megatron", folder / "megatron")
     shutil.copy(ROOT / "pretrain_gpt.py", folder)
-    (folder / "megatron/features/token_lines.py").write_text(FLAGS)
-    (folder / "megatron/features/token_lines.py").write_text(READER)
+    own = folder / "megatron" / "features" / "token_lines"
+    own.mkdir()
+    for name, content in (("flags", FLAGS), ("kind", READER), ("feature", FEATURE)):
+        (own / f"{name}.py").write_text(content)
+    (own / "__init__.py").touch()
     lines = [json.dumps([number % 8 + 1] * 12) for number in range(30)]
     (folder / "tokens.txt").write_text("\n".join(lines))
 
@@ -134,7 +156,5 @@ def test_its_flags_are_refused_where_nothing_follows_them(start):
 
 def test_training_imports_no_kind_by_itself():
     """Flags of all kinds, and what the run's own ask for."""
-    kinds = ROOT / "megatron" / "data" / "kinds"
     found = closure(ROOT / "pretrain_gpt.py", ROOT / "megatron" / "families" / "gpt.py")
-    assert not [path for path in found if kinds in path.parents and path.parent != kinds]
-    assert not [path for path in found if path.parent == kinds and path.name != "__init__.py"]
+    assert not [path for path in found if path.name == "kind.py"]

@@ -48,7 +48,7 @@ def template_of(run: Run) -> str | None:
     """The chat template that writes conversations as the run has read them, if they are not pairs
     of texts: that of ``--chat-template``, of the tokenizer, or one that writes what
     ``--prompt-format`` does."""
-    config = run.config.kind(InstructionConfig)
+    config = run.config.section(InstructionConfig)
     if config.chat_template is not None:
         return read_template(config.chat_template, f"--chat-template {config.chat_template}")
     own = getattr(run.tokenizer, "transformers_tokenizer", None)
@@ -73,8 +73,8 @@ def _has_pairs(run: Run) -> bool:
     assert train is not None
     source = train.sources[0]
     file = example_files(source.paths[0])[0]
-    columns = RecordColumns.of(run.config.kind(InstructionConfig))
-    if run.config.kind(PreferenceConfig).preference is not None:
+    columns = RecordColumns.of(run.config.section(InstructionConfig))
+    if run.config.section(PreferenceConfig).preference is not None:
         _, preference = next(iter(read_preferences(file.path, columns)))
         return preference.is_text
     _, example = next(iter(read_examples(file.path, columns)))

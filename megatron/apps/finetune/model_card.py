@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 
 from megatron.apps.finetune.summary import TuningSummary
+from megatron.features.adapters.flags import AdapterConfig
 
 _CHAT = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -32,7 +33,7 @@ def model_card(summary: TuningSummary, name: str, has_template: bool) -> str:
     template."""
     preference = "rl" if summary.method.startswith(("DPO", "IPO", "KTO", "ORPO", "SimPO")) else ""
     tags = ["megatron-deepspeed", "sft" if not preference else summary.method.split()[0].lower()]
-    if summary.config.adapters.lora:
+    if summary.config.section(AdapterConfig).lora:
         tags.append("lora")
     front = {
         "base_model": summary.base_name,

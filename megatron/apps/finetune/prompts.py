@@ -49,7 +49,7 @@ def sample_prompts(config: TuningConfig, run: Run, data: TrainingData) -> Prompt
     examples of the training. Raises ConfigError or OSError if the file cannot be used."""
     datasets = data.datasets
     assert datasets.train is not None
-    if run.config.kind(PreferenceConfig).preference == "reward":
+    if run.config.section(PreferenceConfig).preference == "reward":
         return Prompts((), frozenset())
     held_out = next(iter(datasets.valid.values()), datasets.train)
     if config.sample_prompts is not None:
@@ -102,14 +102,14 @@ def prompts_of_file(path: str, count: int, run: Run) -> list[PromptTokens]:
     if not Path(path).is_file():
         raise ConfigError(f"{flag}: there is no such file")
     if path.endswith(ENDINGS):
-        columns = RecordColumns.of(run.config.kind(InstructionConfig))
+        columns = RecordColumns.of(run.config.section(InstructionConfig))
         examples = [example for _, example in read_examples(path, columns)]
     else:
         lines = Path(path).read_text("utf-8").splitlines()
         examples = [_asked(line) for line in lines if line.strip()]
     if not examples:
         raise ConfigError(f"{flag}: it has no prompt")
-    instructions = run.config.kind(InstructionConfig)
+    instructions = run.config.section(InstructionConfig)
     encoder = ExampleEncoder(instructions, run.tokenizer, run.config.tokenizer)
     encoded = encoder([(flag, example) for example in examples[:count]])
     return [_prompt(each.tokens, each.counted) for each in encoded]

@@ -16,8 +16,8 @@ from megatron.checkpoint.files import CheckpointError, read_json
 from megatron.checkpoint.manifest import CONFIG
 from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoint
 from megatron.config import PART_FLAGS, ConfigError, RunConfig
+from megatron.config.features import kind_classes
 from megatron.config.flags import flag_of
-from megatron.config.kinds import kind_classes
 from megatron.data.build import DataFile, changed_files
 from megatron.data.loader import TrainingData
 from megatron.run.inputs import (

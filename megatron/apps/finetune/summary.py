@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.apps.finetune.provenance import TuningRecord
 from megatron.config import RunConfig
+from megatron.features.adapters.flags import AdapterConfig
 from megatron.features.instruction.flags import InstructionConfig
 from megatron.features.pictures.plots import Rows
 from megatron.features.preference.flags import PreferenceConfig
@@ -46,8 +47,8 @@ class TuningSummary:
     @property
     def method(self) -> str:
         """Such as "DPO with LoRA"."""
-        preference = self.config.kind(PreferenceConfig).preference
-        adapters = self.config.adapters
+        preference = self.config.section(PreferenceConfig).preference
+        adapters = self.config.section(AdapterConfig)
         trained = "QLoRA" if adapters.qlora else "LoRA" if adapters.lora else ""
         if preference is not None:
             return PREFERENCES[preference] + (f" with {trained}" if trained else "")
@@ -96,7 +97,7 @@ class TuningSummary:
         return {what: ", ".join(names) for what, names in named.items() if names}
 
     def _adapters(self) -> dict[str, str]:
-        adapters = self.config.adapters
+        adapters = self.config.section(AdapterConfig)
         if not (adapters.lora or adapters.qlora):
             return {}
         kinds = [
@@ -110,8 +111,8 @@ class TuningSummary:
 
     def _format(self) -> dict[str, str]:
         instruction, preference = (
-            self.config.kind(InstructionConfig),
-            self.config.kind(PreferenceConfig),
+            self.config.section(InstructionConfig),
+            self.config.section(PreferenceConfig),
         )
         if preference.preference is not None:
             return {"Loss": f"{preference.preference}, beta {preference.beta:g}"}

@@ -46,12 +46,12 @@ from megatron.config import (
 from megatron.config.engine import FastPathsConfig
 from megatron.config.flags import flag_of, names_of
 from megatron.config.layouts import Layout, check_layout
-from megatron.config.output import ProfilingConfig
 from megatron.engine.deepspeed_file import read_json
 from megatron.engine.deepspeed_json import merge
 from megatron.engine.environment import distributed
 from megatron.engine.train_engine import StepResult
 from megatron.families import trained_spec
+from megatron.features.profiling.flags import ProfilingConfig
 from megatron.features.resilience.flags import ResilienceConfig
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.run.run import parse_run

@@ -140,7 +140,7 @@ def _step(run: Run, engine: TrainEngine, mesh: Mesh) -> GradientRecord:
         for n in range(count)
     ]
     data = run_data(run)
-    if config.kind(PreferenceConfig).needs_reference:
+    if config.section(PreferenceConfig).needs_reference:
         reference.add_reference(run, mesh, data)
     assert data.datasets.train is not None
     batches = plan.lengths.cut(

@@ -18,6 +18,7 @@ from megatron.engine.environment import deterministic_kernels, distributed, trai
 from megatron.engine.state import owned_slices
 from megatron.engine.train_engine import StepResult
 from megatron.families import trained_spec
+from megatron.features.distillation.flags import DistillationConfig
 from megatron.features.distillation.teacher import find_teacher
 from megatron.features.preference import reference
 from megatron.features.preference.flags import PreferenceConfig
@@ -93,7 +94,7 @@ def teaching(
 ) -> Callable[[Iterator[Any], int], Iterator[Any]]:
     """What a run's teacher, if it has one, adds to each of so many micro batches; it computes in a
     dtype."""
-    if not config.distillation.kd:
+    if not config.section(DistillationConfig).kd:
         return lambda batches, count: batches
     teacher = find_teacher(config).start(mesh, training_device())
     teacher.engine.model.to(dtype)
@@ -132,7 +133,7 @@ class PlainTraining:
         self.params = {name: p for name, p in self.params.items() if p.requires_grad}
         self._optimizer = _plain_optimizer(self.params, self.options)
         data = run_data(run)
-        if run.config.kind(PreferenceConfig).needs_reference:
+        if run.config.section(PreferenceConfig).needs_reference:
             reference.add_reference(run, Mesh(), data)
         datasets, collate, self._weighed = data.datasets, data.collate, data.weighed
         assert datasets.train is not None

@@ -15,6 +15,7 @@ from megatron.apps.planning.parameters import rank_shares
 from megatron.config import ConfigError, RunConfig
 from megatron.config.layouts import Layout
 from megatron.engine.deepspeed_json import Json
+from megatron.features.adapters.flags import AdapterConfig
 from megatron.parallel.mesh import Mesh, coordinates_of
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ def free_memory() -> float:
 
 def _memories(config: RunConfig, layout: Layout) -> list[Memory]:
     """The memory of each pipeline rank."""
-    training, adapters, model = config.training, config.adapters, config.model
+    training, adapters, model = config.training, config.section(AdapterConfig), config.model
     if model.decoder_num_layers and model.decoder_seq_length is None:  # the data say it
         model = replace(model, decoder_seq_length=model.seq_length)
     micro_batches = training.global_batch_size // (training.micro_batch_size * layout.data)
@@ -152,7 +153,7 @@ def _remedies(config: RunConfig, layout: Layout, device: str) -> list[str]:
         )
     if layout.offload_optimizer is None and device != "cpu":
         found.append('"offload_optimizer": {"device": "cpu" or "nvme"} in the DeepSpeed JSON')
-    if not config.adapters.qlora:
+    if not config.section(AdapterConfig).qlora:
         found.append("--lora --qlora, to tune a trained model")
     found.append("a smaller --num-layers or --hidden-size (tools/plan.py shows what fits)")
     return found

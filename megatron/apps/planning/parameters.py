@@ -75,7 +75,7 @@ def layer_shares(model: ModelConfig, tensor: int) -> tuple[LayerShare, ...]:
 def adapter_parameters(model: ModelConfig, adapters: AdapterConfig, tensor: int) -> float:
     """Parameters of the adapters of a block, the mean over all blocks, as one of ``tensor`` ranks
     holds them. Raises ConfigError if a target is unknown."""
-    spec = trained_spec(RunConfig(model, adapters=adapters))
+    spec = trained_spec(RunConfig(model, sections=(adapters,)))
     tp = TensorParallel(Group(tuple(range(tensor))))
     blocks = [layer for layer in spec.layers(tp) if layer.block]
     with torch.device("meta"):

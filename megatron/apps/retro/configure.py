@@ -19,8 +19,8 @@ from megatron.apps.retro.gpt_run import (
 )
 from megatron.apps.retro.preprocessing import Preprocessing
 from megatron.config import ConfigError, DataConfig, Settings, TokenizerConfig
+from megatron.config.features import kind_classes
 from megatron.config.flags import Setting, build, names_of
-from megatron.config.kinds import kind_classes
 from megatron.features.retro.project import (
     CONFIG_FILE,
     GPT,

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from megatron.apps.tasks.flags import EvalTasksConfig
 from megatron.apps.tasks.harness.command import require_harness
 from megatron.apps.tasks.report import TaskResult
 from megatron.apps.tasks.zeroshot import TASKS, prepare
-from megatron.config import ConfigError, EvalTasksConfig, RunConfig
+from megatron.config import ConfigError, RunConfig
 from megatron.engine.train_engine import ModelEngine
 from megatron.features.raw_text.flags import RawTextConfig
 from megatron.tokenizer import Tokenizer
@@ -70,7 +71,7 @@ class EvalTasks(Callback):
     known or its file cannot be used."""
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
-        self._interval = config.tasks.eval_tasks_interval or 0
+        self._interval = config.section(EvalTasksConfig).eval_tasks_interval or 0
         self._micro_batch_size = config.training.micro_batch_size
         self._tasks = prepared_tasks(config, tokenizer)
         self._since = time.perf_counter()
@@ -96,11 +97,12 @@ def prepared_tasks(config: RunConfig, tokenizer: Tokenizer) -> list[EvaluatedTas
     file of documents, and names alone that are lm-eval's. Raises ConfigError or OSError, which
     name task and file."""
     found: list[EvaluatedTask] = []
-    for name, given in config.tasks.files.items():
+    flags = config.section(EvalTasksConfig)
+    for name, given in flags.files.items():
         if given is None and name not in TASKS:
             found.append(_harness_task(name, config, tokenizer))
             continue
-        path = Path(given) if given is not None else _in_folder(name, config.tasks)
+        path = Path(given) if given is not None else _in_folder(name, flags)
         if not path.is_file():
             raise ConfigError(f"--eval-tasks {name}={path}: there is no such file")
         found.append(_zero_shot_task(name, path, config, tokenizer))
@@ -136,8 +138,8 @@ def _zero_shot_task(
             f"--eval-tasks {name}={path}: {name} is none of {', '.join(TASKS)}, and so the name of "
             "a file of documents, which must end in .json or .jsonl"
         )
-    stride = config.tasks.eval_tasks_stride or config.model.seq_length
-    raw = config.kind(RawTextConfig)
+    stride = config.section(EvalTasksConfig).eval_tasks_stride or config.model.seq_length
+    raw = config.section(RawTextConfig)
     return prepare(kind, [path], tokenizer, config.model, stride, True, raw=raw, name=name)
 
 
@@ -145,4 +147,4 @@ def _harness_task(name: str, config: RunConfig, tokenizer: Tokenizer) -> Evaluat
     require_harness()
     from megatron.apps.tasks.harness.tasks import HarnessTask
 
-    return HarnessTask(name, config.tasks.eval_tasks_path, tokenizer)
+    return HarnessTask(name, config.section(EvalTasksConfig).eval_tasks_path, tokenizer)

@@ -8,7 +8,6 @@ import struct
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -59,7 +58,9 @@ def read_mark(path: Path) -> Any:
     try:
         with path.open("rb") as file:
             content = file.read(_MARK_BYTES)
-        return resolve_name("megatron.tokenizer.mark:parsed_mark")(content)
+        from megatron.tokenizer.mark import parsed_mark  # a dataset may have no tokenizer
+
+        return parsed_mark(content)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from pkgutil import resolve_name
 from types import TracebackType
 from typing import IO, BinaryIO
 
@@ -223,10 +222,11 @@ def merge_datasets(prefixes: Sequence[str], output_prefix: str) -> list[str]:
             f"{with_modes[0]} has a mode for each sequence (multimodal data) and {without[0]} has "
             "none: they cannot be merged"
         )
-    marks = resolve_name("megatron.tokenizer.mark")
     found = {f"{prefix}.bin": read_mark(mark_path(prefix)) for prefix in prefixes}
-    mark = marks.common_mark(found)
-    with IndexedDatasetWriter(output_prefix, dtype, mark and mark.json()) as writer:
+    from megatron.tokenizer.mark import common_mark  # writing alone does not need it
+
+    common = common_mark(found)
+    with IndexedDatasetWriter(output_prefix, dtype, common.json() if common else None) as writer:
         for prefix in prefixes:
             writer.merge(prefix, widen=True)
     unknown = [name for name, each in found.items() if each is None]

@@ -235,13 +235,12 @@ class AdaptedCheckpoint(AdaptedSource):
         self.record = BaseRecord.read(folder)
         super().__init__(folder, base)
         self.additions = own
-        self.adapters = own.config.adapters
+        self.adapters = own.config.section(AdapterConfig)
         self.state, self.tokenizer = own.state, own.tokenizer
         self.model = replace(own.model, hf_architecture=self.base.model.hf_architecture)
         checkpoint = replace(own.config.checkpoint, save_optim=False)
-        self.run = replace(
-            own.config, model=self.model, adapters=AdapterConfig(), checkpoint=checkpoint
-        )
+        plain = own.config.with_sections(AdapterConfig())
+        self.run = replace(plain, model=self.model, checkpoint=checkpoint)
 
     @classmethod
     def locate(cls, path: Path, wanted: str | None) -> Path | None:

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron.config.features import Feature
-from megatron.config.flags import ConfigError, Setting, Settings, build
+from megatron.config.flags import ConfigError, ConfigResolver, Setting, Settings, build
 from megatron.config.output import CheckpointConfig
+from megatron.features.adapters.flags import AdapterConfig
 
 
-class Adapters(Feature):
+class AdaptersFeature(Feature):
     after = ("instruction", "preference", "distillation", "planning")
+    sections = {"adapters": AdapterConfig}
+
+    def check(self, config: Any, processes: int, resolver: ConfigResolver) -> None:
+        in_8_bits = config.fast_paths.fp8_format is not None
+        config.section(AdapterConfig).check(in_8_bits, resolver)
+
+    def checkpoints(self, config: Any) -> dict[str, str | None]:
+        return {"--load-adapter": config.checkpoint.load_adapter}
+
+    def inputs(self, config: Any) -> Mapping[str, Mapping[str, str]]:
+        from megatron.run.inputs import located_model
+
+        return located_model("adapter that it began from", config.checkpoint.load_adapter)
 
     def complete(self, settings: Settings, run_of: Callable[[Settings], Any]) -> Settings:
         """Add the Hugging Face architecture of the base, by whose names --lora-targets chooses:
@@ -29,26 +43,26 @@ class Adapters(Feature):
         return settings | {"hf_architecture": setting}
 
     def model(self, spec: Any, config: Any) -> Any:
-        if not config.adapters.lora:
+        if not config.section(AdapterConfig).lora:
             return spec
         from megatron.features.adapters.model import with_adapters
 
         return with_adapters(spec, config)
 
     def shape(self, shape: Any, config: Any) -> Any:
-        if not config.adapters.lora:
+        if not config.section(AdapterConfig).lora:
             return shape
         from megatron.features.adapters.report import with_additions
 
         return with_additions(shape, config)
 
     def why_eager(self, config: Any, automatic: bool) -> str | None:
-        if not config.adapters.qlora:
+        if not config.section(AdapterConfig).qlora:
             return None
         return "weights in 4 bits (--qlora) are made 16-bit numbers outside of graphs"
 
     def built(self, engine: Any) -> None:
-        if engine.config.adapters.qlora:
+        if engine.config.section(AdapterConfig).qlora:
             from megatron.features.adapters.quantised_engine import find_quantised
 
             line = find_quantised(engine)
@@ -56,7 +70,7 @@ class Adapters(Feature):
                 print(line, flush=True)
 
     def load(self, engine: Any, source: Any, fresh: Sequence[str], continues: bool) -> Any:
-        if not engine.config.adapters.lora:
+        if not engine.config.section(AdapterConfig).lora:
             return None
         from megatron.features.adapters.loading import load_adapted
 
@@ -64,7 +78,7 @@ class Adapters(Feature):
 
     def check_source(self, config: Any, source: Any) -> None:
         """Raise ConfigError if adapters have no base to be saved with, or would not be loaded."""
-        options, lora = config.checkpoint, config.adapters.lora
+        options, lora = config.checkpoint, config.section(AdapterConfig).lora
         if options.load_adapter and not lora:
             raise ConfigError(
                 f"--load-adapter {options.load_adapter} needs --lora, which trains the adapters; "
@@ -86,11 +100,11 @@ class Adapters(Feature):
             )
 
     def extent(self, config: Any, plan: Any, sizes: Callable[[], Sequence[Any]]) -> Sequence[str]:
-        if not config.adapters.lora:
+        if not config.section(AdapterConfig).lora:
             return ()
         from megatron.features.adapters.report import trained_line
 
         return (trained_line(config),)
 
 
-FEATURE = Adapters()
+FEATURE = AdaptersFeature()

@@ -43,7 +43,7 @@ def load_adapted(
         engine.base = BaseRecord.read(own.folder, place=base.folder)
         return own
     together(engine, lambda: load_weights(engine, source, {*fresh, *adapters}))
-    if engine.config.adapters.use_dora:
+    if engine.config.section(AdapterConfig).use_dora:
         lengths = RowLengths(source, [name for name in adapters if name.endswith("magnitude")])
         together(engine, lambda: load_weights(engine, lengths, names - set(lengths.names())))
     missing = [name for name, weight in engine.quantised if not weight.filled]
@@ -117,7 +117,7 @@ def chosen_adapters(engine: TrainEngine, folder: str, base: Source) -> AdaptedSo
 def require_same_scale(engine: TrainEngine, source: AdaptedSource) -> None:
     """Raises CheckpointError if additions are multiplied by another number than in a run, which
     would change what they add."""
-    wanted = engine.config.adapters.scale
+    wanted = engine.config.section(AdapterConfig).scale
     for weight, parts in source.adapted.items():
         for part in parts:
             found = source.scale_of(weight, part)

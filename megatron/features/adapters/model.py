@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron.config import ConfigError, ModelConfig, RunConfig
 from megatron.config.flags import nearest
-from megatron.features.adapters.flags import ALL_LINEAR, is_adapter
+from megatron.features.adapters.flags import ALL_LINEAR, AdapterConfig, is_adapter
 from megatron.features.adapters.layers import Addition, add_adapters
 from megatron.features.adapters.quantised import quantise_layer
 from megatron.formats.huggingface.adapter_targets import linear_targets
@@ -29,7 +29,7 @@ Additions = Mapping[str, Sequence[Addition]]
 def with_adapters(spec: ModelSpec, config: RunConfig) -> ModelSpec:
     """The model with the adapters of a run, and all its other parameters frozen except those of a
     head that is not the language model's. Raises ConfigError if a target is not known."""
-    found = additions_of(config.model, config.adapters.lora_targets)
+    found = additions_of(config.model, config.section(AdapterConfig).lora_targets)
     head = spec.head_parts if config.model.head != "lm" else ()
 
     def layers(tp: TensorParallel) -> list[LayerSpec]:
@@ -41,7 +41,7 @@ def with_adapters(spec: ModelSpec, config: RunConfig) -> ModelSpec:
     return replace(
         spec,
         layers=layers,
-        draws=spec.draws or bool(config.adapters.lora_dropout),
+        draws=spec.draws or bool(config.section(AdapterConfig).lora_dropout),
         is_addition=is_adapter,
     )
 
@@ -49,7 +49,7 @@ def with_adapters(spec: ModelSpec, config: RunConfig) -> ModelSpec:
 def _build(
     spec: LayerSpec, additions: Additions, head: tuple[str, ...], config: RunConfig
 ) -> nn.Module:
-    module = spec.build()
+    module, flags = spec.build(), config.section(AdapterConfig)
     if not f"{spec.name}.".startswith(head):
         module.requires_grad_(False)
     if not spec.block:
@@ -59,10 +59,10 @@ def _build(
         own = additions.get(f"{stack}.{{n}}.{path}", ())
         if not isinstance(layer, ParallelLinear):
             continue
-        if own or config.adapters.qlora:  # the products of weights in 4 bits are those of adapters
-            add_adapters(layer, own, config.adapters)
-        if config.adapters.qlora:
-            quantise_layer(layer, config.adapters.qlora_double_quant)
+        if own or flags.qlora:  # the products of weights in 4 bits are those of adapters
+            add_adapters(layer, own, flags)
+        if flags.qlora:
+            quantise_layer(layer, flags.qlora_double_quant)
     return module
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from megatron.engine.train_engine import TrainEngine
+from megatron.features.adapters.flags import AdapterConfig
 from megatron.features.adapters.nf4 import bytes_of
 from megatron.features.adapters.quantised import quantised_weights
 from megatron.model.layer_list import canonical_name, canonical_prefixes
@@ -22,7 +23,7 @@ def find_quantised(engine: TrainEngine) -> str:
         for name, weight in engine.quantised:
             weight.initialise(name, config.training.seed, engine.device)
     count = sum(math.prod(weight.shape) for _, weight in engine.quantised)
-    size = bytes_of(count, config.adapters.qlora_double_quant)
+    size = bytes_of(count, config.section(AdapterConfig).qlora_double_quant)
     line = f"--qlora: {count:,} weights of this process in 4 bits, {size / 2**20:,.1f} MiB"
     if engine.stage == 3 and engine.mesh.data.size > 1:
         line += "; ZeRO 3 partitions the other parameters, these every data-parallel rank has whole"

@@ -8,7 +8,7 @@ import torch
 
 from megatron.config import RunConfig
 from megatron.families import spec_of
-from megatron.features.adapters.flags import is_adapter
+from megatron.features.adapters.flags import AdapterConfig, is_adapter
 from megatron.features.adapters.model import with_adapters
 from megatron.model.flops import TransformerShape
 from megatron.model.layer_list import LayerStack
@@ -41,7 +41,7 @@ def trained_line(config: RunConfig) -> str:
     params = [param for _, param in _whole(config).canonical_parameters()]
     every = sum(param.numel() for param in params)
     trained = sum(param.numel() for param in params if param.requires_grad)
-    adapters = config.adapters
+    adapters = config.section(AdapterConfig)
     kind = "DoRA" if adapters.use_dora else "LoRA"
     return (
         f"{kind}: {trained:,} of {every:,} parameters are trained ({trained / every:.2%}); rank "

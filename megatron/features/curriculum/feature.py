@@ -10,7 +10,7 @@ from megatron.config.features import Feature
 from megatron.features.curriculum.flags import CurriculumConfig, sequence_lengths
 
 
-class Curriculum(Feature):
+class CurriculumFeature(Feature):
     sections = {"curriculum": CurriculumConfig}
     json_sections = tuple(field.name for field in dataclasses.fields(CurriculumConfig))
 
@@ -23,9 +23,9 @@ class Curriculum(Feature):
         CurriculumConfig(**sections)
 
     def why_eager(self, config: Any, automatic: bool) -> str | None:
-        if not automatic or sequence_lengths(config.kind(CurriculumConfig)) is None:
+        if not automatic or sequence_lengths(config.section(CurriculumConfig)) is None:
             return None
         return "every sequence length of the curriculum would be compiled"
 
 
-FEATURE = Curriculum()
+FEATURE = CurriculumFeature()

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron.config.features import KindConfig
 from megatron.config.flags import ConfigError, nearest, option
-from megatron.config.kinds import KindConfig
 from megatron.util.json_text import parse_json
 
 SEQUENCE_METRIC = "seqlen_truncate"

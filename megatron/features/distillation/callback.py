@@ -13,6 +13,7 @@ from megatron.data.loader import TrainingData
 from megatron.engine.environment import return_freed_memory
 from megatron.engine.train_engine import TrainEngine
 from megatron.families import family_of
+from megatron.features.distillation.flags import DistillationConfig
 from megatron.features.distillation.objective import TaughtBatch
 from megatron.features.distillation.teacher import Teacher, find_teacher
 from megatron.features.distillation.teacher_cache import (
@@ -35,7 +36,7 @@ class Distillation(Callback):
     """
 
     def __init__(self, run: Run) -> None:
-        self._run, self._flags = run, run.config.distillation
+        self._run, self._flags = run, run.config.section(DistillationConfig)
         self._found = find_teacher(run.config, run.tokenizer.vocab_size)
         self.teacher: Teacher | None = None
         self._cache: TeacherCache | None = None

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from megatron.config.features import FlagSection
 from megatron.config.flags import NOT_NEGATIVE, POSITIVE, ConfigResolver, option
 
 TOP_TOKENS = 64
 
 
 @dataclass(frozen=True)
-class DistillationConfig:
+class DistillationConfig(FlagSection):
     """Distillation: a student learns from the probabilities of a teacher."""
 
     kd: bool = option(False, aliases=("--mos",))
@@ -48,9 +49,12 @@ class DistillationConfig:
         """--kd-top-k, or its default."""
         return TOP_TOKENS if self.kd_top_k is None else self.kd_top_k
 
-    def check(self, preferences: bool, resolver: ConfigResolver) -> None:
-        """Refuses values that contradict each other; ``preferences``: the run has a loss of
-        them."""
+    @property
+    def identifies_samples(self) -> bool:
+        return self.kd_cache is not None
+
+    def check(self, resolver: ConfigResolver) -> None:
+        """Refuses values that contradict each other, and the loss of another feature."""
         if not self.kd:
             for field in dataclasses.fields(self):
                 # Scripts of dense models pass a teacher's experts, 1, without a teacher.
@@ -68,7 +72,7 @@ class DistillationConfig:
             "minimised; give one of them a value above 0",
         )
         resolver.check(
-            not preferences,
+            resolver.values.get("preference") is None,
             "--kd contradicts --preference: a run has one of these losses; leave one of them out",
         )
         if self.kd_cache is None:

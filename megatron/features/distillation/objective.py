@@ -17,6 +17,7 @@ from megatron.features.distillation.divergence import (
     TopTokens,
     linear_distillation,
 )
+from megatron.features.distillation.flags import DistillationConfig
 from megatron.model.embedding import LM_LOSS
 from megatron.model.layer_list import LayerState
 from megatron.model.spec import ModelSpec
@@ -51,7 +52,7 @@ def with_teacher(spec: ModelSpec, config: RunConfig) -> ModelSpec:
             f"--kd: a model with {config.model.head_shown} has no probabilities of tokens, which a "
             "student learns; leave it out"
         )
-    flags = config.distillation
+    flags = config.section(DistillationConfig)
     terms = Distilling(flags.kd_alpha_ce, flags.kd_beta_ce, flags.kd_temp)
     others = {name: weight for name, weight in spec.losses.items() if name != LM_LOSS}
     losses = {LM_LOSS: 0.0, KD_LOSS: 0.0, **others, TOTAL_LOSS: spec.losses[LM_LOSS]}

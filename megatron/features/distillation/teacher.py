@@ -67,7 +67,7 @@ def find_teacher(config: RunConfig, token_count: int | None = None) -> FoundTeac
     """The teacher of a run, before anything that takes time; ``token_count`` is the size of the
     student's tokenizer. Raises CheckpointError if there is no such checkpoint, ConfigError if its
     model cannot teach this one at this layout."""
-    flags, student = config.distillation, config.model
+    flags, student = config.section(DistillationConfig), config.model
     assert flags.load_teacher is not None
     shown = f"--load-teacher {flags.load_teacher}"
     found = locate_checkpoint(flags.load_teacher)
@@ -90,11 +90,9 @@ def find_teacher(config: RunConfig, token_count: int | None = None) -> FoundTeac
     partitions = config.engine.zero_stage == 3
     compiling = "off" if partitions else config.fast_paths.torch_compile
     config = dataclasses.replace(
-        config,
+        config.with_sections(AdapterConfig(), DistillationConfig()),
         model=model,
         parallel=parallel,
-        adapters=AdapterConfig(),
-        distillation=DistillationConfig(),
         checkpoint=CheckpointConfig(load=flags.load_teacher),
         # In the dtype of training, without CUDA graphs, whose memory the student's would share.
         fast_paths=FastPathsConfig(torch_compile=compiling),

@@ -8,7 +8,7 @@ from megatron.config.features import Feature
 from megatron.features.fill_in_the_middle.flags import FimConfig
 
 
-class FillInTheMiddle(Feature):
+class FillInTheMiddleFeature(Feature):
     sections = {"fill_in_the_middle": FimConfig}
 
     def data_kind(self, section: str) -> Any:
@@ -17,4 +17,4 @@ class FillInTheMiddle(Feature):
         return KIND
 
 
-FEATURE = FillInTheMiddle()
+FEATURE = FillInTheMiddleFeature()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from megatron.config.features import KindConfig
 from megatron.config.flags import ConfigError, option
-from megatron.config.kinds import KindConfig
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class FimConfig(KindConfig):
     fim_eod_token: str | None = option(None, derived="the tokenizer's end of document")
     """Token that ends documents."""
 
+    streams: ClassVar[frozenset[str]] = frozenset({"fim_data"})
     idle: ClassVar[str] = "it needs --fim-data"
 
     @property

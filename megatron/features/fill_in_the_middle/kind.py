@@ -39,11 +39,11 @@ class FillInTheMiddle(DataKind):
     """Cuts documents of a GPT's samples."""
 
     def recipe(self, data: DataPipeline, recipe: SampleRecipe[np.ndarray]) -> FimRecipe:
-        config = data.config.kind(FimConfig)
+        config = data.config.section(FimConfig)
         return FimRecipe.from_config(recipe, config, text_encoder(data), data.seed)
 
     def special_tokens(self, data: DataPipeline) -> SampleTokens:
-        tokens = FimTokens.of(data.config.kind(FimConfig), data.tokenizer)
+        tokens = FimTokens.of(data.config.section(FimConfig), data.tokenizer)
         return SampleTokens(tokens.pad, tokens.eod)
 
 

@@ -227,7 +227,7 @@ def _other_format(data: DataPipeline, template: str | None) -> Finding | None:
     found = _first_example(data)
     if template is None or found is None:
         return None
-    config = data.config.kind(InstructionConfig)
+    config = data.config.section(InstructionConfig)
     try:
         ours = ExampleEncoder(config, data.tokenizer, data.config.tokenizer).text_of(found)
         theirs = ChatTemplate(data.tokenizer, template).text_of(found)
@@ -252,7 +252,7 @@ def _first_example(data: DataPipeline) -> Example | None:
         if source.kind not in kinds:
             continue
         file = example_files(source.paths[0])[0]
-        columns = RecordColumns.of(data.config.kind(InstructionConfig))
+        columns = RecordColumns.of(data.config.section(InstructionConfig))
         if source.kind == InstructionConfig.files:
             return next((example for _, example in read_examples(file.path, columns)), None)
         for _, each in islice(read_preferences(file.path, columns), 1):

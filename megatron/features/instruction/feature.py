@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.config.features import Feature
 from megatron.features.instruction.flags import InstructionConfig
 
 
-class Instruction(Feature):
+class InstructionFeature(Feature):
     sections = {"instruction": InstructionConfig}
+
+    def inputs(self, config: Any) -> Mapping[str, Mapping[str, str]]:
+        from megatron.run.inputs import text_inputs
+
+        flags = config.section(InstructionConfig)
+        return text_inputs(config, flags.chat_template) if flags.sft else {}
 
     def data_kind(self, section: str) -> Any:
         from megatron.features.instruction.kind import KIND
@@ -18,7 +24,7 @@ class Instruction(Feature):
         return KIND
 
     def model(self, spec: Any, config: Any) -> Any:
-        if not config.kind(InstructionConfig).sft:
+        if not config.section(InstructionConfig).sft:
             return spec
         from megatron.features.instruction.objective import with_instruction
 
@@ -36,4 +42,4 @@ class Instruction(Feature):
         return answer_ends(train, tokenizer, of_base)
 
 
-FEATURE = Instruction()
+FEATURE = InstructionFeature()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from megatron.config.features import PACKED, KindConfig
 from megatron.config.flags import POSITIVE, option
-from megatron.config.kinds import KindConfig
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class InstructionConfig(KindConfig):
     known is an error."""
 
     files: ClassVar[str | None] = "instruction"
-    samples: ClassVar[str] = "packed"
+    samples: ClassVar[str] = PACKED
     idle: ClassVar[str] = (
         "this run has no instruction data (--sft, or the type instruction in the corpora file)"
     )
@@ -90,6 +90,10 @@ class InstructionConfig(KindConfig):
     def pads_batches(self) -> bool:
         """Whether samples are as long as their batch needs."""
         return not self.packing and self.sft_padding == "longest"
+
+    @property
+    def weigh_by(self) -> str:
+        return self.sft_loss_weights
 
     @property
     def changes_steps(self) -> bool:

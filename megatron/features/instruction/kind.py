@@ -20,8 +20,8 @@ class Instruction(DataKind):
     """Files of instructions and answers instead of .bin/.idx."""
 
     def reader(self, data: DataPipeline) -> SourceReader:
-        config = data.config.kind(InstructionConfig)
-        if sequence_lengths(data.config.kind(CurriculumConfig)) is not None:
+        config = data.config.section(InstructionConfig)
+        if sequence_lengths(data.config.section(CurriculumConfig)) is not None:
             raise ConfigError(
                 "a curriculum of sequence lengths cuts samples, and would cut off the answers of "
                 "instruction data: use one or the other"

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from megatron.config import ModelConfig, ParallelConfig, RunConfig
-from megatron.config.kinds import DOCUMENTS
+from megatron.config.features import DOCUMENTS
 from megatron.config.model import HEADS
 from megatron.data.labelled_text import LabelledBatch
 from megatron.data.pipeline import DataPipeline
 from megatron.data.samples import SampleDataset, SampleView
-from megatron.families.family import RETRIEVAL_FLAGS, STREAM_FLAGS, Family
+from megatron.families.family import STREAM_FLAGS, Family
 from megatron.features.masked.bert_layers import SOP_LOSS, bert_layers
 from megatron.features.masked.bert_samples import BertRecipe
 from megatron.features.masked.flags import MaskedDataConfig
@@ -91,7 +91,7 @@ class BertData(DataPipeline):
     unit = "sentence"
 
     def recipe(self) -> BertRecipe:
-        config = self.config.kind(MaskedDataConfig)
+        config = self.config.section(MaskedDataConfig)
         paired = self.config.model.bert_binary_head
         recipe = BertRecipe.from_config(config, self.tokenizer, self.seq_length, self.seed, paired)
         return replace(recipe, exact_epochs=self.config.data.train_data_exact_num_epochs)
@@ -132,17 +132,14 @@ class BertData(DataPipeline):
 
 class BERT(Family):
     name = "bert"
+    tokenizer_type = "BertWordPieceLowerCase"
     head_states = 3
     heads = frozenset(HEADS) - {"reward"}
-    unused_flags = (
-        STREAM_FLAGS
-        | RETRIEVAL_FLAGS
-        | {
-            "mean_noise_span_length",
-            "max_noise_span_length",
-            "decoder_start_token",
-        }
-    )
+    unused_flags = STREAM_FLAGS | {
+        "mean_noise_span_length",
+        "max_noise_span_length",
+        "decoder_start_token",
+    }
 
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
         pretrains = model.head == "lm"
@@ -162,7 +159,7 @@ class BERT(Family):
         width = model.hidden_size
         if model.head != "lm":
             return replace(shape, predictions=0, other=head_flops(model))
-        masked = MaskedDataConfig() if run is None else run.kind(MaskedDataConfig)
+        masked = MaskedDataConfig() if run is None else run.section(MaskedDataConfig)
         chosen = round(masked.mask_prob * model.seq_length)
         chosen = min(chosen, masked.max_predictions(model.seq_length))
         predictions = positions_of(chosen, model.seq_length)

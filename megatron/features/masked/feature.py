@@ -8,7 +8,7 @@ from megatron.config.features import Feature
 from megatron.features.masked.flags import MaskedDataConfig
 
 
-class Masked(Feature):
+class MaskedFeature(Feature):
     sections = {"masked_data": MaskedDataConfig}
     families = ("bert", "t5")
 
@@ -23,4 +23,4 @@ class Masked(Feature):
         return {"bert": bert.FAMILY, "t5": t5.FAMILY}[name]
 
 
-FEATURE = Masked()
+FEATURE = MaskedFeature()

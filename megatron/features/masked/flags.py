@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+from megatron.config.features import KindConfig
 from megatron.config.flags import ConfigError, option
-from megatron.config.kinds import KindConfig
 
 PAIR_TASKS = ("sentence-order", "next-sentence")
 DECODER_STARTS = ("pad", "bos")

@@ -16,7 +16,7 @@ from megatron.features.masked.tfrecord import TFRecordRecipe, TFRecords
 class MaskedData(DataKind):
     def reader(self, data: DataPipeline) -> SourceReader:
         tokenizer, config = data.tokenizer, data.config
-        if config.kind(MaskedDataConfig).bert_packing:
+        if config.section(MaskedDataConfig).bert_packing:
             raise ConfigError(
                 "--bert-packing packs samples that are made from documents; those of TFRecord "
                 "files are complete: leave it out, or give indexed files"

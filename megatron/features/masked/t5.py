@@ -17,7 +17,6 @@ from megatron.data.pipeline import DataPipeline
 from megatron.data.samples import SampleDataset, SampleView
 from megatron.data.scored_text import ScoredText, check_lengths, fitted, too_long
 from megatron.families.family import (
-    RETRIEVAL_FLAGS,
     STREAM_FLAGS,
     BlockLengths,
     Family,
@@ -91,7 +90,7 @@ class T5Data(DataPipeline):
     unit = "sentence"
 
     def recipe(self) -> T5Recipe:
-        config = self.config.kind(MaskedDataConfig)
+        config = self.config.section(MaskedDataConfig)
         decoder = self.config.model.decoder_seq_length
         recipe = T5Recipe.from_config(config, self.tokenizer, (self.seq_length, decoder), self.seed)
         return dataclasses.replace(
@@ -123,9 +122,10 @@ class T5Data(DataPipeline):
 
 class T5(Family):
     name = "t5"
+    tokenizer_type = "BertWordPieceLowerCase"
     generates = True
     context_reader = "encoder"
-    unused_flags = STREAM_FLAGS | RETRIEVAL_FLAGS | {
+    unused_flags = STREAM_FLAGS | {
         "bert_binary_head", "num_tokentypes", "lm_head_activation", "bert_pair_task",
         "whole_word_masking", "max_preds_per_seq", "eval_max_preds_per_seq", "max_ngrams",
         "favor_longer_ngram", "bert_packing",
@@ -164,7 +164,7 @@ class T5(Family):
     def generation(self, config: RunConfig, tokenizer: Tokenizer | None) -> GenerationSpec:
         assert tokenizer is not None
         longest = config.model.positions.max_position_embeddings
-        start = start_token(config.kind(MaskedDataConfig), tokenizer)
+        start = start_token(config.section(MaskedDataConfig), tokenizer)
         return GenerationSpec(_continue, longest, decoder_start(config.model), longest, start)
 
     def answered(
@@ -201,7 +201,7 @@ class T5(Family):
             fitted(wanted, least, longest)
             for wanted, least in zip(pad_to or (None, None), needed, strict=True)
         )
-        start = start_token(config.kind(MaskedDataConfig), tokenizer)
+        start = start_token(config.section(MaskedDataConfig), tokenizer)
         return T5Batch.scoring(texts, (encoder, decoder), start)
 
     def data(self, config: RunConfig, tokenizer: Tokenizer) -> T5Data:

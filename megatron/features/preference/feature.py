@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatron.config.features import Feature
+from megatron.config.flags import ConfigResolver
+from megatron.features.instruction.flags import InstructionConfig
 from megatron.features.preference.flags import PreferenceConfig
 
 
-class Preference(Feature):
+class PreferenceFeature(Feature):
     after = ("instruction",)
     sections = {"preference": PreferenceConfig}
+
+    def check(self, config: Any, processes: int, resolver: ConfigResolver) -> None:
+        config.section(PreferenceConfig).check(resolver)
+
+    def checkpoints(self, config: Any) -> dict[str, str | None]:
+        return {"--reference-checkpoint": config.section(PreferenceConfig).reference_checkpoint}
+
+    def inputs(self, config: Any) -> Mapping[str, Mapping[str, str]]:
+        flags = config.section(PreferenceConfig)
+        if flags.preference is None:
+            return {}
+        from megatron.features.preference.reference import reference_checkpoint
+        from megatron.run.inputs import model_input, text_inputs
+
+        found: dict[str, Mapping[str, str]] = {}
+        if flags.needs_reference:
+            reference, flag = reference_checkpoint(config)
+            found["reference model"] = model_input(flag.partition(" ")[2], reference)
+        return {**found, **text_inputs(config, config.section(InstructionConfig).chat_template)}
 
     def data_kind(self, section: str) -> Any:
         from megatron.features.preference.kind import KIND
@@ -18,23 +40,23 @@ class Preference(Feature):
         return KIND
 
     def model(self, spec: Any, config: Any) -> Any:
-        if config.kind(PreferenceConfig).preference is None:
+        if config.section(PreferenceConfig).preference is None:
             return spec
         from megatron.features.preference.objective import with_preference
 
         return with_preference(spec, config)
 
     def before_engine(self, context: Any) -> None:
-        if context.config.kind(PreferenceConfig).needs_reference:
+        if context.config.section(PreferenceConfig).needs_reference:
             from megatron.features.preference.reference import add_reference
 
             add_reference(context.run, context.mesh, context.data)
 
     def ready(self, context: Any) -> None:
-        if context.config.kind(PreferenceConfig).preference == "kto":
+        if context.config.section(PreferenceConfig).preference == "kto":
             from megatron.features.preference.comparisons import compare_ahead
 
             compare_ahead(context.engine)
 
 
-FEATURE = Preference()
+FEATURE = PreferenceFeature()

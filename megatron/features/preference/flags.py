@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from megatron.config.features import KindConfig
 from megatron.config.flags import NOT_NEGATIVE, POSITIVE, Bounds, ConfigResolver, option
-from megatron.config.kinds import KindConfig
 
 PREFERENCES = ("dpo", "ipo", "kto", "orpo", "simpo", "reward")
 COMPARING = ("dpo", "ipo", "kto")
@@ -90,6 +90,10 @@ class PreferenceConfig(KindConfig):
     @property
     def acts(self) -> bool:
         return self.preference is not None
+
+    @property
+    def head(self) -> tuple[str, str] | None:
+        return ("reward", "--preference reward") if self.preference == "reward" else None
 
     @property
     def beta(self) -> float:

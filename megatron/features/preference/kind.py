@@ -31,13 +31,13 @@ class Preferences(DataKind):
     weighed = True
 
     def reader(self, data: DataPipeline) -> SourceReader:
-        config = data.config.kind(InstructionConfig)
-        loss = data.config.kind(PreferenceConfig).preference
+        config = data.config.section(InstructionConfig)
+        loss = data.config.section(PreferenceConfig).preference
         if loss is None:
             raise ConfigError(
                 "data of the type preference need --preference, the loss that they are trained by"
             )
-        if sequence_lengths(data.config.kind(CurriculumConfig)) is not None:
+        if sequence_lengths(data.config.section(CurriculumConfig)) is not None:
             raise ConfigError(
                 "a curriculum of sequence lengths cuts samples, and would cut off the answers of "
                 "preference data: use one or the other"
@@ -70,7 +70,7 @@ class Preferences(DataKind):
             raise ConfigError(
                 "--mock-data has no preferences: name files, or leave --preference out"
             )
-        if data.config.kind(PreferenceConfig).preference == "reward":
+        if data.config.section(PreferenceConfig).preference == "reward":
             batch_of = WholeRows(data.ending())
             return PreferenceCollator(batch_of, data.length_multiple, data.seq_length, whole=True)
         return PreferenceCollator(data.answering(), data.length_multiple, data.seq_length)

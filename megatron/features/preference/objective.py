@@ -32,7 +32,7 @@ from megatron.parallel.loss_head import HeadInput
 def with_preference(spec: ModelSpec, config: RunConfig) -> ModelSpec:
     """A model that is trained by the loss of ``--preference`` on :class:`PreferenceBatch`. Raises
     ConfigError if its family does not predict answers from prompts."""
-    options = config.kind(PreferenceConfig)
+    options = config.section(PreferenceConfig)
     if options.preference == "reward":
         return with_pairs_of_texts(spec, config)
     family = family_of(config.model.family)

@@ -29,7 +29,7 @@ from megatron.engine.environment import return_freed_memory, training_device
 from megatron.engine.evaluator import Evaluator, build_evaluator
 from megatron.engine.loading import load_checkpoint, load_weights, together
 from megatron.families import family_of, spec_of
-from megatron.features.adapters.flags import is_adapter
+from megatron.features.adapters.flags import AdapterConfig, is_adapter
 from megatron.features.adapters.model import with_adapters
 from megatron.features.preference.flags import PreferenceConfig
 from megatron.features.preference.samples import PreferenceDataset
@@ -86,7 +86,7 @@ def add_reference(run: Run, mesh: Mesh, data: TrainingData) -> None:
 def reference_checkpoint(config: RunConfig) -> tuple[FoundCheckpoint, str]:
     """The checkpoint of the reference model, and the flag with the value that named it. Raises
     ConfigError if none is named; CheckpointError if it does not exist."""
-    options, preference = config.checkpoint, config.kind(PreferenceConfig)
+    options, preference = config.checkpoint, config.section(PreferenceConfig)
     tag = None
     if preference.reference_checkpoint is not None:
         path, flag = preference.reference_checkpoint, "--reference-checkpoint"
@@ -122,8 +122,8 @@ def _reference_model(config: RunConfig, found: FoundCheckpoint, mesh: Mesh) -> E
 
 
 def _in_4_bits(config: RunConfig) -> bool:
-    named = config.kind(PreferenceConfig).reference_checkpoint
-    return config.adapters.qlora and named is None
+    named = config.section(PreferenceConfig).reference_checkpoint
+    return config.section(AdapterConfig).qlora and named is None
 
 
 def log_probs_of(engine: Evaluator, run: Run, part: PreferenceDataset) -> npt.NDArray[np.float32]:
@@ -195,7 +195,7 @@ def _depends_on(config: RunConfig, weights: str, part: PreferenceDataset) -> dic
         "model": dataclasses.asdict(config.model.flags()),
         "dtype": str(training_dtype(config)),
         "fp8": config.fast_paths.fp8_format,
-        "4 bits": _in_4_bits(config) and 1 + config.adapters.qlora_double_quant,
+        "4 bits": _in_4_bits(config) and 1 + config.section(AdapterConfig).qlora_double_quant,
         "answers": part.digest,
     }
 

@@ -18,8 +18,8 @@ from megatron.apps.profiling.breakdown import break_down
 from megatron.apps.profiling.tables import breakdown_text
 from megatron.apps.profiling.trace import read_trace
 from megatron.config import RunConfig
-from megatron.config.output import ProfilingConfig
 from megatron.engine.train_engine import TrainEngine
+from megatron.features.profiling.flags import ProfilingConfig
 from megatron.training.metrics import measure_matmul_peak
 from megatron.training.report import say
 from megatron.training.trainer import Callback, Trainer
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 def profiling(config: RunConfig, engine: TrainEngine, iteration: int) -> list[Callback]:
     """The callback that profiles a run after ``iteration`` iterations, if its flags select this
     rank. Raises ValueError if a flag needs a GPU and the run has none."""
-    options = config.profiling
+    options = config.section(ProfilingConfig)
     rank, on_gpu = engine.mesh.world.rank, engine.device.type == "cuda"
     if options.record_memory_history and not on_gpu:
         raise ValueError("--record-memory-history records a GPU's memory; this run is on the CPU")
@@ -137,7 +137,7 @@ class TorchTrace(Recorder):
     """torch's profiler: a trace file, and a table of where the time goes."""
 
     def __init__(self, config: RunConfig, device: torch.device, rank: int) -> None:
-        self.options, self.device, self.rank = config.profiling, device, rank
+        self.options, self.device, self.rank = config.section(ProfilingConfig), device, rank
         self.dtype = torch.bfloat16 if config.precision.bf16 else torch.float32
         if config.precision.fp16:
             self.dtype = torch.float16

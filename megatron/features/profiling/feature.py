@@ -5,13 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.config.features import Feature
+from megatron.config.flags import ConfigResolver
+from megatron.features.profiling.flags import ProfilingConfig, resolve_profiling
 
 
-class Profiling(Feature):
+class ProfilingFeature(Feature):
     after = ("run_record",)
+    training_flags = (ProfilingConfig,)
+    sections = {"profiling": ProfilingConfig}
+
+    def resolve(self, parts: dict[str, Any], processes: int, resolver: ConfigResolver) -> None:
+        length, save = parts["training"].train_iters, parts["checkpoint"].save
+        flags = parts["profiling"]
+        parts["profiling"] = resolve_profiling(flags, processes, length, save, resolver)
 
     def ready(self, context: Any) -> None:
-        options = context.config.profiling
+        options = context.config.section(ProfilingConfig)
         if not (options.profile or options.record_memory_history):
             return
         from megatron.features.profiling.callback import profiling
@@ -21,4 +30,4 @@ class Profiling(Feature):
             context.add(Order.PROFILE, callback)
 
 
-FEATURE = Profiling()
+FEATURE = ProfilingFeature()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from megatron.config.features import KindConfig
 from megatron.config.flags import option
-from megatron.config.kinds import KindConfig
 
 TEXT_ENDINGS = (".json", ".jsonl", ".csv", ".tsv")
 PACKED_ENDINGS = (".gz", ".zst", ".bz2", ".xz", ".zip", ".parquet")

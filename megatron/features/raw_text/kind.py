@@ -24,7 +24,7 @@ class RawText(DataKind):
 
     def reader(self, data: DataPipeline) -> SourceReader:
         def open_text(path: str, source: DataSource) -> RawTextDocuments:
-            config = with_key_of(source, data.config.kind(RawTextConfig))
+            config = with_key_of(source, data.config.section(RawTextConfig))
             return open_raw_text(path, config, text_encoder(data), data.cache(path))
 
         return SourceReader(open_text, data.recipe())
@@ -32,7 +32,7 @@ class RawText(DataKind):
     def texts(self, config: RunConfig, sources: Sequence[DataSource]) -> Iterator[str]:
         for source in sources:
             for path in source.paths:
-                yield from read_texts(path, with_key_of(source, config.kind(RawTextConfig)))
+                yield from read_texts(path, with_key_of(source, config.section(RawTextConfig)))
 
 
 KIND = RawText()
@@ -43,7 +43,9 @@ def text_encoder(data: DataPipeline) -> TextEncoder:
     """Encodes a run's raw text, sentence by sentence where its samples need it. One for all files
     and kinds, so that its tokenizer is loaded once."""
     config = data.config
-    settings = text_settings(config.kind(RawTextConfig), config.tokenizer, data.unit == "sentence")
+    settings = text_settings(
+        config.section(RawTextConfig), config.tokenizer, data.unit == "sentence"
+    )
     return TextEncoder(settings, data.tokenizer)
 
 

@@ -8,12 +8,13 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from megatron.config.features import Feature
-from megatron.config.flags import Settings
+from megatron.config.flags import ConfigResolver, Settings
 from megatron.features.resilience.flags import ResilienceConfig
 
 
-class Resilience(Feature):
+class ResilienceFeature(Feature):
     training_flags = (ResilienceConfig,)
+    sections = {"resilience": ResilienceConfig}
 
     def complete(self, settings: Settings, run_of: Callable[[Settings], Any]) -> Settings:
         if "inprocess_restart" not in settings:
@@ -21,6 +22,9 @@ class Resilience(Feature):
         from megatron.features.resilience.unattended.restarted import from_own_checkpoint
 
         return from_own_checkpoint(settings)
+
+    def check(self, config: Any, processes: int, resolver: ConfigResolver) -> None:
+        config.section(ResilienceConfig).check(config.checkpoint.save, processes, resolver)
 
     def start(self, settings: Settings, processes: int) -> int:
         wanted = settings.get("inprocess_restart")
@@ -43,7 +47,7 @@ class Resilience(Feature):
             context.started = generation.started
 
     def before_load(self, context: Any) -> None:
-        if context.config.resilience.non_persistent_save_interval is None:
+        if context.config.section(ResilienceConfig).non_persistent_save_interval is None:
             return
         from megatron.features.resilience.unattended.node_memory import NodeCheckpoints
         from megatron.training.context import Order
@@ -58,4 +62,4 @@ class Resilience(Feature):
         add_callbacks(context, elastic="TORCHELASTIC_RUN_ID" in os.environ)
 
 
-FEATURE = Resilience()
+FEATURE = ResilienceFeature()

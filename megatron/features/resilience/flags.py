@@ -6,6 +6,7 @@ import contextlib
 import math
 from dataclasses import dataclass
 
+from megatron.config.features import FlagSection
 from megatron.config.flags import NOT_NEGATIVE, POSITIVE, Bounds, ConfigResolver, option
 
 SECONDS = Bounds(
@@ -18,8 +19,10 @@ SHORTEST_WINDOW = Bounds(
 
 
 @dataclass(frozen=True)
-class ResilienceConfig:
+class ResilienceConfig(FlagSection):
     """Unattended runs: watchdog, replicas, spikes, stragglers, restarts."""
+
+    after = "engine"
 
     hang_seconds: float | None = option(
         None, derived="nine tenths of --distributed-timeout-minutes", bounds=SECONDS

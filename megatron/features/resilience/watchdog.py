@@ -26,6 +26,7 @@ from megatron.features.resilience.exchange import (
     RankExchange,
     several_ranks,
 )
+from megatron.features.resilience.flags import ResilienceConfig
 from megatron.features.resilience.hang_report import (
     described,
     record_collectives,
@@ -78,7 +79,7 @@ class LostRankError(FaultError):
 def hang_limits(config: RunConfig) -> dict[str, int]:
     """Ticks that each phase may take; 0 for no limit. Raises ConfigError if ``--hang-limits`` names
     an unknown phase, or a value is not a number of seconds."""
-    given = config.resilience
+    given = config.section(ResilienceConfig)
     seconds = given.hang_seconds
     if seconds is None:
         seconds = 0.9 * 60 * config.parallel.distributed_timeout_minutes

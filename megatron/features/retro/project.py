@@ -13,8 +13,8 @@ import numpy as np
 
 from megatron.config import FLAG_FIELDS, ConfigError, Setting, Settings, TokenizerConfig
 from megatron.config.data import SOURCE_FIELDS
+from megatron.config.features import kind_classes
 from megatron.config.flags import build, check_value
-from megatron.config.kinds import kind_classes
 from megatron.data.indexed.dataset import idx_path
 from megatron.data.pipeline import open_indexed
 from megatron.data.samples import Documents

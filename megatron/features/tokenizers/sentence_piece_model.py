@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import sentencepiece
-from google.protobuf.message import DecodeError
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import (
     AddedToken,
@@ -59,18 +58,6 @@ def check_kind(processor: sentencepiece.SentencePieceProcessor) -> None:
         check_pieces((piece.piece for piece in pieces), "the model")
     if trainer.treat_whitespace_as_suffix:
         raise ValueError("marks spaces after words; it must be trained to mark them before words")
-
-
-def check_sizes(content: bytes, where: str) -> None:
-    """Raises ValueError if a file, which another library is going to turn into its own form, is a
-    model with a piece or a replacement that is too long."""
-    model = getattr(sentencepiece_model_pb2, "ModelProto")()  # noqa: B009
-    try:
-        model.ParseFromString(content)
-    except DecodeError:
-        return  # something else
-    check_charsmap(model.normalizer_spec.precompiled_charsmap, where)
-    check_pieces((piece.piece for piece in model.pieces), where)
 
 
 def as_tokenizers(

@@ -54,7 +54,7 @@ class TextToText(Task):
     def special_tokens(self, tokenizer: Any, source: Source) -> dict[str, Any]:
         start = "pad"
         if source.run is not None:
-            start = source.run.kind(MaskedDataConfig).decoder_start_token
+            start = source.run.section(MaskedDataConfig).decoder_start_token
         return {
             "pad_token_id": tokenizer.pad_token_id,
             "eos_token_id": tokenizer.eos_token_id,

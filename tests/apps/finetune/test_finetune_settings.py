@@ -42,13 +42,13 @@ def test_values_that_nobody_gives(tuning, files):
     assert config.model.seq_length == 2048  # of the model's 4096
     assert (config.optimizer.lr, config.optimizer.lr_decay_style) == (1e-5, "cosine")
     assert (config.training.micro_batch_size, config.training.global_batch_size) == (2, 16)
-    assert config.kind(InstructionConfig).sft_loss_weights == "tokens"
+    assert config.section(InstructionConfig).sft_loss_weights == "tokens"
     # 30 examples, of which those of some prompts are held out; three epochs.
     held_out = sum(found.counts.valid.values())
     assert (found.epochs.count, found.epochs.samples) == (3, 30 - held_out)
     assert config.training.train_samples == 3 * (30 - held_out)
     assert config.training.eval_iters == (held_out > 0)
-    assert config.kind(InstructionConfig).split_by == "prompt"
+    assert config.section(InstructionConfig).split_by == "prompt"
     assert config.checkpoint.save == config.checkpoint.load
     assert config.tokenizer.tokenizer_model == files["base"]
 

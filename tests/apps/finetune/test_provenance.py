@@ -46,14 +46,20 @@ def changes(now: RunConfig, files=(FILE,), before=(FILE,), tmp_path=None):
 OTHERWISE = {
     "seed": ({"training": TrainingConfig(seed=5)}, "--seed was 1234 and is 5"),
     "split": ({"data": DataConfig(split="9,1,0")}, "split of --held-out or --eval-data was 969"),
-    "method": ({"adapters": AdapterConfig(lora=True)}, "--lora was False and is True"),
-    "rank": ({"adapters": AdapterConfig(lora_rank=4)}, "--lora-rank was 8 and is 4"),
+    "method": ({"sections": (AdapterConfig(lora=True),)}, "--lora was False and is True"),
+    "rank": ({"sections": (AdapterConfig(lora_rank=4),)}, "--lora-rank was 8 and is 4"),
     "loss": (
-        {"kinds": (PreferenceConfig(preference="orpo"),)},
+        {"sections": (PreferenceConfig(preference="orpo"),)},
         "--preference was not given and is",
     ),
-    "format": ({"kinds": (InstructionConfig(prompt_format="plain"),)}, "--prompt-format was auto"),
-    "packing": ({"kinds": (InstructionConfig(packing=True),)}, "--packing was False and is True"),
+    "format": (
+        {"sections": (InstructionConfig(prompt_format="plain"),)},
+        "--prompt-format was auto",
+    ),
+    "packing": (
+        {"sections": (InstructionConfig(packing=True),)},
+        "--packing was False and is True",
+    ),
     "length": ({"model": model_config(seq_length=16)}, "--seq-length was 8 and is 16"),
 }
 

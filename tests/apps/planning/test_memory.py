@@ -39,6 +39,7 @@ from megatron.features.masked.masked_batch import (
     collate_t5,
 )
 from megatron.features.retro.batch import RetroBatch
+from megatron.features.retro.flags import RetrievalConfig
 from megatron.model import cpu_kernels
 from megatron.model.norm import build_norm
 from megatron.parallel.layers import ParallelLinear
@@ -135,7 +136,7 @@ def padded_batch(model: ModelConfig) -> BertBatch | T5Batch | RetroBatch:
 
 def retro_batch(model: ModelConfig) -> RetroBatch:
     """A micro batch with neighbours."""
-    length, retrieval = model.seq_length, model.retrieval
+    length, retrieval = model.seq_length, model.part(RetrievalConfig)
     chunks = length // retrieval.retro_gpt_chunk_length
     ids_BS = torch.randint(61, (BATCH, length))
     neighbors_BLKR = torch.randint(

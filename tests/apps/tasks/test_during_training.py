@@ -10,8 +10,9 @@ from megatron.apps.tasks.during_training import (
     TaskEvaluation,
     prepared_tasks,
 )
+from megatron.apps.tasks.flags import EvalTasksConfig
 from megatron.apps.tasks.report import TaskResult
-from megatron.config import ConfigError, EvalTasksConfig, TokenizerConfig
+from megatron.config import ConfigError, TokenizerConfig
 from megatron.tokenizer import build_tokenizer
 
 BYTES = build_tokenizer(TokenizerConfig(tokenizer_type="ByteLevelTokenizer"))
@@ -20,7 +21,7 @@ BYTES = build_tokenizer(TokenizerConfig(tokenizer_type="ByteLevelTokenizer"))
 def prepared(*words: str, folder=None, **changes):
     tasks = EvalTasksConfig(words, None if folder is None else str(folder), 5, 4, **changes)
     model = model_config(seq_length=8, max_position_embeddings=64)
-    return prepared_tasks(run_config(model=model, tasks=tasks), BYTES)
+    return prepared_tasks(run_config(model=model, sections=(tasks,)), BYTES)
 
 
 def test_tasks_and_their_files(tmp_path):
@@ -78,7 +79,7 @@ def test_the_cost_is_a_share_of_the_time_before(monkeypatch):
         iteration=5, engine=None, settle=lambda: found.append("settled"), report=found.append
     )
     tasks = EvalTasksConfig(eval_tasks_interval=5)
-    callback = EvalTasks(run_config(tasks=tasks), BYTES)
+    callback = EvalTasks(run_config(sections=(tasks,)), BYTES)
     callback._tasks = [SimpleNamespace(evaluate=evaluate)] * 2
     with callback:
         for seconds, trainer.iteration in ((40, 4), (10, 5), (20, 10)):

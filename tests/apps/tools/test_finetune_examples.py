@@ -7,6 +7,7 @@ from finetune_cases import save_blank, save_data
 from megatron.apps.finetune.command import planned
 from megatron.apps.finetune.config import TuningConfig
 from megatron.apps.finetune.settings import check_flags
+from megatron.features.adapters.flags import AdapterConfig
 from megatron.features.instruction.flags import InstructionConfig
 from megatron.features.preference.flags import PreferenceConfig
 from megatron.run.run import RunToolParser
@@ -29,10 +30,12 @@ def test_a_recipe_resolves(path, files, tmp_path):
     check_flags(config, settings)
     run = planned(config, settings, 2).run
     assert run.config.precision.bf16
-    assert run.config.adapters.lora == (("lora" in path.name) or path.name == "llama3_dpo.sh")
-    assert run.config.adapters.qlora == ("qlora" in path.name)
-    assert run.config.kind(PreferenceConfig).preference == ("dpo" if kind == "dpo" else None)
-    assert run.config.kind(InstructionConfig).sft == (kind == "sft")
+    assert run.config.section(AdapterConfig).lora == (
+        ("lora" in path.name) or path.name == "llama3_dpo.sh"
+    )
+    assert run.config.section(AdapterConfig).qlora == ("qlora" in path.name)
+    assert run.config.section(PreferenceConfig).preference == ("dpo" if kind == "dpo" else None)
+    assert run.config.section(InstructionConfig).sft == (kind == "sft")
     assert run.config.checkpoint.save.startswith(str(tmp_path))
 
 

@@ -57,7 +57,7 @@ def test_fine_tuning_of_a_llama_is_what_its_name_says(what):
     sizes = (model.seq_length, batch.micro_batch_size, batch.global_batch_size, batch.train_iters)
     assert sizes == (512, 16, 256, 7)
     assert config.precision.bf16 and config.engine.zero_stage == 0
-    instructions = config.kind(InstructionConfig)
+    instructions = config.section(InstructionConfig)
     assert instructions.sft and instructions.prompt_format == "alpaca"
     assert config.data.data_path == ("my alpaca.json",)
 

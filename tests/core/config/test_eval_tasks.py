@@ -2,7 +2,8 @@
 
 import pytest
 
-from megatron.config import FLAG_CLASSES, ConfigError, EvalTasksConfig, FlagParser, resolve
+from megatron.apps.tasks.flags import EvalTasksConfig
+from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, resolve
 
 MINIMAL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -12,7 +13,7 @@ MINIMAL = (
 
 def tasks_of(extra: str) -> EvalTasksConfig:
     settings = FlagParser(*FLAG_CLASSES).settings(f"{MINIMAL} {extra}".split())
-    return resolve(settings, 1).config.tasks
+    return resolve(settings, 1).config.section(EvalTasksConfig)
 
 
 @pytest.mark.parametrize("between", [",", " ", ", "])

@@ -21,6 +21,7 @@ from megatron.config import (
     explain,
     resolve,
 )
+from megatron.features.profiling.flags import ProfilingConfig
 
 OLD = Path(__file__).parents[2] / "golden" / "config_of_0.1.json"
 """Flags, and what a version that saved all of them made of them."""
@@ -598,10 +599,10 @@ def test_no_position_embedding_contradicts_a_learned_one():
 
 
 def test_profile_of_megatron_deepspeed_and_megatron():
-    given = resolved("--profile pt-full --profile_steps 2,3").config.profiling
+    given = resolved("--profile pt-full --profile_steps 2,3").config.section(ProfilingConfig)
     assert (given.profile, given.profile_step_start, given.profile_step_end) == ("pt-full", 1, 3)
-    assert resolved("--profile --seed 1").config.profiling.profile == "auto"
-    assert resolved().config.profiling.profile is None
+    assert resolved("--profile --seed 1").config.section(ProfilingConfig).profile == "auto"
+    assert resolved().config.section(ProfilingConfig).profile is None
     for steps in ("2", "0,3", "a,b", "2,3,4"):
         with pytest.raises(ConfigError, match=f"--profile_steps {steps} must be the first and"):
             resolved(f"--profile pt --profile_steps {steps}")

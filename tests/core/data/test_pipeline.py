@@ -113,7 +113,7 @@ def test_mock_data_is_for_every_family(family):
 def test_flags_that_no_data_follow(corpora, changed, message):
     run = config(train_data=("tokens",), corpora_file=corpora, split="1,0,0")
     with pytest.raises(ConfigError, match=message):
-        gpt(run.with_kind(changed)).datasets((8, 0, 0))
+        gpt(run.with_sections(changed)).datasets((8, 0, 0))
 
 
 def test_a_curriculum_of_lengths_does_not_cut_answers_off(corpora):
@@ -125,4 +125,4 @@ def test_a_curriculum_of_lengths_does_not_cut_answers_off(corpora):
     run = config(train_data=("pairs",), corpora_file=corpora, split="1,0,0")
     growing = CurriculumConfig(curriculum_learning=json.dumps(schedule))
     with pytest.raises(ConfigError, match="would cut off the answers of instruction data"):
-        gpt(run.with_kind(growing)).datasets((8, 0, 0))
+        gpt(run.with_sections(growing)).datasets((8, 0, 0))

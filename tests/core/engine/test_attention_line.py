@@ -34,7 +34,7 @@ def data(**changes) -> DataConfig:
         ({"precision": PrecisionConfig(bf16=True)}, torch.bfloat16, False),
         ({"precision": PrecisionConfig(fp16=True)}, torch.float16, False),
         ({"data": data(reset_attention_mask=True)}, torch.float32, True),
-        ({"kinds": (InstructionConfig(sft=True),)}, torch.float32, True),
+        ({"sections": (InstructionConfig(sft=True),)}, torch.float32, True),
     ],
 )
 def test_it_is_about_the_run(asked, changes, dtype, documents):

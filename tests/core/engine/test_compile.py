@@ -457,7 +457,7 @@ CURRICULUM = CurriculumConfig(
         ("auto", "cuda", {"train_tokens": 6399}, None, False, "auto: 199 iterations"),
         ("auto", "cuda", {}, None, False, "auto: a run of unknown length"),
         ("auto", "cuda", LONG | {"skip_train": True}, None, False, "auto: a run of unknown length"),
-        ("auto", "cuda", LONG | {"kinds": (CURRICULUM,)}, None, False, "auto: every sequence"),
+        ("auto", "cuda", LONG | {"sections": (CURRICULUM,)}, None, False, "auto: every sequence"),
         (
             "auto",
             "cuda",
@@ -480,7 +480,7 @@ def test_when_a_run_is_compiled(
     training = dict(training)
     config = run_config(
         model_config(),
-        kinds=training.pop("kinds", ()),
+        sections=training.pop("sections", ()),
         training=TrainingConfig(micro_batch_size=4, global_batch_size=4, **training),
         fast_paths=FastPathsConfig(torch_compile=asked),
     )

@@ -39,16 +39,16 @@ def run(path, *flags):
 
 def test_the_section_is_part_of_the_configuration(tmp_path):
     config, content = run(write(tmp_path, {"curriculum_learning": LENGTHS}))
-    assert sequence_lengths(config.kind(CurriculumConfig)).highest == 64
+    assert sequence_lengths(config.section(CurriculumConfig)).highest == 64
     assert content["curriculum_learning"] == LENGTHS
     again = RunConfig.from_dict(json.loads(json.dumps(config.to_dict())))
-    assert again.kind(CurriculumConfig) == config.kind(CurriculumConfig)
+    assert again.section(CurriculumConfig) == config.section(CurriculumConfig)
 
 
 def test_flags_say_the_same(tmp_path):
     text = json.dumps(LENGTHS, sort_keys=True)
     config, content = run(write(tmp_path, {}), "--curriculum-learning", text)
-    assert sequence_lengths(config.kind(CurriculumConfig)).highest == 64
+    assert sequence_lengths(config.section(CurriculumConfig)).highest == 64
     assert content["curriculum_learning"] == LENGTHS
     other = json.dumps(LENGTHS | {"max_difficulty": 32}, sort_keys=True)
     with pytest.raises(
@@ -85,5 +85,5 @@ def test_automatic_and_disabled_sections(tmp_path):
     config, content = run(
         write(tmp_path, {"curriculum_learning": "auto", "data_efficiency": {"enabled": False}})
     )
-    assert sequence_lengths(config.kind(CurriculumConfig)) is None
+    assert sequence_lengths(config.section(CurriculumConfig)) is None
     assert "curriculum_learning" not in content

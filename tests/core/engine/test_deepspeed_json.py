@@ -160,7 +160,7 @@ JSON_FILLS = [
 def test_json_fills_what_no_flag_gives(content, part, name, expected):
     flags = "--lr 1e-3" + ("" if name == "micro_batch_size" else " --micro-batch-size 2")
     config, _, origins = run(flags, content)
-    value = getattr(getattr(config, part), name)
+    value = getattr(config.part(part), name)
     assert (type(value), value) == (type(expected), expected)
     if name != "adam_beta2" or content["optimizer"]["params"]["betas"][1] != "auto":
         assert origins[name].startswith("ds.json: ")

@@ -33,7 +33,7 @@ def save_model(folder, value):
 def dpo(base, reference=None, **flags):
     preference = PreferenceConfig(preference="dpo", reference_checkpoint=reference)
     options = CheckpointConfig(pretrained_checkpoint=base, **flags)
-    return run_config(checkpoint=options, kinds=(preference,))
+    return run_config(checkpoint=options, sections=(preference,))
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_a_base_that_is_not_there_is_not_compared(saved, tmp_path):
 
 def _teacher(tmp_path, value):
     teacher = save_model(tmp_path / f"teacher{value}", value)
-    return {"distillation": DistillationConfig(kd=True, load_teacher=teacher)}
+    return {"sections": (DistillationConfig(kd=True, load_teacher=teacher),)}
 
 
 def _tokenizer(tmp_path, value):
@@ -98,20 +98,20 @@ def _tokenizer(tmp_path, value):
     folder.mkdir()
     (folder / "tokenizer.json").write_text(str(value))
     tokenizer = TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(folder))
-    return {"tokenizer": tokenizer, "kinds": (InstructionConfig(sft=True),)}
+    return {"tokenizer": tokenizer, "sections": (InstructionConfig(sft=True),)}
 
 
 def _template(tmp_path, value):
     path = tmp_path / f"{value}.jinja"
     path.write_text(str(value))
-    return {"kinds": (InstructionConfig(sft=True, chat_template=str(path)),)}
+    return {"sections": (InstructionConfig(sft=True, chat_template=str(path)),)}
 
 
 def _neighbours(tmp_path, value):
     folder = tmp_path / f"project{value}"
     (folder / "query" / "train_a").mkdir(parents=True)
     (folder / "query" / "train_a" / "0-9.hdf5").write_text(str(value))
-    return {"kinds": (RetroDataConfig(retro_project_dir=str(folder)),)}
+    return {"sections": (RetroDataConfig(retro_project_dir=str(folder)),)}
 
 
 def _adapter(tmp_path, value):

@@ -9,7 +9,7 @@ from sentencepiece import sentencepiece_model_pb2
 
 from megatron.config import TokenizerConfig
 from megatron.tokenizer import build_tokenizer
-from megatron.tokenizer.cached_files import with_cached_files
+from megatron.tokenizer.registry import with_files
 
 BYTES = [bytes([byte]) for byte in range(256)]
 DEEP = "[" * 100_000
@@ -112,7 +112,7 @@ def test_notes_of_downloads_that_are_none(tmp_path):
         url = {"url": f"https://example.org/models/gpt2-{name}"}
         (tmp_path / f"{digest}.json").write_text(json.dumps(url))
         (tmp_path / digest).write_text("content")
-    found = with_cached_files(TokenizerConfig("GPT2BPETokenizer", cache_dir=str(tmp_path)))
+    found = with_files(TokenizerConfig("GPT2BPETokenizer", cache_dir=str(tmp_path)))
     assert found.vocab_file == str(tmp_path / "d")
     assert found.merge_file == str(tmp_path / "e")
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from megatron.config import FLAG_CLASSES, FlagParser, Setting
+from megatron.config import FLAG_CLASSES, PART_FLAGS, FlagParser, RunConfig, Setting
 from megatron.config.flags import flag_of, value_type
 from megatron.config.legacy_flags import LegacyFlags
 from megatron.parallel import agreement
@@ -170,8 +170,9 @@ def test_teachers_references_and_adapters_are_compared(tmp_path):
             ("distillation", {"load_teacher": str(path)}),
         )
         for part, fields in parts:
-            named = dataclasses.replace(getattr(config, part), **fields)
-            found = checkpoint_facts([None], dataclasses.replace(config, **{part: named}))
+            parts = {name: config.part(name) for name in PART_FLAGS}
+            parts[part] = dataclasses.replace(parts[part], **fields)
+            found = checkpoint_facts([None], RunConfig.of(parts))
             (flag,) = found.keys() - {"the checkpoint to load", f"the content of {path}"}
             facts[name, flag] = found[flag], found[f"the content of {path}"]
     flags = {flag for _, flag in facts}

@@ -44,7 +44,7 @@ def pipeline(built: Built, path: str, gpt_config, **flags) -> GPTData:
         model=dataclasses.replace(config.model, seq_length=128),
         data=dataclasses.replace(config.data, data_path=(path,), split="1,0,0"),
         tokenizer=built.config,
-        kinds=(InstructionConfig(sft=loss is None, **flags), PreferenceConfig(preference=loss)),
+        sections=(InstructionConfig(sft=loss is None, **flags), PreferenceConfig(preference=loss)),
     )
     return GPTData(config, built.tokenizer)
 

@@ -95,7 +95,7 @@ def step_of(examples, cut, by, head_multiple=4):
 
 def spec_with(model, **flags):
     flags = InstructionConfig(sft=True, **flags)
-    return trained_spec(RunConfig(model=replace(model, seq_length=LENGTH), kinds=(flags,)))
+    return trained_spec(RunConfig(model=replace(model, seq_length=LENGTH), sections=(flags,)))
 
 
 def trained(models, batches, **flags):

@@ -13,7 +13,7 @@ MINIMAL = (
 
 def resolved(flags):
     settings = FlagParser(*FLAG_CLASSES).settings(f"{MINIMAL} {flags}".split())
-    return resolve(settings, 1).config.kind(PreferenceConfig)
+    return resolve(settings, 1).config.section(PreferenceConfig)
 
 
 FLAGS = {

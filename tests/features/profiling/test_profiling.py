@@ -15,7 +15,6 @@ from torch.profiler import record_function
 from megatron.apps.profiling.breakdown import break_down
 from megatron.apps.profiling.trace import read_trace
 from megatron.config import PART_FLAGS, FlagParser, RunConfig, resolve
-from megatron.config.output import ProfilingConfig
 from megatron.features.profiling import callback as module
 from megatron.features.profiling.callback import (
     MemoryHistory,
@@ -26,6 +25,7 @@ from megatron.features.profiling.callback import (
     profiling,
     under_nsys,
 )
+from megatron.features.profiling.flags import ProfilingConfig
 from megatron.parallel.mesh import Mesh
 
 
@@ -103,7 +103,7 @@ def resolved(*flags: str, world_size: int = 1):
 
 
 def test_megatrons_flags_and_defaults():
-    options = resolved().config.profiling
+    options = resolved().config.section(ProfilingConfig)
     assert (options.profile, options.profile_step_start, options.profile_step_end) == (
         None, 10, 12,
     )  # fmt: skip
@@ -112,13 +112,16 @@ def test_megatrons_flags_and_defaults():
         *"--profile --profile-step-start 3 --profile-step-end 5 --profile-ranks 0 2 "
         "--use-pytorch-profiler --save runs/a".split(),
         world_size=4,
-    ).config.profiling
+    ).config.section(ProfilingConfig)
     assert options.profile_ranks == (0, 2) and options.use_pytorch_profiler
     assert options.profile_dir == "runs/a/profile"
-    assert resolved("--profile").config.profiling.profile_dir == "profile"
-    later = resolved("--profile", "--profile-step-start", "15").config.profiling
+    assert resolved("--profile").config.section(ProfilingConfig).profile_dir == "profile"
+    later = resolved("--profile", "--profile-step-start", "15").config.section(ProfilingConfig)
     assert later.profile_step_end == 17
-    assert resolved("--profile", "--profile-dir", "x").config.profiling.profile_dir == "x"
+    assert (
+        resolved("--profile", "--profile-dir", "x").config.section(ProfilingConfig).profile_dir
+        == "x"
+    )
 
 
 @pytest.mark.parametrize(
@@ -178,7 +181,7 @@ def config(tmp_path) -> RunConfig:
     options = ProfilingConfig(
         profile="auto", profile_step_start=1, profile_step_end=3, profile_dir=str(tmp_path / "p")
     )
-    return run_config(profiling=options)
+    return run_config(sections=(options,))
 
 
 def trained(config: RunConfig, steps: int = 4) -> Engine:
@@ -217,8 +220,8 @@ def test_nothing_is_recorded_without_the_flag():
 
 
 def test_other_ranks_record_nothing(config):
-    options = dataclasses.replace(config.profiling, profile_ranks=(1,))
-    assert profiling(dataclasses.replace(config, profiling=options), Engine(), 0) == []
+    options = dataclasses.replace(config.section(ProfilingConfig), profile_ranks=(1,))
+    assert profiling(config.with_sections(options), Engine(), 0) == []
 
 
 def test_a_run_that_is_past_the_steps_says_so(config, capsys):
@@ -292,7 +295,7 @@ def test_memory_history_is_written_once_and_whole(monkeypatch, tmp_path, capsys)
 
 def test_memory_history_needs_a_gpu():
     options = ProfilingConfig(record_memory_history=True)
-    config = run_config(profiling=options)
+    config = run_config(sections=(options,))
     with pytest.raises(ValueError, match="--record-memory-history records a GPU's memory"):
         profiling(config, Engine(), 0)
 

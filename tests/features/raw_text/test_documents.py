@@ -393,7 +393,7 @@ def test_no_end_of_document(tmp_path: Path) -> None:
 
 def kind_of(path: Path | str, **flags: Any) -> str:
     """What reads a data path."""
-    config = run_config(data=DataConfig(data_path=(str(path),)), kinds=(RawTextConfig(**flags),))
+    config = run_config(data=DataConfig(data_path=(str(path),)), sections=(RawTextConfig(**flags),))
     train = parts_of(config).train
     assert train is not None
     return train.sources[0].kind

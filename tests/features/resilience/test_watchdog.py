@@ -32,7 +32,7 @@ from megatron.util.phases import PHASES, Activity, activity, background, moved, 
 
 def config(seconds: float | None, *limits: str, minutes: float = 30) -> Any:
     return SimpleNamespace(
-        resilience=SimpleNamespace(hang_seconds=seconds, hang_limits=limits),
+        section=lambda cls: cls(hang_seconds=seconds, hang_limits=limits),
         parallel=SimpleNamespace(distributed_timeout_minutes=minutes),
     )
 

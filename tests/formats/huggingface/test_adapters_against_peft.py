@@ -43,7 +43,7 @@ CASES_OF_KINDS = [(*model, kind) for model, kind in itertools.product(MODELS, KI
 def ours_with_adapters(source, settings):
     """Our model of a source, with adapters of random values."""
     adapters = AdapterConfig(lora=True, lora_rank=RANK, lora_alpha=ALPHA, **settings)
-    config = RunConfig(source.model, adapters=adapters)
+    config = RunConfig(source.model, sections=(adapters,))
     spec = with_adapters(spec_of(source.model), config)
     model = LayerStack(spec.layers(TensorParallel()), ParallelConfig()).eval()
     generator = torch.Generator().manual_seed(5)
@@ -165,7 +165,7 @@ def test_initial_values_are_drawn_as_peft_draws_them(hf_model, tmp_path):
 def test_only_what_is_named_has_additions(hf_folder):
     source = HuggingFaceFolder(hf_folder("llama", **CASES["llama"]["kv_heads=2,untied"]))
     adapters = AdapterConfig(lora=True, lora_targets=("q_proj", "self_attn.o_proj", "mlp.up"))
-    spec = with_adapters(spec_of(source.model), RunConfig(source.model, adapters=adapters))
+    spec = with_adapters(spec_of(source.model), RunConfig(source.model, sections=(adapters,)))
     model = LayerStack(spec.layers(TensorParallel()), ParallelConfig())
     found = {name for name, param in model.canonical_parameters() if param.requires_grad}
     assert {name.removeprefix("layers.0.") for name in found if name.startswith("layers.0.")} == {
@@ -179,5 +179,5 @@ def test_an_unknown_target_is_refused_with_those_that_there_are(hf_folder):
     source = HuggingFaceFolder(hf_folder("gpt2", **CASES["gpt2"]["tied"]))
     adapters = AdapterConfig(lora=True, lora_targets=("c_attm",))
     with pytest.raises(ValueError, match="c_attm.*c_attn, c_proj, c_fc.*did you mean c_attn") as it:
-        with_adapters(spec_of(source.model), RunConfig(source.model, adapters=adapters))
+        with_adapters(spec_of(source.model), RunConfig(source.model, sections=(adapters,)))
     assert "\n" not in str(it.value)

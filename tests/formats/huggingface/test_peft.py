@@ -14,6 +14,7 @@ from samples import sampled
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import locate_checkpoint, open_checkpoint
 from megatron.checkpoint.writer import write_checkpoint
+from megatron.features.adapters.flags import AdapterConfig
 from megatron.features.adapters.model import additions_of
 from megatron.formats.conversion.adapter_command import write_adapters
 from megatron.formats.conversion.whole_model import model_of
@@ -153,7 +154,7 @@ def test_targets_of_a_run_are_those_of_its_base(hf_folder):
         [*flags.split(), *"--vocab-size 63 --micro-batch-size 1 --seq-length 16".split(),
          *"--train-iters 1 --lr 1e-3 --data-path no".split(), "--pretrained-checkpoint", str(base)],
     )  # fmt: skip
-    found = additions_of(run.config.model, run.config.adapters.lora_targets)
+    found = additions_of(run.config.model, run.config.section(AdapterConfig).lora_targets)
     assert {name: [each.parts for each in found[name]] for name in found} == {
         "layers.{n}.attention.qkv": [()]
     }

@@ -135,7 +135,7 @@ def trained(write_checkpoint, hf_folder, tmp_path):
         source = HuggingFaceFolder(hf_folder("t5", **V11 | {"vocab_size": tokenizer.vocab_size}))
         config = run_config(
             model=dataclasses.replace(source.model, hf_architecture=None),
-            kinds=(MaskedDataConfig(decoder_start_token=start),),
+            sections=(MaskedDataConfig(decoder_start_token=start),),
         )
         return CheckpointReader(
             write_checkpoint(tmp_path / "save", config, ours_of(source), tokenizer)

@@ -156,7 +156,7 @@ class ZeroShot(TaskCommand):
             run.config.model,
             stride,
             config.strict_lambada,
-            raw=run.config.kind(RawTextConfig),
+            raw=run.config.section(RawTextConfig),
             most_windows=most,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.features.resilience.flags import ResilienceConfig
 from megatron.features.resilience.unattended.replicas import ReplicaCheck
 from megatron.features.resilience.unattended.spikes import (
     OnSpike,
@@ -15,7 +16,7 @@ from megatron.training.trainer import Callback
 
 def add_callbacks(context: RunContext, elastic: bool) -> None:
     """Add the callbacks of a run; ``elastic``: torchrun has started its processes."""
-    flags, several = context.config.resilience, context.mesh.world.size > 1
+    flags, several = context.config.section(ResilienceConfig), context.mesh.world.size > 1
     if several and elastic:
         from megatron.features.resilience.elastic import ElasticNodes, is_elastic
 
@@ -48,7 +49,7 @@ def add_callbacks(context: RunContext, elastic: bool) -> None:
 def _judge(context: RunContext) -> None:
     """Add what judges steps by those before them: the second look, before their update, and the
     rule of spikes with what follows one."""
-    flags, rule = context.config.resilience, None
+    flags, rule = context.config.section(ResilienceConfig), None
     spikes: list[Callback] = []
     if flags.spike_sigma:
         rule = SpikeRule(flags.spike_sigma, flags.spike_window)
@@ -68,7 +69,7 @@ def _judge(context: RunContext) -> None:
 
 def _on_spike(context: RunContext, rule: SpikeRule) -> OnSpike | None:
     """Return what follows the warning of a spike, as ``--on-spike`` says."""
-    flags, checkpoints = context.config.resilience, context.checkpoints
+    flags, checkpoints = context.config.section(ResilienceConfig), context.checkpoints
     if flags.on_spike == "stop":
         return stop_at_spike(checkpoints)
     if flags.on_spike != "rollback":

@@ -15,6 +15,7 @@ from megatron.checkpoint.folder import step_of
 from megatron.config import CheckpointConfig
 from megatron.engine.saving import SaveResult
 from megatron.engine.train_engine import TrainEngine
+from megatron.features.resilience.flags import ResilienceConfig
 from megatron.features.resilience.node_memory.node_folders import NodeFolders, open_folders
 from megatron.features.resilience.node_memory.node_loading import checkpoints_in, fetch
 from megatron.features.resilience.node_memory.node_saving import NodeWriter
@@ -36,7 +37,7 @@ class NodeCheckpoints(Callback):
     ) -> None:
         self._check = check
         config, world = engine.config, engine.mesh.world
-        self.options, self.engine = config.resilience, engine
+        self.options, self.engine = config.section(ResilienceConfig), engine
         group = None
         if world.size > 1:
             minutes = config.parallel.distributed_timeout_minutes

@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron.data.loader import TrainingData, mapped
 from megatron.engine.train_engine import TrainEngine
 from megatron.families import family_of
+from megatron.features.resilience.flags import ResilienceConfig
 from megatron.features.resilience.unattended.anomalies import (
     Computed,
     OddBatches,
@@ -52,7 +53,7 @@ class SecondLook(Callback):
     ) -> None:
         self._run, self._engine, self._data, self._report = run, engine, data, report
         self._rule = rule
-        self._ends = run.config.resilience.rerun_on_anomaly == "validate_results"
+        self._ends = run.config.section(ResilienceConfig).rerun_on_anomaly == "validate_results"
         self._usual: float | None = None
         self._iteration, self._seq_length = 0, run.config.model.seq_length
         self._squares = torch.zeros((), dtype=torch.float64, device=engine.device)
@@ -192,7 +193,7 @@ class SecondLook(Callback):
         return found
 
     def _words(self, odd: OddBatches) -> str:
-        resilience = self._run.config.resilience
+        resilience = self._run.config.section(ResilienceConfig)
         if odd.few:
             return (
                 f"bad data: {len(odd.batches)} of {odd.total} micro batches are far from the usual "
