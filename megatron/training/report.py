@@ -10,18 +10,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from pkgutil import resolve_name
 from typing import Any, Protocol
 
 import torch
 
-from megatron.apps.tasks.flags import EvalTasksConfig
 from megatron.config import Resolved, RunConfig
-from megatron.config.features import features
+from megatron.config.features import features, taking_part
 from megatron.config.parallel import ParallelConfig
 from megatron.data.build import PortionSize
 from megatron.families import family_of
-from megatron.features.adapters.flags import AdapterConfig
 from megatron.parallel.mesh import Mesh, first_reason
 from megatron.training.intervals import IntervalMeter, TimeLeft, Value
 from megatron.training.metrics import Evaluation, Reported, measure_matmul_peak, peak_flops
@@ -35,12 +32,6 @@ from megatron.util.progress import above_bars, progress_bar
 
 FIRST_STEPS = 2
 """Steps of a start with a line of their own, where log lines are further apart."""
-ADAPTERS = "megatron.features.adapters.report"
-"""What to say of the adapters of ``--lora``; imported for runs with the flag only."""
-
-
-EXTENT = "megatron.features.epochs.passes:extent"
-"""Lines about parameters, tokens and epochs; imported for runs that train."""
 
 
 class _LogHandler(logging.StreamHandler[Any]):
@@ -108,7 +99,7 @@ class Reporter(Callback):
         self._brief = brief or sys.stdout.isatty()
         config = resolved.config
         self.plan, self.mesh, self.device = plan, mesh, device
-        self.beside: Callable[[Step], float] = lambda step: 0.0
+        self.extra_flops: list[Callable[[Step], float]] = []
         """FLOPs of a step that are no work of the model."""
         self.at_line: list[Callable[[float], Mapping[str, float | None]]] = []
         """Further numbers of a log line, given the seconds that are left. Every rank calls them."""
@@ -117,8 +108,8 @@ class Reporter(Callback):
         self.meter: IntervalMeter | None = None
         self.main = mesh.world.rank == 0
         self.shape = family_of(config.model.family).shape(config.model, config)
-        if config.section(AdapterConfig).lora:
-            self.shape = resolve_name(f"{ADAPTERS}:with_additions")(self.shape, config)
+        for feature in taking_part():
+            self.shape = feature.shape(self.shape, config)
         self.recompute, self.recomputed_blocks = _recomputed(config.parallel)
         self.peak = _peak(config, device)
         self.writer: RunWriter = TeeWriter(())
@@ -166,11 +157,9 @@ class Reporter(Callback):
                 f"{self.plan.train_iters} of its {self.plan.full_iters} iterations, for which the "
                 "data are prepared"
             )
-        if self.main and not self.plan.skip_train:
-            for line in resolve_name(EXTENT)(config, self.plan, sizes()):
+        for feature in taking_part() if self.main else ():
+            for line in feature.extent(config, self.plan, sizes):
                 self.say(line)
-        if config.section(AdapterConfig).lora:
-            self.say(resolve_name(f"{ADAPTERS}:trained_line")(config))
         if self.peak is not None:
             counted = "; causal attention counted once" if self.shape.causal else ""
             self.say(
@@ -225,11 +214,11 @@ class Reporter(Callback):
         if file is not None and os.path.exists(file):
             rows = read_metrics(file)
         kinds = [row["kind"] for row in rows if row.get("iteration") == iteration]
-        if config.section(EvalTasksConfig).eval_tasks and not any(
-            kind.startswith("task ") for kind in kinds
-        ):
-            return "tasks"
-        return next((kind for kind in due if kind not in kinds), None)
+        missing = (feature.missing_evaluation(config, kinds) for feature in taking_part())
+        return next(
+            (each for each in missing if each is not None),
+            next((kind for kind in due if kind not in kinds), None),
+        )
 
     def say(self, text: str) -> None:
         """Prints a line with the time, on the main process."""
@@ -259,7 +248,8 @@ class Reporter(Callback):
     def after_step(self, trainer: Trainer, step: Step) -> None:
         assert self.meter is not None
         shape = dataclasses.replace(self.shape, seq_length=step.seq_length)
-        flops = shape.flops_per_step(step.samples, causal=True) + self.beside(step)
+        flops = shape.flops_per_step(step.samples, causal=True)
+        flops += sum(extra(step) for extra in self.extra_flops)
         again = shape.recomputed_flops_per_token(
             self.recompute, causal=True, blocks=self.recomputed_blocks
         )
