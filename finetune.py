@@ -13,7 +13,7 @@ Every flag of pretrain_gpt.py can be given too.
 
 import megatron.util.collector
 from megatron.apps.finetune.command import fine_tune, parse
-from megatron.apps.finetune.own_flags import errors_in_own_flags
+from megatron.apps.finetune.settings import errors_in_own_flags
 from megatron.run.process import ending_process, errors_for_users
 
 megatron.util.collector.resume()

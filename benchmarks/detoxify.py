@@ -27,7 +27,7 @@ from typing import Any
 from masked_language import ROOT, read
 from trainings import new_parser
 
-from megatron.apps.tasks.detoxify.config import CONTINUATIONS
+from megatron.apps.tasks.detoxify.measures import CONTINUATIONS
 
 EXAMPLE = "examples_deepspeed/megatron/detxoify_lm"
 WHO = ("he", "she", "the man", "my brother", "that boy", "Tom", "the teacher", "his friend")

@@ -19,8 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # a checkout that is not installed
 
-from megatron.apps.tasks.command import run_task  # noqa: E402
-from megatron.apps.tasks.gpt2_eval import Gpt2EvalConfig  # noqa: E402
+from megatron.apps.tasks.command import Gpt2EvalConfig, run_task  # noqa: E402
 from megatron.config import parse_configs  # noqa: E402
 from megatron.run.process import ending_process, errors_for_users  # noqa: E402
 

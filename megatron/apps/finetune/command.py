@@ -1,26 +1,25 @@
-"""``finetune.py``: completes the flags, trains, and writes the result."""
+"""``finetune.py``: completes the flags, trains on examples and evaluates on held-out ones, and
+writes the result."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from megatron.apps.finetune.config import TuningConfig
-from megatron.apps.finetune.during_training import Baseline, SampleTexts
+from megatron.apps.finetune.answers import (
+    Baseline,
+    SampleTexts,
+    sample_prompts,
+)
 from megatron.apps.finetune.export import (
     REPORT,
     check_output_folder,
     export_model,
     is_exported,
 )
-from megatron.apps.finetune.held_out import (
-    ExampleCounts,
-    count_samples,
-    training_data,
-)
-from megatron.apps.finetune.prompts import sample_prompts
 from megatron.apps.finetune.provenance import (
     TUNING,
     Earlier,
@@ -33,9 +32,10 @@ from megatron.apps.finetune.provenance import (
 from megatron.apps.finetune.report import report
 from megatron.apps.finetune.settings import (
     CHECKPOINTS,
-    ORIGIN,
+    TuningConfig,
     check_flags,
     completed,
+    derived,
     has_length,
     is_weighted,
     training_paths,
@@ -43,7 +43,12 @@ from megatron.apps.finetune.settings import (
 from megatron.apps.finetune.summary import TuningSummary
 from megatron.config import Setting, Settings
 from megatron.config.command_line import versions
+from megatron.data.build import Datasets
+from megatron.data.loader import TrainingData
+from megatron.data.samples import RenumberedSamples, SampleDataset, checked_index
+from megatron.families import family_of
 from megatron.features.keep_best.callback import stopped_early
+from megatron.features.pictures.plots import read_metrics
 from megatron.run.launch import start_processes
 from megatron.run.process import connected
 from megatron.run.run import (
@@ -54,19 +59,22 @@ from megatron.run.run import (
 )
 from megatron.training.build import build_trainer
 from megatron.training.plan import Epochs, TrainingPlan
-from megatron.training.writers import Rows, read_metrics
 from megatron.util.files import write_whole
 from megatron.util.processes import is_main_process
 from megatron.util.progress import say
 
-EARLY_STOP = "--early-stopping-patience"
-"""How the reason of an end begins that is no interruption."""
-EVALUATIONS = 10
-"""In a run, where no flag says how many."""
-LINES = 50
-"""Log lines that a run has at least, if it has as many steps."""
-MOST_BETWEEN_LINES = 10
-"""Steps between two log lines, likewise."""
+_LOG_ORDERS = (
+    "megatron.features.instruction.packing",
+    "megatron.features.preference.samples",
+)
+"""Loggers of the orders of samples."""
+
+
+class ExampleCounts(NamedTuple):
+    """Samples of an epoch: of each path of the training data, and of each held-out set."""
+
+    train: tuple[int, ...]
+    valid: dict[str, int]
 
 
 class TuningRun(NamedTuple):
@@ -92,14 +100,18 @@ def parse(description: str | None = None, argv: Sequence[str] | None = None) -> 
 
 def planned(config: TuningConfig, settings: Settings, processes: int) -> TuningRun:
     """Completes the settings of a fine-tuning, whose length depends on its examples."""
-    settings = {"family": Setting("gpt", ORIGIN)} | settings
+    settings = derived({"family": "gpt"}) | settings
     settings = completed(config, settings, processes)
-    first = settings
-    if not has_length(settings):
-        first = settings | {"train_samples": Setting(10**6, ORIGIN)}
-    run = run_of(first, processes)
+    length = {} if has_length(settings) else derived({"train_samples": 10**6})
+    run = run_of(settings | length, processes)
     counts = count_samples(run)
-    settings = _by_examples(config, settings, counts)
+    settings = dict(settings)
+    if len(config.data) > 1 and not is_weighted(config.data):
+        # Several paths without weights are used to the same extent each.
+        pairs = zip(counts.train, training_paths(config), strict=True)
+        words = tuple(word for count, path in pairs for word in (str(count), path))
+        name = "train_data_path" if config.eval_data else "data_path"
+        settings |= derived({name: words})
     epochs = None
     if not has_length(settings):
         count = config.epochs or (1 if "preference" in settings else 3)
@@ -112,30 +124,22 @@ def planned(config: TuningConfig, settings: Settings, processes: int) -> TuningR
     return TuningRun(config, run, epochs, counts)
 
 
-def _by_examples(config: TuningConfig, settings: Settings, counts: ExampleCounts) -> Settings:
-    """Several paths without weights are used to the same extent each."""
-    if len(config.data) < 2 or is_weighted(config.data):
-        return dict(settings)
-    pairs = zip(counts.train, training_paths(config), strict=True)
-    words = tuple(word for count, path in pairs for word in (str(count), path))
-    name = "train_data_path" if config.eval_data else "data_path"
-    return settings | {name: Setting(words, ORIGIN)}
-
-
 def _evaluations(settings: Settings, run: Run, counts: ExampleCounts) -> Settings:
     """Evaluates on all held-out samples a few times, and logs often enough for a curve."""
     batch = run.config.training.global_batch_size
-    own = {"eval_iters": math.ceil(max(counts.valid.values(), default=0) / batch)}
+    values = {
+        "eval_iters": math.ceil(max(counts.valid.values(), default=0) / batch),
+        "log_interval": 10,
+    }
     steps = None
     if "train_samples" in settings:
         steps = settings["train_samples"].value // batch
     elif "train_iters" in settings:
         steps = settings["train_iters"].value
-    own["log_interval"] = MOST_BETWEEN_LINES
-    if steps is not None:
-        own["eval_interval"] = max(1, steps // EVALUATIONS)
-        own["log_interval"] = min(MOST_BETWEEN_LINES, max(1, steps // LINES))
-    return {name: Setting(value, ORIGIN) for name, value in own.items()} | settings
+    if steps is not None:  # 10 evaluations, and 50 log lines or more
+        values["eval_interval"] = max(1, steps // 10)
+        values["log_interval"] = min(10, max(1, steps // 50))
+    return derived(values) | settings
 
 
 def fine_tune(tuning: TuningRun) -> None:
@@ -158,9 +162,12 @@ def fine_tune(tuning: TuningRun) -> None:
     if not is_main_process():
         return
     output = Path(config.output)
-    summary = TuningSummary(run.config, record, trainer.iteration, _rows(run))
-    write_report(summary, output / REPORT)
-    if stopped is not None and not stopped.startswith(EARLY_STOP):
+    metrics = run.config.logging.metrics_file
+    rows = read_metrics(metrics) if metrics and Path(metrics).is_file() else []
+    summary = TuningSummary(run.config, record, trainer.iteration, rows)
+    write_whole(output / REPORT, report(summary, output.resolve().name).encode())
+    # An end by --early-stopping-patience is no interruption.
+    if stopped is not None and not stopped.startswith("--early-stopping-patience"):
         say(f"stopped by {stopped}: the same command continues from {output / CHECKPOINTS}")
     elif config.export:
         export_model(config, run, summary, prompts.ends)
@@ -184,19 +191,19 @@ def _nothing_left(tuning: TuningRun, earlier: Earlier) -> bool:
     return True
 
 
-def _names(paths: tuple[str, ...]) -> tuple[str, ...]:
-    paths = paths[1::2] if paths and is_weighted(paths) else paths
-    return tuple(Path(path).name.partition("?")[0] for path in paths)
-
-
 def record_of(tuning: TuningRun, earlier: Earlier | None, changes: Sequence[str]) -> TuningRecord:
     """The record of a fine-tuning in its checkpoints, which may continue an earlier one with
     ``changes``."""
     config, counts = tuning.config, tuning.counts
+
+    def names(paths: tuple[str, ...]) -> tuple[str, ...]:
+        paths = paths[1::2] if paths and is_weighted(paths) else paths
+        return tuple(Path(path).name.partition("?")[0] for path in paths)
+
     record = TuningRecord(
         base_name(config.model or ""),
-        _names(config.data),
-        _names(config.eval_data),
+        names(config.data),
+        names(config.eval_data),
         None if tuning.epochs is None else tuning.epochs.count,
         sum(counts.train),
         sum(counts.valid.values()),
@@ -205,11 +212,59 @@ def record_of(tuning: TuningRun, earlier: Earlier | None, changes: Sequence[str]
     return record if earlier is None else record.after(earlier.source, changes)
 
 
-def _rows(run: Run) -> Rows:
-    metrics = run.config.logging.metrics_file
-    return read_metrics(metrics) if metrics and Path(metrics).is_file() else []
+def count_samples(run: Run) -> ExampleCounts:
+    """Tokenizes the examples of a run, or takes them from the cache, and counts the samples that
+    they make. Raises ValueError or OSError, naming flag and file, if data cannot be used."""
+    data = family_of(run.config.model.family).data(run.config, run.tokenizer)
+    # Orders of samples are made again once their number is known: the first ones are not logged.
+    loggers = [logging.getLogger(name) for name in _LOG_ORDERS]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        found = data.datasets((1, 1, 0))
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+    assert found.train is not None
+    valid = {name: sum(_lengths(samples)) for name, samples in found.valid.items()}
+    return ExampleCounts(_lengths(found.train), valid)
 
 
-def write_report(summary: TuningSummary, path: Path) -> None:
-    """Writes the HTML report. Raises OSError if it cannot be written."""
-    write_whole(path, report(summary, path.resolve().parent.name).encode())
+def _lengths(samples: SampleDataset[Any]) -> tuple[int, ...]:
+    """Samples of each path."""
+    return tuple(map(len, getattr(samples, "parts", (samples,))))
+
+
+class SameSamples(RenumberedSamples[Any]):
+    """The first ``count`` samples of a data set in every evaluation, which reads ``each`` of them
+    (filled up from the beginning), ``num_samples`` in all evaluations."""
+
+    def __init__(
+        self, dataset: SampleDataset[Any], count: int, each: int, num_samples: int
+    ) -> None:
+        super().__init__(dataset)
+        self.count, self.each, self.num_samples = count, each, num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def number(self, index: int) -> int:
+        return checked_index(index, len(self)) % self.each % self.count
+
+
+def training_data(run: Run, epochs: Epochs | None, held_out: dict[str, int]) -> TrainingData:
+    """The data of the run, whose evaluations all read the same held-out samples, at most as many as
+    ``held_out`` says."""
+    plan = TrainingPlan(run.config, epochs)
+    data = family_of(run.config.model.family).data(run.config, run.tokenizer)
+    train, valid, test = plan.sample_counts
+    each = plan.eval_iters * plan.global_batch_size
+    valid += each  # before the first step
+    found = data.training_data((train, min(valid, each), test), plan.batch_sizes)
+    same = {
+        name: SameSamples(samples, held_out[name], each, valid)
+        for name, samples in found.datasets.valid.items()
+    }
+    datasets = Datasets(found.datasets.train, same, found.datasets.test)
+    return found._replace(datasets=datasets)

@@ -1,4 +1,5 @@
-"""The result of a fine-tuning as a model of Hugging Face."""
+"""The result of a fine-tuning as a model of Hugging Face, prompted as the examples that it was
+trained on: chat template and end tokens of its folder."""
 
 from __future__ import annotations
 
@@ -6,17 +7,23 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from megatron.apps.finetune.chat_format import write_chat_format
-from megatron.apps.finetune.config import TuningConfig
-from megatron.apps.finetune.model_card import model_card
 from megatron.apps.finetune.provenance import TuningRecord, run_of
-from megatron.apps.finetune.settings import CHECKPOINTS
-from megatron.apps.finetune.summary import TuningSummary
+from megatron.apps.finetune.settings import CHECKPOINTS, TuningConfig
+from megatron.apps.finetune.summary import TuningSummary, model_card
 from megatron.checkpoint.files import CheckpointError, read_json, write_json
 from megatron.checkpoint.folder import BEST, replace_folder, unfinished_folder
+from megatron.checkpoint.generation_settings import ends_of, with_ends
 from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoint
 from megatron.config import ConfigError
+from megatron.data.sources import parts_of
 from megatron.features.adapters.checkpoint import AdaptedSource
+from megatron.features.instruction.columns import RecordColumns
+from megatron.features.instruction.conversations import ALPACA_PREAMBLE, read_examples
+from megatron.features.instruction.flags import InstructionConfig
+from megatron.features.instruction.record_files import example_files
+from megatron.features.preference.flags import PreferenceConfig
+from megatron.features.preference.records import read_preferences
+from megatron.features.tokenizers.chat_process import read_template
 from megatron.formats.conversion.commands import export_hf, parse_size
 from megatron.formats.conversion.output import published_into
 from megatron.formats.huggingface.peft import write_peft
@@ -24,11 +31,36 @@ from megatron.run.folders import check_output
 from megatron.run.run import Run
 from megatron.util.progress import say
 
-CARD, REPORT = "README.md", "report.html"
+REPORT = "report.html"
 EXPORTED = "exported.json"
 """Among the checkpoints: which of them the model in --output is, and how it was written."""
 ADAPTER = "adapter"
 """Folder of the adapters in --output."""
+_ALPACA = """\
+{%- set state = namespace(text='', first=true) -%}
+{%- for message in messages -%}
+{%- if message['role'] == 'assistant' -%}
+{{- BEGIN + state.text + '### Response:\\n' + message['content'] + eos_token -}}
+{%- set state.text = '' -%}{%- set state.first = false -%}
+{%- elif message['role'] == 'system' -%}
+{%- set state.text = state.text + message['content'] + '\\n\\n' -%}
+{%- else -%}
+{%- if state.first and not state.text -%}{%- set state.text = 'PREAMBLE\\n\\n' -%}{%- endif -%}
+{%- set heading = 'Instruction' if message['role'] == 'user' else message['role'] | capitalize -%}
+{%- set state.text = state.text + '### ' + heading + ':\\n' + message['content'] + '\\n\\n' -%}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- BEGIN + state.text + '### Response:\\n' -}}{%- endif -%}
+"""
+_PLAIN = """\
+{%- set state = namespace(text='') -%}
+{%- for message in messages -%}
+{%- if message['role'] == 'assistant' -%}
+{{- BEGIN + state.text + message['content'] + eos_token -}}{%- set state.text = '' -%}
+{%- else -%}{%- set state.text = state.text + message['content'] + '\\n' -%}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- BEGIN + state.text -}}{%- endif -%}
+"""
 
 
 def check_output_folder(config: TuningConfig) -> None:
@@ -57,33 +89,44 @@ def export_model(
     if the model fits no architecture, or the folder cannot be written."""
     assert config.model is not None and config.output is not None
     output, found = Path(config.output), exported_checkpoint(run)
-    size = parse_size(config.max_shard_size)
+    size, result, names = parse_size(config.max_shard_size), None, list[str]()
     source = found.open()
     try:
         if isinstance(source, AdaptedSource):
-            export_adapters(source, output / ADAPTER, config.model, run)
-            if not config.merge_adapters:
-                _note_export(config, found.folder, [])
-                return
-        with published_into(output, overwrite=True) as folder:
-            result = export_hf(source, folder, size, name=f"--output {output}")
-            has_template = write_chat_format(folder, run, ends)
-            card = model_card(done_in(source, summary), output.resolve().name, has_template)
-            (folder / CARD).write_text(card, "utf-8")
-            names = sorted(path.name for path in folder.iterdir())
-        _note_export(config, found.folder, names)
+            _export_adapters(source, output / ADAPTER, config.model, run)
+        if config.merge_adapters or not isinstance(source, AdaptedSource):
+            with published_into(output, overwrite=True) as folder:
+                result = export_hf(source, folder, size, name=f"--output {output}")
+                has_template = write_chat_format(folder, run, ends)
+                card = model_card(done_in(source, summary), output.resolve().name, has_template)
+                (folder / "README.md").write_text(card, "utf-8")
+                names = sorted(path.name for path in folder.iterdir())
+        write_json(found.folder.parent / EXPORTED, _export_note(config, found.folder, names))
     except (CheckpointError, OSError) as error:
         raise CheckpointError(
             f"{error}. The training is complete in {found.folder}: mend that and give the same "
             "command again, which then only writes the model"
         ) from error
-    say(f"{output}: {result}")
+    if result is not None:
+        say(f"{output}: {result}")
+
+
+def _export_adapters(source: AdaptedSource, folder: Path, base: str, run: Run) -> None:
+    """Writes the adapters of a checkpoint as peft does, for the model ``base``."""
+    with unfinished_folder(folder.resolve()) as temporary:
+        tensors = write_peft(source, temporary, str(Path(base).resolve()))
+        run.tokenizer.save_pretrained(temporary)
+        replace_folder(temporary, folder.resolve(), {})
+    say(f"{folder}: {tensors} tensors of adapters")
 
 
 def exported_checkpoint(run: Run) -> FoundCheckpoint:
-    """The checkpoint that is exported. Raises CheckpointError without one."""
+    """The checkpoint that is exported: the newest, or with ``--keep-best`` that of the best
+    evaluation. Raises CheckpointError without one."""
     checkpoints = Path(run.config.checkpoint.save or "")
-    found = locate_checkpoint(str(checkpoints), best_of(run))
+    has_best = run.config.checkpoint.keep_best and (checkpoints / BEST).is_file()
+    best = read_json(checkpoints / BEST)["checkpoint"] if has_best else None
+    found = locate_checkpoint(str(checkpoints), best)
     if found is None:
         raise CheckpointError(f"{checkpoints}: no complete checkpoint found")
     return found
@@ -116,30 +159,61 @@ def is_exported(config: TuningConfig, run: Run) -> bool:
     return same and all(file.is_file() for file in files)
 
 
-def _note_export(config: TuningConfig, folder: Path, files: list[str]) -> None:
-    write_json(folder.parent / EXPORTED, _export_note(config, folder, files))
-
-
 def _export_note(config: TuningConfig, folder: Path, files: list[str] | None) -> dict[str, Any]:
     how = {"max_shard_size": config.max_shard_size, "merged": config.merge_adapters}
     return {"checkpoint": folder.name, **how, "files": files}
 
 
-def best_of(run: Run) -> str | None:
-    """The checkpoint of the best evaluation, with ``--keep-best``; None for the newest."""
-    checkpoint = run.config.checkpoint
-    path = Path(checkpoint.save or "") / BEST
-    if not checkpoint.keep_best or not path.is_file():
+def template_of(run: Run) -> str | None:
+    """The chat template that writes conversations as the run has read them, if they are not pairs
+    of texts: that of ``--chat-template``, of the tokenizer, or one that writes what
+    ``--prompt-format`` does."""
+    config = run.config.section(InstructionConfig)
+    if config.chat_template is not None:
+        return read_template(config.chat_template, f"--chat-template {config.chat_template}")
+    own = getattr(run.tokenizer, "transformers_tokenizer", None)
+    template = None if own is None else own.chat_template
+    kind = config.prompt_format
+    if kind == "auto":
+        if _has_pairs(run):
+            return None
+        kind = "alpaca" if template is None else "chat"
+    if kind == "chat":
+        return None if own is None or template is None else own.get_chat_template()
+    if kind == "plain" and _has_pairs(run):
         return None
-    found: str | None = read_json(path)["checkpoint"]
-    return found
+    bos, ids = run.tokenizer.special_ids.bos, list(run.tokenizer.tokenize("a"))
+    begins_texts = bos is not None and len(ids) > 1 and ids[0] == bos
+    begin = "bos_token" if begins_texts else "''"
+    text = (_ALPACA if kind == "alpaca" else _PLAIN).replace("PREAMBLE", ALPACA_PREAMBLE)
+    return text.replace("BEGIN", begin)
 
 
-def export_adapters(source: AdaptedSource, folder: Path, base: str, run: Run) -> None:
-    """Writes the adapters of a checkpoint as peft does, for the model ``base``. Raises ValueError
-    or OSError if they cannot be written."""
-    with unfinished_folder(folder.resolve()) as temporary:
-        tensors = write_peft(source, temporary, str(Path(base).resolve()))
-        run.tokenizer.save_pretrained(temporary)
-        replace_folder(temporary, folder.resolve(), {})
-    say(f"{folder}: {tensors} tensors of adapters")
+def _has_pairs(run: Run) -> bool:
+    """True if the first example is a prompt and its completion, as they are."""
+    train = parts_of(run.config).train
+    assert train is not None
+    file = example_files(train.sources[0].paths[0])[0]
+    columns = RecordColumns.of(run.config.section(InstructionConfig))
+    if run.config.section(PreferenceConfig).preference is not None:
+        _, preference = next(iter(read_preferences(file.path, columns)))
+        return preference.is_text
+    _, example = next(iter(read_examples(file.path, columns)))
+    return example.is_pair
+
+
+def write_chat_format(folder: Path, run: Run, ends: frozenset[int]) -> bool:
+    """Adds to an exported model what its prompts need, and the tokens ``ends`` at which an answer
+    ends; returns whether it has a chat template."""
+    template = template_of(run)
+    settings = folder / "tokenizer_config.json"
+    if template is not None and settings.is_file():
+        (folder / "chat_template.jinja").write_text(template, "utf-8")
+        content = dict(read_json(settings, lenient=True))
+        content.pop("chat_template", None)
+        write_json(settings, content)
+    path = folder / "generation_config.json"
+    if path.is_file():
+        written = read_json(path, lenient=True)
+        write_json(path, with_ends(written, [*ends_of(written), *sorted(ends)]))
+    return template is not None

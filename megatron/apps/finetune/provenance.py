@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.apps.finetune.config import TuningConfig
-from megatron.apps.finetune.settings import CHECKPOINTS
+from megatron.apps.finetune.settings import CHECKPOINTS, TuningConfig
 from megatron.checkpoint.files import CheckpointError, read_json
 from megatron.checkpoint.manifest import CONFIG
 from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoint
@@ -52,16 +51,9 @@ def base_name(path: str) -> str:
 
 @dataclass(frozen=True)
 class TuningRecord:
-    """The record of a fine-tuning in its checkpoints.
-
-    Attributes:
-        model: the name of the base.
-        data: names of the files of examples; ``eval_data`` those of held-out ones.
-        epochs: how often all examples are trained on; None where another length was given.
-        samples: of an epoch.
-        held_out: samples that are evaluated on, together.
-        changes: what a later start gave otherwise, and after how many steps.
-    """
+    """The record of a fine-tuning in its checkpoints: names of the base and of the files of
+    examples; epochs, None where another length was given; samples of an epoch and all held-out
+    ones; and what a later start gave otherwise, after how many steps."""
 
     model: str
     data: tuple[str, ...]

@@ -42,7 +42,7 @@ def report(summary: TuningSummary, name: str) -> str:
     """The HTML page of the fine-tuning in the folder ``name``."""
     parts = [
         f"<h1>{escape(name)}</h1>",
-        f"<p>{escape(summary.method)} of {escape(summary.base_name)}</p>",
+        f"<p>{escape(summary.method)} of {escape(summary.record.model)}</p>",
         _results(summary),
         '<h2>Curves</h2><div class="curves">',
         *(_figure(title, curves) for title, curves in curves_of(summary).items()),
@@ -85,12 +85,8 @@ def _results(summary: TuningSummary) -> str:
     results = summary.results()
     if not results:
         return ""
-    rows = [
-        (name, "" if before is None else f"{before:.4f}", f"{after:.4f}")
-        for name, (before, after) in results.items()
-    ]
     title = f"<h2>On {summary.record.held_out:,} held-out samples</h2>"
-    return title + _table(("", "before", "after"), rows)
+    return title + _table(("", "before", "after"), results)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -117,9 +113,10 @@ def _texts(summary: TuningSummary) -> str:
         )
         for text in texts:
             end = "" if text["ended"] else '<p class="soft">(not ended)</p>'
-            cells = (f"<td><pre>{escape(text[key])}</pre></td>" for key in ("prompt", "reference"))
-            prompt, reference = cells
-            answer = f"<td><pre>{escape(text['answer'])}</pre>{end}</td>"
+            prompt, answer, reference = (
+                f"<td><pre>{escape(text[key])}</pre>{note}</td>"
+                for key, note in (("prompt", ""), ("answer", end), ("reference", ""))
+            )
             parts.append(f"<tr>{prompt}{answer}{reference}</tr>")
         parts.append("</table></details>")
     return "\n".join(parts)
@@ -143,8 +140,7 @@ def _figure(title: str, curves: Mapping[str, Curve]) -> str:
 
     lines = []
     marks = ticks(low, high)
-    texts = labels(marks)
-    for tick, text in zip(marks, texts, strict=True):
+    for tick, text in zip(marks, labels(marks), strict=True):
         lines.append(
             f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - 10}" y1="{y(tick):.1f}" '
             f'y2="{y(tick):.1f}"/><text x="{_LEFT - 6}" y="{y(tick) + 4:.1f}" '
@@ -167,7 +163,7 @@ def _figure(title: str, curves: Mapping[str, Curve]) -> str:
             f'<span style="color:{colour}">{escape(label)}</span> '
             f'<span class="soft">{ys[-1]:.5g}</span>'
         )
-    caption = f"{escape(title.replace('_', ' '))}"
+    caption = escape(title.replace("_", " "))
     return (
         f'<figure><figcaption>{caption}</figcaption><svg width="{_WIDTH}" height="{_HEIGHT}" '
         f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{caption}">{"".join(lines)}</svg>'

@@ -1,17 +1,19 @@
-"""From the few flags of a fine-tuning to the settings of its training."""
+"""The flags of ``finetune.py`` next to those of training, and the settings of its training."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron.apps.finetune.config import TuningConfig
 from megatron.checkpoint.files import CheckpointError
 from megatron.config import CheckpointConfig, ConfigError, Setting, Settings
-from megatron.config.flags import build
+from megatron.config.flags import NOT_NEGATIVE, POSITIVE, Bounds, build, option
 from megatron.config.training import LENGTHS
 from megatron.engine import deepspeed_json
 from megatron.engine.deepspeed_file import read_json
@@ -24,12 +26,8 @@ ORIGIN = "finetune.py"
 CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints in --output."""
 GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, SEQ_LENGTH = 16, 2, 2048
-HELD_OUT = 0.05
 RATES = {"full": 1e-5, "lora": 1e-4, "full preference": 5e-7, "lora preference": 5e-6}
 """Usual peak learning rates, those of LLaMA-Factory's examples."""
-_FOR_INSTRUCTIONS = {"sft_loss_weights": "tokens"}
-_FOR_PREFERENCES = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
-"""As trl: the model begins as its reference."""
 _OF_THIS_COMMAND = {
     **dict.fromkeys(("pretrained_checkpoint", "use_checkpoint_args"), "--model"),
     **dict.fromkeys(("data_path", "train_data_path", "data_args_path", "train_data"), "--data"),
@@ -37,7 +35,70 @@ _OF_THIS_COMMAND = {
     **dict.fromkeys(("save", "load"), "--output"),
     "split": "--held-out",
 }
-"""What the flags of this command set; they are not given besides."""
+"""Flags that the flags of this command set; they are not given as well."""
+_SHOWN = {
+    "--pretrained-checkpoint": "--model",
+    "--data-path": "--data",
+    "--train-data-path": "--data",
+    "--valid-data-path": "--eval-data",
+    "in --split": "in --held-out",
+}
+_SHOWN_PATTERN = re.compile(rf"(?<![\w-])(?:{'|'.join(map(re.escape, _SHOWN))})(?![\w-])")
+_HELD_OUT_SHARE = Bounds(lambda value: 0 <= value <= 0.5, "must be in [0, 0.5]")
+
+
+@dataclass(frozen=True)
+class TuningConfig:
+    """Fine-tuning: the model, its data, and what becomes of it."""
+
+    model: str | None = option(None)
+    """Folder of the model, as downloaded from Hugging Face, or a checkpoint of any format."""
+    data: tuple[str, ...] = option(())
+    """Files, folders or globs of examples (JSON, JSON lines, Parquet, CSV, TSV): instructions and
+    answers, or, with --preference, better and worse answers. Of the folder of a data set its
+    training split. PATH PATH ... uses all examples of each, WEIGHT PATH WEIGHT PATH ... blends
+    them."""
+    output: str | None = option(None)
+    """Folder for the result: a model of Hugging Face, the checkpoints, and a report."""
+    eval_data: tuple[str, ...] = option(())
+    """Files, folders or globs of held-out examples, instead of a share of --data. Of the folder of
+    a data set its validation or, without one, its test split."""
+    held_out: float | None = option(
+        None, derived="0.05; 0 with --eval-data", bounds=_HELD_OUT_SHARE, aliases=("--val-size",)
+    )
+    """Share of --data that is held out and evaluated on; 0 for none."""
+    epochs: int | None = option(
+        None, derived="3; with --preference 1", bounds=POSITIVE, aliases=("--num-train-epochs",)
+    )
+    """How often to train on all examples; --train-iters and the like set another length."""
+    sample_prompts: str | None = option(None, derived="the first held-out prompts")
+    """File with prompts that the model in training answers at every evaluation: a line each, or a
+    file of examples."""
+    samples: int = option(3, bounds=NOT_NEGATIVE)
+    """Number of prompts that the model in training answers at every evaluation; 0 for none."""
+    sample_tokens: int = option(128, bounds=POSITIVE)
+    """Most tokens of such an answer."""
+    export: bool = option(True, off="--no-export")
+    """Leave it at checkpoints: write no Hugging Face folder."""
+    merge_adapters: bool = option(True, flag="--merge-adapters", off="--no-merge-adapters")
+    """With --lora, write the model with its adapters added to the weights, beside the adapters in
+    the folder adapter."""
+    overwrite: bool = option(False)
+    """Replace a model in --output that this command has not written."""
+    max_shard_size: str = option("5GB")
+    """Largest safetensors file of the result, for example 500MB, 5GB or 4GiB."""
+
+
+@contextmanager
+def errors_in_own_flags() -> Iterator[None]:
+    """Errors about flags that finetune.py sets name the flag of finetune.py that sets them."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if len(error.args) == 1 and isinstance(error.args[0], str):
+            message = _SHOWN_PATTERN.sub(lambda flag: _SHOWN[flag.group()], error.args[0])
+            error.args = (message,)
+        raise
 
 
 def check_flags(config: TuningConfig, settings: Settings) -> None:
@@ -76,16 +137,15 @@ def check_flags(config: TuningConfig, settings: Settings) -> None:
 def completed(config: TuningConfig, settings: Settings, processes: int) -> Settings:
     """The settings of the training, without its length if no flag gives one. Raises ConfigError or
     CheckpointError if flags or the model cannot be used."""
-    given = settings.get("deepspeed_config")
-    path = given.value if given else ""
+    path = settings["deepspeed_config"].value if "deepspeed_config" in settings else ""
     content = read_json(path) if path else {}
     settings = deepspeed_json.merge(settings, content, path, processes)
-    settings = _own(_files(config, settings)) | settings
-    defaults = _defaults(config, settings, processes, has_json=bool(path))
-    return _own(defaults) | settings
+    settings = derived(_files(config, settings)) | settings
+    return derived(_defaults(config, settings, processes, has_json=bool(path))) | settings
 
 
-def _own(values: Mapping[str, Any]) -> Settings:
+def derived(values: Mapping[str, Any]) -> Settings:
+    """Settings whose origin is this command."""
     return {name: Setting(value, ORIGIN) for name, value in values.items()}
 
 
@@ -106,7 +166,7 @@ def _files(config: TuningConfig, settings: Settings) -> dict[str, Any]:
             tuple(split_of(path, HELD_OUT_SPLITS) for path in config.eval_data)
         )
     else:
-        share = HELD_OUT if config.held_out is None else config.held_out
+        share = 0.05 if config.held_out is None else config.held_out
         found["data_path"] = weighted(training_paths(config))
         found["split"] = f"{1 - share:g},{share:g},0"
         # No prompt is trained on and evaluated on.
@@ -128,7 +188,7 @@ def weighted(paths: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def is_weighted(paths: tuple[str, ...]) -> bool:
-    """Whether a list of paths begins with a weight."""
+    """True if a list of paths begins with a weight."""
     try:
         float(paths[0])
     except ValueError:
@@ -139,28 +199,31 @@ def is_weighted(paths: tuple[str, ...]) -> bool:
 def _defaults(
     config: TuningConfig, settings: Settings, processes: int, has_json: bool
 ) -> dict[str, Any]:
-    """What neither flags nor the DeepSpeed JSON give."""
+    """Values of settings that neither flags nor the DeepSpeed JSON give."""
     origin = find_origin(build(CheckpointConfig, settings))
     assert origin is not None  # --model exists
     model = origin.found.open(verify=False).model
     lora = "lora" in settings or "qlora" in settings
     kind = f"{'lora' if lora else 'full'}{' preference' if 'preference' in settings else ''}"
-    found = {
+    defaults = {
         **_moved_tokenizer(config, origin),
         "seq_length": min(SEQ_LENGTH, model.seq_length),
         "lr": RATES[kind],
         "lr_decay_style": "cosine",
         "weight_decay": 0.0,
         "keep_last": 2,
-        **(_FOR_PREFERENCES if "preference" in settings else _FOR_INSTRUCTIONS),
         **_batches(settings, processes),
     }
+    if "preference" in settings:  # as in trl: the model begins as its reference
+        defaults |= {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+    else:
+        defaults["sft_loss_weights"] = "tokens"
     if not has_json and torch.cuda.is_available():
-        found |= {} if "fp16" in settings else {"bf16": True}
-        found["zero_stage"] = 1
+        defaults |= {} if "fp16" in settings else {"bf16": True}
+        defaults["zero_stage"] = 1
     if not {"lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens"} & settings.keys():
-        found["lr_warmup_fraction"] = 0.03
-    return found
+        defaults["lr_warmup_fraction"] = 0.03
+    return defaults
 
 
 def _moved_tokenizer(config: TuningConfig, origin: ResumeSource) -> dict[str, str]:
@@ -196,5 +259,5 @@ def _batches(settings: Settings, processes: int) -> dict[str, int]:
 
 
 def has_length(settings: Settings) -> bool:
-    """Whether flags say how long the training is."""
+    """True if flags say how long the training is."""
     return any(f"train_{unit}" in settings for unit in LENGTHS)

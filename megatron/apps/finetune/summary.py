@@ -1,9 +1,11 @@
-"""What a fine-tuning did, in words and numbers, for its model card and its report."""
+"""Work of a fine-tuning in words and numbers, and its model card: the README.md of a Hugging Face
+folder."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,24 @@ from megatron.features.instruction.flags import InstructionConfig
 from megatron.features.preference.flags import PreferenceConfig
 from megatron.training.writers import Rows
 
+_CHAT = """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained({folder})
+model = AutoModelForCausalLM.from_pretrained({folder}, device_map="auto")
+prompt = tokenizer.apply_chat_template(
+    [{{"role": "user", "content": "Name a planet."}}],
+    add_generation_prompt=True, return_tensors="pt", return_dict=True,
+).to(model.device)
+answer = model.generate(**prompt, max_new_tokens=256)
+print(tokenizer.decode(answer[0, prompt["input_ids"].shape[1]:], skip_special_tokens=True))
+```"""
+_TEXT = """```python
+from transformers import pipeline
+
+generate = pipeline("text-generation", {folder}, device_map="auto")
+print(generate("The planet next to Earth is", max_new_tokens=64)[0]["generated_text"])
+```"""
 PREFERENCES = {
     "dpo": "DPO",
     "ipo": "IPO",
@@ -40,11 +60,6 @@ class TuningSummary:
     rows: Rows
 
     @property
-    def base_name(self) -> str:
-        """The name of the model that it began with."""
-        return self.record.model
-
-    @property
     def method(self) -> str:
         """Such as "DPO with LoRA"."""
         preference = self.config.section(PreferenceConfig).preference
@@ -66,11 +81,14 @@ class TuningSummary:
         changes: dict[int, list[str]] = {}
         for after, line in self.record.changes:
             changes.setdefault(after, []).append(line)
-        found = {
-            "Base model": self.base_name,
+        files = {"Data": self.record.data, "Held-out data": self.record.eval_data}
+        dtype = "bfloat16" if config.precision.bf16 else "float32"
+        dtype = "float16" if config.precision.fp16 else dtype
+        return {
+            "Base model": self.record.model,
             "Method": self.method,
             **self._adapters(),
-            **self._data(),
+            **{what: ", ".join(names) for what, names in files.items() if names},
             "Samples": f"{samples:,} for training, {self.record.held_out:,} held out",
             **self._format(),
             "Longest sample": f"{config.model.seq_length:,} tokens",
@@ -78,42 +96,29 @@ class TuningSummary:
             "Learning rate": f"{optimizer.lr:g}, {optimizer.lr_decay_style}",
             "Optimizer": f"{'AdamW' if optimizer.optimizer == 'adam' else 'SGD'}, weight decay "
             f"{optimizer.weight_decay:g}, gradients clipped at {optimizer.clip_grad:g}",
-            "Precision": "float16"
-            if config.precision.fp16
-            else "bfloat16"
-            if config.precision.bf16
-            else "float32",
+            "Precision": dtype,
             "Layout": f"tensor {parallel.tensor_model_parallel_size} x pipeline "
             f"{parallel.pipeline_model_parallel_size} x data {parallel.data_parallel_size}, "
             f"ZeRO stage {config.engine.zero_stage}",
             "Seed": str(training.seed),
             "Programs": self.record.programs,
-            **{f"Changed after step {after}": "; ".join(found) for after, found in changes.items()},
+            **{f"Changed after step {after}": "; ".join(lines) for after, lines in changes.items()},
         }
-        return found
-
-    def _data(self) -> dict[str, str]:
-        named = {"Data": self.record.data, "Held-out data": self.record.eval_data}
-        return {what: ", ".join(names) for what, names in named.items() if names}
 
     def _adapters(self) -> dict[str, str]:
         adapters = self.config.section(AdapterConfig)
         if not (adapters.lora or adapters.qlora):
             return {}
-        kinds = [
-            word
-            for word, on in (("rsLoRA", adapters.use_rslora), ("DoRA", adapters.use_dora))
-            if on
-        ]
-        what = f"rank {adapters.lora_rank}, scale {adapters.scale:g}, dropout "
-        what += f"{adapters.lora_dropout:g}, on {' '.join(adapters.lora_targets)}"
-        return {"Adapters": ", ".join([what, *kinds])}
+        what = (
+            f"rank {adapters.lora_rank}, scale {adapters.scale:g}, dropout "
+            f"{adapters.lora_dropout:g}, on {' '.join(adapters.lora_targets)}"
+        )
+        what += ", rsLoRA" * adapters.use_rslora + ", DoRA" * adapters.use_dora
+        return {"Adapters": what}
 
     def _format(self) -> dict[str, str]:
-        instruction, preference = (
-            self.config.section(InstructionConfig),
-            self.config.section(PreferenceConfig),
-        )
+        instruction = self.config.section(InstructionConfig)
+        preference = self.config.section(PreferenceConfig)
         if preference.preference is not None:
             return {"Loss": f"{preference.preference}, beta {preference.beta:g}"}
         counted = {
@@ -124,18 +129,19 @@ class TuningSummary:
         packed = ", packed" if instruction.packing else ""
         return {"Loss": f"tokens {counted}{packed}"}
 
-    def results(self) -> dict[str, tuple[float | None, float]]:
-        """Numbers on held-out data, before the first step (None if that was not evaluated) and at
-        the end, by name; with the set's name where there are several."""
-        found: dict[str, tuple[float | None, float]] = {}
+    def results(self) -> list[tuple[str, str, str]]:
+        """Rows of numbers on held-out data: name, with the set's name where there are several, the
+        value before the first step ("" if that was not evaluated) and at the end."""
+        found = []
         kinds = dict.fromkeys(row["kind"] for row in self.rows)
         for kind in (k for k in kinds if k.partition(" ")[0] == "validation"):
             rows = [row for row in self.rows if row["kind"] == kind]
             first = rows[0] if rows[0]["iteration"] == 0 else {}
-            name_of_set = kind.partition(" ")[2]
+            set_name = kind.partition(" ")[2]
             for name, value in numbers(rows[-1]).items():
-                shown = f"{name} ({name_of_set})" if name_of_set else name
-                found[shown] = (first.get(name), value)
+                shown = f"{name} ({set_name})" if set_name else name
+                before = first.get(name)
+                found.append((shown, "" if before is None else f"{before:.4f}", f"{value:.4f}"))
         return found
 
 
@@ -160,3 +166,43 @@ def numbers(row: Mapping[str, Any]) -> dict[str, float]:
         and not isinstance(value, bool)
         and math.isfinite(value)
     }
+
+
+def model_card(summary: TuningSummary, name: str, has_template: bool) -> str:
+    """The card of the model in the folder ``name``; ``has_template``: it is prompted by a chat
+    template."""
+    preference = "rl" if summary.method.startswith(("DPO", "IPO", "KTO", "ORPO", "SimPO")) else ""
+    tags = ["megatron-deepspeed", "sft" if not preference else summary.method.split()[0].lower()]
+    if summary.config.section(AdapterConfig).lora:
+        tags.append("lora")
+    front = {
+        "base_model": summary.record.model,
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": tags,
+    }
+    head = "".join(f"{key}: {json.dumps(value)}\n" for key, value in front.items())
+    use = (_CHAT if has_template else _TEXT).format(folder=json.dumps(name))
+    parts = [
+        f"---\n{head}---",
+        f"# {name}",
+        f"{summary.method} of `{summary.record.model}`, by Megatron-DeepSpeed's "
+        "`finetune.py`. The license and the intended use of the base model apply.",
+        "## Use",
+        use,
+        "## Training",
+        _table(("", ""), [*summary.facts().items()]),
+    ]
+    results = summary.results()
+    if results:
+        parts.append(f"## On {summary.record.held_out:,} held-out samples")
+        parts.append(_table(("", "before", "after"), results))
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
+    for row in rows:
+        cells = (cell.replace("|", "\\|").replace("\n", " ") for cell in row)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)

@@ -1,10 +1,21 @@
-"""The flags of ``tasks/main.py`` besides those of training."""
+"""The flags of ``tasks/main.py`` besides those of training, and the files and checkpoints that they
+name."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.source import FoundCheckpoint, locate_checkpoint, nothing_at
+from megatron.config import CheckpointConfig, ConfigError
 from megatron.config.flags import NOT_NEGATIVE, POSITIVE, option
+from megatron.training.resume import find_origin
+
+_NAMES = re.compile(r"(?:global_step|iter_|checkpoint-)(\d+)")
+"""Folders of one checkpoint: of this project and DeepSpeed, of Megatron, of Hugging Face."""
 
 
 @dataclass(frozen=True)
@@ -54,3 +65,58 @@ class TaskConfig:
     """JSON file for the results."""
     all_iterations: bool = option(False)
     """Evaluate every checkpoint of --load, not only the newest."""
+
+
+def wanted_checkpoints(
+    options: CheckpointConfig, all_iterations: bool
+) -> list[FoundCheckpoint | None]:
+    """The checkpoint of ``--load``, [None] without a flag that names one, or else all of its
+    checkpoints, in the order of their iterations. Raises CheckpointError without any."""
+    if all_iterations:
+        return list(checkpoints_in(options))
+    origin = find_origin(options)
+    if origin is None and options.load:
+        raise CheckpointError(
+            f"--load {options.load}: {nothing_at(options.load)}; name one to evaluate"
+        )
+    return [None if origin is None else origin.found]
+
+
+def checkpoints_in(options: CheckpointConfig) -> list[FoundCheckpoint]:
+    """Every complete checkpoint of the folder ``--load``, the first iteration first. Raises
+    CheckpointError if it has none, or --load-tag chooses one."""
+    if not options.load:
+        raise CheckpointError("--all-iterations needs --load, the folder with the checkpoints")
+    if options.load_tag:
+        raise CheckpointError(
+            f"--load-tag {options.load_tag} contradicts --all-iterations: give one of them"
+        )
+    load = Path(options.load)
+    folders = {}
+    for path in load.iterdir() if load.is_dir() else ():
+        match = _NAMES.fullmatch(path.name)
+        if match is not None and path.is_dir():
+            folders[int(match[1])] = path
+    found = [locate_checkpoint(folders[iteration]) for iteration in sorted(folders)]
+    complete = [each for each in found if each is not None]
+    if not complete:
+        raise CheckpointError(
+            f"--all-iterations: --load {load}: {nothing_at(load)}; it must be the folder of a run, "
+            "with folders such as global_step100"
+        )
+    return complete
+
+
+def check_inputs(flag: str, paths: Sequence[str | Path], folders: bool = False) -> None:
+    """Raises ConfigError if one of the paths of a flag does not exist or is a folder; with
+    ``folders``: is not one."""
+    kind = "folder" if folders else "file"
+    for path in map(Path, paths):
+        if not path.exists():
+            raise ConfigError(f"{flag} {path} does not exist; name a {kind}")
+        if folders and not path.is_dir():
+            raise ConfigError(f"{flag} {path} is a file; name a folder")
+        if not folders and path.is_dir():
+            names = sorted(child.name for child in path.iterdir() if child.is_file())
+            inside = f" in it, such as {names[0]}" if names else ""
+            raise ConfigError(f"{flag} {path} is a folder; name a file{inside}")

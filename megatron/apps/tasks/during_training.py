@@ -10,7 +10,7 @@ from typing import Protocol
 from megatron.apps.tasks.flags import EvalTasksConfig
 from megatron.apps.tasks.harness.command import require_harness
 from megatron.apps.tasks.report import TaskResult
-from megatron.apps.tasks.zeroshot import TASKS, prepare
+from megatron.apps.tasks.zeroshot.tasks import TASKS, prepare
 from megatron.config import ConfigError, RunConfig
 from megatron.engine.train_engine import ModelEngine
 from megatron.features.raw_text.flags import RawTextConfig
@@ -20,7 +20,7 @@ from megatron.training.trainer import Callback, Trainer
 
 
 class EvaluatedTask(Protocol):
-    """A task whose files are read; see :class:`megatron.apps.tasks.zeroshot.ZeroShotTask`."""
+    """A task whose files are read; see :class:`megatron.apps.tasks.zeroshot.tasks.ZeroShotTask`."""
 
     name: str
 
@@ -29,8 +29,8 @@ class EvaluatedTask(Protocol):
 
 @dataclass(frozen=True)
 class TaskEvaluation:
-    """What a task measured after ``iteration`` steps; ``since`` are the seconds of the run before
-    it, from the end of the evaluations before."""
+    """Result of a task after ``iteration`` steps; ``since`` are the seconds of the run before it,
+    from the end of the evaluations before."""
 
     iteration: int
     result: TaskResult
@@ -43,10 +43,10 @@ class TaskEvaluation:
 
     def line(self) -> str:
         """The console line; the cost is a share of the time between two evaluations."""
-        result, metrics = self.result, self.result.metrics.items()
+        result = self.result
         fields = [
             f"{self.kind} at iteration {self.iteration}",
-            *(f"{name.replace('_', ' ')}: {value:.6E}" for name, value in metrics),
+            *(f"{name.replace('_', ' ')}: {value:.6E}" for name, value in result.metrics.items()),
             f"examples: {result.examples}",
             f"tokens per second: {result.tokens_per_second:.1f}",
             f"elapsed: {result.seconds:.2f} s, {100 * self._share:.1f}% of the time since "
@@ -97,20 +97,32 @@ def prepared_tasks(config: RunConfig, tokenizer: Tokenizer) -> list[EvaluatedTas
     file of documents, and names alone that are lm-eval's. Raises ConfigError or OSError, which
     name task and file."""
     found: list[EvaluatedTask] = []
-    flags = config.section(EvalTasksConfig)
-    for name, given in flags.files.items():
-        if given is None and name not in TASKS:
-            found.append(_harness_task(name, config, tokenizer))
+    for name, word in config.section(EvalTasksConfig).files.items():
+        if word is None and name not in TASKS:
+            require_harness()
+            from megatron.apps.tasks.harness.tasks import HarnessTask
+
+            found.append(
+                HarnessTask(name, config.section(EvalTasksConfig).eval_tasks_path, tokenizer)
+            )
             continue
-        path = Path(given) if given is not None else _in_folder(name, flags)
+        path = Path(word) if word is not None else _in_folder(name, config.section(EvalTasksConfig))
         if not path.is_file():
             raise ConfigError(f"--eval-tasks {name}={path}: there is no such file")
-        found.append(_zero_shot_task(name, path, config, tokenizer))
+        kind = name if name in TASKS else "json"
+        if kind == "json" and path.suffix not in (".json", ".jsonl"):
+            raise ConfigError(
+                f"--eval-tasks {name}={path}: {name} is none of {', '.join(TASKS)}, and so the "
+                "name of a file of documents, which must end in .json or .jsonl"
+            )
+        raw, model = config.section(RawTextConfig), config.model
+        stride = config.section(EvalTasksConfig).eval_tasks_stride or model.seq_length
+        found.append(prepare(kind, [path], tokenizer, model, stride, True, raw=raw, name=name))
     return found
 
 
 def _in_folder(name: str, config: EvalTasksConfig) -> Path:
-    """The file of a task that is given by its name alone."""
+    """The file of a task that is word by its name alone."""
     if config.eval_tasks_path is None:
         raise ConfigError(
             f"--eval-tasks {name} needs --eval-tasks-path, the folder with its file; or write "
@@ -127,24 +139,3 @@ def _in_folder(name: str, config: EvalTasksConfig) -> Path:
             f"with {name!r}, and has {what}; write {name}=FILE"
         )
     return fitting[0]
-
-
-def _zero_shot_task(
-    name: str, path: Path, config: RunConfig, tokenizer: Tokenizer
-) -> EvaluatedTask:
-    kind = name if name in TASKS else "json"
-    if kind == "json" and path.suffix not in (".json", ".jsonl"):
-        raise ConfigError(
-            f"--eval-tasks {name}={path}: {name} is none of {', '.join(TASKS)}, and so the name of "
-            "a file of documents, which must end in .json or .jsonl"
-        )
-    stride = config.section(EvalTasksConfig).eval_tasks_stride or config.model.seq_length
-    raw = config.section(RawTextConfig)
-    return prepare(kind, [path], tokenizer, config.model, stride, True, raw=raw, name=name)
-
-
-def _harness_task(name: str, config: RunConfig, tokenizer: Tokenizer) -> EvaluatedTask:
-    require_harness()
-    from megatron.apps.tasks.harness.tasks import HarnessTask
-
-    return HarnessTask(name, config.section(EvalTasksConfig).eval_tasks_path, tokenizer)

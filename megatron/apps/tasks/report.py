@@ -6,6 +6,7 @@ import json
 import math
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,21 +23,18 @@ from megatron.features.pictures.run_curves import (
 from megatron.util.files import write_whole
 from megatron.util.progress import say
 
-_PACKAGES = ("torch", "numpy", "transformers", "deepspeed", "lm_eval")
-
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What one task measured with one model.
+    """Measurements of one task with one model.
 
     Attributes:
         metrics: values by name: ``loss`` in nats per token, ``perplexity``, ``accuracy`` and the
             like as fractions, ``bits_per_byte`` of the original text.
         examples: rows, windows or questions, each counted once.
         tokens: tokens whose probability was computed.
-        seconds: wall time.
         lines: what the task prints in addition to the table.
-        details: further JSON values for the file: its inputs, counts.
+        details: further JSON values for the file of results.
     """
 
     name: str
@@ -66,13 +64,8 @@ class EvaluatedModel:
     def of(cls, config: RunConfig, folder: Path | None, iteration: int | None) -> EvaluatedModel:
         """The model of a run's configuration with the weights of a checkpoint."""
         layout = config.layout()
-        shown = {
-            "tensor": layout.tensor,
-            "pipeline": layout.pipeline,
-            "data": layout.data,
-            "sequence_parallel": layout.sequence,
-            "precision": layout.precision,
-        }
+        shown = {name: getattr(layout, name) for name in ("tensor", "pipeline", "data")}
+        shown |= {"sequence_parallel": layout.sequence, "precision": layout.precision}
         where = None if folder is None else str(folder)
         return cls(where, iteration, shown, config.tokenizer.tokenizer_type)
 
@@ -143,41 +136,50 @@ def finish(evaluations: Sequence[ModelResults], output: str | None, plot: Path |
 
 
 def write_results(path: Path, evaluations: Sequence[ModelResults]) -> None:
-    """Writes what was evaluated, with which versions, and the results, an entry for each model; the
-    file appears when it is complete. NaN and infinity are null, as JSON has neither."""
+    """Writes what was evaluated, with which versions, and the results, an entry for each model."""
     content = {
         "versions": versions(),
         "evaluations": [
             {
                 "model": asdict(model),
-                "tasks": {result.name: _values(result) for result in results},
+                "tasks": {
+                    result.name: {
+                        "metrics": dict(result.metrics),
+                        "examples": result.examples,
+                        "tokens": result.tokens,
+                        "seconds": result.seconds,
+                        "tokens_per_second": result.tokens_per_second,
+                        **result.details,
+                    }
+                    for result in results
+                },
             }
             for model, results in evaluations
         ],
     }
+    write_json(path, content)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes a JSON file, which appears when it is complete. NaN and infinity are null, as JSON has
+    neither."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
+    write_whole(path, (json.dumps(_with_nulls(content), indent=2) + "\n").encode())
 
 
-def _values(result: TaskResult) -> dict[str, Any]:
-    finite = {n: v if math.isfinite(v) else None for n, v in result.metrics.items()}
-    return {
-        "metrics": finite,
-        "examples": result.examples,
-        "tokens": result.tokens,
-        "seconds": result.seconds,
-        "tokens_per_second": result.tokens_per_second,
-        **result.details,
-    }
+def _with_nulls(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {key: _with_nulls(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_with_nulls(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def versions() -> dict[str, str]:
     found = {"megatron-deepspeed": megatron.__version__, "python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
+    for package in ("torch", "numpy", "transformers", "deepspeed", "lm_eval"):
+        with suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return found
 
 

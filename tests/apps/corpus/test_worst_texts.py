@@ -18,9 +18,9 @@ from megatron.apps.corpus.collection import (
     wikipedia,
 )
 from megatron.apps.corpus.preprocessing.inputs import LineBatch
+from megatron.apps.tasks.fine_tuning import squad, squad_files
 from megatron.apps.tasks.fine_tuning.examples import clean_text
-from megatron.apps.tasks.fine_tuning.squad import metrics, windows
-from megatron.apps.tasks.zeroshot.detokenizers import detokenizer_of
+from megatron.apps.tasks.zeroshot.texts import detokenizer_of
 from megatron.data.json_lines import ArrayReader, texts_of_line
 from megatron.data.sentences import build_splitter
 from megatron.features.instruction.conversations import read_examples
@@ -123,7 +123,7 @@ def decontaminated(content: str, tmp_path: Path) -> None:
 
 def marked(content: str, tmp_path: Path) -> None:
     places = np.arange(len(content))
-    windows._with_marks(content, np.stack((places, places + 1), axis=1))
+    squad._with_marks(content, np.stack((places, places + 1), axis=1))
 
 
 OF_JSON = {
@@ -142,7 +142,7 @@ OF_TEXT = {
     "PTB": lambda text, _: detokenizer_of("ptb")[1](text),
     "NFKC": lambda text, _: normalized("NFKC", text),
     "clean_text": lambda text, _: clean_text(text),
-    "SQuAD": lambda text, _: metrics.f1_score(text, text),
+    "SQuAD": lambda text, _: squad_files.f1_score(text, text),
     "marks of SQuAD": marked,
     "no end of <doc": markup("<doc ", "\n"),
     "attributes": markup("<doc ", ">\nA\nb\n</doc>\n"),

@@ -6,11 +6,13 @@ import os
 import pytest
 from finetune_cases import save_blank, save_data
 
-from megatron.apps.finetune.command import parse, planned
-from megatron.apps.finetune.config import TuningConfig
+from megatron.apps.finetune.command import (
+    SameSamples,
+    parse,
+    planned,
+)
 from megatron.apps.finetune.export import check_output_folder
-from megatron.apps.finetune.held_out import SameSamples
-from megatron.apps.finetune.settings import check_flags
+from megatron.apps.finetune.settings import TuningConfig, check_flags
 from megatron.checkpoint.files import CheckpointError
 from megatron.config import ConfigError
 from megatron.features.instruction.flags import InstructionConfig

@@ -9,9 +9,7 @@ from configs import model_config, run_config
 from finetune_cases import save_blank
 
 from megatron.apps.finetune import provenance
-from megatron.apps.finetune.config import TuningConfig
 from megatron.apps.finetune.export import done_in
-from megatron.apps.finetune.model_card import model_card
 from megatron.apps.finetune.provenance import (
     Earlier,
     TuningRecord,
@@ -19,7 +17,8 @@ from megatron.apps.finetune.provenance import (
     changes_since,
     check_base,
 )
-from megatron.apps.finetune.summary import TuningSummary
+from megatron.apps.finetune.settings import TuningConfig
+from megatron.apps.finetune.summary import TuningSummary, model_card
 from megatron.checkpoint.files import CheckpointError
 from megatron.config import CheckpointConfig, ConfigError, DataConfig, RunConfig, TrainingConfig
 from megatron.data.build import DataFile

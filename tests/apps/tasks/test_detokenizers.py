@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.apps.tasks.zeroshot.detokenizers import detokenizer_of
+from megatron.apps.tasks.zeroshot.texts import detokenizer_of
 
 WIKI = {
     "the wolves ' den": "the wolves' den",

@@ -2,8 +2,8 @@
 
 import pytest
 
+from megatron.apps.tasks.command import Gpt2EvalConfig
 from megatron.apps.tasks.config import TaskConfig
-from megatron.apps.tasks.gpt2_eval import Gpt2EvalConfig
 from megatron.config import ConfigError, parse_configs
 from megatron.run.run import RunToolParser
 
@@ -45,6 +45,7 @@ def test_defaults_of_2019(monkeypatch):
         **dict(tokenizer_type="GPT2BPETokenizer", cache_dir="cache", load_optim=False),
         **dict(load_rng=False, tensor_model_parallel_size=2, num_gpus_per_node=2),
     }
+    assert task("--num-layers", "3")[1]["num_layers"].value == 3
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "num_gpus_per_node" not in task("--model-parallel-size", "2")[1]
 

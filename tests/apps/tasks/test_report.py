@@ -9,9 +9,9 @@ import pytest
 from configs import run_config
 from matplotlib.axes import Axes
 
-from megatron.apps.tasks import inputs
-from megatron.apps.tasks.fine_tuning.run import _finish
-from megatron.apps.tasks.inputs import checkpoints_in, wanted_checkpoints
+from megatron.apps.tasks import config as task_config
+from megatron.apps.tasks.config import checkpoints_in, wanted_checkpoints
+from megatron.apps.tasks.fine_tuning.command import _finish
 from megatron.apps.tasks.report import (
     EvaluatedModel,
     ModelResults,
@@ -109,7 +109,7 @@ def test_a_fine_tuning_draws_beside_its_checkpoints_alone(save, tmp_path, monkey
 
 def test_all_checkpoints_of_a_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        inputs, "locate_checkpoint", lambda path: None if "7" in path.name else path
+        task_config, "locate_checkpoint", lambda path: None if "7" in path.name else path
     )
     for name in (
         "global_step10",

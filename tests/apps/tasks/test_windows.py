@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron.apps.tasks.zeroshot.windows import Windows
+from megatron.apps.tasks.zeroshot.tasks import Windows
 
 
 def context_of(target: int, length: int, stride: int) -> range:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from configs import model_config
 
-from megatron.apps.tasks.zeroshot import prepare
+from megatron.apps.tasks.zeroshot.tasks import prepare
 from megatron.config import TokenizerConfig
 from megatron.features.raw_text.flags import RawTextConfig
 from megatron.tokenizer import build_tokenizer

@@ -5,8 +5,7 @@ from example_scripts import FOLDER, printed, script
 from finetune_cases import save_blank, save_data
 
 from megatron.apps.finetune.command import planned
-from megatron.apps.finetune.config import TuningConfig
-from megatron.apps.finetune.settings import check_flags
+from megatron.apps.finetune.settings import TuningConfig, check_flags
 from megatron.features.adapters.flags import AdapterConfig
 from megatron.features.instruction.flags import InstructionConfig
 from megatron.features.preference.flags import PreferenceConfig

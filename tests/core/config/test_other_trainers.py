@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from megatron.apps.finetune.config import TuningConfig
+from megatron.apps.finetune.settings import TuningConfig
 from megatron.config import FLAG_CLASSES, FlagParser
 from megatron.config.command_line import CommandParser
 from megatron.config.flags import edit_distance, nearest_flag

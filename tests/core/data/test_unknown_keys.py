@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.apps.tasks.fine_tuning.race import read_race
-from megatron.apps.tasks.fine_tuning.squad.questions import read_questions
+from megatron.apps.tasks.fine_tuning.examples import read_race
+from megatron.apps.tasks.fine_tuning.squad_files import read_questions
 from megatron.features.instruction.conversations import read_examples
 from megatron.features.preference.records import read_preferences
 

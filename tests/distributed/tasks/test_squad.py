@@ -112,7 +112,7 @@ class Reference:
     @torch.no_grad()
     def predict(self, questions, tokenizer, search):
         """Text and odds for every question, and the losses of all windows."""
-        from megatron.apps.tasks.fine_tuning.squad.windows import Passage
+        from megatron.apps.tasks.fine_tuning.squad import Passage
 
         found, losses = {}, []
         for question in questions:
@@ -150,9 +150,12 @@ def results(pool, layout, argv, folder):
 @pytest.mark.proof
 @pytest.mark.parametrize("name", ["v1.json", "v2.json"])
 def test_against_transformers_on_any_layout(pool, files, tmp_path, name):
-    from megatron.apps.tasks.fine_tuning.squad.answers import AnswerSearch
-    from megatron.apps.tasks.fine_tuning.squad.metrics import squad2_metrics, squad_metrics
-    from megatron.apps.tasks.fine_tuning.squad.questions import read_questions
+    from megatron.apps.tasks.fine_tuning.squad import AnswerSearch
+    from megatron.apps.tasks.fine_tuning.squad_files import (
+        read_questions,
+        squad2_metrics,
+        squad_metrics,
+    )
     from megatron.features.tokenizers.wordpiece import WordPieceTokenizer
 
     saved = tmp_path / "saved"

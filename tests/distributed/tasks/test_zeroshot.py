@@ -136,7 +136,7 @@ def check_wikitext(pool, corpus, layout, stride, *flags):
         stride,
         *flags,
     )
-    from megatron.apps.tasks.zeroshot.detokenizers import detokenizer_of
+    from megatron.apps.tasks.zeroshot.texts import detokenizer_of
 
     raw = corpus.wiki.read_bytes().decode()
     wanted = wikitext(

@@ -10,12 +10,14 @@ from fuzz.fuzzer import Fuzzer
 
 from megatron.apps.corpus.collection.evaluation_sets import task_texts
 from megatron.apps.generation.generation.config import GenerateConfig, prompts_of
-from megatron.apps.tasks.detoxify.rows import read_rows
-from megatron.apps.tasks.fine_tuning.race import answered, read_race
-from megatron.apps.tasks.fine_tuning.squad.questions import read_questions
-from megatron.apps.tasks.fine_tuning.tables import TABLES
-from megatron.apps.tasks.zeroshot.lambada import Lambada
-from megatron.apps.tasks.zeroshot.wikitext import WikiText
+from megatron.apps.tasks.detoxify.annotate import read_rows
+from megatron.apps.tasks.fine_tuning.examples import (
+    TABLES,
+    answered,
+    read_race,
+)
+from megatron.apps.tasks.fine_tuning.squad_files import read_questions
+from megatron.apps.tasks.zeroshot.tasks import Lambada, WikiText
 from megatron.config import TokenizerConfig
 from megatron.tokenizer import build_tokenizer
 

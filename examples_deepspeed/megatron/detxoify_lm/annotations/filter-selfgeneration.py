@@ -6,7 +6,7 @@ r"""Keeps the least toxic half of scored texts.
         --data-path samples.annotated.out --out-path samples.nontoxic.out
 """
 
-from megatron.apps.tasks.detoxify.filtering import run_filter
+from megatron.apps.tasks.detoxify.measures import run_filter
 from megatron.run.process import errors_for_users
 
 

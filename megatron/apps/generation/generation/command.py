@@ -72,6 +72,7 @@ def run_generation(description: str | None, argv: Sequence[str] | None = None) -
         if options.retro:
             from megatron.apps.retro.generation import with_retrieval
 
+            assert options.retro_project_dir is not None
             runner, sources = with_retrieval(opened, options.retro_project_dir)
         limits = EngineLimits(running=options.micro_batch_size)
         engine = GenerationEngine(runner, opened.tokenizer, limits)

@@ -1,4 +1,4 @@
-"""Scores the texts of a file, and continues where an interrupted run stopped."""
+"""Scores the texts of a file of JSON lines, and continues where an interrupted run stopped."""
 
 from __future__ import annotations
 
@@ -8,23 +8,99 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
-from megatron.apps.tasks.detoxify.config import AnnotateConfig, ScorerConfig
-from megatron.apps.tasks.detoxify.rows import Row, read_rows
+from megatron.apps.tasks.config import check_inputs
 from megatron.apps.tasks.detoxify.scorers import (
     Scorer,
+    ScorerConfig,
     Scores,
+    is_score,
     open_scorer,
 )
 from megatron.config import ConfigError, parse_configs
+from megatron.config.flags import option
+from megatron.data.json_lines import BYTE_ORDER_MARK
 from megatron.run.folders import check_output
 from megatron.util.files import sync
+from megatron.util.json_text import parse_json
 from megatron.util.progress import progress_bar
 
 _AHEAD = 4
 """Calls of the scorer that wait, for each that is under way."""
+
+
+@dataclass(frozen=True)
+class AnnotateConfig:
+    """Annotation: which texts are scored."""
+
+    data_path: str | None = option(None)
+    """File of JSON lines with a "text" each."""
+    out_path: str | None = option(None, derived="DATA_PATH-annotated.jsonl")
+    """File for the same lines with a "score"."""
+    total: int = option(-1)
+    """Accepted: the progress bar counts the lines itself."""
+    end_text: tuple[str, ...] = option(("<|endoftext|>",))
+    """How the tokenizer writes what begins and ends documents; it is removed from texts."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a file, and its place, for messages."""
+
+    place: str
+    content: dict[str, Any]
+
+    def text(self, key: str, remedy: str) -> str:
+        """The string under a key. Raises ConfigError, with the remedy, if it has no such key."""
+        found = self.content.get(key)
+        if not isinstance(found, str):
+            raise ConfigError(
+                f'{self.place} has no string "{key}" (its keys: {", ".join(self.content)}): '
+                f"{remedy}"
+            )
+        return found
+
+    def toxicity(self, remedy: str) -> float | None:
+        """The score of a row; None of a text that was not scored. Raises ConfigError, with the
+        remedy, if it has none, or one outside of 0 to 1."""
+        score = self.content.get("score", "")
+        if score is None:
+            return None
+        found = score.get("toxicity") if isinstance(score, dict) else None
+        if found is None or not is_score(found):
+            raise ConfigError(
+                f'{self.place}: "score" must be null or {{"toxicity": 0 to 1, ...}}, found '
+                f"{json.dumps(score)[:60] or 'nothing'}: {remedy}"
+            )
+        return float(found)
+
+
+def read_rows(flag: str, path: str | None) -> list[Row]:
+    """The rows of a file of JSON lines; blank lines are left out. Raises ConfigError, naming flag,
+    file and line, if it cannot be read, a line is not a JSON object, or it has no line."""
+    if not path:
+        raise ConfigError(f"{flag} is missing: a file of JSON lines")
+    check_inputs(flag, [path])
+    rows = []
+    lines = Path(path).read_bytes().removeprefix(BYTE_ORDER_MARK).split(b"\n")
+    for number, line in enumerate(lines, 1):
+        place = f"{flag} {path}, line {number}"
+        if not line.strip():
+            continue
+        try:
+            content = parse_json(line, place, lenient=True)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        if not isinstance(content, dict):
+            raise ConfigError(f"{place} is not a JSON object: {line[:60]!r}")
+        rows.append(Row(place, content))
+    if not rows:
+        raise ConfigError(f"{flag} {path} is empty: it must have a JSON object in each line")
+    return rows
 
 
 def run_annotation(description: str | None, argv: Sequence[str] | None = None) -> None:
@@ -49,8 +125,8 @@ def ending_at_ctrl_c() -> Iterator[None]:
 
 
 def annotated_path(data_path: str, out_path: str | None) -> Path:
-    """Where annotated rows are written. Raises ConfigError if they would replace the others, or
-    cannot be written."""
+    """Path of annotated rows. Raises ConfigError if they would replace the others, or cannot be
+    written."""
     out = Path(out_path or f"{data_path}-annotated.jsonl")
     check_output("--out-path", out)
     if out.exists() and out.samefile(data_path):
@@ -60,7 +136,7 @@ def annotated_path(data_path: str, out_path: str | None) -> Path:
 
 def annotate(rows: Sequence[Row], out: Path, scorer: Scorer, end_text: Sequence[str]) -> None:
     """Writes each row with its text as it was scored and a ``score``, null where the text is blank
-    or the scorer has none. Until all are there they are in a file beside ``out``, whose name
+    or the scorer has none. Until all are there they are in a file next to ``out``, whose name
     depends on texts and scorer, and from which another call continues. Raises ConfigError if a row
     has no text, and what the scorer raises."""
     texts = [cleaned(row.text("text", "annotate what was generated"), end_text) for row in rows]
@@ -71,7 +147,7 @@ def annotate(rows: Sequence[Row], out: Path, scorer: Scorer, end_text: Sequence[
         print(f"{part}: continuing after {done} of {len(rows)} lines")
     with part.open("ab") as file, progress_bar("scored", total=len(rows), unit=" lines") as bar:
         bar.update(done)
-        scores = in_order(scorer, texts[done:])
+        scores = _in_order(scorer, texts[done:])
         for row, text, score in zip(rows[done:], texts[done:], scores, strict=True):
             content = row.content | {"text": text, "score": score}
             file.write(json.dumps(content).encode() + b"\n")
@@ -88,11 +164,11 @@ def cleaned(text: str, end_text: Iterable[str]) -> str:
     return text
 
 
-def in_order(scorer: Scorer, texts: Sequence[str]) -> Iterator[Scores | None]:
+def _in_order(scorer: Scorer, texts: Sequence[str]) -> Iterator[Scores | None]:
     """The score of each text, in their order; blank ones are not given to the scorer. Scores before
     a failed call come before its error."""
-    wanted = [text for text in texts if text.strip()]
-    batches = iter([wanted[i : i + scorer.batch] for i in range(0, len(wanted), scorer.batch)])
+    asked = [text for text in texts if text.strip()]
+    batches = iter([asked[i : i + scorer.batch] for i in range(0, len(asked), scorer.batch)])
     scored = _called(scorer, batches)
     for text in texts:
         yield next(scored) if text.strip() else None
@@ -113,7 +189,7 @@ def _called(scorer: Scorer, batches: Iterator[Sequence[str]]) -> Iterator[Scores
 
 
 def _kept(part: Path) -> int:
-    """How many lines an interrupted run wrote; a line that it did not finish is cut off."""
+    """Count of the lines that an interrupted run wrote; one that it did not finish is cut off."""
     if not part.exists():
         return 0
     content = part.read_bytes()

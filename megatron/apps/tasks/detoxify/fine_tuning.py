@@ -22,10 +22,6 @@ from megatron.run.run import (
 from megatron.training.build import build_trainer
 from megatron.training.plan import TrainingPlan
 
-FAMILY = "gpt"
-SPLIT, SEED = "98,2,0", 1234
-"""How --data-path2 is divided, and the seed of its samples."""
-
 
 @dataclass(frozen=True)
 class FineTuneConfig:
@@ -43,7 +39,7 @@ def fine_tune(description: str | None, argv: Sequence[str] | None = None) -> Non
     """Trains the GPT of a command line. Raises ValueError or OSError if a flag, data or a
     checkpoint cannot be used; the message names it."""
     config, settings = RunToolParser(FineTuneConfig, description).parse(argv)
-    settings.setdefault("family", Setting(FAMILY, "this program"))
+    settings.setdefault("family", Setting("gpt", "this program"))
     run = run_of(settings, start_processes(settings, argv))
     show_configuration(run)
     with connected(run, config) as mesh:
@@ -74,13 +70,14 @@ def fine_tuning_data(run: Run, config: FineTuneConfig) -> TrainingData:
 
 
 def evaluated_on(config: RunConfig, paths: tuple[str, ...]) -> RunConfig:
-    """The configuration of a run whose data are those of ``--data-path2``."""
+    """The configuration of a run whose data are those of ``--data-path2``, divided and drawn as by
+    Megatron-LM."""
     data = dataclasses.replace(
         config.data,
-        data_path=paths, split=SPLIT, data_args_path=None, train_data_path=(), test_data_path=(),
+        data_path=paths, split="98,2,0", data_args_path=None, train_data_path=(), test_data_path=(),
         per_split_data_args_path=None, train_data=(), test_data=(), mock_data=False,
         train_weighted_split_paths=(), test_weighted_split_paths=(),
         train_weighted_split_paths_path=None, test_weighted_split_paths_path=None,
     )  # fmt: skip
-    training = dataclasses.replace(config.training, seed=SEED)
+    training = dataclasses.replace(config.training, seed=1234)
     return dataclasses.replace(config, data=data, training=training)

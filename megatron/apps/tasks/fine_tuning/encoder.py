@@ -11,34 +11,25 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from megatron.apps.tasks.fine_tuning.examples import LabelledExample, RaceQuestion
-from megatron.apps.tasks.fine_tuning.metrics import (
-    SCORERS,
-    Scores,
-    accuracy_scores,
+from megatron.apps.tasks.fine_tuning.examples import (
+    LabelledExample,
+    RaceQuestion,
+    answered,
 )
-from megatron.apps.tasks.fine_tuning.predictions import (
+from megatron.apps.tasks.fine_tuning.scores import (
     Prediction,
     chosen,
     estimated,
 )
-from megatron.apps.tasks.fine_tuning.race import (
-    LETTERS,
-    answered,
-    read_race,
-)
-from megatron.apps.tasks.fine_tuning.tables import TableTask
 from megatron.apps.tasks.fine_tuning.task import (
-    FineTuning,
     HeldOutSamples,
-    TaskRun,
+    LabelTask,
     TrainingSamples,
     require_labels,
 )
@@ -47,6 +38,7 @@ from megatron.data.labelled_text import LabelledText, collate_labelled
 from megatron.data.samples import MadeSamples
 from megatron.model.layer_list import LayerState
 from megatron.model.spec import Measure
+from megatron.run.run import Run
 from megatron.tokenizer import Tokenizer
 
 Ids = npt.NDArray[np.int64]
@@ -64,113 +56,11 @@ LOGITS = Measure(("logits",), _logits, ends="logits", per_sample=True)
 
 
 @dataclass(frozen=True)
-class EncoderTask(FineTuning):
-    """A task whose samples are labelled texts."""
-
-    def training_samples(self, examples: Sequence[Any], run: TaskRun) -> TrainingSamples:
-        require_labels(examples)
-        return TrainingSamples(self.dataset(examples, run), collator(run))
-
-    def held_out_samples(self, examples: Sequence[Any], run: TaskRun) -> HeldOutSamples:
-        encoded = self.dataset(examples, run)
-        samples = [encoded[number] for number in range(len(encoded))]
-        labelled = all(example.label is not None for example in examples)
-        return HeldOutSamples(
-            samples,
-            [sample.length for sample in samples],
-            partial(collate_labelled, pad=run.tokenizer.pad),
-            LOGITS,
-            lambda numbers: self.predictions(examples, numbers["logits"]),
-            encoded if labelled else None,
-        )
-
-    @abstractmethod
-    def dataset(self, examples: Sequence[Any], run: TaskRun) -> MadeSamples[LabelledText]:
-        """The examples, encoded when they are read."""
-
-    @abstractmethod
-    def predictions(
-        self, examples: Sequence[Any], logits_NL: npt.NDArray[np.float64]
-    ) -> list[Prediction]:
-        """Predictions of logits, a row for each example."""
-
-
-@dataclass(frozen=True)
-class Classification(EncoderTask):
-    """The tasks of :data:`megatron.apps.tasks.fine_tuning.tables.TABLES`."""
-
-    table: TableTask
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        return self.table.name
-
-    def settings(self) -> Settings:
-        origin, labels = f"task {self.name}", self.table.labels
-        return {
-            "head": Setting("classification", origin),
-            "num_labels": Setting(max(1, len(labels)), origin),
-            "label_names": Setting(labels, origin),
-        }
-
-    def read(self, path: Path) -> list[LabelledExample]:
-        return self.table.read(path)
-
-    def dataset(
-        self, examples: Sequence[LabelledExample], run: TaskRun
-    ) -> MadeSamples[LabelledText]:
-        return MadeSamples(examples, encoder(run).example)
-
-    def predictions(
-        self, examples: Sequence[LabelledExample], logits_NL: npt.NDArray[np.float64]
-    ) -> list[Prediction]:
-        identities = [example.identity for example in examples]
-        labels: list[Any] = [example.label for example in examples]
-        if not self.table.labels:
-            return estimated(identities, labels, logits_NL)
-        return chosen(identities, labels, self.table.labels, logits_NL)
-
-    def scores(self, predictions: Sequence[Prediction]) -> Scores:
-        return SCORERS[self.table.metric](predictions)
-
-
-@dataclass(frozen=True)
-class MultipleChoice(EncoderTask):
-    """RACE."""
-
-    name = "RACE"
-    folders = True
-
-    def settings(self) -> Settings:
-        return {"head": Setting("multiple_choice", f"task {self.name}")}
-
-    def read(self, path: Path) -> list[RaceQuestion]:
-        return read_race(path)
-
-    def dataset(self, examples: Sequence[RaceQuestion], run: TaskRun) -> MadeSamples[LabelledText]:
-        cut = run.task.max_qa_length
-        return MadeSamples(examples, partial(encoder(run).question, max_qa_length=cut))
-
-    def predictions(
-        self, examples: Sequence[RaceQuestion], logits_NL: npt.NDArray[np.float64]
-    ) -> list[Prediction]:
-        identities = [example.identity for example in examples]
-        return chosen(identities, [example.label for example in examples], LETTERS, logits_NL)
-
-    def scores(self, predictions: Sequence[Prediction]) -> Scores:
-        return accuracy_scores(predictions)
-
-
-@dataclass(frozen=True)
 class PairEncoder:
     """Encodes texts with the special tokens of a tokenizer, at most ``seq_length`` tokens each."""
 
     tokenizer: Tokenizer
     seq_length: int
-
-    def tokens(self, texts: Sequence[str]) -> list[npt.NDArray[np.integer]]:
-        """Ids of texts, without special tokens."""
-        return list(self.tokenizer.tokenize_sentences(texts))
 
     def pair(
         self, first: npt.NDArray[np.integer], second: npt.NDArray[np.integer] | None
@@ -190,32 +80,89 @@ class PairEncoder:
         return tokens, types
 
     def example(self, example: LabelledExample) -> LabelledText:
-        """A text or a pair of texts as a sample."""
-        ids = self.tokens(example.texts)
+        """A text or a pair of texts as a sample. Nothing depends on the label of a test file."""
+        ids = self.tokenizer.tokenize_sentences(example.texts)
         tokens, types = self.pair(ids[0], ids[1] if len(ids) > 1 else None)
-        return LabelledText((tokens,), (types,), _label(example.label), example.identity)
+        label = 0 if example.label is None else example.label
+        return LabelledText((tokens,), (types,), label, example.identity)
 
     def question(self, asked: RaceQuestion, max_qa_length: int) -> LabelledText:
         """A question as a sample of one text per option: the question with the option, at most
         ``max_qa_length`` tokens of it, and the article."""
         texts = [asked.article, *(answered(asked.question, option) for option in asked.options)]
-        article, *options = self.tokens(texts)
+        article, *options = self.tokenizer.tokenize_sentences(texts)
         pairs = [self.pair(ids[:max_qa_length], article) for ids in options]
         tokens, types = zip(*pairs, strict=True)
-        return LabelledText(tokens, types, _label(asked.label), asked.identity)
+        label = 0 if asked.label is None else asked.label
+        return LabelledText(tokens, types, label, asked.identity)
 
 
-def _label(label: int | float | None) -> int | float:
-    """Nothing depends on the label of a test file's rows."""
-    return 0 if label is None else label
+class EncoderTask(LabelTask):
+    """A task whose samples are labelled texts."""
+
+    def training_samples(self, examples: Sequence[Any], run: Run) -> TrainingSamples:
+        require_labels(examples)
+        return TrainingSamples(self._dataset(examples, run), collator(run))
+
+    def held_out_samples(self, examples: Sequence[Any], run: Run) -> HeldOutSamples:
+        encoded = self._dataset(examples, run)
+        samples = [encoded[number] for number in range(len(encoded))]
+        labelled = all(example.label is not None for example in examples)
+        return HeldOutSamples(
+            samples,
+            [sample.length for sample in samples],
+            partial(collate_labelled, pad=run.tokenizer.pad),
+            LOGITS,
+            lambda numbers: self._predictions(examples, numbers["logits"]),
+            encoded if labelled else None,
+        )
+
+    def _dataset(self, examples: Sequence[Any], run: Run) -> MadeSamples[LabelledText]:
+        """The examples, encoded when they are read."""
+        encoder = PairEncoder(run.tokenizer, run.config.model.seq_length)
+        return MadeSamples(examples, self.encoding(encoder))
+
+    def _predictions(
+        self, examples: Sequence[Any], logits_NL: npt.NDArray[np.float64]
+    ) -> list[Prediction]:
+        if not self.data.labels:
+            return estimated(examples, logits_NL)
+        return chosen(examples, self.data.labels, logits_NL)
+
+    @abstractmethod
+    def encoding(self, encoder: PairEncoder) -> Callable[[Any], LabelledText]:
+        """The function that makes an example a sample."""
 
 
-def encoder(run: TaskRun) -> PairEncoder:
-    """The encoder of a run's texts."""
-    return PairEncoder(run.tokenizer, run.config.model.seq_length)
+class Classification(EncoderTask):
+    """The tasks of :data:`megatron.apps.tasks.fine_tuning.examples.TABLES`."""
+
+    def settings(self) -> Settings:
+        origin, labels = f"task {self.name}", self.data.labels
+        return {
+            "head": Setting("classification", origin),
+            "num_labels": Setting(max(1, len(labels)), origin),
+            "label_names": Setting(labels, origin),
+        }
+
+    def encoding(self, encoder: PairEncoder) -> Callable[[Any], LabelledText]:
+        return encoder.example
 
 
-def collator(run: TaskRun) -> Callable[[Sequence[LabelledText]], Any]:
+@dataclass(frozen=True)
+class MultipleChoice(EncoderTask):
+    """RACE; a question with an option is cut to ``max_qa_length`` tokens."""
+
+    max_qa_length: int
+
+    def settings(self) -> Settings:
+        return {"head": Setting("multiple_choice", f"task {self.name}")}
+
+    def encoding(self, encoder: PairEncoder) -> Callable[[Any], LabelledText]:
+        return partial(encoder.question, max_qa_length=self.max_qa_length)
+
+
+def collator(run: Run) -> Callable[[Sequence[LabelledText]], Any]:
     """Pads a batch to its longest text, or to --seq-length where the micro batches of a step must
     have one shape, as in a pipeline."""
     parallel = run.config.parallel

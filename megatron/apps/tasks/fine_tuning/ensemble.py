@@ -21,9 +21,6 @@ from megatron.util.files import write_whole
 from megatron.util.json_text import parse_json
 from megatron.util.progress import say
 
-_STEPS = 100
-"""Thresholds that are tried, from 0 on."""
-_FORM = "a list of (name, (probabilities, labels, ids))"
 _ARRAYS: list[Any] = [
     *(np.ndarray, np.dtype, np.dtypes.Float64DType, np.dtypes.Float32DType, np.dtypes.Int64DType),
     (np.empty(0).__reduce__()[0], "numpy._core.multiarray._reconstruct"),
@@ -105,27 +102,27 @@ def run_ensemble(config: EnsembleConfig) -> None:
 
 def averaged(config: EnsembleConfig) -> dict[str, PredictedSet]:
     """The mean of the models' probabilities, by data set."""
-    sums: dict[str, PredictedSet] = {}
-    for number, folder in enumerate(config.paths):
-        path = Path(folder) / config.prediction_name
-        sets = _read(path)
-        if number and sets.keys() != sums.keys():
+    paths = [Path(folder) / config.prediction_name for folder in config.paths]
+    models = [_read(path) for path in paths]
+    sets = models[0]
+    for path, others in zip(paths, models, strict=True):
+        if others.keys() != sets.keys():
             raise ConfigError(
-                f"{path} has the data sets {', '.join(sets)}; that of {config.paths[0]} has "
-                f"{', '.join(sums)}"
+                f"{path} has the data sets {', '.join(others)}; that of {config.paths[0]} has "
+                f"{', '.join(sets)}"
             )
-        for name, new in sets.items():
-            first = sums.setdefault(name, new._replace(probabilities_NC=0 * new.probabilities_NC))
-            if first.identities != new.identities or first.words != new.words:
+        for name, other in others.items():
+            if (other.identities, other.words) != (sets[name].identities, sets[name].words):
                 raise ConfigError(f"{path}: {name} has other examples than in {config.paths[0]}")
-            total = first.probabilities_NC + new.probabilities_NC / len(config.paths)
-            sums[name] = first._replace(probabilities_NC=total)
-    for name, each in sums.items() if config.labels else ():
-        if len(config.labels) != len(each.words):
+    means = {}
+    for name, each in sets.items():
+        if len(config.labels) not in (0, len(each.words)):
             shown = " ".join(config.labels)
             raise ConfigError(f"--labels {shown}: {name} has {len(each.words)} classes")
-        sums[name] = each._replace(words=list(config.labels))
-    return sums
+        shares = [model[name].probabilities_NC / len(models) for model in models]
+        words = list(config.labels) or each.words
+        means[name] = each._replace(probabilities_NC=sum(shares[1:], shares[0]), words=words)
+    return means
 
 
 def choices(
@@ -152,16 +149,15 @@ def _thresholds(config: EnsembleConfig, sets: dict[str, PredictedSet]) -> list[f
     known = [_with_labels(each, name, "--calc-threshold") for name, each in sets.items()]
     values = [each.probabilities_NC for each in sets.values()]
     if config.one_threshold:
-        best = [_best(np.concatenate(values), np.concatenate(known))] * len(sets)
-    else:
-        best = [_best(*pair) for pair in zip(values, known, strict=True)]
+        known, values = [np.concatenate(known)] * len(sets), [np.concatenate(values)] * len(sets)
+    best = [_best(*pair) for pair in zip(values, known, strict=True)]
     say("thresholds: " + ", ".join(f"{n} {b:g}" for n, b in zip(sets, best, strict=True)))
     return [*best]
 
 
 def _best(probabilities_NC: npt.NDArray[np.float64], labels_N: npt.NDArray[np.int64]) -> float:
     """The threshold of the best accuracy, the first of equal ones."""
-    trials = [step / _STEPS for step in range(_STEPS)]
+    trials = [step / 100 for step in range(100)]
     return max(trials, key=lambda t: (choices(probabilities_NC, t) == labels_N).mean())
 
 
@@ -185,7 +181,8 @@ def _read(path: Path) -> dict[str, PredictedSet]:
     try:
         return _by_name([(str(name), _of_lists(*lists)) for name, lists in content])
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{path}: expected {_FORM} ({error})") from None
+        form = "a list of (name, (probabilities, labels, ids))"
+        raise ConfigError(f"{path}: expected {form} ({error})") from None
 
 
 def _by_name(pairs: Sequence[tuple[str, PredictedSet]]) -> dict[str, PredictedSet]:

@@ -1,27 +1,39 @@
-"""Evaluates several validation sets, once or after every epoch."""
+"""Evaluations of several validation sets, once or after every epoch, and the record of the epochs.
+
+The record is the file ``best_epoch.json`` next to the checkpoints. Its ``checkpoint`` is kept,
+whatever ``--keep-last`` says: :func:`megatron.checkpoint.folder.superseded` reads it.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from megatron.apps.tasks.fine_tuning.best_epoch import EpochRecord, EpochRecords
-from megatron.apps.tasks.fine_tuning.metrics import (
+import numpy as np
+
+from megatron.apps.tasks.fine_tuning.scores import (
+    Prediction,
     Scores,
+    mean_loss,
     overall_line,
     set_line,
 )
-from megatron.apps.tasks.fine_tuning.predictions import Prediction, mean_loss
 from megatron.apps.tasks.fine_tuning.task import FineTuning, HeldOutSamples
-from megatron.apps.tasks.report import TaskResult
+from megatron.apps.tasks.report import TaskResult, write_json
+from megatron.checkpoint.folder import BEST, tag
+from megatron.config import ConfigError
 from megatron.engine.train_engine import ModelEngine
 from megatron.training.measuring import measure_samples
 from megatron.training.report import say
 from megatron.training.trainer import Callback, Trainer
+from megatron.util.json_text import parse_json
 from megatron.util.processes import is_main_process
-from megatron.util.progress import progress_bar
+from megatron.util.progress import move_to, progress_bar
 
 NOT_TRAINED = -1
 """The number of the epoch where nothing is trained."""
@@ -29,58 +41,34 @@ NOT_TRAINED = -1
 
 @dataclass(frozen=True)
 class SetEvaluation:
-    """What was measured on one validation set after ``iteration`` steps; ``scores`` are None where
+    """Measurements on one validation set after ``iteration`` steps; ``scores`` are None where
     labels are missing."""
 
-    name: str
     iteration: int
     epoch: int
     predictions: Sequence[Prediction]
     scores: Scores | None
-    tokens: int
-    seconds: float
+    result: TaskResult
 
     @property
     def kind(self) -> str:
         """The writers' name for these values."""
-        return f"task {self.name}"
+        return f"task {self.result.name}"
 
     def line(self) -> str:
         """The console line."""
+        name, seconds = self.result.name, self.result.seconds
         if self.scores is None:
             return (
-                f" > |epoch: {self.epoch}| {len(self.predictions)} predictions for {self.name}, "
-                f"whose labels are not known, elapsed time (sec): {self.seconds:.3f}"
+                f" > |epoch: {self.epoch}| {len(self.predictions)} predictions for {name}, "
+                f"whose labels are not known, elapsed time (sec): {seconds:.3f}"
             )
-        return set_line(self.epoch, self.name, self.scores, self.seconds)
+        return set_line(self.epoch, name, self.scores, seconds)
 
     def row(self) -> dict[str, float | None]:
         """The values by name, for writers."""
-        return {
-            **self.metrics,
-            "examples": len(self.predictions),
-            "seconds": self.seconds,
-            "tokens_per_second": self.tokens / max(self.seconds, 1e-9),
-        }
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The scores and, where every example has one, the mean loss."""
-        found = dict(self.scores.values) if self.scores else {}
-        loss = mean_loss(self.predictions)
-        return found if loss is None else found | {"loss": loss}
-
-    @property
-    def result(self) -> TaskResult:
-        """For the final table and the JSON file."""
-        return TaskResult(
-            self.name,
-            self.metrics,
-            len(self.predictions),
-            self.tokens,
-            self.seconds,
-            details={"epoch": self.epoch},
-        )
+        names = ("examples", "seconds", "tokens_per_second")
+        return {**self.result.metrics, **{name: getattr(self.result, name) for name in names}}
 
 
 @dataclass(frozen=True)
@@ -95,7 +83,7 @@ class EpochEvaluation:
     @property
     def predictions(self) -> dict[str, Sequence[Prediction]]:
         """Predictions by the name of the set."""
-        return {each.name: each.predictions for each in self.sets}
+        return {each.result.name: each.predictions for each in self.sets}
 
 
 @dataclass(frozen=True)
@@ -117,16 +105,24 @@ class ValidationSets:
         and has the same results."""
         found = []
         for name, held_out in self.sets.items():
-            found.append(self._evaluate(engine, name, held_out, epoch, iteration))
+            began = time.perf_counter()
+            predictions = self._predictions(engine, name, held_out)
+            seconds = time.perf_counter() - began
+            labelled = all(each.label is not None for each in predictions)
+            scores = self.task.scores(predictions) if labelled else None
+            metrics, loss = {} if scores is None else {**scores.values}, mean_loss(predictions)
+            metrics |= {} if loss is None else {"loss": loss}
+            count, tokens = len(predictions), int(np.sum(held_out.lengths))
+            details = {"epoch": epoch}
+            result = TaskResult(name, metrics, count, tokens, seconds, details=details)
+            found.append(SetEvaluation(iteration, epoch, predictions, scores, result))
             report(found[-1])
-        labelled = [p for each in found if each.scores for p in each.predictions]
-        overall = self.task.scores(labelled) if labelled else None
-        return EpochEvaluation(epoch, iteration, found, overall)
+        known = [p for each in found if each.scores for p in each.predictions]
+        return EpochEvaluation(epoch, iteration, found, self.task.scores(known) if known else None)
 
-    def _evaluate(
-        self, engine: ModelEngine, name: str, held_out: HeldOutSamples, epoch: int, iteration: int
-    ) -> SetEvaluation:
-        began = time.perf_counter()
+    def _predictions(
+        self, engine: ModelEngine, name: str, held_out: HeldOutSamples
+    ) -> list[Prediction]:
         with progress_bar(name, total=len(held_out.samples), unit=" samples") as bar:
             numbers = measure_samples(
                 engine,
@@ -135,14 +131,88 @@ class ValidationSets:
                 held_out.measure,
                 self.micro_batch_size,
                 held_out.lengths,
-                lambda done: bar.update(done - bar.n),
+                partial(move_to, bar),
             )
-        predictions = held_out.predictions(numbers)
-        seconds = time.perf_counter() - began
-        labelled = all(each.label is not None for each in predictions)
-        scores = self.task.scores(predictions) if labelled else None
-        tokens = held_out.tokens
-        return SetEvaluation(name, iteration, epoch, predictions, scores, tokens, seconds)
+        return held_out.predictions(numbers)
+
+
+@dataclass(frozen=True)
+class EpochRecord:
+    """The scores of an epoch, counted from 0, after ``iteration`` steps: the one that compares
+    epochs, over all validation sets together, and those of each set."""
+
+    epoch: int
+    iteration: int
+    metric: str
+    value: float
+    sets: Mapping[str, Mapping[str, float]]
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> EpochRecord:
+        """From JSON, in which null is NaN."""
+        sets = {
+            name: {metric: _number(value) for metric, value in metrics.items()}
+            for name, metrics in content["sets"].items()
+        }
+        return cls(**{**content, "value": _number(content["value"]), "sets": sets})
+
+
+class EpochRecords:
+    """The records so far. ``save`` is the folder of the checkpoints, None without; ``writes``
+    whether this process writes the file. Raises ConfigError if the file of an earlier run cannot be
+    read."""
+
+    def __init__(self, save: Path | None, writes: bool) -> None:
+        self._path = None if save is None else save / BEST
+        self._writes = writes
+        self.records: list[EpochRecord] = []
+        if self._path is not None and self._path.is_file():
+            try:
+                found = parse_json(self._path.read_bytes(), str(self._path), lenient=True)["epochs"]
+                self.records = [EpochRecord.of(content) for content in found]
+            except (ValueError, KeyError, TypeError, AttributeError):
+                raise ConfigError(
+                    f"{self._path} cannot be read; delete it, and the best epoch is found among "
+                    "those that follow"
+                ) from None
+
+    @property
+    def best(self) -> EpochRecord | None:
+        """The first epoch with the highest value; one that is not a number is below all others."""
+        return max(
+            self.records,
+            key=lambda record: -math.inf if math.isnan(record.value) else record.value,
+            default=None,
+        )
+
+    def has(self, epoch: int) -> bool:
+        return any(record.epoch == epoch for record in self.records)
+
+    def forget_after(self, iteration: int) -> None:
+        """Drops the records of later epochs, which the run trains again."""
+        self.records = [record for record in self.records if record.iteration <= iteration]
+
+    def add(self, record: EpochRecord) -> None:
+        """Adds an epoch, in place of an earlier record of it, and writes the file."""
+        self.records = [each for each in self.records if each.epoch != record.epoch]
+        self.records.append(record)
+        best = self.best
+        assert best is not None
+        if self._path is None or not self._writes:
+            return
+        content = {
+            "epoch": best.epoch,
+            "iteration": best.iteration,
+            "checkpoint": tag(best.iteration),
+            "metric": best.metric,
+            "value": best.value,
+            "epochs": [asdict(record) for record in self.records],
+        }
+        write_json(self._path, content)
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
 
 
 class EvaluateEpochs(Callback):
@@ -158,18 +228,18 @@ class EvaluateEpochs(Callback):
         self._begun = False
 
     def before_step(self, trainer: Trainer) -> None:
-        if not self._begun:
-            self._begin(trainer)
+        self._begin(trainer)
 
     def epoch_ended(self, trainer: Trainer, epoch: int) -> None:
         trainer.settle()
         self._evaluate(trainer, epoch)
 
     def training_ended(self, trainer: Trainer, reason: str | None) -> None:
-        if not self._begun:  # nothing was left to train
-            self._begin(trainer)
+        self._begin(trainer)  # if no step was left to train
 
     def _begin(self, trainer: Trainer) -> None:
+        if self._begun:
+            return
         self._begun = True
         self.epochs.forget_after(trainer.iteration)
         ended = trainer.plan.epochs_ended(trainer.iteration) if trainer.iteration else ()
@@ -184,7 +254,7 @@ class EvaluateEpochs(Callback):
         if found.overall is None:
             return
         tell(overall_line(found.epoch, found.overall))
-        metrics = {each.name: each.metrics for each in found.sets}
+        metrics = {each.result.name: each.result.metrics for each in found.sets}
         name, value = found.overall.compared
         self.epochs.add(EpochRecord(found.epoch, found.iteration, name, value, metrics))
         is_best = self.epochs.best is not None and self.epochs.best.epoch == found.epoch

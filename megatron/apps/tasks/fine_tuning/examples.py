@@ -1,20 +1,34 @@
-"""What the files of the tasks are read into, before there is a tokenizer."""
+"""Examples of GLUE's tables and of RACE, as they are in the files of a task.
+
+A table's columns count from 0 and are divided by tabs; quotes have no meaning. Test files have
+other columns and no labels: they are recognised by their first line.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron.config import ConfigError
+from megatron.features.instruction.columns import RecordFields
+from megatron.util.json_text import parse_json
+
+OPTIONS = 4
+LETTERS = ("A", "B", "C", "D")
+"""Names of the options of RACE."""
+_RACE_KEYS = ("article", "questions", "options")
+_SHOWN, _LABEL_SHOWN = 3, 60
 
 
 @dataclass(frozen=True)
 class LabelledExample:
     """A text or a pair of texts with its label: the number of one, or the number to be predicted;
-    None in a test file. ``identity`` is what predictions are written under: the value of the file's
-    first column, or the number of the line."""
+    None in a test file. Predictions are written under ``identity``."""
 
     texts: tuple[str, ...]
     label: int | float | None
@@ -57,3 +71,265 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
                     f"{path}, line {number} is not UTF-8 text ({error.reason}): convert the file"
                 ) from None
             yield number, text.rstrip("\r\n")
+
+
+@dataclass(frozen=True)
+class TableColumns:
+    """Columns of a row: their number ``width`` (without ``exact`` the least one), those of the
+    texts, of the label (-1 for the last; None in a test file), and of the row's own number or name
+    (None for the number of the line)."""
+
+    width: int
+    texts: tuple[int, ...]
+    label: int | None
+    identity: int | None = 0
+    header: bool = True
+    exact: bool = True
+
+    def reason_against(self, row: Sequence[str]) -> str | None:
+        """Reason why a row cannot be an example, if so."""
+        if len(row) != self.width and (self.exact or len(row) < self.width):
+            return f"{len(row)} columns instead of {self.width}"
+        for column in self.texts:
+            if not row[column].strip():
+                return f"column {column} (from 0), a text, is empty"
+        return None
+
+
+@dataclass(frozen=True)
+class TableTask:
+    """A task with one table per file. ``labels`` are the words in the files, () where a number
+    within ``bounds`` is predicted; ``metric`` is a key of
+    :data:`megatron.apps.tasks.fine_tuning.scores.SCORERS`."""
+
+    name: str
+    labels: tuple[str, ...]
+    train: TableColumns
+    test: TableColumns
+    metric: str = "accuracy"
+    bounds: tuple[float, float] = (-math.inf, math.inf)
+    folders = False
+
+    @property
+    def texts(self) -> int:
+        """Texts of a row."""
+        return len(self.train.texts)
+
+    def read(self, path: Path) -> list[LabelledExample]:
+        """The rows of a file; a warning counts those of a wrong width or with an empty text. Raises
+        ConfigError, with the line, if a label is unknown, or nothing can be read."""
+        lines = list(numbered_lines(path))
+        columns = self._columns(path, lines)
+        examples, skipped = [], []
+        for number, line in lines[1:] if columns.header else lines:
+            row = line.split("\t")
+            if not line.strip():
+                continue
+            reason = columns.reason_against(row)
+            if reason is None:
+                examples.append(self._example(path, number, columns, row))
+            elif columns.exact:
+                skipped.append(f"line {number}: {reason}")
+            else:
+                raise ConfigError(f"{path}, line {number}: {reason}; {self._expected(columns)}")
+        if not examples:
+            problem = f", {skipped[0]}" if skipped else " has no row"
+            raise ConfigError(f"{path}{problem}; {self._expected(columns)}")
+        if skipped:
+            more = f"; {len(skipped) - _SHOWN} more" if len(skipped) > _SHOWN else ""
+            count = "1 row is" if len(skipped) == 1 else f"{len(skipped)} rows are"
+            shown = "; ".join(skipped[:_SHOWN])
+            logging.getLogger(__name__).warning("%s: %s left out: %s%s", path, count, shown, more)
+        return examples
+
+    def _columns(self, path: Path, lines: Sequence[tuple[int, str]]) -> TableColumns:
+        if not any(line.strip() for _, line in lines):
+            raise ConfigError(f"{path} is empty; {self._expected(self.train)}")
+        first, test, train = lines[0][1].split("\t"), self.test, self.train
+        if len(first) == test.width and (
+            test.width != train.width or first[0].strip().lower() == "index"
+        ):
+            return test
+        if train.header and len(first) >= train.width:
+            word = first[train.label or 0].strip()
+            if word in self.labels if self.labels else _is_number(word):
+                raise ConfigError(
+                    f"{path}, line 1 has the label {word!r} and would be left out: the first line "
+                    "must name the columns"
+                )
+        return train
+
+    def _example(
+        self, path: Path, number: int, columns: TableColumns, row: Sequence[str]
+    ) -> LabelledExample:
+        texts = tuple(clean_text(row[column].strip()) for column in columns.texts)
+        identity = str(number) if columns.identity is None else row[columns.identity].strip()
+        if columns.label is None:
+            return LabelledExample(texts, None, identity)
+        word = row[columns.label].strip()
+        if word in self.labels:
+            return LabelledExample(texts, self.labels.index(word), identity)
+        lowest, highest = self.bounds
+        if not self.labels and _is_number(word) and lowest <= float(word) <= highest:
+            return LabelledExample(texts, float(word), identity)
+        known = ", ".join(self.labels) or f"numbers from {lowest:g} to {highest:g}"
+        shown = word if len(word) <= _LABEL_SHOWN else word[:_LABEL_SHOWN] + "..."
+        raise ConfigError(
+            f"{path}, line {number}: the label is {shown!r}; {self.name}'s are {known}: correct "
+            "the line, or check that --task and file match"
+        )
+
+    def _expected(self, columns: TableColumns) -> str:
+        texts = " and ".join(map(str, columns.texts))
+        label = "the last" if columns.label == -1 else columns.label
+        words = "" if label is None else f", the label in {label}"
+        header = "" if columns.header else ", and no line with the names of the columns"
+        least = "" if columns.exact else "at least "
+        return (
+            f"a file of {self.name} has {least}{columns.width} columns divided by tabs, texts in "
+            f"{texts} (from 0){words}{header}"
+        )
+
+
+def _is_number(word: str) -> bool:
+    try:
+        return math.isfinite(float(word))
+    except ValueError:
+        return False
+
+
+_ENTAILMENT = ("entailment", "not_entailment")
+_YES_NO = ("0", "1")
+
+TABLES: dict[str, TableTask] = {
+    task.name: task
+    for task in (
+        TableTask(
+            "MNLI",
+            ("contradiction", "entailment", "neutral"),
+            # Files have 12 or 16 columns, as many as people labelled a row.
+            TableColumns(11, (8, 9), -1, exact=False),
+            TableColumns(10, (8, 9), None, exact=False),
+        ),
+        TableTask("QQP", _YES_NO, TableColumns(6, (3, 4), 5), TableColumns(3, (1, 2), None)),
+        TableTask("QNLI", _ENTAILMENT, TableColumns(4, (1, 2), -1), TableColumns(3, (1, 2), None)),
+        TableTask(
+            "SST-2", _YES_NO, TableColumns(2, (0,), 1, identity=None), TableColumns(2, (1,), None)
+        ),
+        TableTask(
+            "CoLA",
+            _YES_NO,
+            TableColumns(4, (3,), 1, identity=None, header=False),
+            TableColumns(2, (1,), None),
+            metric="matthews",
+        ),
+        TableTask(
+            "STS-B",
+            (),
+            TableColumns(10, (7, 8), -1),
+            TableColumns(9, (7, 8), None),
+            metric="correlation",
+            bounds=(0.0, 5.0),
+        ),
+        TableTask(
+            "MRPC",
+            _YES_NO,
+            TableColumns(5, (3, 4), 0, identity=None),
+            TableColumns(5, (3, 4), None),
+        ),
+        TableTask("RTE", _ENTAILMENT, TableColumns(4, (1, 2), -1), TableColumns(3, (1, 2), None)),
+    )
+}
+"""The tasks of GLUE by the name in ``--task``."""
+
+
+class RaceTask:
+    """RACE: folders of text files, each line a passage with questions of four options."""
+
+    name, labels, metric, folders = "RACE", LETTERS, "accuracy", True
+
+    def read(self, path: Path) -> list[RaceQuestion]:
+        return read_race(path)
+
+
+RACE = RaceTask()
+
+
+def read_race(folder: Path) -> list[RaceQuestion]:
+    """The questions of all files ``*.txt`` of a folder, in the order of their names. Raises
+    ConfigError, with file and line, if something cannot be read."""
+    if not folder.is_dir():
+        found = "is a file" if folder.is_file() else "does not exist"
+        raise ConfigError(f"{folder} {found}; it must be a folder of .txt files")
+    files = sorted(folder.glob("*.txt"))
+    if not files:
+        inside = sorted(child.name for child in folder.iterdir() if child.is_dir())
+        hint = f"; name a folder in it: {', '.join(inside[:5])}" if inside else ""
+        raise ConfigError(f"{folder} has no .txt file{hint}")
+    questions = [
+        question
+        for path in files
+        for number, line in numbered_lines(path)
+        if line.strip()
+        for question in _race_questions(path, number, line)
+    ]
+    if not questions:
+        raise ConfigError(f"{folder}: its {len(files)} .txt files have no question")
+    return questions
+
+
+def answered(question: str, option: str) -> str:
+    """A question with an option in its blank, or after it if it has no blank."""
+    return clean_text(question.replace("_", option) if "_" in question else f"{question} {option}")
+
+
+def _race_questions(path: Path, number: int, line: str) -> list[RaceQuestion]:
+    where = f"{path}, line {number}"
+    try:
+        passage = parse_json(line, where, lenient=True)
+    except ValueError as error:
+        raise ConfigError(f"{error}; a line has one whole passage") from None
+    _check_passage(where, passage)
+    article = clean_text(passage["article"])
+    texts, options, answers = passage["questions"], passage["options"], passage.get("answers")
+    counts = {"questions": len(texts), "options": len(options)}
+    counts |= {} if answers is None else {"answers": len(answers)}
+    if len(set(counts.values())) > 1:
+        found = ", ".join(f"{count} {key}" for key, count in counts.items())
+        raise ConfigError(f"{where} has {found}: every question needs one of each")
+    questions = []
+    for index, (text, choices) in enumerate(zip(texts, options, strict=True)):
+        place = f"{where}, question {index + 1}"
+        if len(choices) != OPTIONS:
+            raise ConfigError(f"{place} has {len(choices)} options instead of {OPTIONS}")
+        if not all(isinstance(words, str) for words in (text, *choices)):
+            raise ConfigError(f"{place}: the question and its options must be strings")
+        if answers is not None and answers[index] not in LETTERS:
+            raise ConfigError(
+                f"{place} has the answer {answers[index]!r}; it must be one of {', '.join(LETTERS)}"
+            )
+        label = None if answers is None else LETTERS.index(answers[index])
+        identity = f"{path.name}:{number}:{index + 1}"
+        questions.append(RaceQuestion(article, text, tuple(choices), label, identity))
+    return questions
+
+
+def _check_passage(where: str, passage: Any) -> None:
+    if not isinstance(passage, Mapping):
+        raise ConfigError(f"{where} is not a JSON object with article, questions, options, answers")
+    for key in _RACE_KEYS:
+        if key not in passage:
+            present = ", ".join(list(passage)[:8]) or "none"
+            raise ConfigError(f"{where} has no key {key!r}; its keys: {present}")
+    try:
+        known = frozenset((*_RACE_KEYS, "answers"))
+        RecordFields(passage, known).check(f"{where}: ", remedy="remove or rename it")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if not isinstance(passage["article"], str):
+        raise ConfigError(f"{where}: 'article' must be a string")
+    for key in (*_RACE_KEYS[1:], *(["answers"] if passage.get("answers") is not None else [])):
+        if not isinstance(passage[key], list):
+            raise ConfigError(f"{where}: {key!r} must be a list")
+    if not all(isinstance(choices, list) for choices in passage["options"]):
+        raise ConfigError(f"{where}: 'options' must be a list of lists")

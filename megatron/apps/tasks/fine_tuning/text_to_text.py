@@ -1,40 +1,27 @@
 """Tasks for models that predict text: the label is the answer that they find most probable.
 
 A model is trained on the tokens of the right answer, and predicts the answer whose tokens have the
-highest probability together.
+highest probability together. Prompts depend on what reads them (`Family.context_reader`): a
+decoder, whose answer continues the text, gets those of lm-evaluation-harness; an encoder gets the
+name of the task first, as the published T5 was trained.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron.apps.tasks.fine_tuning.examples import LabelledExample, RaceQuestion
-from megatron.apps.tasks.fine_tuning.metrics import (
-    SCORERS,
-    Scores,
-    accuracy_scores,
-)
-from megatron.apps.tasks.fine_tuning.predictions import Prediction, chosen
-from megatron.apps.tasks.fine_tuning.prompts import (
-    NUMBERS,
-    PROMPTS,
-    QUESTIONS,
-    number_word,
-)
-from megatron.apps.tasks.fine_tuning.race import LETTERS, read_race
-from megatron.apps.tasks.fine_tuning.tables import TableTask
+from megatron.apps.tasks.fine_tuning.scores import Prediction, chosen
 from megatron.apps.tasks.fine_tuning.task import (
-    FineTuning,
     HeldOutSamples,
-    TaskRun,
+    LabelTask,
     TrainingSamples,
     require_labels,
 )
@@ -43,8 +30,104 @@ from megatron.data.samples import MadeSamples
 from megatron.data.scored_text import ScoredText
 from megatron.families import Family
 from megatron.model.spec import TEXT_SCORES
+from megatron.run.run import Run
 
-Row = TypeVar("Row", LabelledExample, RaceQuestion)
+
+@dataclass(frozen=True)
+class Prompt:
+    """Prompt of a task, with {0} and {1} for the texts of a row, and its answers by the label's
+    word in the files. The text of the number ``sentence`` gets a full stop if it has none."""
+
+    text: str
+    answers: Mapping[str, str]
+    sentence: int | None = None
+
+    def of(self, texts: Sequence[str]) -> str:
+        """What is asked about the texts of a row."""
+        ended = [
+            f"{text}." if number == self.sentence and not text.endswith(".") else text
+            for number, text in enumerate(texts)
+        ]
+        return self.text.format(*ended)
+
+
+NUMBERS = tuple(f"{number / 5:.1f}" for number in range(26))
+"""The answers where a number from 0 to 5 is predicted: in steps of 0.2."""
+
+
+def _same(words: Sequence[str]) -> dict[str, str]:
+    return {word: word for word in words}
+
+
+def number_word(value: float) -> str:
+    """The answer nearest to a number."""
+    return f"{round(value * 5) / 5:.1f}"
+
+
+_NUMBERS = _same(NUMBERS)
+_NO_YES = {"0": "no", "1": "yes"}
+_ENTAILMENT = ("entailment", "not_entailment")
+
+PROMPTS: dict[str, dict[str, Prompt]] = {
+    "decoder": {
+        "MNLI": Prompt(
+            "{0}\nQuestion: {1} True, False or Neither?\nAnswer:",
+            {"contradiction": "False", "entailment": "True", "neutral": "Neither"},
+            sentence=1,
+        ),
+        "QQP": Prompt(
+            "Question 1: {0}\nQuestion 2: {1}\nQuestion: Do both questions ask the same thing?\n"
+            "Answer:",
+            _NO_YES,
+        ),
+        "QNLI": Prompt(
+            "{0}\n{1}\nQuestion: Does this response answer the question?\nAnswer:",
+            {"entailment": "yes", "not_entailment": "no"},
+        ),
+        "SST-2": Prompt(
+            "{0}\nQuestion: Is this sentence positive or negative?\nAnswer:",
+            {"0": "negative", "1": "positive"},
+        ),
+        "CoLA": Prompt("{0}\nQuestion: Does this sentence make sense?\nAnswer:", _NO_YES),
+        "STS-B": Prompt(
+            "Sentence 1: {0}\nSentence 2: {1}\nQuestion: How similar are the sentences, from 0.0 "
+            "to 5.0?\nAnswer:",
+            _NUMBERS,
+        ),
+        "MRPC": Prompt(
+            "Sentence 1: {0}\nSentence 2: {1}\nQuestion: Do both sentences mean the same thing?\n"
+            "Answer:",
+            _NO_YES,
+        ),
+        "RTE": Prompt(
+            "{0}\nQuestion: {1} True or False?\nAnswer:",
+            {"entailment": "True", "not_entailment": "False"},
+        ),
+    },
+    "encoder": {
+        "MNLI": Prompt(
+            "mnli hypothesis: {1} premise: {0}", _same(("contradiction", "entailment", "neutral"))
+        ),
+        "QQP": Prompt(
+            "qqp question1: {0} question2: {1}", {"0": "not_duplicate", "1": "duplicate"}
+        ),
+        "QNLI": Prompt("qnli question: {0} sentence: {1}", _same(_ENTAILMENT)),
+        "SST-2": Prompt("sst2 sentence: {0}", {"0": "negative", "1": "positive"}),
+        "CoLA": Prompt("cola sentence: {0}", {"0": "unacceptable", "1": "acceptable"}),
+        "STS-B": Prompt("stsb sentence1: {0} sentence2: {1}", _NUMBERS),
+        "MRPC": Prompt(
+            "mrpc sentence1: {0} sentence2: {1}", {"0": "not_equivalent", "1": "equivalent"}
+        ),
+        "RTE": Prompt("rte sentence1: {0} sentence2: {1}", _same(_ENTAILMENT)),
+    },
+}
+"""By what reads them, and the task."""
+
+QUESTIONS: dict[str, str] = {
+    "decoder": "Article: {article}\n\nQuestion: {question}\nAnswer:",
+    "encoder": "race question: {question} article: {article}",
+}
+"""How a question about an article is put; its options are the answers."""
 
 
 class Asked(NamedTuple):
@@ -56,7 +139,7 @@ class Asked(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TextTask(FineTuning, Generic[Row]):
+class TextTask(LabelTask):
     """A task whose samples are prompts with an answer, for models of a family."""
 
     family: Family
@@ -64,14 +147,14 @@ class TextTask(FineTuning, Generic[Row]):
     def settings(self) -> Settings:
         return {}
 
-    def training_samples(self, examples: Sequence[Row], run: TaskRun) -> TrainingSamples:
+    def training_samples(self, examples: Sequence[Any], run: Run) -> TrainingSamples:
         require_labels(examples)
         answers = self._right_answers(examples, run)
         lengths = self._padded_lengths(answers, run)
         collate = partial(self.family.scored_batch, run.config, run.tokenizer, pad_to=lengths)
         return TrainingSamples(answers, collate)
 
-    def held_out_samples(self, examples: Sequence[Row], run: TaskRun) -> HeldOutSamples:
+    def held_out_samples(self, examples: Sequence[Any], run: Run) -> HeldOutSamples:
         text = self.text(run)
         asked = [self.asked(each) for each in examples]
         texts = [text(prompt, answer) for prompt, answers, _ in asked for answer in answers]
@@ -88,28 +171,34 @@ class TextTask(FineTuning, Generic[Row]):
         )
 
     @abstractmethod
-    def asked(self, example: Row) -> Asked:
+    def asked(self, example: Any) -> Asked:
         """An example as text."""
 
-    @abstractmethod
     def predictions(
-        self, examples: Sequence[Row], log_probs_NA: npt.NDArray[np.float64]
+        self, examples: Sequence[Any], log_probs_NA: npt.NDArray[np.float64]
     ) -> list[Prediction]:
         """Predictions of the log-probabilities of all answers, a row for each example."""
+        if self.data.labels:
+            return chosen(examples, self.data.labels, log_probs_NA)
+        best = log_probs_NA.argmax(1)
+        return [
+            Prediction(each.identity, float(NUMBERS[number]), each.label)
+            for each, number in zip(examples, best, strict=True)
+        ]
 
-    def text(self, run: TaskRun) -> Callable[[str, str], ScoredText]:
+    def text(self, run: Run) -> Callable[[str, str], ScoredText]:
         """Makes a prompt and an answer a text to score."""
         return partial(self.family.answered, run.config.model, run.tokenizer)
 
-    def _right_answers(self, examples: Sequence[Row], run: TaskRun) -> MadeSamples[ScoredText]:
+    def _right_answers(self, examples: Sequence[Any], run: Run) -> MadeSamples[ScoredText]:
         return MadeSamples(examples, partial(self._right_answer, self.text(run)))
 
-    def _right_answer(self, text: Callable[[str, str], ScoredText], example: Row) -> ScoredText:
+    def _right_answer(self, text: Callable[[str, str], ScoredText], example: Any) -> ScoredText:
         prompt, answers, right = self.asked(example)
         assert right is not None
         return text(prompt, answers[right])
 
-    def _padded_lengths(self, answers: MadeSamples[ScoredText], run: TaskRun) -> Any:
+    def _padded_lengths(self, answers: MadeSamples[ScoredText], run: Run) -> Any:
         """Lengths to pad every batch to: those of the longest where the micro batches of a step
         must have one shape, as in a pipeline, or be divided; else None."""
         parallel = run.config.parallel
@@ -122,32 +211,23 @@ class TextTask(FineTuning, Generic[Row]):
         return tuple(lengths) if isinstance(lengths, list) else lengths
 
 
-@dataclass(frozen=True)
-class TextTable(TextTask[LabelledExample]):
-    """The tasks of :data:`megatron.apps.tasks.fine_tuning.tables.TABLES` as text."""
-
-    table: TableTask
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        return self.table.name
-
-    def read(self, path: Path) -> list[LabelledExample]:
-        return self.table.read(path)
+class TextTable(TextTask):
+    """The tasks of :data:`megatron.apps.tasks.fine_tuning.examples.TABLES` as text."""
 
     def asked(self, example: LabelledExample) -> Asked:
         assert self.family.context_reader is not None
         prompt = PROMPTS[self.family.context_reader][self.name]
-        words, right = self.table.labels or NUMBERS, example.label
-        if not self.table.labels and right is not None:
+        words, right = self.data.labels or NUMBERS, example.label
+        if not self.data.labels and right is not None:
             right = NUMBERS.index(number_word(right))
         answers = [prompt.answers[word] for word in words]
         return Asked(prompt.of(example.texts), answers, None if right is None else int(right))
 
-    def text(self, run: TaskRun) -> Callable[[str, str], ScoredText]:
+    def text(self, run: Run) -> Callable[[str, str], ScoredText]:
         """See `TextTask.text`; raises ConfigError if the tokens of two answers are the same."""
-        text, words = super().text(run), self.table.labels or NUMBERS
-        asked = self.asked(LabelledExample(("",) * self.table.texts, None, ""))
+        text = super().text(run)
+        # The answers are the same whatever the texts are.
+        asked = self.asked(LabelledExample(("", ""), None, ""))
         known: dict[tuple[int, ...], str] = {}
         for answer in asked.answers:
             tokens = tuple(text(asked.prompt, answer).continuation.tolist())
@@ -156,48 +236,16 @@ class TextTable(TextTask[LabelledExample]):
                 raise ConfigError(
                     f"--task {self.name}: the answers {other!r} and {answer!r} are the same tokens "
                     f"({run.tokenizer.source}): the vocabulary lacks them; use one that has the "
-                    f"words {', '.join(asked.answers[:3])}{' ...' * (len(words) > 3)}"
+                    f"words {', '.join(asked.answers[:3])}{' ...' * (len(asked.answers) > 3)}"
                 )
         return text
 
-    def predictions(
-        self, examples: Sequence[LabelledExample], log_probs_NA: npt.NDArray[np.float64]
-    ) -> list[Prediction]:
-        identities = [example.identity for example in examples]
-        labels: list[Any] = [example.label for example in examples]
-        if self.table.labels:
-            return chosen(identities, labels, self.table.labels, log_probs_NA)
-        best = log_probs_NA.argmax(1)
-        return [
-            Prediction(identity, float(NUMBERS[number]), label)
-            for identity, number, label in zip(identities, best, labels, strict=True)
-        ]
 
-    def scores(self, predictions: Sequence[Prediction]) -> Scores:
-        return SCORERS[self.table.metric](predictions)
-
-
-@dataclass(frozen=True)
-class TextRace(TextTask[RaceQuestion]):
+class TextRace(TextTask):
     """RACE: the option that is the most probable answer."""
-
-    name = "RACE"
-    folders = True
-
-    def read(self, path: Path) -> list[RaceQuestion]:
-        return read_race(path)
 
     def asked(self, example: RaceQuestion) -> Asked:
         assert self.family.context_reader is not None
         text = QUESTIONS[self.family.context_reader]
         prompt = text.format(article=example.article, question=example.question)
         return Asked(prompt, example.options, example.label)
-
-    def predictions(
-        self, examples: Sequence[RaceQuestion], log_probs_NA: npt.NDArray[np.float64]
-    ) -> list[Prediction]:
-        identities = [example.identity for example in examples]
-        return chosen(identities, [example.label for example in examples], LETTERS, log_probs_NA)
-
-    def scores(self, predictions: Sequence[Prediction]) -> Scores:
-        return accuracy_scores(predictions)

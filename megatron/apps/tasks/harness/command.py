@@ -33,16 +33,12 @@ from megatron.util.progress import say
 from megatron.util.secrets import without_secrets
 
 if TYPE_CHECKING:
-    from megatron.apps.generation.writing import TextWriter
     from megatron.apps.tasks.harness.model import HarnessModel
-    from megatron.engine.train_engine import ModelEngine
 
-EXTRA = "evaluate"
 _SIZES = {
-    *("num_layers", "hidden_size", "num_attention_heads", "seq_length"),
-    "max_position_embeddings",
+    *("num_layers", "hidden_size", "num_attention_heads"),
+    *("seq_length", "max_position_embeddings"),
 }
-_UNKNOWN = -1
 _HALF = {"fp16", "bf16"}
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth"}
 """Endings of files with weights."""
@@ -76,8 +72,8 @@ def run_download(description: str | None, argv: Sequence[str] | None = None) -> 
     """Downloads the data of tasks into the folder of ``HF_HOME``, where evaluations look for them.
     Raises ConfigError if a task is unknown, or its data cannot be downloaded."""
     (config,) = parse_configs((DownloadConfig,), argv, description=description)
-    names = config.task_names
     os.environ.setdefault("HF_DATASETS_OFFLINE", "0")
+    names = config.task_names
     require_harness()
     from megatron.apps.tasks.harness.tasks import load_tasks
 
@@ -95,11 +91,11 @@ def parsed(
         raise ConfigError("--load is missing: the checkpoint to evaluate")
     require_harness()
     processes = start_processes(settings, argv)
-    for flag, path in (("--output", config.output), ("--results_path", config.results_path)):
-        if is_main_process():
-            check_output(flag, path)
-    for line in unused_flags(config) if is_main_process() else ():
-        say(line)
+    if is_main_process():
+        check_output("--output", config.output)
+        check_output("--results_path", config.results_path)
+        for line in unused_flags(config):
+            say(line)
     if config.task_list is not None:
         settings = without_training(settings)
     if config.eval_fp32:
@@ -114,7 +110,7 @@ def without_training(settings: Settings) -> Settings:
     kept = {
         name: setting
         for name, setting in settings.items()
-        if name != "deepspeed_config" and not (name in _SIZES and setting.value == _UNKNOWN)
+        if name != "deepspeed_config" and not (name in _SIZES and setting.value == -1)
     }
     if "deepspeed_config" in settings:
         path = settings["deepspeed_config"].value
@@ -138,9 +134,7 @@ def opened_model(
         note = family_of(found.engine.config.model.family).scoring_note
         if note is not None and is_main_process():
             say(note)
-        model = _model(found, config)
-        if generates:
-            model.writer = _writer(found.engine, found.run, config)
+        model = _model(found, config, generates)
         checkpoint = EvaluatedModel.of(found.run.config, found.folder, found.iteration)
         yield HarnessRun(model, found.run, checkpoint)
         if model.answer_cache is not None:
@@ -152,7 +146,7 @@ def require_harness() -> None:
     from this machine, unless the user has set the variables that say so."""
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError(
-            f"lm_eval is not installed: run pip install -e '.[{EXTRA}]' in the checkout"
+            "lm_eval is not installed: run pip install -e '.[evaluate]' in the checkout"
         )
     # lm-eval imports a package named evaluate, which must not be found among the tools.
     tools = Path(sys.argv[0]).resolve().parent
@@ -165,17 +159,10 @@ def require_harness() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", os.environ["HF_DATASETS_OFFLINE"])
 
 
-def _writer(engine: ModelEngine, run: Run, config: HarnessConfig) -> TextWriter:
+def _model(opened: Opened, config: HarnessConfig, generates: bool) -> HarnessModel:
     from megatron.apps.generation.writing import TextWriter
-
-    runner = runner_of(engine, run.tokenizer, config)
-    return TextWriter(engine.mesh, run.tokenizer, runner)
-
-
-def _model(opened: Opened, config: HarnessConfig) -> HarnessModel:
-    from megatron.apps.tasks.harness.cache import AnswerCache
     from megatron.apps.tasks.harness.model import HarnessModel
-    from megatron.apps.tasks.harness.scoring import TextScorer
+    from megatron.apps.tasks.harness.scoring import AnswerCache, TextScorer
 
     run, folder = opened.run, opened.folder
     scorer = TextScorer(opened.engine, run.tokenizer, config.batch_size, config.max_batch_size)
@@ -189,12 +176,15 @@ def _model(opened: Opened, config: HarnessConfig) -> HarnessModel:
         mark = fingerprint(folder, depends)
         name = f"{folder.resolve()} ({mark}), {dtype}, {model.max_length} tokens"
         model.answer_cache = AnswerCache(config.use_cache, name)
+    if generates:
+        runner = runner_of(opened.engine, run.tokenizer, config)
+        model.writer = TextWriter(opened.engine.mesh, run.tokenizer, runner)
     return model
 
 
 def fingerprint(folder: Path, depends: Any) -> str:
-    """Of a checkpoint's weights, by size and time of their files, so that others in the same place
-    are known as such, and of what else the answers depend on."""
+    """A mark of a checkpoint's weights, by size and time of their files, so that others in the same
+    place are known as such, and of what else the answers depend on."""
     files = [path for path in folder.rglob("*") if path.suffix in _WEIGHTS]
     stats = sorted(
         (str(f.relative_to(folder)), f.stat().st_size, f.stat().st_mtime_ns) for f in files
@@ -264,12 +254,14 @@ def _report(results: dict[str, Any], config: HarnessConfig, opened: HarnessRun) 
         )
     if config.results_path is not None:
         older = results_02(results, opened.checkpoint.checkpoint)
-        _write(Path(config.results_path), older)
+        write_whole(Path(config.results_path), _json(older, indent=2))
     if config.output is None:
         return
     path = Path(config.output)
     for task, rows in samples.items() if config.logs_samples else ():
-        write_whole(samples_path(path, task), "".join(map(_json_line, rows)).encode())
+        name = task.replace("/", "__").replace(" ", "_")
+        file = path.with_name(f"{path.stem}_samples_{name}.jsonl")
+        write_whole(file, b"".join(map(_json, rows)))
     results["megatron"] = {
         "versions": versions(),
         "model": asdict(opened.checkpoint),
@@ -277,24 +269,12 @@ def _report(results: dict[str, Any], config: HarnessConfig, opened: HarnessRun) 
         "run": without_secrets(opened.run.config.to_dict()),
         "speed": asdict(speed),
     }
-    _write(path, results)
+    write_whole(path, _json(results, indent=2))
 
 
-def _write(path: Path, results: dict[str, Any]) -> None:
-    write_whole(path, (_json(results, indent=2) + "\n").encode())
-
-
-def samples_path(output: Path, task: str) -> Path:
-    """The file of a task's requests beside the file of results."""
-    name = task.replace("/", "__").replace(" ", "_")
-    return output.with_name(f"{output.stem}_samples_{name}.jsonl")
-
-
-def _json_line(row: Any) -> str:
-    return _json(row) + "\n"
-
-
-def _json(value: Any, indent: int | None = None) -> str:
+def _json(value: Any, indent: int | None = None) -> bytes:
+    """JSON as lm-eval writes it, with a line break at its end."""
     from lm_eval.utils import handle_non_serializable
 
-    return json.dumps(value, indent=indent, default=handle_non_serializable, ensure_ascii=False)
+    text = json.dumps(value, indent=indent, default=handle_non_serializable, ensure_ascii=False)
+    return f"{text}\n".encode()

@@ -11,9 +11,12 @@ from megatron.apps.generation.memory import CacheConfig
 from megatron.config import ConfigError
 from megatron.config.flags import NOT_NEGATIVE, POSITIVE, flag_of, option
 
-AUTO = "auto"
 SEEDS = (0, 1234, 1234, 1234)
 """lm-eval's seeds of random, NumPy, torch and the examples of few-shot prompts."""
+
+
+def _split(names: str) -> list[str]:
+    return [name.strip() for name in names.split(",") if name.strip()]
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,6 @@ class HarnessConfig(CacheConfig):
     """Values for tasks that ask for some, as JSON or key=value,key=value."""
 
     def __post_init__(self) -> None:
-        """Raises ConfigError if values are malformed or contradict each other."""
         if self.tasks is not None and self.task_list is not None:
             raise ConfigError("--tasks and --task_list: give one of them")
         if not self.task_names:
@@ -109,7 +111,8 @@ class HarnessConfig(CacheConfig):
         if self.limit is not None and self.samples is not None:
             raise ConfigError(f"--limit {self.limit:g} and --samples: give one of them")
         if self.logs_samples and self.output is None:
-            raise ConfigError(f"{self._flag_of_samples} needs --output, beside which it writes")
+            flag = "--log-samples" if self.log_samples else "--predict-only"
+            raise ConfigError(f"{flag} needs --output, beside which it writes")
         for flag, file in (("--output", self.output), ("--results_path", self.results_path)):
             if file is not None and not Path(file).absolute().parent.is_dir():
                 raise ConfigError(f"{flag} {file}: its folder does not exist; create it")
@@ -126,8 +129,7 @@ class HarnessConfig(CacheConfig):
 
     @property
     def task_names(self) -> list[str]:
-        names = (self.tasks or self.task_list or "").split(",")
-        return [name.strip() for name in names if name.strip()]
+        return _split(self.tasks or self.task_list or "")
 
     @property
     def fewshot(self) -> int | None:
@@ -139,13 +141,9 @@ class HarnessConfig(CacheConfig):
         return self.log_samples or self.predict_only
 
     @property
-    def _flag_of_samples(self) -> str:
-        return "--log-samples" if self.log_samples else "--predict-only"
-
-    @property
     def batch_size(self) -> int | None:
         """None for auto."""
-        if self.micro_batch_size == AUTO:
+        if self.micro_batch_size == "auto":
             return None
         if self.micro_batch_size.isdecimal() and int(self.micro_batch_size) > 0:
             return int(self.micro_batch_size)
@@ -216,7 +214,7 @@ class DownloadConfig:
     @property
     def task_names(self) -> list[str]:
         """Raises ConfigError if no name is given."""
-        names = [name.strip() for name in (self.task_list or "").split(",") if name.strip()]
+        names = _split(self.task_list or "")
         if not names:
             raise ConfigError("--task_list is missing: names of tasks, separated by commas")
         return names

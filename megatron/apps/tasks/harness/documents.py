@@ -10,12 +10,9 @@ from typing import Any
 from megatron.config import ConfigError
 from megatron.util.json_text import parse_json
 
-SPLIT = "test"
 _ROWS = (".jsonl", ".json", ".parquet")
 _TEXT = (".txt", ".raw", ".tokens")
 _TEXT_TASK = "wikitext"
-_BEGINNINGS = {_TEXT_TASK: "wiki"}
-"""Beginnings of the names of a task's files, where they are not the task's name."""
 _TITLE = re.compile(r"\s*= (?!=).*(?<!=) =\s*")
 """A line of WikiText that begins an article; those of its sections have more signs."""
 
@@ -26,7 +23,7 @@ def file_in(folder: str | None, name: str, flag: str) -> Path | None:
     if folder is None:
         return None
     endings = _ROWS + _TEXT if name == _TEXT_TASK else _ROWS
-    begins = _BEGINNINGS.get(name, name)
+    begins = "wiki" if name == _TEXT_TASK else name
     fitting = sorted(
         path
         for path in Path(folder).iterdir()
@@ -48,7 +45,7 @@ def reading(task: str, path: Path, flag: str) -> dict[str, Any]:
     def loaded(**_: Any) -> Any:
         import datasets
 
-        return {SPLIT: datasets.Dataset.from_list(list(rows))}
+        return {"test": datasets.Dataset.from_list(list(rows))}
 
     return {
         "dataset_path": str(path),
@@ -57,7 +54,7 @@ def reading(task: str, path: Path, flag: str) -> dict[str, Any]:
         "custom_dataset": loaded,
         "training_split": None,
         "validation_split": None,
-        "test_split": SPLIT,
+        "test_split": "test",
         "fewshot_split": None,
     }
 

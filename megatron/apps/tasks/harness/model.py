@@ -5,23 +5,32 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from megatron.apps.generation.decoding.chat import ChatFormat
-from megatron.apps.generation.request import Completion, GenerationRequest
+from megatron.apps.generation.request import (
+    Beams,
+    Completion,
+    GenerationRequest,
+    Sampling,
+    StopRules,
+)
 from megatron.apps.generation.writing import TextWriter
-from megatron.apps.tasks.harness.cache import AnswerCache
-from megatron.apps.tasks.harness.generating import TaskGeneration
 from megatron.apps.tasks.harness.scoring import (
+    AnswerCache,
     Likelihood,
     TextScorer,
     TokenRequest,
@@ -35,25 +44,68 @@ from megatron.util.processes import is_main_process
 
 logger = logging.getLogger(__name__)
 
+_MAX_GEN_TOKS = 256
+"""New tokens where a task gives no number."""
+_TOP_K = 50
+"""Tokens that transformers draws among, where a task gives no number."""
+_GENERATION_KWARGS = {
+    *("do_sample", "temperature", "until", "max_gen_toks", "top_k", "top_p", "min_p"),
+    *("repetition_penalty", "num_beams", "length_penalty"),
+}
 _CONTINUED = "<the message ends here> "
-"""Where a message ends that is to be continued; templates write more behind it."""
+"""Mark of the end of a message that is to be continued; templates write more after it."""
 
 EncodedPair = tuple[tuple[str, str] | None, list[int], list[int]]
 """Context and continuation: the texts, None for a window of a longer one, and their token ids."""
 
 
+def generation_rules(
+    kwargs: Mapping[str, Any], ends: frozenset[int], texts: Iterable[str], task: str, seed: int
+) -> tuple[StopRules, Sampling, Beams | None]:
+    """Rules of a task's ``generation_kwargs``. ``ends`` are the tokens that end a text, ``texts``
+    those of the tokenizer's end, which also end it where other tokens write them. Raises
+    ConfigError if a value is unknown or wrong."""
+    values: dict[str, Any] = dict(normalize_gen_kwargs(dict(kwargs), _MAX_GEN_TOKS))
+    unknown = sorted(set(values) - _GENERATION_KWARGS)
+    if unknown:
+        raise ConfigError(
+            f"task {task}: generation_kwargs, or --gen-kwargs, has {unknown[0]}, which is not "
+            f"supported; known are {', '.join(sorted(_GENERATION_KWARGS))}"
+        )
+    until = values["until"]
+    for text in texts:
+        until = handle_stop_sequences(until, text)
+    until = tuple(text for text in until if text)
+    try:
+        stopping = StopRules(values["max_gen_toks"], ends, until)
+        penalty = float(values.get("repetition_penalty", 1.0))
+        sampling = Sampling(greedy=True, repetition_penalty=penalty, seed=seed)
+        if values["do_sample"]:
+            sampling = Sampling(
+                temperature=float(values.get("temperature", 0.0)),
+                top_k=int(values.get("top_k", _TOP_K)),
+                top_p=float(values.get("top_p", 1.0)),
+                min_p=float(values.get("min_p", 0.0)),
+                repetition_penalty=penalty,
+                seed=seed,
+            )
+        width, length_penalty = int(values.get("num_beams", 1)), values.get("length_penalty", 1.0)
+        beams = Beams(width, float(length_penalty)) if width > 1 else None
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"task {task}: generation_kwargs, or --gen-kwargs: {error}") from None
+    return stopping, sampling, beams
+
+
 class HarnessModel(TemplateLM):
     """Answers lm-eval's requests as its own ``hf`` model does. Towards lm-eval each process of a
-    layout is alone: all make the same calls, and the scorer divides the work among them.
+    layout is alone: all make the same calls, and the scorer divides the work among them. Raises
+    ConfigError if a model of its family does not predict text.
 
     Args:
         max_length: tokens that the model sees; None for its positions.
         prefix_token_id: the token before a text without context; None for the beginning of text,
             or else its end.
         ends: tokens that end a generated text.
-
-    Raises:
-        ConfigError: a model of its family does not predict text.
     """
 
     def __init__(
@@ -156,12 +208,11 @@ class HarnessModel(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The text that the model writes after each context. Raises ConfigError where no text is
         generated, or a task wants it in a way that is not known."""
-        drawn = [bool(request.args[1].get("do_sample")) for request in requests]
         # A text that is drawn is another one each time that it is asked for.
-        again = [request for request, d in zip(requests, drawn, strict=True) if not d]
+        again = [request for request in requests if not _is_drawn(request)]
         texts = iter(self._kept("generate_until", again, self._written))
-        others = iter(self._written([r for r, d in zip(requests, drawn, strict=True) if d]))
-        return [next(others) if d else next(texts) for d in drawn]
+        others = iter(self._written([request for request in requests if _is_drawn(request)]))
+        return [next(others if _is_drawn(request) else texts) for request in requests]
 
     def _written(self, requests: Sequence[Instance]) -> list[str]:
         if not requests:
@@ -172,48 +223,40 @@ class HarnessModel(TemplateLM):
                 f"task {', '.join(names)} generates text (output_type: generate_until), which a "
                 "training does not do: run tools/evaluate.py with its checkpoint"
             )
-        wanted = [self._wanted(request) for request in requests]
-        prompts = [
-            self._prompt(request, each) for request, each in zip(requests, wanted, strict=True)
-        ]
         seed = torch.initial_seed()
         texts = [
-            GenerationRequest(
-                prompt, each.stopping, replace(each.sampling, seed=derive_seed(seed, n)), each.beams
-            )
-            for n, (prompt, each) in enumerate(zip(prompts, wanted, strict=True))
+            self._generation(request, derive_seed(seed, number))
+            for number, request in enumerate(requests)
         ]
 
+        def answer(number: int, completion: Completion) -> str:
+            written = self._decoded(completion.tokens)
+            return postprocess_generated_text(written, list(texts[number].stopping.texts), None)
+
         def keep(number: int, completion: Completion) -> None:
-            if self.answer_cache is not None and not requests[number].args[1].get("do_sample"):
-                answer = wanted[number].text(self._decoded(completion.tokens))
-                self.answer_cache.add("generate_until", [(requests[number].args, answer)])
+            if self.answer_cache is not None and not _is_drawn(requests[number]):
+                answers = [(requests[number].args, answer(number, completion))]
+                self.answer_cache.add("generate_until", answers)
 
         start = time.perf_counter()
         found = self.writer.completions(texts, keep)
-        tokens = sum(map(len, prompts)) + sum(len(each.tokens) for each in found)
+        tokens = sum(len(each.prompt) for each in texts) + sum(len(each.tokens) for each in found)
         self.scorer.speed.add(len(requests), tokens, time.perf_counter() - start)
-        return [
-            each.text(self._decoded(completion.tokens))
-            for each, completion in zip(wanted, found, strict=True)
-        ]
+        return [answer(number, completion) for number, completion in enumerate(found)]
 
-    def _wanted(self, request: Instance) -> TaskGeneration:
-        ids = self.text_tokenizer.special_ids
+    def _generation(self, request: Instance, seed: int) -> GenerationRequest:
+        """A request with as much of the end of its context as there is room for."""
+        task, ids = str(request.task_name), self.text_tokenizer.special_ids
         texts = [self.text_tokenizer.detokenize([i]) for i in (ids.eod, ids.eos) if i is not None]
-        return TaskGeneration.of(request.args[1], self.ends, texts, str(request.task_name))
-
-    def _prompt(self, request: Instance, wanted: TaskGeneration) -> tuple[int, ...]:
-        """As much of the end of a context as there is room for."""
-        new, room = wanted.stopping.max_new_tokens, self.max_length
-        if self.backend == "causal":
-            room -= new
+        rules = generation_rules(request.args[1], self.ends, texts, task, seed)
+        new = rules[0].max_new_tokens
+        room = self.max_length - (new if self.backend == "causal" else 0)
         if room <= 0:
             raise ConfigError(
-                f"task {request.task_name}: max_gen_toks {new} leaves no room for a prompt in the "
+                f"task {task}: max_gen_toks {new} leaves no room for a prompt in the "
                 f"{self.max_length} tokens that the model sees; --gen-kwargs max_gen_toks=N"
             )
-        return tuple(self.tok_encode(request.args[0]))[-room:]
+        return GenerationRequest(tuple(self.tok_encode(request.args[0]))[-room:], *rules)
 
     def _decoded(self, tokens: Sequence[int]) -> str:
         """The text of new tokens alone, without special ones."""
@@ -235,12 +278,8 @@ class HarnessModel(TemplateLM):
             )
             windows += [(None, *make_disjoint_window(pair)) for pair in pairs]
             ends.append(len(windows))
-        answers = self._loglikelihood_tokens(windows)
-        starts = [0, *ends[:-1]]
-        return [
-            float(sum(log_prob for log_prob, _ in answers[start:end]))
-            for start, end in zip(starts, ends, strict=True)
-        ]
+        log_probs = [log_prob for log_prob, _ in self._loglikelihood_tokens(windows)]
+        return [float(sum(log_probs[start:end])) for start, end in pairwise([0, *ends])]
 
     def _loglikelihood_tokens(
         self, requests: Sequence[EncodedPair], **kwargs: Any
@@ -262,8 +301,10 @@ class HarnessModel(TemplateLM):
                 f"{shortened} of {len(pairs)} requests are longer than {self.max_length} tokens, "
                 "and lose the beginning of their context"
             )
-        with self._timed(pairs):
-            found = self.scorer.answers(pairs, self.backend == "causal", keep)
+        start = time.perf_counter()
+        found = self.scorer.answers(pairs, self.backend == "causal", keep)
+        tokens = sum(len(context) + len(rest) for context, rest in pairs)
+        self.scorer.speed.add(len(pairs), tokens, time.perf_counter() - start)
         return [(log_prob, greedy) for log_prob, greedy in found]
 
     def _cut(self, context: list[int], continuation: list[int]) -> TokenRequest:
@@ -298,28 +339,21 @@ class HarnessModel(TemplateLM):
         rest = iter(computed)
         return [next(rest) if answer is None else answer for answer in found]
 
-    @contextmanager
-    def _timed(self, requests: Sequence[TokenRequest]) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        tokens = sum(len(context) + len(rest) for context, rest in requests)
-        self.scorer.speed.add(len(requests), tokens, time.perf_counter() - start)
-
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         """The conversation in the tokenizer's chat template, without system messages if the
         template refuses them. Raises ConfigError if it has none."""
-        self._chat_tokenizer()
-        given, tag = list(chat_history), ""
-        if not add_generation_prompt and given:  # the last message is to be continued
+        self._require_chat_template()
+        messages, tag = list(chat_history), ""
+        if not add_generation_prompt and messages:  # the last message is to be continued
             tag = _CONTINUED
-            given[-1] = {**given[-1], "content": given[-1]["content"] + tag}
+            messages[-1] = {**messages[-1], "content": messages[-1]["content"] + tag}
         try:
-            text = self._chat_format.render(given, add_generation_prompt)
+            text = self._chat_format.render(messages, add_generation_prompt)
         except TemplateRefusalError as error:
-            others = [message for message in given if message["role"] != "system"]
-            if len(others) == len(given):
+            others = [message for message in messages if message["role"] != "system"]
+            if len(others) == len(messages):
                 raise
             logger.warning(f"{error}; system messages are left out")
             text = self._chat_format.render(others, add_generation_prompt)
@@ -338,19 +372,22 @@ class HarnessModel(TemplateLM):
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """The template itself, for the results."""
         if chat_template is not False:
-            self._chat_tokenizer()
+            self._require_chat_template()
         return super().chat_template(chat_template)
 
-    def _chat_tokenizer(self) -> Any:
+    def _require_chat_template(self) -> None:
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise ConfigError(
                 f"--apply-chat-template: {self.text_tokenizer.source} has no chat template; a "
                 "Hugging Face folder with one, as --tokenizer-type HFTokenizer --tokenizer-model "
                 "FOLDER, has"
             )
-        return self.tokenizer
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval writes about the model."""
         engine = self.scorer.engine
         return {"model_dtype": str(next(engine.model.parameters()).dtype).removeprefix("torch.")}
+
+
+def _is_drawn(request: Instance) -> bool:
+    return bool(request.args[1].get("do_sample"))

@@ -1,18 +1,22 @@
-"""Token ids of requests to their log-probabilities, through the engine of any layout."""
+"""Answers to requests: their log-probabilities, through the engine of any layout, and a file that
+keeps answers from one evaluation to the next."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch.distributed as dist
 
+from megatron.config import ConfigError
 from megatron.data.scored_text import ScoredText
 from megatron.engine.train_engine import ModelEngine
 from megatron.model.spec import CHOICE_SCORES, TEXT_SCORES, Measure
 from megatron.tokenizer import Tokenizer
 from megatron.training.measuring import measure_texts
+from megatron.util.processes import is_main_process
 from megatron.util.progress import progress_bar
 
 BATCH_TOKENS = 16384
@@ -20,6 +24,9 @@ BATCH_TOKENS = 16384
 
 ROUNDS = 64
 """Micro batches of a rank, times the stages of a pipeline, after which answers are handed on."""
+
+_MADE_BY = "model"
+"""Key of the description of the model in a file of answers, which lm-eval never asks for."""
 
 
 class Likelihood(NamedTuple):
@@ -37,20 +44,15 @@ class TokenRequest(NamedTuple):
     continuation: Sequence[int]
 
 
-OnAnswers = Callable[[Sequence[tuple[int, Likelihood]]], object]
-"""Called with numbers of requests and their answers."""
-
-
 @dataclass
 class Speed:
-    """What was computed, and for how long."""
+    """Requests and tokens that were computed, and for how long."""
 
     requests: int = 0
     tokens: int = 0
     seconds: float = 0.0
 
     def add(self, requests: int, tokens: int, seconds: float) -> None:
-        """Counts further requests."""
         self.requests += requests
         self.tokens += tokens
         self.seconds += seconds
@@ -58,11 +60,8 @@ class Speed:
 
 class TextScorer:
     """Answers requests with a model in any layout. Every rank calls it with the same ones.
-
-    Args:
-        batch_size: texts of a rank's micro batch; None for as many as make BATCH_TOKENS tokens of
-            the longest, at most ``max_batch_size``.
-    """
+    ``batch_size`` is the texts of a rank's micro batch; None for as many as make BATCH_TOKENS
+    tokens of the longest, at most ``max_batch_size``."""
 
     def __init__(
         self,
@@ -76,19 +75,24 @@ class TextScorer:
         self.speed = Speed()
 
     def answers(
-        self, requests: Sequence[TokenRequest], share: bool = True, on_answers: OnAnswers = id
+        self,
+        requests: Sequence[TokenRequest],
+        share: bool = True,
+        on_answers: Callable[[Sequence[tuple[int, Likelihood]]], object] = id,
     ) -> list[Likelihood]:
         """The answer to each request. Requests that differ in their last token only are one text,
         which the model reads once, if they may ``share``. ``on_answers`` is called from time to
-        time. Raises ConfigError if the model's family does not predict text; ValueError if a
-        request is longer than its positions."""
+        time with numbers of requests and their answers. Raises ConfigError if the model's family
+        does not predict text; ValueError if a request is longer than its positions."""
         texts = _texts(requests, share)
         found: list[Likelihood | None] = [None] * len(requests)
         with progress_bar("scoring", total=len(requests), unit=" requests") as bar:
             for measure, several in ((TEXT_SCORES, False), (CHOICE_SCORES, True)):
                 chosen = [text for text in texts if (len(text.last) > 1) == several]
                 while chosen:
-                    size = self._batch_size(chosen[0].tokens)
+                    size = self.batch_size or max(
+                        1, min(self.max_batch_size, BATCH_TOKENS // chosen[0].tokens)
+                    )
                     mesh = self.engine.mesh
                     count = ROUNDS * mesh.pipeline.size * mesh.data.size * size
                     answers = self._measured(chosen[:count], measure, size)
@@ -99,11 +103,6 @@ class TextScorer:
                     chosen = chosen[count:]
         return [answer for answer in found if answer is not None]
 
-    def _batch_size(self, longest: int) -> int:
-        if self.batch_size is not None:
-            return self.batch_size
-        return max(1, min(self.max_batch_size, BATCH_TOKENS // longest))
-
     def _measured(
         self, texts: Sequence[_Text], measure: Measure, size: int
     ) -> list[tuple[int, Likelihood]]:
@@ -112,15 +111,13 @@ class TextScorer:
         numbers = measure_texts(self.engine, self.tokenizer, scored, size, measure=measure)
         shape = (len(texts), -1)
         log_probs, correct = (numbers[name].reshape(shape) for name in ("log_prob", "correct"))
-        return [
-            (
-                number,
-                Likelihood(float(log_probs[row, place]), bool(correct[row, place] == text.scores)),
-            )
-            for row, text in enumerate(texts)
-            for place, last in enumerate(text.last.values())
-            for number in last
-        ]
+        answers = []
+        for row, text in enumerate(texts):
+            for place, same in enumerate(text.last.values()):
+                greedy = bool(correct[row, place] == len(text.begin) + 1)
+                answer = Likelihood(float(log_probs[row, place]), greedy)
+                answers += [(number, answer) for number in same]
+        return answers
 
 
 @dataclass(frozen=True)
@@ -135,11 +132,6 @@ class _Text:
     def tokens(self) -> int:
         """Tokens that the model reads."""
         return len(self.context) + len(self.begin)
-
-    @property
-    def scores(self) -> int:
-        """Tokens of a continuation."""
-        return len(self.begin) + 1
 
     def scored(self, choices: int) -> ScoredText:
         """With a number of choices, some of which may be repeated; 1 is none."""
@@ -157,3 +149,73 @@ def _texts(requests: Sequence[TokenRequest], share: bool) -> list[_Text]:
         text = found.setdefault(key, _Text(context, begin, {}))
         text.last.setdefault(last, []).append(number)
     return sorted(found.values(), key=lambda text: -text.tokens)
+
+
+class AnswerCache:
+    """Answers by method and arguments, in the format of lm-eval's own cache. The main process has
+    the file, and tells the others what is in it: they all have to answer the same requests.
+    ``path`` is that of lm-eval's flag, ``model`` describes what the answers depend on. Raises
+    ConfigError if the file is of another model, or not a file of that kind."""
+
+    def __init__(self, path: str, model: str) -> None:
+        self.path = f"{path}_rank0.db"
+        self._answers: Any = None
+        refusal = _from_main(self._open(model) if is_main_process() else None)
+        if refusal is not None:
+            raise ConfigError(refusal)
+
+    def _open(self, model: str) -> str | None:
+        from sqlitedict import SqliteDict
+
+        try:
+            self._answers = SqliteDict(self.path)
+            made_by = self._answers.get(_MADE_BY)
+            if made_by is None and len(self._answers):
+                return (
+                    f"--use-cache: {self.path} does not say which model gave its answers; name "
+                    "another file"
+                )
+            if made_by not in (None, model):
+                return (
+                    f"--use-cache: {self.path} has the answers of {made_by}, and this is {model}; "
+                    "name another file"
+                )
+            self._answers[_MADE_BY] = model
+            self._answers.commit()
+        except Exception as error:  # of sqlite3, or RuntimeError if the folder does not exist
+            return f"--use-cache: {self.path} cannot be used: {error}"
+        return None
+
+    def find(self, method: str, requests: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """The kept answer to each request, None where it is missing; the same on every rank."""
+        answers = self._answers
+        keys = () if answers is None else [_key(method, arguments) for arguments in requests]
+        return _from_main([answers.get(key) for key in keys])
+
+    def add(self, method: str, answers: Sequence[tuple[tuple[Any, ...], Any]]) -> None:
+        """Keeps answers by arguments; they are on the disk afterwards."""
+        if self._answers is None:
+            return
+        for arguments, answer in answers:
+            self._answers[_key(method, arguments)] = answer
+        self._answers.commit()
+
+    def close(self) -> None:
+        if self._answers is not None:
+            self._answers.close()
+
+
+def _from_main(value: Any) -> Any:
+    """The main process's value, on every rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def _key(method: str, arguments: tuple[Any, ...]) -> str:
+    """The key of a request in lm-eval's own cache."""
+    from lm_eval.api.model import hash_args
+
+    return str(hash_args(method, arguments))

@@ -31,8 +31,6 @@ LOCAL_FILES = (
     "TASK=FILE reads documents of this machine, and so does a task of your own in --include-path "
     "(docs/guides/evaluation.md)"
 )
-_PATTERN = frozenset("*?[")
-_NO_FILTER = "none"
 
 
 class HarnessTask:
@@ -73,7 +71,7 @@ class HarnessTask:
                 if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
                     continue
                 words = [*([] if task == self.name else [task]), metric]
-                words += [] if filtered == _NO_FILTER else [filtered]
+                words += [] if filtered == "none" else [filtered]
                 found["_".join(words)] = float(value)
         return found
 
@@ -121,15 +119,15 @@ def _reading(name: str, path: Path, manager: TaskManager, flag: str) -> list[Tas
     if name not in manager.all_subtasks:
         raise ConfigError(f"{flag} {name}={path}: {name} is several tasks; name one of them")
     changes = reading(name, path, flag)
-    quiet, level = logging.getLogger("lm_eval.api.task"), logging.ERROR
+    quiet = logging.getLogger("lm_eval.api.task")
     before = quiet.level
     try:
-        quiet.setLevel(level)  # it advises on --metadata, which is not meant here
+        quiet.setLevel(logging.ERROR)  # it advises on --metadata, which is not meant here
         built = manager.load([{"group": "files", "task": [{"task": name, **changes}]}])
     except Exception as error:
-        first = str(error).strip().split("\n")[0] or type(error).__name__
         raise ConfigError(
-            f"{flag} {name}={path}: the documents must have the fields of the task's own: {first}"
+            f"{flag} {name}={path}: the documents must have the fields of the task's own: "
+            f"{_first_line(error)}"
         ) from error
     finally:
         quiet.setLevel(before)
@@ -172,7 +170,7 @@ def _matching(name: str, manager: TaskManager, flag: str) -> list[str]:
     """The known names that a name of the command line means."""
     if name in manager.task_index or _is_file(name):
         return [name]
-    found = fnmatch.filter(manager.all_tasks, name) if _PATTERN & set(name) else []
+    found = fnmatch.filter(manager.all_tasks, name) if set("*?[") & set(name) else []
     if not found:
         hint = nearest(name, manager.all_tasks, "; the nearest is {}")
         hint = hint or "; `lm-eval ls tasks` lists lm-eval's, --include-path adds your own"
@@ -190,7 +188,7 @@ def _loaded(spec: str, file: Path | None, manager: TaskManager, flag: str) -> li
     except Exception as error:
         entry = manager.task_index.get(spec)
         data = (entry.cfg or {}).get("dataset_path") if entry else None
-        first = str(error).strip().split("\n")[0] or type(error).__name__
+        first = _first_line(error)
         if isinstance(error, ConnectionError) or "offline" in str(error).lower():
             data = data or "its data"
             if os.environ.get("HF_DATASETS_OFFLINE") == "0":
@@ -206,5 +204,8 @@ def _loaded(spec: str, file: Path | None, manager: TaskManager, flag: str) -> li
         raise ConfigError(f"{flag} {spec}: lm-eval cannot load it: {first}") from error
     inside = {task for group in built.get("groups", {}).values() for task in group.child_names}
     groups = [group for name, group in built.get("groups", {}).items() if name not in inside]
-    tasks = [task for name, task in built["tasks"].items()]
-    return [*groups] if groups else [*tasks]
+    return [*groups] if groups else [*built["tasks"].values()]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0] or type(error).__name__

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron.apps.tasks.detoxify.annotate import annotate, run_annotation
-from megatron.apps.tasks.detoxify.rows import read_rows
+from megatron.apps.tasks.detoxify.annotate import (
+    annotate,
+    read_rows,
+    run_annotation,
+)
 from megatron.apps.tasks.detoxify.scorers import Scorer
 from megatron.config import ConfigError
 

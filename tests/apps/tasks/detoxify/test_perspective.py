@@ -7,16 +7,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from megatron.apps.tasks.detoxify.config import (
+from megatron.apps.tasks.detoxify.scorers import (
     ATTRIBUTES,
     KEY,
-    ScorerConfig,
-)
-from megatron.apps.tasks.detoxify.perspective import (
     LONGEST,
     Pace,
     Perspective,
-    PerspectiveError,
+    ScorerConfig,
+    ScorerError,
     shortened,
 )
 from megatron.config import ConfigError
@@ -112,18 +110,18 @@ def test_it_gives_up_after_its_retries():
     pauses = []
     with (
         service(*[(500, "", {})] * 5) as stand_in,
-        pytest.raises(PerspectiveError, match="failed 3 times.*500 Internal.*continues"),
+        pytest.raises(ScorerError, match="failed 3 times.*500 Internal.*continues"),
     ):
         client(stand_in.url, retries=2, pauses=pauses).scores(["!"])
     assert len(stand_in.requests) == 3 and pauses == [1.0, 2.0]
-    with pytest.raises(PerspectiveError, match="refused"):
+    with pytest.raises(ScorerError, match="refused"):
         client(stand_in.url, retries=1).scores(["!"])  # nobody listens there now
 
 
 def test_a_refused_key_ends_it_at_once():
     with (
         service((400, KEY_INVALID, {})) as stand_in,
-        pytest.raises(PerspectiveError, match="400 API key not valid.; check --api-key") as error,
+        pytest.raises(ScorerError, match="400 API key not valid.; check --api-key") as error,
     ):
         client(stand_in.url).scores(["!"])
     assert len(stand_in.requests) == 1 and "secret" not in str(error.value)
@@ -138,7 +136,7 @@ def test_a_text_that_is_not_scored():
 def test_an_answer_without_scores():
     with (
         service((200, {"attributeScores": {}}, {})) as stand_in,
-        pytest.raises(PerspectiveError, match="without a score of each attribute"),
+        pytest.raises(ScorerError, match="without a score of each attribute"),
     ):
         client(stand_in.url).scores(["!"])
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from megatron.apps.tasks.detoxify.config import ScorerConfig
 from megatron.apps.tasks.detoxify.scorers import (
     Scorer,
+    ScorerConfig,
     ScorerError,
     open_scorer,
 )

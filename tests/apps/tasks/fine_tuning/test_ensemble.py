@@ -6,7 +6,8 @@ import torch
 from tool_modules import load_program
 
 from megatron.apps.tasks.fine_tuning.ensemble import EnsembleConfig, run_ensemble
-from megatron.apps.tasks.fine_tuning.predictions import chosen, write_predictions
+from megatron.apps.tasks.fine_tuning.examples import LabelledExample
+from megatron.apps.tasks.fine_tuning.scores import chosen, write_predictions
 from megatron.config import ConfigError
 
 SETS = {"dev": 40, "other": 25}
@@ -27,8 +28,8 @@ def models(tmp_path_factory):
         torch.save(rows, folder / "test_predictions.pt")
         lines = {
             name: chosen(
-                [str(n) for n in range(len(values))], labels[name].tolist(), ["0", "1"],
-                np.log(values),
+                [LabelledExample((), int(label), str(n)) for n, label in enumerate(labels[name])],
+                ["0", "1"], np.log(values),
             )
             for name, values in probabilities.items()
         }  # fmt: skip

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megatron.apps.tasks.fine_tuning.race import answered, read_race
+from megatron.apps.tasks.fine_tuning.examples import answered, read_race
 from megatron.config import ConfigError
 
 PASSAGE = {

@@ -10,23 +10,22 @@ import pytest
 import torch
 from torch.utils.data.distributed import DistributedSampler
 
-from megatron.apps.tasks.fine_tuning.best_epoch import EpochRecord, EpochRecords
-from megatron.apps.tasks.fine_tuning.metrics import (
+from megatron.apps.tasks.fine_tuning.evaluation import EpochRecord, EpochRecords
+from megatron.apps.tasks.fine_tuning.examples import LabelledExample
+from megatron.apps.tasks.fine_tuning.scores import (
     SCORERS,
+    Prediction,
+    chosen,
+    estimated,
     matthews,
+    mean_loss,
     overall_line,
     pearson,
     set_line,
     spearman,
-)
-from megatron.apps.tasks.fine_tuning.order import ShuffledEpochs
-from megatron.apps.tasks.fine_tuning.predictions import (
-    Prediction,
-    chosen,
-    estimated,
-    mean_loss,
     write_predictions,
 )
+from megatron.apps.tasks.fine_tuning.task import ShuffledEpochs
 from megatron.checkpoint.folder import superseded, tag
 from megatron.config import ConfigError
 from megatron.data.samples import RepeatedSamples
@@ -60,12 +59,14 @@ def test_correlations():
 
 def test_predictions_and_their_losses(tmp_path):
     logits = np.array([[1.0, 3.0, 3.0], [1e4, 0.0, -1e4]])
-    found = chosen(["a", "b"], [2, None], ("x", "y", "z"), logits)
+    examples = [LabelledExample((), 2, "a"), LabelledExample((), None, "b")]
+    found = chosen(examples, ("x", "y", "z"), logits)
     assert [(each.predicted, each.label) for each in found] == [("y", "z"), ("x", None)]
     expected = torch.nn.functional.cross_entropy(torch.tensor(logits[:1]), torch.tensor([2]))
     assert found[0].loss == pytest.approx(float(expected), rel=1e-14) and found[1].loss is None
     assert mean_loss(found) is None and mean_loss(found[:1]) == found[0].loss
-    numbers = estimated(["a", "b"], [2.5, 1.0], np.array([[2.0], [0.5]]))
+    examples = [LabelledExample((), 2.5, "a"), LabelledExample((), 1.0, "b")]
+    numbers = estimated(examples, np.array([[2.0], [0.5]]))
     assert [(each.predicted, each.loss) for each in numbers] == [(2.0, 0.25), (0.5, 0.25)]
     write_predictions(tmp_path / "new" / "p.jsonl", {"dev": found[:1], "test": numbers[:1]})
     rows = [json.loads(line) for line in (tmp_path / "new" / "p.jsonl").open()]

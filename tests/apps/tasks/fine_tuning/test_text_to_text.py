@@ -8,15 +8,17 @@ import pytest
 
 from megatron.apps.tasks.config import TaskConfig
 from megatron.apps.tasks.fine_tuning.command import as_text, with_head
-from megatron.apps.tasks.fine_tuning.examples import LabelledExample, RaceQuestion
-from megatron.apps.tasks.fine_tuning.prompts import (
+from megatron.apps.tasks.fine_tuning.examples import (
+    TABLES,
+    LabelledExample,
+    RaceQuestion,
+)
+from megatron.apps.tasks.fine_tuning.text_to_text import (
     NUMBERS,
     PROMPTS,
+    TextTable,
     number_word,
 )
-from megatron.apps.tasks.fine_tuning.tables import TABLES
-from megatron.apps.tasks.fine_tuning.task import TaskRun
-from megatron.apps.tasks.fine_tuning.text_to_text import TextTable
 from megatron.config import ConfigError
 from megatron.families import family_of
 from megatron.features.tokenizers.wordpiece import WordPieceTokenizer
@@ -76,7 +78,7 @@ def prepared(tokenizer, length):
     model = SimpleNamespace(
         seq_length=length, decoder_seq_length=8, positions=SimpleNamespace(longest=None)
     )
-    return TaskRun(SimpleNamespace(model=model), tokenizer, TaskConfig())
+    return SimpleNamespace(config=SimpleNamespace(model=model), tokenizer=tokenizer)
 
 
 def test_what_is_trained_and_scored():
@@ -128,7 +130,7 @@ def test_answers_of_an_encoder_and_decoder():
 
 
 def test_labels_that_the_vocabulary_lacks():
-    task = TextTable(family_of("t5"), TABLES["SST-2"])
+    task = TextTable(TABLES["SST-2"], family_of("t5"))
     rows = [LabelledExample(("so good",), 1, "1")]
     task.held_out_samples(rows, prepared(vocabulary("so", "negative", "positive"), 16))
     with pytest.raises(ConfigError, match="'negative' and 'positive' are the same tokens"):
@@ -136,7 +138,7 @@ def test_labels_that_the_vocabulary_lacks():
 
 
 def test_numbers():
-    task = TextTable(family_of("gpt"), TABLES["STS-B"])
+    task = TextTable(TABLES["STS-B"], family_of("gpt"))
     assert (number_word(3.75), number_word(0.0), number_word(5)) == ("3.8", "0.0", "5.0")
     asked = task.asked(LabelledExample(("a", "b"), 2.5, "1"))
     assert asked.answers[asked.right] == "2.4" and len(asked.answers) == 26

@@ -7,9 +7,8 @@ import pytest
 from squad_files import squad_content, write_squad
 from squad_reference import slow_prediction
 
-from megatron.apps.tasks.fine_tuning.squad.answers import AnswerSearch
-from megatron.apps.tasks.fine_tuning.squad.questions import read_questions
-from megatron.apps.tasks.fine_tuning.squad.windows import WindowMaker
+from megatron.apps.tasks.fine_tuning.squad import AnswerSearch, WindowMaker
+from megatron.apps.tasks.fine_tuning.squad_files import read_questions
 
 SEQ = 40
 

@@ -7,7 +7,7 @@ import string
 import pytest
 from squad_files import WORDS
 
-from megatron.apps.tasks.fine_tuning.squad.metrics import squad2_metrics, squad_metrics
+from megatron.apps.tasks.fine_tuning.squad_files import squad2_metrics, squad_metrics
 
 
 def words_of(text):

@@ -6,7 +6,7 @@ import json
 import pytest
 from squad_files import squad_content, write_squad
 
-from megatron.apps.tasks.fine_tuning.squad.questions import GoldAnswer, read_questions
+from megatron.apps.tasks.fine_tuning.squad_files import GoldAnswer, read_questions
 
 
 @pytest.mark.parametrize("negative", [0.0, 0.5])

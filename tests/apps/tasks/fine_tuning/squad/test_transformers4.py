@@ -14,10 +14,8 @@ import numpy as np
 import pytest
 from squad_files import squad_content, write_squad
 
-from megatron.apps.tasks.fine_tuning.squad.answers import AnswerSearch
-from megatron.apps.tasks.fine_tuning.squad.metrics import squad2_metrics
-from megatron.apps.tasks.fine_tuning.squad.questions import read_questions
-from megatron.apps.tasks.fine_tuning.squad.windows import WindowMaker
+from megatron.apps.tasks.fine_tuning.squad import AnswerSearch, WindowMaker
+from megatron.apps.tasks.fine_tuning.squad_files import read_questions, squad2_metrics
 
 FOLDER = os.environ.get("MEGATRON_TEST_TRANSFORMERS4")
 SEQ, STRIDE, QUERY, BEST, LONGEST = 48, 14, 12, 10, 12

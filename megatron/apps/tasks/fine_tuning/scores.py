@@ -1,22 +1,90 @@
-"""Metrics of predictions, in float64, and the lines that are printed of them.
+"""Predictions of a model for examples, their scores in float64, and the lines printed of them.
 
-Shape suffix: N examples.
+Shape suffixes: N examples, L labels.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.apps.tasks.fine_tuning.predictions import Prediction
+from megatron.util.files import write_whole
 
 Labels = npt.NDArray[np.integer]
 Numbers = npt.NDArray[np.floating]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The prediction for one example: the label's word as in the files, the letter of an option, a
+    number or a text. ``label`` and ``loss``, in nats or as a squared error, are None where the
+    label is not known; ``details`` are further JSON values, such as the score of each label."""
+
+    identity: str
+    predicted: str | float
+    label: Any = None
+    loss: float | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+def chosen(
+    examples: Sequence[Any], words: Sequence[str], logits_NL: npt.NDArray[np.float64]
+) -> list[Prediction]:
+    """Predictions of the label, or option, with the highest logit, the first of equal ones.
+    ``words`` are those of the labels."""
+    assert logits_NL.shape == (len(examples), len(words)), (logits_NL.shape, len(examples), words)
+    shifted = logits_NL - logits_NL.max(axis=1, keepdims=True)
+    log_probs = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return [
+        Prediction(
+            example.identity,
+            words[int(row.argmax())],
+            None if example.label is None else words[example.label],
+            None if example.label is None else -float(row[example.label]),
+            {"log_probabilities": dict(zip(words, row.tolist(), strict=True))},
+        )
+        for example, row in zip(examples, log_probs, strict=True)
+    ]
+
+
+def estimated(examples: Sequence[Any], logits_N1: npt.NDArray[np.float64]) -> list[Prediction]:
+    """Predictions of numbers; the loss is the squared error."""
+    return [
+        Prediction(
+            each.identity, number, each.label,
+            None if each.label is None else (number - each.label) ** 2,
+        )
+        for each, number in zip(examples, logits_N1.reshape(-1).tolist(), strict=True)
+    ]  # fmt: skip
+
+
+def mean_loss(predictions: Sequence[Prediction]) -> float | None:
+    """The mean of the losses; None where an example has none."""
+    losses = [each.loss for each in predictions if each.loss is not None]
+    if not losses or len(losses) < len(predictions):
+        return None
+    return math.fsum(losses) / len(losses)
+
+
+def write_predictions(path: Path, sets: Mapping[str, Sequence[Prediction]]) -> None:
+    """Writes a line of JSON for each prediction, with the name of its set, in the order of the
+    data. The file appears when it is complete."""
+    rows = (
+        {"set": name, "id": each.identity, "prediction": each.predicted, "label": each.label}
+        | dict(each.details)
+        for name, predictions in sets.items()
+        for each in predictions
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    write_whole(path, "".join(lines).encode())
 
 
 @dataclass(frozen=True)
@@ -33,12 +101,7 @@ class Scores:
         return next(iter(self.values.items()))
 
 
-Scorer = Callable[[Sequence[Prediction]], Scores]
-"""Scores predictions whose labels are known, at least one."""
-
-
 def accuracy_scores(predictions: Sequence[Prediction]) -> Scores:
-    """Counts of right predictions."""
     correct = sum(each.predicted == each.label for each in predictions)
     total = len(predictions)
     shown = f"correct / total = {correct} / {total} = {100.0 * correct / total:.4f} %,"
@@ -46,14 +109,12 @@ def accuracy_scores(predictions: Sequence[Prediction]) -> Scores:
 
 
 def matthews_scores(predictions: Sequence[Prediction]) -> Scores:
-    """Matthews' correlation, and the accuracy."""
     value = matthews(*_columns(predictions))
     accuracy = accuracy_scores(predictions).values
     return Scores({"matthews": value, **accuracy}, f"mcc = {value} ,")
 
 
 def correlation_scores(predictions: Sequence[Prediction]) -> Scores:
-    """Pearson's and Spearman's correlation and their mean, which compares epochs."""
     columns = _columns(predictions)
     linear, ranked = pearson(*columns), spearman(*columns)
     mean = (linear + ranked) / 2
@@ -61,12 +122,12 @@ def correlation_scores(predictions: Sequence[Prediction]) -> Scores:
     return Scores({"correlation": mean, "pearson": linear, "spearman": ranked}, shown)
 
 
-SCORERS: dict[str, Scorer] = {
+SCORERS: dict[str, Callable[[Sequence[Prediction]], Scores]] = {
     "accuracy": accuracy_scores,
     "matthews": matthews_scores,
     "correlation": correlation_scores,
 }
-"""By the score that compares epochs."""
+"""Scores of at least one prediction whose labels are known, by the score that compares epochs."""
 
 
 def set_line(epoch: int, name: str, scores: Scores, seconds: float) -> str:

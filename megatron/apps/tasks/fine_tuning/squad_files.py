@@ -1,17 +1,22 @@
-"""SQuAD's JSON, versions 1.1 and 2.0, as the questions that it contains."""
+"""SQuAD 1.1 and 2.0: the questions of its JSON, and the metrics of its official scripts.
+
+Metrics are those of evaluate-v1.1.py and evaluate-v2.0.py: percentages, whose sums are taken in the
+order of the questions, so that they are equal to the last digit.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.features.instruction.columns import RecordFields
 from megatron.util.json_text import parse_json
-
-logger = logging.getLogger(__name__)
 
 _LAYOUT = (
     'SQuAD\'s layout is {"version": "1.1", "data": [{"title": "...", "paragraphs": [{"context": '
@@ -25,8 +30,11 @@ _KEYS = {
     "a question": ("question", "answers", "is_impossible", "plausible_answers"),
     "an answer": ("text", "answer_start"),
 }
+_KINDS = {list: "a list", str: "a string", int: "an integer"}
 _TOLERANCE = 2
 """Characters by which published files are wrong in places about where an answer begins."""
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = dict.fromkeys(map(ord, string.punctuation))
 
 
 @dataclass(frozen=True)
@@ -61,23 +69,20 @@ def read_questions(path: str | Path, with_negative: bool) -> list[Question]:
         raise FileNotFoundError(
             f"SQuAD file {path} does not exist; give a JSON file such as train-v1.1.json"
         )
+    try:
+        content = parse_json(path.read_bytes(), str(path), lenient=True)
+    except ValueError as error:
+        raise ValueError(f"{error}; {_LAYOUT}") from None
     reader = _Reader(path, with_negative)
-    found = list(reader.questions(_content(path)))
-    if not found:
+    questions = list(reader.questions(content))
+    if not questions:
         raise ValueError(f"{path} contains no questions; {_LAYOUT}")
     if reader.moved:
-        logger.warning(
+        logging.getLogger(__name__).warning(
             "%s: %d answers begin up to %d characters from their answer_start and were found there "
             "(the first: question %s)", path, len(reader.moved), _TOLERANCE, reader.moved[0],
         )  # fmt: skip
-    return found
-
-
-def _content(path: Path) -> Any:
-    try:
-        return parse_json(path.read_bytes(), str(path), lenient=True)
-    except ValueError as error:
-        raise ValueError(f"{error}; {_LAYOUT}") from None
+    return questions
 
 
 class _Reader:
@@ -89,18 +94,18 @@ class _Reader:
         self.moved: list[str] = []
 
     def questions(self, content: Any) -> Iterator[Question]:
-        articles = self._list(content, "data", "the file")
+        articles = self._value(content, "data", list, "the file")
         self._check_keys(content, "the file", "the file")
         for number, article in enumerate(articles, 1):
             title = article.get("title") if isinstance(article, dict) else None
             named = f"article {number}" + (f" ({title})" if title else "")
-            paragraphs = self._list(article, "paragraphs", named)
+            paragraphs = self._value(article, "paragraphs", list, named)
             self._check_keys(article, "an article", named)
             for place, paragraph in enumerate(paragraphs, 1):
                 where = f"{named}, paragraph {place}"
                 context = self._value(paragraph, "context", str, where)
                 self._check_keys(paragraph, "a paragraph", where)
-                for qa in self._list(paragraph, "qas", where):
+                for qa in self._value(paragraph, "qas", list, where):
                     yield self._question(qa, context, where)
 
     def _question(self, qa: Any, context: str, where: str) -> Question:
@@ -112,7 +117,8 @@ class _Reader:
         text = self._value(qa, "question", str, where)
         self._check_keys(qa, "a question", where)
         answers = tuple(
-            self._answer(answer, context, identity) for answer in self._list(qa, "answers", where)
+            self._answer(answer, context, identity)
+            for answer in self._value(qa, "answers", list, where)
         )
         if qa.get("is_impossible") and answers:
             self._fail(f"{where} has answers and is_impossible is true; remove one of them")
@@ -151,16 +157,111 @@ class _Reader:
         except ValueError as error:
             self._fail(str(error))
 
-    def _list(self, mapping: Any, key: str, where: str) -> list[Any]:
-        return self._value(mapping, key, list, where)
-
-    def _value(self, mapping: Any, key: str, wanted: type, where: str) -> Any:
+    def _value(self, mapping: Any, key: str, kind: type, where: str) -> Any:
         value = mapping.get(key) if isinstance(mapping, dict) else None
-        if not isinstance(value, wanted):
-            kind = {list: "a list", str: "a string", int: "an integer"}[wanted]
+        if not isinstance(value, kind):
             found = "is missing" if value is None else f"is {value!r:.60}"
-            self._fail(f"{where}: {key!r} {found} and must be {kind}; {_LAYOUT}")
+            self._fail(f"{where}: {key!r} {found} and must be {_KINDS[kind]}; {_LAYOUT}")
         return value
 
     def _fail(self, problem: str) -> NoReturn:
         raise ValueError(f"{self._path}: {problem}")
+
+
+def normalize_answer(text: str) -> str:
+    """Lower case, without ASCII punctuation and English articles, with one space between words."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def exact_match(gold: str, predicted: str) -> float:
+    return float(normalize_answer(gold) == normalize_answer(predicted))
+
+
+def f1_score(gold: str, predicted: str) -> float:
+    """F1 of the words that two texts share; 0 if one is empty, as in version 1.1."""
+    gold_words, words = normalize_answer(gold).split(), normalize_answer(predicted).split()
+    shared = (Counter(gold_words) & Counter(words)).total()
+    if not shared:
+        return 0.0
+    precision, recall = shared / len(words), shared / len(gold_words)
+    return (2 * precision * recall) / (precision + recall)
+
+
+def f1_score_2(gold: str, predicted: str) -> float:
+    """As `f1_score`, but two empty texts agree, as in version 2.0."""
+    if not normalize_answer(gold) and not normalize_answer(predicted):
+        return 1.0
+    return f1_score(gold, predicted)
+
+
+def squad_metrics(golds: Sequence[Sequence[str]], predicted: Sequence[str]) -> dict[str, float]:
+    """``exact_match`` and ``f1`` of version 1.1: each text that is predicted is compared with all
+    gold answers of its question, and the best counts."""
+    return {
+        "exact_match": _mean(_best(golds, predicted, exact_match)),
+        "f1": _mean(_best(golds, predicted, f1_score)),
+    }
+
+
+def squad2_metrics(
+    golds: Sequence[Sequence[str]],
+    predicted: Sequence[str],
+    null_odds: Sequence[float] | None = None,
+) -> dict[str, float]:
+    """``exact``, ``f1`` and ``total`` of version 2.0; of questions with (``HasAns_``) and without
+    (``NoAns_``) an answer, those with an empty list of gold answers. An empty text is "no answer".
+
+    ``null_odds`` says for each question how much "no answer" is preferred to the best answer. With
+    it there are ``best_exact`` and ``best_f1``, of the best threshold (``_thresh``) above which "no
+    answer" would replace a prediction.
+    """
+    # Gold answers of which normalization leaves nothing do not count; the only answer to what
+    # cannot be answered is the empty text.
+    kept = [[gold for gold in texts if normalize_answer(gold)] or [""] for texts in golds]
+    exact, f1 = _best(kept, predicted, exact_match), _best(kept, predicted, f1_score_2)
+    groups = {
+        "": range(len(golds)),
+        "HasAns_": [number for number, texts in enumerate(golds) if texts],
+        "NoAns_": [number for number, texts in enumerate(golds) if not texts],
+    }
+    result: dict[str, float] = {}
+    for prefix, numbers in groups.items():
+        if numbers:
+            result[f"{prefix}exact"] = _mean([exact[number] for number in numbers])
+            result[f"{prefix}f1"] = _mean([f1[number] for number in numbers])
+            result[f"{prefix}total"] = len(numbers)
+    if null_odds is not None:
+        for name, scores in (("exact", exact), ("f1", f1)):
+            best, threshold = _best_threshold(scores, golds, predicted, null_odds)
+            result[f"best_{name}"], result[f"best_{name}_thresh"] = best, threshold
+    return result
+
+
+def _best(
+    golds: Sequence[Sequence[str]], predicted: Sequence[str], score: Callable[[str, str], float]
+) -> list[float]:
+    pairs = zip(golds, predicted, strict=True)
+    return [max(score(gold, text) for gold in texts) for texts, text in pairs]
+
+
+def _mean(scores: Sequence[float]) -> float:
+    return 100.0 * sum(scores) / len(scores)
+
+
+def _best_threshold(
+    scores: Sequence[float],
+    golds: Sequence[Sequence[str]],
+    predicted: Sequence[str],
+    null_odds: Sequence[float],
+) -> tuple[float, float]:
+    """The best mean score, and the odds up to which predictions are kept for it."""
+    current: float = sum(not texts for texts in golds)
+    best, threshold = current, 0.0
+    for number in sorted(range(len(scores)), key=lambda number: null_odds[number]):
+        if golds[number]:
+            current += scores[number]
+        elif predicted[number]:
+            current -= 1
+        if current > best:
+            best, threshold = current, null_odds[number]
+    return 100.0 * best / len(scores), threshold

@@ -1,0 +1,179 @@
+"""Answers of the model in training to prompts, written at every evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron.apps.finetune.settings import TuningConfig
+from megatron.apps.generation.execution.runner import step_group
+from megatron.apps.generation.request import (
+    GenerationRequest,
+    Sampling,
+    StopRules,
+)
+from megatron.apps.generation.writing import TextWriter, training_runner
+from megatron.checkpoint.generation_settings import ends_of, for_tokenizer
+from megatron.checkpoint.source import open_checkpoint
+from megatron.config import ConfigError
+from megatron.data.loader import TrainingData
+from megatron.data.samples import PackedSample
+from megatron.features.instruction.columns import RecordColumns
+from megatron.features.instruction.conversations import (
+    ANSWER,
+    Example,
+    Turn,
+    read_examples,
+)
+from megatron.features.instruction.example_checks import answer_ends
+from megatron.features.instruction.example_encoder import ExampleEncoder
+from megatron.features.instruction.flags import InstructionConfig
+from megatron.features.instruction.record_files import ENDINGS
+from megatron.features.preference.batch import PreferenceSample
+from megatron.features.preference.flags import PreferenceConfig
+from megatron.parallel.mesh import Mesh
+from megatron.run.run import Run
+from megatron.training.registry import WrittenText, WrittenTexts
+from megatron.training.trainer import Callback, Trainer
+
+
+class PromptTokens(NamedTuple):
+    """A prompt, and the answer that the data have; () if they have none."""
+
+    prompt: tuple[int, ...]
+    reference: tuple[int, ...] = ()
+
+
+class Prompts(NamedTuple):
+    """The prompts that the model in training answers, and the tokens that end an answer."""
+
+    prompts: tuple[PromptTokens, ...]
+    ends: frozenset[int]
+
+
+def sample_prompts(config: TuningConfig, run: Run, data: TrainingData) -> Prompts:
+    """Prompts of ``--sample-prompts``, or of held-out examples, or, where nothing is held out, of
+    examples of the training. Raises ConfigError or OSError if the file cannot be used."""
+    datasets = data.datasets
+    assert datasets.train is not None
+    if run.config.section(PreferenceConfig).preference == "reward":
+        return Prompts((), frozenset())
+    held_out = next(iter(datasets.valid.values()), datasets.train)
+    if config.sample_prompts is not None:
+        found = prompts_of_file(config.sample_prompts, config.samples, run)
+    else:
+        count = min(config.samples, len(held_out))
+        samples = (prompt_of(held_out[number]) for number in range(count))
+        found = [prompt for prompt in samples if prompt is not None]
+    positions = run.config.model.positions.max_position_embeddings
+    room = positions - config.sample_tokens
+    if found and room < 1:
+        raise ConfigError(
+            f"--sample-tokens {config.sample_tokens} leaves no room for a prompt in the "
+            f"{positions} positions of the model"
+        )
+    short = (each._replace(prompt=each.prompt[-room:]) for each in found)
+    source = open_checkpoint(config.model or "", verify=False)
+    base = for_tokenizer(source.generation, source.tokenizer, run.config.tokenizer, run.tokenizer)
+    return Prompts(tuple(short), answer_ends(datasets.train, run.tokenizer, ends_of(base)))
+
+
+def prompt_of(sample: Any) -> PromptTokens | None:
+    """The first prompt of a sample, with the better of two answers; None without one."""
+    if isinstance(sample, PreferenceSample):
+        row = sample.rows[0]
+        return PromptTokens(tuple(row.context.tolist()), tuple(row.continuation.tolist()))
+    if not isinstance(sample, PackedSample):
+        return None
+    first = sample.document_ids_S == sample.document_ids_S[0]
+    counted = np.append(False, sample.loss_mask_S > 0) & np.append(True, first)
+    if not counted.any():
+        return None
+    start = int(counted.argmax())
+    after = np.flatnonzero(~counted[start:])
+    stop = start + int(after[0]) if len(after) else len(counted)
+    tokens = sample.tokens_T.tolist()
+    return PromptTokens(tuple(tokens[:start]), tuple(tokens[start:stop]))
+
+
+def prompts_of_file(path: str, count: int, run: Run) -> list[PromptTokens]:
+    """Prompts of a file of examples, or of text, a prompt on each line, in the format of the run's
+    data. Raises ConfigError or OSError if it cannot be used."""
+    flag = f"--sample-prompts {path}"
+    if not Path(path).is_file():
+        raise ConfigError(f"{flag}: there is no such file")
+    if path.endswith(ENDINGS):
+        columns = RecordColumns.of(run.config.section(InstructionConfig))
+        examples = [example for _, example in read_examples(path, columns)]
+    else:
+        lines = Path(path).read_text("utf-8").splitlines()
+        # An answer shows where the prompt ends.
+        examples = [
+            Example((Turn("user", line), Turn(ANSWER, "-"))) for line in lines if line.strip()
+        ]
+    if not examples:
+        raise ConfigError(f"{flag}: it has no prompt")
+    instructions = run.config.section(InstructionConfig)
+    encoder = ExampleEncoder(instructions, run.tokenizer, run.config.tokenizer)
+    prompts = []
+    for each in encoder([(flag, example) for example in examples[:count]]):
+        start = int(each.counted.argmax()) if each.counted.any() else len(each.tokens)
+        prompts.append(PromptTokens(tuple(each.tokens[:start].tolist())))
+    return prompts
+
+
+class Baseline(Callback):
+    """Evaluates the model as it is before the first step."""
+
+    def before_step(self, trainer: Trainer) -> None:
+        if trainer.iteration == 0:
+            trainer.evaluate()
+
+
+class SampleTexts(Callback):
+    """Lets the model answer prompts at every evaluation, greedily."""
+
+    def __init__(self, run: Run, mesh: Mesh, prompts: Prompts, most_tokens: int) -> None:
+        self._tokenizer, self._mesh, self._prompts = run.tokenizer, mesh, prompts.prompts
+        self._ends, stopping = prompts.ends, StopRules(most_tokens, prompts.ends)
+        self._requests = [
+            GenerationRequest(each.prompt, stopping, Sampling(greedy=True))
+            for each in self._prompts
+        ]
+        self._longest = max((len(each.prompt) for each in self._prompts), default=0) + most_tokens
+        self._steps = step_group(mesh) if self._requests else None
+        self._written_at: int | None = None
+
+    def evaluate(self, trainer: Trainer, last: bool) -> None:
+        """Writes where an evaluation is due."""
+        due = last or trainer.plan.evaluates_after(trainer.iteration)
+        if not due or not self._requests or self._written_at == trainer.iteration:
+            return
+        self._written_at = trainer.iteration
+        trainer.settle()
+        engine, tokenizer = trainer.engine, self._tokenizer
+        count, longest = len(self._requests), self._longest
+        with training_runner(engine, tokenizer, count, longest, self._steps) as runner:
+            # At ZeRO 3 a pass of one replica needs the weights that the others have.
+            writer = TextWriter(self._mesh, tokenizer, runner, together=engine.stage == 3)
+            found = writer.completions(self._requests)
+        texts = tuple(
+            WrittenText(
+                self._text(each.prompt, special=True),
+                self._text(completion.tokens),
+                self._text(each.reference),
+                completion.finish == "stop",
+            )
+            for each, completion in zip(self._prompts, found, strict=True)
+        )
+        trainer.show(WrittenTexts(trainer.iteration, texts))
+
+    def _text(self, tokens: Sequence[int], special: bool = False) -> str:
+        """The text of tokens, without those that end an answer, and without ids of the model that
+        its tokenizer lacks."""
+        shown = [token for token in tokens if special or token not in self._ends]
+        known = [token for token in shown if token < self._tokenizer.vocab_size]
+        return self._tokenizer.detokenize(known)
