@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import ast
 import json
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from megatron.apps.quickstart.corpus import (
+sys.path.append(str(Path(__file__).parents[1]))  # the root of this checkout
+
+from megatron.util.files import write_whole  # noqa: E402
+from tools.first_training.corpus import (  # noqa: E402
     read_source,
     source_files,
     standard_library,
 )
-from megatron.util.files import write_whole
 
 SHORTEST, SHARE = 1500, 0.3
 """Characters of a page of documentation at least, and its share of the source's; modules with less

@@ -16,7 +16,11 @@ from typing import Any
 
 import torch.distributed as dist
 from layout_shapes import LayoutFlags, Shape
-from trainer_worker import Sample, rank_environment, serve
+from trainer_worker import Sample, serve
+
+from megatron.apps.parity.ranks import rank_environment
+
+ON_CPU = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 
 
 class TrainerGroup:
@@ -41,7 +45,7 @@ class TrainerGroup:
                 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
                 self.stores.append(store)
                 for rank in range(layout.processes):
-                    env = rank_environment(rank, layout.processes, store.port)
+                    env = rank_environment(rank, layout.processes, store.port) | ON_CPU
                     pipe, far_end = context.Pipe()
                     process = context.Process(
                         target=serve,

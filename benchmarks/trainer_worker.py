@@ -47,23 +47,6 @@ class Sample:
     loss: float
 
 
-def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
-    """What a launcher would tell a rank, for one thread each on this machine's CPU."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        # The store is the parent's; rank 0 would otherwise make one.
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-    }
-
-
 def serve(pipe: Connection, environment: dict[str, str], flags: list[str]) -> None:
     """The life of a process: trains when the pipe says so, until its other end closes."""
     os.environ |= environment

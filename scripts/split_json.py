@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1]))  # a checkout that is not installed
 
 from megatron.apps.corpus.collection.line_job import run_tool  # noqa: E402
-from megatron.apps.corpus.collection.shuffled_split import shuffled_split  # noqa: E402
+from megatron.apps.corpus.collection.reshaping import shuffled_split  # noqa: E402
 
 
 def main() -> None:

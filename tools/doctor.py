@@ -27,12 +27,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.apps.doctor.examination import (
+    OVER,
     Examination,
     Subject,
     examine,
 )
 from megatron.apps.doctor.findings import NodeFinding, usual_link
-from megatron.apps.doctor.links import OVER
 from megatron.apps.doctor.session import (
     Session,
     by_srun,

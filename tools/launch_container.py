@@ -26,22 +26,20 @@ if not __package__:  # the machine that starts containers need not have this pro
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.apps.containers.job import (
+    RUNTIMES,
     ContainerJob,
     ContainerUser,
     Mount,
+    check_image,
     check_wheel,
     combine_mounts,
     command_words,
+    find_runtime,
     parse_environment,
     parse_gpus,
     parse_mount,
     passed_names,
     unmounted_paths,
-)
-from megatron.apps.containers.runtimes import (
-    RUNTIMES,
-    check_image,
-    find_runtime,
 )
 from megatron.config import ConfigError, FlagParser
 from megatron.config.flags import build, option

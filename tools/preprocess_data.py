@@ -10,9 +10,9 @@ r"""Converts JSON lines, text and Parquet to the indexed files that training rea
 import sys
 from collections.abc import Sequence
 
-from megatron.apps.corpus.preprocessing.config import PreprocessConfig
+from megatron.apps.corpus.preprocessing.inputs import PreprocessConfig
+from megatron.apps.corpus.preprocessing.job import PreprocessSummary
 from megatron.apps.corpus.preprocessing.preprocess import preprocess
-from megatron.apps.corpus.preprocessing.reporting import PreprocessSummary
 from megatron.config import TokenizerConfig, parse_configs
 from megatron.util.errors import one_line
 

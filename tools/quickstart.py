@@ -17,7 +17,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.apps.quickstart.commands import (
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # the root of this checkout
+
+from megatron.config import ConfigError, parse_configs  # noqa: E402
+from megatron.config.flags import option  # noqa: E402
+from megatron.features.pictures.plots import plot_loss  # noqa: E402
+from megatron.util.errors import one_line  # noqa: E402
+from tools.first_training.commands import (  # noqa: E402
     SPLIT,
     VOCAB_SIZE,
     CommandChain,
@@ -27,16 +33,7 @@ from megatron.apps.quickstart.commands import (
     say,
     training_commands,
 )
-from megatron.apps.quickstart.corpus import (
-    HeldOut,
-    held_out,
-    standard_library,
-    write_corpus,
-)
-from megatron.config import ConfigError, parse_configs
-from megatron.config.flags import option
-from megatron.features.pictures.plots import plot_loss
-from megatron.util.errors import one_line
+from tools.first_training.corpus import HeldOut, held_out, standard_library, write_corpus  # noqa: E402
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from megatron.apps.corpus.preprocessing.inputs import (
     read_batches,
     total_bytes,
 )
-from megatron.apps.corpus.preprocessing.reporting import Progress
 from megatron.config import ConfigError, parse_configs
 from megatron.config.flags import option
 from megatron.data.json_lines import BadLine, long_line, texts_of_line
@@ -30,6 +29,7 @@ from megatron.features.tokenizers.train import (
     train_tokenizer,
 )
 from megatron.util.errors import one_line
+from megatron.util.progress import Progress
 
 
 @dataclass(frozen=True)

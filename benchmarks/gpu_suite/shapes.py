@@ -3,18 +3,18 @@ Megatron's BERT and T5, and a Retro.
 
 LLMQ (https://github.com/IST-DASLab/llmq, benchmarks/H100x1.md) trains Qwen2.5 at sequence 1024 with
 524,288 tokens in a step. Only rows of these shapes may be set beside its figures. The shapes from
-1.3B on are also those of the estimates (:mod:`megatron.apps.planning.shapes`).
+1.3B on are also those of the estimates (``benchmarks/one_gpu.py``).
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from contestants.report import shape_of
 from contestants.setting import Setting
 
-from megatron.apps.planning import shapes
+from megatron.config import ModelConfig, ModelFlags
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,55 @@ class Steps:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape(shapes.Shape):
-    """A model and how it is measured.
+class Shape:
+    """A model, the batches that it is trained with, and how it is measured.
 
     Attributes:
+        architecture: gpt2, llama, qwen2 (which has biases on queries, keys and values), bert, t5 or
+            retro.
+        micro_tokens: tokens of a micro batch.
+        step_tokens: tokens of an optimizer step.
         steps: how many are made; a step of LLMQ's shapes takes 9 to 40 s.
+        tied: True if the head is the token embedding.
         decoder_length: tokens of a sample in the decoder of a t5; the other tokens are its
             encoder's.
     """
 
+    name: str
+    architecture: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocabulary: int
+    seq_length: int
+    micro_tokens: int
+    step_tokens: int
     steps: Steps
+    tied: bool = False
     decoder_length: int = 0
+
+    def model(self) -> ModelConfig:
+        """Return the complete model of a llama or qwen2."""
+        assert self.architecture in ("llama", "qwen2"), self.architecture
+        flags = ModelFlags(
+            num_layers=self.layers,
+            hidden_size=self.hidden,
+            ffn_hidden_size=self.ffn,
+            num_attention_heads=self.heads,
+            num_query_groups=self.kv_heads,
+            seq_length=self.seq_length,
+            position_embedding_type="rope",
+            normalization="RMSNorm",
+            swiglu=True,
+            add_bias_linear=False,
+            add_qkv_bias=self.architecture == "qwen2",
+            untie_embeddings_and_output_weights=not self.tied,
+            attention_dropout=0.0,
+            hidden_dropout=0.0,
+        )
+        return flags.resolve().with_vocabulary(self.vocabulary, 1)
 
     def setting(self, seq_length: int | None = None, micro_tokens: int | None = None) -> Setting:
         """What the contestants train, at another length or micro batch if one is given."""
@@ -105,15 +143,8 @@ _GPT2: dict[str, Any] = {
     "step_tokens": 65_536,
 }
 
-_STEPS = {
-    "1.3B": Steps(4, 3, 5),
-    "3B": Steps(3, 3, 3),
-    "7B": Steps(2, 2, 2),
-    "Qwen2.5-1.5B": Steps(1, 3, 1, 1),
-    "Qwen2.5-3B": Steps(1, 2, 1, 1),
-    "Qwen2.5-7B": Steps(1, 2, 1),
-}
-
+_LLAMA: dict[str, Any] = {"architecture": "llama", "seq_length": 2048, "vocabulary": 32_000}
+_QWEN: dict[str, Any] = {"architecture": "qwen2", "seq_length": 1024, "step_tokens": 524_288}
 _BERT: dict[str, Any] = {"architecture": "bert", "seq_length": 512, "vocabulary": 30_592}
 _T5: dict[str, Any] = {
     "architecture": "t5",
@@ -125,7 +156,32 @@ _T5: dict[str, Any] = {
 SHAPES = {
     shape.name: shape
     for shape in (
-        *(Shape(**asdict(shape), steps=_STEPS[shape.name]) for shape in shapes.SHAPES),
+        # Sizes of Qwen2.5 are those of the models' config.json.
+        # An FFN of 43 x 128, where Llama's rule gives 5440, which is 42.5 x 128.
+        Shape(
+            name="1.3B", layers=24, hidden=2048, heads=16, kv_heads=16, ffn=5504,
+            micro_tokens=16_384, step_tokens=65_536, steps=Steps(4, 3, 5), **_LLAMA,
+        ),
+        Shape(
+            name="3B", layers=28, hidden=3072, heads=24, kv_heads=8, ffn=8192,
+            micro_tokens=8192, step_tokens=65_536, steps=Steps(3, 3, 3), **_LLAMA,
+        ),
+        Shape(
+            name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, ffn=11_008,
+            micro_tokens=4096, step_tokens=131_072, steps=Steps(2, 2, 2), **_LLAMA,
+        ),
+        Shape(
+            name="Qwen2.5-1.5B", layers=28, hidden=1536, heads=12, kv_heads=2, ffn=8960,
+            vocabulary=151_936, tied=True, micro_tokens=16_384, steps=Steps(1, 3, 1, 1), **_QWEN,
+        ),
+        Shape(
+            name="Qwen2.5-3B", layers=36, hidden=2048, heads=16, kv_heads=2, ffn=11_008,
+            vocabulary=151_936, tied=True, micro_tokens=8192, steps=Steps(1, 2, 1, 1), **_QWEN,
+        ),
+        Shape(
+            name="Qwen2.5-7B", layers=28, hidden=3584, heads=28, kv_heads=4, ffn=18_944,
+            vocabulary=152_064, micro_tokens=4096, steps=Steps(1, 2, 1), **_QWEN,
+        ),
         Shape(
             name="124M", layers=12, hidden=768, heads=12, kv_heads=12, ffn=3072,
             micro_tokens=32_768, steps=Steps(5, 3, 10), **_GPT2,

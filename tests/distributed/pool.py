@@ -54,6 +54,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from megatron.apps.parity.ranks import rank_environment
 from megatron.parallel.mesh import Group
 
 GRACE_SECONDS = 1.0
@@ -106,7 +107,7 @@ class Pool:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         try:
             for rank, worker in enumerate(workers):
-                worker.send(_Job(function, args, _environment(rank, size, store.port)))
+                worker.send(_Job(function, args, rank_environment(rank, size, store.port)))
         except OSError:  # one has died since its last job: this test says so, and no other
             self.close()
             raise
@@ -159,20 +160,6 @@ def _describe(worker: _Worker, reply: _Reply | None, seconds: float) -> str:
     if reply is None:
         return worker.post_mortem(seconds)
     return "finished" if reply.error is None else f"raised\n{reply.error}"
-
-
-def _environment(rank: int, size: int, port: int) -> dict[str, str]:
-    """What torchrun sets for a worker on one node."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-    }
 
 
 @dataclass(frozen=True)

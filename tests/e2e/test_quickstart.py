@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.apps.quickstart.corpus import standard_library
+from tools.first_training.corpus import standard_library
 
 ROOT = Path(__file__).parents[2]
 LAST_LINE = (

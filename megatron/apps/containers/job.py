@@ -1,11 +1,14 @@
-"""What a container runs and what it sees of this machine, for any program that runs containers."""
+"""A command in a container: its view of this machine, and the command line of each program that
+runs containers."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+import shutil
+import subprocess
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
@@ -13,6 +16,7 @@ from typing import NamedTuple
 
 from megatron.config import ConfigError
 
+# Names, or patterns of names, of the environment variables that a container gets.
 PASSED = (
     *("NCCL_*", "TORCH_*", "GLOO_*", "UCX_*", "OMP_*", "TRITON_*", "ONEFLOW_*", "MEGATRON_*"),
     *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING"),
@@ -20,7 +24,6 @@ PASSED = (
     *("HF_*", "WANDB_*", "http_proxy", "https_proxy", "no_proxy"),
     *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
 )
-"""Names, or patterns of names, of the environment variables that a container gets."""
 
 SYSTEM = tuple("/bin /dev /etc /lib /opt /proc /root /run /sbin /sys /tmp /usr /var".split())
 """Folders that an image has of its own."""
@@ -44,7 +47,7 @@ class Mount:
 
 @dataclass(frozen=True)
 class Gpus:
-    """The GPUs of a container: every one, a number of them, or those of ``devices``."""
+    """GPUs of a container: every one, a number of them, or those of ``devices``."""
 
     every: bool = False
     count: int = 0
@@ -61,7 +64,7 @@ class Gpus:
 
 
 class ContainerUser(NamedTuple):
-    """Who runs the command and owns what it writes."""
+    """The user that runs the command and owns the files that it writes."""
 
     uid: int
     gid: int
@@ -74,15 +77,13 @@ class ContainerJob:
 
     Attributes:
         image: its name and tag, or the path of a file.
-        words: what runs in it.
-        mounts: what it sees of this machine.
+        words: the command.
         workdir: the folder in the container where it starts.
         passed: names of the variables that keep the value that they have here.
-        environment: variables with values of their own.
+        environment: variables with separate values.
         shm_size: of /dev/shm, as docker writes it (8g); None where none was given.
         network: as docker names it.
         user: None for root of the container.
-        terminal: whether the command reads from a terminal.
         options: further words for the runtime.
     """
 
@@ -101,11 +102,8 @@ class ContainerJob:
 
 
 def parse_mount(text: str, flag: str = "--mount") -> Mount:
-    """Reads ``SOURCE[:TARGET[:ro]]``; the target is the source's own path unless given.
-
-    Raises:
-        ConfigError: the source does not exist, the target is not absolute, or the form is wrong.
-    """
+    """Read ``SOURCE[:TARGET[:ro]]``; the target is by default the source's path. Raises
+    ConfigError: the source does not exist, the target is not absolute, or the form is wrong."""
     source, target, mode = [*text.split(":"), "", ""][:3]
     if text.count(":") > 2 or not source or mode not in ("", "ro", "rw"):
         raise ConfigError(f"{flag} {text}: expected SOURCE[:TARGET[:ro]]")
@@ -126,22 +124,23 @@ def parse_mount(text: str, flag: str = "--mount") -> Mount:
 
 
 def combine_mounts(mounts: Iterable[Mount]) -> tuple[Mount, ...]:
-    """The mounts, each once; ConfigError if two sources have the same place in the container."""
-    found: dict[str, Mount] = {}
+    """Return the mounts, each once. Raises ConfigError if two sources have the same place in the
+    container."""
+    by_target: dict[str, Mount] = {}
     for mount in mounts:
-        other = found.setdefault(mount.target, mount)
+        other = by_target.setdefault(mount.target, mount)
         if other.source != mount.source:
             raise ConfigError(
                 f"--mount {mount.text}: {other.source} is mounted at {mount.target} already; "
                 "give one of them another place in the container"
             )
         if mount.read_only:
-            found[mount.target] = mount
-    return tuple(found.values())
+            by_target[mount.target] = mount
+    return tuple(by_target.values())
 
 
 def parse_gpus(text: str) -> Gpus:
-    """Reads ``all``, ``none``, a number of GPUs, or ``device=0,2``, as docker does."""
+    """Read ``all``, ``none``, a number of GPUs, or ``device=0,2``, as docker does."""
     if text in ("all", "none"):
         return Gpus(every=text == "all")
     if text.isdecimal() and int(text):
@@ -154,11 +153,8 @@ def parse_gpus(text: str) -> Gpus:
 
 
 def passed_names(environment: Mapping[str, str], gpus: Gpus) -> tuple[str, ...]:
-    """The variables of :data:`PASSED` that are set here.
-
-    CUDA_VISIBLE_DEVICES numbers the GPUs of this machine, so it is left out where the container
-    has only some of them, which have other numbers there.
-    """
+    """Return the variables of :data:`PASSED` that are set here; without CUDA_VISIBLE_DEVICES, which
+    numbers the GPUs of this machine, where the container has only some of them."""
     names = (name for name in environment if any(fnmatchcase(name, p) for p in PASSED))
     renumbered = () if gpus.every else ("CUDA_VISIBLE_DEVICES",)
     return tuple(sorted(name for name in names if name not in renumbered))
@@ -167,11 +163,8 @@ def passed_names(environment: Mapping[str, str], gpus: Gpus) -> tuple[str, ...]:
 def parse_environment(
     entries: Iterable[str], environment: Mapping[str, str]
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Splits ``NAME`` and ``NAME=VALUE`` into names to pass on, and values.
-
-    Raises:
-        ConfigError: a name is malformed, or is to be passed on and not set here.
-    """
+    """Split ``NAME`` and ``NAME=VALUE`` into names to pass on, and values. Raises ConfigError: a
+    name is malformed, or is to be passed on and not set here."""
     passed, values = [], {}
     for entry in entries:
         name, equals, value = entry.partition("=")
@@ -187,8 +180,8 @@ def parse_environment(
 
 
 def check_wheel(path: Path) -> Path:
-    """The absolute path of a wheel of this project or of a package for it; ConfigError for a file
-    that is none, or that is OneFlow's framework."""
+    """Return the absolute path of a wheel of this project or of a package for it. Raises
+    ConfigError for another file, or OneFlow's framework."""
     if path.suffix != ".whl":
         raise ConfigError(f"--wheel {path}: expected a file that ends in .whl")
     if path.name.startswith("oneflow-"):
@@ -203,8 +196,8 @@ def check_wheel(path: Path) -> Path:
 
 
 def command_words(cmd: str | None, source: Path | None, wheel: Path | None) -> tuple[str, ...]:
-    """The words that run a command line in the container's shell, an interactive shell if it is
-    None.
+    """Return the words that run a command line in the container's shell, an interactive shell if it
+    is None.
 
     Args:
         source: a checkout, mounted at its own path, whose modules come before the image's.
@@ -230,8 +223,8 @@ def command_words(cmd: str | None, source: Path | None, wheel: Path | None) -> t
 
 
 def unmounted_paths(cmd: str, mounts: Sequence[Mount]) -> list[str]:
-    """Absolute paths in a command line that this machine has, or whose folder it has, and that the
-    container does not see."""
+    """Return absolute paths in a command line that exist on this machine, or whose folder does, and
+    that the container does not see."""
     try:
         words = shlex.split(cmd)
     except ValueError:
@@ -245,3 +238,161 @@ def unmounted_paths(cmd: str, mounts: Sequence[Mount]) -> list[str]:
         and not any(PurePosixPath(path).is_relative_to(place) for place in seen)
         and (os.path.exists(path) or os.path.dirname(path) != "/" and Path(path).parent.exists())
     )
+
+
+SHM_SIZE = "8g"  # docker's 64 MB are too few for NCCL and loaders
+
+# Packages of ~/.local do not fit the image's Python, where a container sees the home folder.
+NO_USER_PACKAGES = {"PYTHONNOUSERSITE": "1"}
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """A way to run containers: the names of its program, of which the first installed is used, the
+    words that run a job, and True if only the mounts of this machine are seen."""
+
+    programs: tuple[str, ...]
+    command: Callable[[str, ContainerJob], list[str]]
+    isolated: bool = True
+
+
+def find_runtime(name: str | None) -> tuple[str, str]:
+    """Return a runtime of :data:`RUNTIMES` and its program: the named one, or the first that is
+    installed. Raises ConfigError: no such program is installed."""
+    candidates = RUNTIMES if name is None else {name: RUNTIMES[name]}
+    for runtime_name, runtime in candidates.items():
+        for program in runtime.programs:
+            if shutil.which(program):
+                return runtime_name, program
+    looked_for = ", ".join(p for runtime in candidates.values() for p in runtime.programs)
+    missing = "--runtime" if name is None else f"--runtime {name}"
+    raise ConfigError(
+        f"{missing}: none of these programs is installed: {looked_for}; install one, or print the "
+        "command with --dry-run --runtime NAME"
+    )
+
+
+def check_image(name: str, program: str, image: str) -> None:
+    """Raises ConfigError if it is known without a registry that an image does not exist."""
+    if name == "apptainer" and _is_file(image) and not Path(image).exists():
+        raise ConfigError(
+            f"--image {image}: does not exist; {program} build {image} docker://NAME:TAG makes it"
+        )
+    if name in ("docker", "podman") and image.startswith("localhost/"):
+        done = subprocess.run([program, "image", "inspect", image], capture_output=True, text=True)
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or ["not found"])[-1]
+            raise ConfigError(
+                f"--image {image}: {reason}; {program} build -t {image} . in a checkout makes it"
+            )
+
+
+def _docker(program: str, job: ContainerJob) -> list[str]:
+    gpus: list[str] = []
+    if job.gpus.devices:  # quotes of its own: docker splits the value at commas
+        gpus = ["--gpus", f'"device={",".join(job.gpus.devices)}"']
+    elif job.gpus.wanted:
+        gpus = ["--gpus", str(job.gpus.count or "all")]
+    # An init process passes signals on, and locked memory is what InfiniBand registers.
+    return _like_docker(program, job, ["--init", "--ulimit", "memlock=-1", *gpus])
+
+
+def _podman(program: str, job: ContainerJob) -> list[str]:
+    # SELinux would refuse the mounts, or require new labels on the user's files.
+    options = ["--security-opt", "label=disable"]
+    for device in ("all",) if job.gpus.every else job.gpus.chosen:
+        options += ["--device", f"nvidia.com/gpu={device}"]
+    if job.user is not None and job.user.uid:  # ids are the same inside and outside
+        options += ["--userns", "keep-id"]
+    return _like_docker(program, job, options)
+
+
+def _like_docker(program: str, job: ContainerJob, own: list[str]) -> list[str]:
+    words = [program, "run", "--rm", *(["-i", "-t"] if job.terminal else [])]
+    words += ["--network", job.network, "--shm-size", job.shm_size or SHM_SIZE, *own]
+    environment = dict(job.environment)
+    if job.user is not None:
+        words += ["--user", f"{job.user.uid}:{job.user.gid}"]
+        if job.user.uid:  # the image need not know the user, who then has neither name nor home
+            environment = {"HOME": "/tmp", "USER": job.user.name, **environment}
+    for mount in job.mounts:
+        words += ["-v", mount.text]
+    words += ["-w", job.workdir]
+    for name in job.passed:
+        words += ["-e", name]
+    for name, value in environment.items():
+        words += ["-e", f"{name}={value}"]
+    return [*words, *job.options, job.image, *job.words]
+
+
+def _apptainer(program: str, job: ContainerJob) -> list[str]:
+    _refuse_own_namespaces(program, job)
+    words = [program, "exec"]
+    environment = NO_USER_PACKAGES | dict(job.environment)
+    if job.gpus.wanted:
+        words.append("--nv")
+    if job.gpus.chosen:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(job.gpus.chosen)
+    if job.user is None:
+        words.append("--fakeroot")
+    for mount in job.mounts:
+        words += ["--bind", mount.text]
+    words += ["--pwd", job.workdir]
+    for name, value in environment.items():
+        words += ["--env", f"{name}={value}"]
+    image = job.image if "://" in job.image or _is_file(job.image) else f"docker://{job.image}"
+    return [*words, *job.options, image, *job.words]
+
+
+def _pyxis(program: str, job: ContainerJob) -> list[str]:
+    _refuse_own_namespaces("pyxis", job)
+    words = [program, *(["--pty"] if job.terminal else [])]
+    if job.gpus.devices:
+        raise ConfigError(
+            f"--gpus device={','.join(job.gpus.devices)}: slurm chooses the GPUs; give their number"
+        )
+    if job.gpus.count:
+        words += ["--gpus-per-node", str(job.gpus.count)]
+    words += ["--container-image", _enroot_image(job.image)]
+    words += ["--container-mounts", ",".join(mount.text for mount in job.mounts)]
+    words += ["--container-workdir", job.workdir]
+    if job.user is None:
+        words.append("--container-remap-root")
+    if job.passed:
+        words += ["--container-env", ",".join(job.passed)]
+    environment = NO_USER_PACKAGES | dict(job.environment)
+    values = [f"{name}={value}" for name, value in environment.items()]
+    return [*words, *job.options, "env", *values, *job.words]
+
+
+def _enroot_image(image: str) -> str:
+    """Pyxis separates the registry from the image's name by ``#``."""
+    registry, slash, rest = image.partition("/")
+    if _is_file(image) or "#" in image or "://" in image or not slash:
+        return image
+    is_host = "." in registry or ":" in registry or registry == "localhost"
+    return f"{registry}#{rest}" if is_host else image
+
+
+def _is_file(image: str) -> bool:
+    return image.startswith(("/", "./", "../")) or image.endswith((".sif", ".sqsh"))
+
+
+def _refuse_own_namespaces(runtime: str, job: ContainerJob) -> None:
+    if job.network != "host":
+        raise ConfigError(
+            f"--network {job.network}: {runtime} uses this machine's network; leave the flag out"
+        )
+    if job.shm_size is not None:
+        raise ConfigError(
+            f"--shm-size {job.shm_size}: {runtime} uses this machine's /dev/shm; leave the flag out"
+        )
+
+
+RUNTIMES = {
+    "docker": Runtime(("docker",), _docker),
+    "podman": Runtime(("podman",), _podman),
+    "apptainer": Runtime(("apptainer", "singularity"), _apptainer, isolated=False),
+    "pyxis": Runtime(("srun",), _pyxis),
+}
+"""In the order in which they are looked for."""

@@ -1,7 +1,15 @@
-"""An HTTP server with a thread for each connection, of which it has a bounded number."""
+"""An HTTP server with a bounded number of connections, and requests read more strictly than the
+standard library does.
+
+A proxy in front of the server and the server itself must agree where a request ends. Requests that
+leave room for two readings (a body, a header in two lines, an end of line of one character) are
+refused with one answer, after which the connection is closed.
+"""
 
 from __future__ import annotations
 
+import io
+import re
 import resource
 import socket
 import sys
@@ -9,7 +17,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from http.server import ThreadingHTTPServer
+from http import HTTPStatus
+from http.client import HTTPMessage
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from megatron.util.errors import RareLog, one_line
@@ -21,9 +31,10 @@ _REFUSAL = (
 
 
 class BoundedServer(ThreadingHTTPServer):
-    """Closes a connection whose request is not complete after ``request_seconds``. Where there are
-    too many, that of them which has been silent for longest makes room for a new one; if all are
-    being answered, the new one gets status 503."""
+    """A server with a thread for each of a bounded number of connections. It closes a connection
+    whose request is not complete after ``request_seconds``. Where there are too many, the one that
+    has been silent for longest makes room for a new one; if all are being answered, the new one
+    gets status 503."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -42,7 +53,6 @@ class BoundedServer(ThreadingHTTPServer):
         super().__init__(*arguments)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answers in a thread, if there is room."""
         with self._lock:
             is_full = self._count >= self.most_connections
             oldest = next(iter(self._silent), None) if is_full else None
@@ -64,14 +74,13 @@ class BoundedServer(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def shutdown_request(self, request: Any) -> None:
-        """Closes a connection that was answered."""
         with self._lock:
             self._count -= 1
             self._silent.pop(request, None)
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Cuts connections that send too slowly."""
+        """Cut connections that send too slowly."""
         with self._lock:
             end = time.monotonic() - self.request_seconds
             for request in [one for one, since in self._silent.items() if since < end]:
@@ -79,7 +88,7 @@ class BoundedServer(ThreadingHTTPServer):
 
     @contextmanager
     def answering(self, request: Any) -> Iterator[None]:
-        """Keeps a connection, whose request is complete, until it is answered."""
+        """Keep a connection, whose request is complete, until it is answered."""
         with self._lock:
             self._silent.pop(request, None)
         try:
@@ -89,13 +98,129 @@ class BoundedServer(ThreadingHTTPServer):
                 self._silent[request] = time.monotonic()
 
     def _cut(self, request: Any) -> None:
-        """Lets the thread of a connection see its end."""
+        """Let the thread of a connection see its end."""
         del self._silent[request]
         with suppress(OSError):
             request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Says what has failed, at most once a minute; clients that go away are no failure."""
+        """Log errors, at most once a minute; clients that disconnect are no failure."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             self._log.say("error", f"error: {type(error).__name__}: {one_line(error)}")
+
+
+MOST_HEADER_BYTES = 1 << 15  # size of a request's first line, and of all its headers
+MOST_HEADERS = 100
+_FIRST = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+) ([\x21-\x7e]+) HTTP/1\.[01]\r\n")
+_HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[\t\x20-\x7e\x80-\xff]*\r\n")
+_ONCE = frozenset({b"host", b"content-length", b"transfer-encoding"})
+_METHODS = ("GET", "HEAD")
+_LINGER_SECONDS, _LINGER_BYTES = 2.0, 1 << 20
+
+
+class RefusedError(Exception):
+    """A request that is not answered, with its HTTP status and words."""
+
+    def __init__(self, status: int, words: str) -> None:
+        super().__init__(words)
+        self.status = status
+
+
+class StrictHandler(BaseHTTPRequestHandler):
+    """GET and HEAD, without a body. ``refuse`` sends the answer to anything else."""
+
+    protocol_version = "HTTP/1.1"
+    timeout = 60
+    server: BoundedServer
+    command, requestline, headers = "", "", HTTPMessage()
+    raw_requestline: bytes
+
+    def refuse(self, error: RefusedError) -> None:
+        """Send the words of a refusal."""
+        raise NotImplementedError
+
+    def parse_request(self) -> bool:
+        """Read the rest of a request, and answer it if it is refused."""
+        self.command, self.request_version, self.headers = "", self.protocol_version, HTTPMessage()
+        self.close_connection = True
+        stream = self.rfile
+        try:
+            headers = self._read_headers()
+            self.rfile = io.BufferedReader(io.BytesIO(headers))  # type: ignore[arg-type]
+            if not super().parse_request():
+                return False
+            self._check()
+        except RefusedError as error:
+            self._refuse_and_close(error)
+            return False
+        finally:
+            self.rfile = stream
+        return True
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Refuse a request that the standard library finds wrong."""
+        self._refuse_and_close(RefusedError(code, message or "not a request"))
+
+    def _refuse_and_close(self, error: RefusedError) -> None:
+        self.close_connection = True
+        self.refuse(error)
+        self._linger()
+
+    def _read_headers(self) -> bytes:
+        """Return the lines of the headers, with the empty one at their end."""
+        if len(self.raw_requestline) > MOST_HEADER_BYTES:
+            raise RefusedError(HTTPStatus.REQUEST_URI_TOO_LONG, "the address is too long")
+        if not _FIRST.fullmatch(self.raw_requestline):
+            raise RefusedError(HTTPStatus.BAD_REQUEST, "not a request")
+        lines: list[bytes] = []
+        names: list[bytes] = []
+        room = MOST_HEADER_BYTES
+        while (line := self.rfile.readline(room + 1)) != b"\r\n":
+            room -= len(line)
+            if room < 0 or len(lines) == MOST_HEADERS:
+                status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+                raise RefusedError(status, "the headers are too long or too many")
+            if (header := _HEADER.fullmatch(line)) is None:
+                raise RefusedError(HTTPStatus.BAD_REQUEST, "a header is malformed")
+            lines.append(line)
+            names.append(header[1].lower())
+        if any(names.count(name) > 1 for name in _ONCE):
+            raise RefusedError(HTTPStatus.BAD_REQUEST, "a header is there twice")
+        return b"".join((*lines, line))
+
+    def _check(self) -> None:
+        headers = self.headers
+        if self.command not in _METHODS:
+            raise RefusedError(HTTPStatus.METHOD_NOT_ALLOWED, "the method is GET or HEAD")
+        if "Transfer-Encoding" in headers or headers.get("Content-Length", "0").strip() != "0":
+            raise RefusedError(HTTPStatus.BAD_REQUEST, "a request has no body here")
+        if self.request_version == "HTTP/1.1" and "Host" not in headers:
+            raise RefusedError(HTTPStatus.BAD_REQUEST, "the Host header is missing")
+        if self.path.startswith("/"):
+            return
+        absolute, host = self.path.partition("://"), headers.get("Host", "").strip()
+        authority, slash, rest = absolute[2].partition("/")
+        if absolute[0].lower() != "http" or authority.lower() != host.lower():
+            raise RefusedError(HTTPStatus.BAD_REQUEST, "the address is not this server's")
+        self.path = f"/{rest.lstrip('/')}" if slash else "/"
+
+    def handle_expect_100(self) -> bool:
+        """A request without a body has nothing to wait for."""
+        raise RefusedError(HTTPStatus.EXPECTATION_FAILED, "a request has no body here")
+
+    def _linger(self) -> None:
+        """Read a part of what else is sent: while something is unread, closing a connection makes
+        the system drop the answer as well."""
+        self.wfile.flush()
+        end, read = time.monotonic() + _LINGER_SECONDS, 0
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            while read < _LINGER_BYTES and (left := end - time.monotonic()) > 0:
+                self.connection.settimeout(left)
+                if not (content := self.connection.recv(1 << 16)):
+                    break
+                read += len(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Log nothing."""

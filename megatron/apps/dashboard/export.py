@@ -16,8 +16,7 @@ from megatron.apps.dashboard.tables import Column
 from megatron.util.pages import PageFile, page_files
 
 PAGE = Path(__file__).parent / "page"
-POINTS = 1500
-"""Points of a curve, about."""
+POINTS = 1500  # points of a curve, about
 SMOOTHINGS = (0.9, 0.99)
 """Factors of smoothed curves in a file; the page has more where a server computes them."""
 _POLICY = (
@@ -33,8 +32,8 @@ _SERVER, _SAVED, _ENTRY = "api.js", "saved.js", "page.js"
 
 
 def export(runs: Sequence[WatchedRun]) -> bytes:
-    """A file with the page, its scripts, and what is known of runs now: the curves thinned, so that
-    no spike is lost."""
+    """Return a file with the page, its scripts, and the present rows of runs: the curves thinned,
+    so that no spike is lost."""
     files = page_files(PAGE)
     content = orjson.dumps([_content(run) for run in runs], option=orjson.OPT_SERIALIZE_NUMPY)
     licence = (PAGE / "uPlot.LICENSE").read_text("utf-8")
@@ -93,7 +92,7 @@ def _short(curve: Mapping[str, Column]) -> dict[str, list[float | None]]:
 
 
 def _rounded(value: float, digits: int) -> float | None:
-    """A number that takes little room as text; None for what JSON has no number for."""
+    """Return a number of few digits; None for numbers that JSON lacks."""
     if not math.isfinite(value):
         return None
     short = float(f"{value:.{digits}g}")
@@ -101,7 +100,7 @@ def _rounded(value: float, digits: int) -> float | None:
 
 
 def _module(file: PageFile) -> PageFile:
-    """A script whose imports are names, which the page has addresses for."""
+    """Return a script whose imports are names, which the page has addresses for."""
     text = _IMPORT.sub(r'\1 "\2"', file.content.decode())
     return PageFile(text.encode(), "text/javascript")
 
@@ -115,5 +114,5 @@ def _text(files: Mapping[str, PageFile], name: str) -> str:
 
 
 def _inert(content: bytes) -> str:
-    """JSON within an element: nothing in it ends the element or begins another."""
+    """Return JSON within an element: nothing in it ends the element or begins another."""
     return content.decode().replace("<", "\\u003c")

@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, TextIO
 
 import numpy as np
@@ -31,15 +32,15 @@ def follow(
     seconds: float = 1.0,
     wait: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Shows runs until an interrupt: in a terminal a picture that changes, with rich where that is
+    """Show runs until an interrupt: in a terminal a picture that changes, with rich where that is
     installed, elsewhere a line for each run that has new steps."""
     live = _live(stream)
     shown: dict[str, str] = {}
-    with live:
+    with live or nullcontext():
         while True:
             for run in runs:
                 run.refresh()
-            if isinstance(live, _Lines):
+            if live is None:
                 for run in runs:
                     line = _line(run)
                     if shown.get(run.id) != line:
@@ -53,20 +54,21 @@ def follow(
 
 
 def report(run: WatchedRun, width: int) -> list[str]:
-    """What there is to see of a run, in lines of at most ``width`` characters."""
+    """Return a run in lines of at most ``width`` characters."""
     listing, summary = run.listing(), run.summary()
     lines = [_head(listing, summary["totals"])]
     if listing["error"]:
         lines.append(f"  {listing['error']}")
     lines += [f"  {note}" for note in listing["left_out"]]
     ids = {(one["kind"], one["name"]): one["id"] for one in summary["series"]}
-    wanted = [("train", name, words) for name, words in _SHOWN.items()]
-    held_out = [
-        kind for kind, name in ids if kind.startswith(("validation", "test")) and name == "loss"
+    curves = [("train", name, words) for name, words in _SHOWN.items()]
+    curves += [
+        (kind, name, f"{kind} loss")
+        for kind, name in ids
+        if kind.startswith(("validation", "test")) and name == "loss"
     ]
-    wanted += [(kind, "loss", f"{kind} loss") for kind in held_out]
     bars = max(4, width - _NAME_WIDTH - _VALUE_WIDTH - 4)
-    for kind, name, words in wanted:
+    for kind, name, words in curves:
         if (kind, name) in ids:
             id = ids[kind, name]
             curve = run.series([id], "iteration", None, None, 4 * bars, 0.0)[id]
@@ -105,8 +107,8 @@ def _curve(name: str, x: Any, y: Any, bars: int) -> str:
 
 
 def sparkline(x: Any, y: Any, width: int) -> str:
-    """A curve in ``width`` characters: the greatest value of each piece, so that spikes are seen; a
-    blank where there is no value."""
+    """Return a curve in ``width`` characters: the greatest value of each piece, so that spikes are
+    seen; a blank where there is no value."""
     known = np.isfinite(y)
     x, y = x[known], y[known]
     if not len(y):
@@ -133,34 +135,25 @@ def _duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {int(seconds % 60)} s"
 
 
-class _Lines:
-    """Where no terminal is, or no rich: nothing is drawn over."""
-
-    def __enter__(self) -> _Lines:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-
 def _live(stream: TextIO) -> Any:
+    """Return a display that redraws itself; None without a terminal or rich."""
     if not stream.isatty():
-        return _Lines()
+        return None
     try:
         from rich.console import Console
         from rich.live import Live
     except ImportError:
-        return _Lines()
+        return None
     return Live(console=Console(file=stream), auto_refresh=False, screen=False)
 
 
 def _text(lines: Sequence[str]) -> Any:
-    """As they are: names of runs are no markup."""
+    """Return lines as they are: names of runs are no markup."""
     from rich.text import Text
 
     return Text("\n".join(map(printable, lines)))
 
 
 def printable(line: str) -> str:
-    """A line without what a terminal would obey."""
+    """Return a line without characters that a terminal would obey."""
     return "".join(character if character.isprintable() else "?" for character in line)

@@ -1,9 +1,9 @@
 """An index of a file of metrics: its rows by kind, in columns that are read without the file.
 
-It is kept in a folder beside the file, ``.NAME.index``, or in the user's cache where nobody may
-write there or nothing more fits. What is appended to the file is added; a file that was replaced is
-read again, and one that was copied with its index is not. A folder with links in it, which somebody
-else may have made, is left alone.
+It is kept in a folder next to the file, ``.NAME.index``, or in the user's cache where that is not
+writable or full. Rows appended to the file are added; a file that was replaced is read again, and
+one that was copied with its index is not. A folder with links in it, which another user may have
+made, is left alone.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from megatron.util.locks import Lock, LockTakenError
 
 FORMAT = 3
 MOST_KINDS = 500
-MOST_SERIES = 4000
-"""Columns of all kinds together."""
+MOST_SERIES = 4000  # columns of all kinds together
 MOST_TEXTS = 2000
 _MOST_TEXT_BYTES = 1 << 23
 _LONGEST_TEXT = 20_000
@@ -51,11 +50,12 @@ _OWN = re.compile(r"lock|index\.json(\.partial-[0-9a-f]+)?|\d+-\d+\.f64")
 
 
 class _UnwritableError(OSError):
-    """Nothing more can be written where the index is."""
+    """No more can be written where the index is."""
 
 
 class RunIndex:
-    """The rows of the file ``path``. Used by one thread at a time.
+    """The rows of the file ``path``. Used by one thread at a time. Raises OSError if the file
+    cannot be read, or no place takes its index.
 
     Attributes:
         tables: by kind, in the order in which kinds appeared.
@@ -64,8 +64,6 @@ class RunIndex:
         left_out: rows of further kinds than there is room for.
         lines: read so far.
         generation: grows whenever the file was read from its beginning.
-
-    Raises OSError if the file cannot be read, or no place takes its index.
     """
 
     def __init__(self, path: Path) -> None:
@@ -76,7 +74,7 @@ class RunIndex:
         self._open(_places(path))
 
     def _open(self, places: list[Path]) -> None:
-        """Takes the first of the folders that can be written, or one of this process alone."""
+        """Use the first of the folders that can be written, or one of this process alone."""
         self._places = places
         self._folder, self._lock = _open_folder(places)
         self.clear()
@@ -84,7 +82,6 @@ class RunIndex:
             self._begin()
 
     def clear(self) -> None:
-        """Forgets all rows."""
         self.tables: dict[str, MetricTable] = {}
         self.texts: list[dict[str, Any]] = []
         self.broken = self.lines = self.left_out = self.offset = self._last = 0
@@ -94,7 +91,7 @@ class RunIndex:
         self._mark = ""
 
     def close(self) -> None:
-        """Lets another process continue the index."""
+        """Let another process continue the index."""
         if self._lock is not None:
             self._lock.release()
         else:
@@ -102,11 +99,10 @@ class RunIndex:
 
     @property
     def version(self) -> str:
-        """Differs whenever rows do."""
         return f"{self.generation}-{self.offset}"
 
     def update(self, told: Callable[[float], None] = lambda share: None) -> Generator[None]:
-        """Reads what is new, a piece at a time; between two of them other threads may read tables.
+        """Read new rows, a piece at a time; between two of them other threads may read tables.
         ``told`` gets the share of the file that was read. Where nothing more fits, as on a full
         disk, the index is made again elsewhere. Raises OSError if the file cannot be read, or no
         place takes its index."""
@@ -115,9 +111,9 @@ class RunIndex:
                 yield from self._read(told)
                 return
             except _UnwritableError as error:
-                own = self._lock is None
+                is_private = self._lock is None
                 self._leave()
-                if own:
+                if is_private:
                     self._open([])  # for the next time
                     raise OSError(error.errno, f"no room for its index: {error.strerror}") from None
                 self._open(self._places)
@@ -147,8 +143,8 @@ class RunIndex:
                         self._save()
 
     def _lines(self, file: Any) -> list[bytes]:
-        """The next lines, of a bounded number of bytes; those of a line that is longer than any row
-        come in pieces, without an end but the last."""
+        """Return the next lines, of a bounded number of bytes; those of a line that is longer than
+        any row come in pieces, without an end but the last."""
         file.seek(self.offset)
         chunk = file.read(_CHUNK_BYTES)
         if b"\n" not in chunk:
@@ -159,7 +155,7 @@ class RunIndex:
         return lines
 
     def _leave(self) -> None:
-        """Gives back the place where nothing more fits, and what the index took of it."""
+        """Give the place back where nothing more fits, with the room that the index took."""
         with suppress(OSError):
             self._begin()
         self.close()
@@ -172,7 +168,7 @@ class RunIndex:
                 path.unlink()
 
     def _take(self, lines: list[bytes]) -> None:
-        """Adds rows. One that continues from an earlier step makes the steps after it void, as the
+        """Add rows. One that continues from an earlier step makes the steps after it void, as the
         writer of the file does when a run is resumed."""
         for line in lines:
             whole = line.endswith(b"\n")
@@ -231,7 +227,7 @@ class RunIndex:
             self.texts.pop()
 
     def _newest_texts(self) -> list[dict[str, Any]]:
-        """The last texts, of bounded number and length."""
+        """Return the last texts, of bounded number and length."""
         room, kept = _MOST_TEXT_BYTES, 0
         for text in reversed(self.texts[-MOST_TEXTS:]):
             room -= sum(len(text[name]) for name in _TEXTS)
@@ -280,9 +276,9 @@ class RunIndex:
             part.write_bytes(orjson.dumps(content))
 
     def _restore(self) -> bool:
-        """Opens what an earlier process has read; False if it is not an index of this file. A run
-        that was passed on has the index of somebody else: numbers that the file cannot have are
-        refused, so that it costs no more than the file."""
+        """Open the index of an earlier process; False if it is not one of this file. It may be
+        another user's: numbers that the file cannot have are refused, so that it costs no more than
+        the file."""
         try:
             with open_regular(self.path) as file:
                 status = os.fstat(file.fileno())
@@ -318,7 +314,7 @@ class RunIndex:
 
 
 def _count(value: Any, most: int = _MOST_STEPS) -> int:
-    """A count that an index names. Raises ValueError if it cannot be right."""
+    """Return a count in an index. Raises ValueError if it cannot be right."""
     if type(value) is not int or not 0 <= value <= most:
         raise ValueError(f"{value} of an index")
     return value
@@ -344,7 +340,7 @@ def _text(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mark(file: Any, offset: int) -> str:
-    """Tells a file from others by the beginning and the end of what was read of it."""
+    """Return a digest of the beginning and the end of what was read of a file."""
     if not offset:
         return ""
     parts = []
@@ -355,7 +351,7 @@ def _mark(file: Any, offset: int) -> str:
 
 
 def _places(path: Path) -> list[Path]:
-    """Where the index of a file may be kept."""
+    """Return the folders where the index of a file may be kept."""
     path = path.resolve()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron-dashboard"
     return [path.with_name(f".{path.name}.index"), cache / digest(os.fsencode(path))]
@@ -382,8 +378,8 @@ def _open_folder(places: list[Path]) -> tuple[Path, Lock | None]:
 
 
 def _is_index(folder: Path) -> bool:
-    """Whether a folder has files of an index and nothing else. Runs are passed on in folders, in
-    which one with a link would lead to files that are not to be changed."""
+    """Return True if a folder has files of an index and nothing else. Runs are passed on in
+    folders, in which one with a link would lead to files that are not to be changed."""
     if folder.is_symlink():
         return False
     with os.scandir(folder) as entries:

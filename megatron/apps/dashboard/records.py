@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,27 +12,20 @@ import orjson
 from megatron.util.files import read_regular
 from megatron.util.json_text import parse_json
 
-MOST_BYTES = 1 << 22
-"""Size of a record or a configuration."""
+MOST_BYTES = 1 << 22  # size of a record or a configuration
 MOST_VALUES = 5000
 LONGEST_NAME = 300
-LONGEST_VALUE = 10_000
-"""Characters of a value of the configuration, or of an entry of the record."""
+LONGEST_VALUE = 10_000  # characters of a value of the configuration, or of an entry of the record
 _MOST_TEXT = 1 << 20
 _MOST_ENTRIES = 2000
 _MOST_STARTS = 10_000
+# of folders below that of the metrics; that of the checkpoints often has the record
 _LEVELS = ("", "*/", "*/*/")
-"""Folders below that of the metrics in which a record may be: the checkpoints' is often one."""
 
 
 class StartNotes(NamedTuple):
-    """The last start of a run, as it is shown.
-
-    Attributes:
-        record: None where it is missing or broken.
-        configuration: flat, by names such as ``model.num_layers``.
-        left_out: a line for each part that there was no room for.
-    """
+    """The last start of a run, as it is shown: its record (None where it is missing or broken), its
+    configuration by names such as ``model.num_layers``, and a line for each part left out."""
 
     record: dict[str, Any] | None
     configuration: dict[str, Any]
@@ -40,8 +33,8 @@ class StartNotes(NamedTuple):
 
 
 def newest_record(metrics: Path) -> Path | None:
-    """The folder of the last start's record near a file of metrics, None if nothing is there: of
-    several runs in one place that whose configuration names the file."""
+    """Return the folder of the last start's record near a file of metrics: of several runs in one
+    place that whose configuration names the file."""
     for level in _LEVELS:
         runs: dict[Path, list[Path]] = {}
         for path in islice(metrics.parent.glob(f"{level}run/*/record.json"), _MOST_STARTS):
@@ -55,7 +48,7 @@ def newest_record(metrics: Path) -> Path | None:
 
 
 def _names(start: Path, metrics: Path) -> bool:
-    """Whether a start wrote this file, by the path in its configuration."""
+    """Return True if a start wrote this file, by the path in its configuration."""
     record, configuration, _ = read_record(start)
     name = configuration.get("logging.metrics_file")
     folder = (record or {}).get("folder")
@@ -68,7 +61,8 @@ def _names(start: Path, metrics: Path) -> bool:
 
 
 def read_record(folder: Path) -> StartNotes:
-    """The record of a start and its configuration, of bounded size whatever is in the files."""
+    """Return the record of a start and its configuration, of bounded size whatever is in the
+    files."""
     left_out: list[str] = []
     record = _read(folder / "record.json", left_out)
     configuration = _read(folder / "config.json", left_out)
@@ -93,7 +87,7 @@ def _read(path: Path, left_out: list[str]) -> dict[str, Any] | None:
 
 
 def _flat(values: Mapping[str, Any], left_out: list[str]) -> dict[str, Any]:
-    """Values by their names, as many as there is room for."""
+    """Return values by their names, up to the limits."""
     rows: dict[str, Any] = {}
     room, missing = _MOST_TEXT, 0
     for name, value in _leaves(values):
@@ -114,8 +108,8 @@ def _flat(values: Mapping[str, Any], left_out: list[str]) -> dict[str, Any]:
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Names and values. What is below a name that is too long stays together, so that no name gets
-    longer than two."""
+    """Yield names and values. Values below a name that is too long stay together, so that no name
+    gets longer than two."""
     for name, value in values.items():
         whole = prefix + name
         if isinstance(value, dict) and value and len(whole) <= LONGEST_NAME:
@@ -124,15 +118,26 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield whole, value
 
 
+_ENTRIES: Mapping[str, Any] = {
+    **dict.fromkeys(("began", "ended", "end", "folder"), str),
+    **dict.fromkeys(("start", "world_size", "last_iteration"), float),
+    **dict.fromkeys(("command", "launcher"), [str]),
+    "git": {"commit": str, "branch": str, "changed": bool},
+    "versions": {"python": str, "torch": str, "deepspeed": str},
+    "hosts": [{"host": str, "devices": [str], "ranks": [float]}],
+    "data": [{"path": str, "part": str, "weight": float}],
+}
+"""The entries of a record that the page has a place for, with their types."""
+
+
 def _shown(record: Mapping[str, Any], left_out: list[str]) -> dict[str, Any]:
-    """The entries of a record that the page has a place for, if they are what a run writes."""
     shown: dict[str, Any] = {}
-    for name, cleaned in _ENTRIES.items():
+    for name, kind in _ENTRIES.items():
         value = record.get(name)
         if value is None:
             continue
         try:
-            shown[name] = cleaned(value)
+            shown[name] = _cleaned(value, kind)
         except ValueError as error:
             left_out.append(f"record.json: {name} is left out: {error}")
         if isinstance(value, list) and len(value) > _MOST_ENTRIES:
@@ -142,44 +147,18 @@ def _shown(record: Mapping[str, Any], left_out: list[str]) -> dict[str, Any]:
     return shown
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError("expected a text")
-    return value[:LONGEST_VALUE]
-
-
-def _number(value: Any) -> float:
-    if type(value) not in (int, float):
-        raise ValueError("expected a number")
-    return value  # type: ignore[no-any-return]
-
-
-def _list_of(cleaned: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def clean(value: Any) -> list[Any]:
-        if not isinstance(value, list):
-            raise ValueError("expected a list")
-        return [cleaned(entry) for entry in value[:_MOST_ENTRIES]]
-
-    return clean
-
-
-def _object(**entries: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def clean(value: Any) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            raise ValueError("expected an object")
-        present = {name: value[name] for name in entries if value.get(name) is not None}
-        return {name: entries[name](entry) for name, entry in present.items()}
-
-    return clean
-
-
-_ENTRIES: Mapping[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("began", "ended", "end", "folder"), _text),
-    **dict.fromkeys(("start", "world_size", "last_iteration"), _number),
-    **dict.fromkeys(("command", "launcher"), _list_of(_text)),
-    "git": _object(commit=_text, branch=_text, changed=bool),
-    "versions": _object(python=_text, torch=_text, deepspeed=_text),
-    "hosts": _list_of(_object(host=_text, devices=_list_of(_text), ranks=_list_of(_number))),
-    "data": _list_of(_object(path=_text, part=_text, weight=_number)),
-}
-"""The entries by name, each with what makes of a value one that the page can show."""
+def _cleaned(value: Any, kind: Any) -> Any:
+    """Return a value of bounded size. Raises ValueError if it is not of the kind."""
+    if kind is bool:
+        return bool(value)
+    if kind is float and type(value) in (int, float):
+        return value
+    if kind is str and isinstance(value, str):
+        return value[:LONGEST_VALUE]
+    if isinstance(kind, list) and isinstance(value, list):
+        return [_cleaned(entry, kind[0]) for entry in value[:_MOST_ENTRIES]]
+    if isinstance(kind, dict) and isinstance(value, dict):
+        present = {name: value[name] for name in kind if value.get(name) is not None}
+        return {name: _cleaned(entry, kind[name]) for name, entry in present.items()}
+    words = {str: "a text", float: "a number"}.get(kind) if isinstance(kind, type) else None
+    raise ValueError(f"expected {words or ('a list' if isinstance(kind, list) else 'an object')}")

@@ -1,4 +1,4 @@
-"""Runs as the dashboard shows them: an index of metrics each, and what people ask of it."""
+"""Runs as the dashboard shows them: an index of metrics each, and answers about it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from megatron.apps.dashboard.records import (
     newest_record,
     read_record,
 )
-from megatron.apps.dashboard.series import (
+from megatron.apps.dashboard.tables import (
+    CLOCKS,
+    Column,
     Curve,
+    MetricTable,
     clock,
     part,
     power,
@@ -27,11 +30,6 @@ from megatron.apps.dashboard.series import (
     smoothed,
     thinned,
     training_seconds,
-)
-from megatron.apps.dashboard.tables import (
-    CLOCKS,
-    Column,
-    MetricTable,
 )
 from megatron.util.errors import one_line
 
@@ -41,26 +39,19 @@ POWER = "power_watts"
 _DRAWN = frozenset({"train", "validation", "test", "task"})
 _SAVES = frozenset({"save", "memory_save"})
 _MOST_EVENTS = 2000
+# Without a new row for the longer of the two, a run is not shown as live.
 _QUIET_SECONDS, _QUIET_STEPS = 600.0, 10
-"""Without a new row, after which a run is not taken for one that runs: the larger of the two."""
 _PLAN = "the end of its plan"
 _INTERRUPTS = frozenset({"KeyboardInterrupt", "SystemExit"})
-MOST_CELLS = 1 << 22
-"""Rows of a table times its series."""
+MOST_CELLS = 1 << 22  # rows of a table times its series
 _LOOK_SECONDS = 20.0
 _RETRY_SECONDS = 2.0
-_RECENT = 100
-"""Rows that the table of runs has means of, at most; a twentieth of a shorter run's."""
+_RECENT = 100  # rows that the table of runs has means of, at most; a twentieth of a shorter run's
 
 
 class WatchedRun:
-    """One run; its methods may be called by several threads.
-
-    Args:
-        id: in addresses.
-        name: for people.
-        path: of the file of metrics. Raises OSError if it cannot be read.
-    """
+    """One run, by its id in addresses and its name; its methods may be called by several threads.
+    Raises OSError if the file of metrics cannot be read."""
 
     def __init__(self, id: str, name: str, path: Path) -> None:
         self.id, self.name, self.path = id, name, path
@@ -74,7 +65,7 @@ class WatchedRun:
         self._last: tuple[str, dict[str, float] | None] = "", None
 
     def refresh(self, ended: Callable[[], bool] = lambda: False) -> None:
-        """Reads what was written since the last time, until ``ended``."""
+        """Read the rows written since the last time, until ``ended``."""
         if time.monotonic() < self._retry_at:
             return
         try:
@@ -86,20 +77,25 @@ class WatchedRun:
                 pieces.close()
             if time.monotonic() >= self._look_at or self._index.generation != self._looked_in:
                 self._look()
-            self._error = self._complaint()
+            self._error = None
+            if self._index.lines and self._index.broken == self._index.lines:
+                self._error = (
+                    f"none of the {self._index.lines:,} lines of {self.path.name} is a row of "
+                    "metrics, which a run writes with --metrics-file"
+                )
             if whole:
                 self._progress = None
         except OSError as error:
             self.failed(error.strerror or str(error))
 
     def failed(self, words: str) -> None:
-        """Makes that its error, until a later reading succeeds."""
+        """Set an error, until a later reading succeeds."""
         self._error = one_line(f"cannot be read: {words}")
         self._progress = None
         self._retry_at = time.monotonic() + _RETRY_SECONDS
 
     def _look(self) -> None:
-        """Reads the record of the last start, which is not looked for all the time."""
+        """Read the record of the last start, which is not looked for all the time."""
         if (folder := newest_record(self.path)) is not None:
             start = read_record(folder)
             with self._lock:
@@ -108,12 +104,12 @@ class WatchedRun:
         self._looked_in = self._index.generation  # a start of the run may have replaced the file
 
     def close(self) -> None:
-        """Lets another process continue the index."""
+        """Let another process continue the index."""
         with self._lock:
             self._index.close()
 
     def listing(self) -> dict[str, Any]:
-        """Its entry in the list of runs."""
+        """Return its entry in the list of runs."""
         with self._lock:
             state, words = self._state()
             return {
@@ -133,7 +129,7 @@ class WatchedRun:
             }
 
     def summary(self) -> dict[str, Any]:
-        """What else is known of it but the points of its curves."""
+        """Return the rest of it but the points of its curves."""
         with self._lock:
             tables = self._index.tables
             train = tables.get("train")
@@ -166,22 +162,22 @@ class WatchedRun:
         points: int,
         factor: float,
     ) -> dict[str, Any]:
-        """Curves over ``axis`` from ``first`` to ``last``, each of about ``points`` points, and
-        smoothed by ``factor`` if that is not 0 and they are of training. Raises KeyError for an id
-        of no series."""
-        found: dict[str, Any] = {}
+        """Return curves over ``axis`` from ``first`` to ``last``, each of about ``points`` points,
+        and smoothed by ``factor`` if that is not 0 and they are of training. Raises KeyError for an
+        id of no series."""
+        curves: dict[str, Any] = {}
         for id in ids:
             with self._lock:
                 table, name = self._series(id)
                 curve = rising(clock(axis, table, self._seconds()), self._column(table, name))
-            found[id] = _shown(thinned(part(curve, first, last), points))
+            curves[id] = _shown(thinned(part(curve, first, last), points))
             if factor and table.kind == "train":
                 mean = part(smoothed(curve, factor), first, last)
-                found[id]["smooth"] = _shown(thinned(mean, points))
-        return found
+                curves[id]["smooth"] = _shown(thinned(mean, points))
+        return curves
 
     def positions(self, points: int) -> dict[str, Column]:
-        """About ``points`` of the positions that training has passed, on each axis."""
+        """Return about ``points`` of the positions that training has passed, on each axis."""
         with self._lock:
             train = self._index.tables.get("train")
             if train is None or not train.rows:
@@ -192,7 +188,7 @@ class WatchedRun:
     def table(
         self, ids: Sequence[str], axis: str, first: float | None, last: float | None
     ) -> Iterator[str]:
-        """The lines of a CSV file of the rows from ``first`` to ``last`` that have one of the
+        """Yield the lines of a CSV file of the rows from ``first`` to ``last`` that have one of the
         values. Raises KeyError for an id of no series, OverflowError if they are too many."""
         with self._lock:
             parts = []
@@ -221,21 +217,12 @@ class WatchedRun:
             yield ",".join((*(_cell(n, whole=True) for n in counts), *map(_cell, values))) + "\n"
 
     def texts(self) -> list[dict[str, Any]]:
-        """What the model wrote."""
+        """Return the texts that the model wrote."""
         return self._index.texts
 
     def _told(self, share: float) -> None:
         if self._progress is not None:
             self._progress = share
-
-    def _complaint(self) -> str | None:
-        index = self._index
-        if index.lines and index.broken == index.lines:
-            return (
-                f"none of the {index.lines:,} lines of {self.path.name} is a row of metrics, which "
-                "a run writes with --metrics-file"
-            )
-        return None
 
     @property
     def _planned(self) -> int | None:
@@ -245,8 +232,8 @@ class WatchedRun:
         return planned if type(planned) is int and 0 < planned < 1 << 53 else None
 
     def _state(self) -> tuple[str, str]:
-        """Return the state of the run, and words for it. That a run has ended is known
-        from its record; of one that was killed nothing says so but its silence."""
+        """Return the state of the run, and words for it. The end of a run is in its record; a
+        killed run is only silent."""
         if self._error is not None or self._progress is not None:
             return ("error", "not readable") if self._error is not None else ("loading", "reading")
         record = self._start.record or {}
@@ -280,7 +267,7 @@ class WatchedRun:
         return table, name
 
     def _derived(self, table: MetricTable) -> tuple[str, ...]:
-        """Names of what is computed of columns."""
+        """Return the names of series that are computed from columns."""
         measured = {"energy_joules", "seconds_per_iteration"}.issubset(table.columns)
         return (POWER,) if table.kind == "train" and measured else ()
 
@@ -290,16 +277,16 @@ class WatchedRun:
         return power(table.column("energy_joules"), self._seconds())
 
     def _newest(self) -> dict[str, float] | None:
-        """The position that the run has reached."""
-        version, found = self._last
+        """Return the position that the run has reached."""
+        version, ends = self._last
         if version != self._index.version:
             train = self._index.tables.get("train")
-            found = None if train is None or not train.rows else self._ends(train)[1]
-            self._last = self._index.version, found
-        return found
+            ends = None if train is None or not train.rows else self._ends(train)[1]
+            self._last = self._index.version, ends
+        return ends
 
     def _ends(self, train: MetricTable) -> list[dict[str, float]]:
-        """The positions of the first and the last row of training."""
+        """Return the positions of the first and the last row of training."""
         ends: list[dict[str, float]] = [{}, {}]
         for name in AXES:
             column = clock(name, train, self._seconds())
@@ -309,15 +296,16 @@ class WatchedRun:
         return ends
 
     def _seconds(self) -> Curve:
-        """The time of training, which many curves need, computed once for the rows there are."""
-        version, found = self._time
+        """Return the time of training, which many curves need, computed once for the rows there
+        are."""
+        version, seconds = self._time
         if version != self._index.version:
-            found = training_seconds(self._index.tables.get("train"))
-            self._time = self._index.version, found
-        return found
+            seconds = training_seconds(self._index.tables.get("train"))
+            self._time = self._index.version, seconds
+        return seconds
 
     def _events(self) -> tuple[list[dict[str, Any]], int]:
-        """The last events, and how many there are."""
+        """Return the last events, and the number of all."""
         tables = [
             table
             for table in self._index.tables.values()
@@ -367,23 +355,25 @@ class WatchedRun:
         )
         names = ("seconds_left", "energy_joules", "co2_grams", "cost", "cost_left")
         return {
-            "loss": _mean(train.column("loss", recent)),
-            "validation_loss": None if held_out is None else _least(held_out.column("loss")),
+            "loss": _finite(train.column("loss", recent), np.mean),
+            "validation_loss": None
+            if held_out is None
+            else _finite(held_out.column("loss"), np.min),
             "test_loss": None if test is None else _last(test.column("loss", 1)),
             "tokens_per_second": rate,
-            "mfu": _mean(train.column("mfu", recent)),
+            "mfu": _finite(train.column("mfu", recent), np.mean),
             "memory_bytes": _last(train.column("memory_allocated_bytes", 1)),
-            POWER: None
-            if not self._derived(train)
-            else _mean(self._column(train, POWER)[-recent:]),
+            POWER: _finite(self._column(train, POWER)[-recent:], np.mean)
+            if self._derived(train)
+            else None,
             **{name: _last(train.column(name, 1)) for name in names},
         }
 
 
 def find_runs(words: Sequence[str]) -> list[tuple[str, Path]]:
-    """Names and files of metrics of what somebody named: a file, a folder with ``metrics.jsonl`` in
-    it or in its folders, or NAME=PATH. Raises FileNotFoundError."""
-    found: list[tuple[str, Path]] = []
+    """Return the names and files of metrics for words of the user: a file, a folder with
+    ``metrics.jsonl`` in it or in its folders, or NAME=PATH. Raises FileNotFoundError."""
+    runs: list[tuple[str, Path]] = []
     for word in words:
         name, equals, rest = word.partition("=")
         named = bool(equals) and not Path(word).exists()
@@ -403,16 +393,16 @@ def find_runs(words: Sequence[str]) -> list[tuple[str, Path]]:
                 "--metrics-file, or the folder it is in"
             )
         for file in files:
-            own = file.parent.name if file.name == METRICS else file.stem
-            found.append((name if named and len(files) == 1 else own or str(file), file))
-    names = [name for name, _ in found]
+            folder = file.parent.name if file.name == METRICS else file.stem
+            runs.append((name if named and len(files) == 1 else folder or str(file), file))
+    names = [name for name, _ in runs]
     return [
-        (_shown_name(name if names.count(name) == 1 else str(path)), path) for name, path in found
+        (_shown_name(name if names.count(name) == 1 else str(path)), path) for name, path in runs
     ]
 
 
 def _shown_name(name: str) -> str:
-    """A name with a mark in place of what is not UTF-8, as those of files may be."""
+    """Return a name with a mark for bytes that are not UTF-8, as names of files may have."""
     return os.fsencode(name).decode(errors="replace")
 
 
@@ -427,14 +417,9 @@ def _shown(curve: Curve) -> dict[str, Column]:
     return {"x": np.ascontiguousarray(curve.x), "y": np.ascontiguousarray(curve.y)}
 
 
-def _mean(values: Column) -> float | None:
+def _finite(values: Column, reduce: Callable[[Column], np.floating]) -> float | None:
     finite = values[np.isfinite(values)]
-    return float(finite.mean()) if len(finite) else None
-
-
-def _least(values: Column) -> float | None:
-    finite = values[np.isfinite(values)]
-    return float(finite.min()) if len(finite) else None
+    return float(reduce(finite)) if len(finite) else None
 
 
 def _last(values: Column) -> float | None:
@@ -448,6 +433,6 @@ def _cell(value: float, whole: bool = False) -> str:
 
 
 def _field(name: str) -> str:
-    """A heading, which is the first of a CSV file's lines: quoted, and no formula."""
+    """Return a heading of a CSV file: quoted, and no formula."""
     text = name if name[:1] not in "=+-@\t\r" else f"'{name}"
     return '"' + text.replace('"', '""') + '"' if any(c in text for c in ',"\n\r') else text

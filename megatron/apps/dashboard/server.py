@@ -17,9 +17,12 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import orjson
 
-from megatron.apps.dashboard.connections import BoundedServer
+from megatron.apps.dashboard.connections import (
+    BoundedServer,
+    RefusedError,
+    StrictHandler,
+)
 from megatron.apps.dashboard.export import PAGE, export
-from megatron.apps.dashboard.requests import RefusedError, StrictHandler
 from megatron.apps.dashboard.runs import AXES, WatchedRun
 from megatron.util.digests import hash64, sha256
 from megatron.util.errors import one_line
@@ -32,26 +35,22 @@ _JSON = "application/json"
 _BEAT_SECONDS = 15.0
 _MOST_POINTS = 20_000
 _PACKED_BYTES = 1024
-_FOLLOWERS = 64
-"""Pages that are told what is new."""
-_COMPOSED = 2
-"""Answers that are computed at a time."""
-_READING_SECONDS = 5.0
-"""Limit for one run at a time."""
+_FOLLOWERS = 64  # pages that are told what is new
+_COMPOSED = 2  # answers that are computed at a time
+_READING_SECONDS = 5.0  # limit for one run at a time
 _SMALL_ANSWER, _WAITING_ANSWERS = 1 << 16, 1 << 28
 """Bytes of an answer that is always sent, and of all others together."""
 
 
 class Dashboard(BoundedServer):
-    """Shows runs until it is shut down; a thread reads what they write.
+    """A server that shows runs until it is shut down; a thread reads new rows. Raises OSError if
+    the address cannot be used, ValueError for an empty token.
 
     Args:
         runs: their ids are those of addresses.
         host: address to listen on.
         port: 0 takes a free one.
         token: that every request must have; None for none.
-
-    Raises OSError if the address cannot be used, ValueError for an empty token.
     """
 
     def __init__(
@@ -72,25 +71,23 @@ class Dashboard(BoundedServer):
 
     @property
     def url(self) -> str:
-        """Where the page is."""
         name = f"[{self.host}]" if ":" in self.host else self.host
         key = "" if self.token is None else f"?token={quote(self.token)}"
         return f"http://{name}:{self.server_address[1]}/{key}"
 
     def listing(self) -> bytes:
-        """The list of runs."""
         return orjson.dumps([run.listing() for run in self.runs])
 
     def wait(self, seconds: float) -> bool:
-        """Whether the server still runs after some time."""
+        """Return True if the server still runs after some time."""
         return not self._ended.wait(seconds)
 
     def server_bind(self) -> None:
-        """Without HTTPServer's look-up of the machine's name, which may wait for a network."""
+        """Bind without HTTPServer's look-up of the machine's name, which may wait for a network."""
         TCPServer.server_bind(self)
 
     def server_close(self) -> None:
-        """Ends the reading as well, and lets other processes continue the indices."""
+        """End the reading as well, and let other processes continue the indices."""
         self._ended.set()
         super().server_close()
         if self._reader.ident is not None:
@@ -100,7 +97,7 @@ class Dashboard(BoundedServer):
 
     @contextmanager
     def sending(self, size: int) -> Iterator[None]:
-        """Counts an answer until it is read. Raises RefusedError if there are too many."""
+        """Count an answer until it is read. Raises RefusedError if there are too many."""
         counted = size if size > _SMALL_ANSWER else 0
         with self._sizes:
             if counted and self._waiting_bytes + counted > _WAITING_ANSWERS:
@@ -130,7 +127,6 @@ class _Handler(StrictHandler):
     server: Dashboard
 
     def do_GET(self) -> None:
-        """Answers, or says why not."""
         with self.server.answering(self.connection):
             try:
                 self._answer()
@@ -146,7 +142,6 @@ class _Handler(StrictHandler):
     do_HEAD = do_GET
 
     def refuse(self, error: RefusedError) -> None:
-        """Sends the words of a refusal."""
         self._send(orjson.dumps({"error": str(error)}), _JSON, status=error.status)
 
     def _answer(self) -> None:
@@ -181,7 +176,7 @@ class _Handler(StrictHandler):
                 raise RefusedError(HTTPStatus.NOT_FOUND, "nothing is at this address")
 
     def _entered(self, parts: list[str], query: dict[str, list[str]]) -> bool:
-        """Refuses who may not read; True if a cookie was sent, which takes the token's place."""
+        """Refuse readers without the token; True if a cookie was sent, which replaces it."""
         token = self.server.token
         if token is None:
             host = urlsplit(f"//{self.headers.get('Host', 'localhost')}").hostname
@@ -189,15 +184,15 @@ class _Handler(StrictHandler):
                 words = "this name is not the server's; it is read under others with --token only"
                 raise RefusedError(HTTPStatus.FORBIDDEN, words)
             return False
-        given, kept = query.get("token", [""])[0], sha256(token)
+        query_token, kept = query.get("token", [""])[0], sha256(token)
         name = _COOKIE.format(self.server.server_address[1])
         cookie = _cookie(self.headers.get("Cookie", ""), name)
         bearer = self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        pairs = ((given, token), (bearer, token), (cookie, kept))
+        pairs = ((query_token, token), (bearer, token), (cookie, kept))
         if not any(hmac.compare_digest(a.encode(), b.encode()) for a, b in pairs):
             words = "a token is needed: open the address that tools/dashboard.py printed"
             raise RefusedError(HTTPStatus.UNAUTHORIZED, words)
-        if not given or parts != [""]:
+        if not query_token or parts != [""]:
             return False
         set_cookie = f"{name}={kept}; HttpOnly; SameSite=Strict; Path=/"
         self._send(
@@ -232,7 +227,7 @@ class _Handler(StrictHandler):
             return make()
 
     def _follow(self) -> None:
-        """Events, each the list of runs as it has become."""
+        """Send events, each the new list of runs."""
         if not self.server.followers.acquire(blocking=False):
             words = f"{_FOLLOWERS} pages are open already; close one"
             raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, words)
@@ -291,7 +286,7 @@ class _Handler(StrictHandler):
 
 
 def _cookie(header: str, name: str) -> str:
-    """The value of a cookie, which needs no unquoting: the server has set it."""
+    """Return the value of a cookie, which needs no unquoting: the server has set it."""
     for pair in header.split(";"):
         key, _, value = pair.strip().partition("=")
         if key == name:
@@ -312,7 +307,7 @@ def _known(answer: Any, *arguments: Any) -> Any:
 def _part(
     query: dict[str, list[str]],
 ) -> tuple[Sequence[str], str, float | None, float | None]:
-    """Which series, over which axis, from where to where."""
+    """Return the series, their axis, and its first and last position."""
     axis = query.get("x", ["iteration"])[0]
     if axis not in AXES:
         words = f"x={axis[:100]}: an axis is one of {', '.join(AXES)}"

@@ -1,7 +1,9 @@
-"""Numbers of many rows in columns, each a file that grows."""
+"""Numbers of many rows in columns, each a file that grows, and curves of them: smoothed over all
+rows, thinned so that spikes stay."""
 
 from __future__ import annotations
 
+import math
 import os
 from array import array
 from bisect import bisect_left
@@ -16,11 +18,10 @@ from numpy.typing import NDArray
 
 Column = NDArray[np.float64]
 
+# The clocks of every row, and their names in it.
 CLOCKS = {"iteration": "iteration", "samples": "consumed_samples", "tokens": "consumed_tokens"}
-"""The clocks of every row, and their names in it."""
 MOST_COLUMNS = 400
-LONGEST_NAME = 200
-"""Characters of a kind or a column."""
+LONGEST_NAME = 200  # characters of a kind or a column
 _SHOWN = {source: clock for clock, source in CLOCKS.items()}
 _BYTES = 8
 _RARE = 8
@@ -31,7 +32,7 @@ for which a file system needs no room."""
 
 
 class MetricTableState(NamedTuple):
-    """What is known of a table besides its files."""
+    """The description of a table besides its files."""
 
     kind: str
     rows: int
@@ -71,18 +72,18 @@ class MetricTable:
 
     @property
     def state(self) -> MetricTableState:
-        """What :class:`MetricTable` opens it with again."""
+        """Description with which :class:`MetricTable` opens it again."""
         return MetricTableState(self.kind, self.rows, self.columns)
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Takes a row of a file of metrics, which :meth:`flush` writes."""
+        """Add a row of a file of metrics, which :meth:`flush` writes."""
         tops, step = self._known_tops(), row["iteration"]
         tops.append(step if not tops or step > tops[-1] else tops[-1])
         self._waiting.append(row)
 
     def flush(self, room: int = MOST_COLUMNS) -> None:
-        """Writes the rows that wait, with at most ``room`` further columns; what is not a number
-        counts as absent."""
+        """Write the rows that wait, with at most ``room`` further columns; values that are not
+        numbers are treated as absent."""
         if not self._waiting and not self._dropped:
             return
         rows, self._waiting = self._waiting, []
@@ -114,13 +115,13 @@ class MetricTable:
         self.rows += len(rows)
 
     def cut(self, rows: int) -> None:
-        """Keeps the first rows, of those that are written."""
+        """Keep the first rows, of those that are written."""
         for place in range(len(self.columns)):
             os.truncate(self._path(place), rows * _BYTES)
         self.rows = rows
 
     def cut_from(self, step: int) -> None:
-        """Drops the rows from the first one on whose step is ``step`` or later."""
+        """Drop the rows from the first whose step is ``step`` or later."""
         if not self.rows and not self._waiting:
             return
         tops = self._known_tops()
@@ -135,7 +136,7 @@ class MetricTable:
             self.cut(keep)
 
     def column(self, name: str, last: int | None = None) -> Column:
-        """The values of all rows, or of the ``last``; NaN for a name that no row has."""
+        """Return the values of all rows, or of the ``last``; NaN for a name that no row has."""
         count = self.rows if last is None else min(last, self.rows)
         if name not in self.columns:
             return np.full(count, np.nan)
@@ -164,7 +165,7 @@ class MetricTable:
 def _entries(
     rows: Sequence[Mapping[str, Any]], names: set[str]
 ) -> dict[str, list[tuple[int, float]]]:
-    """Rows and values of names that few of the rows have, in one pass over these."""
+    """Return rows and values of names that few of the rows have, in one pass."""
     entries: dict[str, list[tuple[int, float]]] = {name: [] for name in names}
     for place, row in enumerate(rows if names else ()):
         for name in names.intersection(row):
@@ -186,3 +187,105 @@ def _number(value: Any) -> float:
         return float(value) if isinstance(value, int | float) else np.nan
     except OverflowError:
         return np.nan
+
+
+class Curve(NamedTuple):
+    """Points; NaN is a gap."""
+
+    x: Column
+    y: Column
+
+
+def training_seconds(train: MetricTable | None) -> Curve:
+    """Return the seconds that training took, over its steps; no points if the rows do not say."""
+    if train is None or not train.rows or "seconds_per_iteration" not in train.columns:
+        return Curve(np.empty(0), np.empty(0))
+    steps = train.column("iteration")
+    each = np.nan_to_num(train.column("seconds_per_iteration"))
+    counts = np.diff(steps, prepend=0.0)
+    # A file may begin late, where a run was resumed: its first row is for as many steps as others.
+    counts[0] = min(counts[:2])
+    return Curve(steps, np.cumsum(each * counts))
+
+
+def power(energy: Column, seconds: Curve) -> Column:
+    """Return the watts between each row of training and the one before it, from the energy used so
+    far; NaN for the first, and where a counter began again."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        watts = np.diff(energy, prepend=np.nan) / np.diff(seconds.y, prepend=np.nan)
+    return np.where((watts >= 0) & np.isfinite(watts), watts, np.nan)
+
+
+def clock(name: str, table: MetricTable, seconds: Curve) -> Column:
+    """Return the positions of the rows of a table on the axis ``name``: their iteration, samples or
+    tokens, or the seconds that training took until then."""
+    if name != "seconds":
+        return table.column(name)
+    if not len(seconds.x):
+        return np.full(table.rows, np.nan)
+    if table.kind == "train":
+        return seconds.y
+    return np.interp(table.column("iteration"), *seconds)
+
+
+def rising(x: Column, y: Column) -> Curve:
+    """Return the points whose position is known, each once and in order; of equal ones the last."""
+    known = np.isfinite(x)
+    if not known.all():
+        x, y = x[known], y[known]
+    if len(x) > 1 and not (np.diff(x) > 0).all():
+        order = np.argsort(x, kind="stable")
+        x, y = x[order], y[order]
+        last = np.append(np.diff(x) > 0, True)
+        x, y = x[last], y[last]
+    return Curve(x, y)
+
+
+def smoothed(curve: Curve, factor: float) -> Curve:
+    """Return the exponential mean of a curve, each value weighing ``factor`` (0 to 1) of the one
+    after it, divided by the sum of the weights. Gaps are left out."""
+    known = np.isfinite(curve.y)
+    x, y = curve.x[known], curve.y[known]
+    if not len(y) or factor <= 0:
+        return Curve(x, y)
+    # Within a block powers of the factor stay in range; of what was before it only the block
+    # before still weighs something.
+    length = max(1, min(len(y), int(math.log(1e-12) / math.log(factor))))
+    blocks = -(-len(y) // length)
+    filled = np.zeros(blocks * length)
+    filled[: len(y)] = y
+    powers = factor ** np.arange(length)
+    sums = np.cumsum(filled.reshape(blocks, length) / powers, axis=1) * powers * (1 - factor)
+    carried = np.append(0.0, sums[:-1, -1])
+    mean = (sums + carried[:, None] * (powers * factor)).ravel()[: len(y)]
+    weights = -np.expm1(np.arange(1, len(y) + 1) * math.log(factor))
+    return Curve(x, mean / weights)
+
+
+def part(curve: Curve, first: float | None, last: float | None) -> Curve:
+    """Return the points from ``first`` to ``last``, with one more on either side, to which lines
+    lead."""
+    begin = 0 if first is None else int(np.searchsorted(curve.x, first, "left")) - 1
+    end = len(curve.x) if last is None else int(np.searchsorted(curve.x, last, "right")) + 1
+    return Curve(*(values[max(0, begin) : end] for values in curve))
+
+
+def thinned(curve: Curve, points: int) -> Curve:
+    """Return about ``points`` of the points: the least and the greatest of each of equal parts, so
+    that no spike is lost, and the first and last of all."""
+    count = len(curve.x)
+    if count <= max(points, 4):
+        return curve
+    size = -(-count // max(1, points // 2))
+    parts = -(-count // size)
+    known = np.isfinite(curve.y)
+    chosen: list[NDArray[np.intp]] = [np.array([0, count - 1])]
+    offsets = np.arange(parts) * size
+    for worst, least in ((np.inf, True), (-np.inf, False)):
+        filled = np.full(parts * size, worst)
+        filled[:count] = np.where(known, curve.y, worst)
+        table = filled.reshape(parts, size)
+        places = (table.argmin(1) if least else table.argmax(1)) + offsets
+        chosen.append(places[places < count])
+    index = np.unique(np.concatenate(chosen))
+    return Curve(curve.x[index], curve.y[index])

@@ -1,28 +1,142 @@
-"""The examination of nodes: who answers, what each is, and what lies between them."""
+"""The examination of nodes: each by itself, and bandwidth and latency of every pair in both
+directions."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from megatron.apps.doctor.findings import (
     Check,
+    Link,
     Links,
     NodeFinding,
+    Pair,
     checks_of,
     judge_clocks,
     judge_links,
+    judge_lost,
     judge_reports,
+    peers_of,
+    slow_links,
 )
-from megatron.apps.doctor.links import measured
 from megatron.apps.doctor.session import (
     ProbeError,
     Session,
     on_all,
 )
+
+OVER = ("tcp", "gloo", "nccl")
+_LINK_SECONDS = 40.0
+_MEASURING = 0.2
+_SEVERAL = 3  # other nodes with which one that is left out has failed
+_FEW, _TIMES = 4, 3  # links of a slow node that are measured again, and how often
+
+
+def measured(sessions: Sequence[Session], over: str) -> tuple[Links, list[NodeFinding]]:
+    """Return the links, and the nodes and pairs that cannot connect. A node that fails with several
+    others is left out of later rounds: each try may take seconds.
+
+    Args:
+        over: ``tcp``, which needs nothing on the nodes, or the backend of torch.distributed.
+    """
+    links: dict[Pair, Link] = {}
+    lost: dict[Pair, str] = {}
+    left_out: set[str] = set()
+    names = [session.name for session in sessions]
+    by_name = dict(zip(names, sessions, strict=True))
+
+    def measure(pair: Pair) -> None:
+        source, target = (by_name[name] for name in pair)
+        try:
+            link = _by_tcp(source, target) if over == "tcp" else _by_torch(source, target, over)
+        except ProbeError as error:
+            lost[pair] = str(error)
+            return
+        before = links.get(pair, link)
+        links[pair] = Link(max(link.rate, before.rate), min(link.trip, before.trip))
+
+    with ThreadPoolExecutor(max(1, len(names))) as pool:
+        for numbers in rounds(len(names)):
+            pairs = [(names[a], names[b]) for a, b in numbers]
+            pairs = [pair for pair in pairs if left_out.isdisjoint(pair)]
+            list(pool.map(measure, pairs))
+            list(pool.map(measure, [(b, a) for a, b in pairs]))
+            _leave_out(lost, left_out)
+    # What was slow because of other work is not slow three times more, alone.
+    tried: Counter[Pair] = Counter()
+    while pairs := _again(slow_links(links), tried):
+        for pair in pairs:
+            measure(pair)
+            tried[pair] += 1
+    order = {name: number for number, name in enumerate(names)}
+    unconnected = sorted(lost.keys() - links.keys(), key=lambda pair: [order[n] for n in pair])
+    met = peers_of([*links, *lost])
+    untried = {name for name in left_out if len(met[name]) < len(names) - 1}
+    return links, judge_lost({pair: lost[pair] for pair in unconnected}, untried, over)
+
+
+def _leave_out(lost: Mapping[Pair, str], left_out: set[str]) -> None:
+    """Add the nodes that have failed with several of the others that are left."""
+    while True:
+        peers = peers_of(pair for pair in lost if left_out.isdisjoint(pair))
+        name = max(peers, key=lambda one: len(peers[one]), default="")
+        if not name or len(peers[name]) < _SEVERAL:
+            return
+        left_out.add(name)
+
+
+def _again(slow: Sequence[Pair], tried: Mapping[Pair, int]) -> list[Pair]:
+    """Return the pairs to measure once more: a few of each node, as long as these stay slow."""
+    taken: Counter[str] = Counter()
+    chosen = []
+    for pair in sorted(slow, key=lambda pair: -tried[pair]):
+        if all(taken[name] < _FEW for name in pair):
+            taken.update(pair)
+            if tried[pair] < _TIMES:
+                chosen.append(pair)
+    return chosen
+
+
+def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
+    """Yield every pair of this many players once, in rounds in which each plays once."""
+    players: list[int | None] = [*range(count), *([None] if count % 2 else [])]
+    for _ in range(len(players) - 1):
+        half = len(players) // 2
+        pairs = zip(players[:half], reversed(players[half:]), strict=True)
+        yield [(a, b) for a, b in pairs if a is not None and b is not None]
+        players.insert(1, players.pop())
+
+
+def _by_tcp(source: Session, target: Session) -> Link:
+    port = target.ask("listen", _LINK_SECONDS, port=0)
+    try:
+        return Link(
+            **source.ask("send", _LINK_SECONDS, host=target.name, port=port, seconds=_MEASURING)
+        )
+    finally:
+        target.ask("close", _LINK_SECONDS)
+
+
+def _by_torch(source: Session, target: Session, backend: str) -> Link:
+    port = source.ask("store", _LINK_SECONDS)
+
+    answers, errors = on_all(
+        [source, target],
+        lambda session: session.ask(
+            "meet", 2 * _LINK_SECONDS, backend=backend, host=source.name, port=port,
+            rank=int(session is target), seconds=_MEASURING,
+        ),
+    )  # fmt: skip
+    if errors:
+        raise ProbeError("; ".join(f"{name}: {error}" for name, error in errors.items()))
+    return Link(**answers[source.name])
+
 
 PACKAGES = ("torch", "deepspeed", "numpy", "safetensors")
 _SECONDS = 20.0
@@ -31,7 +145,7 @@ _LOOKING = 5.0
 
 @dataclass(frozen=True)
 class Subject:
-    """What a run will need.
+    """Needs of a run.
 
     Attributes:
         folder: of this project, on every node.
@@ -39,8 +153,8 @@ class Subject:
         save: a folder that all nodes share, if one is named.
         port: at which the processes meet on the first node.
         free_gib: to be free where training writes.
-        over: what measures the links: tcp, or a backend of torch.distributed.
-        interface: GLOO_SOCKET_IFNAME, where the side that starts the processes says it.
+        over: measures the links: tcp, or a backend of torch.distributed.
+        interface: GLOO_SOCKET_IFNAME, if the side that starts the processes sets it.
     """
 
     folder: str
@@ -62,7 +176,7 @@ class Examination:
 
 
 def examine(sessions: Sequence[Session], subject: Subject) -> Examination:
-    """All checks of nodes whose probes have been started."""
+    """Check the nodes of probes that have been started."""
     done = Examination()
     _, lost = on_all(sessions, lambda session: session.ready(_SECONDS))
     done.findings += [_silent(name, reason) for name, reason in lost.items()]
@@ -105,7 +219,7 @@ def _silent(name: str, reason: str) -> NodeFinding:
 
 
 def _offset(session: Session) -> tuple[float, float]:
-    """Of the shortest of several round trips."""
+    """Return the offset of a clock, and its error: those of the shortest of several round trips."""
     tries = []
     for _ in range(5):
         before = time.time()
@@ -117,7 +231,7 @@ def _offset(session: Session) -> tuple[float, float]:
 
 
 def _port(sessions: Sequence[Session], port: int) -> Iterator[NodeFinding]:
-    """Whether the others reach the port at which ranks meet."""
+    """Yield findings about the port at which ranks meet."""
     first, *others = sessions
     what = f"port {port} of {first.name}"
     try:
@@ -144,7 +258,7 @@ def _port(sessions: Sequence[Session], port: int) -> Iterator[NodeFinding]:
 def _shared(
     sessions: Sequence[Session], path: str, folders: dict[str, str]
 ) -> Iterator[NodeFinding]:
-    """Whether a file that one node writes is seen by all, with its lock."""
+    """Yield findings about a file that one node writes and locks, as the others see it."""
     deepest = max(folders.values(), key=len)
     where = f"folder {path}"
     owners = [session for session in sessions if folders[session.name] == deepest]

@@ -8,22 +8,17 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-MOST_CLOCKS_APART = 1.0
-"""Seconds."""
+MOST_CLOCKS_APART = 1.0  # seconds
 LEAST_FILES = 4096
 LEAST_SHM = 2**28
 _LEAST_INODES = 0.01
 _GIB = 2**30
-SLOW = 0.25
-"""Of the median bandwidth: a link with less is named."""
-FAR = 10.0
-"""Times the median latency: a link with more is named, if that is a millisecond more."""
+SLOW = 0.25  # of the median bandwidth: a link with less is named
+FAR = 10.0  # times the median latency: a link with more is named, if that is a millisecond more
 _LEAST_TRIP = 1e-3
-_NAMED = 3
-"""Nodes that are named of those with which one cannot connect."""
+_NAMED = 3  # nodes that are named of those with which one cannot connect
 Reports = Mapping[str, Mapping[str, Any]]
-Pair = tuple[str, str]
-"""Who sends, who receives."""
+Pair = tuple[str, str]  # who sends, who receives
 
 
 class Link(NamedTuple):
@@ -38,15 +33,8 @@ Links = Mapping[Pair, Link]
 
 @dataclass(frozen=True)
 class NodeFinding:
-    """What is wrong.
-
-    Attributes:
-        node: where; two names with an arrow for what lies between nodes.
-        check: what was looked at.
-        value: what was found.
-        right: what it should be.
-        remedy: what to do.
-    """
+    """A fault: its node (two names with an arrow for a link), the check, the value found, the right
+    one, and the remedy."""
 
     node: str
     check: str
@@ -59,19 +47,19 @@ class NodeFinding:
 
 
 def judge_reports(reports: Reports, free_gib: float) -> list[NodeFinding]:
-    """Of what every node is, alone and beside the others."""
-    found = [*_versions(reports), *_code(reports), *_data(reports)]
+    """Return the findings of every node, alone and compared with the others."""
+    findings = [*_versions(reports), *_code(reports), *_data(reports)]
     for name, report in reports.items():
-        found += [*_places(name, report["places"], free_gib), *_limits(name, report)]
+        findings += [*_places(name, report["places"], free_gib), *_limits(name, report)]
         if len(reports) > 1:
-            found += _address(name, report)
-        found += _gpus(name, report["gpus"])
-    return [*found, *_different_gpus(reports)]
+            findings += _address(name, report)
+        findings += _gpus(name, report["gpus"])
+    return [*findings, *_different_gpus(reports)]
 
 
 class Check(NamedTuple):
-    """Something that was examined: its name, what most nodes have (empty if nothing was to be
-    examined), and the first words of the findings about it."""
+    """An examined item: its name, the value on most nodes (empty if nothing was to be examined),
+    and the first words of the findings about it."""
 
     name: str
     value: str
@@ -106,12 +94,12 @@ def checks_of(reports: Reports) -> list[Check]:
 
 
 def usual(values: Mapping[Any, Any]) -> Any:
-    """What most nodes have; of equals, what the first has."""
+    """Return the value of most nodes; of equals, that of the first."""
     return Counter(values.values()).most_common(1)[0][0]
 
 
 def _odd(values: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Nodes that differ from most: name, value, the usual one."""
+    """Yield the nodes that differ from most: name, value, the usual one."""
     if values:
         most = usual(values)
         yield from ((name, value, most) for name, value in values.items() if value != most)
@@ -124,14 +112,14 @@ def _versions(reports: Reports) -> Iterator[NodeFinding]:
     for package in next(iter(reports.values()), {}).get("packages", ()):
         versions = {name: report["packages"][package] for name, report in reports.items()}
         present = {name: version for name, version in versions.items() if version}
-        wanted = f"{package}=={usual(present)}" if present else package
+        requirement = f"{package}=={usual(present)}" if present else package
         for name in versions:
             if name not in present:
                 right = f"{usual(present)} on the other nodes" if present else "training needs it"
-                remedy = f"pip install {wanted} there"
+                remedy = f"pip install {requirement} there"
                 yield NodeFinding(name, f"version of {package}", "not installed", right, remedy)
         for name, mine, most in _odd(present):
-            right, remedy = f"{most} on the other nodes", f"pip install {wanted} there"
+            right, remedy = f"{most} on the other nodes", f"pip install {requirement} there"
             yield NodeFinding(name, f"version of {package}", mine, right, remedy)
 
 
@@ -207,9 +195,8 @@ def _gpus(name: str, gpus: Mapping[str, Any]) -> Iterator[NodeFinding]:
             remedy = "drain the node and reset the GPU"
             yield NodeFinding(name, where, f"{errors} uncorrected ECC errors", "0", remedy)
         if gpu["retired_pages.pending"] == "Yes":
-            yield NodeFinding(
-                name, where, "memory pages wait to be retired", "no", "restart the node"
-            )
+            value = "memory pages wait to be retired"
+            yield NodeFinding(name, where, value, "no", "restart the node")
         for reason in ("hw_thermal_slowdown", "hw_power_brake_slowdown"):
             if gpu[f"clocks_throttle_reasons.{reason}"] == "Active":
                 value = f"{reason} at {gpu['temperature.gpu']} degrees"
@@ -233,7 +220,8 @@ def _kinds(gpus: list[dict[str, str]]) -> str:
 
 
 def judge_clocks(offsets: Mapping[str, tuple[float, float]]) -> Iterator[NodeFinding]:
-    """Args: offsets: seconds before this machine's clock, and by how much that may be wrong."""
+    """Yield the clocks that are wrong; ``offsets`` are seconds before this machine's clock, and
+    their error."""
     if not offsets:
         return
     middle = statistics.median_low(offset for offset, _ in offsets.values())
@@ -242,14 +230,13 @@ def judge_clocks(offsets: Mapping[str, tuple[float, float]]) -> Iterator[NodeFin
         if abs(apart) > MOST_CLOCKS_APART + error:
             value = f"{abs(apart):.1f} s {'ahead of' if apart > 0 else 'behind'} the other nodes"
             remedy = "start chrony or systemd-timesyncd there"
-            yield NodeFinding(
-                name, "clock", value, f"at most {MOST_CLOCKS_APART:g} s apart", remedy
-            )
+            right = f"at most {MOST_CLOCKS_APART:g} s apart"
+            yield NodeFinding(name, "clock", value, right, remedy)
 
 
 def slow_links(links: Links) -> list[Pair]:
-    """Those that are far from the median in bytes or in time; of two nodes, from the better
-    direction."""
+    """Return the links that are far from the median in bytes or in time; of two nodes, from the
+    better direction."""
     if len(links) < 2:
         return []
     rate, trip = usual_link(links)
@@ -261,7 +248,7 @@ def slow_links(links: Links) -> list[Pair]:
 
 
 def usual_link(links: Links) -> Link:
-    """The medians; of two nodes, the better direction."""
+    """Return the medians; of two nodes, the better direction."""
     rates, trips = zip(*links.values(), strict=True)
     if len(links) > 2:
         return Link(statistics.median(rates), statistics.median(trips))
@@ -269,9 +256,9 @@ def usual_link(links: Links) -> Link:
 
 
 def judge_links(links: Links) -> list[NodeFinding]:
-    """A node to or from which all links are slow, otherwise the link."""
+    """Return a node to or from which all links are slow, otherwise the link."""
     slow = dict.fromkeys(slow_links(links))
-    found = []
+    findings = []
     for place, word in ((0, "sends"), (1, "receives")):
         for name in dict.fromkeys(pair[place] for pair in slow):
             all_of = {pair for pair in links if pair[place] == name}
@@ -279,22 +266,19 @@ def judge_links(links: Links) -> list[NodeFinding]:
                 for pair in all_of:
                     del slow[pair]
                 mine = usual_link({pair: links[pair] for pair in all_of})
-                found.append(_slow(name, mine, usual_link(links), f"{word} "))
+                findings.append(_slow(name, mine, usual_link(links), f"{word} "))
     for pair in slow:
-        found.append(_slow(" -> ".join(pair), links[pair], usual_link(links)))
-    return found
+        findings.append(_slow(" -> ".join(pair), links[pair], usual_link(links)))
+    return findings
 
 
 def judge_lost(
     lost: Mapping[Pair, str], untried: Collection[str] = (), over: str = "tcp"
 ) -> list[NodeFinding]:
-    """Of pairs that cannot connect, with the reasons: a node that several others do not reach or
-    that does not reach them, otherwise the pair.
-
-    Args:
-        untried: nodes that have not been tried with all others.
-    """
-    rest, found = dict(lost), []
+    """Return the findings of pairs that cannot connect: a node that several others do not reach or
+    that does not reach them, otherwise the pair. ``untried`` are nodes that have not been tried
+    with all others."""
+    rest, findings = dict(lost), []
     check, right = f"connection ({over})", "it works"
     remedy = "open all ports between the nodes of a run; see routes and /etc/hosts"
     while peers := peers_of(rest):
@@ -308,21 +292,21 @@ def judge_lost(
         more = f" and {len(peers[name]) - _NAMED} more" if peers[name][_NAMED:] else ""
         value = f"{usual(mine)}, {word} {others}{more}"
         value += "; not tried with the others" if name in untried else ""
-        found.append(NodeFinding(name, check, value, right, remedy))
+        findings.append(NodeFinding(name, check, value, right, remedy))
     pairs = [
         NodeFinding(" -> ".join(pair), check, reason, right, remedy)
         for pair, reason in rest.items()
     ]
-    return [*found, *pairs]
+    return [*findings, *pairs]
 
 
 def peers_of(pairs: Iterable[Pair]) -> dict[str, list[str]]:
-    """The other nodes of these pairs, for each node."""
-    found: dict[str, dict[str, None]] = {}
+    """Return the other nodes of these pairs, for each node."""
+    peers: dict[str, dict[str, None]] = {}
     for a, b in pairs:
-        found.setdefault(a, {})[b] = None
-        found.setdefault(b, {})[a] = None
-    return {name: list(others) for name, others in found.items()}
+        peers.setdefault(a, {})[b] = None
+        peers.setdefault(b, {})[a] = None
+    return {name: list(others) for name, others in peers.items()}
 
 
 def _slow(where: str, mine: Link, most: Link, word: str = "") -> NodeFinding:

@@ -1,7 +1,6 @@
-"""What runs on every node: it answers requests, one line of JSON each, until its input ends.
+"""The program on every node: it answers requests, one line of JSON each, until its input ends.
 
-It is sent to the node and needs nothing there but Python: not this project, and no package. So it
-can say what is missing.
+It is sent to the node and needs nothing there but Python, so that it can report what is missing.
 """
 
 from __future__ import annotations
@@ -40,20 +39,19 @@ _CHUNK = bytes(2**18)
 _PINGS = 20
 _MESSAGES = 10
 _MEETING = timedelta(seconds=20)
-_held: dict[str, Any] = {}
-"""What stays open between requests: sockets, the locked file."""
+_held: dict[str, Any] = {}  # what stays open between requests: sockets, the locked file
 
 
 def report(
     folder: str, packages: list[str], data: list[str], places: list[str], interface: str = ""
 ) -> dict[str, Any]:
-    """What this node is. Sizes are in bytes.
+    """Return what this node is. Sizes are in bytes.
 
     Args:
         folder: of this project.
         data: files that training reads.
         places: folders that training writes into, or that it will make.
-        interface: GLOO_SOCKET_IFNAME, if the side that starts the processes says it.
+        interface: GLOO_SOCKET_IFNAME, if the side that starts the processes sets it.
     """
     return {
         "python": platform.python_version(),
@@ -94,15 +92,15 @@ def _file(path: Path) -> str | None:
 
 
 def _place(path: str) -> dict[str, Any]:
-    """The nearest folder that exists, and what it has room for."""
-    found = os.path.abspath(path)
-    while not os.path.isdir(found):
-        found = os.path.dirname(found)
-    room = os.statvfs(found)
-    answer = {"folder": found, "free": room.f_bavail * room.f_frsize, "refused": ""}
+    """Return the nearest folder that exists, and its free room."""
+    existing = os.path.abspath(path)
+    while not os.path.isdir(existing):
+        existing = os.path.dirname(existing)
+    room = os.statvfs(existing)
+    answer = {"folder": existing, "free": room.f_bavail * room.f_frsize, "refused": ""}
     answer["inodes"] = room.f_favail / room.f_files if room.f_files else 1.0
     try:
-        with tempfile.TemporaryFile(dir=found) as file:
+        with tempfile.TemporaryFile(dir=existing) as file:
             file.write(b"0" * 4096)
     except OSError as error:
         answer["refused"] = error.strerror
@@ -116,10 +114,10 @@ def _own_address() -> str:
 
 
 def _gpus() -> dict[str, Any]:
-    """A row for each GPU, and what else was said or why nothing was; ``rows`` is empty where
-    no driver is."""
-    said = _nvidia_smi()
-    return {**said, "xids": _xids() if said["rows"] or said["error"] else []}
+    """Return a row for each GPU, and further output or errors; ``rows`` is empty without a
+    driver."""
+    output = _nvidia_smi()
+    return {**output, "xids": _xids() if output["rows"] or output["error"] else []}
 
 
 def _nvidia_smi() -> dict[str, Any]:
@@ -143,15 +141,14 @@ def _nvidia_smi() -> dict[str, Any]:
 
 
 def _xids() -> list[str]:
-    """The last error of each GPU that the driver has written to the kernel's log, where this user
-    may read it."""
+    """Return the last error of each GPU in the kernel's log, where this user may read it."""
     try:
         said = subprocess.run(["dmesg"], capture_output=True, text=True, timeout=30).stdout
     except (OSError, subprocess.TimeoutExpired):
         return []
-    found = re.findall(r"NVRM: (Xid \((.*?)\): (\d+).*)", said)
+    errors = re.findall(r"NVRM: (Xid \((.*?)\): (\d+).*)", said)
     return list(
-        {gpu: line for line, gpu, number in found if number not in _XIDS_OF_PROGRAMS}.values()
+        {gpu: line for line, gpu, number in errors if number not in _XIDS_OF_PROGRAMS}.values()
     )
 
 
@@ -161,11 +158,12 @@ def clock() -> float:
 
 
 def mark(folder: str, name: str) -> str:
-    """Leaves a file in a folder, and locks it until :func:`unmark`. Returns why the file system has
-    no locks, if so. Raises OSError if it cannot be written; then nothing is left."""
+    """Leave a file in a folder, and lock it until :func:`unmark`. Return why the file system has no
+    locks, if so. Raises OSError if it cannot be written; then nothing is left."""
     file = _held["mark"] = open(os.path.join(folder, name), "w")  # noqa: SIM115
     try:
-        _write(file, name)
+        file.write(name)
+        file.flush()
     except OSError:
         unmark()
         raise
@@ -176,11 +174,6 @@ def mark(folder: str, name: str) -> str:
     return ""
 
 
-def _write(file: Any, text: str) -> None:
-    file.write(text)
-    file.flush()
-
-
 def unmark() -> None:
     file = _held.pop("mark")
     os.unlink(file.name)
@@ -189,8 +182,8 @@ def unmark() -> None:
 
 
 def look(folder: str, name: str, seconds: float) -> str:
-    """Whether a file that another node has marked is seen, and its lock: ``locked``, ``not
-    locked``, ``without locks: REASON``, or ``not seen`` after so long; network file systems take a
+    """Return the state of a file that another node has marked: ``locked``, ``not locked``,
+    ``without locks: REASON``, or ``not seen`` after this many seconds; network file systems take a
     while."""
     deadline = time.monotonic() + seconds
     while name not in (os.listdir(folder) if os.path.isdir(folder) else []):
@@ -208,7 +201,7 @@ def look(folder: str, name: str, seconds: float) -> str:
 
 
 def listen(port: int) -> int:
-    """Accepts connections at a port, or at any if it is 0; each is measured by :func:`send`."""
+    """Accept connections at a port, or at any if it is 0; each is measured by :func:`send`."""
     try:
         server = _held["server"] = _listener(port)
     except OSError as error:  # Python appends words of its own
@@ -257,8 +250,8 @@ def connect(host: str, port: int, seconds: float) -> None:
 
 
 def send(host: str, port: int, seconds: float) -> dict[str, float]:
-    """Sends for so long. Returns bytes per second, as they arrive, and the shortest round trip in
-    seconds."""
+    """Send for this many seconds. Return bytes per second, as they arrive, and the shortest round
+    trip in seconds."""
     with socket.create_connection((host, port), 5) as other:
         other.settimeout(30)
         other.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -277,7 +270,7 @@ def send(host: str, port: int, seconds: float) -> dict[str, float]:
 
 
 def store() -> int:
-    """Opens the store at which a pair of nodes meets for :func:`meet`; returns its port."""
+    """Open the store at which a pair of nodes meets for :func:`meet`; return its port."""
     import torch.distributed as dist
 
     _held["store"] = dist.TCPStore(
@@ -287,8 +280,8 @@ def store() -> int:
 
 
 def meet(backend: str, host: str, port: int, rank: int, seconds: float) -> dict[str, float] | None:
-    """Rank 0 sends to rank 1 with torch.distributed, which both call, for about so long; the first
-    GPU's memory is sent with nccl. Returns on rank 0 what :func:`send` does."""
+    """Send from rank 0 to rank 1 with torch.distributed, which both call, for about this many
+    seconds; with nccl from the first GPU's memory. Return on rank 0 the result of :func:`send`."""
     import torch
     import torch.distributed as dist
 
@@ -322,7 +315,7 @@ def meet(backend: str, host: str, port: int, rank: int, seconds: float) -> dict[
 
 
 def _length(rate: float, seconds: float) -> int:
-    """Numbers in each message, for all to take about so long at so many bytes per second."""
+    """Return the numbers in each message, for all to take about this many seconds at a rate."""
     return max(2**14, min(2**24, int(rate * seconds / _MESSAGES / 4)))
 
 

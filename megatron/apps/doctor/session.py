@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -34,12 +34,8 @@ class ProbeError(RuntimeError):
 
 
 class Session:
-    """The probe of a node. Requests are answered in their order.
-
-    Args:
-        name: by which the other nodes find this one.
-        command: what starts Python with further words.
-    """
+    """The probe of a node, by the name that other nodes find it with; ``command`` starts Python
+    with further words. Requests are answered in their order."""
 
     def __init__(self, name: str, command: Sequence[str]) -> None:
         self.name = name
@@ -51,7 +47,7 @@ class Session:
         )
 
     def ready(self, seconds: float) -> None:
-        """Sends the probe and waits until it runs. Raises ProbeError."""
+        """Send the probe and wait until it runs. Raises ProbeError."""
         sources = {"digests": digests.__file__, "probe": probe.__file__}
         boot = _BOOT.format(**{name: Path(file).read_text() for name, file in sources.items()})
         code = base64.b64encode(boot.encode()).decode()
@@ -61,9 +57,7 @@ class Session:
             pass
 
     def ask(self, request: str, within: float, **values: Any) -> Any:
-        """A function of the probe, within so many seconds.
-
-        Raises ProbeError: it failed, or gave no answer in time."""
+        """Call a function of the probe. Raises ProbeError: it failed, or gave no answer in time."""
         self._asked += 1
         self._write(json.dumps([self._asked, request, values]))
         deadline, answer = time.monotonic() + within, {"number": 0}
@@ -108,14 +102,14 @@ class Session:
 
 
 def by_ssh(name: str, folder: str, python: str, options: Sequence[str] = ()) -> list[str]:
-    """The command that starts the probe of a node."""
+    """Return the command that starts the probe of a node."""
     words = shlex.join(["cd", folder]) + " && exec " + shlex.join([python, *_BEGIN])
     ssh = ["ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *options]
     return [*ssh, name, f"sh -c {shlex.quote(words)}"]
 
 
 def by_srun(name: str, folder: str, python: str) -> list[str]:
-    """Inside an allocation of slurm."""
+    """Return the command inside an allocation of slurm."""
     step = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--unbuffered", f"--nodelist={name}"]
     return [*step, f"--chdir={folder}", python, *_BEGIN]
 
@@ -127,21 +121,20 @@ def here(python: str) -> list[str]:
 def on_all(
     sessions: Sequence[Session], job: Callable[[Session], Any]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """A job for all nodes at once: the answers, and the errors, each by the name of the node."""
+    """Run a job for all nodes at once; return the answers and the errors by the node's name."""
     answers: dict[str, Any] = {}
     errors: dict[str, str] = {}
 
-    def one(session: Session) -> None:
+    def one(session: Session) -> Any:
         try:
-            answers[session.name] = job(session)
+            return job(session)
         except ProbeError as error:
-            errors[session.name] = str(error)
+            return error
 
     with ThreadPoolExecutor(max(1, len(sessions))) as pool:
-        list(pool.map(one, sessions))
-    order = [session.name for session in sessions]
-    return _sorted(answers, order), _sorted(errors, order)
-
-
-def _sorted(found: Mapping[str, Any], order: Sequence[str]) -> dict[str, Any]:
-    return {name: found[name] for name in order if name in found}
+        for session, answer in zip(sessions, pool.map(one, sessions), strict=True):
+            if isinstance(answer, ProbeError):
+                errors[session.name] = str(answer)
+            else:
+                answers[session.name] = answer
+    return answers, errors

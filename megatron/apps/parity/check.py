@@ -23,7 +23,7 @@ from megatron.apps.parity.gradients import (
     reference_gradients,
     stepped_slices,
 )
-from megatron.apps.parity.launch import (
+from megatron.apps.parity.ranks import (
     RankError,
     Ranks,
     environment,
@@ -91,7 +91,8 @@ _OF_ENGINE = (
 @dataclass(frozen=True)
 class CheckFlags:
     """Flags of the runs of a check: of a layout's run, to which its own are added; of the run on
-    one process, including the DeepSpeed JSON's values; and given flags that a check ignores."""
+    one process, including the DeepSpeed JSON's values; and flags of the user that a check
+    ignores."""
 
     layout: list[str]
     plain: list[str]
@@ -99,8 +100,8 @@ class CheckFlags:
 
 
 def check_flags(settings: Settings, layouts: Sequence[Layout], steps: int) -> CheckFlags:
-    """Turns flags of pretrain_gpt.py, as in a script, into those of a check of ``steps`` steps.
-    Raises ConfigError if a layout's flag is among them, or the DeepSpeed JSON is wrong."""
+    """Return the flags of a check of ``steps`` steps from those of pretrain_gpt.py. Raises
+    ConfigError if a layout's flag is among them, or the DeepSpeed JSON is wrong."""
     for name in settings.keys() & OF_LAYOUTS:
         raise ConfigError(
             f"{settings[name].origin.removeprefix('flag ')}: the layouts to compare are named by "
@@ -123,29 +124,29 @@ def check_flags(settings: Settings, layouts: Sequence[Layout], steps: int) -> Ch
     )
 
 
-def _defaults(given: Settings, layouts: Sequence[Layout], steps: int) -> dict[str, Any]:
+def _defaults(settings: Settings, layouts: Sequence[Layout], steps: int) -> dict[str, Any]:
     values: dict[str, Any] = {
         "exit_interval": steps, "eval_iters": 0, "num_workers": 0, "peak_tflops": 1.0,
         "lr": 1e-3, "micro_batch_size": 1,
     }  # fmt: skip
-    micro = given["micro_batch_size"].value if "micro_batch_size" in given else 1
+    micro = settings["micro_batch_size"].value if "micro_batch_size" in settings else 1
     values["global_batch_size"] = smallest_batch(layouts, micro)
-    if not given.keys() & _LENGTHS:
+    if not settings.keys() & _LENGTHS:
         values["train_iters"] = steps
-    if "loss_scale" not in given:
+    if "loss_scale" not in settings:
         # The usual 2^32 overflows for many steps, each of which is skipped.
         values["initial_loss_scale"] = 4096.0
-    if not given.keys() & {"data_path", "train_data_path", "mock_data"}:
+    if not settings.keys() & {"data_path", "train_data_path", "mock_data"}:
         values["mock_data"] = True
-        if "tokenizer_type" not in given:
+        if "tokenizer_type" not in settings:
             values |= {"tokenizer_type": "NullTokenizer", "vocab_size": 255}
     return values
 
 
 def smallest_batch(layouts: Sequence[Layout], micro_batch_size: int) -> int:
-    """The smallest global batch that every layout accepts and that can show a difference: at least
-    two micro batches for each replica, so that there is a sum over them, and four for one process,
-    so that they can be summed in several orders."""
+    """Return the smallest global batch that every layout accepts and that can show a difference:
+    two micro batches or more for each replica, so that there is a sum over them, and four for one
+    process, so that they can be summed in several orders."""
     # Only interleaved pipelines need a multiple of their ranks; it costs the others little.
     step = math.lcm(*(micro_batch_size * a.data * a.pipeline for a in layouts))
     fewest = max(
@@ -159,15 +160,14 @@ def _words(settings: Settings) -> list[str]:
     for name, setting in settings.items():
         if setting.value is None:
             continue  # "auto" in the JSON: derived
-        given = setting.origin.startswith("flag ")
-        flag = setting.origin.removeprefix("flag ") if given else flag_of(_FIELDS[name])
+        is_flag = setting.origin.startswith("flag ")
+        flag = setting.origin.removeprefix("flag ") if is_flag else flag_of(_FIELDS[name])
         values = setting.value if isinstance(setting.value, tuple) else (setting.value,)
         words += [flag] if isinstance(setting.value, bool) else [flag, *map(str, values)]
     return words
 
 
-FIRST_STEP = 1e-6
-"""Allowed relative difference of loss and gradient norm at the first step in fp32."""
+FIRST_STEP = 1e-6  # allowed relative difference of loss and gradient norm at the first step in fp32
 FACTOR = 4
 """Allowed difference afterwards, as a multiple of the effect of rounding on one process: a layout
 cuts more sums than the runs that measure it."""
@@ -179,8 +179,7 @@ HALF_GRADIENT = 0.1
 """Allowed difference of the gradients of their first step, relative to the larger of the
 parameter's largest and a tenth of the model's."""
 
-ALONE = {"WORLD_SIZE": "1"}
-"""In place of the variables of a launcher or slurm."""
+ALONE = {"WORLD_SIZE": "1"}  # in place of the variables of a launcher or slurm
 ATTENTION_OFF = ("--attention-dropout", "0")
 HIDDEN_OFF = ("--hidden-dropout", "0")
 
@@ -229,7 +228,8 @@ class PlainRun:
 
 
 class Checker:
-    """Checks layouts of one model; a ValueError or OSError if the flags are wrong for each."""
+    """Checks of layouts of one model. Raises ValueError or OSError if the flags are wrong for
+    each."""
 
     def __init__(self, flags: CheckFlags) -> None:
         self._flags = flags
@@ -239,7 +239,7 @@ class Checker:
         self._plain_training = cache(_plain_training)
 
     def check(self, name: str, layout: Layout) -> Outcome:
-        """Compares one step in float64, then whole steps through the engine; a ValueError or
+        """Compare one step in float64, then whole steps through the engine. Raises ValueError or
         OSError if one process fails too, because of data or training flags."""
         argv = [*self._flags.layout, *layout.flags()]
         try:
@@ -263,15 +263,18 @@ class Checker:
             expected, training = self._plain_gradients(plain), self._plain_training(plain)
         with Ranks(layout.processes, _on_each_rank, [*argv, *off]) as ranks:
             try:
-                reason = self._float64_difference(ranks.results(), expected)
+                layers = trained_spec(self.config).layers(TensorParallel())
+                difference = first_difference(ranks.results(), expected, layers)
+                reason = "" if difference is None else f"{difference} (one step in float64)"
             except RankError as error:
                 return replace(outcome, status="failed", reason=f"in float64, {error}")
             try:
-                record, parts = _joined(ranks.results())
+                results = ranks.results()
             except RankError as error:
                 if reason:
                     return replace(outcome, status="different", reason=reason)
                 return replace(outcome, status="failed", reason=f"in DeepSpeed's engine, {error}")
+        record, parts = results[0][0], [slices for _, slices in results]
         reason = reason or _training_difference(layout, record, parts, training)
         outcome = replace(outcome, status="different" if reason else "equal", reason=reason)
         return _with_numbers(outcome, layout, record, training)
@@ -285,16 +288,9 @@ class Checker:
             off += HIDDEN_OFF
         return off
 
-    def _float64_difference(
-        self, records: Sequence[GradientRecord], expected: GradientRecord
-    ) -> str:
-        layers = trained_spec(self.config).layers(TensorParallel())
-        difference = first_difference(records, expected, layers)
-        return "" if difference is None else f"{difference} (one step in float64)"
-
 
 def _on_each_rank(argv: Sequence[str]) -> Iterator[Any]:
-    """A step in float64, then training in the same process, as starting one is slow."""
+    """Yield a step in float64, then training in the same process, as starting one is slow."""
     run = parse_run(None, argv)
     with distributed(run.config.parallel) as mesh:
         yield gradients_in(run, mesh)
@@ -308,13 +304,6 @@ def _on_each_rank(argv: Sequence[str]) -> Iterator[Any]:
         trainer = watched_trainer(run, mesh, watch)
         trainer.fit()
         yield record, slices
-
-
-def _joined(
-    found: Sequence[tuple[RunRecord, list[SteppedSlice]]],
-) -> tuple[RunRecord, list[list[SteppedSlice]]]:
-    """The record, which is the same on every rank, and each rank's slices."""
-    return found[0][0], [slices for _, slices in found]
 
 
 def _plain_gradients(argv: Sequence[str]) -> GradientRecord:
@@ -344,7 +333,7 @@ def _check_finite(losses: Sequence[float], norms: Sequence[float]) -> None:
 def _training_difference(
     layout: Layout, record: RunRecord, ranks: Sequence[Sequence[SteppedSlice]], plain: PlainRun
 ) -> str:
-    """The first difference in training; empty without one."""
+    """Return the first difference in training; empty without one."""
     if any(record.skipped):
         step = record.skipped.index(True)
         return (
@@ -361,14 +350,14 @@ def _training_difference(
         return f"{difference} (first step through DeepSpeed's engine)"
     drift, bounds = Drift.between([record], plain.record), _bounds(layout, plain)
     for step in range(len(record.losses)):
-        for what, found, allowed in (
+        for number, distance, allowed in (
             ("loss", drift.losses[step], bounds.losses[step]),
             ("gradient norm", drift.norms[step], bounds.norms[step]),
         ):
-            if not found <= allowed:
+            if not distance <= allowed:
                 return (
-                    f"{what} of step {step + 1}: {found:.1e} off, {allowed:.1e} allowed (gradients "
-                    "and new weights of the first step agree)"
+                    f"{number} of step {step + 1}: {distance:.1e} off, {allowed:.1e} allowed "
+                    "(gradients and new weights of the first step agree)"
                 )
     return ""
 

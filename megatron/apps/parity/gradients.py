@@ -1,8 +1,8 @@
-"""Which gradient, weight or layer output of a layout differs from one process.
+"""The gradient, weight or layer output of a layout that differs from one process.
 
 Two comparisons: one step in float64, where rounding is so small that any difference is an error;
 and the first step of a training, where the gradients that reached the optimizer are read back from
-its first moments. DeepSpeed's own reduction refuses float64, so a plain one takes its place there;
+its first moments. DeepSpeed's reduction refuses float64, so a plain one replaces it in the first;
 layers, schedules and communication are those of a training run.
 """
 
@@ -44,14 +44,12 @@ from megatron.run.run import (
 from megatron.training.plan import TrainingPlan
 from megatron.training.trainer import weighed_step
 
-INIT = Init(std=0.3)
-"""Wider than in training, biases included, so that every gradient is large."""
+INIT = Init(std=0.3)  # wider than in training, biases included, so that every gradient is large
 
 BOUND = 1e-12
 """Of a float64 number, relative to the larger of a gradient's maximum and 1e-3 x the model's
 largest gradient: in theory the gradient of a key bias is exactly zero."""
-GRADIENT_BOUND = 1e-4
-"""Of a float32 gradient, relative."""
+GRADIENT_BOUND = 1e-4  # of a float32 gradient, relative
 UPDATE_BOUND = 1e-2
 """Of a float32 weight's change, relative to the parameter's largest. Adam divides a gradient by
 itself in its first step, so one near zero moves its weight either way: only weights whose gradient
@@ -60,8 +58,8 @@ is above 1e-3 x the parameter's largest are compared."""
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference, in the order in which a step computes: of what, on which global rank
-    (None if it is missing on all), and the largest found and allowed one."""
+    """The first difference, in the order in which a step computes: its quantity, the global rank
+    (None if it is missing on all), and the largest difference found and allowed."""
 
     what: str
     rank: int | None
@@ -76,8 +74,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Gradient:
-    """A rank's share of a gradient in float64: the parameter's canonical name, how it is cut, and
-    whether this rank owns it (of several copies one is owned)."""
+    """A rank's share of a gradient in float64; of several copies of a parameter one is owned."""
 
     name: str
     shard: Shard
@@ -98,14 +95,14 @@ class GradientRecord:
 
 
 def gradients(argv: Sequence[str]) -> GradientRecord:
-    """One step of the layout that the flags describe; every process of it calls this."""
+    """Take one step of the layout that the flags describe; every process of it calls this."""
     run = parse_run(None, argv)
     with distributed(run.config.parallel) as mesh:
         return gradients_in(run, mesh)
 
 
 def gradients_in(run: Run, mesh: Mesh) -> GradientRecord:
-    """The same, within existing process groups; ZeRO stage, dtype and DeepSpeed JSON do not
+    """Take the step within existing process groups; ZeRO stage, dtype and DeepSpeed JSON do not
     matter. Blocks are compiled with ``--torch-compile on`` only: one step does not repay it."""
     config = run.config
     fast = config.fast_paths
@@ -157,7 +154,7 @@ def _step(run: Run, engine: TrainEngine, mesh: Mesh) -> GradientRecord:
     taught = teaching(config, mesh, torch.float64)(batches, count)
     sums = engine.backend.accumulate(taught, seeds)
     norm = float(gradient_norm(list(engine.trained), mesh))
-    found = [
+    grads = [
         Gradient(
             name, shard_of(param), owned(param, mesh, SHARDED), param.grad.detach().cpu().clone()
         )
@@ -165,25 +162,25 @@ def _step(run: Run, engine: TrainEngine, mesh: Mesh) -> GradientRecord:
         if param.grad is not None
     ]
     loss = float(engine.spec.total(engine.mean_losses(sums, count)))
-    return GradientRecord(mesh.coordinates, loss, norm, found, outputs)
+    return GradientRecord(mesh.coordinates, loss, norm, grads, outputs)
 
 
 def reference_gradients(argv: Sequence[str]) -> GradientRecord:
-    """The same step on one process, in plain torch."""
+    """Take the same step on one process, in plain torch."""
     plain = PlainTraining(argv, dtype=torch.float64, init=INIT)
     outputs = _observe([plain.model.sequence], plain.spec)
     loss = plain.accumulate()
-    found = [
+    grads = [
         Gradient(name, shard_of(param), True, param.grad.clone())
         for name, param in plain.params.items()
         if param.grad is not None
     ]
     norm = float(gradient_norm(list(plain.params.values()), Mesh()))
-    return GradientRecord(ALONE, loss, norm, found, outputs)
+    return GradientRecord(ALONE, loss, norm, grads, outputs)
 
 
 def _observe(sequences: Sequence[LayerSequence], spec: ModelSpec) -> dict[int, Tensor]:
-    """Makes layers record a copy of their first output: hidden states, of the last one the loss."""
+    """Make layers record a copy of their first output: hidden states, of the last one the loss."""
     outputs: dict[int, Tensor] = {}
 
     def note(place: int, state: LayerState) -> None:
@@ -200,7 +197,7 @@ def _observe(sequences: Sequence[LayerSequence], spec: ModelSpec) -> dict[int, T
 def first_difference(
     records: Sequence[GradientRecord], reference: GradientRecord, layers: Sequence[LayerSpec]
 ) -> Difference | None:
-    """Compares all copies of everything in the records of all global ranks."""
+    """Compare all copies of everything in the records of all global ranks."""
     for place, layer in enumerate(layers):
         if layer.once_per_stage:
             continue  # it leaves hidden states alone, and does not run everywhere
@@ -211,12 +208,14 @@ def first_difference(
         if not any(place in record.outputs for record in records):
             return Difference(what, None, math.inf, allowed)
         for rank, record in enumerate(records):
-            if place in record.outputs:
-                output = record.outputs[place]
-                share = _share_of_output(expected, output, record.coordinates)
-                found = _distance(output, share)
-                if not found <= allowed:
-                    return Difference(what, rank, found, allowed)
+            if (output := record.outputs.get(place)) is None:
+                continue
+            share = expected
+            if output.shape != expected.shape:  # hidden states [B, S, H], cut along S
+                part, parts = record.coordinates.get("tensor", (0, 1))
+                share = expected.chunk(parts, 1)[part]
+            if not (distance := _distance(output, share)) <= allowed:
+                return Difference(what, rank, distance, allowed)
     allowed = BOUND * abs(reference.loss)
     for rank, record in enumerate(records):
         if not abs(record.loss - reference.loss) <= allowed:
@@ -244,38 +243,32 @@ def _gradient_difference(
         share = own.shard.cut(expected[own.name], records[rank].coordinates)
         return _distance(own.values, share)
 
-    found = _first_off("gradient", bounds, [record.gradients for record in records], off)
-    if found is not None:
-        return found
+    difference = _first_off("gradient", bounds, [record.gradients for record in records], off)
+    if difference is not None:
+        return difference
     for each in reference.gradients:
         # Data-parallel ranks each have a whole model.
-        held = (g for record in records for g in record.gradients if g.owned)
-        missing = each.values.numel() - sum(g.values.numel() for g in held if g.name == each.name)
+        shares = (g for record in records for g in record.gradients if g.owned)
+        missing = each.values.numel() - sum(g.values.numel() for g in shares if g.name == each.name)
         if missing > 0:
             return Difference(f"gradient of {each.name} ({missing} elements)", None, math.inf, 0.0)
     return None
 
 
 def _first_off(
-    what: str,
+    kind: str,
     bounds: Mapping[str, float],
     ranks: Sequence[Iterable[Any]],
     off: Callable[[int, Any], float],
 ) -> Difference | None:
-    """The first parameter of ``bounds`` whose share on a rank is further off than allowed."""
+    """Return the first parameter of ``bounds`` whose share on a rank is further off than
+    allowed."""
     for name, allowed in bounds.items():
-        for rank, held in enumerate(ranks):
-            for own in held:
-                if own.name == name and not (found := off(rank, own)) <= allowed:
-                    return Difference(f"{what} of {name}", rank, found, allowed)
+        for rank, shares in enumerate(ranks):
+            for share in shares:
+                if share.name == name and not (distance := off(rank, share)) <= allowed:
+                    return Difference(f"{kind} of {name}", rank, distance, allowed)
     return None
-
-
-def _share_of_output(expected: Tensor, output: Tensor, coordinates: Coordinates) -> Tensor:
-    """A rank's share of a layer's output: the loss, or hidden states [B, S, H], perhaps cut along
-    S."""
-    rank, size = coordinates.get("tensor", (0, 1))
-    return expected if output.shape == expected.shape else expected.chunk(size, 1)[rank]
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
@@ -293,7 +286,7 @@ class SteppedSlice:
     weight: Tensor
 
     def of(self, whole: Tensor) -> Tensor:
-        """The same elements of a whole parameter with the padding of one process."""
+        """Return the same elements of a whole parameter with the padding of one process."""
         elements = self.slice.cut(whole.narrow(0, 0, self.slice.shape[0]))
         return F.pad(elements, (0, self.weight.numel() - elements.numel()))
 
@@ -309,20 +302,20 @@ class WholeParameter:
 
 
 def stepped_slices(engine: TrainEngine, norm: float) -> list[SteppedSlice]:
-    """This rank's slices right after the first step, whose gradient norm is ``norm``."""
+    """Return this rank's slices right after the first step, whose gradient norm is ``norm``."""
     options = engine.config.optimizer
     unclip = _clipping(options, norm) / (1 - options.adam_beta1)
-    found = []
-    for own in owned_slices(engine):
-        known = "exp_avg" in own.moments
-        gradient = own.get("exp_avg").detach().cpu() * unclip if known else None
-        weight = own.get("weight").detach().cpu().clone()
-        found.append(SteppedSlice(own.name, own.slice, gradient, weight))
-    return found
+    slices = []
+    for part in owned_slices(engine):
+        known = "exp_avg" in part.moments
+        gradient = part.get("exp_avg").detach().cpu() * unclip if known else None
+        weight = part.get("weight").detach().cpu().clone()
+        slices.append(SteppedSlice(part.name, part.slice, gradient, weight))
+    return slices
 
 
 def first_step_of(training: PlainTraining) -> tuple[float, float, dict[str, WholeParameter]]:
-    """Takes the first step of the reference: loss, norm, and whole parameters by name."""
+    """Take the first step of the reference; return loss, norm, and whole parameters by name."""
     before = {name: param.detach().clone() for name, param in training.params.items()}
     loss, norm = training.step()
     unclip = _clipping(training.options, norm)
@@ -341,8 +334,8 @@ def _clipping(options: OptimizerConfig, norm: float) -> float:
 def first_step_difference(
     ranks: Sequence[Sequence[SteppedSlice]], reference: dict[str, WholeParameter]
 ) -> Difference | None:
-    """The first parameter, in the order of the backward pass, whose gradient differs on a rank; if
-    none does, whose new weights do."""
+    """Return the first parameter, in the order of the backward pass, whose gradient differs on a
+    rank; if none does, whose new weights do."""
     difference = gradient_difference(ranks, reference)
     if difference is not None:
         return difference
@@ -365,12 +358,12 @@ def gradient_difference(
     bound: float = GRADIENT_BOUND,
     floor: float = 1e-3,
 ) -> Difference | None:
-    """The first parameter whose gradient differs by more than ``bound`` x the larger of its largest
-    value and ``floor`` x the model's."""
+    """Return the first parameter whose gradient differs by more than ``bound`` x the larger of its
+    largest value and ``floor`` x the model's."""
     maxima = {name: float(w.gradient.abs().max()) for name, w in reversed(reference.items())}
     largest = max(maxima.values())
     bounds = {name: bound * max(own, floor * largest) for name, own in maxima.items()}
-    with_gradients = [[own for own in held if own.gradient is not None] for held in ranks]
+    with_gradients = [[own for own in slices if own.gradient is not None] for slices in ranks]
 
     def off(rank: int, own: SteppedSlice) -> float:
         assert own.gradient is not None

@@ -36,8 +36,7 @@ from megatron.training.build import build_trainer
 from megatron.training.plan import TrainingPlan
 from megatron.training.trainer import Callback, Step, Trainer
 
-ORDERS = 5
-"""Runs of one process with other orders of summation, to measure the effect of rounding."""
+ORDERS = 5  # runs of one process with other orders of summation, to measure the effect of rounding
 
 
 @dataclass
@@ -61,39 +60,36 @@ class RunRecord:
 
 
 def train(argv: Sequence[str]) -> RunRecord:
-    """Trains with these flags; every process of the layout calls this."""
+    """Train with these flags; every process of the layout calls this."""
     run = parse_run(None, argv)
     record = RunRecord()
     with deterministic_kernels(run.config), distributed(run.config.parallel) as mesh:
         trainer = watched_trainer(run, mesh, record.add)
         trainer.fit()
         record.iteration = trainer.iteration
-        for own in owned_slices(trainer.engine):
-            name = f"{own.name}{shard_of(own.param).part}"
-            for kind in own.kinds:
-                values = own.get(kind).detach().cpu()
-                record.state[f"{name}/{kind}/{own.slice.start}"] = values.numpy().copy()
+        for owned in owned_slices(trainer.engine):
+            name = f"{owned.name}{shard_of(owned.param).part}"
+            for kind in owned.kinds:
+                values = owned.get(kind).detach().cpu()
+                record.state[f"{name}/{kind}/{owned.slice.start}"] = values.numpy().copy()
     return record
 
 
 def watched_trainer(run: Run, mesh: Mesh, watch: Callable[[StepResult], None]) -> Trainer:
-    """A trainer that passes the result of every step to ``watch``, right after the step."""
-    return build_trainer(run, mesh, [_Watching(watch)])
+    """Return a trainer that passes the result of every step to ``watch``, right after the step."""
 
+    class Watching(Callback):
+        def after_step(self, trainer: Trainer, step: Step) -> None:
+            watch(step.result)
 
-class _Watching(Callback):
-    def __init__(self, watch: Callable[[StepResult], None]) -> None:
-        self._watch = watch
-
-    def after_step(self, trainer: Trainer, step: Step) -> None:
-        self._watch(step.result)
+    return build_trainer(run, mesh, [Watching()])
 
 
 def teaching(
     config: RunConfig, mesh: Mesh, dtype: torch.dtype
 ) -> Callable[[Iterator[Any], int], Iterator[Any]]:
-    """What a run's teacher, if it has one, adds to each of so many micro batches; it computes in a
-    dtype."""
+    """Return a function that adds the outputs of a run's teacher, if it has one, to a number of
+    micro batches; it computes in ``dtype``."""
     if not config.section(DistillationConfig).kd:
         return lambda batches, count: batches
     teacher = find_teacher(config).start(mesh, training_device())
@@ -102,10 +98,9 @@ def teaching(
 
 
 class PlainTraining:
-    """The same training without DeepSpeed: one process, torch's optimizer, a loop. ``order`` is
-    that in which the micro batches of a step are summed, ``init`` replaces the model's
-    initialisation. ``params`` are those that are trained, their gradients those of the last step,
-    clipped."""
+    """The same training without DeepSpeed: one process, torch's optimizer, a loop. Micro batches of
+    a step are summed in ``order``; ``init`` replaces the model's initialisation. ``params`` are
+    those that are trained, their gradients those of the last step, clipped."""
 
     def __init__(
         self,
@@ -144,7 +139,7 @@ class PlainTraining:
         self._iteration = self._consumed = 0
 
     def accumulate(self) -> float:
-        """Computes the gradients of a step; returns its loss."""
+        """Compute the gradients of a step; return its loss."""
         plan = self._plan
         count = plan.batch_size.micro_batches(self._consumed)
         batches = plan.lengths.cut(self._batches, self._iteration)
@@ -165,7 +160,7 @@ class PlainTraining:
         return sum(losses) / count
 
     def step(self) -> tuple[float, float]:
-        """Updates the weights once; returns the loss, and the gradient norm before clipping."""
+        """Update the weights once; return the loss, and the gradient norm before clipping."""
         plan = self._plan
         rate, decay = plan.rates(self._iteration, self._consumed)
         for group in self._optimizer.param_groups:
@@ -219,7 +214,7 @@ def train_plainly(
 
 @dataclass(frozen=True)
 class Drift:
-    """How far runs are from the reference in each step, the largest of several runs: differences of
+    """Distance of runs from the reference in each step, the largest of several runs: differences of
     the loss, absolute, and of the gradient norm, relative."""
 
     losses: np.ndarray
@@ -234,7 +229,8 @@ class Drift:
         )
 
     def within(self, noise: Drift, reference: RunRecord) -> bool:
-        """Whether rounding explains it: 1e-6 relative at the first step, then 4 x the noise."""
+        """Return True if rounding explains it: 1e-6 relative at the first step, then 4 x the
+        noise."""
         return bool(
             self.losses[0] <= 1e-6 * abs(reference.losses[0])
             and self.norms[0] <= 1e-6
@@ -244,13 +240,10 @@ class Drift:
 
 
 def rounding_noise(argv: Sequence[str], reference: RunRecord) -> Drift:
-    """The effect of rounding on one process: its distance from runs with other orders of the micro
-    batches or from a run in float64, whichever is more; at least float32's resolution.
-
-    One or two micro batches have a single order, and a layout also cuts matrix products, hence the
-    run in float64. A layout changes more sums than these runs do, hence the factor of
-    :meth:`Drift.within`.
-    """
+    """Return the effect of rounding on one process: its distance from runs with other orders of the
+    micro batches or from a run in float64, whichever is more; at least float32's resolution. One or
+    two micro batches have a single order, and a layout also cuts matrix products, hence the run in
+    float64; it changes more sums than these runs do, hence the factor of :meth:`Drift.within`."""
     plan = TrainingPlan(parse_run(None, argv).config)
     count = plan.global_batch_size // plan.micro_batch_size
     shuffle = random.Random(1)

@@ -16,27 +16,25 @@ from megatron.apps.planning.step_time import Hardware
 from megatron.config import ConfigError, ModelConfig, ModelFlags
 from megatron.config.flags import flag_names
 
+# Most tokens of a step without a batch size: the order of magnitude of published runs of 1B to
+# 70B parameters.
 TOKENS_PER_STEP = 4_194_304
-"""Most tokens of a step where no batch size is given: the order of magnitude of published runs of
-1B to 70B parameters."""
 
-TIE = 0.03
-"""Share of the step time by which estimates of layouts do not tell them apart."""
+TIE = 0.03  # share of the step time by which estimates do not tell layouts apart
 
-_KEPT = "\N{NO-BREAK SPACE}"
-"""Stands for a space at which a line must not end."""
+_KEPT = "\N{NO-BREAK SPACE}"  # stands for a space at which a line must not end
 
 
 def usual_batch(seq_length: int, gpus: int) -> int:
-    """The largest number of samples that has at most :data:`TOKENS_PER_STEP` tokens, of those that
-    are a power of two times the odd factor of the GPUs, which they can be divided among."""
+    """Return the largest number of samples of at most :data:`TOKENS_PER_STEP` tokens that is a
+    power of two times the odd factor of the GPUs."""
     odd = gpus // (gpus & -gpus)
     return odd * int(2 ** max(0, (TOKENS_PER_STEP // seq_length // odd).bit_length() - 1))
 
 
 def simplest_first(plans: Sequence[Plan]) -> list[Plan]:
-    """The plans, best first, but for the simplest of those that are as fast as the first within
-    :data:`TIE`, which comes before all."""
+    """Return the plans, best first, with the simplest of those within :data:`TIE` of the first
+    before all."""
     limit = plans[0].time.total * (1 + TIE)
     best = min((plan for plan in plans if plan.time.total <= limit), key=_complexity)
     return [best, *(plan for plan in plans if plan is not best)]
@@ -78,7 +76,7 @@ class Budget:
         return self.steps * self.plan.time.total / 3600
 
     def lines(self) -> list[str]:
-        """Sentences about its time, energy and cost."""
+        """Return sentences about its time, energy and cost."""
         gpus = self.hardware.gpus or 1
         gpu_hours = gpus * self.hours
         energy = gpu_hours * self.hardware.gpu_watts / 1000
@@ -102,7 +100,7 @@ def _duration(hours: float) -> str:
 
 
 def model_words(model: ModelConfig) -> list[str]:
-    """Fewest flags that give a model without a vocabulary: each changes it."""
+    """Return the fewest flags that describe a model without a vocabulary: each changes it."""
     fields = {field.name: field for field in dataclasses.fields(ModelFlags)}
     values = {
         name: value
@@ -118,7 +116,7 @@ def model_words(model: ModelConfig) -> list[str]:
 
 
 def changed_flags(config: Any) -> list[str]:
-    """Flags of the fields of a config that do not have their defaults."""
+    """Return the flags of the fields of a config that do not have their defaults."""
     values = [(field, getattr(config, field.name)) for field in dataclasses.fields(config)]
     return list(chain.from_iterable(_words(f, value) for f, value in values if value != f.default))
 
@@ -131,12 +129,9 @@ def _words(field: dataclasses.Field, value: Any) -> list[str]:
 
 
 def command(budget: Budget, more: Sequence[str], tokenizer: Sequence[str]) -> str:
-    """A command that trains by the plan, in lines; what is in capitals is left to the user.
-
-    Args:
-        more: further flags, such as those of fast paths.
-        tokenizer: flags of the tokenizer.
-    """
+    """Return a command that trains by the plan, in lines; words in capitals are left to the user.
+    ``more`` are further flags, such as those of fast paths; ``tokenizer`` those of the
+    tokenizer."""
     hardware, gpus = budget.hardware, budget.hardware.gpus or 1
     nodes, model = -(-gpus // hardware.gpus_per_node), budget.work.model
     start = ["--num_gpus", str(gpus)] if nodes == 1 else ["--hostfile", "HOSTFILE"]
@@ -153,7 +148,7 @@ def command(budget: Budget, more: Sequence[str], tokenizer: Sequence[str]) -> st
 
 
 def _lines(words: Sequence[str]) -> list[str]:
-    """Words for a shell in lines of 90 characters, each flag in one line with its values."""
+    """Return words for a shell in lines of 90 characters, each flag in one line with its values."""
     quoted = [shlex.quote(word).replace(" ", _KEPT) for word in words]
     text = "".join((" " if word.startswith("--") else _KEPT) + word for word in quoted)
     lines = textwrap.wrap(text, 90, break_on_hyphens=False, break_long_words=False)

@@ -20,8 +20,8 @@ from megatron.parallel.mesh import Mesh, coordinates_of
 
 logger = logging.getLogger(__name__)
 
-IGNORE = "MEGATRON_IGNORE_MEMORY"
-"""Environment variable that makes a run start all the same."""
+IGNORE = "MEGATRON_IGNORE_MEMORY"  # environment variable: start all the same
+# Limit and use of this container, in versions 2 and 1 of cgroups.
 _CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     (
@@ -29,7 +29,6 @@ _CGROUPS = (
         "/sys/fs/cgroup/memory/memory.usage_in_bytes",
     ),
 )
-"""Limit and use of this container, in versions 2 and 1 of cgroups."""
 
 
 @dataclass(frozen=True)
@@ -41,15 +40,15 @@ class MemoryNeed:
 
 
 def check_fits(config: RunConfig, content: Json, mesh: Mesh, device: torch.device) -> None:
-    """Refuses a model whose weights and optimizer state alone do not fit into the free memory of
-    this rank's device, or together with those of the other ranks of its machine into the machine's;
-    warns where gradients and activations may not. Raises ConfigError, with what makes it fit."""
+    """Refuse a model whose weights and optimizer state alone do not fit into the free memory of
+    this rank's device, or with the other ranks of its machine into the machine's; warn where
+    gradients and activations may not. Raises ConfigError, with remedies."""
     layout = config.layout(content)
     memories = _memories(config, layout)
-    own = memories[mesh.pipeline.rank]
+    memory = memories[mesh.pipeline.rank]
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        need = _on_device(config, layout, own)
+        need = _on_device(config, layout, memory)
         _judge(config, layout, device.type, need, free, f"the GPU of rank {mesh.world.rank}")
     first = max(0, mesh.world.rank - int(os.environ.get("LOCAL_RANK", "0")))
     last = first + int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -62,7 +61,7 @@ def check_fits(config: RunConfig, content: Json, mesh: Mesh, device: torch.devic
 
 
 def free_memory() -> float:
-    """Bytes of memory and swap that this process may still take, within its container."""
+    """Return the bytes of memory and swap that this process may still use, within its container."""
     free = psutil.virtual_memory().available + psutil.swap_memory().free
     for limit, used in _CGROUPS:
         try:
@@ -73,7 +72,7 @@ def free_memory() -> float:
 
 
 def _memories(config: RunConfig, layout: Layout) -> list[Memory]:
-    """The memory of each pipeline rank."""
+    """Return the memory of each pipeline rank."""
     training, adapters, model = config.training, config.section(AdapterConfig), config.model
     if model.decoder_num_layers and model.decoder_seq_length is None:  # the data say it
         model = replace(model, decoder_seq_length=model.seq_length)
@@ -94,7 +93,7 @@ def _memories(config: RunConfig, layout: Layout) -> list[Memory]:
 
 
 def _optimizer(config: RunConfig, layout: Layout, memory: Memory) -> float:
-    """Bytes of the optimizer's state; without Adam's moments where they are not those of Adam."""
+    """Return the bytes of the optimizer's state; 0 where they are not those of Adam."""
     if config.training.skip_train or config.optimizer.optimizer != "adam":
         return 0.0
     return memory.optimizer
@@ -139,21 +138,21 @@ def _judge(
 
 
 def _remedies(config: RunConfig, layout: Layout, device: str) -> list[str]:
-    """Flags that make a model need less memory on a rank, where they are not given."""
-    found = []
+    """Return flags that make a model need less memory on a rank, where they are not set."""
+    remedies = []
     if layout.data > 1 and layout.zero < 3:
-        found.append(f"--zero-stage 3 divides it over the {layout.data} data-parallel ranks")
-    found.append(
+        remedies.append(f"--zero-stage 3 divides it over the {layout.data} data-parallel ranks")
+    remedies.append(
         "more machines or GPUs, with --tensor-model-parallel-size, --pipeline-model-parallel-size "
         "or --zero-stage 3"
     )
     if config.precision.states is None and config.optimizer.optimizer == "adam":
-        found.append(
+        remedies.append(
             "--bf16 --use-precision-aware-optimizer --exp-avg-dtype int8 --exp-avg-sq-dtype int8"
         )
     if layout.offload_optimizer is None and device != "cpu":
-        found.append('"offload_optimizer": {"device": "cpu" or "nvme"} in the DeepSpeed JSON')
+        remedies.append('"offload_optimizer": {"device": "cpu" or "nvme"} in the DeepSpeed JSON')
     if not config.section(AdapterConfig).qlora:
-        found.append("--lora --qlora, to tune a trained model")
-    found.append("a smaller --num-layers or --hidden-size (tools/plan.py shows what fits)")
-    return found
+        remedies.append("--lora --qlora, to tune a trained model")
+    remedies.append("a smaller --num-layers or --hidden-size (tools/plan.py shows what fits)")
+    return remedies

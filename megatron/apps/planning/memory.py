@@ -1,13 +1,12 @@
 """Memory of one rank, in bytes: weights, gradients, optimizer state, buffers, activations.
 
-Activations follow Korthikanti et al. 2022 (arXiv:2205.05198): a block of GPT-2's shape keeps
-``s b h (34 + 5 a s / h)`` bytes of 16-bit activations with dropout (equation 1), of which 10 are
-outside the matrices that t ranks share, so ``10 + 24 / t`` with tensor parallelism (equation 2) and
-``34 / t`` with sequence parallelism (equation 4). Here they are counted tensor by tensor, which
-covers grouped queries, rotary positions, gated MLPs, other widths and no dropout. Only the eager
-attention kernel has the term in s^2: flash kernels keep their output and one number per query (Dao
-et al. 2022, arXiv:2205.14135). That compiled blocks keep less, and ``--activation-memory-budget``
-still less, is not counted.
+Activations follow Korthikanti et al. 2022 (arXiv:2205.05198): a block of GPT-2's shape keeps ``s b
+h (34 + 5 a s / h)`` bytes of 16-bit activations with dropout (equation 1), ``10 + 24 / t`` of the
+34 with tensor parallelism (equation 2) and ``34 / t`` with sequence parallelism (equation 4). They
+are counted tensor by tensor, which covers other shapes. Only the eager attention kernel has the
+term in s^2: flash kernels keep their output and one number per query (Dao et al. 2022,
+arXiv:2205.14135). That compiled blocks keep less, and ``--activation-memory-budget`` still less, is
+not counted.
 """
 
 from __future__ import annotations
@@ -34,11 +33,9 @@ from megatron.features.adapters.nf4 import bytes_of
 from megatron.features.low_bit_states.state_formats import state_formats
 from megatron.parallel.cross_entropy import logits_chunk
 
-REDUCE_BUCKET = 500_000_000
-"""Largest number of elements of a bucket of gradients: DeepSpeed's ``reduce_bucket_size``."""
+REDUCE_BUCKET = 500_000_000  # DeepSpeed's reduce_bucket_size, in elements
 
-LIVE_PARAMETERS = 1_000_000_000
-"""Elements that ZeRO 3 keeps gathered: DeepSpeed's default of ``stage3_max_live_parameters``."""
+LIVE_PARAMETERS = 1_000_000_000  # elements: DeepSpeed's stage3_max_live_parameters
 
 MLP_WIDTHS = {
     "gelu_tanh": 2, "gelu_erf": 2, "relu": 1, "squared_relu": 2, "swiglu": 4, "geglu": 4,
@@ -61,13 +58,14 @@ class StateBytes:
 
 
 def state_bytes(layout: Layout) -> StateBytes:
-    """Bytes per parameter with Adam, as DeepSpeed 0.19's engine has them at its optimizer step.
+    """Return the bytes per parameter with Adam, as DeepSpeed 0.19's engine has them at its
+    optimizer step.
 
     ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054, section 5) partitions optimizer state at stage
-    1, gradients at 2 and parameters at 3. Beyond the paper, DeepSpeed copies the gradients that a
-    rank updates to float32 in the step, beside the reduced ones, at stage 3 and in fp16, and keeps
-    separate main weights for float32 too. At stage 0 bf16 runs as autocast over float32 weights,
-    and fp16 replaces one 16-bit gradient after the other by its copy.
+    1, gradients at 2 and parameters at 3. DeepSpeed also copies the gradients that a rank updates
+    to float32, at stage 3 and in fp16, and keeps separate main weights for float32 too. At stage 0
+    bf16 runs as autocast over float32 weights, and fp16 replaces one gradient after the other by
+    its copy.
     """
     data, zero = layout.data, layout.running_zero
     if zero == 0:
@@ -91,12 +89,11 @@ def state_bytes(layout: Layout) -> StateBytes:
 
 
 def bucket_bytes(layout: Layout) -> int:
-    """Bytes per element of all buckets of a rank's gradients together.
+    """Return the bytes per element of all buckets of a rank's gradients together.
 
     At stage 1 a pipeline has two, one of which DeepSpeed allocates for its own backward pass. At
-    stage 0 and in the bf16 optimizer (stage 1 with float32 accumulation) the bucket is a copy of
-    the accumulated gradients at the end of the step. Stage 2 reduces each micro batch's gradients
-    and accumulates them afterwards.
+    stage 0 and in the bf16 optimizer the bucket is a copy of the accumulated gradients. Stage 2
+    reduces each micro batch's gradients and accumulates them afterwards.
     """
     zero = layout.running_zero
     if layout.data == 1 and zero < 3 and not (zero == 2 and layout.grads_in_fp32):
@@ -110,9 +107,9 @@ def bucket_bytes(layout: Layout) -> int:
 
 
 def buffer_bytes(layout: Layout, parameters: float, trained: float | None = None) -> float:
-    """Bytes of temporary buffers in a step, with DeepSpeed's default sizes. Buckets of gradients,
-    no larger than those of the ``trained`` parameters, all by default; at stage 3 also the gathered
-    parameters, and at stage 0, before the buckets, autocast's 16-bit weights."""
+    """Return the bytes of temporary buffers in a step, with DeepSpeed's default sizes: buckets of
+    gradients of the ``trained`` parameters (default: all), the gathered parameters of stage 3, and
+    autocast's 16-bit weights at stage 0, which are freed before the buckets."""
     buckets = float(
         min(REDUCE_BUCKET, parameters if trained is None else trained) * bucket_bytes(layout)
     )
@@ -128,16 +125,16 @@ def buffer_bytes(layout: Layout, parameters: float, trained: float | None = None
 @dataclass(frozen=True)
 class Activations:
     """Bytes that a micro batch keeps for its backward pass on one rank, in a block with certain
-    sequences and in the layers around blocks that are like it.
+    sequences and in the layers around such blocks.
 
     Attributes:
         block: one block, computed in 8 bits where the layout is.
-        float8: what 8 bits add to that, mostly less than 0.
+        float8: the part of it that 8 bits add, mostly less than 0.
         recomputed: one block while it is computed again; 0 without full recomputation.
-        masks: attention masks and what cross-attention reads, which the blocks of a rank share.
+        masks: attention masks and the input of cross-attention, which the blocks of a rank share.
         head: final norm, and the gradients of the head, which are computed with the loss.
         loss: a chunk of logits, while the loss is computed.
-        hidden: what travels from one stage to the next.
+        hidden: the tensors that are sent from one stage to the next.
     """
 
     block: float
@@ -152,12 +149,12 @@ class Activations:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What the tensors of a micro batch are counted from.
+    """Numbers from which the tensors of a micro batch are counted.
 
     Attributes:
-        element: bytes of an element, ``residual`` in the residual stream, ``source`` in the input
-            that a norm keeps.
-        statistics: bytes that a norm keeps per token beside its input.
+        element: bytes of an element; ``residual`` in the residual stream, ``source`` in a norm's
+            input.
+        statistics: bytes per token that a norm keeps with its input.
         mask: bytes of a dropout mask per token.
         tokens: of the block's own sequences, ``others`` of those that its cross-attention reads;
             ``slices`` ranks share them outside the matrices.
@@ -198,7 +195,7 @@ class _Sizes:
         return self.tokens / self.slices
 
     def norm(self, hidden: int) -> int:
-        """Bytes that a norm keeps per token."""
+        """Return the bytes that a norm keeps per token."""
         return self.source * hidden + self.statistics
 
 
@@ -206,15 +203,19 @@ class _Sizes:
 def activation_bytes(
     model: ModelConfig, layout: Layout, micro_batch: int, lengths: BlockLengths | None = None
 ) -> Activations:
-    """Of a block with these ``lengths``, by default those of the model's first."""
+    """Return the bytes of a block with these ``lengths``, by default those of the model's first."""
     lengths = lengths or family_of(model.family).block_lengths(model)[0]
     sizes, hidden = _Sizes.of(model, layout, micro_batch, lengths), model.hidden_size
     whole = float8 = kernel = 0.0
-    for each in lengths.whole:
-        parts = _Sizes.of(model, layout, micro_batch, each)
-        own_kernel = _kernels(model, layout, micro_batch, each, parts)
-        own_whole, own_float8 = _block_bytes(model, layout, parts, own_kernel)
-        whole, float8, kernel = whole + own_whole, float8 + own_float8, kernel + own_kernel
+    for part in lengths.whole:
+        keys = [part.keys, *([part.other_keys] if part.other else [])]
+        kept_by_kernels = sum(
+            _attention_kernel(model, layout.tensor, sizes.element, micro_batch, part.own, count)
+            for count in keys
+        )
+        part_sizes = _Sizes.of(model, layout, micro_batch, part)
+        kept_by_block, added = _block_bytes(model, layout, part_sizes, kept_by_kernels)
+        whole, float8, kernel = whole + kept_by_block, float8 + added, kernel + kept_by_kernels
     vocab = local_widths(model, layout.tensor).vocab
     outputs = micro_batch * min(lengths.own, head_shape(model)[0])
     logits = outputs * sizes.element * vocab
@@ -248,7 +249,8 @@ def activation_bytes(
 def _block_bytes(
     model: ModelConfig, layout: Layout, sizes: _Sizes, kernel: float
 ) -> tuple[float, float]:
-    """What a block keeps, with its attention kernels, and what 8 bits add to it, included."""
+    """Return the bytes of a block with its attention kernels, and the part of them that 8 bits
+    add."""
     share, hidden = local_widths(model, layout.tensor), model.hidden_size
     size, tokens, cross = sizes.element, sizes.tokens, sizes.others > 0
     qk_norm = model.norm.qk_layernorm
@@ -272,7 +274,13 @@ def _block_bytes(
         # Queries and the attention's output, and keys and values of the other sequence.
         whole += size * 2 * (tokens * share.query + sizes.others * share.kv)
     whole += kernel
-    float8 = _float8_inputs(model, layout, tokens, outputs) if layout.float8 else 0.0
+    float8 = 0.0
+    if layout.float8:
+        # Inputs of 8-bit layers: a byte per number instead of the number, or with it where
+        # attention or a ReLU keeps its output too. Split sequences stay as they are.
+        alone = MLP_WIDTHS[model.mlp.activation] > 1
+        entering = 0.0 if layout.sequence else 2.0 * hidden - outputs
+        float8 = tokens * (entering + share.query + share.ffn * (-1.0 if alone else 1.0))
     whole += float8
     if qk_norm:
         copied = sizes.source if sizes.source > size else 0
@@ -281,29 +289,9 @@ def _block_bytes(
     return whole, float8
 
 
-def _kernels(
-    model: ModelConfig, layout: Layout, micro_batch: int, lengths: BlockLengths, sizes: _Sizes
-) -> float:
-    """What the attention kernels of a block keep."""
-    others = [lengths.other_keys] if lengths.other else []
-    return sum(
-        _attention_kernel(model, layout.tensor, sizes.element, micro_batch, lengths.own, keys)
-        for keys in (lengths.keys, *others)
-    )
-
-
-def _float8_inputs(model: ModelConfig, layout: Layout, tokens: int, outputs: float) -> float:
-    """What the inputs of 8-bit layers add to a block: a byte for each number instead of the number,
-    or beside it where something else keeps it as well (attention its output, a ReLU its own). Parts
-    of a split sequence stay as they are."""
-    share, alone = local_widths(model, layout.tensor), MLP_WIDTHS[model.mlp.activation] > 1
-    entering = 0.0 if layout.sequence else 2.0 * model.hidden_size - outputs
-    return tokens * (entering + share.query + share.ffn * (-1.0 if alone else 1.0))
-
-
 def float8_bytes(model: ModelConfig, layout: Layout, blocks: int) -> float:
-    """Bytes of the 8-bit weights of this many blocks, in both layouts; at stage 3, where weights
-    are partitioned, each is cast where it is used."""
+    """Return the bytes of the 8-bit weights of this many blocks, in both layouts; at stage 3 each
+    is cast where it is used."""
     kept = layout.running_zero < 3
     return 2.0 * blocks * linear_parameters(model, layout.tensor) if kept else 0.0
 
@@ -318,7 +306,7 @@ def _all_scores(model: ModelConfig) -> bool:
 def _attention_kernel(
     model: ModelConfig, tensor: int, size: int, micro_batch: int, queries: int, keys: int
 ) -> float:
-    """Bytes that attention keeps besides queries, keys, values and its output."""
+    """Return the bytes that attention keeps besides queries, keys, values and its output."""
     heads = model.attention.num_attention_heads // tensor
     if not _all_scores(model):
         return 4.0 * micro_batch * queries * heads  # the log of the softmax's sum
@@ -334,8 +322,8 @@ def _attention_kernel(
 def _masks(
     model: ModelConfig, tensor: int, size: int, micro_batch: int, lengths: BlockLengths
 ) -> float:
-    """Bytes of ALiBi's or of relative biases, or of the mask of a window shorter than the sequence.
-    Eager attention keeps a mask in every block instead, which is counted there."""
+    """Return the bytes of ALiBi's or of relative biases, or of the mask of a window shorter than
+    the sequence. Eager attention keeps a mask in every block instead."""
     windows, length = set(model.windows), lengths.own
     if model.positions.position_embedding_type == "relative":
         # With each sample's padding in them; that of a decoder follows its tokens.
@@ -350,8 +338,8 @@ def _masks(
 
 
 def _angles(model: ModelConfig, layout: Layout) -> float:
-    """Bytes of RoPE's cosines and sines for queries and keys: every block casts the shared float32
-    tables to 16 bits again."""
+    """Return the bytes of RoPE's cosines and sines: every block casts the shared float32 tables to
+    16 bits."""
     if model.positions.position_embedding_type != "rope" or layout.precision == "fp32":
         return 0.0
     rotated = int(model.attention.kv_channels * model.positions.rotary_percent)
@@ -359,10 +347,10 @@ def _angles(model: ModelConfig, layout: Layout) -> float:
 
 
 def stages_in_flight(layout: Layout, rank: int, micro_batches: int) -> int:
-    """The largest number of stage inputs that a pipeline rank holds at once. 1F1B and interleaved
-    by Narayanan et al. 2021 (arXiv:2104.04473, section 2.2): p - r, and 2 (p - r - 1) + (v - 1) p +
-    1 stages; all of them if there is one group of micro batches only. This project's DualPipeV
-    schedule holds 2 p + 1 stages on every rank."""
+    """Return the largest number of stage inputs that a pipeline rank has at once. 1F1B and
+    interleaved by Narayanan et al. 2021 (arXiv:2104.04473, section 2.2): p - r, and 2 (p - r - 1) +
+    (v - 1) p + 1 stages, all of them with a single group of micro batches. This project's DualPipeV
+    has 2 p + 1 stages on every rank."""
     p, v, m = layout.pipeline, layout.chunks, micro_batches
     if p == 1:
         return 1
@@ -397,10 +385,10 @@ def rank_memory(
     share: RankShare,
     adapters: AdapterConfig | None = None,
 ) -> Memory:
-    """Memory of a rank with this share of the complete model, whose vocabulary is padded for the
-    layout, with ``micro_batches`` of ``micro_batch`` samples in a step. With ``adapters`` those
-    alone have gradients and optimizer state, and with ``--qlora`` the linear layers of blocks are
-    in 4 bits; what the products of adapters keep, ranks wide, is not counted."""
+    """Return the memory of a rank with this share of the complete model, whose vocabulary is padded
+    for the layout. With ``adapters`` those alone have gradients and optimizer state, and with
+    ``--qlora`` the linear layers of blocks are in 4 bits; the small products of adapters are not
+    counted."""
     kept = {
         lengths: activation_bytes(model, layout, micro_batch, lengths)
         for lengths in dict.fromkeys(chain(*share.stages))
@@ -437,12 +425,13 @@ def rank_memory(
 
 
 def _stage_bytes(layout: Layout, blocks: Sequence[Activations], float8: int) -> float:
-    """What a micro batch keeps in a stage, ``float8`` of whose blocks compute in 8 bits."""
+    """Return the bytes of a micro batch in a stage, ``float8`` of whose blocks compute in 8
+    bits."""
     shared = {(kept.masks, kept.hidden) for kept in blocks}
-    found = sum(masks for masks, _ in shared) + sum(kept.block for kept in blocks)
-    found -= sum(kept.float8 for kept in blocks) * (len(blocks) - float8) / len(blocks)
+    total = sum(masks for masks, _ in shared) + sum(kept.block for kept in blocks)
+    total -= sum(kept.float8 for kept in blocks) * (len(blocks) - float8) / len(blocks)
     # A sent output is kept until its gradient arrives.
-    return found + blocks[-1].hidden * (layout.pipeline > 1)
+    return total + blocks[-1].hidden * (layout.pipeline > 1)
 
 
 def peak_memory(
@@ -453,10 +442,9 @@ def peak_memory(
     float8: range | None = None,
     adapters: AdapterConfig | None = None,
 ) -> Memory:
-    """Memory of the rank that needs most; ``float8`` as for :func:`rank_shares`, ``adapters`` as
-    for :func:`rank_memory`."""
-    shares = rank_shares(model, layout, float8=float8)
-    each = (
-        rank_memory(model, layout, micro_batch, micro_batches, share, adapters) for share in shares
-    )
-    return max(each, key=lambda memory: memory.total)
+    """Return the memory of the rank that needs most; ``float8`` as for :func:`rank_shares`."""
+    memories = [
+        rank_memory(model, layout, micro_batch, micro_batches, share, adapters)
+        for share in rank_shares(model, layout, float8=float8)
+    ]
+    return max(memories, key=lambda memory: memory.total)

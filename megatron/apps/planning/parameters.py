@@ -22,8 +22,8 @@ from megatron.parallel.tensor_parallel import TensorParallel
 
 @dataclass(frozen=True)
 class LocalWidths:
-    """Widths of one tensor-parallel rank's share of a block and of the token embedding, padding
-    included; ``query`` and ``kv`` are all its heads together, keys and values each."""
+    """Widths of a tensor-parallel rank's share, padding included: queries and keys (or values) of
+    all its heads together, MLP, token embedding."""
 
     query: int
     kv: int
@@ -32,7 +32,7 @@ class LocalWidths:
 
 
 def local_widths(model: ModelConfig, tensor: int) -> LocalWidths:
-    """The share of one of ``tensor`` ranks; the model is complete, with its vocabulary sizes."""
+    """Return the share of one of ``tensor`` ranks; the model has its vocabulary sizes."""
     return LocalWidths(
         query=model.attention.num_attention_heads // tensor * model.attention.kv_channels,
         kv=max(1, model.attention.num_query_groups // tensor) * model.attention.kv_channels,
@@ -43,8 +43,7 @@ def local_widths(model: ModelConfig, tensor: int) -> LocalWidths:
 
 @dataclass(frozen=True)
 class LayerShare:
-    """One tensor-parallel rank's share of a layer: its number of parameters, and what
-    :class:`LayerSpec` says of it."""
+    """A tensor-parallel rank's share of a layer; the other fields are those of `LayerSpec`."""
 
     parameters: int
     block: bool
@@ -55,8 +54,8 @@ class LayerShare:
 
 @lru_cache(maxsize=256)
 def layer_shares(model: ModelConfig, tensor: int) -> tuple[LayerShare, ...]:
-    """The layers of a complete model, as one of ``tensor`` ranks holds them; a tied layer counts
-    whole at each of its places."""
+    """Return the layers of a complete model on one of ``tensor`` ranks; a tied layer counts whole
+    at each of its places."""
     tp = TensorParallel(Group(tuple(range(tensor))))
     with torch.device("meta"):
         return tuple(
@@ -73,8 +72,8 @@ def layer_shares(model: ModelConfig, tensor: int) -> tuple[LayerShare, ...]:
 
 @lru_cache(maxsize=256)
 def adapter_parameters(model: ModelConfig, adapters: AdapterConfig, tensor: int) -> float:
-    """Parameters of the adapters of a block, the mean over all blocks, as one of ``tensor`` ranks
-    holds them. Raises ConfigError if a target is unknown."""
+    """Return the adapters' parameters per block on one of ``tensor`` ranks, the mean over blocks.
+    Raises ConfigError if a target is unknown."""
     spec = trained_spec(RunConfig(model, sections=(adapters,)))
     tp = TensorParallel(Group(tuple(range(tensor))))
     blocks = [layer for layer in spec.layers(tp) if layer.block]
@@ -84,27 +83,26 @@ def adapter_parameters(model: ModelConfig, adapters: AdapterConfig, tensor: int)
 
 
 def linear_parameters(model: ModelConfig, tensor: int, cross: bool = False) -> int:
-    """Weights of the linear layers of a block, with or without cross-attention, as one of
-    ``tensor`` ranks holds them."""
+    """Return the weights of a block's linear layers on one of ``tensor`` ranks."""
     share, gates = local_widths(model, tensor), 1 + model.mlp.gated
     attention = (1 + cross) * (2 * share.query + 2 * share.kv)
     return model.hidden_size * (attention + (gates + 1) * share.ffn)
 
 
 def norms_of_block(model: ModelConfig, cross: bool = False) -> int:
-    """Number of norms of hidden states in a block, without those of heads."""
+    """Return the number of norms of hidden states in a block, without those of heads."""
     return 2 - model.shared_parallel_norm + cross + (2 + cross) * model.norm.post_norm
 
 
 @dataclass(frozen=True)
 class RankShare:
-    """One pipeline rank's share of a model.
+    """A pipeline rank's share of a model.
 
     Attributes:
         parameters: of one tensor-parallel rank; a tied layer counts once.
-        stages: the blocks of each stage, by their sequences.
-        first, last: whether it has the first token embedding, and the head.
-        float8: how many blocks of each stage compute in 8 bits.
+        stages: sequences of the blocks of each stage.
+        first, last: True if it has the first token embedding, or the head.
+        float8: blocks of each stage that compute in 8 bits.
         tied: copies on different ranks, and parameters, of each tied layer that has several.
     """
 
@@ -128,17 +126,15 @@ def rank_shares(
     partition: str = "blocks",
     float8: range | None = None,
 ) -> list[RankShare]:
-    """The share of each rank of the pipeline; ``partition`` is ``--pipeline-partition``, ``float8``
-    the blocks that compute in 8 bits (None: all if the layout does). Raises ValueError if there are
-    more stages than blocks."""
+    """Return the share of each rank of the pipeline; ``partition`` is ``--pipeline-partition``,
+    ``float8`` the blocks that compute in 8 bits (None: all if the layout does). Raises ValueError
+    if there are more stages than blocks."""
     layers = layer_shares(model, layout.tensor)
     is_block = [layer.block for layer in layers]
     if float8 is None:
         float8 = range(sum(is_block) if layout.float8 else 0)
     lengths = family_of(model.family).block_lengths(model)
     assert len(lengths) == sum(is_block)
-    # Blocks before each layer.
-    before = [0, *accumulate(is_block)]
     stages = layout.pipeline * layout.chunks
     bounds = stage_bounds(
         is_block,
@@ -148,40 +144,47 @@ def rank_shares(
         [layer.cost for layer in layers],
         [layer.with_next_block for layer in layers],
     )
-    held = [stages_of(layout, rank) for rank in range(layout.pipeline)]
-    own = [
-        [layer for s in held_here for layer in layers[bounds[s] : bounds[s + 1]]]
-        for held_here in held
+    blocks_before = [0, *accumulate(is_block)]
+    ends = [blocks_before[bound] for bound in bounds]  # blocks before each stage
+    stages_by_rank = [stages_of(layout, rank) for rank in range(layout.pipeline)]
+    layers_by_rank = [
+        [layer for s in stages_here for layer in layers[bounds[s] : bounds[s + 1]]]
+        for stages_here in stages_by_rank
     ]
-    tied = [{x.tied_key: x.parameters for x in here if x.tied_key is not None} for here in own]
-    copies = Counter(chain(*tied))
-    return [
-        RankShare(
-            rank,
-            sum(tied[rank].values()) + sum(x.parameters for x in own[rank] if x.tied_key is None),
-            tuple(lengths[before[bounds[s]] : before[bounds[s + 1]]] for s in held[rank]),
-            0 in held[rank],
-            stages - 1 in held[rank],
-            tuple(
-                len([n for n in range(before[bounds[s]], before[bounds[s + 1]]) if n in float8])
-                for s in held[rank]
-            ),
-            tuple((copies[key], size) for key, size in tied[rank].items() if copies[key] > 1),
+    tied_by_rank = [
+        {layer.tied_key: layer.parameters for layer in layers_here if layer.tied_key is not None}
+        for layers_here in layers_by_rank
+    ]
+    copies = Counter(chain(*tied_by_rank))
+    shares = []
+    for rank, stages_here in enumerate(stages_by_rank):
+        tied = tied_by_rank[rank]
+        untied = sum(x.parameters for x in layers_by_rank[rank] if x.tied_key is None)
+        shares.append(
+            RankShare(
+                rank,
+                sum(tied.values()) + untied,
+                tuple(lengths[ends[s] : ends[s + 1]] for s in stages_here),
+                0 in stages_here,
+                stages - 1 in stages_here,
+                tuple(sum(n in float8 for n in range(ends[s], ends[s + 1])) for s in stages_here),
+                tuple((copies[key], size) for key, size in tied.items() if copies[key] > 1),
+            )
         )
-        for rank in range(layout.pipeline)
-    ]
+    return shares
 
 
 def head_shape(model: ModelConfig) -> tuple[int, float]:
-    """Tokens of a sample whose logits are computed, and forward FLOPs of a sample in what is
-    neither a block nor the vocabulary's matrix, which tensor-parallel ranks do not share."""
+    """Return the tokens of a sample whose logits are computed, and the forward FLOPs of a sample in
+    layers that are neither blocks nor the vocabulary's matrix, which every tensor-parallel rank
+    computes."""
     shape = family_of(model.family).shape(model)
     shape = shape.decoder or shape
     return shape.predictions or shape.seq_length, shape.other
 
 
 def stages_of(layout: Layout, rank: int) -> list[int]:
-    """The stages of a pipeline rank, in layer order."""
+    """Return the stages of a pipeline rank, in layer order."""
     if layout.schedule == "dualpipev":
         return [rank, 2 * layout.pipeline - 1 - rank]
     return [rank + chunk * layout.pipeline for chunk in range(layout.chunks)]
@@ -189,7 +192,8 @@ def stages_of(layout: Layout, rank: int) -> list[int]:
 
 @lru_cache(maxsize=256)
 def model_parameters(model: ModelConfig, padded: bool = False) -> int:
-    """Parameters of the whole model; by default without the padding of the vocabulary."""
+    """Return the parameters of the whole model; by default without the padding of the
+    vocabulary."""
     with torch.device("meta"):
         params = build_model(model).parameters()
     shards = map(shard_of, params)

@@ -8,6 +8,10 @@ from typing import Any
 from megatron.config import ModelConfig, ModelFlags, Setting, Settings
 from megatron.config.flags import shared
 
+# Memory, dense 16-bit peak in TFLOP/s, gigabytes per second that a GPU sends inside a node and to
+# other nodes, watts with its share of the machine, dollars per hour. The first five are the
+# vendors' (watts: a DGX at full load over its GPUs, 1.4 times the board elsewhere); rental prices
+# differ by a factor of two and change every month.
 GPUS: dict[str, tuple[str, float, float, float, float, float]] = {
     "A100-40GB": ("40GiB", 312, 300, 25, 812, 1.3),
     "A100": ("80GiB", 312, 300, 25, 812, 1.8),
@@ -20,10 +24,6 @@ GPUS: dict[str, tuple[str, float, float, float, float, float]] = {
     "RTX-4090": ("24GB", 165, 25, 3, 600, 0.4),
     "RTX-5090": ("32GB", 210, 50, 3, 750, 0.7),
 }
-"""Memory, dense 16-bit peak in TFLOP/s, gigabytes per second that a GPU sends inside a node and to
-other nodes, watts with its share of the machine, and dollars per hour. The first five are the
-vendors' figures (watts: a DGX at full load over its GPUs, 1.4 times the board elsewhere); rental
-prices differ by a factor of two between providers and change every month."""
 
 _MACHINE = (
     "gpu_memory", "peak_tflops", "intra_node_bandwidth", "inter_node_bandwidth", "gpu_watts",
@@ -39,7 +39,6 @@ _LLAMA: dict[str, Any] = {
     "attention_dropout": 0.0,
     "hidden_dropout": 0.0,
 }
-_GPT2: dict[str, Any] = {}
 
 
 def _sizes(
@@ -63,12 +62,13 @@ _TIED = {"untie_embeddings_and_output_weights": False}
 _L2, _L3 = {"vocab": 32_000, "length": 4096}, {"vocab": 128_256, "length": 8192, "base": 500_000}
 _Q = {"length": 4096, "base": 1_000_000}
 
+# Flags of published models, with their vocabularies.
 MODELS: dict[str, dict[str, Any]] = {
-    "gpt2": _GPT2 | _sizes(12, 768, 12, vocab=50_257, length=1024),
-    "gpt2-medium": _GPT2 | _sizes(24, 1024, 16, vocab=50_257, length=1024),
-    "gpt2-large": _GPT2 | _sizes(36, 1280, 20, vocab=50_257, length=1024),
-    "gpt2-xl": _GPT2 | _sizes(48, 1600, 25, vocab=50_257, length=1024),
-    "gpt3-175b": _GPT2 | _sizes(96, 12_288, 96, vocab=50_257, length=2048),
+    "gpt2": _sizes(12, 768, 12, vocab=50_257, length=1024),
+    "gpt2-medium": _sizes(24, 1024, 16, vocab=50_257, length=1024),
+    "gpt2-large": _sizes(36, 1280, 20, vocab=50_257, length=1024),
+    "gpt2-xl": _sizes(48, 1600, 25, vocab=50_257, length=1024),
+    "gpt3-175b": _sizes(96, 12_288, 96, vocab=50_257, length=2048),
     "llama-7b": _LLAMA | _sizes(32, 4096, 32, 11_008, **_L2),
     "llama-13b": _LLAMA | _sizes(40, 5120, 40, 13_824, **_L2),
     "llama-70b": _LLAMA | _sizes(80, 8192, 64, 28_672, 8, **_L2),
@@ -84,14 +84,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2.5-32b": _QWEN | _sizes(64, 5120, 40, 27_648, 8, vocab=152_064, **_Q),
     "qwen2.5-72b": _QWEN | _sizes(80, 8192, 64, 29_568, 8, vocab=152_064, **_Q),
 }
-"""Flags of published models, with their vocabularies."""
 
 
 def with_presets(
     settings: Settings, gpu: str, model: str | None, network: ModelConfig | None = None
 ) -> Settings:
-    """The settings, completed by those of a GPU and of a model: one of :data:`MODELS`, or
-    ``network``, that of ``--load``. Given flags win."""
+    """Return the settings, completed by those of a GPU and of a model: one of :data:`MODELS`, or
+    ``network``, that of ``--load``. Flags of the user win."""
     machine = dict(zip(_MACHINE, GPUS[gpu], strict=True))
     values: dict[str, Any] = {name: (value, f"--gpu {gpu}") for name, value in machine.items()}
     if model is not None:

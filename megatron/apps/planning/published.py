@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.apps.planning.parameters import model_parameters
@@ -16,8 +17,8 @@ from megatron.config import ModelFlags
 from megatron.config.layouts import Layout
 
 GIB = 2**30
+# All runs have GPT's shape, on nodes of 8 A100 with 80 GB.
 SEQ_LENGTH, VOCABULARY, PEAK_TFLOPS = 2048, 51_200, 312.0
-"""Of the published runs: all of GPT's shape, on nodes of 8 A100 with 80 GB."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,8 @@ class Published:
         micro_batch: samples of a micro batch; None where the paper does not say.
         seconds, full_seconds: time of a step, with selective and with full recomputation.
         tflops: TFLOP/s of one GPU, recomputation included.
-        mfu: model FLOPs over peak, with selective recomputation.
-        hfu: the same with what is recomputed, 72 B s l h^2 (1 + s / 3h + V / 12lh) FLOPs by the
-            paper's appendix A: a recomputation of attention counts as both passes of it.
+        mfu, hfu: FLOPs over peak with selective recomputation, of the model and with the
+            recomputation, 72 B s l h^2 (1 + s / 3h + V / 12lh) by the paper's appendix A.
     """
 
     name: str
@@ -54,7 +54,6 @@ class Published:
 
     @property
     def work(self) -> Workload:
-        """The run's workload."""
         model = ModelFlags(
             num_layers=self.layers,
             hidden_size=self.hidden,
@@ -73,7 +72,7 @@ class Published:
         return 96.0 * self.batch * SEQ_LENGTH * layers * hidden**2 * (1 + ends)
 
     def layout(self, *, sequence: bool, recompute: str) -> Layout:
-        """The run's layout; every data-parallel rank has the whole optimizer state."""
+        """Return the run's layout; every data-parallel rank has the whole optimizer state."""
         data = self.gpus // (self.tensor * self.pipeline)
         return Layout(
             tensor=self.tensor,
@@ -89,20 +88,22 @@ class Published:
         )
 
     def plan(self, hardware: Hardware, *, sequence: bool, recompute: str) -> Plan:
-        """The estimate of the run; a micro batch of 1 where the paper does not say."""
+        """Return the estimate of the run; a micro batch of 1 where the paper does not say."""
         layout = self.layout(sequence=sequence, recompute=recompute)
         return estimate(self.work, layout, self.micro_batch or 1, hardware)
 
 
+# Korthikanti et al. 2022 (arXiv:2205.05198), tables 3 and 5: sequence parallelism with selective
+# recomputation, and full recomputation without sequence parallelism; no data parallelism.
 KORTHIKANTI = (
     Published("22B", 64, 6144, 48, 8, 1, 1, 8, 4, 4, 1.10, 1.42, mfu=0.415, hfu=0.437),
     Published("175B", 96, 12288, 96, 8, 8, 3, 64, 64, 1, 13.75, 18.13, mfu=0.514, hfu=0.528),
     Published("530B", 128, 20480, 105, 8, 35, 3, 280, 280, 1, 37.83, 49.05, mfu=0.560, hfu=0.570),
     Published("1T", 160, 25600, 128, 8, 64, 1, 512, 512, 1, 71.49, 94.42, mfu=0.563, hfu=0.570),
 )
-"""Korthikanti et al. 2022 (arXiv:2205.05198), tables 3 and 5: sequence parallelism with selective
-recomputation, and full recomputation without sequence parallelism; no data parallelism."""
 
+# Narayanan et al. 2021 (arXiv:2104.04473), table 1: full recomputation. Micro batches and stages
+# per rank are not in the table.
 NARAYANAN = (
     Published("1.7B", 24, 2304, 24, 1, 1, 1, 32, 512, None, tflops=137),
     Published("3.6B", 32, 3072, 30, 2, 1, 1, 64, 512, None, tflops=138),
@@ -115,25 +116,23 @@ NARAYANAN = (
     Published("529.6B", 128, 20480, 105, 8, 35, 1, 2520, 2520, None, tflops=163),
     Published("1008.0B", 160, 25600, 128, 8, 64, 1, 3072, 3072, None, tflops=163),
 )
-"""Narayanan et al. 2021 (arXiv:2104.04473), table 1: full recomputation. Micro batches and stages
-per rank are not in the table."""
 
+# Megatron-LM's README, GPT-3 example: "around 32 seconds" a step.
 MEGATRON_LM = (
     Published("175B", 96, 12288, 96, 8, 16, 1, 1024, 1536, None, full_seconds=32.0, tflops=138),
 )
-"""Megatron-LM's README, GPT-3 example: "around 32 seconds" a step."""
 
+# Megatron-LM, docs/distrib_optimizer.md: dtypes, bytes per parameter without the distributed
+# optimizer, with it over d data-parallel ranks, and the two numbers of that formula.
 BYTES_PER_PARAMETER = (
     ("float16 parameters, float16 gradients", 20, "4 + 16/d", 4, 16),
     ("bfloat16 parameters, float32 gradients", 18, "6 + 12/d", 6, 12),
     ("float32 parameters, float32 gradients", 16, "8 + 8/d", 8, 8),
 )
-"""Megatron-LM, docs/distrib_optimizer.md: (dtypes, bytes per parameter without the distributed
-optimizer, with it over d data-parallel ranks, and the two numbers of that formula)."""
 
 
 def published_tables(hardware: Hardware) -> str:
-    """Published models beside their estimates, and the bytes per parameter."""
+    """Return published models next to their estimates, and the bytes per parameter."""
     return "\n".join(
         [
             "Korthikanti et al. 2022 (arXiv:2205.05198), tables 3 and 5; MFU and HFU: from the "
@@ -158,55 +157,46 @@ def published_tables(hardware: Hardware) -> str:
     )
 
 
-_SHAPE = ["model", "params B", "heads", "hidden", "layers", "t", "p", "v", "GPUs", "batch"]
+_FIRST = ["model", "params B", "heads", "hidden", "layers", "t", "p", "v", "GPUs", "batch"]
+_LAST = ["bubble", "activ. GiB"]
 
 
 def _korthikanti(hardware: Hardware) -> list[list[str]]:
     times = ["recompute", "published s", "estimate s", "ratio", "MFU", "HFU", "HFU published"]
-    lines = [[*_SHAPE, *times, "bubble", "activ. GiB"]]
+    lines = [[*_FIRST, *times, *_LAST]]
     for run in KORTHIKANTI:
-        selective, full = (True, "selective", run.seconds), (False, "uniform", run.full_seconds)
-        for sequence, recompute, seconds in (selective, full):
+        for recompute, seconds in (("selective", run.seconds), ("uniform", run.full_seconds)):
             assert seconds is not None
+            sequence = recompute == "selective"
             plan = run.plan(hardware, sequence=sequence, recompute=recompute)
             peak = run.gpus * PEAK_TFLOPS * 1e12
-            rate = run.work.flops() / peak
-            hardware_rate = run.work.hardware_flops(recompute) / peak
-            lines.append(
-                [
-                    *_shape(run),
-                    "selective + sp" if sequence else "full",
-                    f"{seconds:.2f}",
-                    f"{plan.time.total:.2f}",
-                    f"{plan.time.total / seconds:.2f}",
-                    f"{rate / seconds:.1%} / {rate / plan.time.total:.1%}",
-                    f"{hardware_rate / seconds:.1%} / {hardware_rate / plan.time.total:.1%}",
-                    f"{run.hfu:.1%}" if sequence else "",
-                    f"{plan.time.bubble_share:.1%}",
-                    f"{plan.memory.activations / GIB:.1f}",
-                ]
-            )
+            rates = [run.work.flops() / peak, run.work.hardware_flops(recompute) / peak]
+            cells = [
+                "selective + sp" if sequence else "full",
+                f"{seconds:.2f}",
+                f"{plan.time.total:.2f}",
+                f"{plan.time.total / seconds:.2f}",
+                *(f"{rate / seconds:.1%} / {rate / plan.time.total:.1%}" for rate in rates),
+                f"{run.hfu:.1%}" if sequence else "",
+            ]
+            lines.append(_row(run, plan, cells))
     return lines
 
 
 def _narayanan(hardware: Hardware) -> list[list[str]]:
-    times = ["TFLOP/s published", "estimated", "step s", "estimated", "bubble", "activ. GiB"]
-    lines = [[*_SHAPE, *times]]
+    times = ["TFLOP/s published", "estimated", "step s", "estimated"]
+    lines = [[*_FIRST, *times, *_LAST]]
     for run in (*NARAYANAN, *MEGATRON_LM):
         assert run.tflops is not None
         plan = run.plan(hardware, sequence=False, recompute="uniform")
         work = run.hardware_flops / run.gpus / 1e12
-        lines.append(
-            [
-                *_shape(run),
-                f"{run.tflops:.0f}",
-                f"{work / plan.time.total:.0f}",
-                f"{run.full_seconds or work / run.tflops:.2f}",
-                f"{plan.time.total:.2f}",
-                f"{plan.time.bubble_share:.1%}",
-                f"{plan.memory.activations / GIB:.1f}",
-            ]
-        )
+        cells = [
+            f"{run.tflops:.0f}",
+            f"{work / plan.time.total:.0f}",
+            f"{run.full_seconds or work / run.tflops:.2f}",
+            f"{plan.time.total:.2f}",
+        ]
+        lines.append(_row(run, plan, cells))
     return lines
 
 
@@ -218,9 +208,10 @@ def _bytes_per_parameter() -> list[list[str]]:
     return lines
 
 
-def _shape(run: Published) -> list[str]:
-    """The first columns of a published model."""
+def _row(run: Published, plan: Plan, cells: Sequence[str]) -> list[str]:
+    """Return cells between the columns that all tables have."""
     numbers = (run.heads, run.hidden, run.layers, run.tensor, run.pipeline, run.chunks, run.gpus,
                run.batch)  # fmt: skip
     parameters = model_parameters(run.work.padded(1)) / 1e9
-    return [run.name, f"{parameters:.1f}", *map(str, numbers)]
+    ends = f"{plan.time.bubble_share:.1%}", f"{plan.memory.activations / GIB:.1f}"
+    return [run.name, f"{parameters:.1f}", *map(str, numbers), *cells, *ends]

@@ -35,8 +35,8 @@ from megatron.model.flops import TransformerShape
 @dataclass(frozen=True)
 class Workload:
     """The training to plan for. The model is complete but for its vocabulary, ``vocab_size``
-    without padding; without ``micro_batch_size`` powers of two are tried. With ``adapters`` those
-    alone are trained, which the memory shows; times are those of the whole model."""
+    without padding; without ``micro_batch_size`` powers of two are tried. With ``adapters`` only
+    those are trained, which the memory shows; times are those of the whole model."""
 
     model: ModelConfig
     vocab_size: int
@@ -47,35 +47,35 @@ class Workload:
     states: StateDtypes | None = None
     fast_paths: FastPathsConfig = FastPathsConfig()
     adapters: AdapterConfig | None = None
-    teacher: ModelConfig | None = None
-    """Of a run with ``--kd``."""
+    teacher: ModelConfig | None = None  # of a run with --kd
 
     @property
     def float8(self) -> range:
-        """The blocks whose linear layers compute in 8 bits."""
+        """Blocks whose linear layers compute in 8 bits."""
         return self.fast_paths.float8_blocks(len(self.lengths))
 
     def padded(self, tensor: int) -> ModelConfig:
-        """The model with its vocabulary padded for ``tensor`` ranks, as the trainer pads it."""
+        """Return the model with its vocabulary padded for ``tensor`` ranks, as the trainer pads
+        it."""
         return self.model.with_vocabulary(self.vocab_size, tensor)
 
     @property
     def shape(self) -> TransformerShape:
-        """The numbers that its FLOPs depend on."""
+        """Numbers that its FLOPs depend on."""
         model = self.padded(1)
         return family_of(model.family).shape(model)
 
     @property
     def lengths(self) -> tuple[BlockLengths, ...]:
-        """The sequences of each block."""
+        """Sequences of each block."""
         return family_of(self.model.family).block_lengths(self.model)
 
     def flops(self) -> float:
-        """Model FLOPs of a step, attention over all pairs, without recomputation."""
+        """Return the model FLOPs of a step, attention over all pairs, without recomputation."""
         return self.shape.flops_per_step(self.global_batch_size, causal=False)
 
     def hardware_flops(self, recompute: str | None) -> float:
-        """The same with what a layout recomputes."""
+        """Return the same with the recomputation of a layout."""
         shape = self.shape
         again = shape.recomputed_flops_per_token(recompute, causal=False)
         return self.flops() + self.global_batch_size * shape.seq_length * again
@@ -108,7 +108,8 @@ class Plan:
 
 
 def estimate(work: Workload, layout: Layout, micro_batch: int, hardware: Hardware) -> Plan:
-    """The costs of a layout that exists for the workload and has its number of micro batches."""
+    """Return the costs of a layout that exists for the workload and has its number of micro
+    batches."""
     model, (count,) = work.padded(layout.tensor), layout.micro_batches
     shares = _heaviest(
         model, layout.tensor, layout.pipeline, layout.schedule, layout.chunks, work.float8
@@ -126,8 +127,8 @@ def estimate(work: Workload, layout: Layout, micro_batch: int, hardware: Hardwar
 def _with_teacher(
     work: Workload, teacher: ModelConfig, layout: Layout, memory: Memory, time: StepTime
 ) -> tuple[Memory, StepTime]:
-    """With a teacher's weights on the rank that has most of them, which data-parallel ranks share
-    at ZeRO stage 3, and its forward pass. More than any memory where a stage would have no block of
+    """Add a teacher's weights, those of the rank that has most, which data-parallel ranks share at
+    ZeRO stage 3, and its forward pass. Memory is infinite where a stage would have no block of
     it."""
     if teacher.blocks < layout.pipeline * layout.chunks:
         return dataclasses.replace(memory, weights=math.inf), time
@@ -155,13 +156,13 @@ def _heaviest(
 
 
 def heaviest(shares: Sequence[RankShare]) -> list[RankShare]:
-    """The ranks of a pipeline that can need the most of anything: those that no earlier rank, which
-    holds more micro batches, equals or exceeds in everything."""
-    found: list[RankShare] = []
+    """Return the ranks of a pipeline that can need the most of anything: those that no earlier
+    rank, which has more micro batches in flight, equals or exceeds in everything."""
+    kept: list[RankShare] = []
     for share in shares:
-        if not any(_covers(other, share) for other in found):
-            found.append(share)
-    return found
+        if not any(_covers(other, share) for other in kept):
+            kept.append(share)
+    return kept
 
 
 def _covers(a: RankShare, b: RankShare) -> bool:
@@ -177,19 +178,19 @@ def _covers(a: RankShare, b: RankShare) -> bool:
 
 
 def _largest_stage(share: RankShare) -> Counter[BlockLengths]:
-    """The most blocks of each kind in a stage."""
+    """Return the most blocks of each kind in a stage."""
     return reduce(or_, map(Counter, share.stages))
 
 
 def layouts(work: Workload, hardware: Hardware) -> Iterator[tuple[Layout, int]]:
-    """Every layout that exists for the workload, each with its micro batch size. Tensor parallelism
+    """Yield every layout that exists for the workload with its micro batch size. Tensor parallelism
     stays inside a node, as its collectives are in every layer and exposed (Narayanan et al. 2021,
     section 3.2)."""
     assert hardware.gpus
     for tensor in divisors(hardware.gpus):
-        if tensor > hardware.gpus_per_node or not divides_model(work.model, tensor):
+        if tensor > hardware.gpus_per_node:
             continue
-        if not has_float8_widths(work, tensor):
+        if not (divides_model(work.model, tensor) and has_float8_widths(work, tensor)):
             continue
         for pipeline in divisors(hardware.gpus // tensor):
             data = hardware.gpus // tensor // pipeline
@@ -206,7 +207,8 @@ def layouts(work: Workload, hardware: Hardware) -> Iterator[tuple[Layout, int]]:
 
 
 def variants(work: Workload, base: Layout) -> Iterator[Layout]:
-    """A layout with each ZeRO stage, with and without sequence parallelism and recomputation."""
+    """Yield a layout with each ZeRO stage, with and without sequence parallelism and
+    recomputation."""
     stages = (0, 1, 2, 3) if base.data > 1 else (0, 1)
     for zero in stages:
         for sequence in (False, True):
@@ -222,7 +224,7 @@ def variants(work: Workload, base: Layout) -> Iterator[Layout]:
 
 
 def divides_model(model: ModelConfig, tensor: int) -> bool:
-    """Whether each of ``tensor`` ranks gets whole heads and an equal share of the MLP."""
+    """Return True if each of ``tensor`` ranks gets whole heads and an equal share of the MLP."""
     groups = model.attention.num_query_groups
     return (
         model.attention.num_attention_heads % tensor == 0
@@ -232,7 +234,7 @@ def divides_model(model: ModelConfig, tensor: int) -> bool:
 
 
 def has_float8_widths(work: Workload, tensor: int) -> bool:
-    """Whether the shares of ``tensor`` ranks have widths that 8-bit products can have."""
+    """Return True if the shares of ``tensor`` ranks have widths that 8-bit products can have."""
     if not work.float8:
         return True
     share, groups = local_widths(work.padded(tensor), tensor), work.model.attention.num_query_groups
@@ -243,7 +245,7 @@ def has_float8_widths(work: Workload, tensor: int) -> bool:
 
 
 def micro_batch_sizes(work: Workload, data: int) -> list[int]:
-    """Micro batch sizes that divide a step: the requested one, or powers of two."""
+    """Return the micro batch sizes that divide a step: the requested one, or powers of two."""
     samples, rest = divmod(work.global_batch_size, data)
     if rest or not samples:
         return []
@@ -252,7 +254,8 @@ def micro_batch_sizes(work: Workload, data: int) -> list[int]:
 
 
 def schedules(layers: int, pipeline: int) -> list[tuple[str, int]]:
-    """Schedules with their stages per rank, of a model of so many blocks; every stage needs one."""
+    """Return the schedules of a model of this many blocks with their stages per rank; every stage
+    needs one."""
     if pipeline == 1:
         return [("1f1b", 1)]
     if pipeline > layers:
@@ -267,25 +270,23 @@ def divisors(number: int) -> list[int]:
 
 
 def search(work: Workload, hardware: Hardware) -> list[Plan]:
-    """A plan for every layout that exists for the workload, fitting or not, best first."""
+    """Return a plan for every layout that exists for the workload, fitting or not, best first."""
     plans = [estimate(work, *found, hardware) for found in layouts(work, hardware)]
     return sorted(plans, key=lambda plan: plan.rank)
 
 
 def fitting(plans: list[Plan], hardware: Hardware) -> list[Plan]:
-    """The plans that fit into the GPUs' memory, in their order."""
+    """Return the plans that fit into the GPUs' memory, in their order."""
     return [plan for plan in plans if plan.memory.total <= hardware.usable_memory]
 
 
 def fewest_gpus(work: Workload, hardware: Hardware, limit: int = 64) -> int | None:
-    """The smallest of 2, 4, ... ``limit`` times the GPUs on which a layout fits; None if none."""
+    """Return the smallest of 2, 4, ... ``limit`` times the GPUs on which a layout fits, or None."""
     assert hardware.gpus
-    factor = 2
-    while factor <= limit:
-        more = dataclasses.replace(hardware, gpus=hardware.gpus * factor)
+    for power in range(1, limit.bit_length()):
+        more = dataclasses.replace(hardware, gpus=hardware.gpus << power)
         for layout, micro_batch in layouts(work, more):
             plan = estimate(work, layout, micro_batch, more)
             if plan.memory.total <= more.usable_memory:
                 return more.gpus
-        factor *= 2
     return None

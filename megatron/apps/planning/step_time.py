@@ -1,10 +1,9 @@
 """The machines, and the time of an optimizer step on them: computing, sending, waiting.
 
 A step takes FLOPs / (utilisation x peak) + bytes / bandwidth of what is not overlapped, both of the
-slowest rank, and the pipeline's bubble. The optimizer's own time, data loading, logging and
-checkpoints are not counted. Ring algorithms move (n - 1) / n of a buffer for an all-gather or a
-reduce-scatter over n ranks, and twice that for an all-reduce (Thakur, Rabenseifner and Gropp 2005,
-section 4).
+slowest rank, and the pipeline's bubble. The optimizer, data loading, logging and checkpoints are
+not counted. Ring algorithms move (n - 1) / n of a buffer for an all-gather or a reduce-scatter over
+n ranks, and twice that for an all-reduce (Thakur, Rabenseifner and Gropp 2005, section 4).
 """
 
 from __future__ import annotations
@@ -89,9 +88,9 @@ class Hardware:
         return memory - parse_bytes("--memory-reserve", self.memory_reserve)
 
     def ring_bandwidth(self, ranks: int, stride: int) -> float:
-        """Bytes per second of a ring through a group of ``ranks`` members, ``stride`` ranks apart.
-        Inside a node it is the GPU's own; between nodes the links of all members in a node carry
-        each member's ring, as NCCL builds them."""
+        """Return the bytes per second of a ring of ``ranks`` members, ``stride`` ranks apart:
+        inside a node the GPU's own; between nodes the links of all members in a node carry each
+        member's ring, as NCCL builds them."""
         inside = self.intra_node_bandwidth
         if ranks * stride <= self.gpus_per_node:
             return 1e9 * inside
@@ -99,7 +98,7 @@ class Hardware:
         return 1e9 * min(inside, members * self.inter_node_bandwidth)
 
     def link_bandwidth(self, ranks: int, stride: int) -> float:
-        """Bytes per second of the slowest link from one GPU of a group to the next."""
+        """Return the bytes per second of the slowest link from one GPU of a group to the next."""
         inside = ranks * stride <= self.gpus_per_node
         return 1e9 * (self.intra_node_bandwidth if inside else self.inter_node_bandwidth)
 
@@ -110,11 +109,11 @@ class Hardware:
 
 
 def parse_bytes(flag: str, text: str) -> int:
-    """Bytes of a size such as ``80GiB``; a ConfigError that names ``flag`` for other texts."""
-    found = re.fullmatch(rf"([0-9]+(?:\.[0-9]+)?)\s*({'|'.join(_UNITS)})", text)
-    if found is None:
+    """Return the bytes of a size such as ``80GiB``. Raises ConfigError, which names ``flag``."""
+    match = re.fullmatch(rf"([0-9]+(?:\.[0-9]+)?)\s*({'|'.join(_UNITS)})", text)
+    if match is None:
         raise ConfigError(f"{flag} {text}: expected a size such as 80GiB ({', '.join(_UNITS)})")
-    return int(float(found[1]) * _UNITS[found[2]])
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def _flag(name: str) -> str:
@@ -131,22 +130,22 @@ class Communication:
 
 
 def ring(ranks: int) -> float:
-    """Share of a buffer that a rank sends in an all-gather or reduce-scatter."""
+    """Return the share of a buffer that a rank sends in an all-gather or reduce-scatter."""
     return (ranks - 1) / ranks
 
 
 def tensor_bytes_per_block(
     model: ModelConfig, layout: Layout, micro_batch: int, lengths: BlockLengths | None = None
 ) -> float:
-    """Bytes that a block sends over tensor-parallel ranks for one micro batch, by default the
-    model's first.
+    """Return the bytes that a block, by default the model's first, sends over tensor-parallel ranks
+    for one micro batch.
 
     Two all-reduces of the hidden states forward and two backward (Shoeybi et al. 2019,
-    arXiv:1909.08053, section 3). Sequence parallelism replaces each by an all-gather and a
-    reduce-scatter, and gathers the inputs of the two column-parallel layers again (Korthikanti et
-    al. 2022, section 4.2.2). Full recomputation sends the forward pass's part again.
-    Cross-attention has one of each more, and its keys and values read another sequence: an
-    all-reduce of its gradient, or with sequence parallelism two all-gathers and a reduce-scatter.
+    arXiv:1909.08053, section 3). Sequence parallelism replaces each by an all-gather and a reduce-
+    scatter, and gathers the inputs of the two column-parallel layers again (Korthikanti et al.
+    2022, section 4.2.2). Full recomputation sends the forward pass's part again. Cross-attention
+    has one of each more, and reads another sequence: an all-reduce of its gradient, or with
+    sequence parallelism two all-gathers and a reduce-scatter.
     """
     lengths = lengths or family_of(model.family).block_lengths(model)[0]
     again, gathers = layout.recompute in ("uniform", "block"), 0
@@ -160,21 +159,21 @@ def tensor_bytes_per_block(
 
 
 def hidden_bytes(model: ModelConfig, layout: Layout, tokens: int) -> float:
-    """Bytes of the hidden states of so many tokens, not cut."""
+    """Return the bytes of the hidden states of this many tokens, not cut."""
     size = 4 if layout.precision == "fp32" or layout.autocast else 2
     return float(size * tokens * model.hidden_size)
 
 
 def tensor_bytes_at_ends(model: ModelConfig, layout: Layout, tokens: int) -> float:
-    """Bytes of the token embedding or of the output head: an all-reduce each."""
+    """Return the bytes of the token embedding or of the output head: an all-reduce each."""
     return 2 * ring(layout.tensor) * hidden_bytes(model, layout, tokens)
 
 
 def pipeline_bytes(
     model: ModelConfig, layout: Layout, micro_batch: int, micro_batches: int
 ) -> float:
-    """Bytes that a pipeline rank sends to its neighbours: for every stage the hidden states and
-    their gradients, beside them those of an encoder whose output its decoder reads; a share of the
+    """Return the bytes that a pipeline rank sends to its neighbours: for every stage the hidden
+    states, with an encoder's output that its decoder reads, and their gradients; a share of the
     sequence with sequence parallelism."""
     if layout.pipeline == 1:
         return 0.0
@@ -185,38 +184,36 @@ def pipeline_bytes(
 
 
 def gradient_size(layout: Layout) -> int:
-    """Bytes of an element of the gradients that are sent."""
+    """Return the bytes of an element of the gradients that are sent."""
     half = layout.precision != "fp32" and layout.zero > 0
     return 2 if half and not layout.grads_in_fp32 else 4
 
 
 def tied_bytes(layout: Layout, share: RankShare) -> tuple[float, float]:
-    """Bytes of a rank's gradients of tied layers that other ranks of the pipeline have copies of,
-    and bytes that it sends to sum them over the copies."""
+    """Return the bytes of a rank's gradients of tied layers with copies on other pipeline ranks,
+    and the bytes that it sends to sum them."""
     sizes = [(copies, float(gradient_size(layout) * count)) for copies, count in share.tied]
     return sum(size for _, size in sizes), sum(2 * ring(copies) * size for copies, size in sizes)
 
 
 def data_bytes(layout: Layout, parameters: int, micro_batches: int) -> float:
-    """Bytes of gradients and parameters between data-parallel ranks.
+    """Return the bytes of gradients and parameters between data-parallel ranks.
 
     Rajbhandari et al. 2020 (arXiv:1910.02054, section 7): an all-reduce of the gradients without
-    ZeRO; at stage 1 a reduce-scatter of gradients and an all-gather of weights, the same volume; at
-    stage 3 weights are gathered for forward and backward and gradients scattered, 1.5 times that.
-    Stages 2 and 3 cannot keep whole gradients, so they reduce them after every micro batch.
+    ZeRO; at stage 1 a reduce-scatter of gradients and an all-gather of weights; at stage 3 weights
+    are gathered for forward and backward and gradients scattered. Stages 2 and 3 reduce gradients
+    after every micro batch.
     """
     weight = 2 if layout.precision != "fp32" and layout.zero > 0 else 4
     gradient = gradient_size(layout)
     share = ring(layout.data) * parameters
-    return (
-        share
-        * {
-            0: 2 * gradient,
-            1: gradient + weight,
-            2: micro_batches * gradient + weight,
-            3: micro_batches * (2 * weight + gradient),
-        }[layout.zero]
-    )
+    per_parameter = {
+        0: 2 * gradient,
+        1: gradient + weight,
+        2: micro_batches * gradient + weight,
+        3: micro_batches * (2 * weight + gradient),
+    }
+    return share * per_parameter[layout.zero]
 
 
 @dataclass(frozen=True)
@@ -240,10 +237,9 @@ class StepTime:
 
 
 def rank_flops(model: ModelConfig, layout: Layout, micro_batch: int, share: RankShare) -> float:
-    """FLOPs of one rank for one micro batch, forward, backward and recomputation. Matrix products
-    only, two operations per multiply-add, attention over all pairs: the hardware FLOPs of Narayanan
-    et al. 2021 (arXiv:2104.04473, section 5.1) and Korthikanti et al. 2022 (section 6 and appendix
-    A)."""
+    """Return the FLOPs of one rank for one micro batch, forward, backward and recomputation: matrix
+    products only, two operations per multiply-add, attention over all pairs (Narayanan et al. 2021,
+    arXiv:2104.04473, section 5.1; Korthikanti et al. 2022, section 6 and appendix A)."""
     width, hidden = local_widths(model, layout.tensor), model.hidden_size
     mlp = 2 * hidden * (3 if model.mlp.gated else 2) * width.ffn
     total = 0.0
@@ -265,9 +261,9 @@ def rank_flops(model: ModelConfig, layout: Layout, micro_batch: int, share: Rank
 
 
 def bubble_ratio(layout: Layout, micro_batches: int) -> float:
-    """Waiting time over working time of a pipeline. (p - 1) / (v m) by Narayanan et al. 2021
-    (section 2.2); for this project's dualpipev, whose backward B computes the gradients of inputs
-    and weights together and takes two or more forwards F, ((p - 1) B - F / 2) / (m (F + B))."""
+    """Return waiting time over working time of a pipeline: (p - 1) / (v m) by Narayanan et al. 2021
+    (section 2.2); for this project's dualpipev, whose backward B takes two or more forwards F, ((p
+    - 1) B - F / 2) / (m (F + B))."""
     p, m = layout.pipeline, micro_batches
     if p == 1:
         return 0.0
@@ -285,8 +281,8 @@ def step_time(
     shares: list[RankShare],
     hardware: Hardware,
 ) -> tuple[StepTime, Communication]:
-    """The time of a step, and the bytes sent by the rank that sends most, for a complete model with
-    its vocabulary padded for the layout."""
+    """Return the time of a step, and the bytes sent by the rank that sends most, for a complete
+    model with its vocabulary padded for the layout."""
     t, d, p = layout.tensor, layout.data, layout.pipeline
     working = []
     for share in shares:
@@ -295,7 +291,7 @@ def step_time(
         exposed = sent / hardware.ring_bandwidth(t, 1) * (1 - hardware.tensor_overlap)
         working.append((flops / hardware.flops + exposed, exposed, sent))
     busy, exposed, sent = max(working)
-    held = max(share.parameters for share in shares)
+    parameters = max(share.parameters for share in shares)
     stages = pipeline_bytes(model, layout, micro_batch, micro_batches)
     # The copies of a tied embedding are averaged over replicas and then summed: all-reduces at the
     # end of the step, which overlap with nothing.
@@ -303,7 +299,7 @@ def step_time(
     volume = Communication(
         sent,
         stages + copies,
-        data_bytes(layout, held, micro_batches) + 2 * ring(d) * tied,
+        data_bytes(layout, parameters, micro_batches) + 2 * ring(d) * tied,
     )
     hidden = hardware.data_overlap if layout.zero == 3 else 0.0
     return (
@@ -320,7 +316,7 @@ def step_time(
 
 
 def _tensor_bytes(model: ModelConfig, layout: Layout, micro_batch: int, share: RankShare) -> float:
-    """Bytes that a rank's layers send over tensor-parallel ranks for one micro batch."""
+    """Return the bytes that a rank's layers send over tensor-parallel ranks for one micro batch."""
     sent = sum(
         count * tensor_bytes_per_block(model, layout, micro_batch, lengths)
         for lengths, count in Counter(chain(*share.stages)).items()
@@ -329,6 +325,6 @@ def _tensor_bytes(model: ModelConfig, layout: Layout, micro_batch: int, share: R
     ends = [(share.first, share.stages[0][0]), (share.last, share.stages[-1][-1])]
     return sent + sum(
         tensor_bytes_at_ends(model, layout, micro_batch * lengths.own)
-        for held, lengths in ends
-        if held
+        for is_here, lengths in ends
+        if is_here
     )

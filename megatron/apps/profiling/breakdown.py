@@ -1,8 +1,7 @@
 """The breakdown of a step: every moment of it belongs to one category and one phase.
 
-HolisticTraceAnalysis (0.5.0) answers some of this for traces of several GPUs; it reads no trace of
-a CPU, knows neither phases nor categories of kernels, and depends on JupyterLab.
-docs/guides/profiling.md shows what it adds.
+HolisticTraceAnalysis (0.5.0) reads no trace of a CPU, knows neither phases nor categories of
+kernels, and depends on JupyterLab; docs/guides/profiling.md shows what it adds.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.apps.profiling.categories import (
-    BACKWARD,
     COMMUNICATION,
     GEMMS,
     HOST,
@@ -30,18 +28,17 @@ from megatron.apps.profiling.categories import (
     REST,
     Label,
     kernel_category,
-    label_inside,
     mark_of,
 )
 from megatron.apps.profiling.trace import (
     Event,
+    Indices,
+    Thread,
     Trace,
     TraceError,
+    edges_of,
+    paint,
 )
-
-Times = npt.NDArray[np.float64]
-Indices = npt.NDArray[np.int64]
-Interval = tuple[float, float]
 
 
 class TimeEntry(NamedTuple):
@@ -64,13 +61,13 @@ class TimeEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Where the time of a step goes, in microseconds of a step.
+    """Time of a step by its parts, in microseconds of a step.
 
     Attributes:
         kind: ``mean`` of the steps, or ``least``: each operator as in its fastest step.
-        on_device: whether the time is a device's, else the training thread's on a CPU.
+        on_device: True if the time is a device's, else the training thread's on a CPU.
         cells: time by category and phase; they sum to ``step``.
-        hidden: time of the mean step in which a collective runs beside other work.
+        hidden: time of the mean step in which a collective runs at the same time as other work.
     """
 
     path: Path
@@ -88,15 +85,13 @@ class Breakdown:
     about: Mapping[str, Any]
 
     def of_category(self, category: str) -> float:
-        """Microseconds of a step in a category."""
         return sum(self.cells.get((category, phase), 0.0) for phase in PHASES)
 
     def of_phase(self, phase: str) -> float:
-        """Microseconds of a step in a phase."""
         return sum(time for (_, each), time in self.cells.items() if each == phase)
 
     def to_dict(self) -> dict[str, Any]:
-        """The breakdown as JSON values, times in milliseconds of a step."""
+        """Return JSON values, times in milliseconds of a step."""
         milliseconds: dict[str, dict[str, float]] = defaultdict(dict)
         for (category, phase), time in self.cells.items():
             milliseconds[category][phase] = time / 1e3
@@ -115,77 +110,9 @@ class Breakdown:
         }
 
 
-class Thread:
-    """The innermost event of a CPU thread at every moment. Events are in the order of their start,
-    outer ones first; ``contexts`` are those of forward operators by autograd's sequence number."""
-
-    def __init__(self, events: Sequence[Event], contexts: dict[int, str]) -> None:
-        self.events = events
-        self.labels: list[Label] = []
-        intervals: list[Interval] = []
-        owners: list[int] = []
-        stack: list[int] = []
-        for number, event in enumerate(events):
-            while stack and intervals[stack[-1]][1] <= event.start:
-                stack.pop()
-            outer = stack[-1] if stack else None
-            # Rounded times may let an inner event end after the outer one.
-            end = event.end if outer is None else min(event.end, intervals[outer][1])
-            intervals.append((event.start, end))
-            parent = Label() if outer is None else self.labels[outer]
-            self.labels.append(_label(parent, event, contexts))
-            # An operator that is dispatched again under its own name is one call.
-            again = outer is not None and events[outer].name == event.name
-            owners.append(owners[outer] if again and outer is not None else number)
-            stack.append(number)
-        self.edges = edges_of(intervals)
-        numbers = np.array([*owners, -1])[paint(self.edges, intervals)]
-        # One value more at either end, for times before the first event and after the last.
-        self._owners = np.concatenate(([-1], numbers, [-1]))
-
-    def at(self, times: Times | Sequence[float]) -> Indices:
-        """Numbers of the events at these times, -1 without one."""
-        return self._owners[np.searchsorted(self.edges, times, side="right")]
-
-    def find(self, time: float) -> tuple[Event, Label] | None:
-        """The event at a time and its label; None without one."""
-        (number,) = self.at([time])
-        return None if number < 0 else (self.events[number], self.labels[number])
-
-
-def _label(parent: Label, event: Event, contexts: dict[int, str]) -> Label:
-    number = event.args.get("Sequence number")
-    if number is None:
-        return label_inside(parent, event.name)
-    if event.name.startswith("autograd::engine::evaluate_function"):
-        return label_inside(parent, event.name, contexts.get(number))
-    label = label_inside(parent, event.name)
-    if label.phase != BACKWARD:
-        # Several operators have a number, outer before inner; the last one recorded the gradient.
-        if label.context is not None:
-            contexts[number] = label.context
-        else:
-            contexts.pop(number, None)
-    return label
-
-
-def edges_of(intervals: Iterable[Interval]) -> Times:
-    """All starts and ends, in order: between two neighbours nothing changes."""
-    return np.unique(np.array([time for interval in intervals for time in interval], np.float64))
-
-
-def paint(edges: Times, intervals: Sequence[Interval]) -> Indices:
-    """For each cell between two edges the last interval that covers it, -1 if none does."""
-    cells = np.full(max(0, len(edges) - 1), -1, np.int64)
-    bounds = np.searchsorted(edges, np.array(intervals, np.float64).reshape(-1, 2))
-    for number, (first, last) in enumerate(bounds):
-        cells[first:last] = number
-    return cells
-
-
 class Work(NamedTuple):
-    """A part of a step (microseconds) that belongs to one category and one phase; ``event`` is what
-    the CPU did, or what launched the kernel, ``launched`` its category."""
+    """A part of a step (microseconds) that belongs to one category and one phase; ``event`` is the
+    CPU's, or that which launched the kernel, ``launched`` its category."""
 
     category: str
     phase: str
@@ -197,7 +124,7 @@ class Work(NamedTuple):
 
 
 def break_down(trace: Trace, least: bool = False) -> Breakdown:
-    """Breaks the mean of a trace's steps down: the training thread's time on a CPU, the device's on
+    """Break the mean of a trace's steps down: the training thread's time on a CPU, the device's on
     a GPU; with ``least`` every operator as in the step in which it was fastest. Raises TraceError
     if the trace has no steps, or ``least`` and a GPU's time."""
     on_device = bool(trace.kernels)
@@ -272,24 +199,24 @@ class _Grid:
             self.window = (self.middle > first) & (self.middle < last) & counted
 
     def paint(self, events: Sequence[Event]) -> Indices:
-        """For each cell the last of the events that covers it, -1 if none does."""
+        """Return for each cell the last of the events that covers it, -1 if none does."""
         return paint(self._edges, [(event.start, event.end) for event in events])
 
     def length(self, cells: npt.NDArray[np.bool_]) -> float:
-        """Microseconds of these cells."""
         return float(self._width[cells].sum())
 
     def times(self, owners: Indices, cells: npt.NDArray[np.bool_], count: int) -> list[float]:
-        """Microseconds of each of ``count`` events in those of ``cells`` that it owns."""
+        """Return the microseconds of each of ``count`` events in those of ``cells`` that it
+        owns."""
         cells = cells & (owners >= 0)
         times: list[float] = np.bincount(owners[cells], self._width[cells], count).tolist()
         return times
 
     def label(self, thread: str, time: float) -> Label:
-        """The label of a thread's event; its phase is the training thread's where it has none of
-        its own, as in threads that work for the backward pass."""
-        found = self.threads[thread].find(time) if thread in self.threads else None
-        label = Label() if found is None else found[1]
+        """Return the label of a thread's event; its phase is the training thread's where it has no
+        other, as in threads that work for the backward pass."""
+        innermost = self.threads[thread].find(time) if thread in self.threads else None
+        label = Label() if innermost is None else innermost[1]
         main = self.main.find(time)
         return label if label.phase != REST or main is None else label._replace(phase=main[1].phase)
 
@@ -298,16 +225,17 @@ class _Grid:
         return 0 <= cell < len(self.in_steps) and bool(self.in_steps[cell])
 
     def allocated(self, parts: int) -> dict[str, float]:
-        """Bytes that each operator of the training thread allocates in ``parts`` mean steps."""
+        """Return the bytes that each operator of the training thread allocates in ``parts`` mean
+        steps."""
         memory: dict[str, float] = defaultdict(float)
         for thread, time, size in self.trace.allocations:
-            found = self.main.find(time)
-            if thread == self.trace.main_thread and found and self._in_steps(time):
-                memory[found[0].name] += size * parts / len(self.steps)
+            innermost = self.main.find(time)
+            if thread == self.trace.main_thread and innermost and self._in_steps(time):
+                memory[innermost[0].name] += size * parts / len(self.steps)
         return memory
 
     def collective_calls(self) -> list[TimeEntry]:
-        """Collectives of the mean step, the slowest first."""
+        """Return collectives of the mean step, the slowest first."""
         inside = np.concatenate(([0], np.cumsum(self._width * self.window)))
         named: dict[str, list[Event]] = defaultdict(list)
         for event in self.collectives:
@@ -316,7 +244,7 @@ class _Grid:
                 short = re.search(r"(?:nccl|rccl)\w*?Kernel_([A-Za-z]+)", event.name)
                 name = f"nccl:{short[1]}" if short else event.name
                 named[event.args.get("Collective name") or name].append(event)
-        found = [
+        calls = [
             TimeEntry(
                 name,
                 "",
@@ -326,27 +254,28 @@ class _Grid:
             )
             for name, events in named.items()
         ]
-        return _summed(found, len(self.steps))
+        return _summed(calls, len(self.steps))
 
     def waits(self) -> list[TimeEntry]:
-        """Reads of tensors' values, and CUDA calls that wait for the device."""
+        """Return reads of tensors' values, and CUDA calls that wait for the device."""
         reads = [
             event
             for events in self.trace.host.values()
             for event in events
             if event.name == "aten::_local_scalar_dense"
         ]
-        found = [
+        waits = [
             TimeEntry(e.name, self.label(e.thread, e.start).phase, 1, e.end - e.start)
             for e in [*reads, *self.trace.waits]
             if self._in_steps(e.start)
         ]
-        return sorted(_summed(found, len(self.steps)))
+        return sorted(_summed(waits, len(self.steps)))
 
 
 def _host_work(grid: _Grid) -> tuple[list[Work], float]:
-    """The training thread's time, and how long a collective ran beside its work. Where it runs no
-    operator but a collective runs in another thread, it waits for that."""
+    """Return the training thread's time, and the time in which a collective ran at the same time as
+    its work. Where it runs no operator but a collective runs in another thread, it waits for
+    that."""
     main = grid.main
     sending = np.zeros(len(grid.middle), bool)
     for thread in grid.threads.values():
@@ -355,10 +284,10 @@ def _host_work(grid: _Grid) -> tuple[list[Work], float]:
             sending |= np.isin(thread.at(grid.middle), numbers)
     categories = np.array([label.category for label in main.labels])[grid.on_main]
     waiting = sending & (categories == HOST)
-    own = grid.times(grid.on_main, grid.window & ~waiting, len(main.events))
+    worked = grid.times(grid.on_main, grid.window & ~waiting, len(main.events))
     waited = grid.times(grid.on_main, grid.window & waiting, len(main.events))
     starts, work = [step.start for step in grid.steps], []
-    for event, label, time, wait in zip(main.events, main.labels, own, waited, strict=True):
+    for event, label, time, wait in zip(main.events, main.labels, worked, waited, strict=True):
         step = bisect_right(starts, event.start) - 1
         for category, spent in ((label.category, time), (COMMUNICATION, wait)):
             if spent:
@@ -369,9 +298,9 @@ def _host_work(grid: _Grid) -> tuple[list[Work], float]:
 
 
 def _device_work(grid: _Grid) -> tuple[list[Work], float]:
-    """The device's time, and how long a collective ran beside other kernels. Of kernels that run at
-    once the one that began first counts, collectives only where nothing else runs; the rest is
-    idle, in the phase of the training thread."""
+    """Return the device's time, and the time in which a collective ran at the same time as other
+    kernels. Of kernels that run at once the one that began first counts, collectives only where
+    nothing else runs; the rest is idle, in the phase of the training thread."""
     kernels, sending = grid.trace.kernels, grid.paint(grid.collectives) >= 0
     # In the order of painting: the last one counts.
     order = sorted(kernels, key=lambda k: (not _is_collective(k), -k.start))
@@ -381,22 +310,22 @@ def _device_work(grid: _Grid) -> tuple[list[Work], float]:
         launch = grid.trace.launches.get(kernel.args.get("correlation", -1))
         # Threads that only copy, as that of pinned batches, have no operators.
         thread = grid.threads.get(launch.thread) if launch else None
-        found = thread.find(launch.start) if launch and thread else None
-        category = kernel_category(kernel.name, found and found[1])
-        phase = grid.label(launch.thread, launch.start).phase if launch and found else REST
-        event, launched = (found[0], found[1].category) if found else (None, "")
+        launcher = thread.find(launch.start) if launch and thread else None
+        category = kernel_category(kernel.name, launcher and launcher[1])
+        phase = grid.label(launch.thread, launch.start).phase if launch and launcher else REST
+        event, launched = (launcher[0], launcher[1].category) if launcher else (None, "")
         if time:
             work.append(Work(category, phase, time, kernel.name, event, launched))
     idle = grid.times(grid.on_main, grid.window & (owners < 0), len(grid.main.events))
     for label, time in zip(grid.main.labels, idle, strict=True):
         if time:
             work.append(Work(IDLE, label.phase, time, ""))
-    nobody = grid.length(grid.window & (owners < 0) & (grid.on_main < 0))
+    unused = grid.length(grid.window & (owners < 0) & (grid.on_main < 0))
     computing = (owners >= 0) & ~np.isin(
         owners, [n for n, kernel in enumerate(order) if _is_collective(kernel)]
     )
     hidden = grid.length(grid.window & sending & computing)
-    return [*work, Work(IDLE, REST, nobody, "")], hidden
+    return [*work, Work(IDLE, REST, unused, "")], hidden
 
 
 def _is_collective(kernel: Event) -> bool:
@@ -404,31 +333,26 @@ def _is_collective(kernel: Event) -> bool:
 
 
 def _least(work: Sequence[Work], steps: int) -> list[Work]:
-    """One step of parts that each take the least time that they took in any step. Parts of
+    """Return one step of parts that each take the least time that they took in any step. Parts of
     different steps belong together if they have the same operator, category, phase and number among
-    these in their step. Parts that some steps lack are left out."""
-    found: dict[tuple[Any, int], list[Work]] = defaultdict(list)
+    these in their step; parts that some steps lack are left out."""
+    parts: dict[tuple[Any, int], list[Work]] = defaultdict(list)
     counts: dict[Any, int] = defaultdict(int)
     for part in work:
         # The name of a step's own event ends in its number.
         kind = (part.category, part.phase, part.name.partition("#")[0])
-        found[kind, counts[kind, part.step]].append(part)
+        parts[kind, counts[kind, part.step]].append(part)
         counts[kind, part.step] += 1
-    return [min(each, key=lambda w: w.time) for each in found.values() if len(each) == steps]
+    return [min(each, key=lambda w: w.time) for each in parts.values() if len(each) == steps]
 
 
 def _summed(entries: Iterable[TimeEntry], parts: int) -> list[TimeEntry]:
-    """Entries of ``parts`` steps added up by name and phase, the slowest first."""
-    found: dict[tuple[str, str], list[TimeEntry]] = defaultdict(list)
-    for entry in entries:
-        found[entry.name, entry.phase].append(entry)
-    sums = [
-        TimeEntry(
-            *key, *(sum(values) / parts for values in zip(*(e[2:] for e in each), strict=True))
-        )
-        for key, each in found.items()
-    ]
-    return sorted(sums, key=lambda each: -each.time)
+    """Add up entries of ``parts`` steps by name and phase, the slowest first."""
+    sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0, 0])
+    for name, phase, *numbers in entries:
+        sums[name, phase] = [a + b for a, b in zip(sums[name, phase], numbers, strict=True)]
+    rows = [TimeEntry(*key, *(total / parts for total in sums[key])) for key in sums]
+    return sorted(rows, key=lambda row: -row.time)
 
 
 def _operators(work: Iterable[Work], memory: Mapping[str, float]) -> Iterator[TimeEntry]:
@@ -441,16 +365,18 @@ def _operators(work: Iterable[Work], memory: Mapping[str, float]) -> Iterator[Ti
         yield TimeEntry(name, "", 0, 0.0, size)
 
 
+# Places of the factors among the inputs: [m, k] and [k, n], of a linear layer [..., k] and [n,
+# k].
 _FACTORS = {
     "aten::mm": (0, 1), "aten::addmm": (1, 2), "aten::_addmm_activation": (1, 2),
     "aten::_scaled_mm": (0, 1), "aten::_int_mm": (0, 1),
     "mkldnn::_linear_pointwise": (0, 1), "aten::mkldnn_linear": (0, 1),
 }  # fmt: skip
-"""Which inputs are the factors: [m, k] and [k, n], of a linear layer [..., k] and [n, k]."""
 
 
 def gemm_shape(event: Event) -> tuple[int, int, int] | None:
-    """(m, k, n) of an operator's matrix product; None if it has none, or the trace no shapes."""
+    """Return (m, k, n) of an operator's matrix product; None if it has none, or the trace no
+    shapes."""
     dims: list[Any] = event.args.get("Input Dims") or []
     first, second = _FACTORS.get(event.name, (0, len(dims)))
     if len(dims) <= second or len(dims[first]) < 2 or len(dims[second]) != 2:
@@ -469,12 +395,12 @@ def _gemms(work: Iterable[Work]) -> Iterator[TimeEntry]:
             yield TimeEntry(name, part.phase, calls, part.time, 2.0 * math.prod(shape) * calls)
 
 
+# Bytes of an element by dtype, as Kineto names it in lower case.
 _BYTES = {
     "double": 8, "float": 4, "bfloat16": 2, "half": 2, "long int": 8, "long": 8, "int": 4,
     "signed char": 1, "unsigned char": 1, "byte": 1, "bool": 1, "float8_e4m3fn": 1,
     "float8_e5m2": 1,
 }  # fmt: skip
-"""Bytes of an element by dtype, as Kineto names it in lower case."""
 
 
 def _input_bytes(event: Event) -> float:

@@ -13,11 +13,11 @@ from functools import cache
 from typing import NamedTuple
 
 DATA, FORWARD, BACKWARD, OPTIMIZER, REST = "data", "forward", "backward", "optimizer", "rest"
+# Phases of a step, in their order; ``rest`` is all that is in no other.
 PHASES = (DATA, FORWARD, BACKWARD, OPTIMIZER, REST)
-"""Phases of a step, in their order; ``rest`` is all that is in no other."""
 
+# scopes between two steps that are not part of one
 OUTSIDE = ("megatron::evaluate", "megatron::save")
-"""Scopes that are not part of a step although they are between two steps."""
 
 _PHASES = (
     (DATA, re.compile(r"megatron::data$|enumerate\(DataLoader\)")),
@@ -37,8 +37,8 @@ CATEGORIES = (ATTENTION, GEMMS, NORMS, ELEMENTWISE, EMBEDDING, LOSS, UPDATE, COM
 
 
 class Mark(NamedTuple):
-    """What a name says: the phase that it opens; the category of all inside it, unless that has its
-    own; the category of its own time; and whether it is an operator, whose own time is work."""
+    """The meaning of a name: the phase that it opens; the category of all inside it, unless that
+    has its own; the category of its own time; and True for an operator, whose own time is work."""
 
     phase: str | None
     context: str | None
@@ -47,8 +47,8 @@ class Mark(NamedTuple):
 
 
 class Label(NamedTuple):
-    """What an event is, by its own name and those around it: its phase, its context (attention,
-    norm, embedding, loss or None), and the category of its own time."""
+    """The meaning of an event by its own name and those around it: its phase, its context
+    (attention, norm, embedding, loss or None), and the category of its own time."""
 
     phase: str = REST
     context: str | None = None
@@ -121,7 +121,7 @@ _KERNELS = [
 
 @cache
 def mark_of(name: str) -> Mark:
-    """What the name of an event on the CPU says."""
+    """Return the meaning of the name of an event on the CPU."""
     phase = next((phase for phase, pattern in _PHASES if pattern.match(name)), None)
     node = name.removeprefix("autograd::engine::evaluate_function: ")
     context = next((kind for kind, pattern in _CONTEXTS if pattern.search(node)), None)
@@ -140,17 +140,17 @@ def mark_of(name: str) -> Mark:
 
 
 def _fused_kind(name: str) -> str | None:
-    """The category of a kernel that inductor fused; None for other names."""
-    found = _FUSED.search(name)
-    if found is None:
+    """Return the category of a kernel that inductor fused; None for other names."""
+    match = _FUSED.search(name)
+    if match is None:
         return None
-    kinds = (k for k, p in _FUSED_KINDS if (p.match if k == COPIES else p.search)(found[1]))
+    kinds = (k for k, p in _FUSED_KINDS if (p.match if k == COPIES else p.search)(match[1]))
     return next(kinds, ELEMENTWISE)
 
 
 def label_inside(parent: Label, name: str, context: str | None = None) -> Label:
-    """The label of an event of this name inside of another; ``context`` is that of the forward
-    operator whose gradient it computes."""
+    """Return the label of an event of this name inside of another; ``context`` is that of the
+    forward operator whose gradient it computes."""
     mark = mark_of(name)
     phase = mark.phase or parent.phase
     within = mark.context or context or parent.context

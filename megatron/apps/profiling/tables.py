@@ -17,7 +17,8 @@ MIB = 2**20
 
 
 def breakdown_text(found: Breakdown, top: int = 12) -> str:
-    """Categories by phase, the ``top`` operators and matrix products, collectives and waits."""
+    """Return categories by phase, the ``top`` operators and matrix products, collectives and
+    waits."""
     unit = "GPU time" if found.on_device else "time of the training thread"
     steps = f"{found.steps} step{'s' if found.steps > 1 else ''}"
     how = "in the mean" if found.kind == "mean" else "when each operator is at its fastest"
@@ -114,7 +115,8 @@ def _share(part: float, whole: float) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Columns of equal width; the first ``left`` ones left-aligned, the others right-aligned."""
+    """Return columns of equal width; the first ``left`` ones left-aligned, the others right-
+    aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(

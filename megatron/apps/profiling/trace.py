@@ -1,4 +1,5 @@
-"""Traces of torch's profiler: the Chrome trace format that Kineto writes, plain or gzip.
+"""Traces of torch's profiler: the Chrome trace format that Kineto writes, plain or gzip, and the
+innermost event of a thread at every moment.
 
 Times are microseconds since the first event.
 """
@@ -7,18 +8,29 @@ from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import orjson
 
-STEP = "ProfilerStep#"
-"""Beginning of the name of the event that torch's profiler writes around every step."""
+from megatron.apps.profiling.categories import (
+    BACKWARD,
+    Label,
+    label_inside,
+)
 
-_LONGEST_NAME = 1000
-"""Characters of a name that count; the patterns that classify names are slow on longer ones."""
+Times = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.int64]
+Interval = tuple[float, float]
+
+# begins the name of torch's event around every step
+STEP = "ProfilerStep#"
+
+_LONGEST_NAME = 1000  # characters; the patterns that classify names are slow on longer ones
 
 
 class TraceError(ValueError):
@@ -54,7 +66,7 @@ class Trace:
 
     @property
     def main_thread(self) -> str:
-        """The training thread; a TraceError if no steps were recorded."""
+        """Training thread. Raises TraceError if no steps were recorded."""
         for thread, events in self.host.items():
             if any(event.name.startswith(STEP) for event in events):
                 return thread
@@ -64,12 +76,12 @@ class Trace:
         )
 
     def steps(self) -> list[Event]:
-        """The steps, as the training thread saw them; a TraceError without any."""
+        """Return the steps, as the training thread saw them. Raises TraceError without any."""
         return [e for e in self.host[self.main_thread] if e.name.startswith(STEP)]
 
 
 def read_trace(path: Path) -> Trace:
-    """Reads a trace file; a TraceError if it is not one."""
+    """Read a trace file. Raises TraceError if it is not one."""
     content = path.read_bytes()
     if content[:2] == b"\x1f\x8b":
         try:
@@ -122,3 +134,71 @@ def _fill(trace: Trace, events: list[dict[str, Any]]) -> None:
     for of_thread in trace.host.values():
         of_thread.sort(key=lambda event: (event.start, -event.end))
     trace.kernels.sort(key=lambda event: event.start)
+
+
+class Thread:
+    """Innermost event of a CPU thread at every moment. Events are in the order of their start,
+    outer ones first; ``contexts`` are those of forward operators by autograd's sequence number."""
+
+    def __init__(self, events: Sequence[Event], contexts: dict[int, str]) -> None:
+        self.events = events
+        self.labels: list[Label] = []
+        intervals: list[Interval] = []
+        owners: list[int] = []
+        stack: list[int] = []
+        for number, event in enumerate(events):
+            while stack and intervals[stack[-1]][1] <= event.start:
+                stack.pop()
+            outer = stack[-1] if stack else None
+            # Rounded times may let an inner event end after the outer one.
+            end = event.end if outer is None else min(event.end, intervals[outer][1])
+            intervals.append((event.start, end))
+            parent = Label() if outer is None else self.labels[outer]
+            self.labels.append(_label(parent, event, contexts))
+            # An operator that is dispatched again under its own name is one call.
+            again = outer is not None and events[outer].name == event.name
+            owners.append(owners[outer] if again and outer is not None else number)
+            stack.append(number)
+        self.edges = edges_of(intervals)
+        numbers = np.array([*owners, -1])[paint(self.edges, intervals)]
+        # One value more at either end, for times before the first event and after the last.
+        self._owners = np.concatenate(([-1], numbers, [-1]))
+
+    def at(self, times: Times | Sequence[float]) -> Indices:
+        """Return the numbers of the events at these times, -1 without one."""
+        return self._owners[np.searchsorted(self.edges, times, side="right")]
+
+    def find(self, time: float) -> tuple[Event, Label] | None:
+        """Return the event at a time and its label; None without one."""
+        (number,) = self.at([time])
+        return None if number < 0 else (self.events[number], self.labels[number])
+
+
+def _label(parent: Label, event: Event, contexts: dict[int, str]) -> Label:
+    number = event.args.get("Sequence number")
+    if number is None:
+        return label_inside(parent, event.name)
+    if event.name.startswith("autograd::engine::evaluate_function"):
+        return label_inside(parent, event.name, contexts.get(number))
+    label = label_inside(parent, event.name)
+    if label.phase != BACKWARD:
+        # Several operators have a number, outer before inner; the last one recorded the gradient.
+        if label.context is not None:
+            contexts[number] = label.context
+        else:
+            contexts.pop(number, None)
+    return label
+
+
+def edges_of(intervals: Iterable[Interval]) -> Times:
+    """Return all starts and ends, in order: between two neighbours nothing changes."""
+    return np.unique(np.array([time for interval in intervals for time in interval], np.float64))
+
+
+def paint(edges: Times, intervals: Sequence[Interval]) -> Indices:
+    """Return for each cell between two edges the last interval that covers it, -1 if none does."""
+    cells = np.full(max(0, len(edges) - 1), -1, np.int64)
+    bounds = np.searchsorted(edges, np.array(intervals, np.float64).reshape(-1, 2))
+    for number, (first, last) in enumerate(bounds):
+        cells[first:last] = number
+    return cells

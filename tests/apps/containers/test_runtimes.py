@@ -5,13 +5,11 @@ import shlex
 import pytest
 
 from megatron.apps.containers.job import (
+    RUNTIMES,
     ContainerJob,
     ContainerUser,
     Gpus,
     Mount,
-)
-from megatron.apps.containers.runtimes import (
-    RUNTIMES,
     check_image,
     find_runtime,
 )

@@ -112,6 +112,7 @@ def test_a_record_has_what_the_page_shows_and_nothing_else(tmp_path):
         data=5,
         git={"commit": ["x"]},
         command=["python"] * 3000,
+        end="e" * 20_000,
         versions={"torch": "2", "other": "1"},
         environment={"a": "b" * 10_000},
     )
@@ -121,6 +122,7 @@ def test_a_record_has_what_the_page_shows_and_nothing_else(tmp_path):
         "folder": str(tmp_path),
         "hosts": [{"host": "a", "ranks": [0, 1], "devices": ["H100"]}],
         "command": ["python"] * 2000,
+        "end": "e" * 10_000,
         "versions": {"torch": "2"},
     }
     assert left_out == [

@@ -3,15 +3,16 @@
 import numpy as np
 import pytest
 
-from megatron.apps.dashboard.series import (
+from megatron.apps.dashboard.tables import (
     Curve,
+    MetricTable,
+    MetricTableState,
     part,
     rising,
     smoothed,
     thinned,
     training_seconds,
 )
-from megatron.apps.dashboard.tables import MetricTable, MetricTableState
 
 
 def curve(count: int, seed: int = 0) -> Curve:

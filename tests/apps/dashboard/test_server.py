@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from megatron.apps.dashboard import runs
-from megatron.apps.dashboard.requests import RefusedError
+from megatron.apps.dashboard.connections import RefusedError
 from megatron.apps.dashboard.runs import WatchedRun, find_runs
 from megatron.apps.dashboard.server import Dashboard
 

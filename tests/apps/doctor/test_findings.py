@@ -5,13 +5,13 @@ import copy
 import pytest
 
 from megatron.apps.doctor import probe
+from megatron.apps.doctor.examination import rounds
 from megatron.apps.doctor.findings import (
     Link,
     judge_clocks,
     judge_links,
     judge_reports,
 )
-from megatron.apps.doctor.links import rounds
 
 GPU = {
     "index": "0",

@@ -1,4 +1,4 @@
-"""How often pairs of nodes are measured, and what is said of those that fail."""
+"""Measurements of pairs of nodes: how often, and the findings of those that fail."""
 
 import threading
 from collections import Counter
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.apps.doctor import links
+from megatron.apps.doctor import examination
 from megatron.apps.doctor.findings import Link, judge_links
 from megatron.apps.doctor.session import ProbeError
 
@@ -28,9 +28,9 @@ def cluster(monkeypatch):
                 raise ProbeError(found)
             return Link(found, 1e-5)
 
-        monkeypatch.setattr(links, "_by_tcp", link)
+        monkeypatch.setattr(examination, "_by_tcp", link)
         sessions = [SimpleNamespace(name=f"n{number}") for number in range(count)]
-        measured, lost = links.measured(sessions, "tcp")
+        measured, lost = examination.measured(sessions, "tcp")
         return measured, [(one.node, one.value) for one in lost], tries
 
     return run

@@ -136,3 +136,10 @@ def test_a_tied_table_counts_once_a_rank(small):
     whole = model_parameters(model, padded=True)
     assert sum(share.parameters for share in one_by_one) == whole + table
     assert sum(share.parameters for share in both_ways) == whole
+
+
+def test_blocks_in_8_bits_are_counted_by_stage(small):
+    """Of four blocks the last three, in two stages of two ranks each."""
+    layout = Layout(pipeline=2, schedule="dualpipev", chunks=2, float8=True)
+    shares = rank_shares(small("llama", 1), layout, float8=range(1, 4))
+    assert [share.float8 for share in shares] == [(0, 1), (1, 1)]

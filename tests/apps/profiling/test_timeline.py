@@ -1,7 +1,6 @@
 """The innermost event of a thread at every moment."""
 
-from megatron.apps.profiling.breakdown import Thread
-from megatron.apps.profiling.trace import Event
+from megatron.apps.profiling.trace import Event, Thread
 
 
 def innermost(*events):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from example_scripts import FOLDER, ROOT, printed, resolved, script
 
-from megatron.apps.corpus.preprocessing.config import PreprocessConfig
+from megatron.apps.corpus.preprocessing.inputs import PreprocessConfig
 from megatron.apps.generation.generation.config import GenerateConfig
 from megatron.apps.generation.server.config import ServerConfig
 from megatron.apps.tasks.config import TaskConfig

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from tool_modules import load_program
 
-from megatron.apps.quickstart import commands
-from megatron.apps.quickstart.commands import QuickstartFolder, training_commands
-from megatron.apps.quickstart.corpus import HeldOut
 from megatron.config import FLAG_CLASSES, FlagParser, resolve
 from megatron.engine import deepspeed_json
 from megatron.engine.deepspeed_file import read_json
+from tools.first_training import commands
+from tools.first_training.commands import QuickstartFolder, training_commands
+from tools.first_training.corpus import HeldOut
 
 ROOT = Path(__file__).parents[3]
 REFERENCE = HeldOut(tokens=139_264, text_bytes=439_000, unigram_entropy=6.39)

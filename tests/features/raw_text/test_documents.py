@@ -16,7 +16,7 @@ import torch
 from configs import run_config
 from torch.utils.data import DataLoader
 
-from megatron.apps.corpus.preprocessing.config import PreprocessConfig
+from megatron.apps.corpus.preprocessing.inputs import PreprocessConfig
 from megatron.apps.corpus.preprocessing.preprocess import preprocess
 from megatron.config import DataConfig, TokenizerConfig
 from megatron.data.gpt_dataset import GPTRecipe

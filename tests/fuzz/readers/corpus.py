@@ -18,7 +18,7 @@ from megatron.apps.corpus.collection.cleaning import (
 from megatron.apps.corpus.collection.line_job import LineJobConfig
 from megatron.apps.corpus.collection.urls import UrlConfig, choose_urls
 from megatron.apps.corpus.collection.wikipedia import WikipediaConfig, read_wikipedia
-from megatron.apps.corpus.preprocessing.config import PreprocessConfig
+from megatron.apps.corpus.preprocessing.inputs import PreprocessConfig
 from megatron.apps.corpus.preprocessing.preprocess import preprocess
 from megatron.config import TokenizerConfig
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fuzz.fuzzer import Fuzzer
 
-from megatron.apps.corpus.collection.evaluation_sets import task_texts
+from megatron.apps.corpus.collection.decontamination import task_texts
 from megatron.apps.generation.generation.config import GenerateConfig, prompts_of
 from megatron.apps.tasks.detoxify.annotate import read_rows
 from megatron.apps.tasks.fine_tuning.examples import (

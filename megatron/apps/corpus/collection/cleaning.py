@@ -24,15 +24,13 @@ from megatron.config.flags import option
 from megatron.tokenizer import build_tokenizer
 from megatron.util.normalization import normalized
 
+# without normalisation, which `normalized` does in linear time
 _REPAIRS = ftfy.TextFixerConfig(normalization=None, explain=False)
-"""Without normalisation, which `normalized` does in linear time."""
+# other lines have no faults that can be repaired
 _SUSPICIOUS = re.compile(r"[^\t\n\x20-\x25\x27-\x7e]")
-"""Only lines with one of these characters can be repaired: ASCII has no other faults."""
 _WORD_OR_MARK = re.compile(r"\w+|[^\w\s]")
-_CHARACTERS_PER_TOKEN = 16
-"""Far more than text has on average: a beginning of this size is nearly always enough."""
-_LANGUAGE_CHARACTERS = 4000
-"""More change nothing but the time."""
+_CHARACTERS_PER_TOKEN = 16  # far more than text has on average: such a beginning is enough
+_LANGUAGE_CHARACTERS = 4000  # more change nothing but the time
 FILTERS = ("remove_512", "remove_256_javascript", "remove_512_non_english")
 REPAIRS = ("ftfy_fix_text", "general_cleaning")
 _LINE_ENDS_AND_RUNS = re.compile(r"(?<=\w)\n+ *| {2,}")
@@ -61,7 +59,6 @@ class CleanupConfig:
 
 
 def cleanup(config: CleanupConfig, tokenizer: TokenizerConfig, running: LineJobConfig) -> JobReport:
-    """Writes the documents that are worth keeping."""
     inputs, output = required(config, "input", "output")
     if config.min_tokens < 0:
         raise ConfigError(f"--min-tokens {config.min_tokens} must be 0 or more")
@@ -91,7 +88,7 @@ def cleanup(config: CleanupConfig, tokenizer: TokenizerConfig, running: LineJobC
 
 
 def _cleanup_step(config: CleanupConfig, tokenizer: TokenizerConfig | None) -> RecordStep:
-    """Repairs a text, then checks its language, then its length."""
+    """Repair a text, then check its language, then its length."""
     language_of = None if "any" in config.lang else language_finder()
     is_short = short_finder(config.min_tokens, tokenizer)
 
@@ -103,8 +100,8 @@ def _cleanup_step(config: CleanupConfig, tokenizer: TokenizerConfig | None) -> R
         return "short" if is_short(text) else None
 
     def step(record: JsonRecord, counts: Counter[str]) -> Iterator[tuple[int, bytes]]:
-        found = record.fields[config.text_key]
-        text = found if config.no_ftfy else repaired(found)
+        before = record.fields[config.text_key]
+        text = before if config.no_ftfy else repaired(before)
         reason = reason_of(text)
         if reason is not None:
             counts[f"left out: {reason}"] += 1
@@ -113,7 +110,7 @@ def _cleanup_step(config: CleanupConfig, tokenizer: TokenizerConfig | None) -> R
                 yield 1, record.replaced(**{config.text_key: text, "dropped": reason})
             return
         counts["documents written"] += 1
-        if text == found:
+        if text == before:
             yield 0, record.unchanged()
         else:
             counts["texts repaired"] += 1
@@ -123,14 +120,16 @@ def _cleanup_step(config: CleanupConfig, tokenizer: TokenizerConfig | None) -> R
 
 
 def language_finder() -> Callable[[str], str]:
-    """Text to the code of its language (ISO 639-1 or -3); "zxx" where there are no words. The model
-    is in the package py3langid; datatrove's language filter downloads fastText's."""
+    """Return a function from a text to the code of its language (ISO 639-1 or -3), "zxx" without
+    words. The model is in the package py3langid; datatrove's language filter downloads
+    fastText's."""
     identifier = LanguageIdentifier.from_model_file(MODEL_FILE)
     return lambda text: identifier.classify(text[:_LANGUAGE_CHARACTERS])[0]
 
 
 def short_finder(min_tokens: int, config: TokenizerConfig | None) -> Callable[[str], bool]:
-    """Whether a text has fewer than `min_tokens` tokens, or words and marks without tokenizer."""
+    """Return a function: True if a text has fewer than `min_tokens` tokens, or words and marks
+    without tokenizer."""
     if config is None:
         return lambda text: sum(1 for _ in _WORD_OR_MARK.finditer(text)) < min_tokens
     tokenizer = build_tokenizer(config)
@@ -163,7 +162,7 @@ class FixConfig:
 
 
 def fix(config: FixConfig, running: LineJobConfig) -> JobReport:
-    """Writes two files for each input: what stays, and what was filtered out."""
+    """Write two files for each input: the documents kept, and those filtered out."""
     files, tasks, folder = required(config, "input_files", "tasks", "output_path")
     known = (*FILTERS, *REPAIRS)
     for task in tasks:
@@ -196,30 +195,30 @@ def _fix_step(config: FixConfig) -> RecordStep:
     repairs = {task: repair for task, repair in all_repairs.items() if task in config.tasks}
 
     def step(record: JsonRecord, counts: Counter[str]) -> Iterator[tuple[int, bytes]]:
-        found = text = record.fields[config.text_key]
+        before = text = record.fields[config.text_key]
         removed_by = next((task for task, find in filters.items() if find(text)), None)
         if removed_by:
             counts[f"left out: {removed_by}"] += 1
             yield 1, record.unchanged()
             return
         for task, repair in repairs.items():
-            before, text = text, repair(text)
-            if text != before:
+            unrepaired, text = text, repair(text)
+            if text != unrepaired:
                 counts[f"texts changed: {task}"] += 1
         counts["documents written"] += 1
-        same = text == found
+        same = text == before
         yield 0, record.unchanged() if same else record.replaced(**{config.text_key: text})
 
     return step
 
 
 def repaired(text: str) -> str:
-    """The text as `ftfy.fix_text` repairs it, line by line, up to runs of combining marks that
-    `normalized` leaves as they are."""
+    """Return the text as `ftfy.fix_text` repairs it, line by line, up to runs of combining marks
+    that `normalized` leaves as they are."""
     pieces, done, config = [], 0, _REPAIRS
-    while found := _SUSPICIOUS.search(text, done):
-        start = text.rfind("\n", done, found.start()) + 1 or done
-        end = text.find("\n", found.start()) + 1 or len(text)
+    while match := _SUSPICIOUS.search(text, done):
+        start = text.rfind("\n", done, match.start()) + 1 or done
+        end = text.find("\n", match.start()) + 1 or len(text)
         if "<" in text[done:end]:  # the text, or what follows, is HTML, where entities have a use
             config = config._replace(unescape_html=False)
         pieces += [text[done:start], _repaired_line(text[start:end], config)]
@@ -236,5 +235,6 @@ def _repaired_line(line: str, config: ftfy.TextFixerConfig) -> str:
 
 
 def tidied(text: str) -> str:
-    """One space for each run of spaces, and for line breaks that follow a letter or digit."""
+    """Return one space for each run of spaces, and for line breaks that follow a letter or
+    digit."""
     return _LINE_ENDS_AND_RUNS.sub(" ", text)

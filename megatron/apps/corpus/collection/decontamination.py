@@ -1,9 +1,9 @@
 """Cuts out of a corpus the n-grams of words that it shares with evaluation sets.
 
-The rule of GPT-3 (Brown et al. 2020, appendix C) in the form of Megatron's script: texts that
-share a run of 13 words with an evaluation set lose it together with 200 characters on both sides,
-up to the ends of the sentences there; pieces under 200 characters are dropped, and documents cut
-in more than 10 places are dropped completely.
+The rule of GPT-3 (Brown et al. 2020, appendix C) in the form of Megatron's script: texts that share
+a run of 13 words with an evaluation set lose it together with 200 characters on both sides, up to
+the ends of the sentences there; pieces under 200 characters are dropped, and documents cut in more
+than 10 places are dropped completely.
 
 datatrove's decontamination drops every document with a match, needs lighteval for its index, and
 took 9 CPU seconds where this takes 1 (LAMBADA in 1,000 documents of OpenWebText).
@@ -24,10 +24,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from megatron.apps.corpus.collection.evaluation_sets import task_texts
 from megatron.apps.corpus.collection.json_files import (
     JsonRecord,
     RecordStep,
+    read_records,
     write_packed,
 )
 from megatron.apps.corpus.collection.line_job import (
@@ -38,8 +38,10 @@ from megatron.apps.corpus.collection.line_job import (
     required,
     run,
 )
+from megatron.apps.corpus.preprocessing.inputs import read_batches
 from megatron.config import ConfigError
 from megatron.config.flags import option
+from megatron.data.json_lines import long_line
 from megatron.util.digests import sha256
 
 _WORD = re.compile(r"\w+")
@@ -112,12 +114,9 @@ class FilterConfig:
 
 
 class FilterReport(NamedTuple):
-    ngrams: int
-    """In the evaluation sets."""
-    found: int
-    """In the corpus, too, and no common phrases."""
-    common: int
-    """In the corpus --key-threshold times or more."""
+    ngrams: int  # in the evaluation sets
+    found: int  # in the corpus, too, and no common phrases
+    common: int  # in the corpus --key-threshold times or more
     filtered: JobReport | None
     sets: Mapping[str, tuple[int, int]] = MappingProxyType({})
     """Of each evaluation set: texts that share an n-gram with the corpus which is no common phrase,
@@ -136,7 +135,7 @@ class FilterReport(NamedTuple):
 
 
 def filter_ngrams(config: FilterConfig, running: LineJobConfig) -> FilterReport:
-    """Counts the n-grams of evaluation sets in a corpus, then cuts the rare ones out."""
+    """Count the n-grams of evaluation sets in a corpus, then cut the rare ones out."""
     config.check()
     corpus, key = json_inputs(config.dedup_dataset[:1]), config.dedup_dataset[1]
     target = Path(config.output or f"{config.save_dictionary}")
@@ -182,24 +181,24 @@ def _cut(
 
 
 def ngrams_of_sets(config: FilterConfig) -> dict[str, list[frozenset[str]]]:
-    """The n-grams of every text of every evaluation set, by its name in the flags. Raises
+    """Return the n-grams of every text of every evaluation set, by its name in the flags. Raises
     ValueError for a malformed line, or a set without any n-gram."""
     files = [f"{config.lambada_path}:text"] if "lambada" in config.tasks else []
-    found: dict[str, list[frozenset[str]]] = {}
+    sets: dict[str, list[frozenset[str]]] = {}
     for file in [*files, *config.task_file]:
         sizes = config.min_ngram_size, config.max_ngram_size
-        found[file] = [frozenset(ngrams_of_task(text, *sizes)) for text in task_texts(file)]
-        count = len(frozenset[str]().union(*found[file]))
+        sets[file] = [frozenset(ngrams_of_task(text, *sizes)) for text in task_texts(file)]
+        count = len(frozenset[str]().union(*sets[file]))
         if not count:
             raise ValueError(f"{file} has no text of {config.min_ngram_size} words or more")
         print(f"{file}: {count:,} n-grams", file=sys.stderr)
-    return found
+    return sets
 
 
 def count_ngrams(
     corpus: list[Path], key: str, ngrams: frozenset[str], counted: Path, running: LineJobConfig
 ) -> dict[str, int]:
-    """How often a corpus has each n-gram, 0 included; kept in a file in case the run is stopped."""
+    """Count each n-gram in a corpus; the counts are kept in a file in case the run is stopped."""
     job = LineJob(
         "filter_ngrams counting",
         corpus,
@@ -211,9 +210,9 @@ def count_ngrams(
     )
     description = job.description()
     try:
-        found: dict[str, Any] = json.loads(counted.read_bytes())
-        if found["description"] == description:
-            return {ngram: found["counts"].get(ngram, 0) for ngram in ngrams}
+        content: dict[str, Any] = json.loads(counted.read_bytes())
+        if content["description"] == description:
+            return {ngram: content["counts"].get(ngram, 0) for ngram in ngrams}
     except (OSError, ValueError, KeyError, TypeError):
         pass
     counts = run(job, running).counts
@@ -233,7 +232,7 @@ def _count_step(ngrams: frozenset[str], key: str) -> RecordStep:
 
 
 def _cut_step(config: FilterConfig, ngrams: frozenset[str], name: str) -> RecordStep:
-    """Documents to what is left of them; the split_id of a piece begins with `name`."""
+    """Cut documents; the split_id of a piece begins with `name`."""
     matcher, key = Matcher(ngrams), config.dedup_dataset[1]
 
     def step(record: JsonRecord, counts: Counter[str]) -> Iterator[tuple[int, bytes]]:
@@ -256,15 +255,16 @@ def _cut_step(config: FilterConfig, ngrams: frozenset[str], name: str) -> Record
         counts["pieces written"] += len(left)
         before = record.fields.get("split_id")
         for number, piece in enumerate(left):
-            own = f"{name}-{record.number:010d}-{number:04d}"
-            split_id = f"{before}-{own}" if before else own
+            suffix = f"{name}-{record.number:010d}-{number:04d}"
+            split_id = f"{before}-{suffix}" if before else suffix
             yield 0, record.replaced(**{key: piece, "split_id": split_id})
 
     return step
 
 
 def load_dictionary(path: Path) -> dict[str, int]:
-    """The file of --save-dictionary; ValueError if it has another form."""
+    """Return the content of the file of --save-dictionary. Raises ValueError if it has another
+    form."""
     try:
         ngrams = json.loads(path.read_bytes())["ngrams"]
         if all(isinstance(c, int) and len(n.split(" ")) > 1 for n, c in ngrams.items()):
@@ -279,13 +279,13 @@ def _hash(ngrams: frozenset[str]) -> str:
 
 
 def words_of(text: str) -> list[tuple[str, int, int]]:
-    """Words in lower case, with start and end in the text."""
+    """Return words in lower case, with start and end in the text."""
     return [(match[0].lower(), match.start(), match.end()) for match in _WORD.finditer(text)]
 
 
 def ngrams_of_task(text: str, shortest: int, longest: int) -> Iterator[str]:
-    """The n-grams of an evaluation text: all runs of `longest` words, joined by spaces. A text of
-    fewer words, but at least `shortest`, is one n-gram; a shorter one has none."""
+    """Yield the n-grams of an evaluation text: all runs of `longest` words, joined by spaces. A
+    text of fewer words, but at least `shortest`, is one n-gram; a shorter one has none."""
     words = [word for word, _, _ in words_of(text)]
     if shortest <= len(words) < longest:
         yield " ".join(words)
@@ -306,22 +306,23 @@ class Matcher:
         self._lengths = {pair: sorted(found) for pair, found in lengths.items()}
 
     def __call__(self, text: str) -> list[tuple[str, Span]]:
-        """Each n-gram found and the characters it covers, in the order of their start."""
+        """Return each n-gram of a text and the characters that it covers, in the order of their
+        start."""
         located = words_of(text)
         words = [word for word, _, _ in located]
-        found = []
+        matches = []
         for i, pair in enumerate(zip(words, words[1:], strict=False)):
             for length in self._lengths.get(pair, ()):
                 ngram = " ".join(words[i : i + length])
                 if i + length <= len(words) and ngram in self._ngrams:
-                    found.append((ngram, (located[i][1], located[i + length - 1][2])))
-        return found
+                    matches.append((ngram, (located[i][1], located[i + length - 1][2])))
+        return matches
 
 
 def cuts(text: str, spans: Iterable[Span], margin: int) -> list[Span]:
-    """The spans to cut from a text, in order, which neither meet nor overlap. Each reaches from the
-    end of the sentence that is `margin` characters before an n-gram to the end of the sentence that
-    is as far after it."""
+    """Return the spans to cut from a text, in order, which neither meet nor overlap. Each reaches
+    from the end of the sentence that is `margin` characters before an n-gram to the end of the
+    sentence that is as far after it."""
     ends = [0, *(match.end() for match in _SENTENCE_END.finditer(text)), len(text)]
     merged: list[Span] = []
     for start, end in sorted(spans):
@@ -335,12 +336,90 @@ def cuts(text: str, spans: Iterable[Span], margin: int) -> list[Span]:
 
 
 def pieces(text: str, removed: Iterable[Span], min_characters: int) -> list[str]:
-    """The pieces of a text between the cuts, without white space around them."""
-    found = []
-    position = 0
-    for start, end in (*removed, (len(text), len(text))):
-        piece = text[position:start].strip()
-        if len(piece) >= max(min_characters, 1):
-            found.append(piece)
-        position = end
-    return found
+    """Return the pieces of a text between the cuts, without white space around them."""
+    ends = [0, *itertools.chain.from_iterable(removed), len(text)]
+    parts = (text[start:end].strip() for start, end in zip(ends[::2], ends[1::2], strict=True))
+    return [part for part in parts if len(part) >= max(min_characters, 1)]
+
+
+def task_texts(file: str) -> Iterator[str]:
+    """Yield the texts of FILE:KEY, FOLDER:KEY or FILE:
+
+    - KEY of JSON lines: a string, or strings in lists, such as RACE's ``questions`` and
+      ``options``; of a folder, in all of its .txt and .json files, as RACE has them.
+    - KEY of a .tsv file: a column by its name in the first line, or by its number from 0 in a file
+      without such a line, as CoLA's.
+    - without KEY, the lines of a text file, such as WikiText's.
+
+    Raises FileNotFoundError; ValueError, which names file and line, for a malformed line.
+    """
+    path, key = Path(file), ""
+    if not path.exists() and ":" in file:
+        name, _, key = file.rpartition(":")
+        path = Path(name)
+    if path.is_dir():
+        yield from _of_folder(path, key)
+    elif not path.is_file():
+        raise FileNotFoundError(f"the evaluation set {path} is not a file")
+    elif not key:
+        yield from (line for _, line in _lines(path))
+    elif ".tsv" in path.suffixes:
+        yield from _of_table(path, key)
+    else:
+        yield from _of_records(path, key)
+
+
+def _of_folder(folder: Path, key: str) -> Iterator[str]:
+    if not key:
+        raise ValueError(f"{folder} is a folder: give FOLDER:KEY, such as {folder}:article of RACE")
+    files = sorted(path for path in folder.rglob("*") if path.suffix in (".txt", ".json"))
+    if not files:
+        raise ValueError(f"{folder} has no .txt or .json file")
+    for path in files:
+        yield from _of_records(path, key)
+
+
+def _of_records(path: Path, key: str) -> Iterator[str]:
+    for record in read_records(path):
+        if key not in record.fields:
+            known = ", ".join(record.fields) or "none"
+            raise ValueError(f'{path}, line {record.number}: no key "{key}"; its keys: {known}')
+        texts = list(_strings(record.fields[key]))
+        if not texts:
+            raise ValueError(f'{path}, line {record.number}: "{key}" has no text')
+        yield from texts
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yield the strings in lists at any depth, in their order."""
+    left = [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, list):
+            left += reversed(value)
+
+
+def _of_table(path: Path, key: str) -> Iterator[str]:
+    lines = _lines(path)
+    if key.isdecimal():
+        column = int(key)
+    else:
+        names = next(lines, (1, ""))[1].split("\t")
+        if key not in names:
+            raise ValueError(f"{path}, line 1: no column {key!r}; its columns: {', '.join(names)}")
+        column = names.index(key)
+    for number, line in lines:
+        cells = line.split("\t")
+        if column >= len(cells):
+            raise ValueError(f"{path}, line {number}: {len(cells)} columns, none is {key}")
+        yield cells[column]
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    for batch in read_batches([path]):
+        for number, line in enumerate(batch.lines, batch.first_line):
+            if too_long := long_line(line, number):
+                raise ValueError(f"{path}, line {number}: {too_long.reason} ({too_long.detail})")
+            yield number, line.decode("utf-8", "replace").rstrip("\r\n")

@@ -1,11 +1,9 @@
-"""Near-duplicates: MinHash, locality-sensitive hashing, verification.
+"""Near-duplicates: MinHash, locality-sensitive hashing, verification; groups, and removal.
 
 The signature of a document is cut into bands; documents with an equal band are candidates. Of two
-with Jaccard similarity J, and signatures of b bands of r values, that happens with probability
-1 - (1 - J^r)^b (Leskovec, Rajaraman, Ullman: Mining of Massive Datasets, section 3.4). Candidates
-whose signatures are alike are compared shingle by shingle, so that what is reported is exact.
-
-`group_duplicates` and `remove_duplicates` then leave one document of each group.
+with Jaccard similarity J, and signatures of b bands of r values, that happens with probability 1 -
+(1 - J^r)^b (Leskovec, Rajaraman, Ullman: Mining of Massive Datasets, section 3.4). Candidates whose
+signatures are alike are compared shingle by shingle, so that reported similarities are exact.
 """
 
 from __future__ import annotations
@@ -48,10 +46,8 @@ from megatron.config import ConfigError
 from megatron.config.flags import option
 from megatron.util.digests import sha256
 
-_ALL_PAIRS = 50
-"""Documents of one bucket up to which each is compared with each."""
-_DEVIATIONS = 4.0
-"""An estimate this many standard deviations below the threshold is still verified."""
+_ALL_PAIRS = 50  # documents of one bucket up to which each is compared with each
+_DEVIATIONS = 4.0  # an estimate this many standard deviations below the threshold is still verified
 _ROWS_AT_A_TIME = 1 << 16
 
 
@@ -102,12 +98,9 @@ class DuplicateConfig:
 
 class DuplicateReport(NamedTuple):
     documents: int
-    candidates: int
-    """Pairs whose signatures share a band."""
-    verified: int
-    """Candidates compared shingle by shingle."""
-    pairs: int
-    """Pairs at or above the threshold."""
+    candidates: int  # pairs whose signatures share a band
+    verified: int  # candidates compared shingle by shingle
+    pairs: int  # pairs at or above the threshold
 
     def __str__(self) -> str:
         return (
@@ -117,11 +110,15 @@ class DuplicateReport(NamedTuple):
 
 
 def find_duplicates(config: DuplicateConfig, running: LineJobConfig) -> DuplicateReport:
-    """Writes the pairs of near-duplicates. The fingerprints of a stopped run are used."""
+    """Write the pairs of near-duplicates. The fingerprints of a stopped run are used."""
     config.check()
     output = Path(config.output or "")
     work = Path(config.save_fingerprints or f"{output}.fingerprints")
-    folders = [folder for kept in config.load_fingerprints for folder in _folders(Path(kept))]
+    folders: list[Path] = []
+    for kept in map(Path, config.load_fingerprints):
+        folders += sorted(path.parent for path in kept.glob("*/about.json"))
+        if not any(folder.parent == kept for folder in folders):
+            raise FileNotFoundError(f"--load-fingerprints {kept} contains no fingerprints")
     for number, (name, key) in enumerate(zip(config.inputs[::2], config.inputs[1::2], strict=True)):
         if not Path(name).is_file():
             raise FileNotFoundError(f"--inputs {name} is not a file")
@@ -136,27 +133,20 @@ def find_duplicates(config: DuplicateConfig, running: LineJobConfig) -> Duplicat
     return DuplicateReport(len(search.documents), search.candidates, search.verified, len(pairs))
 
 
-def _folders(kept: Path) -> list[Path]:
-    folders = sorted(path.parent for path in kept.glob("*/about.json"))
-    if not folders:
-        raise FileNotFoundError(f"--load-fingerprints {kept} contains no fingerprints")
-    return folders
-
-
 def lines_of(
     pairs: dict[tuple[int, int], float], documents: FingerprintedDocuments
 ) -> Iterator[bytes]:
-    """Pairs as lines, by the first document of each, in the order of the input."""
+    """Yield pairs as lines, by the first document of each, in the order of the input."""
     others: dict[int, list[tuple[int, float]]] = defaultdict(list)
     for (first, second), value in pairs.items():
         others[first].append((second, value))
     for first in sorted(others):
-        found = [{documents.id_of(second): value} for second, value in sorted(others[first])]
-        yield json_line({documents.id_of(first): found})
+        entries = [{documents.id_of(second): value} for second, value in sorted(others[first])]
+        yield json_line({documents.id_of(first): entries})
 
 
 class DuplicateSearch:
-    """The pairs of a set of documents that are at or above the threshold."""
+    """Search of the pairs of documents that are at or above the threshold."""
 
     def __init__(self, documents: FingerprintedDocuments, config: DuplicateConfig) -> None:
         self.documents = documents
@@ -171,7 +161,7 @@ class DuplicateSearch:
         self._compared: set[tuple[int, int]] = set()
 
     def pairs(self) -> dict[tuple[int, int], float]:
-        """Numbers of two documents, the smaller one first, to their similarity."""
+        """Return the similarity by the numbers of two documents, the smaller one first."""
         width = self.documents.seeds // self._config.num_bands
         for band in range(self._config.num_bands):
             keys = _band_keys(self.documents.columns_DS(band * width, (band + 1) * width))
@@ -195,10 +185,10 @@ class DuplicateSearch:
     def _compare(self, first: int, others: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         self.candidates += len(others)
         alike = np.zeros(len(others), bool)
-        own = self.documents.signatures_of(np.array([first]))
+        signature = self.documents.signatures_of(np.array([first]))
         for start in range(0, len(others), _ROWS_AT_A_TIME):
             some = others[start : start + _ROWS_AT_A_TIME]
-            estimates = (self.documents.signatures_of(some) == own).mean(axis=1)
+            estimates = (self.documents.signatures_of(some) == signature).mean(axis=1)
             for index in np.flatnonzero(estimates >= self._least_estimate()):
                 alike[start + index] = self._is_duplicate(first, int(some[index]))
         return alike
@@ -223,7 +213,7 @@ class DuplicateSearch:
 
 
 def _band_keys(band_DR: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
-    """A number of 64 bits for each row; equal rows have equal ones."""
+    """Return 64 bits for each row; equal rows have equal ones."""
     keys = np.zeros(len(band_DR), np.uint64)
     for column in range(band_DR.shape[1]):
         keys = (keys ^ (keys >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -232,7 +222,7 @@ def _band_keys(band_DR: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
 
 
 def _buckets(keys: npt.NDArray[np.uint64]) -> Iterator[npt.NDArray[np.int64]]:
-    """Numbers of documents with equal keys, ascending, where there are several."""
+    """Yield numbers of documents with equal keys, ascending, where there are several."""
     order = np.argsort(keys, kind="stable")
     ordered = keys[order]
     starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
@@ -266,9 +256,9 @@ class GroupReport(NamedTuple):
 
 
 def group_duplicates(config: GroupConfig, running: LineJobConfig) -> GroupReport:
-    """Writes the connected components of the pairs. The ids of a group are in the order of the
-    file, so that the first document comes first."""
-    found, output = required(config, "input", "output")
+    """Write the connected components of the pairs. The ids of a group are in the order of the file,
+    so that the first document comes first."""
+    pairs, output = required(config, "input", "output")
     parents: dict[str, str] = {}
 
     def root_of(name: str) -> str:
@@ -277,7 +267,7 @@ def group_duplicates(config: GroupConfig, running: LineJobConfig) -> GroupReport
             name = parents[name]
         return name
 
-    for first, second, value in read_pairs(Path(found)):
+    for first, second, value in read_pairs(Path(pairs)):
         if value >= config.threshold:
             older, newer = root_of(first), root_of(second)
             parents[newer] = older
@@ -290,7 +280,8 @@ def group_duplicates(config: GroupConfig, running: LineJobConfig) -> GroupReport
 
 
 def read_pairs(path: Path) -> Iterator[tuple[str, str, float]]:
-    """The pairs in a file of find_duplicates.py. Raises ValueError if a line has another form."""
+    """Yield the pairs in a file of find_duplicates.py. Raises ValueError if a line has another
+    form."""
     for record in read_records(path):
         try:
             for first, others in record.fields.items():
@@ -322,7 +313,7 @@ class RemoveConfig:
 
 
 def remove_duplicates(config: RemoveConfig, running: LineJobConfig) -> JobReport:
-    """Writes the documents, without all but the first of each group."""
+    """Write the documents, without all but the first of each group."""
     groups, inputs, output = required(config, "groups", "input", "output")
     ids: set[str] = set()
     for record in read_records(Path(groups)):

@@ -39,8 +39,7 @@ from megatron.apps.corpus.collection.line_job import (
 )
 from megatron.util.digests import hash64
 
-CHARACTERS = 5
-"""Length of a shingle, as in Megatron's scripts."""
+CHARACTERS = 5  # length of a shingle, as in Megatron's scripts
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio, made odd
 _MIXER = np.uint64(0xD6E8FEB86659FD93)
 _FILES = ("signatures.u32", "ids.jsonl", "texts.bin", "sizes.i64")
@@ -48,8 +47,8 @@ _LINE_FEED = 10
 
 
 def shingle_hashes(text: str) -> npt.NDArray[np.uint64]:
-    """A hash of 64 bits for each run of 5 characters, in order, repeated ones included. A text of
-    fewer characters is one shingle; the empty text has none."""
+    """Return a hash of 64 bits for each run of 5 characters, in order, repeated ones included. A
+    text of fewer characters is one shingle; the empty text has none."""
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4").astype(np.uint64)
     width = min(CHARACTERS, len(codes))
     hashes = np.zeros(len(codes) - width + 1 if width else 0, np.uint64)
@@ -63,8 +62,8 @@ def shingle_hashes(text: str) -> npt.NDArray[np.uint64]:
 
 
 def signature_S(text: str, seeds: int, seed: int) -> npt.NDArray[np.uint32]:
-    """MinHash signature of `seeds` values: two texts agree in a value with the probability of their
-    Jaccard similarity. `seed` is that of the hash functions."""
+    """Return the MinHash signature of `seeds` values: two texts agree in a value with the
+    probability of their Jaccard similarity. `seed` is that of the hash functions."""
     hashes = shingle_hashes(text)  # repeated shingles change no minimum
     offsets = np.array([0, len(hashes)], np.uint64)
     digests = RMinHash.digest_matrix_from_flat_token_hashes(hashes, offsets, seeds, seed)
@@ -74,9 +73,9 @@ def signature_S(text: str, seeds: int, seed: int) -> npt.NDArray[np.uint32]:
 def similarity(
     first: npt.NDArray[np.uint64], second: npt.NDArray[np.uint64], kind: str = "union"
 ) -> float:
-    """Shingles that two texts have in common, over those in both together ("union": Jaccard's;
-    "min" and "max": over the smaller or larger set); 1 for two empty ones. The hashes of each text
-    are different and sorted."""
+    """Return the shingles that two texts have in common, over those in both together ("union":
+    Jaccard's; "min" and "max": over the smaller or larger set); 1 for two empty ones. The hashes of
+    each text are different and sorted."""
     if not len(first) or not len(second):
         return float(len(first) == len(second))
     common = len(np.intersect1d(first, second, assume_unique=True))
@@ -90,17 +89,13 @@ def similarity(
 
 @dataclass(frozen=True)
 class FingerprintConfig:
-    """How the fingerprints of a file are made."""
-
     id_key: str
     text_key: str
-    seeds: int
-    """Values of a signature."""
-    seed: int
-    """Of the hash functions."""
+    seeds: int  # values of a signature
+    seed: int  # of the hash functions
 
     def made_by(self) -> dict[str, Any]:
-        """What fingerprints that are compared must have in common."""
+        """Return the settings that fingerprints to compare must have in common."""
         return {
             "seeds": self.seeds,
             "seed": self.seed,
@@ -112,7 +107,7 @@ class FingerprintConfig:
 def make_fingerprints(
     path: Path, config: FingerprintConfig, folder: Path, running: LineJobConfig
 ) -> None:
-    """Writes the fingerprints of a file, unless they exist. Errors: see `line_job.run`."""
+    """Write the fingerprints of a file, unless they exist. Errors: see `line_job.run`."""
     job = LineJob(
         "find_duplicates",
         [path],
@@ -210,11 +205,10 @@ class FingerprintedDocuments:
         return int(self._starts[-1])
 
     def columns_DS(self, start: int, end: int) -> npt.NDArray[np.uint32]:
-        """Values `start` to `end` of all signatures."""
         return np.concatenate([part.signatures_DS[:, start:end] for part in self._parts])
 
     def signatures_of(self, documents: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
-        """Signatures of some documents, uint32[len(documents), S]."""
+        """Return signatures, uint32[len(documents), S]."""
         rows = np.empty((len(documents), self.seeds), np.uint32)
         parts = np.searchsorted(self._starts, documents, "right") - 1
         for number in np.unique(parts):
@@ -228,7 +222,7 @@ class FingerprintedDocuments:
         return json.loads(part.id_line(index))
 
     def _shingles_of(self, document: int) -> npt.NDArray[np.uint64]:
-        """Different shingle hashes of a text, sorted."""
+        """Return the different shingle hashes of a text, sorted."""
         part, index = self._find(document)
         return np.unique(shingle_hashes(part.text_of(index)))
 

@@ -19,17 +19,11 @@ from megatron.data.json_lines import BadLine, is_too_deep, long_line, texts_of_l
 from megatron.util.files import naming, sync, write_whole
 from megatron.util.locks import Lock, LockTakenError
 
-_MAX_LINES = 1000
-_MAX_DEPTH = 500
-"""Brackets inside brackets that Python still writes."""
+_MAX_DEPTH = 500  # brackets inside brackets that Python still writes
 _PACKERS: dict[str, Callable[[], zlib._Compress | zstandard.ZstdCompressionObj]] = {
     ".gz": lambda: zlib.compressobj(6, zlib.DEFLATED, 31),  # 31: a gzip member, without a time
     ".zst": lambda: zstandard.ZstdCompressor(3).compressobj(),
 }
-
-
-def read_lines(paths: Sequence[Path]) -> Iterator[LineBatch]:
-    return read_batches(paths, _MAX_LINES)
 
 
 class BadRecordError(Exception):
@@ -43,24 +37,24 @@ class BadRecordError(Exception):
 @dataclass(frozen=True)
 class JsonRecord:
     path: Path
-    number: int
-    """Line number, from 1."""
+    number: int  # line number, from 1
     line: bytes
     fields: dict[str, Any]
 
     def value(self, key: str) -> Any:
-        """The value of a key; BadRecordError if the record has no such key."""
+        """Return the value of a key. Raises BadRecordError if the record has no such key."""
         if key not in self.fields:
             present = ", ".join(f'"{name}"' for name in list(self.fields)[:8]) or "none"
             raise BadRecordError(f'no key "{key}"', f"its keys: {present}")
         return self.fields[key]
 
     def unchanged(self) -> bytes:
-        """The line byte for byte, with one line feed at its end."""
+        """Return the line byte for byte, with one line feed at its end."""
         return self.line.rstrip(b"\r\n") + b"\n"
 
     def replaced(self, **changes: Any) -> bytes:
-        """A line with some fields replaced or added; the others keep order and exact value."""
+        """Return a line with some fields replaced or added; the others keep order and exact
+        value."""
         try:
             fields = json.loads(self.line)  # keeps long integers, which orjson turns into floats
             return json_line({**fields, **changes})
@@ -72,12 +66,12 @@ class JsonRecord:
 
 
 def json_line(fields: dict[str, Any]) -> bytes:
-    """A JSON object as one line of UTF-8."""
+    """Return a JSON object as one line of UTF-8."""
     return json.dumps(fields, ensure_ascii=False).encode() + b"\n"
 
 
 def records_of(batch: LineBatch, keys: Sequence[str] = ()) -> Iterator[JsonRecord | BadLine]:
-    """The records of a batch; each has strings under `keys`. Blank lines are skipped."""
+    """Yield the records of a batch; each has strings under `keys`. Blank lines are skipped."""
     for number, line in enumerate(batch.lines, batch.first_line):
         if too_long := long_line(line, number):
             yield too_long
@@ -106,8 +100,9 @@ def _record(path: Path, number: int, line: bytes, keys: Sequence[str]) -> JsonRe
 
 
 def read_records(path: Path, keys: Sequence[str] = ()) -> Iterator[JsonRecord]:
-    """The records of a file; ValueError, which names file and line, for a malformed line."""
-    for batch in read_lines([path]):
+    """Yield the records of a file. Raises ValueError, which names file and line, for a malformed
+    line."""
+    for batch in read_batches([path]):
         for record in records_of(batch, keys):
             if isinstance(record, BadLine):
                 raise ValueError(f"{path}, line {record.number}: {record.reason} ({record.detail})")
@@ -116,10 +111,8 @@ def read_records(path: Path, keys: Sequence[str] = ()) -> Iterator[JsonRecord]:
 
 @dataclass
 class BatchResult:
-    outputs: list[bytes]
-    """Lines for each output."""
-    counts: Counter[str] = field(default_factory=Counter)
-    """Events by name, for the report."""
+    outputs: list[bytes]  # lines for each output
+    counts: Counter[str] = field(default_factory=Counter)  # events by name, for the report
     bad_lines: list[BadLine] = field(default_factory=list)
     documents: int = 0
 
@@ -132,9 +125,9 @@ RecordStep = Callable[[JsonRecord, "Counter[str]"], Iterable[tuple[int, bytes]]]
 def map_records(
     batch: LineBatch, keys: Sequence[str], step: RecordStep, outputs: int
 ) -> BatchResult:
-    """Applies a step to each record of a batch; lines for outputs from `outputs` on are dropped."""
-    lines: list[list[bytes]] = [[] for _ in range(outputs)]
+    """Apply a step to each record of a batch; lines for outputs from `outputs` on are dropped."""
     result = BatchResult([])
+    lines: list[list[bytes]] = [[] for _ in range(outputs)]
     for record in records_of(batch, keys):
         if isinstance(record, BadLine):
             result.bad_lines.append(record)
@@ -148,7 +141,7 @@ def map_records(
         for output, line in written:
             if output < outputs:
                 lines[output].append(line)
-    result.outputs = [b"".join(each) for each in lines]
+    result.outputs = [b"".join(parts) for parts in lines]
     return result
 
 
@@ -157,12 +150,11 @@ def partial_path(path: Path) -> Path:
 
 
 class OutputFile:
-    """A file, compressed as its name says, that grows from one checkpoint to the next. Each one
-    ends a gzip member or zstd frame, so that the bytes up to it are complete; members and frames
-    one after another make one file of the format."""
+    """A file, compressed as its name says, that grows from one checkpoint to the next. Each
+    checkpoint ends a gzip member or zstd frame, so that the bytes up to it are complete."""
 
     def __init__(self, path: Path, size: int) -> None:
-        """Opens PATH.partial and cuts it to `size` bytes, those of the last checkpoint. Raises
+        """Open PATH.partial and cut it to `size` bytes, those of the last checkpoint. Raises
         OSError if it cannot be written, or another process is writing it."""
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = partial_path(path)
@@ -185,7 +177,7 @@ class OutputFile:
             self._file.write(data)
 
     def checkpoint(self) -> int:
-        """Writes everything to the disk; the size up to here, in bytes."""
+        """Write everything to the disk; return the size up to here, in bytes."""
         with naming(self._file.name):
             if self._packer is not None:
                 self._file.write(self._packer.flush())
@@ -199,13 +191,13 @@ class OutputFile:
 
 
 def publish(path: Path) -> None:
-    """Gives a file its name, unless that was done before."""
+    """Give a file its name, unless that was done before."""
     if partial_path(path).exists():
         os.replace(partial_path(path), path)
 
 
 def write_packed(path: Path, data: bytes) -> None:
-    """Writes a file at once, compressed as its name says."""
+    """Write a file at once, compressed as its name says."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if data and (pack := _PACKERS.get(path.suffix)):
         packer = pack()

@@ -1,7 +1,7 @@
 """Applies a function to lines of files: in several processes, with progress, counts and resume.
 
-A journal beside the first output records how far the input was read and how large each output was
-then. Checkpoints follow fixed amounts of input, never the clock, so that a run that was killed and
+A journal next to the first output records the place in the input and the sizes of the outputs.
+Checkpoints follow fixed amounts of input, never the clock, so that a run that was killed and
 continued writes the same bytes as one that was not.
 """
 
@@ -10,10 +10,12 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import operator
 import sys
 import typing
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,20 +28,20 @@ from megatron.apps.corpus.collection.json_files import (
     map_records,
     partial_path,
     publish,
-    read_lines,
     write_packed,
 )
 from megatron.apps.corpus.preprocessing.inputs import (
     JSON_ENDINGS,
     LineBatch,
     expand_inputs,
+    read_batches,
     total_bytes,
 )
-from megatron.apps.corpus.preprocessing.reporting import Progress
 from megatron.config import ConfigError, parse_configs
 from megatron.config.flags import option
 from megatron.util.errors import one_line
 from megatron.util.processes import map_in_order
+from megatron.util.progress import Progress
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -69,38 +71,34 @@ class LineJobConfig:
 
 @dataclass(frozen=True)
 class LineJob:
-    """Which files become which, by what function."""
+    """Files to read and write, and the function of a record or batch between them."""
 
     tool: str
     inputs: Sequence[Path]
     outputs: Sequence[Path]
     """All outputs; with `per_input`, those of the first input, then of the second ..."""
     prepare: Callable[[], RecordStep | BatchStep]
-    """Pickled, and called in each worker. The same batch gives the same result in all of them."""
+    """Pickled, and called in each worker; the same batch gives the same result in all of them."""
     keys: Sequence[str] | None = ()
-    """Keys that must have a string in every record; None: the step takes whole batches."""
+    """Keys with a string in every record; None: the step has whole batches as arguments."""
+    # decide the output besides the inputs; JSON
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """What decides the output besides the inputs. JSON."""
     per_input: bool = False
-    reader: Callable[[Sequence[Path]], Iterable[LineBatch]] = read_lines
-    journal: Path | None = None
-    """Path of the journal; None: beside the first output."""
+    reader: Callable[[Sequence[Path]], Iterable[LineBatch]] = read_batches
+    journal: Path | None = None  # path of the journal; None: beside the first output
     resumable: bool = True
-    """False where a result depends on the documents before it: one process does all, and a run
-    that was stopped starts again."""
+    """False where a result depends on the documents before it: one process does all, and a run that
+    was stopped starts again."""
 
     @property
     def outputs_per_batch(self) -> int:
         return len(self.outputs) // (max(len(self.inputs), 1) if self.per_input else 1)
 
     def description(self) -> dict[str, Any]:
-        """What a journal must agree with to be continued."""
-        described = {
-            "tool": self.tool,
-            "inputs": [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in self.inputs],
-            "outputs": list(map(str, self.outputs)),
-            "settings": dict(self.settings),
-        }
+        """Return the values that a journal must agree with to be continued."""
+        inputs = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in self.inputs]
+        outputs, settings = list(map(str, self.outputs)), dict(self.settings)
+        described = dict(tool=self.tool, inputs=inputs, outputs=outputs, settings=settings)
         return json.loads(json.dumps(described))
 
     def batch_step(self) -> BatchStep:
@@ -115,37 +113,32 @@ class LineJob:
 class JobReport:
     documents: int = 0
     counts: Counter[str] = field(default_factory=Counter)
-    bad: Counter[str] = field(default_factory=Counter)
-    """Malformed lines left out, by reason."""
-    shown: list[str] = field(default_factory=list)
-    """The first of these lines."""
+    bad: Counter[str] = field(default_factory=Counter)  # malformed lines left out, by reason
+    shown: list[str] = field(default_factory=list)  # the first of these lines
 
     def __str__(self) -> str:
         lines = [f"{self.documents:,} documents read"]
-        lines += [f"{count:,} {what}" for what, count in sorted(self.counts.items())]
+        lines += [f"{count:,} {event}" for event, count in sorted(self.counts.items())]
         if self.bad:
             reasons = ", ".join(f"{count:,} x {reason}" for reason, count in self.bad.items())
             lines.append(f"{self.bad.total():,} malformed lines left out: {reasons}")
-            lines += [f"  {shown}" for shown in self.shown]
+            lines += [f"  {line}" for line in self.shown]
         return "\n".join(lines)
 
 
 @dataclass
 class _Journal(JobReport):
     description: dict[str, Any] = field(default_factory=dict)
-    file: int = 0
-    """Index of the current input."""
-    line: int = 1
-    """Its first line that is not done."""
-    sizes: list[int] = field(default_factory=list)
-    """Bytes of the outputs."""
+    file: int = 0  # index of the current input
+    line: int = 1  # its first line that is not done
+    sizes: list[int] = field(default_factory=list)  # bytes of the outputs
     finished: bool = False
 
     def __post_init__(self) -> None:
         self.counts, self.bad = Counter(self.counts), Counter(self.bad)
 
     def add(self, batch: LineBatch, result: BatchResult, on_bad_line: str) -> None:
-        """Counts a batch; ValueError for a malformed line, unless these are to be skipped."""
+        """Count a batch. Raises ValueError for a malformed line, unless these are to be skipped."""
         for line in result.bad_lines:
             located = f"{batch.path}, line {line.number}: {line.reason} ({line.detail})"
             if on_bad_line == "error":
@@ -158,9 +151,9 @@ class _Journal(JobReport):
 
 
 def run(job: LineJob, config: LineJobConfig) -> JobReport:
-    """Runs a job, or what is left of it; the outputs appear when all is done. Raises ValueError for
-    a malformed line, unless they are skipped, or a damaged input; OSError if a file cannot be read
-    or written."""
+    """Run a job, or the rest of it; the outputs appear when all is done. Raises ValueError for a
+    malformed line, unless they are skipped, or a damaged input; OSError if a file cannot be read or
+    written."""
     config.check()
     _check_paths(job)
     if not job.resumable:
@@ -168,7 +161,8 @@ def run(job: LineJob, config: LineJobConfig) -> JobReport:
     path = job.journal or job.outputs[0].with_name(job.outputs[0].name + ".progress")
     journal = _read_journal(path, job)
     if not journal.finished:
-        _work(job, config, journal, path)
+        with closing(_Work(job, config, journal, path)) as work:
+            work.run()
     for output in job.outputs:
         publish(output)
     path.unlink(missing_ok=True)
@@ -192,108 +186,90 @@ def _read_journal(path: Path, job: LineJob) -> _Journal:
     if not path.exists():
         return fresh
     try:
-        found = _Journal(**json.loads(path.read_bytes()))
+        journal = _Journal(**json.loads(path.read_bytes()))
     except (ValueError, TypeError):
-        found = _Journal()
-    if found.description != fresh.description or not (found.finished or _has_outputs(job, found)):
+        journal = _Journal()
+    is_same = journal.description == fresh.description
+    if is_same and not journal.finished:
+        sizes = [p.stat().st_size if p.exists() else 0 for p in map(partial_path, job.outputs)]
+        is_same = all(map(operator.ge, sizes, journal.sizes))
+    if not is_same:
         print(f"{path} is of another run or input; starting again", file=sys.stderr)
         return fresh
-    if not found.finished:
-        where = f"line {found.line:,} of {job.inputs[found.file]}"
+    if not journal.finished:
+        where = f"line {journal.line:,} of {job.inputs[journal.file]}"
         print(f"continuing a run that was stopped, at {where}", file=sys.stderr)
-    return found
+    return journal
 
 
-def _has_outputs(job: LineJob, journal: _Journal) -> bool:
-    """Whether the partial outputs are as long as the journal says."""
-    partials = map(partial_path, job.outputs)
-    return all(
-        size == 0 or (partial.exists() and partial.stat().st_size >= size)
-        for partial, size in zip(partials, journal.sizes, strict=True)
-    )
+class _Work:
+    """A job at work. Where each input has its own outputs, those of one input are open."""
 
+    def __init__(
+        self, job: LineJob, config: LineJobConfig, journal: _Journal, journal_path: Path
+    ) -> None:
+        self._job, self._config = job, config
+        self._journal, self._journal_path = journal, journal_path
+        self._open: dict[int, OutputFile] = {}
+        self._progress = Progress(total_bytes(job.inputs), config.log_interval)
 
-def _work(job: LineJob, config: LineJobConfig, journal: _Journal, path: Path) -> None:
-    outputs = _OutputFiles(job, journal)
-    progress = Progress(total_bytes(job.inputs), config.log_interval)
-    done = total_bytes(job.inputs[: journal.file])
-    since_checkpoint = 0
-
-    def checkpoint() -> None:
-        outputs.checkpoint()
-        write_packed(path, json.dumps(vars(journal)).encode())
-
-    try:
-        remaining = _remaining(job.reader(job.inputs[journal.file :]), job, journal)
-        workers = config.workers if config.workers > 1 else 0
-        for batch, result in map_in_order(remaining, job.batch_step, workers):
+    def run(self) -> None:
+        job, journal, since_checkpoint = self._job, self._journal, 0
+        done = total_bytes(job.inputs[: journal.file])
+        self._open_outputs(journal.file)
+        workers = self._config.workers if self._config.workers > 1 else 0
+        for batch, result in map_in_order(self._remaining(), job.batch_step, workers):
             while batch.path != job.inputs[journal.file]:
                 journal.file, journal.line = journal.file + 1, 1
-            outputs.write(journal.file, result.outputs)
-            journal.add(batch, result, config.on_bad_line)
+            self._open_outputs(journal.file)
+            for output, lines in zip(self._open.values(), result.outputs, strict=False):
+                output.write(lines)
+            journal.add(batch, result, self._config.on_bad_line)
             size = sum(map(len, batch.lines))
-            progress.update(result.documents, size, done + batch.position)
+            self._progress.update(result.documents, size, done + batch.position)
             since_checkpoint += size
-            if since_checkpoint >= config.checkpoint_interval * 1e6:
-                checkpoint()
+            if since_checkpoint >= self._config.checkpoint_interval * 1e6:
+                self._checkpoint()
                 since_checkpoint = 0
         for file in range(len(job.inputs)):
-            outputs.open_for(file)  # creates outputs without lines, too
+            self._open_outputs(file)  # creates outputs without lines, too
         journal.finished = True
-        checkpoint()
-    finally:
-        progress.close()
-        outputs.close()
+        self._checkpoint()
 
+    def close(self) -> None:
+        self._progress.close()
+        for output in self._open.values():
+            output.close()
 
-def _remaining(
-    batches: Iterable[LineBatch], job: LineJob, journal: _Journal
-) -> Iterator[LineBatch]:
-    """What is not done, with batches that begin and end as in a run from the start."""
-    first, line = job.inputs[journal.file] if job.inputs else None, journal.line
-    for batch in batches:
-        done = line - batch.first_line if batch.path == first else 0
-        if done < len(batch.lines):
-            yield replace(batch, first_line=line, lines=batch.lines[done:]) if done > 0 else batch
+    def _remaining(self) -> Iterator[LineBatch]:
+        """Batches that are not done; they begin and end as in a run from the start."""
+        inputs, line = self._job.inputs[self._journal.file :], self._journal.line
+        for batch in self._job.reader(inputs):
+            if batch.path != inputs[0] or batch.first_line >= line:
+                yield batch
 
-
-class _OutputFiles:
-    """The outputs of a job; where each input has its own, those of one input are open."""
-
-    def __init__(self, job: LineJob, journal: _Journal) -> None:
-        self._job, self._journal = job, journal
-        self._open: dict[int, OutputFile] = {}
-        self.open_for(journal.file)
-
-    def open_for(self, file: int) -> None:
+    def _open_outputs(self, file: int) -> None:
         count = self._job.outputs_per_batch
         first = file * count if self._job.per_input else 0
         if self._open.keys() != set(range(first, first + count)):
-            self.checkpoint()
-            self.close()
-            for number in range(first, first + count):
-                size = self._journal.sizes[number]
-                self._open[number] = OutputFile(self._job.outputs[number], size)
+            self._sync_outputs()
+            for output in self._open.values():
+                output.close()
+            sizes, outputs = self._journal.sizes, self._job.outputs
+            self._open = {n: OutputFile(outputs[n], sizes[n]) for n in range(first, first + count)}
 
-    def write(self, file: int, data: Sequence[bytes]) -> None:
-        self.open_for(file)
-        for output, lines in zip(self._open.values(), data, strict=False):
-            output.write(lines)
-
-    def checkpoint(self) -> None:
+    def _sync_outputs(self) -> None:
         for number, output in self._open.items():
             self._journal.sizes[number] = output.checkpoint()
 
-    def close(self) -> None:
-        for output in self._open.values():
-            output.close()
-        self._open = {}
+    def _checkpoint(self) -> None:
+        self._sync_outputs()
+        write_packed(self._journal_path, json.dumps(vars(self._journal)).encode())
 
 
 def with_flags(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """Turns words before the first flag into values of `flags`, in this order. Megatron's scripts
-    read their files without flags: `cleanup_dataset.py IN OUT` is `cleanup_dataset.py --input IN
-    --output OUT`."""
+    """Return the words with those before the first flag as values of `flags`, in this order:
+    Megatron's scripts read their files without flags, as in `cleanup_dataset.py IN OUT`."""
     count = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
     if count > len(flags):
         raise ConfigError(f"'{argv[len(flags)]}' is one word too many; expected {' '.join(flags)}")
@@ -308,9 +284,8 @@ def run_tool(
     argv: Sequence[str] | None,
     positional: Sequence[str] = (),
 ) -> None:
-    """Parses the command line, runs a tool, and prints its report. The config classes that annotate
-    the arguments of `action` are the tool's flags; `positional` are flags of the first words, if
-    these are not flags."""
+    """Parse the command line, run a tool, and print its report. The config classes that annotate
+    the arguments of `action` are the tool's flags; `positional` are flags of the first words."""
     try:
         words = with_flags(sys.argv[1:] if argv is None else argv, positional)
         hints = typing.get_type_hints(action)
@@ -321,7 +296,7 @@ def run_tool(
 
 
 def required(config: object, *fields: str) -> list[Any]:
-    """The values of some fields; raises ConfigError on the first flag without a value."""
+    """Return the values of some fields. Raises ConfigError for the first flag without a value."""
     values = [getattr(config, name) for name in fields]
     for name, value in zip(fields, values, strict=True):
         if value in (None, (), ""):
@@ -341,9 +316,9 @@ def run_on_json(
     uses: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> JobReport:
-    """Runs the step that `prepare(config, **uses)` makes over JSON-lines files. An output of None
-    is not wanted; `uses` is what decides the output besides the config, as JSON; `options` are
-    further fields of `LineJob`."""
+    """Run the step that `prepare(config, **uses)` makes over JSON-lines files. An output of None is
+    not written; `uses` decide the output besides the config, as JSON; `options` are further fields
+    of `LineJob`."""
     uses = uses or {}
     job = LineJob(
         tool,
@@ -358,5 +333,6 @@ def run_on_json(
 
 
 def json_inputs(patterns: Iterable[str]) -> list[Path]:
-    """JSON-lines files of paths, globs and folders; FileNotFoundError for one without a file."""
+    """Return the JSON-lines files of paths, globs and folders. Raises FileNotFoundError for one
+    without a file."""
     return expand_inputs(list(patterns), JSON_ENDINGS)

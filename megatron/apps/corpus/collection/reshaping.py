@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,6 @@ from megatron.apps.corpus.collection.json_files import (
     BadRecordError,
     JsonRecord,
     RecordStep,
-    read_lines,
     records_of,
 )
 from megatron.apps.corpus.collection.line_job import (
@@ -26,10 +26,14 @@ from megatron.apps.corpus.collection.line_job import (
     required,
     run_on_json,
 )
+from megatron.apps.corpus.preprocessing.inputs import read_batches
 from megatron.config import ConfigError
 from megatron.config.flags import option
+from megatron.data.json_lines import long_line, read_lines
+from megatron.data.paths import expand
 from megatron.data.sentences import available_splitter, build_splitter
 from megatron.util.digests import hash64
+from megatron.util.files import replacing, sync
 
 PARTS = ("train", "valid", "test")
 _HASHES = 1 << 64
@@ -58,7 +62,6 @@ class SplitConfig:
 
 
 def split_corpus(config: SplitConfig, running: LineJobConfig) -> JobReport:
-    """Writes each document to its part."""
     patterns, folder = required(config, "input", "output_dir")
     ends = cumulative_shares(config.split)
     if config.method == "exact":
@@ -84,16 +87,16 @@ def _split_step(config: SplitConfig, bounds: Sequence[int]) -> RecordStep:
 
 
 def hash_of(record: JsonRecord, key: str, seed: int) -> int:
-    """64 bits of BLAKE2b, keyed by the seed, of the value of a key; BadRecordError without such a
-    key."""
+    """Return 64 bits of BLAKE2b, keyed by the seed, of the value of a key. Raises
+    BadRecordError."""
     value = record.value(key)
     data = value.encode() if isinstance(value, str) else json.dumps(value).encode()
     return hash64(data, str(seed).encode())
 
 
 def cumulative_shares(split: str) -> tuple[float, ...]:
-    """Where train, valid and test end, as shares of all; the last is exactly 1. Raises ConfigError
-    unless these are three numbers from 0 up with a sum above 0."""
+    """Return the ends of train, valid and test as shares of all; the last is exactly 1. Raises
+    ConfigError unless these are three numbers from 0 up with a sum above 0."""
     try:
         numbers = [float(number) for number in split.split(",")]
     except ValueError:
@@ -104,7 +107,7 @@ def cumulative_shares(split: str) -> tuple[float, ...]:
 
 
 def exact_bounds(hashes: npt.NDArray[np.uint64], ends: Sequence[float]) -> tuple[int, ...]:
-    """Bounds that cut the documents, of which `hashes` are [n], at the given cumulative shares, the
+    """Return bounds that cut the documents, of which `hashes` are [n], at cumulative shares, the
     last of which is 1, as near as equal texts let them."""
     values, counts = np.unique(hashes, return_counts=True)
     below = np.concatenate(([0], np.cumsum(counts)))  # documents before each different hash
@@ -116,9 +119,9 @@ def exact_bounds(hashes: npt.NDArray[np.uint64], ends: Sequence[float]) -> tuple
 
 
 def _hashes(inputs: Sequence[Path], config: SplitConfig) -> npt.NDArray[np.uint64]:
-    """Of all documents, without malformed lines, which the second reading reports."""
+    """Return those of all documents, without malformed lines, which the second reading reports."""
     parts = [np.empty(0, np.uint64)]
-    for batch in read_lines(inputs):
+    for batch in read_batches(inputs):
         hashes = []
         for record in records_of(batch):
             if isinstance(record, JsonRecord):
@@ -143,7 +146,7 @@ class AddIdConfig:
 
 
 def add_ids(config: AddIdConfig, running: LineJobConfig) -> JobReport:
-    """Writes the documents with an id each. A run that was stopped starts again."""
+    """Write the documents with an id each. A run that was stopped starts again."""
     inputs, output, _ = required(config, "input_file", "output_file", "id_prefix")
     step, outputs = _number_step, [output]
     return run_on_json(config, running, "add_id", step, inputs, outputs, resumable=False)
@@ -172,7 +175,7 @@ class MergeConfig:
 
 
 def merge(config: MergeConfig, running: LineJobConfig) -> JobReport:
-    """Writes the lines of all files to one. The output, if it exists, is no input. Errors: see
+    """Write the lines of all files to one. The output, if it exists, is no input. Errors: see
     `line_job.run`."""
     output = Path(config.output_file)
     inputs = [str(p) for p in json_inputs(config.json_path) if p.resolve() != output.resolve()]
@@ -203,7 +206,7 @@ class PresplitConfig:
 
 
 def presplit(config: PresplitConfig, running: LineJobConfig) -> JobReport:
-    """Writes every document with a line for each sentence, as --presplit-sentences reads them."""
+    """Write every document with a line for each sentence, as --presplit-sentences reads them."""
     inputs, output = required(config, "input", "output")
     splitter = config.sentence_splitter
     splitter = available_splitter(config.lang) if splitter == "auto" else splitter
@@ -221,7 +224,7 @@ def presplit(config: PresplitConfig, running: LineJobConfig) -> JobReport:
 
 
 def _presplit_step(config: PresplitConfig, splitter: str) -> RecordStep:
-    """Puts a line feed after each sentence, and only there."""
+    """Put a line feed after each sentence, and only there."""
     split = build_splitter(splitter, config.lang, keep_newlines=False)
 
     def step(record: JsonRecord, counts: Counter[str]) -> Iterator[tuple[int, bytes]]:
@@ -234,3 +237,70 @@ def _presplit_step(config: PresplitConfig, splitter: str) -> RecordStep:
             counts["empty documents left out"] += 1
 
     return step
+
+
+FILES = ("train.json", "dev.json", "test.json")
+_HEADER = b"file\tline #\n"
+
+
+@dataclass(frozen=True)
+class ShuffledSplitConfig:
+    """Shuffling a corpus into train.json, dev.json and test.json."""
+
+    input_files: tuple[str, ...] = option((), aliases=("--input_files",))
+    """JSON-lines files."""
+    output_dir: str | None = option(None, aliases=("--output_dir",))
+    """Folder for train.json, dev.json and test.json, and of each a .map: file (from 0, in the order
+    of --input-files) and line (from 0) of every document, in columns."""
+    test_percent: tuple[float, ...] = option((0.05, 0.0), aliases=("--test_percent",))
+    """Shares of dev and test as fractions of the documents, rounded up; test may be left out."""
+    seed: int = option(1234)
+    """Another seed makes another order."""
+
+
+def shuffled_split(config: ShuffledSplitConfig) -> str:
+    """Shuffle and cut documents at exact shares, as Megatron-LM's first release (2019) did, and
+    return how many each part has. Raises ConfigError for shares that are not fractions; ValueError
+    for a line of more than 64 MiB; OSError if a file cannot be read or written."""
+    patterns, folder = required(config, "input_files", "output_dir")
+    shares = (*config.test_percent, 0.0)[:2]
+    if len(config.test_percent) > 2 or min(shares) < 0 or sum(shares) > 1:
+        raise ConfigError(
+            f"--test-percent {' '.join(map(str, config.test_percent))} must be one or two "
+            "fractions such as 0.05 0, with a sum of at most 1"
+        )
+    paths = [path for pattern in patterns for path in expand(pattern, (".json", ".jsonl"))]
+    places = np.array(list(_places(paths)), np.int64).reshape(-1, 3)
+    held_out = [min(math.ceil(share * len(places)), len(places)) for share in shares]
+    order = np.random.RandomState(config.seed).permutation(len(places))
+    bounds = np.cumsum([max(len(places) - sum(held_out), 0), held_out[0]])
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    parts = np.split(places[order], bounds)
+    for name, part in zip(FILES, parts, strict=True):
+        _write(Path(folder, name), paths, part)
+    return ", ".join(f"{len(p):,} in {n}" for n, p in zip(FILES, parts, strict=True))
+
+
+def _places(paths: Sequence[Path]) -> Iterator[tuple[int, int, int]]:
+    """Yield file, line and offset of every line that is not empty."""
+    for number, path in enumerate(paths):
+        with path.open("rb") as file:
+            for line, (offset, content) in enumerate(read_lines(file)):
+                if too_long := long_line(content, line + 1):
+                    raise ValueError(f"{path}, line {too_long.number}: {too_long.reason}")
+                if content.strip():
+                    yield number, line, offset
+
+
+def _write(path: Path, inputs: Sequence[Path], places: np.ndarray) -> None:
+    with ExitStack() as stack:
+        sources = [stack.enter_context(each.open("rb")) for each in inputs]
+        parts = [stack.enter_context(replacing(Path(f"{path}{end}"))) for end in ("", ".map")]
+        lines, rows = (stack.enter_context(part.open("xb")) for part in parts)
+        rows.write(_HEADER)
+        for file, line, offset in places.tolist():
+            sources[file].seek(offset)
+            lines.write(sources[file].readline().strip() + b"\n")
+            rows.write(f"{file}\t{line}\n".encode())
+        sync(lines)
+        sync(rows)

@@ -29,8 +29,7 @@ from megatron.apps.corpus.preprocessing.inputs import LineBatch, expand_inputs
 from megatron.config.flags import option
 from megatron.util.digests import hash64
 
-_LONGEST = 1 << 16
-"""Characters of an address; servers and browsers accept no more."""
+_LONGEST = 1 << 16  # characters of an address; servers and browsers accept no more
 _LONGEST_HOST = 512
 """Characters of a host, of which names have 253, with user and port. Python normalises them in a
 time that grows with the square of their number."""
@@ -98,7 +97,7 @@ class UrlConfig:
 
 
 def choose_urls(config: UrlConfig, running: LineJobConfig) -> JobReport:
-    """Writes the addresses that are worth fetching, in the order of the input. A run that was
+    """Write the addresses that are worth fetching, in the order of the input. A run that was
     stopped starts again: the addresses seen are only in memory."""
     inputs, output = required(config, "input", "output")
     job = LineJob(
@@ -148,7 +147,7 @@ def _url_step(config: UrlConfig) -> BatchStep:
 
 
 def fault_finder(config: UrlConfig) -> Callable[[str], str | None]:
-    """The reason to leave an address out; None to keep it."""
+    """Return a function from an address to the reason to leave it out, None to keep it."""
     domains, extensions = (set(), set()) if config.only_listed else ({*DOMAINS}, {*EXTENSIONS})
     try:
         listed = Path(config.domains).read_text("utf-8").split() if config.domains else []
@@ -179,7 +178,8 @@ def fault_finder(config: UrlConfig) -> Callable[[str], str | None]:
 
 
 def host_of(url: str) -> str | None:
-    """The host of a well-formed http or https address, in lower case; None for any other text."""
+    """Return the host of a well-formed http or https address, in lower case; None for any other
+    text."""
     if len(_AFTER_HOST.split(url.partition("//")[2], maxsplit=1)[0]) > _LONGEST_HOST:
         return None
     try:
@@ -203,9 +203,9 @@ def host_of(url: str) -> str | None:
 
 
 def same_page(url: str) -> str | None:
-    """The form that all addresses of a page share; None for a text that is none. Scheme, `www.`,
-    default port, fragment, order and encoding of the query, a slash at the end and parameters that
-    only track visitors make no difference."""
+    """Return the form that all addresses of a page share; None for a text that is no address.
+    Scheme, `www.`, default port, fragment, order and encoding of the query, a slash at the end and
+    parameters that only track visitors make no difference."""
     try:
         parts = urlsplit(canonicalize_url(url))
     except ValueError:  # it reads brackets more strictly than urlsplit

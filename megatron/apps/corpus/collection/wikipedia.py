@@ -1,8 +1,8 @@
 """WikiExtractor's articles to one JSON object per article.
 
-WikiExtractor makes folders AA, AB ... of files wiki_00, wiki_01 ..., either JSON lines (--json)
-or articles between `<doc id="12" url="..." title="...">` and `</doc>` on lines of their own, with
-the title as first line. In the latter, &, < and > are HTML entities.
+Its folders AA, AB ... have files wiki_00, wiki_01 ..., either JSON lines (--json) or articles
+between `<doc id="12" url="..." title="...">` and `</doc>` on separate lines, with the title as
+first line and &, < and > as HTML entities.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from megatron.apps.corpus.collection.json_files import (
     JsonRecord,
     json_line,
     map_records,
-    read_lines,
 )
 from megatron.apps.corpus.collection.line_job import (
     JobReport,
@@ -31,12 +30,11 @@ from megatron.apps.corpus.collection.line_job import (
     required,
     run,
 )
-from megatron.apps.corpus.preprocessing.inputs import LineBatch
+from megatron.apps.corpus.preprocessing.inputs import LineBatch, read_batches
 from megatron.config.flags import option
 from megatron.data.json_lines import BadLine, long_line
 
-_START = re.compile(r"<doc\s(.*)>")
-"""Of a line without white space at its end."""
+_START = re.compile(r"<doc\s(.*)>")  # of a line without white space at its end
 _ATTRIBUTE = re.compile(r'(?<!\w)(\w+)="([^"]*)"')
 _LONG_NUMBER = re.compile(r"&#([0-9]{8,});?")
 _END = b"</doc>"
@@ -96,7 +94,7 @@ class _ArticleWriter:
     def line(
         self, number: object, url: object, title: str, text: str, counts: Counter[str]
     ) -> bytes | None:
-        """The article as a line; None, and why in ``counts``, if it is left out."""
+        """Return the article as a line; None, and the reason in ``counts``, if it is left out."""
         text = text.strip()
         if title and text.partition("\n")[0].strip() == title.strip():
             text = text.partition("\n")[2].strip()
@@ -144,8 +142,8 @@ class _ArticleWriter:
             if start := _START.fullmatch(line.rstrip()):
                 if attributes is not None:
                     bad(started, "an article without </doc>", f"the next starts in line {number}")
-                found = _ATTRIBUTE.findall(start[1])
-                attributes = {name: _unescaped(value) for name, value in found}
+                pairs = _ATTRIBUTE.findall(start[1])
+                attributes = {name: _unescaped(value) for name, value in pairs}
                 lines, started = [], number
             elif line.strip() == _END.decode():
                 if attributes is None:
@@ -167,36 +165,36 @@ class _ArticleWriter:
 
 
 def _unescaped(text: str) -> str:
-    """Characters for HTML entities. Python does not read numbers of thousands of digits."""
-    return html.unescape(_LONG_NUMBER.sub(_short_reference, text))
+    """Return characters for HTML entities. Python does not read numbers of thousands of digits."""
 
+    def short(number: re.Match[str]) -> str:
+        digits = number[1].lstrip("0") or "0"
+        return f"&#{digits};" if len(digits) < 8 else "\ufffd"
 
-def _short_reference(found: re.Match[str]) -> str:
-    digits = found[1].lstrip("0") or "0"
-    return f"&#{digits};" if len(digits) < 8 else "\ufffd"
+    return html.unescape(_LONG_NUMBER.sub(short, text))
 
 
 def article_batches(paths: Sequence[Path]) -> Iterator[LineBatch]:
-    """Lines in batches none of which ends inside an article. Raises ValueError if an article is
-    longer than 256 MiB, so that its end seems to be missing."""
-    held: list[bytes] = []  # lines of `last` and before it, behind the last </doc>
+    """Yield lines in batches none of which ends inside an article. Raises ValueError if an article
+    is longer than 256 MiB, so that its end seems to be missing."""
+    pending: list[bytes] = []  # lines of `last` and before it, behind the last </doc>
     last: LineBatch | None = None
     first, size, has_begun = 1, 0, False
-    for batch in read_lines(paths):
+    for batch in read_batches(paths):
         if last is None or last.path != batch.path:
-            if last is not None and held:
-                yield replace(last, first_line=first, lines=held)
-            held, first, size, has_begun = [], batch.first_line, 0, False
+            if last is not None and pending:
+                yield replace(last, first_line=first, lines=pending)
+            pending, first, size, has_begun = [], batch.first_line, 0, False
         last, lines = batch, batch.lines
         whole = len(lines)
         if has_begun or _has_start(lines):
             while whole and not lines[whole - 1].startswith(_END):
                 whole -= 1
         if whole:
-            yield replace(batch, first_line=first, lines=held + lines[:whole])
-            held, first, size, has_begun = [], batch.first_line + whole, 0, False
+            yield replace(batch, first_line=first, lines=pending + lines[:whole])
+            pending, first, size, has_begun = [], batch.first_line + whole, 0, False
         rest = lines[whole:]
-        held += rest
+        pending += rest
         size += sum(map(len, rest))
         has_begun = has_begun or _has_start(rest)
         if size > _MAX_ARTICLE:
@@ -204,8 +202,8 @@ def article_batches(paths: Sequence[Path]) -> Iterator[LineBatch]:
                 f"{batch.path}, line {first}: an article without </doc> in the "
                 f"{_MAX_ARTICLE >> 20} MiB that follow"
             )
-    if last is not None and held:
-        yield replace(last, first_line=first, lines=held)
+    if last is not None and pending:
+        yield replace(last, first_line=first, lines=pending)
 
 
 def _has_start(lines: Iterable[bytes]) -> bool:
@@ -213,15 +211,16 @@ def _has_start(lines: Iterable[bytes]) -> bool:
 
 
 def extracted_files(patterns: Iterable[str]) -> list[Path]:
-    """Files of WikiExtractor: those named wiki_* in a folder and its subfolders, or as given.
-    Raises FileNotFoundError if no file is found, ValueError if one is compressed with bzip2."""
+    """Return the files of WikiExtractor: those named wiki_* in a folder and its subfolders, or as
+    named. Raises FileNotFoundError if no file is found, ValueError if one is compressed with
+    bzip2."""
     files: dict[Path, None] = {}
     for pattern in map(Path, patterns):
-        found = sorted(pattern.rglob("wiki_*")) if pattern.is_dir() else [pattern]
-        if not found or not found[0].exists():
+        paths = sorted(pattern.rglob("wiki_*")) if pattern.is_dir() else [pattern]
+        if not paths or not paths[0].exists():
             what = "has no files wiki_* in it" if pattern.is_dir() else "does not exist"
             raise FileNotFoundError(f"--input {pattern} {what}")
-        files.update(dict.fromkeys(path for path in found if path.is_file()))
+        files.update(dict.fromkeys(path for path in paths if path.is_file()))
     packed = next((path for path in files if path.suffix == ".bz2"), None)
     if packed:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The input: which files, what they contain, how they are compressed, and partitions of them."""
+"""The input: flags, files, their form and compression, and partitions of them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,96 @@ from typing import Any, BinaryIO
 
 from xopen import xopen
 
-from megatron.apps.corpus.preprocessing.config import STDIN, PreprocessConfig
 from megatron.config import ConfigError
+from megatron.config.flags import option
 from megatron.data.json_lines import BYTE_ORDER_MARK, LONGEST_RECORD
 from megatron.data.paths import expand
+
+STDIN = "-"
+
+
+@dataclass(frozen=True)
+class PreprocessConfig:
+    """Preprocessing: which text, and how it becomes documents."""
+
+    input: tuple[str, ...] = option(())
+    """Files, globs or folders, in this order; - is the standard input. JSON lines, a .json file
+    that is one array, .txt and .parquet; all but Parquet may be compressed with gzip or zstd. A
+    folder stands for every *.jsonl, *.json and *.parquet below it or, without any, every *.txt."""
+    input_format: str = option("auto", choices=("auto", "jsonl", "json", "txt", "parquet"))
+    """Format of the files; auto decides by their names, and reads other names as JSON lines."""
+    txt_documents: str = option("file", choices=("file", "blank-line"))
+    """Document of a .txt file: the whole file, or the text between empty lines."""
+    json_keys: tuple[str, ...] = option(("text",), aliases=("--json-key", "--jsonl-keys"))
+    """Keys (in Parquet files, columns) of the texts; each becomes a separate dataset."""
+    output_prefix: str | None = option(None)
+    """PREFIX of the files PREFIX_KEY_document.bin and .idx (PREFIX_KEY_sentence with
+    --split-sentences). The folder PREFIX.preprocessing keeps unfinished work."""
+    append_eod: bool = option(False)
+    """End each document with the tokenizer's end-of-document token."""
+    split_sentences: bool = option(False)
+    """Make each sentence a separate sequence (BERT, T5)."""
+    sentence_splitter: str = option("auto", choices=("auto", "punkt", "rules"))
+    """What finds the sentences: NLTK's punkt, a few rules, or (auto) punkt where its data is
+    installed, else the rules."""
+    lang: str = option("english")
+    """Language of the text, for --split-sentences."""
+    keep_newlines: bool = option(False)
+    """Keep line breaks between sentences, at the end of the preceding sentence."""
+    on_bad_line: str = option("error", choices=("error", "skip"))
+    """What to do with a malformed line: stop with an error, or skip it, count it and list it."""
+    max_line_bytes: int = option(1 << 26)
+    """A longer line, or document of a .txt file, is malformed; it is not read into memory."""
+    workers: int | None = option(None, derived="number of processors that this process may use")
+    """Number of processes that tokenize."""
+    partitions: int = option(1)
+    """Number of parts of the input. They are processed in parallel, each by its share of the
+    workers, and then joined. The output does not depend on this number."""
+    partition_rank: int | None = option(None)
+    """Process only this one of the --partitions, counted from 0, for example on another machine;
+    the command without this flag processes the remaining parts and joins all of them."""
+    log_interval: int = option(1000)
+    """Number of documents between two progress lines, which appear at most once per second."""
+    dataset_impl: str = option("mmap", choices=("mmap", "lazy", "cached"))
+    """Format of the output; every value writes mmap."""
+    chunk_size: int | None = option(None, note="work is handed out by bytes, not lines")
+    """Lines handed to a worker at a time."""
+    keep_sequential_samples: bool = option(False, note="the input's order is always kept")
+    """Keep the order of the input."""
+
+    def check(self) -> None:
+        """Raises ConfigError if a flag is missing or out of range."""
+        if not self.input:
+            raise ConfigError("--input is missing: the files to read")
+        if not self.output_prefix:
+            raise ConfigError("--output-prefix is missing: the files PREFIX_KEY_document.bin/.idx")
+        if not self.split_sentences and (self.keep_newlines or self.sentence_splitter != "auto"):
+            flag = "--keep-newlines" if self.keep_newlines else "--sentence-splitter"
+            raise ConfigError(f"{flag} would change nothing without --split-sentences")
+        if len(set(self.json_keys)) < len(self.json_keys):
+            raise ConfigError(f"--json-keys {' '.join(self.json_keys)} names a key twice")
+        for flag, value in (
+            ("--workers", self.workers),
+            ("--partitions", self.partitions),
+            ("--max-line-bytes", self.max_line_bytes),
+            ("--log-interval", self.log_interval),
+        ):
+            if value is not None and value < 1:
+                raise ConfigError(f"{flag} {value} must be 1 or more")
+        self._check_partitions()
+
+    def _check_partitions(self) -> None:
+        rank = self.partition_rank
+        if rank is not None and not 0 <= rank < self.partitions:
+            raise ConfigError(
+                f"--partition-rank {rank} is not one of the --partitions {self.partitions}, "
+                f"which are 0 to {self.partitions - 1}"
+            )
+        if STDIN in self.input and self.partitions > 1:
+            raise ConfigError(
+                f"--partitions {self.partitions} cannot divide the standard input (--input -)"
+            )
+
 
 if sys.version_info >= (3, 14):
     from compression.zstd import ZstdError
@@ -37,7 +123,7 @@ _UNPACKING_ERRORS: Any = (BadGzipFile, gzip_error, ZstdError, EOFError)
 
 
 class Form(Enum):
-    """How a file contains its documents; the value is what messages call one of its records."""
+    """Form of documents in a file; the value is the name of its records in messages."""
 
     LINES = "line"
     ARRAY = "item"
@@ -50,11 +136,9 @@ class Form(Enum):
 class InputFile:
     """An input file, or the part of one that a partition reads."""
 
-    path: Path | None
-    """None: the standard input."""
+    path: Path | None  # None: the standard input
     form: Form
-    size: int
-    """Bytes on disk."""
+    size: int  # bytes on disk
     mtime_ns: int
     is_packed: bool
     start: int = 0
@@ -67,7 +151,7 @@ class InputFile:
 
     @property
     def is_divisible(self) -> bool:
-        """Whether a worker can start to read anywhere in it."""
+        """True if a worker can start to read anywhere in it."""
         return self.form is Form.LINES and not self.is_packed and self.path is not None
 
     @property
@@ -76,12 +160,12 @@ class InputFile:
 
 
 def find_inputs(config: PreprocessConfig) -> list[InputFile]:
-    """The files of --input, in order, each once. Raises FileNotFoundError; ConfigError for a .txt
-    file, which has one text, with several --json-keys."""
-    found: dict[Path | None, None] = {}
+    """Return the files of --input, in order, each once. Raises FileNotFoundError; ConfigError for a
+    .txt file, which has one text, with several --json-keys."""
+    paths: dict[Path | None, None] = {}
     for pattern in config.input:
-        found.update(dict.fromkeys([None] if pattern == STDIN else _paths(pattern, config)))
-    inputs = [_input_file(path, config) for path in found]
+        paths.update(dict.fromkeys([None] if pattern == STDIN else _paths(pattern, config)))
+    inputs = [_input_file(path, config) for path in paths]
     for file in inputs:
         if file.form in (Form.TEXT, Form.PARAGRAPHS) and len(config.json_keys) > 1:
             raise ConfigError(
@@ -92,8 +176,8 @@ def find_inputs(config: PreprocessConfig) -> list[InputFile]:
 
 
 def partition(inputs: Sequence[InputFile], rank: int, count: int) -> Iterator[InputFile]:
-    """Part `rank` of `count`, equal in bytes on disk as far as files can be divided. Plain JSON
-    lines are cut at a line; another file belongs to the part in which it starts."""
+    """Yield part `rank` of `count`, equal in bytes on disk as far as files can be divided. Plain
+    JSON lines are cut at a line; another file belongs to the part in which it starts."""
     total = sum(file.size for file in inputs)
     first, last = total * rank // count, total * (rank + 1) // count
     begin = 0
@@ -139,23 +223,23 @@ def _input_file(path: Path | None, config: PreprocessConfig) -> InputFile:
 
 
 def _form(name: str, config: PreprocessConfig) -> Form:
-    wanted = config.input_format
-    if wanted == "parquet" or (wanted == "auto" and name.endswith(".parquet")):
+    kind = config.input_format
+    if kind == "parquet" or (kind == "auto" and name.endswith(".parquet")):
         return Form.PARQUET
-    if wanted == "txt" or (wanted == "auto" and name.endswith(".txt")):
+    if kind == "txt" or (kind == "auto" and name.endswith(".txt")):
         return Form.TEXT if config.txt_documents == "file" else Form.PARAGRAPHS
-    if wanted == "json" or (wanted == "auto" and name.endswith(".json")):
+    if kind == "json" or (kind == "auto" and name.endswith(".json")):
         return Form.ARRAY
     return Form.LINES
 
 
 def expand_inputs(patterns: Sequence[str], endings: Sequence[str]) -> list[Path]:
-    """Files of paths, globs and folders, in the given order, each once; those of a glob or folder
-    sorted by name. Of a folder, the files at any depth with one of `endings` are meant, also with
-    .gz or .zst after it. Raises FileNotFoundError if a pattern matches no file."""
-    wanted = tuple(ending + packed for ending in endings for packed in ("", *PACKED_ENDINGS))
+    """Return the files of paths, globs and folders, in this order, each once; those of a glob or
+    folder sorted by name. Of a folder, the files at any depth with one of `endings` are meant, also
+    with .gz or .zst after it. Raises FileNotFoundError if a pattern matches no file."""
+    names = tuple(ending + packed for ending in endings for packed in ("", *PACKED_ENDINGS))
     try:
-        files = [path for pattern in patterns for path in expand(pattern, wanted)]
+        files = [path for pattern in patterns for path in expand(pattern, names)]
     except (FileNotFoundError, ValueError) as error:
         raise type(error)(f"--input {error}") from None
     return list(dict.fromkeys(files))
@@ -168,17 +252,15 @@ def total_bytes(paths: Sequence[Path]) -> int:
 @dataclass(frozen=True)
 class LineBatch:
     path: Path
-    first_line: int
-    """Number of the first line, counted from 1."""
+    first_line: int  # number of the first line, counted from 1
     lines: list[bytes]
-    position: int
-    """Bytes of all input files, on disk, read up to here."""
+    position: int  # bytes of all input files, on disk, read up to here
 
 
-def read_batches(paths: Sequence[Path], max_lines: int) -> Iterator[LineBatch]:
-    """All lines of all files, `max_lines` or about 1 MiB at a time. A line for which `long_line`
-    has an error is cut; its rest is skipped, so that a small packed file does not fill the memory.
-    Raises ValueError if a compressed file is damaged or truncated."""
+def read_batches(paths: Sequence[Path], max_lines: int = 1000) -> Iterator[LineBatch]:
+    """Yield all lines of all files, `max_lines` or about 1 MiB at a time. A line for which
+    `long_line` has an error is cut; its rest is skipped, so that a small packed file does not fill
+    the memory. Raises ValueError if a compressed file is damaged or truncated."""
     done = 0
     for path in paths:
         with path.open("rb") as file, naming_file(path):
@@ -186,8 +268,9 @@ def read_batches(paths: Sequence[Path], max_lines: int) -> Iterator[LineBatch]:
             number, size = 1, 0
             stream = unpacked(file)
             while line := stream.readline(LONGEST_RECORD + 2):
-                if len(line) > LONGEST_RECORD:
-                    _skip_rest(stream, line)
+                rest = line
+                while len(line) > LONGEST_RECORD and rest and not rest.endswith(b"\n"):
+                    rest = stream.readline(_BATCH_BYTES)
                 lines.append(line)
                 size += len(line)
                 if len(lines) == max_lines or size >= _BATCH_BYTES:
@@ -198,15 +281,9 @@ def read_batches(paths: Sequence[Path], max_lines: int) -> Iterator[LineBatch]:
                 yield LineBatch(path, number, lines, done)
 
 
-def _skip_rest(stream: io.BufferedReader, line: bytes) -> None:
-    """Reads on to the end of a line whose beginning was read."""
-    while line and not line.endswith(b"\n"):
-        line = stream.readline(_BATCH_BYTES)
-
-
 @contextmanager
 def opened(path: Path | None) -> Iterator[BinaryIO]:
-    """A file to read; None is the standard input."""
+    """Open a file to read; None is the standard input."""
     if path is None:
         yield sys.stdin.buffer
     else:
@@ -215,7 +292,7 @@ def opened(path: Path | None) -> Iterator[BinaryIO]:
 
 
 def compression(head: bytes) -> str | None:
-    """ "gz", "zst" or None, by the first four bytes of a file."""
+    """Return "gz", "zst" or None, by the first four bytes of a file."""
     is_skippable_frame = head[1:4] == b"\x2a\x4d\x18" and head[:1] >= b"\x50"
     if head == b"\x28\xb5\x2f\xfd" or is_skippable_frame:
         return "zst"
@@ -223,8 +300,8 @@ def compression(head: bytes) -> str | None:
 
 
 def unpacked(file: BinaryIO) -> io.BufferedReader:
-    """The content, decompressed by the file's first bytes, not its name; a byte-order mark is left
-    out. Reading raises what `naming_file` turns into a ValueError."""
+    """Return the content, decompressed by the file's first bytes, not its name, without a byte-
+    order mark. Reading raises errors that `naming_file` turns into a ValueError."""
     assert isinstance(file, io.BufferedReader)
     stream = file
     if kind := compression(file.peek(4)[:4]):

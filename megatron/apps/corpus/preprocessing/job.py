@@ -30,28 +30,87 @@ from typing import IO, Any, BinaryIO
 
 import numpy as np
 
-from megatron.apps.corpus.preprocessing.encode import BlockEncoder, EncodedBlock
 from megatron.apps.corpus.preprocessing.inputs import Form, InputFile
 from megatron.apps.corpus.preprocessing.readers import (
+    BlockEncoder,
+    EncodedBlock,
+    EncodedTexts,
     FileRange,
     RecordBlock,
     read_blocks,
 )
-from megatron.apps.corpus.preprocessing.reporting import (
-    BadLines,
-    KeySummary,
-    located,
-)
 from megatron.data.indexed.dataset_writer import Spool, index_parts
-from megatron.data.json_lines import lines_in
+from megatron.data.json_lines import BadLine, lines_in
 from megatron.util.digests import digest
 from megatron.util.files import naming, sync, write_whole
 from megatron.util.locks import Lock, LockTakenError
 from megatron.util.processes import map_in_order
 
+_SHOWN = 5
+
+
+@dataclass
+class BadLines:
+    by_reason: dict[str, int] = field(default_factory=dict)
+    shown: list[str] = field(default_factory=list)  # the first few, with file and line
+
+    def add(self, name: str, unit: str, line: BadLine) -> None:
+        self.merge(BadLines({line.reason: 1}, [located(name, unit, line)]))
+
+    def merge(self, later: BadLines) -> None:
+        """Add those of input that comes later."""
+        for reason, count in later.by_reason.items():
+            self.by_reason[reason] = self.by_reason.get(reason, 0) + count
+        self.shown = [*self.shown, *later.shown][:_SHOWN]
+
+    def __str__(self) -> str:
+        total = sum(self.by_reason.values())
+        reasons = ", ".join(f"{count:,} x {reason}" for reason, count in self.by_reason.items())
+        lines = [f"{total:,} malformed lines left out: {reasons}"]
+        lines += [f"  {shown}" for shown in self.shown]
+        if total > len(self.shown):
+            lines.append(f"  and {total - len(self.shown):,} more")
+        return "\n".join(lines)
+
+
+def located(name: str, unit: str, line: BadLine) -> str:
+    """Return where a malformed line is, and what is wrong with it, for messages."""
+    return f"{name}, {unit} {line.number}: {line.reason} ({line.detail})"
+
+
+@dataclass
+class KeySummary:
+    prefix: str  # of the .bin and .idx
+    documents: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    text_bytes: int = 0  # UTF-8 bytes of the texts
+    empty: int = 0  # texts without a token, left out
+
+    def add(self, other: KeySummary | EncodedTexts) -> None:
+        """Add the counts of a block or of a partition."""
+        if isinstance(other, EncodedTexts):
+            lengths, documents = other.sequence_lengths, other.sequences_per_document
+            sizes = (len(documents), len(lengths), len(other.tokens))
+            other = KeySummary("", *sizes, other.text_bytes, other.empty)
+        self.documents += other.documents
+        self.sequences += other.sequences
+        self.tokens += other.tokens
+        self.text_bytes += other.text_bytes
+        self.empty += other.empty
+
+
+@dataclass(frozen=True)
+class PreprocessSummary:
+    keys: dict[str, KeySummary]
+    bad_lines: dict[str, int]  # lines left out, by reason
+    seconds: float  # of this run, without an interrupted one before it
+    parts_left: str | None = None
+    """With --partition-rank: what remains to be done before there is an output."""
+
+
 SECONDS_BETWEEN_SAVES = 10.0
-_FORMAT = 2
-"""Of the folder; a job does not continue another format's."""
+_FORMAT = 2  # of the folder; a job does not continue another format's
 _JOURNAL, _DESCRIPTION, _LOCK = "journal.json", "description.json", "lock"
 _BUFFER_BYTES = 1 << 16
 
@@ -61,14 +120,10 @@ Description = dict[str, Any]
 @dataclass
 class JobState:
     keys: list[KeySummary]
-    file: int = 0
-    """Number of the input file."""
-    cursor: int = 0
-    """Where reading it continues."""
-    lines: int = 0
-    """Of plain lines: those of this partition before the cursor."""
-    bytes_read: int = 0
-    """Of all files, on disk."""
+    file: int = 0  # number of the input file
+    cursor: int = 0  # where reading it continues
+    lines: int = 0  # of plain lines: those of this partition before the cursor
+    bytes_read: int = 0  # of all files, on disk
     bad_lines: BadLines = field(default_factory=BadLines)
     is_complete: bool = False
 
@@ -77,9 +132,9 @@ class PreprocessJob:
     """A partition's work; owns its folder until `close`."""
 
     def __init__(self, folder: Path, inputs: Sequence[InputFile], encoder: BlockEncoder) -> None:
-        """Takes the folder and continues where its journal ends, or starts again; `notice` tells
-        the user which. Raises OSError if the folder cannot be made or written to, ValueError if
-        another process works there."""
+        """Take the folder and continue where its journal ends, or start again; `notice` tells the
+        user which. Raises OSError if the folder cannot be made or written to, ValueError if another
+        process works there."""
         self.folder, self._inputs, self._encoder = folder, inputs, encoder
         self._config = encoder.config
         self._bytes_before = [0, *accumulate(file.bytes_to_read for file in inputs)]
@@ -101,8 +156,7 @@ class PreprocessJob:
     def run(
         self, workers: int, report: Callable[[int, int, int], None], is_over: Callable[[], bool]
     ) -> None:
-        """Reads, encodes and writes what is left to do, in `workers` processes or, with 0, in this
-        one.
+        """Read, encode and write the rest, in `workers` processes or, with 0, in this one.
 
         `report` is called with the documents, the bytes of text and the bytes on disk of a block.
         Raises ValueError for a malformed record that stops the run, or a damaged file; OSError if
@@ -143,7 +197,7 @@ class PreprocessJob:
         self._lock.release()
 
     def remove(self) -> None:
-        """Ends the job and removes the folder, and the one above it when that is empty."""
+        """End the job and remove the folder, and the one above it when that is empty."""
         self.close()
         shutil.rmtree(self.folder, ignore_errors=True)
         with suppress(OSError):
@@ -188,7 +242,7 @@ class PreprocessJob:
             self.state.bad_lines.add(block.file.name, unit, line)
 
     def _save(self) -> None:
-        """Brings the work so far to the disk, for a crash of this process or of the machine."""
+        """Bring the work so far to the disk, for a crash of this process or of the machine."""
         for file in self._files():
             with naming(file.name):
                 sync(file)
@@ -198,14 +252,14 @@ class PreprocessJob:
 
     def _open(self, description: Description) -> None:
         self._digest = digest(json.dumps(description, sort_keys=True))
-        found = self._found(description)
-        if found is None:
+        state = self._found(description)
+        if state is None:
             for path in self.folder.iterdir():
                 if path.name != _LOCK:
                     path.unlink()
             content = json.dumps(description, indent=1).encode()
             write_whole(self.folder / _DESCRIPTION, content)
-        self.state = found or JobState([KeySummary(str(prefix)) for prefix in self.prefixes])
+        self.state = state or JobState([KeySummary(str(prefix)) for prefix in self.prefixes])
         if self.state.is_complete:
             return
         for key, sizes in zip(self.state.keys, self._sizes(self.state), strict=True):
@@ -235,7 +289,7 @@ class PreprocessJob:
             }
 
     def _found(self, description: Description) -> JobState | None:
-        """What an interrupted run has done, if it can be continued; says so in `notice`."""
+        """Return the work of an interrupted run, if it can be continued; says so in `notice`."""
         journal = _read_json(self.folder / _JOURNAL)
         if journal is None:
             return None
@@ -266,7 +320,7 @@ class PreprocessJob:
 
 
 def key_prefixes(folder: Path, keys: Sequence[str]) -> list[Path]:
-    """The prefix of the files of each key in a job's folder."""
+    """Return the prefix of the files of each key in a job's folder."""
     return [
         folder / f"{number}-{re.sub('[^0-9A-Za-z_.-]', '_', key)}"
         for number, key in enumerate(keys)
@@ -274,8 +328,8 @@ def key_prefixes(folder: Path, keys: Sequence[str]) -> list[Path]:
 
 
 def lock_folder(folder: Path) -> Lock:
-    """Makes a folder this process's own, until the result is released or the process ends. Raises
-    ValueError if another process has it, OSError if it cannot be made."""
+    """Lock a folder, until the result is released or the process ends. Raises ValueError if another
+    process has it, OSError if it cannot be made."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         return Lock(folder / _LOCK)
@@ -288,7 +342,7 @@ def lock_folder(folder: Path) -> Lock:
 
 @lru_cache(maxsize=1)
 def _lines_before(file: InputFile) -> int:
-    """Lines of a file before those that a partition reads of it."""
+    """Return the lines of a file before those that a partition reads of it."""
     return 1 + lines_in(file.path, file.start - 1) if file.path and file.start else 0
 
 
@@ -304,8 +358,8 @@ def _read_json(path: Path) -> Any:
 
 
 def _describe(inputs: Sequence[InputFile], encoder: BlockEncoder) -> Description:
-    """Everything that the output depends on by the name of its flag: the settings, and the size and
-    time of every file that is read."""
+    """Return everything that the output depends on by the name of its flag: the settings, and the
+    size and time of every file that is read."""
     settings = dataclasses.asdict(encoder.config)
     text = settings.pop("text")
     tokenizer = {name: _with_files(value) for name, value in text.pop("tokenizer").items()}
@@ -327,13 +381,13 @@ def _describe(inputs: Sequence[InputFile], encoder: BlockEncoder) -> Description
 
 
 def _with_files(value: Any) -> Any:
-    """A path with the sizes and times of the files there."""
+    """Return a path with the sizes and times of the files there."""
     if not isinstance(value, str) or not Path(value).exists():
         return value
     path = Path(value)
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    found = [(str(file), os.stat(file)) for file in files if file.is_file()]
-    return [value, [[name, status.st_size, status.st_mtime_ns] for name, status in found]]
+    statuses = [(str(file), os.stat(file)) for file in files if file.is_file()]
+    return [value, [[name, status.st_size, status.st_mtime_ns] for name, status in statuses]]
 
 
 def _difference(old: Description, new: Description) -> str:

@@ -5,9 +5,10 @@ Line N of a language belongs to line N of the other, so that no line may be left
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,11 +22,9 @@ from megatron.tokenizer.mark import mark_of
 from megatron.util.processes import map_in_order
 from megatron.util.progress import say
 
-_LINES = 1000
-"""Lines of a block, which a process tokenizes at once."""
+_LINES = 1000  # lines of a block, which a process tokenizes at once
 _SECONDS_BETWEEN_LINES = 1.0
-Lines = tuple[int, list[str]]
-"""The number of the first, counted from 1, and the sentences."""
+Lines = tuple[int, list[str]]  # the number of the first, counted from 1, and the sentences
 
 
 @dataclass(frozen=True)
@@ -54,28 +53,27 @@ class ParallelTextConfig:
                 raise ConfigError(f"{flag} {value} must be positive")
 
 
-class _Encoder:
-    """Tokens of blocks of sentences; made in every process."""
+def _prepare(encode: TextEncoder, path: str) -> Callable[[Lines], list[np.ndarray]]:
+    """Return the encoder of blocks of sentences, in each process."""
 
-    def __init__(self, encode: TextEncoder, path: str) -> None:
-        self._encode, self._path = encode, path
-
-    def __call__(self, block: Lines) -> list[np.ndarray]:
+    def encoded(block: Lines) -> list[np.ndarray]:
         first, sentences = block
-        documents = self._encode(sentences)
+        documents = encode(sentences)
         for number, document in enumerate(documents, first):
             if not document:
                 raise ValueError(
-                    f"--input {self._path}, line {number} has no token: each line must have a "
+                    f"--input {path}, line {number} has no token: each line must have a "
                     "sentence, since line N of the other language belongs to line N"
                 )
         return [document[0] for document in documents]
 
+    return encoded
+
 
 def preprocess_sentences(config: ParallelTextConfig, tokenizer: TokenizerConfig) -> str:
-    """Writes the files of the output, which appear when they are complete. Returns a summary.
-    Raises ValueError if a line has no token or is not UTF-8, or the file is empty; ConfigError for
-    flags, and OSError if a file cannot be read or written."""
+    """Write the files of the output, which appear when they are complete; return a summary. Raises
+    ValueError if a line has no token or is not UTF-8, or the file is empty; ConfigError for flags,
+    and OSError if a file cannot be read or written."""
     path, prefix, start = Path(str(config.input)), str(config.output_prefix), time.perf_counter()
     if not path.is_file():
         raise ConfigError(f"--input {path}: there is no such file")
@@ -83,13 +81,13 @@ def preprocess_sentences(config: ParallelTextConfig, tokenizer: TokenizerConfig)
         say(f"--dataset-impl {config.dataset_impl}: the mmap format is written instead")
     encode = TextEncoder(TextSettings(tokenizer))
     mark = mark_of(encode.tokenizer, tokenizer.tokenizer_type)
-    prepare = _Prepared(encode, str(path))
+    prepare = functools.partial(_prepare, encode, str(path))
     count = tokens = 0
     shown = start
     with IndexedDatasetWriter(prefix, encode.dtype, None if mark is None else mark.json()) as out:
         workers = config.workers if config.workers > 1 else 0
         for _, sentences in map_in_order(_blocks(path), prepare, workers):
-            lengths = [len(each) for each in sentences]
+            lengths = list(map(len, sentences))
             out.add_documents(np.concatenate(sentences), lengths, [1] * len(lengths))
             due = (count + len(lengths)) // config.log_interval > count // config.log_interval
             count, tokens, now = count + len(lengths), tokens + sum(lengths), time.perf_counter()
@@ -102,32 +100,18 @@ def preprocess_sentences(config: ParallelTextConfig, tokenizer: TokenizerConfig)
     return f"{prefix}.bin/.idx: {count:,} sentences, {tokens:,} tokens, {seconds:.1f} seconds"
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """Makes the encoder of a process."""
-
-    encode: TextEncoder
-    path: str
-
-    def __call__(self) -> _Encoder:
-        return _Encoder(self.encode, self.path)
-
-
 def _blocks(path: Path) -> Iterator[Lines]:
     number = 1
     with path.open("rb") as file:
         while lines := list(itertools.islice(file, _LINES)):
-            yield number, _decoded(lines, path, number)
+            sentences = []
+            for place, line in enumerate(lines, number):
+                try:
+                    text = line.decode("utf-8-sig" if place == 1 else "utf-8")
+                except UnicodeDecodeError as error:
+                    raise ValueError(
+                        f"--input {path}, line {place} is not UTF-8 text: {error.reason}"
+                    ) from None
+                sentences.append(text.strip())
+            yield number, sentences
             number += len(lines)
-
-
-def _decoded(lines: Sequence[bytes], path: Path, first: int) -> list[str]:
-    sentences = []
-    for number, line in enumerate(lines, first):
-        try:
-            sentences.append(line.decode("utf-8-sig" if number == 1 else "utf-8").strip())
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"--input {path}, line {number} is not UTF-8 text: {error.reason}"
-            ) from None
-    return sentences

@@ -11,37 +11,35 @@ from contextlib import closing
 from pathlib import Path
 from typing import TypeVar
 
-from megatron.apps.corpus.preprocessing.config import PreprocessConfig
-from megatron.apps.corpus.preprocessing.encode import BlockEncoder, EncodeConfig
 from megatron.apps.corpus.preprocessing.inputs import (
     InputFile,
+    PreprocessConfig,
     find_inputs,
     partition,
 )
 from megatron.apps.corpus.preprocessing.job import (
+    BadLines,
     JobState,
+    KeySummary,
     PreprocessJob,
+    PreprocessSummary,
     key_prefixes,
     lock_folder,
 )
-from megatron.apps.corpus.preprocessing.reporting import (
-    BadLines,
-    KeySummary,
-    PreprocessSummary,
-    Progress,
-)
+from megatron.apps.corpus.preprocessing.readers import BlockEncoder, EncodeConfig
 from megatron.config import TokenizerConfig
 from megatron.data.indexed.dataset_writer import merge_datasets, publish
 from megatron.data.sentences import available_splitter
 from megatron.data.text_encoder import TextSettings
 from megatron.util.processes import usable_processors
+from megatron.util.progress import Progress
 
 MERGED = "merged"
 Made = TypeVar("Made")
 
 
 def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> PreprocessSummary:
-    """Tokenizes the texts of the input and writes an indexed dataset for each key.
+    """Tokenize the texts of the input and write an indexed dataset for each key.
 
     The output is in the order of the input, whatever the number of workers and partitions, and
     appears whole or not at all. Memory does not grow with the input. The same call continues a run
@@ -91,7 +89,7 @@ class _Preprocessing:
         self._progress = Progress(size, config.log_interval)
 
     def run(self) -> PreprocessSummary:
-        """Does what is left to do and publishes the output, unless only a partition is wanted."""
+        """Do the rest and publish the output, unless only a partition is requested."""
         if self._config.partition_rank is not None:
             return self._summary(self._run_parts())
         with self._made(lambda: lock_folder(self._folder)):

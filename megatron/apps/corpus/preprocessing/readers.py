@@ -1,4 +1,4 @@
-"""Input files as blocks of whole records, the unit of work of a process.
+"""Input files as blocks of whole records, the unit of work of a process, and their token ids.
 
 Plain JSON lines are read by the workers themselves, a range of bytes each; all other files are read
 and decompressed here, in order.
@@ -9,8 +9,11 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
 
 from megatron.apps.corpus.preprocessing.inputs import (
     Form,
@@ -20,16 +23,16 @@ from megatron.apps.corpus.preprocessing.inputs import (
     unpacked,
 )
 from megatron.config import ConfigError
-from megatron.data.json_lines import ArrayReader, BadLine, read_lines
+from megatron.data.json_lines import ArrayReader, BadLine, read_lines, texts_of_line
+from megatron.data.text_encoder import TextEncoder, TextSettings, refused
+from megatron.tokenizer.mark import mark_of
 from megatron.util.files import PARQUET_LIMITS, check_inflation
 
 BLOCK_BYTES = 1 << 20
 _ROWS_AT_A_TIME = 1024
-_BATCH_BYTES = 1 << 26
-"""Bytes of a column's texts in memory at a time, about."""
+_BATCH_BYTES = 1 << 26  # bytes of a column's texts in memory at a time, about
 _LONG_TEXT = _BATCH_BYTES // _ROWS_AT_A_TIME
-_ROW_BYTES = 64
-"""Memory of a row, besides its texts."""
+_ROW_BYTES = 64  # memory of a row, besides its texts
 
 Content = bytes | list[str | None] | BadLine
 """A JSON record, a text in UTF-8, the strings of a row, or what makes a record unusable."""
@@ -49,15 +52,13 @@ class FileRange:
 class RecordBlock:
     """Consecutive records of an input file."""
 
-    number: int
-    """Of the file among the inputs, from 0."""
+    number: int  # of the file among the inputs, from 0
     file: InputFile
     records: FileRange | list[Record]
     cursor: int
     """Where reading continues after this block: a byte of plain lines, else the last record's
     number."""
-    bytes_read: int
-    """Of the file on disk, up to here."""
+    bytes_read: int  # of the file on disk, up to here
 
 
 def read_blocks(
@@ -67,9 +68,9 @@ def read_blocks(
     first: int = 0,
     cursor: int = 0,
 ) -> Iterator[RecordBlock]:
-    """All blocks from a cursor in file number `first` on; of a record of more than `longest` bytes
-    only that is known. Raises ValueError if a file is damaged, or not what its name says; OSError
-    if it cannot be read."""
+    """Yield all blocks from a cursor in file number `first` on; a record of more than `longest`
+    bytes becomes a bad line. Raises ValueError if a file is damaged, or not what its name says;
+    OSError if it cannot be read."""
     for number, file in enumerate(inputs[first:], first):
         if file.is_divisible:
             end = file.start + file.bytes_to_read
@@ -130,7 +131,6 @@ def _unless_long(content: bytes, number: int, longest: int) -> bytes | BadLine:
 
 
 def too_long(number: int, longest: int) -> BadLine:
-    """A record of more than --max-line-bytes."""
     return BadLine(number, "longer than --max-line-bytes", f"more than {longest:,} bytes")
 
 
@@ -142,26 +142,25 @@ def _items(text: io.BufferedReader, name: str, longest: int) -> Iterator[Record]
 
 
 def _paragraphs(lines: Iterator[tuple[int, bytes]], longest: int) -> Iterator[Record]:
-    """What is between empty lines, or lines of white space, with the number of its first line."""
+    """Yield the text between empty lines, or lines of white space, with the number of its first
+    line."""
     first, size = 0, 0
-    found: list[bytes] = []
-    for number, line in lines:
+    paragraph: list[bytes] = []
+    for number, line in chain(lines, [(0, b"")]):
         if not line or line.isspace():
-            if found:
-                yield first, _unless_long(b"\n".join(found).rstrip(b"\r"), first, longest)
-            found, size = [], 0
+            if paragraph:
+                yield first, _unless_long(b"\n".join(paragraph).rstrip(b"\r"), first, longest)
+            paragraph, size = [], 0
             continue
-        if not found:
+        if not paragraph:
             first = number
         if size <= longest:  # enough of a longer one to tell that it is
-            found.append(line)
+            paragraph.append(line)
             size += len(line) + 1
-    if found:
-        yield first, _unless_long(b"\n".join(found).rstrip(b"\r"), first, longest)
 
 
 def _rows(file: BinaryIO, name: str, columns: Sequence[str], done: int) -> Iterator[Record]:
-    """The rows of a Parquet file; row groups with no row after number `done` are not read."""
+    """Yield the rows of a Parquet file; row groups with no row after number `done` are not read."""
     try:
         import pyarrow
         from pyarrow import parquet
@@ -192,8 +191,8 @@ def _rows(file: BinaryIO, name: str, columns: Sequence[str], done: int) -> Itera
 def _rows_of_group(  # type: ignore[no-untyped-def]
     table, shared, group: int, name: str, columns: Sequence[str]
 ) -> Iterator[list[str | None]]:
-    """``shared`` reads the same file, each text of a dictionary once. Raises ValueError if a few
-    bytes stand for too much."""
+    """Yield rows; ``shared`` reads the same file, each text of a dictionary once. Raises ValueError
+    if a few bytes stand for too much."""
     where = f"--input {name}, row group {group + 1}:"
     chunks = table.metadata.row_group(group)
     ours = [c for c in map(chunks.column, range(chunks.num_columns)) if c.path_in_schema in columns]
@@ -217,8 +216,8 @@ def _rows_of_group(  # type: ignore[no-untyped-def]
 
 
 def _longest_shared(shared, group: int, columns: Sequence[str]) -> int:  # type: ignore[no-untyped-def]
-    """Bytes of the longest text of the dictionaries of a row group: it is in the file once, and may
-    be that of every row."""
+    """Return the bytes of the longest text of the dictionaries of a row group: it is in the file
+    once, and may be that of every row."""
     from pyarrow import compute
 
     longest = 1
@@ -249,3 +248,126 @@ def _check_columns(schema, name: str, columns: Sequence[str]) -> None:  # type: 
             raise ValueError(
                 f"--input {name}: column {column!r} (--json-keys) contains {kind}, not strings"
             )
+
+
+_RANGE_BUFFER_BYTES = 1 << 17
+
+
+@dataclass(frozen=True)
+class EncodeConfig:
+    """Settings that decide which tokens a record becomes."""
+
+    text: TextSettings
+    keys: tuple[str, ...]
+    stop_at_bad_line: bool
+    max_line_bytes: int
+
+
+@dataclass(frozen=True)
+class EncodedTexts:
+    tokens: npt.NDArray[np.integer]  # all documents back to back
+    sequence_lengths: npt.NDArray[np.int32]
+    sequences_per_document: npt.NDArray[np.int32]
+    text_bytes: int  # UTF-8 bytes of the texts
+    empty: int  # texts without a token; they make no document
+
+
+@dataclass(frozen=True)
+class EncodedBlock:
+    texts: list[EncodedTexts]  # one for each key
+    bad_lines: list[BadLine]  # with their numbers in the file; of a range of bytes, in the range
+    lines: int  # of a range of bytes; else 0
+
+
+class BlockEncoder:
+    """Encoder of blocks; the same records give the same tokens in every process and block."""
+
+    def __init__(self, config: EncodeConfig) -> None:
+        """Raises what `build_tokenizer`, `TextEncoder.eod` and `build_splitter` raise."""
+        self.config = config
+        self._encode = TextEncoder(config.text)
+        self.dtype = self._encode.dtype
+        mark = mark_of(self._encode.tokenizer, config.text.tokenizer.tokenizer_type)
+        self.mark = None if mark is None else mark.json()
+        assert self._encode.eod is None or self._encode.eod.size == 1
+        assert self._encode.split is None or config.text.splitter
+
+    def __call__(self, block: RecordBlock) -> EncodedBlock:
+        """Raises OSError where a range cannot be read."""
+        numbers: list[int] = []
+        columns: list[list[str]] = [[] for _ in self.config.keys]
+        bad: list[BadLine] = []
+        lines = 0
+        for number, content in self._records(block):
+            lines = number
+            result = self._texts(number, content, block.file.form)
+            if isinstance(result, list):
+                numbers.append(number)
+                for column, text in zip(columns, result, strict=True):
+                    column.append(text)
+            elif result is not None:
+                bad.append(result)
+                if self.config.stop_at_bad_line:
+                    break
+        try:
+            texts = [self._encoded(column) for column in columns]
+        except ValueError:  # a text cannot be tokenized: find out which
+            refusals: dict[int, BadLine] = {}
+            for column in columns:
+                for place, error in refused(self._encode, column):
+                    line = BadLine(numbers[place], "a text that cannot be tokenized", str(error))
+                    refusals.setdefault(place, line)
+            bad = sorted([*bad, *refusals.values()], key=lambda line: line.number)
+            texts = [
+                self._encoded([t for place, t in enumerate(column) if place not in refusals])
+                for column in columns
+            ]
+        return EncodedBlock(texts, bad, lines if isinstance(block.records, FileRange) else 0)
+
+    def _records(self, block: RecordBlock) -> Iterator[Record]:
+        """Yield the records of the block; the lines of a range are numbered within it."""
+        if not isinstance(block.records, FileRange):
+            yield from block.records
+            return
+        span, longest = block.records, self.config.max_line_bytes
+        assert block.file.path is not None
+        with block.file.path.open("rb", _RANGE_BUFFER_BYTES) as file:
+            lines = read_lines(file, longest, span.start, span.stop)
+            for number, (_, line) in enumerate(lines, 1):
+                yield number, line if len(line) <= longest else too_long(number, longest)
+
+    def _texts(
+        self, number: int, content: bytes | list[str | None] | BadLine, form: Form
+    ) -> list[str] | BadLine | None:
+        if isinstance(content, BadLine):
+            return content
+        if isinstance(content, list):
+            texts = []
+            for key, text in zip(self.config.keys, content, strict=True):
+                if text is None:
+                    return BadLine(number, f'"{key}" is not a string', "found null")
+                if len(text) > self.config.max_line_bytes:
+                    return too_long(number, self.config.max_line_bytes)
+                texts.append(text)
+            return texts
+        if form in (Form.TEXT, Form.PARAGRAPHS):
+            try:
+                return [content.decode()]
+            except UnicodeDecodeError as error:
+                line = number + content.count(b"\n", 0, error.start)
+                return BadLine(line, "not UTF-8", str(error))
+        if not content or content.isspace():
+            return None
+        return texts_of_line(content, number, self.config.keys)
+
+    def _encoded(self, texts: Sequence[str]) -> EncodedTexts:
+        documents = [document for document in self._encode(texts) if document]
+        sequences = [sequence for document in documents for sequence in document]
+        flat = np.concatenate(sequences) if sequences else np.empty(0, np.int32)
+        return EncodedTexts(
+            tokens=flat.astype(self.dtype),
+            sequence_lengths=np.fromiter(map(len, sequences), "<i4", len(sequences)),
+            sequences_per_document=np.fromiter(map(len, documents), "<i4", len(documents)),
+            text_bytes=sum(len(t) if t.isascii() else len(t.encode()) for t in texts),
+            empty=len(texts) - len(documents),
+        )

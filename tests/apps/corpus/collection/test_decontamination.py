@@ -13,8 +13,8 @@ from megatron.apps.corpus.collection.decontamination import (
     filter_ngrams,
     ngrams_of_task,
     pieces,
+    task_texts,
 )
-from megatron.apps.corpus.collection.evaluation_sets import task_texts
 from megatron.apps.corpus.collection.line_job import LineJobConfig
 from megatron.config import ConfigError
 

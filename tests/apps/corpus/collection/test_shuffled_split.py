@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.apps.corpus.collection.shuffled_split import (
+from megatron.apps.corpus.collection.reshaping import (
     FILES,
     ShuffledSplitConfig,
     shuffled_split,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.apps.corpus.preprocessing.config import PreprocessConfig
+from megatron.apps.corpus.preprocessing.inputs import PreprocessConfig
 from megatron.apps.corpus.preprocessing.preprocess import preprocess
 from megatron.config import TokenizerConfig
 from megatron.features.tokenizers.train import train_byte_level_bpe

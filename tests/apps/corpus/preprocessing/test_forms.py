@@ -15,10 +15,10 @@ import pytest
 import zstandard
 from samples import sampled
 
-from megatron.apps.corpus.preprocessing.config import PreprocessConfig
 from megatron.apps.corpus.preprocessing.inputs import (
     Form,
     InputFile,
+    PreprocessConfig,
     find_inputs,
     partition,
 )

@@ -16,7 +16,7 @@ import pytest
 from samples import sampled
 from tool_modules import load_program
 
-from megatron.apps.corpus.preprocessing.config import PreprocessConfig
+from megatron.apps.corpus.preprocessing.inputs import PreprocessConfig
 from megatron.apps.corpus.preprocessing.preprocess import preprocess
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.data.indexed import IndexedDataset

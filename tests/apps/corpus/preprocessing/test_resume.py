@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from megatron.apps.corpus.preprocessing.config import PreprocessConfig
+from megatron.apps.corpus.preprocessing.inputs import PreprocessConfig
 from megatron.apps.corpus.preprocessing.job import lock_folder
 from megatron.apps.corpus.preprocessing.preprocess import preprocess
 from megatron.config import TokenizerConfig

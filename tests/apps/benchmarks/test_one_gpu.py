@@ -3,19 +3,12 @@
 import dataclasses
 from pathlib import Path
 
+import one_gpu
 import pytest
+from one_gpu import GPUS, MODELS, STATES, Fit, fitting, seconds_per_token
 
-from megatron.apps.planning import one_gpu
 from megatron.apps.planning.memory import peak_memory, state_bytes
-from megatron.apps.planning.one_gpu import (
-    GPUS,
-    STATES,
-    Fit,
-    fitting,
-    seconds_per_token,
-)
 from megatron.apps.planning.parameters import linear_parameters, model_parameters
-from megatron.apps.planning.shapes import SHAPES
 from megatron.apps.planning.step_time import Hardware
 from megatron.config.layouts import Layout
 from megatron.model.flops import TransformerShape
@@ -24,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_the_page_has_the_table():
-    """``python -m megatron.apps.planning.one_gpu`` prints it."""
+    """``python benchmarks/one_gpu.py`` prints it."""
     assert one_gpu.markdown() in (ROOT / "docs/guides/gpu.md").read_text()
 
 
@@ -40,7 +33,7 @@ def test_states_are_those_of_their_page():
         assert moved == states.moved
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", MODELS, ids=lambda shape: shape.name)
 def test_linear_layers_and_attention_are_all_model_flops(shape, monkeypatch):
     """With nothing but FLOPs, at rates that products and attention reach, the time is theirs."""
     model = shape.model()
@@ -56,7 +49,7 @@ def test_linear_layers_and_attention_are_all_model_flops(shape, monkeypatch):
     assert found == pytest.approx(expected / 312e12)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", MODELS, ids=lambda shape: shape.name)
 def test_names_are_the_number_of_parameters(shape):
     billions = float(shape.name.split("-")[-1][:-1])
     assert model_parameters(shape.model()) / 1e9 == pytest.approx(billions, rel=0.1)
@@ -64,7 +57,7 @@ def test_names_are_the_number_of_parameters(shape):
 
 
 def test_what_makes_it_faster():
-    small = SHAPES[0]
+    small = MODELS[0]
     whole, stored = (Fit(states, small.micro_tokens) for states in STATES[:2])
     times = [seconds_per_token(small, gpu, whole) for gpu in GPUS]
     assert times == sorted(times, reverse=True)
@@ -75,7 +68,7 @@ def test_what_makes_it_faster():
     assert seconds_per_token(small, h100, stored) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", MODELS, ids=lambda shape: shape.name)
 @pytest.mark.parametrize("fp8", [False, True])
 def test_what_fits_is_what_the_planner_says(shape, fp8):
     """It fits; and with twice the micro batch, if that is not more than the shape's, not."""
@@ -94,7 +87,7 @@ def test_what_fits_is_what_the_planner_says(shape, fp8):
 
 def test_7b_in_80_gb():
     """Qwen2.5-7B needs smaller micro batches than its own, and with kept fp8 weights more still."""
-    h100, qwen = GPUS[1], SHAPES[-1]
+    h100, qwen = GPUS[1], MODELS[-1]
     plain, eight = fitting(qwen, h100), fitting(qwen, h100, fp8=True)
     assert plain is not None and plain.micro_tokens < qwen.micro_tokens
     assert eight is None or eight.micro_tokens < plain.micro_tokens

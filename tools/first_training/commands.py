@@ -15,15 +15,15 @@ from pathlib import Path
 
 import torch
 
-from megatron.apps.quickstart.corpus import HeldOut
 from megatron.util.digests import sha256, sha256_of_file
 from megatron.util.files import write_whole
+from tools.first_training.corpus import HeldOut
 
 SPLIT, VOCAB_SIZE, SEQ_LENGTH, GLOBAL_BATCH_SIZE, EVALUATIONS = "97,3,0", 2048, 256, 8, 5
 DEEPSPEED_CONFIG = Path("deepspeed_configs/ds_zero1.json")
 PROMPT = "def read_file(path):\n"
+# word of a command that is replaced by a free port when the command starts
 FREE_PORT = "{free port}"
-"""Word of a command that is replaced by a port that is free when the command starts."""
 
 TOKENIZER = f"""python tools/train_tokenizer.py --input {{corpus}} --vocab-size {VOCAB_SIZE}
     --output {{tokenizer}}"""
@@ -74,7 +74,7 @@ class QuickstartFolder:
         self.metrics, self.picture = folder / "metrics.jsonl", folder / "loss.png"
 
     def fill(self, template: str, **values: object) -> tuple[str, ...]:
-        """The words of a command, with these files and values filled in."""
+        """Return the words of a command, with these files and values filled in."""
         return tuple(word.format(**vars(self), **values) for word in template.split())
 
 
@@ -96,7 +96,6 @@ class Command:
 
 
 def data_commands(at: QuickstartFolder) -> list[Command]:
-    """From text to a tokenizer and tokens."""
     files = tuple(at.prefix.with_name(at.prefix.name + end) for end in (".bin", ".idx"))
     return [
         Command("tokenizer", at.fill(TOKENIZER), makes=(at.tokenizer,)),
@@ -105,8 +104,8 @@ def data_commands(at: QuickstartFolder) -> list[Command]:
 
 
 def training_commands(at: QuickstartFolder, train_iters: int, reference: HeldOut) -> list[Command]:
-    """From tokens to generated text, with a stop and a resume in the middle of the training; each
-    evaluation reads the whole validation split."""
+    """Return the commands from tokens to generated text, with a stop and a resume in the middle of
+    the training; each evaluation reads the whole validation split."""
     # Two data-parallel processes, unless there is exactly one GPU, which two cannot share.
     processes = 1 if torch.cuda.device_count() == 1 else 2
     train = at.fill(
@@ -139,17 +138,17 @@ def training_commands(at: QuickstartFolder, train_iters: int, reference: HeldOut
 
 
 class CommandChain:
-    """Runs commands in order, and skips those whose results are up to date. A command's stamp
-    hashes its words, the files that it reads, and the stamp before, at first ``start``; after a
-    change only the commands from there on run again."""
+    """Commands in order; those whose results are up to date are skipped. A command's stamp hashes
+    its words, the files that it reads, and the stamp before, at first ``start``; after a change
+    only the commands from there on run again."""
 
     def __init__(self, stamps: Path, start: str) -> None:
         self._stamps, self._previous = stamps, start
         stamps.mkdir(parents=True, exist_ok=True)
 
     def run(self, command: Command) -> bool:
-        """Runs ``command`` unless it is up to date; returns whether it ran. A CommandFailed if it
-        fails or its results are missing."""
+        """Run ``command`` unless it is up to date; return True if it ran. Raises CommandFailed if
+        it fails or its results are missing."""
         read = [sha256_of_file(path) for path in command.reads]
         self._previous = digest = sha256(json.dumps([self._previous, command.words, read]))
         stamp = self._stamps / command.name
@@ -173,7 +172,7 @@ class CommandChain:
 
 
 def run_command(command: Command) -> None:
-    """Prints a command and runs it; a CommandFailed if it cannot start or fails."""
+    """Print a command and run it. Raises CommandFailed if it cannot start or fails."""
     words = [str(free_port()) if word == FREE_PORT else word for word in command.words]
     print(f"$ {shown(words)}", flush=True)
     if words[0] == "python":
@@ -191,12 +190,11 @@ def run_command(command: Command) -> None:
 
 
 def say(text: str) -> None:
-    """Prints a line of the quickstart itself."""
     print(f"\nquickstart: {text}", flush=True)
 
 
 def shown(words: Sequence[str], width: int = 96) -> str:
-    """A command that can be pasted; a long one continues on new lines before its flags."""
+    """Return a command that can be pasted; a long one continues on new lines before its flags."""
     groups: list[list[str]] = []
     for word in words[1:]:
         if groups and not word.startswith("-") and groups[-1][0].startswith("-"):
@@ -213,7 +211,7 @@ def shown(words: Sequence[str], width: int = 96) -> str:
 
 
 def free_port() -> int:
-    """A TCP port of this machine that is not in use."""
+    """Return a TCP port of this machine that is not in use."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -18,6 +18,7 @@ from megatron.data.sources import split_documents
 from megatron.util.digests import sha256
 from megatron.util.files import write_whole
 
+# Folders of the standard library without hand-written code.
 LEFT_OUT = frozenset(
     (
         # Installed packages, and tests with files that are broken on purpose.
@@ -26,13 +27,11 @@ LEFT_OUT = frozenset(
         *("encodings", "pydoc_data"),
     )
 )
-"""Folders of the standard library without hand-written code."""
 
 
 @dataclass(frozen=True)
 class SourceCorpus:
-    """A JSON-lines file with one document per line under the key ``text``: the number of lines,
-    bytes of the texts in UTF-8, and a digest of the content."""
+    """A JSON-lines file with one document per line under the key ``text``."""
 
     path: Path
     documents: int
@@ -41,12 +40,11 @@ class SourceCorpus:
 
 
 def standard_library() -> Path:
-    """The folder of the running Python's standard library."""
     return Path(sysconfig.get_path("stdlib"))
 
 
 def write_corpus(output: Path, root: Path | None = None) -> SourceCorpus:
-    """Writes every Python source file below ``root``, by default the standard library, as a
+    """Write every Python source file below ``root``, by default the standard library, as a
     document, ordered by hashed names, so that the validation split is the same on every machine.
     Raises FileNotFoundError if no source files were found."""
     root = root or standard_library()
@@ -67,14 +65,15 @@ def write_corpus(output: Path, root: Path | None = None) -> SourceCorpus:
 
 
 def source_files(root: Path) -> list[Path]:
-    """Python files below ``root`` outside of :data:`LEFT_OUT`, ordered by their hashed names."""
+    """Return Python files below ``root`` outside of :data:`LEFT_OUT`, ordered by their hashed
+    names."""
     names = [path.relative_to(root).as_posix() for path in root.rglob("*.py")]
     kept = [name for name in names if LEFT_OUT.isdisjoint(name.split("/"))]
     return [root / name for name in sorted(kept, key=sha256)]
 
 
 def read_source(path: Path) -> str | None:
-    """The text of a source file; None where it is not UTF-8 or only white space."""
+    """Return the text of a source file; None if it is not UTF-8 or only white space."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -92,14 +91,14 @@ class HeldOut:
     unigram_entropy: float
 
     def bits_per_byte(self, loss: float) -> float:
-        """Bits per byte of text of a model with ``loss`` nats per token; unlike the loss they can
-        be compared between vocabularies."""
+        """Return the bits per byte of text of a model with ``loss`` nats per token; unlike the loss
+        they can be compared between vocabularies."""
         return loss / math.log(2) * self.tokens / self.text_bytes
 
 
 def held_out(prefix: Path, corpus: Path, split: str, vocab_size: int) -> HeldOut:
-    """Measures the validation part (by ``--split``) of a corpus and its indexed file, which has one
-    sequence a document; a ValueError if they do not have the same documents."""
+    """Measure the validation part (by ``--split``) of a corpus and its indexed file, which has one
+    sequence a document. Raises ValueError if they do not have the same documents."""
     documents = IndexedDataset(prefix)
     with corpus.open("rb") as lines:
         text_bytes = [len(json.loads(line)["text"].encode()) for line in lines]
@@ -121,7 +120,7 @@ def held_out(prefix: Path, corpus: Path, split: str, vocab_size: int) -> HeldOut
 def token_counts(
     documents: Iterable[npt.NDArray[np.integer]], vocab_size: int
 ) -> npt.NDArray[np.int64]:
-    """How often each token occurs, int64[vocab_size]."""
+    """Count each token, int64[vocab_size]."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     for tokens in documents:
         counts += np.bincount(tokens, minlength=vocab_size)
@@ -129,7 +128,7 @@ def token_counts(
 
 
 def unigram_cross_entropy(train: npt.NDArray[np.int64], valid: npt.NDArray[np.int64]) -> float:
-    """Cross entropy in nats per token of the counts ``valid`` under the frequencies of ``train``,
-    where one is added to every count, so that no token has probability 0."""
+    """Return the cross entropy in nats per token of the counts ``valid`` under the frequencies of
+    ``train``, where one is added to every count, so that no token has probability 0."""
     log_probability = np.log((train + 1) / (train + 1).sum())
     return float(-(valid * log_probability).sum() / valid.sum())

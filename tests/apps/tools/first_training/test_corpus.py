@@ -6,7 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from megatron.apps.quickstart.corpus import (
+from megatron.data.indexed import IndexedDatasetWriter
+from tools.first_training.corpus import (
     HeldOut,
     held_out,
     source_files,
@@ -14,7 +15,6 @@ from megatron.apps.quickstart.corpus import (
     unigram_cross_entropy,
     write_corpus,
 )
-from megatron.data.indexed import IndexedDatasetWriter
 
 
 @pytest.fixture

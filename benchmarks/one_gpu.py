@@ -12,9 +12,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from gpu_suite.shapes import SHAPES, Shape
+
 from megatron.apps.planning.memory import peak_memory
 from megatron.apps.planning.parameters import linear_parameters, model_parameters
-from megatron.apps.planning.shapes import SHAPES, Shape
 from megatron.apps.planning.step_time import Hardware
 from megatron.config.layouts import Layout, StateDtypes
 from megatron.model.flops import TransformerShape
@@ -80,6 +81,10 @@ STATES = (
 )
 """The most exact first: 16, 10, 8.03 and 8 bytes of a parameter in weights, gradients and states.
 C has exact main weights and 8-bit moments, B bf16 weights alone and bf16 moments."""
+
+MODELS = tuple(
+    SHAPES[name] for name in ("1.3B", "3B", "7B", "Qwen2.5-1.5B", "Qwen2.5-3B", "Qwen2.5-7B")
+)
 
 ATTENTION = 0.45
 """Share of the bf16 peak that attention kernels reach, both passes together, causal."""
@@ -161,7 +166,7 @@ def rows() -> Iterator[list[str]]:
     columns = ["states", "micro batch", "tokens/s"]
     bf16, fp8 = ([f"{name}: {columns[0]}", *columns[1:]] for name in ("bf16", "fp8"))
     yield ["model", "GPU", *bf16, "MFU", *fp8, "TFLOP/s"]
-    for shape in SHAPES:
+    for shape in MODELS:
         flops = TransformerShape.of(shape.model()).flops_per_token(causal=True)
         for gpu in GPUS:
             plain, plain_rate = _cells(shape, gpu, fp8=False)

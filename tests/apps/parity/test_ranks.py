@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from megatron.apps.parity.launch import (
+from megatron.apps.parity.ranks import (
     RankError,
     Ranks,
     environment,

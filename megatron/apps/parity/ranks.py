@@ -1,4 +1,4 @@
-"""Runs a function on several new processes of this machine."""
+"""Ranks of a run on this machine: their environment, and processes that yield results."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ import torch.distributed as dist
 
 from megatron.util.processes import death
 
-GRACE_SECONDS = 3.0
-"""Time for the other ranks to end after one did, to find the one that failed first."""
+GRACE_SECONDS = 3.0  # for the other ranks to end after one did, to find the one that failed first
 LAST_LINES = 10
 _LOST_PEER = re.compile(r"gloo|Connection (closed|reset)|Broken pipe|DistNetworkError")
 
@@ -37,9 +36,9 @@ class RankError(RuntimeError):
 
 class Ranks:
     """Processes that run a generator function of a module and return the values that it yields.
-    They run on this machine's CPU with a launcher's environment variables; each is a new
-    interpreter, which imports the main module. Leaving the context ends them; so does the end of
-    the process that started them. Their output is kept for :class:`RankError`."""
+    Each is a new interpreter on this machine's CPU, which imports the main module; leaving the
+    context, or the end of the process that started them, ends them. Their output is kept for
+    :class:`RankError`."""
 
     def __init__(self, size: int, function: Callable[..., Iterable[Any]], *args: Any) -> None:
         self._logs = tempfile.TemporaryDirectory(prefix="ranks-")
@@ -47,8 +46,14 @@ class Ranks:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._workers: list[_Worker] = []
         try:
+            interfaces = {name for _, name in socket.if_nameindex()}
+            cpu = {
+                "GLOO_SOCKET_IFNAME": "lo" if "lo" in interfaces else "lo0",
+                "CUDA_VISIBLE_DEVICES": "",
+                "DS_ACCELERATOR": "cpu",
+            }
             for rank in range(size):
-                with environment(_launched(rank, size, self._store.port)):
+                with environment(rank_environment(rank, size, self._store.port) | cpu):
                     log = Path(self._logs.name) / f"{rank}.log"
                     self._workers.append(_start(rank, log, function, args))
         except BaseException:  # an interrupt too must leave no processes
@@ -56,18 +61,18 @@ class Ranks:
             raise
 
     def results(self) -> list[Any]:
-        """The next value that the function yields on each rank. Raises RankError if a process ended
-        instead."""
-        found: dict[int, Any] = {}
+        """Return the next value that the function yields on each rank. Raises RankError if a
+        process ended instead."""
+        values: dict[int, Any] = {}
         pending: dict[Any, _Worker] = {worker.pipe: worker for worker in self._workers}
         while pending:
             for pipe in wait(list(pending)):
                 worker = pending.pop(pipe)
                 try:
-                    found[worker.rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                    values[worker.rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
                 except (EOFError, ConnectionResetError):
                     raise RankError(self._who_died(worker)) from None
-        return [found[rank] for rank in range(len(self._workers))]
+        return [values[rank] for rank in range(len(self._workers))]
 
     def _who_died(self, first: _Worker) -> str:
         """Ranks die after losing a peer: such a rank is named only if there is no other."""
@@ -104,14 +109,14 @@ class _Worker:
         return [line for line in lines if line.strip()][-LAST_LINES:]
 
     def lost_peer(self) -> bool:
-        """Whether it seems to have died because another rank did."""
+        """Return True if it seems to have died because another rank did."""
         code = self.process.exitcode
         return (
             code is not None and code >= 0 and bool(_LOST_PEER.search("".join(self._last_lines())))
         )
 
     def end(self) -> str:
-        """How it ended, and its last lines."""
+        """Return how it ended, and its last lines."""
         lines = self._last_lines()
         return f"{death(self.process.exitcode)}; its last lines:\n" + "\n".join(
             f"    {line}" for line in lines or ["(none)"]
@@ -132,9 +137,9 @@ def _start(rank: int, log: Path, function: Callable[..., Any], args: Any) -> _Wo
 
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Holds Ctrl-C back until the end of the block. Processes started in it inherit the blocked
+    """Hold Ctrl-C back until the end of the block. Processes started in it inherit the blocked
     signal, so that it does not interrupt an interpreter that is still starting; this process, which
-    ends them, is not interrupted before they have all that they are started with."""
+    ends them, is interrupted when they have all that they are started with."""
     in_main = threading.current_thread() is threading.main_thread()
     held: list[int] = []
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -154,7 +159,7 @@ def interrupts_held() -> Iterator[None]:
 
 @contextlib.contextmanager
 def environment(values: dict[str, str]) -> Iterator[None]:
-    """Sets environment variables while the block runs; processes started in it keep them."""
+    """Set environment variables while the block runs; processes started in it keep them."""
     before = dict(os.environ)
     os.environ.update(values)
     try:
@@ -164,8 +169,9 @@ def environment(values: dict[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _launched(rank: int, size: int, port: int) -> dict[str, str]:
-    interfaces = {name for _, name in socket.if_nameindex()}
+def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
+    """Return the variables that torchrun sets for a rank on one machine, with a store at ``port``
+    of another process."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -175,9 +181,6 @@ def _launched(rank: int, size: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
-        "GLOO_SOCKET_IFNAME": "lo" if "lo" in interfaces else "lo0",
-        "CUDA_VISIBLE_DEVICES": "",
-        "DS_ACCELERATOR": "cpu",
     }
 
 
