@@ -30,8 +30,8 @@ import numpy.typing as npt  # noqa: E402
 import torch  # noqa: E402
 from machine import machine  # noqa: E402
 
+from megatron.apps.retro.config import EmbedderFlags  # noqa: E402
 from megatron.apps.retro.embedding import build_embedder  # noqa: E402
-from megatron.apps.retro.embedding.config import EmbedderFlags  # noqa: E402
 from megatron.config import ConfigError, parse_configs  # noqa: E402
 from megatron.config.flags import POSITIVE, option  # noqa: E402
 

@@ -23,18 +23,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np  # noqa: E402  # which reads the number of threads
 
 from megatron.apps.profiling.tables import aligned  # noqa: E402
-from megatron.apps.retro.index import build_index  # noqa: E402
-from megatron.apps.retro.index.config import IndexFlags  # noqa: E402
+from megatron.apps.retro.config import IndexFlags  # noqa: E402
+from megatron.apps.retro.index import build_index, existing_files  # noqa: E402
 from megatron.apps.retro.index.exact import ExactIndex  # noqa: E402
-from megatron.apps.retro.index.files import existing_files  # noqa: E402
-from megatron.apps.retro.index.recall import (
+from megatron.apps.retro.index.notation import index_parts  # noqa: E402
+from megatron.apps.retro.index.stages import (
     RECALL_AT,
     SEARCHED,
     nearest_others,
     recall_at,
     without_own,
 )  # noqa: E402
-from megatron.apps.retro.index.strings import index_parts  # noqa: E402
 from megatron.features.retro.project import RetroProject  # noqa: E402
 
 HEADER = ["index", "clusters searched", "recall at 2", "at 20", "bytes a chunk", "learn s",

@@ -104,8 +104,7 @@ def write_corpus(prefix: Path, chunks: int) -> None:
 
 def build_database(argv: Sequence[str]) -> int:
     """The stage db-build; the number of its chunks."""
-    from megatron.apps.retro.command import run_preprocessing
-    from megatron.apps.retro.configure import configured
+    from megatron.apps.retro.preprocessing import configured, run_preprocessing
 
     run_preprocessing(None, argv)
     return len(configured(settings_of(argv)).database)
@@ -136,10 +135,13 @@ class AnyChunks:
 def query(argv: Sequence[str], blocks: int) -> int:
     """Some blocks of the stage query-neighbors; the number of their chunks."""
     from megatron.apps.retro.blocks import blocks_of, run_blocks
-    from megatron.apps.retro.configure import configured
-    from megatron.apps.retro.gpt_samples import SampleChunks, gpt_samples
-    from megatron.apps.retro.query.neighbors import neighbors_of
-    from megatron.apps.retro.query.retriever import Retriever
+    from megatron.apps.retro.preprocessing import configured
+    from megatron.apps.retro.query import (
+        Retriever,
+        SampleChunks,
+        gpt_samples,
+        neighbors_of,
+    )
 
     work = configured(settings_of(argv))
     retriever = Retriever(work.project, work.embedder)
@@ -172,7 +174,7 @@ def measured(work: Callable[[], int], folder: Path) -> dict[str, float]:
 
 def _work(work: Callable[[], int], sender: Any) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
-    import megatron.apps.retro.query.neighbors  # noqa: F401
+    import megatron.apps.retro.query  # noqa: F401
 
     sender.send(own_memory(os.getpid()))
     begin = time.process_time()

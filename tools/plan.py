@@ -55,8 +55,8 @@ from megatron.apps.planning.search import (
 )
 from megatron.apps.planning.step_time import Hardware
 from megatron.apps.profiling.tables import aligned
-from megatron.apps.retro.index.config import IndexFlags
-from megatron.apps.retro.index.sizes import size_table
+from megatron.apps.retro.config import IndexFlags
+from megatron.apps.retro.index.notation import size_table
 from megatron.checkpoint.files import CheckpointError, read_json
 from megatron.checkpoint.source import open_checkpoint
 from megatron.config import (

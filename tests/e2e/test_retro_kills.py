@@ -24,7 +24,7 @@ FLAGS = (
 
 @pytest.fixture(scope="module")
 def warm():
-    stages = ("database", "index.training", "index.adding", "query", "embedding.hashing")
+    stages = ("database", "index.stages", "query")
     runs = WarmRuns(
         "tools.retro.preprocess_data", *(f"megatron.apps.retro.{stage}" for stage in stages)
     )

@@ -13,7 +13,7 @@ word: a gain on chunks that share little is no copying (Borgeaud et al. 2022, se
 takes a Retro or a GPT of any format, in any layout.
 """
 
-from megatron.apps.retro.evaluation.command import run_evaluation
+from megatron.apps.retro.evaluation import run_evaluation
 from megatron.run.process import ending_process, errors_for_users
 
 

@@ -9,25 +9,28 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megatron.config import ParallelConfig, Setting, Settings
+from megatron.engine.environment import distributed
 from megatron.features.retro.hdf5 import (
     array_shapes,
     read_array,
     write_arrays,
 )
 from megatron.features.retro.project import json_bytes
+from megatron.run.fingerprint import given_facts, program_facts
 from megatron.util.files import write_whole
 from megatron.util.processes import is_main_process
 from megatron.util.progress import progress_bar, say
 
 _SECONDS_BETWEEN_LINES = 15.0
-
+_WAITING_MINUTES = 14.0 * 24 * 60
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 logger = logging.getLogger(__name__)
@@ -35,14 +38,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FileBlock:
-    """The items ``start`` to ``stop`` - 1 of a stage, and the file of what it makes of them."""
+    """The items ``start`` to ``stop`` - 1 of a stage, and the file of what it makes of them.
+    ``advance`` is told how many items have just been done, for progress within a block."""
 
     start: int
     stop: int
     path: Path
     advance: Callable[[int], None] = field(default=lambda count: None, compare=False, repr=False)
-    """Told how many items have just been done, for progress within a block; those that it was not
-    told of count at the block's end."""
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -69,6 +71,23 @@ def begin_blocks(folder: Path, made_of: dict[str, Any]) -> None:
         write_whole(path, content)
 
 
+def connected(settings: Settings, processes: int) -> AbstractContextManager[object]:
+    """The processes of a run, which wait for the slowest one, for days if no flag says else. They
+    exchange nothing but that they have finished, so that gloo does on GPUs, too."""
+    if processes == 1:
+        return nullcontext()
+    minutes = settings.get("distributed_timeout_minutes", Setting(_WAITING_MINUTES, "default"))
+    local_rank = settings.get("local_rank", Setting(None, "default"))
+    return distributed(
+        ParallelConfig(
+            distributed_backend="gloo",
+            distributed_timeout_minutes=minutes.value,
+            local_rank=local_rank.value,
+        ),
+        lambda: {**given_facts(settings), **program_facts()},
+    )
+
+
 def barrier() -> None:
     """Waits for all processes of the run."""
     if world_size() > 1:
@@ -78,12 +97,10 @@ def barrier() -> None:
 
 
 def rank() -> int:
-    """The number of this process."""
     return int(os.environ.get("RANK", "0"))
 
 
 def world_size() -> int:
-    """The number of processes of the run."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -94,24 +111,16 @@ def run_blocks(
     unit: str = " chunks",
     validate: float | None = None,
 ) -> None:
-    """Writes the files of the blocks that have none: each process makes its share, and returns when
-    all have. With ``validate`` it makes that share of the files again instead, and compares.
-
-    Args:
-        make: the arrays of a block's file, by name.
-        what: the stage, for progress and messages.
-        unit: what a block has, for progress.
-
-    Raises:
-        ValueError: a file is not what ``make`` makes, or cannot be read.
-        OSError: a file cannot be written.
-    """
+    """Writes the files of the blocks that have none, with the arrays of ``make`` by name: each
+    process makes its share, and returns when all have. With ``validate`` it makes that share of the
+    files again instead, and compares. ``what`` is the stage and ``unit`` what a block has, for
+    messages. ValueError if a file differs or cannot be read, OSError if it cannot be written."""
     for folder in {block.path.parent for block in blocks}:
         folder.mkdir(parents=True, exist_ok=True)
     if validate is not None:
         _validate(blocks, make, what, unit, validate)
         return
-    barrier()  # nobody writes while all look
+    barrier()  # no process writes while others look
     missing = [block for block in blocks if not _finished(block)]
     barrier()
     finished = len(blocks) - len(missing)
@@ -127,8 +136,8 @@ def run_blocks(
 
 @contextmanager
 def naming_full_disks(path: Path, what: str) -> Iterator[None]:
-    """Says of a file of a stage, or of its project, that cannot be written what to do; an error
-    that names its file already stays. Raises OSError."""
+    """Says what to do about a file of a stage, or of its project, that cannot be written; an error
+    that says so already stays. Raises OSError."""
     try:
         yield
     except OSError as error:
@@ -177,15 +186,14 @@ def _validate(
 
 
 def check_equal(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Compares the arrays of a file with others, bit for bit. ValueError, which names file and
-    array, if they differ."""
+    """Compares the arrays of a file with others, bit for bit. ValueError if they differ."""
     names = array_shapes(path).keys()
     for name in sorted(names ^ arrays.keys()):
         raise differing(path, name)
     for name in sorted(names):
-        found, array = read_array(path, name), np.ascontiguousarray(arrays[name])
-        same = found.dtype == array.dtype and found.shape == array.shape
-        if not same or found.tobytes() != array.tobytes():
+        stored, array = read_array(path, name), np.ascontiguousarray(arrays[name])
+        same = stored.dtype == array.dtype and stored.shape == array.shape
+        if not same or stored.tobytes() != array.tobytes():
             raise differing(path, name)
 
 
@@ -199,34 +207,23 @@ def differing(path: Path, name: str) -> ValueError:
 
 def _progress(blocks: Sequence[FileBlock], what: str, unit: str) -> Iterator[FileBlock]:
     """The blocks, with rate and time left: a bar on a terminal, else a line now and then."""
-    total = sum(map(len, blocks))
+    total, done = sum(map(len, blocks)), 0
+    begin = said = time.monotonic()
     with progress_bar(what, total=total, unit=unit) as bar:
-        progress = _Progress(what, total, unit, bar.update)
+
+        def advance(count: int) -> None:
+            nonlocal done, said
+            done += count
+            bar.update(count)
+            now = time.monotonic()
+            if now - said < _SECONDS_BETWEEN_LINES or sys.stderr.isatty():
+                return
+            said, rate = now, done / (now - begin)
+            left = (total - done) / rate
+            if is_main_process():
+                say(f"{what}: {done:,} of {total:,}{unit}, {rate:,.0f}/s, {left / 60:.1f} min left")
+
         for block in blocks:
-            after = progress.done + len(block)
-            yield replace(block, advance=progress.advance)
-            progress.advance(after - progress.done)
-
-
-class _Progress:
-    """Counts the items that are done, and tells the bar and the log."""
-
-    def __init__(self, what: str, total: int, unit: str, bar: Callable[[int], object]) -> None:
-        self._what, self._total, self._unit, self._bar = what, total, unit, bar
-        self._begin = self._said = time.monotonic()
-        self.done = 0
-
-    def advance(self, count: int) -> None:
-        """So many more are done."""
-        self.done += count
-        self._bar(count)
-        now = time.monotonic()
-        if now - self._said < _SECONDS_BETWEEN_LINES or sys.stderr.isatty():
-            return
-        self._said, rate = now, self.done / (now - self._begin)
-        left = (self._total - self.done) / rate
-        if is_main_process():
-            say(
-                f"{self._what}: {self.done:,} of {self._total:,}{self._unit}, {rate:,.0f}/s, "
-                f"{left / 60:.1f} min left"
-            )
+            after = done + len(block)
+            yield replace(block, advance=advance)
+            advance(after - done)

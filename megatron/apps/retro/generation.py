@@ -22,21 +22,18 @@ from megatron.apps.generation.request import (
     StepInput,
     StepOutput,
 )
-from megatron.apps.retro.configure import existing
-from megatron.apps.retro.model_check import check_model
-from megatron.apps.retro.query.retriever import Retriever
+from megatron.apps.retro.preprocessing import existing
+from megatron.apps.retro.query import Retriever, check_model
 from megatron.config import Setting
 from megatron.data.samples import NeighborText
 from megatron.families import NeighborSpec, family_of
 from megatron.features.retro.chunks import ChunkDatabase
 from megatron.features.retro.samples import neighbor_texts
 
-REMEMBERED = 1 << 16
+_REMEMBERED = 1 << 16
 """Chunks whose neighbours are not searched for again."""
-
 Search = Callable[[npt.NDArray[np.int64], int], npt.NDArray[np.int64]]
-"""From chunks [N, M] and a number K to the K nearest of a database, [N, K], with -1 where there are
-fewer: :meth:`megatron.apps.retro.query.retriever.Retriever.neighbors`."""
+""":meth:`megatron.apps.retro.query.Retriever.neighbors`."""
 
 
 class ChunkNeighbors:
@@ -47,22 +44,22 @@ class ChunkNeighbors:
         self._known: OrderedDict[bytes, npt.NDArray[np.int64]] = OrderedDict()
 
     def numbers(self, chunks_NM: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Those of the nearest chunks of the database, [N, K], nearest first; -1 where there are
+        """Numbers of the neighbours in the database, [N, K], nearest first; -1 where there are
         fewer."""
         keys = [chunk_M.tobytes() for chunk_M in chunks_NM]
         new = {key: n for n, key in enumerate(keys) if key not in self._known}
         if new:
-            found_NK = self._search(chunks_NM[list(new.values())], self.spec.neighbors)
-            self._known.update(zip(new, found_NK, strict=True))
+            numbers_NK = self._search(chunks_NM[list(new.values())], self.spec.neighbors)
+            self._known.update(zip(new, numbers_NK, strict=True))
         for key in keys:
             self._known.move_to_end(key)
-        found = [self._known[key] for key in keys]
-        while len(self._known) > REMEMBERED:
+        rows = [self._known[key] for key in keys]
+        while len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)
-        return np.array(found, np.int64).reshape(-1, self.spec.neighbors)
+        return np.array(rows, np.int64).reshape(-1, self.spec.neighbors)
 
     def tokens(self, chunks_NM: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """What the model reads of them, [N, K, R]."""
+        """Tokens that the model reads of the neighbours, [N, K, R]."""
         retrieved = self.spec.neighbor_length // self.spec.chunk_length
         return self.database.tokens(self.numbers(chunks_NM), retrieved)
 
@@ -82,31 +79,29 @@ class RetrievingRunner:
     def __init__(self, runner: Runner, neighbors: ChunkNeighbors) -> None:
         assert runner.page_size == neighbors.spec.chunk_length
         self._runner, self._neighbors = runner, neighbors
-        self.page_size, self.pages, self.vocab_size = (
-            runner.page_size, runner.pages, runner.vocab_size
-        )  # fmt: skip
+        self.page_size, self.pages = runner.page_size, runner.pages
+        self.vocab_size = runner.vocab_size
         self.max_positions, self.max_prompt = runner.max_positions, runner.max_prompt
         self.start_token, self.long_after = runner.start_token, runner.long_after
         self.adapters = runner.adapters
         self._tokens_XM = np.zeros((runner.pages, runner.page_size), np.int64)
 
     def run(self, step: StepInput) -> StepOutput:
-        """See `Runner.run`."""
         for source, target in step.copies:
             self._tokens_XM[target] = self._tokens_XM[source]
         ended = [self._ended(part) for part in step.parts]
         pages = [page for each in ended for page in each]
         if not pages:
             return self._runner.run(step)
-        found = iter(self._neighbors.tokens(self._tokens_XM[pages]))
+        tokens_NKR = self._neighbors.tokens(self._tokens_XM[pages])
+        rows = iter(tokens_NKR.reshape(len(pages), -1).tolist())
         parts = tuple(
-            replace(part, neighbors=tuple(_flat(next(found)) for _ in each))
+            replace(part, neighbors=tuple(tuple(next(rows)) for _ in each))
             for part, each in zip(step.parts, ended, strict=True)
         )
         return self._runner.run(replace(step, parts=parts))
 
     def close(self) -> None:
-        """See `Runner.close`."""
         self._runner.close()
 
     def _ended(self, part: SequencePart) -> list[int]:
@@ -115,10 +110,6 @@ class RetrievingRunner:
         positions = np.arange(part.start, end)
         self._tokens_XM[np.array(part.pages)[positions // size], positions % size] = part.tokens
         return [part.pages[chunk] for chunk in ending(part, size)]
-
-
-def _flat(tokens_KR: npt.NDArray[np.int64]) -> tuple[int, ...]:
-    return tuple(tokens_KR.ravel().tolist())
 
 
 def neighbors_read(
@@ -135,9 +126,9 @@ def neighbors_read(
 def with_retrieval(
     opened: OpenedRunner, folder: str
 ) -> tuple[RetrievingRunner, Callable[[Sequence[int]], list[NeighborText]]]:
-    """A runner that fetches neighbours from the database of a project, for the main rank, and what
-    says which of them a model has read beside the tokens of a text. Raises ValueError or OSError if
-    the project is not the model's, or lacks a stage."""
+    """A runner that fetches neighbours from the database of a project, for the main rank, and a
+    function from the tokens of a text to the neighbours that the model has read. ValueError or
+    OSError if the project is not the model's, or lacks a stage."""
     work = existing({"retro_project_dir": Setting(folder, "flag --retro-project-dir")})
     config = opened.run.config
     check_model(config.model, opened.tokenizer, work.project)

@@ -1,4 +1,4 @@
-"""What a project contains, for people: its database, samples and neighbours."""
+"""The content of a project for people: its database, samples and neighbours."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron.apps.retro.gpt_run import project_run
-from megatron.apps.retro.gpt_samples import GPTSamples, gpt_samples
+from megatron.apps.retro.preprocessing import project_run
+from megatron.apps.retro.query import GPTSamples, gpt_samples
 from megatron.config import ConfigError, FlagParser
 from megatron.config.flags import NOT_NEGATIVE, POSITIVE, ConfigResolver, build, option
 from megatron.data.sources import PARTS
-from megatron.features.retro.batch import RetroSample
 from megatron.features.retro.chunks import (
     DATASET,
     DOCUMENT,
@@ -27,11 +26,15 @@ from megatron.features.retro.chunks import (
 )
 from megatron.features.retro.flags import RetrievalConfig
 from megatron.features.retro.project import RetroProject
-from megatron.features.retro.samples import RetroSamples, neighbor_texts
+from megatron.features.retro.samples import (
+    RetroSample,
+    RetroSamples,
+    neighbor_texts,
+)
 from megatron.run.run import Run
 from megatron.tokenizer import Tokenizer
 
-RETRIEVED = RetrievalConfig.retro_num_retrieved_chunks
+_RETRIEVED = RetrievalConfig.retro_num_retrieved_chunks
 """Chunks of text of a neighbour that are shown: those that a model reads by default."""
 
 
@@ -47,14 +50,12 @@ class RetroInspector:
 
     @property
     def project(self) -> RetroProject:
-        """The project."""
         if "_project" not in self.__dict__:
             raise ConfigError("no project: call retro.init(FOLDER) first")
         return self._project
 
     @cached_property
     def database(self) -> ChunkDatabase:
-        """The chunks of the database."""
         return self.project.database(self.tokenizer.eod)
 
     @cached_property
@@ -63,7 +64,6 @@ class RetroInspector:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The GPT's."""
         return self._run.tokenizer
 
     @cached_property
@@ -71,15 +71,12 @@ class RetroInspector:
         return gpt_samples(self._run)
 
     def get_db_num_indexed_datasets(self) -> int:
-        """Number of datasets that the database is made of."""
         return len(self.database.sources)
 
     def get_db_indexed_dataset_infos(self) -> list[dict[str, Any]]:
-        """What the database says of each dataset."""
         return self.project.dataset_infos()
 
     def get_db_num_chunks(self) -> int:
-        """Number of chunks in the database."""
         return len(self.database)
 
     def get_db_chunk_gpt(self, chunk: int) -> npt.NDArray[np.int64]:
@@ -87,12 +84,11 @@ class RetroInspector:
         return self.database.tokens(self._known(chunk))
 
     def get_db_chunk_text(self, chunk: int) -> str:
-        """The text of a chunk."""
         return self.tokenizer.detokenize(self.get_db_chunk_gpt(chunk).tolist())
 
     def get_db_chunk_and_continuation_text(self, chunk: int) -> str:
         """The text of a chunk and of what follows it in its document."""
-        tokens = self.database.tokens(self._known(chunk), RETRIEVED)
+        tokens = self.database.tokens(self._known(chunk), _RETRIEVED)
         return self.tokenizer.detokenize(tokens.tolist())
 
     def get_db_chunk_place(self, chunk: int) -> tuple[str, int, int, int]:
@@ -105,15 +101,12 @@ class RetroInspector:
         return len(self.get_pt_dataset(part))
 
     def get_pt_num_chunks(self, part: str) -> int:
-        """Number of their chunks."""
         return self.get_pt_num_samples(part) * self._chunks_per_sample
 
     def get_pt_num_samples_and_chunks(self, part: str) -> tuple[int, int]:
-        """Both."""
         return self.get_pt_num_samples(part), self.get_pt_num_chunks(part)
 
     def get_pt_dataset(self, part: str) -> RetroSamples:
-        """The samples of a part with all neighbours that are kept of their chunks."""
         if part not in self._parts:
             raise ConfigError(
                 f"{part} has no samples; those of {self.project.folder} are of "
@@ -121,7 +114,7 @@ class RetroInspector:
             )
         table, text = self.project.neighbors(part), self._parts[part].samples
         count = min(len(table), len(text))
-        return RetroSamples(text, count, table, self.database, table.kept, RETRIEVED, True)
+        return RetroSamples(text, count, table, self.database, table.kept, _RETRIEVED, True)
 
     def get_pt_sample(self, part: str, sample: int) -> RetroSample:
         """A sample: its tokens [S + 1], and the tokens of its neighbours [L, kept, 2 m]."""
@@ -144,11 +137,11 @@ class RetroInspector:
         """The lines that :meth:`print_neighbor_texts` prints; of ``most`` neighbours."""
         samples, length = self.get_pt_dataset(part), self.project.chunk_length
         chunks_1K = samples.chunks(sample)[self._within(chunk)][None, :most]
-        own = samples.text[sample][chunk * length : (chunk + 1) * length].tolist()
+        text = samples.text[sample][chunk * length : (chunk + 1) * length].tolist()
         yield f"{part} sample {sample}, chunk {chunk}:"
-        yield from (f"    | {line}" for line in self.tokenizer.detokenize(own).splitlines())
+        yield from (f"    | {line}" for line in self.tokenizer.detokenize(text).splitlines())
         detokenize = self.tokenizer.detokenize
-        for each in neighbor_texts(self.database, chunks_1K, RETRIEVED, detokenize):
+        for each in neighbor_texts(self.database, chunks_1K, _RETRIEVED, detokenize):
             source, document, start, stop = each.piece
             rank = each.name.partition(", ")[2]
             yield f"  {rank}: {source}: document {document}, tokens {start} to {stop - 1}"
@@ -199,8 +192,8 @@ class InspectRetroConfig:
 
 
 def run_inspection(description: str | None, argv: Sequence[str] | None = None) -> None:
-    """Parses the command line and prints. Raises ValueError or OSError, naming the flag or stage,
-    if there is nothing to print."""
+    """Parses the command line and prints. ValueError or OSError, naming flag or stage, if there is
+    nothing to print."""
     settings = FlagParser(InspectRetroConfig, description=description).settings(argv)
     ConfigResolver((InspectRetroConfig,), settings)
     config, inspector = build(InspectRetroConfig, settings), RetroInspector()

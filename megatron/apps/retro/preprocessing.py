@@ -1,27 +1,134 @@
-"""What the stages of a project work with."""
+"""The command line of ``tools/retro/preprocess_data.py``, and what its stages work with: a project,
+whose first stage writes its configuration and whose others are compared with it, and the run of a
+GPT whose samples get neighbours."""
 
 from __future__ import annotations
 
+import dataclasses
+import errno
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
 
-from megatron.apps.retro.config import RetroPreprocessConfig
-from megatron.apps.retro.embedding import Embedder, build_embedder
-from megatron.apps.retro.gpt_run import project_run, settings_beside_gpt
-from megatron.config import ConfigError, Settings
+from megatron.apps.retro.blocks import (
+    barrier,
+    connected,
+    naming_full_disks,
+)
+from megatron.apps.retro.config import (
+    MODEL_FILES,
+    TASK_SPELLINGS,
+    RetroPreprocessConfig,
+)
+from megatron.apps.retro.embedding import (
+    Embedder,
+    build_embedder,
+    completed_flags,
+)
+from megatron.config import ConfigError, DataConfig, Setting, Settings, TokenizerConfig
+from megatron.config.data import SOURCE_FIELDS
+from megatron.config.features import kind_classes
+from megatron.config.flags import ConfigResolver, build, names_of, nearest
+from megatron.data.indexed.dataset import idx_path
+from megatron.data.sources import PARTS
 from megatron.features.retro.chunks import ChunkDatabase
-from megatron.features.retro.project import RetroProject
-from megatron.run.run import Run
+from megatron.features.retro.hdf5 import needed_h5py
+from megatron.features.retro.project import (
+    CONFIG_FILE,
+    FILES,
+    GPT,
+    PATHS,
+    TOKENIZER_FIELDS,
+    RetroProject,
+    project_of,
+    sample_fields,
+    write_json,
+)
+from megatron.run.launch import start_processes
+from megatron.run.run import (
+    Run,
+    RunToolParser,
+    run_of,
+)
 from megatron.tokenizer import Tokenizer
+from megatron.training.plan import TrainingPlan
+from megatron.training.report import show_log
+from megatron.util.files import remove_partial
+from megatron.util.locks import Lock, LockTakenError
+from megatron.util.processes import is_main_process
 
-EMBEDDER = "retro_embedder"
+STAGES = {
+    "db-build": "megatron.apps.retro.database:build_database",
+    "index-train": "megatron.apps.retro.index.stages:train_index",
+    "index-add": "megatron.apps.retro.index.stages:add_to_index",
+    "query-neighbors": "megatron.apps.retro.query:query_neighbors",
+}
+"""The stages in their order: functions of :class:`Preprocessing`, imported when they run."""
+GROUPS = {"build": tuple(STAGES), "index-build": ("index-train", "index-add")}
+_LOCK = ".lock"
+"""The file that the run has locked that writes to a project."""
+_EMBEDDER = "retro_embedder"
 """Name in ``config.json`` of what the vectors depend on."""
+_ORIGIN = "tools/retro/preprocess_data.py"
+_SMALLEST = {
+    "num_layers": 1,
+    "hidden_size": 8,
+    "num_attention_heads": 1,
+    "micro_batch_size": 1,
+    "lr": 1.0,
+    "torch_compile": "off",
+}
+"""A model that is never built: only its data are read."""
+_NEEDED = {
+    "seq_length": "tokens of a sample",
+    "global_batch_size": "samples of a step of training",
+    "train_samples": "training samples, which get neighbours",
+}
+_LISTS = frozenset(
+    name for name in (*SOURCE_FIELDS, "corpora_file") if name.endswith(("_args_path", "_file"))
+) | {f"{part}_weighted_split_paths_path" for part in PARTS}
+"""Settings that name a file with the names of data."""
+_CACHES = ("data_cache_path", "object_storage_cache_path")
+"""Flags that no sample depends on."""
+
+
+def run_preprocessing(description: str | None, argv: Sequence[str] | None = None) -> None:
+    """Runs the tasks of a command line. ValueError or OSError, naming flag or file, if one cannot
+    be used."""
+    show_log()
+    settings = RunToolParser(RetroPreprocessConfig, description).settings(argv)
+    ConfigResolver((RetroPreprocessConfig,), settings)
+    stages = stages_of(build(RetroPreprocessConfig, settings).retro_tasks)
+    needed_h5py()  # not after hours of work
+    processes = start_processes(settings, argv)
+    with connected(settings, processes), ExitStack() as locks:
+        work = configured(settings, locks)
+        for stage in stages:
+            with naming_full_disks(work.project.folder, stage):
+                resolve_name(STAGES[stage])(work)
+
+
+def stages_of(tasks: str) -> list[str]:
+    """The stages of ``--retro-tasks``, in the order given. ConfigError if one is unknown."""
+    stages: list[str] = []
+    for task in tasks.split(","):
+        name = TASK_SPELLINGS.get(task.strip(), task.strip())
+        if name not in STAGES and name not in GROUPS:
+            known = (*GROUPS, *STAGES)
+            hint = nearest(name, known, "; the nearest is {}")
+            raise ConfigError(f"--retro-tasks {task}: the tasks are {', '.join(known)}{hint}")
+        stages += GROUPS.get(name, (name,))
+    return stages
 
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """A project, the flags of its tool, completed by its ``config.json``, and those of training
-    beside them."""
+    """A project, the flags of its tool, completed by its ``config.json``, and those of training."""
 
     project: RetroProject
     config: RetroPreprocessConfig
@@ -44,13 +151,12 @@ class Preprocessing:
 
     @cached_property
     def embedder(self) -> Embedder:
-        """The embedder of the flags. ConfigError if it is not the one that the project began
-        with."""
-        found = build_embedder(self.config, settings_beside_gpt(self.config, self.settings))
-        identity = dict(found.identity)
-        before = self.project.settings.get(EMBEDDER)
+        """The embedder of the flags. ConfigError if the project began with another."""
+        embedder = build_embedder(self.config, _settings_of_bert(self.config, self.settings))
+        identity = dict(embedder.identity)
+        before = self.project.settings.get(_EMBEDDER)
         if before is None:
-            self.project.record({EMBEDDER: identity})
+            self.project.record({_EMBEDDER: identity})
         elif before != identity:
             keys = [key for key in identity | before if identity.get(key) != before.get(key)]
             told = ", ".join(f"{key} {identity.get(key)} is not {before.get(key)}" for key in keys)
@@ -58,4 +164,211 @@ class Preprocessing:
                 f"the embedder is not the one of {self.project.config_file}: {told}; name that one "
                 "(--bert-embedder-type, --bert-load), or make another --retro-project-dir"
             )
-        return found
+        return embedder
+
+
+def configured(settings: Settings, locks: ExitStack | None = None) -> Preprocessing:
+    """A project with the flags of its tool, of settings by field name. The first stage writes its
+    ``config.json``; those that follow take from it what the flags leave out. Until ``locks`` are
+    closed, no other run may write to the project. ConfigError if one does, or the flags contradict
+    the configuration."""
+    if "retro_project_dir" not in settings:
+        raise ConfigError("missing --retro-project-dir: the folder of the project")
+    folder = Path(settings["retro_project_dir"].value)
+    exists = RetroProject.exists(folder)
+    barrier()  # no process writes while others look
+    if exists:
+        if is_main_process():
+            _begin_writing(folder, locks)
+        return existing(settings)
+    config, others = build(RetroPreprocessConfig, settings), _others(settings)
+    config = completed_flags(config, _settings_of_bert(config, others))
+    content = _content(config, gpt_run(gpt_settings(config, others)))
+    if is_main_process():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(
+                f"--retro-project-dir {folder} cannot be made: {error.strerror}; name another "
+                "folder, or allow writing there"
+            ) from error
+        _begin_writing(folder, locks)
+        if not RetroProject.exists(folder):  # another run may have made it meanwhile
+            write_json(folder / CONFIG_FILE, content)
+    barrier()
+    return existing(settings, compared=False)
+
+
+def existing(settings: Settings, compared: bool = True) -> Preprocessing:
+    """:func:`configured` for a project that has its ``config.json``, on any process. Without
+    ``compared`` the data that flags name are not looked at."""
+    project = project_of(settings, settings["retro_project_dir"].value)
+    config = build(RetroPreprocessConfig, _completed(settings, project))
+    others = _others(settings)
+    if compared:
+        _compare(config, others, project)
+    return Preprocessing(project, config, others)
+
+
+def _others(settings: Settings) -> Settings:
+    """The flags of training."""
+    names = {field.name for field in dataclasses.fields(RetroPreprocessConfig)}
+    return {name: setting for name, setting in settings.items() if name not in names}
+
+
+def _begin_writing(folder: Path, locks: ExitStack | None) -> None:
+    """Locks a project until ``locks`` are closed, and deletes what killed runs left. ConfigError if
+    another run is writing to it."""
+    try:
+        lock = Lock(folder / _LOCK)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EROFS):
+            return  # to validate, or to see that nothing is missing
+        raise
+    except LockTakenError:
+        raise ConfigError(
+            f"--retro-project-dir {folder}: another run is writing to it ({folder / _LOCK}); wait "
+            "until it ends, or start all processes as one run, with torchrun"
+        ) from None
+    remove_partial(folder)
+    if locks is None:
+        lock.release()
+    else:
+        locks.enter_context(lock)
+
+
+def _completed(settings: Settings, project: RetroProject) -> Settings:
+    """The settings, with the project's for those that files depend on and no flag sets.
+    ConfigError if a flag sets another value."""
+    completed = dict(settings)
+    for name in names_of("results", RetroPreprocessConfig):
+        if name not in project.settings:
+            continue
+        value = project.settings[name]
+        value = tuple(value) if isinstance(value, list) else value
+        given = completed.setdefault(name, Setting(value, f"{project.config_file}: {name}"))
+        if given.value != value and name not in MODEL_FILES:
+            raise _contradiction(given, name, value, project)
+    return completed
+
+
+def _compare(config: RetroPreprocessConfig, others: Settings, project: RetroProject) -> None:
+    """ConfigError if a flag sets another value of the GPT's data than the project has."""
+    known = project.data_settings()
+    defaults = {
+        field.name: field.default
+        for cls in (DataConfig, TokenizerConfig, *kind_classes().values())
+        for field in dataclasses.fields(cls)
+    }
+    for name, given in gpt_settings(config, others).items():
+        value = known[name].value if name in known else defaults.get(name, given.value)
+        if given.value != value:
+            raise _contradiction(given, GPT + name, value, project)
+
+
+def _contradiction(given: Setting, name: str, value: Any, project: RetroProject) -> ConfigError:
+    return ConfigError(
+        f"{given.origin.removeprefix('flag ')} {_text(given.value)}: {name} of "
+        f"{project.config_file} is {_text(value)}, which the project's files were made with; leave "
+        "the flag out, or make another --retro-project-dir"
+    )
+
+
+def _text(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+
+
+def _content(config: RetroPreprocessConfig, run: Run) -> dict[str, Any]:
+    """The content of ``config.json`` at first."""
+    training, data = run.config.training, run.config.data
+    length, chunk = run.config.model.seq_length, config.retro_gpt_chunk_length
+    if length % chunk:
+        raise ConfigError(
+            f"--seq-length {length} is no multiple of --retro-gpt-chunk-length {chunk}: a Retro "
+            "reads the neighbours of whole chunks; change one of them"
+        )
+    counts = TrainingPlan(run.config).sample_counts
+    known = sample_fields() | TOKENIZER_FIELDS
+    parts: tuple[Any, ...] = (data, *run.config.kinds, run.config.tokenizer)
+    return {
+        **{name: getattr(config, name) for name in names_of("results", RetroPreprocessConfig)},
+        "retro_gpt_seq_length": length,
+        "retro_gpt_seed": training.seed,
+        "retro_gpt_global_batch_size": training.global_batch_size,
+        "retro_gpt_eval_interval": training.eval_interval,
+        "retro_gpt_eval_iters": training.eval_iters,
+        "retro_gpt_train_samples": training.train_samples,
+        "retro_gpt_valid_samples": counts[1],
+        "retro_gpt_test_samples": counts[2],
+        **{
+            GPT + field.name: getattr(part, field.name)
+            for part in parts
+            for field in dataclasses.fields(part)
+            if field.name in known and getattr(part, field.name) != field.default
+        },
+        "retro_gpt_split": data.split,
+        "retro_neighbor_dirs": {},
+    }
+
+
+def gpt_settings(config: RetroPreprocessConfig, settings: Settings) -> Settings:
+    """The settings of the GPT's data: those of ``--retro-gpt-...``, and for the others those of the
+    flags of training. Tokenizer flags of training are another tokenizer's where one of the GPT's is
+    given. ConfigError if one that is needed is missing."""
+    used: Settings = {}
+    for field in dataclasses.fields(config):
+        value, name = getattr(config, field.name), field.name.removeprefix(GPT)
+        if field.name.startswith(GPT) and value not in (None, ()) and name != "chunk_length":
+            used[name] = Setting(value, f"flag --{field.name.replace('_', '-')}")
+    shared = sample_fields() | ({"train_iters"} if "train_samples" not in used else set())
+    if not used.keys() & TOKENIZER_FIELDS:
+        shared |= TOKENIZER_FIELDS
+    used = {name: settings[name] for name in shared & settings.keys()} | used
+    for name in used.keys() & PATHS:
+        words = tuple(_absolute(str(word)) for word in used[name].value)
+        used[name] = Setting(words, used[name].origin)
+    for name in used.keys() & {*FILES, *_LISTS}:
+        path = str(used[name].value)
+        known = os.path.abspath(path) if os.path.exists(path) else path
+        used[name] = Setting(known, used[name].origin)
+    iters, batch = used.pop("train_iters", None), used.get("global_batch_size")
+    if iters is not None and batch is not None:
+        used.setdefault("train_samples", Setting(iters.value * batch.value, iters.origin))
+    return used
+
+
+def _settings_of_bert(config: RetroPreprocessConfig, settings: Settings) -> Settings:
+    """The settings of training that say nothing of the GPT's data, and so may be another
+    model's."""
+    used = gpt_settings(config, settings)
+    return {
+        name: setting
+        for name, setting in settings.items()
+        if name not in used or used[name].origin != setting.origin
+    }
+
+
+def _absolute(word: str) -> str:
+    """A word of ``--data-path``; that of local files as it is understood in every folder."""
+    path, at, bounds = word.partition("@")
+    return f"{os.path.abspath(path)}{at}{bounds}" if idx_path(path).is_file() else word
+
+
+def gpt_run(settings: Settings) -> Run:
+    """The run whose samples get neighbours, of settings by the field names of training. ConfigError
+    if one that is needed is missing or contradicts others."""
+    for name, what in _NEEDED.items():
+        if name not in settings:
+            flag = "--" + (GPT + name).replace("_", "-")
+            raise ConfigError(f"missing {flag}: the {what}")
+    fixed = {name: Setting(value, _ORIGIN) for name, value in _SMALLEST.items()}
+    fixed["max_position_embeddings"] = settings["seq_length"]
+    return run_of(settings | fixed, 1)
+
+
+def project_run(project: RetroProject, settings: Settings | None = None) -> Run:
+    """The run whose samples get neighbours, from a project's configuration; of the flags of
+    training in ``settings`` the folders of caches."""
+    caches = {name: settings[name] for name in _CACHES if settings and name in settings}
+    known = project.data_settings()
+    return gpt_run({name: known[name] for name in known if not name.startswith("retro_")} | caches)

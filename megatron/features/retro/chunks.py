@@ -1,21 +1,33 @@
-"""The chunks of a retrieval database, and their tokens.
+"""The chunks of a retrieval database with their tokens, and the numbers of those that are
+neighbours of the chunks of samples.
 
-Shape suffixes: N chunks, R tokens of a chunk with its continuation.
+Shape suffixes: N chunks, R tokens of a chunk with its continuation, L chunks of a sample.
 """
 
 from __future__ import annotations
 
+import bisect
+import re
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.samples import Documents
-from megatron.features.retro.hdf5 import MappedArray
+from megatron.data.samples import Documents, checked_index
+from megatron.features.retro.hdf5 import MappedArray, read_array
 
 DATASET, DOCUMENT, START, STOP, BERT_LENGTH = range(5)
 """The columns of a table of chunks."""
+NEIGHBORS = "neighbors"
+"""The array of a file of neighbours."""
+_STAGE = "query-pretraining-neighbors"
+_NAME = re.compile(r"(\d+)-(\d+)\.hdf5")
+_FILES_READ = 4
+"""Files that cannot be mapped and are kept in memory."""
 
 
 class ChunkDatabase:
@@ -92,8 +104,109 @@ class ChunkDatabase:
         """(dataset, document) of chunks, int64 [...]: int64 [..., 2], both -1 for chunk -1. The
         dataset is that of ``numbers``."""
         chunks = np.asarray(chunks, np.int64)
-        found = np.full((*chunks.shape, 2), -1, np.int64)
+        documents = np.full((*chunks.shape, 2), -1, np.int64)
         known = chunks >= 0
-        found[known] = self.table.take(chunks[known], axis=0)[:, :START]  # whole rows are faster
-        found[known, 0] = self._number[found[known, 0]]
-        return found
+        rows = self.table.take(chunks[known], axis=0)  # whole rows are faster
+        documents[known] = rows[:, :START]
+        documents[known, 0] = self._number[documents[known, 0]]
+        return documents
+
+
+class NeighborTable:
+    """The neighbours of every chunk of every sample of a part, from the files of a project.
+
+    Upstream's layout: ``query/PART_HASH/START-END.hdf5``, each with a dataset ``neighbors``, int64
+    [END - START, kept]: the numbers of database chunks, nearest first, -1 where there are fewer.
+    Row r belongs to chunk r % L of sample r // L, so that a sample's rows may begin in one file and
+    end in the next. ValueError if files are missing, or are not those of samples of
+    ``chunks_per_sample`` chunks (L).
+    """
+
+    def __init__(self, folder: str | Path, chunks_per_sample: int) -> None:
+        self.folder = Path(folder)
+        self.chunks_per_sample = chunks_per_sample
+        self._starts, self._files = _files_of(self.folder)
+        self._arrays: dict[int, np.ndarray] = {}
+        rows = self._starts[-1]
+        if chunks_per_sample < 1 or rows % chunks_per_sample:
+            raise ValueError(
+                f"{self.folder} has the neighbours of {rows} chunks, which are no whole samples of "
+                f"{chunks_per_sample} chunks: it was made for another --retro-gpt-seq-length or "
+                f"--retro-gpt-chunk-length; delete it and run the stage {_STAGE} again"
+            )
+
+    def __len__(self) -> int:
+        return self._starts[-1] // self.chunks_per_sample
+
+    @cached_property
+    def kept(self) -> int:
+        """Neighbours of a chunk in the files."""
+        return int(self._file(0).shape[1])
+
+    def rows(self, sample: int) -> npt.NDArray[np.int64]:
+        """The neighbours of a sample, [L, kept]. IndexError for a sample that does not exist,
+        ValueError if a file is damaged."""
+        first = checked_index(sample, len(self)) * self.chunks_per_sample
+        return self.chunk_rows(first, first + self.chunks_per_sample)
+
+    def chunk_rows(self, first: int, stop: int) -> npt.NDArray[np.int64]:
+        """:meth:`rows` of the chunks ``first`` up to ``stop``, counted over all samples."""
+        rows = np.empty((stop - first, self.kept), np.int64)
+        row = first
+        while row < stop:
+            number = bisect.bisect_right(self._starts, row) - 1
+            start, end = self._starts[number], min(self._starts[number + 1], stop)
+            rows[row - first : end - first] = self._file(number)[row - start : end - start]
+            row = end
+        return rows
+
+    def _file(self, number: int) -> np.ndarray:
+        if number not in self._arrays:
+            self._arrays[number] = self._checked(number)
+            read = [n for n, array in self._arrays.items() if array.flags.owndata]
+            for n in read[:-_FILES_READ]:
+                del self._arrays[n]
+        return self._arrays[number]
+
+    def _checked(self, number: int) -> np.ndarray:
+        """The array of a file. ValueError if it is not what its name and the first file say."""
+        path = self._files[number]
+        array = read_array(path, NEIGHBORS)
+        rows = self._starts[number + 1] - self._starts[number]
+        columns = array.shape[1] if array.ndim == 2 else 0
+        kept = self.kept if number else columns
+        if array.dtype != np.int64 or array.shape != (rows, kept):
+            raise ValueError(
+                f"{path}: {NEIGHBORS} is {array.dtype} {list(array.shape)}, not int64 "
+                f"{[rows, kept]}; delete the file and run the stage {_STAGE} again"
+            )
+        return array
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the files' content: a worker process opens those that it reads."""
+        return self.__dict__ | {"_arrays": {}}
+
+
+def _files_of(folder: Path) -> tuple[list[int], Sequence[Path]]:
+    """The first rows of a folder's files, followed by the number of rows, and the files. Raises
+    ValueError if there are no files, or rows are missing or in several of them."""
+    try:
+        names = [path.name for path in folder.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        names = []
+    ranges = sorted(
+        (int(match[1]), int(match[2]), match[0]) for match in map(_NAME.fullmatch, names) if match
+    )
+    if not ranges:
+        raise ValueError(
+            f"{folder} has no neighbours: run tools/retro/preprocess_data.py --retro-tasks {_STAGE}"
+        )
+    for (_, stop, name), (start, _, following) in pairwise([(0, 0, "row 0"), *ranges]):
+        if start != stop:
+            what = "missing" if start > stop else "in several files"
+            raise ValueError(
+                f"{folder}: rows between {name} and {following} are {what}; run the stage {_STAGE} "
+                "again, which finishes what is missing"
+            )
+    starts = [start for start, _, _ in ranges]
+    return [*starts, ranges[-1][1]], [folder / name for _, _, name in ranges]

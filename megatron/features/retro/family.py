@@ -14,17 +14,14 @@ from megatron.data.scored_text import ScoredText
 from megatron.families import gpt
 from megatron.families.family import BlockLengths, GenerationSpec, NeighborSpec
 from megatron.families.gpt import GPT, GPTData
-from megatron.features.retro.batch import RetroBatch
 from megatron.features.retro.flags import RetrievalConfig
 from megatron.features.retro.layers import (
     ADDED_PARTS,
-    RetrievalLengths,
-    blocks_flops,
     encoder_travels,
     retro_layers,
 )
-from megatron.features.retro.pipeline import RetroData
-from megatron.features.retro.run_settings import retro_settings
+from megatron.features.retro.project import retro_settings
+from megatron.features.retro.samples import RetroBatch, RetroData
 from megatron.model.flops import TransformerShape, block_flops
 from megatron.model.layer_list import LayerCache, LayerState
 from megatron.model.spec import ModelSpec
@@ -40,23 +37,23 @@ def begin(model: ModelConfig, batch: RetroBatch) -> LayerState:
 def travels(
     model: ModelConfig, state: LayerState, tp: TensorParallel, index: int
 ) -> dict[str, tuple[int, ...]]:
-    """What crosses a stage boundary: hidden states [B, S / slices, H]; between the block that reads
-    the neighbours and the last one that attends to them the encoder's output, too,
+    """Shapes of what crosses a stage boundary: hidden states [B, S / slices, H]; between the block
+    that reads the neighbours and the last one that attends to them the encoder's output, too,
     [B, L x K x R / slices, H]."""
 
     def shape(samples: int, length: int) -> tuple[int, ...]:
         assert length % tp.slices == 0
         return samples, length // tp.slices, model.hidden_size
 
-    found = {"hidden": shape(*state.hidden.shape)}
+    shapes = {"hidden": shape(*state.hidden.shape)}
     samples, retrieved = state.batch.neighbors_BLKR.flatten(1).shape
     if retrieved and encoder_travels(model, index):
-        found["encoder"] = shape(samples, retrieved)
-    return found
+        shapes["encoder"] = shape(samples, retrieved)
+    return shapes
 
 
 class Retrieved(NamedTuple):
-    """What the layers of a generation take of a batch, [1, C, K, R]."""
+    """The part of a batch that the layers of a generation take, [1, C, K, R]."""
 
     neighbors_BLKR: Tensor
 
@@ -82,33 +79,44 @@ class Retro(GPT):
     )
 
     def complete_settings(self, settings: Settings) -> Settings:
-        """Those of the project of a run take the place of its flags; see `retro_settings`."""
         return retro_settings(super().complete_settings(settings))
 
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
-        layers = partial(retro_layers, model, parallel)
+        costs = [linear + scores for linear, scores in self._blocks_flops(model)]
+        layers = partial(retro_layers, model, parallel, costs)
         crossing = partial(travels, model)
         return ModelSpec(layers, partial(begin, model), crossing, added_parts=ADDED_PARTS)
 
     def shape(self, model: ModelConfig, run: RunConfig | None = None) -> TransformerShape:
-        plain = block_flops(model, model.seq_length, model.seq_length)
-        linear, scores = (
-            sum(found) - model.num_layers * of_plain
-            for found, of_plain in zip(zip(*blocks_flops(model), strict=True), plain, strict=True)
-        )
-        return dataclasses.replace(super().shape(model, run), within=(linear, scores))
+        linear, scores = map(sum, zip(*self._blocks_flops(model), strict=True))
+        of_gpt = block_flops(model, model.seq_length, model.seq_length)
+        within = linear - model.num_layers * of_gpt[0], scores - model.num_layers * of_gpt[1]
+        return dataclasses.replace(super().shape(model, run), within=within)
 
     def block_lengths(self, model: ModelConfig) -> tuple[BlockLengths, ...]:
-        sample, retrieved, neighbor, of_chunk, chunk = RetrievalLengths.of(model)
-        retrieval = model.part(RetrievalConfig)
-        attending = retrieval.retro_cross_attention_layers
+        retrieval, sample = model.part(RetrievalConfig), model.seq_length
+        chunk, of_chunk = retrieval.retro_gpt_chunk_length, retrieval.chunk_neighbors_length
+        retrieved, neighbor = sample // chunk * of_chunk, retrieval.retrieved_length
         encoder = [BlockLengths(retrieved, seen=neighbor)] * retrieval.retro_encoder_layers
         encoder[0] = BlockLengths(retrieved, sample, neighbor, chunk)
-        found = [BlockLengths(sample)] * model.num_layers
+        blocks = [BlockLengths(sample)] * model.num_layers
+        attending = retrieval.retro_cross_attention_layers
         for number in attending:
             inside = tuple(encoder) if number == attending[0] else ()
-            found[number - 1] = BlockLengths(sample, retrieved, 0, of_chunk, inside)
-        return tuple(found)
+            blocks[number - 1] = BlockLengths(sample, retrieved, 0, of_chunk, inside)
+        return tuple(blocks)
+
+    def _blocks_flops(self, model: ModelConfig) -> list[tuple[float, float]]:
+        """Forward FLOPs of a sample in each block, as :func:`block_flops` counts them, those of the
+        encoder with the block that has it."""
+        blocks = []
+        for block in self.block_lengths(model):
+            flops = [
+                block_flops(model, each.own, each.keys, each.other, each.other_keys)
+                for each in block.whole
+            ]
+            blocks.append((sum(linear for linear, _ in flops), sum(scores for _, scores in flops)))
+        return blocks
 
     def generation(self, config: RunConfig, tokenizer: Tokenizer | None) -> GenerationSpec:
         model, retrieval = config.model, config.model.part(RetrievalConfig)
@@ -129,7 +137,6 @@ class Retro(GPT):
         texts: Sequence[ScoredText],
         pad_to: int | None = None,
     ) -> Any:
-        """See :meth:`Family.scored_batch`; texts that are scored have no neighbours."""
         return RetroBatch.alone(super().scored_batch(config, tokenizer, texts, pad_to))
 
     def data(self, config: RunConfig, tokenizer: Tokenizer) -> RetroData:

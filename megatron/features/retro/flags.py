@@ -55,6 +55,11 @@ class RetrievalConfig(ModelPart):
         """Tokens of a neighbour with its continuation."""
         return self.retro_num_retrieved_chunks * self.retro_gpt_chunk_length
 
+    @property
+    def chunk_neighbors_length(self) -> int:
+        """Tokens of all neighbours of a chunk together."""
+        return self.retro_num_neighbors * self.retrieved_length
+
     def check_lengths(self, lengths: Sequence[int], source: str) -> None:
         chunk_length = self.retro_gpt_chunk_length
         for length in lengths:

@@ -44,9 +44,9 @@ def read_array(path: Path, name: str) -> np.ndarray:
         offset = dataset.id.get_offset()  # None unless it is one contiguous piece
         if offset is None or not dataset.size:
             check_inflation(dataset.id.get_storage_size(), dataset.nbytes, f"{path}: {name}")
-            found = np.asarray(dataset[()])
-            found.flags.writeable = False
-            return found
+            array = np.asarray(dataset[()])
+            array.flags.writeable = False
+            return array
         return MappedArray(str(path), dataset.dtype, offset, dataset.shape).open()
 
 
@@ -95,8 +95,7 @@ def array_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes a file with a dataset for each array, on the disk; an existing file is replaced.
-    OSError if it cannot be written."""
+    """Writes or replaces a file with a dataset for each array. OSError if it cannot be written."""
     layout = {name: (array.dtype, array.shape) for name, array in arrays.items()}
     with writing(path, layout) as files:
         for name, array in arrays.items():
@@ -104,13 +103,13 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 class ArrayWriter:
-    """Fills a dataset of a file that is being written, from its first row on."""
+    """Appends rows to a dataset of a file that is being written."""
 
     def __init__(self, file: BinaryIO, dtype: np.dtype, offset: int) -> None:
         self._file, self._dtype, self._position = file, dtype, offset
 
     def append(self, rows: np.ndarray) -> None:
-        """Writes rows after those before them. OSError if the disk is full."""
+        """OSError if the disk is full."""
         if rows.size:
             content = np.ascontiguousarray(rows, self._dtype).data.cast("B")
             self._file.seek(self._position)
@@ -123,7 +122,7 @@ def writing(path: Path, layout: Layout) -> Iterator[dict[str, ArrayWriter]]:
     """Datasets of known sizes to fill, in a file that appears as ``path`` when the block ends
     without an error. Its bytes depend on what is written only. OSError if it cannot be written.
 
-    The library crashes where it cannot write, so that it makes the structure of the file only, in a
+    The library crashes where a disk is full, so that it makes the structure of the file only, in a
     file with space for it; the arrays, which are contiguous, are written here.
     """
     size = sum(dtype.itemsize * math.prod(shape) for dtype, shape in layout.values())
@@ -141,7 +140,7 @@ def writing(path: Path, layout: Layout) -> Iterator[dict[str, ArrayWriter]]:
 
 
 def _structure(path: Path, layout: Layout) -> dict[str, int]:
-    """Makes a file of empty datasets; returns the place of each in the file."""
+    """Makes a file of empty datasets; returns the offset of each in the file."""
     h5py = needed_h5py()
     offsets = {}
     with h5py.File(path, "w") as file:
@@ -153,8 +152,8 @@ def _structure(path: Path, layout: Layout) -> dict[str, int]:
             how.set_obj_track_times(False)
             kind = h5py.h5t.py_create(dtype, logical=True)
             space = h5py.h5s.create_simple(shape)
-            made = h5py.h5d.create(file.id, name.encode(), kind, space, how)
-            offsets[name] = made.get_offset() or 0  # none of an empty dataset
+            dataset = h5py.h5d.create(file.id, name.encode(), kind, space, how)
+            offsets[name] = dataset.get_offset() or 0  # None of an empty dataset
     return offsets
 
 

@@ -13,10 +13,9 @@ chunk, R tokens of a neighbour with its continuation; N heads and D head width a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +25,6 @@ from megatron.config import ModelConfig, ParallelConfig
 from megatron.features.retro.flags import RetrievalConfig
 from megatron.model.block import Block
 from megatron.model.embedding import InputEmbedding, vocabulary_layers
-from megatron.model.flops import block_flops
 from megatron.model.layer_list import LayerSpec, LayerState, NeighborStore
 from megatron.model.norm import FinalNorm
 from megatron.parallel.tensor_parallel import TensorParallel
@@ -38,32 +36,18 @@ ADDED_PARTS = frozenset(
 
 
 @dataclass(frozen=True)
-class NeighborsApart:
-    """The encoder's attention to its own sequence: every neighbour, of ``length`` tokens, by
-    itself."""
+class PartsApart:
+    """Attention of parts of a sequence, of ``queries`` tokens each, to the part with the same
+    number of its own or another sequence, of ``keys`` tokens: of every neighbour to itself, and of
+    the neighbours of a chunk together to the chunk."""
 
-    length: int
-
-    def fold(self, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (_parts(x, self.length) for x in (q_BSND, k_BSKD, v_BSKD))
-        return q, k, v
-
-    def unfold(self, y_PRND: Tensor, samples: int, length: int) -> Tensor:
-        return _joined(y_PRND, samples)
-
-
-@dataclass(frozen=True)
-class NeighborsToChunks:
-    """The encoder's attention to the decoder: the neighbours of a chunk, together ``retrieved``
-    tokens, to the chunk's own ``chunk`` tokens."""
-
-    retrieved: int
-    chunk: int
+    queries: int
+    keys: int
 
     def fold(self, q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q = _parts(q_BTND, self.retrieved)
-        k, v = (_parts(_whole_chunks(x, self.chunk), self.chunk) for x in (k_BSKD, v_BSKD))
-        return q, k, v
+        whole = k_BSKD.shape[1] // self.keys * self.keys
+        k, v = (_parts(x[:, :whole], self.keys) for x in (k_BSKD, v_BSKD))
+        return _parts(q_BTND, self.queries), k, v
 
     def unfold(self, y_PTND: Tensor, samples: int, length: int) -> Tensor:
         return _joined(y_PTND, samples)
@@ -99,10 +83,6 @@ def _joined(x_PSND: Tensor, samples: int) -> Tensor:
     return x_PSND.unflatten(0, (samples, -1)).flatten(1, 2)
 
 
-def _whole_chunks(x_BSND: Tensor, chunk: int) -> Tensor:
-    return x_BSND[:, : x_BSND.shape[1] // chunk * chunk]
-
-
 class RetrievalEncoder(nn.Module):
     """Reads the neighbours of all chunks, each by itself; its first block attends to the states of
     their chunk, too. It has no final norm, as Megatron's."""
@@ -118,10 +98,10 @@ class RetrievalEncoder(nn.Module):
         config = replace(
             config, attention=attention, hidden_dropout=retrieval.retro_encoder_hidden_dropout
         )
-        length, chunk = retrieval.retrieved_length, retrieval.retro_gpt_chunk_length
+        neighbor, chunk = retrieval.retrieved_length, retrieval.retro_gpt_chunk_length
         foldings = (
-            NeighborsApart(length),
-            NeighborsToChunks(retrieval.retro_num_neighbors * length, chunk),
+            PartsApart(neighbor, neighbor),
+            PartsApart(retrieval.chunk_neighbors_length, chunk),
         )
         self.layers = nn.ModuleList(
             Block(config, n, tp, recompute_attention, "full", cross=n == 0, foldings=foldings)
@@ -152,8 +132,7 @@ class RetroBlock(Block):
     ) -> None:
         retrieval = config.part(RetrievalConfig)
         chunk = retrieval.retro_gpt_chunk_length
-        retrieved = retrieval.retro_num_neighbors * retrieval.retrieved_length
-        across = ChunksToNeighbors(retrieved, chunk)
+        across = ChunksToNeighbors(retrieval.chunk_neighbors_length, chunk)
         super().__init__(
             config, layer, tp, recompute_attention, cross=True, foldings=(None, across)
         )
@@ -214,11 +193,15 @@ def _place_neighbors(length: int, embedding: nn.Module, state: LayerState) -> La
 
 
 def retro_layers(
-    model: ModelConfig, parallel: ParallelConfig, tp: TensorParallel | None = None
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    costs: Sequence[float],
+    tp: TensorParallel | None = None,
 ) -> list[LayerSpec]:
     """The layers of a Retro: those of a GPT, by the same names, with blocks that attend to
     neighbours among them; before the first of these token embedding and positions of the
-    neighbours, which are the text's. ``tp`` is None for a single process."""
+    neighbours, which are the text's. ``costs`` are the FLOPs of each block; ``tp`` is None for a
+    single process."""
     tp = tp or TensorParallel()
     retrieval = model.part(RetrievalConfig)
     attending = [number - 1 for number in retrieval.retro_cross_attention_layers]
@@ -230,7 +213,7 @@ def retro_layers(
     positions = LayerSpec("embedding", partial(InputEmbedding, model, tp), shared)
     place = partial(_place_neighbors, retrieval.retrieved_length)
     layers = [words, positions]
-    for n, flops in enumerate(blocks_flops(model)):
+    for n, cost in enumerate(costs):
         block: Callable[[], nn.Module] = partial(Block, model, n, tp, selective)
         if n in attending:
             block = partial(RetroBlock, model, n, tp, selective, reads=n == attending[0])
@@ -239,7 +222,7 @@ def retro_layers(
                 replace(words, forward=_embed_neighbors, with_next_block=True),
                 replace(positions, forward=place, with_next_block=True),
             ]
-        layers.append(LayerSpec(f"layers.{n}", block, block=True, cost=int(sum(flops))))
+        layers.append(LayerSpec(f"layers.{n}", block, block=True, cost=int(cost)))
     return [*layers, LayerSpec("final_norm", partial(FinalNorm, model, tp)), head]
 
 
@@ -248,38 +231,3 @@ def encoder_travels(model: ModelConfig, index: int) -> bool:
     attending = model.part(RetrievalConfig).retro_cross_attention_layers
     before = 3  # token embeddings and positions, of the text and of its neighbours, less one
     return before + attending[0] < index <= before + attending[-1]
-
-
-class RetrievalLengths(NamedTuple):
-    """Tokens of a sample, of all its neighbours together, of one neighbour, of those of a chunk
-    together, and of a chunk."""
-
-    sample: int
-    all_neighbors: int
-    neighbor: int
-    chunk_neighbors: int
-    chunk: int
-
-    @classmethod
-    def of(cls, model: ModelConfig) -> RetrievalLengths:
-        retrieval, length = model.part(RetrievalConfig), model.seq_length
-        of_chunk = retrieval.retro_num_neighbors * retrieval.retrieved_length
-        chunk = retrieval.retro_gpt_chunk_length
-        return cls(length, length // chunk * of_chunk, retrieval.retrieved_length, of_chunk, chunk)
-
-
-def blocks_flops(model: ModelConfig) -> list[tuple[float, float]]:
-    """Forward FLOPs of a sample in each block, as :func:`block_flops` counts them, those of the
-    encoder with the block that has it."""
-    sample, retrieved, neighbor, of_chunk, chunk = RetrievalLengths.of(model)
-    attending = model.part(RetrievalConfig).retro_cross_attention_layers
-    plain = block_flops(model, sample, sample)
-    across = block_flops(model, sample, sample, retrieved, of_chunk)
-    first, *later = (
-        block_flops(model, retrieved, neighbor, *((sample, chunk) if n == 0 else ()))
-        for n in range(model.part(RetrievalConfig).retro_encoder_layers)
-    )
-    reading = [across, first, *later]
-    found = [across if n + 1 in attending else plain for n in range(model.num_layers)]
-    found[attending[0] - 1] = sum(x for x, _ in reading), sum(x for _, x in reading)
-    return found

@@ -1,43 +1,136 @@
-"""Samples with the neighbours of their chunks.
+"""The data of a run whose samples have neighbours: samples, batches, and the pipeline that makes
+them of those of a GPT.
 
-Shape suffixes: T tokens of a sample, L chunks of a sample, K neighbours of a chunk, R tokens of a
-neighbour with its continuation, D documents of a sample, 2 the dataset and document of each.
+Shape suffixes: B micro batch, S sequence, L chunks of a sample, K neighbours of a chunk, R tokens
+of a neighbour with its continuation, D documents of a sample, 2 the dataset and document of each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from megatron.data.samples import NeighborText, Piece, SampleDataset, checked_index
-from megatron.features.retro.batch import RetroSample
+from megatron.config import ConfigError
+from megatron.data.build import Datasets
+from megatron.data.pipeline import DataPipeline
+from megatron.data.samples import (
+    NeighborText,
+    Piece,
+    RepeatedSamples,
+    SampleDataset,
+    SampleRecipe,
+    SampleView,
+    checked_index,
+)
+from megatron.data.sources import PARTS
+from megatron.features.fill_in_the_middle.flags import FimConfig
 from megatron.features.retro.chunks import (
     DATASET,
     DOCUMENT,
     START,
     STOP,
     ChunkDatabase,
+    NeighborTable,
 )
-from megatron.features.retro.neighbors import NeighborTable
+from megatron.features.retro.flags import RetrievalConfig, RetroDataConfig
+from megatron.features.retro.project import (
+    RetroProject,
+    project_counts,
+    without_project,
+)
+
+
+class RetroSample(NamedTuple):
+    """A sample of text, the tokens of its neighbours, their numbers in the database (-1 where there
+    are fewer; None without a database), and the documents of the text, if they are asked for."""
+
+    text: Any
+    neighbors_LKR: npt.NDArray[np.int64]
+    chunks_LK: npt.NDArray[np.int64] | None = None
+    documents_D2: npt.NDArray[np.int64] | None = None
+
+
+class RetroBatch(NamedTuple):
+    """A batch of text with its neighbours.
+
+    Attributes:
+        neighbors_BLKR: tokens of the neighbours of every chunk, int64; where there are fewer, or a
+            document ends early, the end-of-document token.
+        documents_BD2: of each sample, int64: the number of the dataset in the database, -1 where it
+            is not in it, and that of the document there; both -1 after the last one. None unless
+            --retro-return-doc-ids.
+    """
+
+    text: Any
+    neighbors_BLKR: Tensor
+    documents_BD2: Tensor | None = None
+
+    @classmethod
+    def alone(cls, text: Any) -> RetroBatch:
+        """Text without neighbours, whose model attends to none: the paper's Retro[Off]."""
+        return cls(text, torch.empty(text.tokens_BS.shape[0], 0, 0, 0, dtype=torch.int64))
+
+    @property
+    def tokens_BS(self) -> Tensor:
+        tokens_BS: Tensor = self.text.tokens_BS
+        return tokens_BS
+
+    @property
+    def loss_mask_BS(self) -> Tensor:
+        loss_mask_BS: Tensor = self.text.loss_mask_BS
+        return loss_mask_BS
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> RetroBatch:
+        documents = self.documents_BD2
+        return RetroBatch(
+            self.text.to(device, non_blocking),
+            self.neighbors_BLKR.to(device, non_blocking=non_blocking),
+            None if documents is None else documents.to(device, non_blocking=non_blocking),
+        )
+
+    def shortened(self, seq_length: int) -> RetroBatch:
+        """The first ``seq_length`` tokens of every sample, which are whole chunks, and their
+        neighbours."""
+        chunk_length = self.tokens_BS.shape[1] // self.neighbors_BLKR.shape[1]
+        assert seq_length % chunk_length == 0, (seq_length, chunk_length)
+        neighbors_BLKR = self.neighbors_BLKR[:, : seq_length // chunk_length].contiguous()
+        return RetroBatch(self.text.shortened(seq_length), neighbors_BLKR, self.documents_BD2)
+
+
+@dataclass(frozen=True)
+class RetroCollator:
+    """Batches samples with their neighbours; ``collate`` batches their text."""
+
+    collate: Callable[[Sequence[Any]], Any]
+
+    def __call__(self, samples: Sequence[RetroSample]) -> RetroBatch:
+        neighbors_BLKR = np.stack([sample.neighbors_LKR for sample in samples])
+        documents = [sample.documents_D2 for sample in samples if sample.documents_D2 is not None]
+        documents_BD2 = None
+        if documents:
+            rows = [torch.from_numpy(documents_D2) for documents_D2 in documents]
+            documents_BD2 = pad_sequence(rows, batch_first=True, padding_value=-1)
+        return RetroBatch(
+            self.collate([sample.text for sample in samples]),
+            torch.from_numpy(neighbors_BLKR),
+            documents_BD2,
+        )
 
 
 @dataclass(frozen=True)
 class RetroSamples:
-    """The first samples of another dataset, each with the nearest neighbours of its chunks. Samples
-    after the last of the table have none.
-
-    Args:
-        text: the dataset.
-        count: how many of its samples.
-        table: the neighbours of their chunks.
-        database: the text of the neighbours.
-        neighbors: how many of each chunk are read (K).
-        retrieved: chunks of text that are read of each: itself and what follows it.
-        identified: whether samples say what documents they are from.
+    """The first ``count`` samples of a dataset of text, each with the ``neighbors`` (K) nearest
+    neighbours of its chunks. Samples after the last of the table have none. ``retrieved`` chunks of
+    text are read of each neighbour: itself and what follows it. ``identified`` samples say what
+    documents they are from.
     """
 
     text: SampleDataset[Any]
@@ -74,8 +167,8 @@ class RetroSamples:
     def _documents(self, index: int) -> npt.NDArray[np.int64]:
         number = self.database.numbers.get
         pieces = self.text.origin(index)
-        found = dict.fromkeys((number(piece.source, -1), piece.sequence) for piece in pieces)
-        return np.array(list(found), np.int64)
+        documents = dict.fromkeys((number(piece.source, -1), piece.sequence) for piece in pieces)
+        return np.array(list(documents), np.int64)
 
 
 def neighbor_texts(
@@ -86,15 +179,15 @@ def neighbor_texts(
 ) -> list[NeighborText]:
     """The neighbours of a sample's chunks, numbers [L, K], for people: where they are from, and
     the text of ``retrieved`` chunks of each, which is what a model reads."""
-    found = []
+    texts = []
     for (chunk, rank), number in np.ndenumerate(chunks_LK):
         if number < 0:
             continue
         row = database.table[number].tolist()
         piece = Piece(database.sources[row[DATASET]], row[DOCUMENT], row[START], row[STOP])
         text = detokenize(database.tokens(number, retrieved).tolist())
-        found.append(NeighborText(f"chunk {chunk + 1}, neighbour {rank + 1}", piece, text))
-    return found
+        texts.append(NeighborText(f"chunk {chunk + 1}, neighbour {rank + 1}", piece, text))
+    return texts
 
 
 @dataclass(frozen=True)
@@ -121,3 +214,125 @@ class MockRetroSamples:
 
     def origin(self, index: int, /) -> Sequence[Piece]:
         return self.text.origin(index)
+
+
+class RetroData(DataPipeline):
+    """The data of a Retro's run: ``text``, those of a GPT, with the neighbours of their chunks.
+    ConfigError if flags contradict each other or the project, or something of it is missing."""
+
+    flags = frozenset({"retro"})
+
+    def __init__(self, text: DataPipeline) -> None:
+        config = text.config
+        super().__init__(config, text.tokenizer)
+        self.text = text
+        if config.section(FimConfig).fim_data:
+            raise ConfigError(
+                "--fim-data moves the text of samples whose neighbours are known: leave it out, or "
+                "train without --retro-add-retriever"
+            )
+        if self._flags.retro_project_dir is None and not config.data.mock_data:
+            raise without_project()
+
+    def recipe(self) -> SampleRecipe[Any]:
+        return self.text.recipe()
+
+    def collator(self) -> Callable[[Sequence[RetroSample]], RetroBatch]:
+        return RetroCollator(self.text.collator())
+
+    def mock(self, num_samples: int, part: int) -> SampleDataset[RetroSample]:
+        retrieval = self.config.model.part(RetrievalConfig)
+        chunks = self.seq_length // retrieval.retro_gpt_chunk_length
+        shape_LKR = (chunks, retrieval.retro_num_neighbors, retrieval.retrieved_length)
+        text = self.text.mock(num_samples, part)
+        return MockRetroSamples(text, shape_LKR, self.tokenizer.vocab_size, self.seed, part)
+
+    def view(self, sample: RetroSample, length: int) -> SampleView:
+        """See `DataPipeline.view`; with the neighbours of its chunks."""
+        view = self.text.view(sample.text, length)
+        if sample.chunks_LK is None:
+            return view
+        retrieval = self.config.model.part(RetrievalConfig)
+        chunks_LK = sample.chunks_LK[: length // retrieval.retro_gpt_chunk_length]
+        retrieved = retrieval.retro_num_retrieved_chunks
+        texts = neighbor_texts(self._database, chunks_LK, retrieved, self.tokenizer.detokenize)
+        return view._replace(neighbors=texts)
+
+    @property
+    def _flags(self) -> RetroDataConfig:
+        return self.config.section(RetroDataConfig)
+
+    @cached_property
+    def project(self) -> RetroProject:
+        assert self._flags.retro_project_dir is not None
+        return RetroProject(
+            self._flags.retro_project_dir, self.config.data.object_storage_cache_path
+        )
+
+    @cached_property
+    def _database(self) -> ChunkDatabase:
+        return self.project.database(self.tokenizer.eod)
+
+    def _unordered(self, sample_counts: tuple[int, int, int]) -> Datasets:
+        if self.config.data.mock_data:
+            return super()._unordered(sample_counts)
+        # The order of samples depends on their number: those of the project, whatever a run reads.
+        known = project_counts(self.project)
+        texts = super()._unordered(known)
+        needed = dict(zip(PARTS, zip(known, sample_counts, strict=True), strict=True))
+
+        def with_neighbors(
+            part: str, sets: Mapping[str, SampleDataset[Any]]
+        ) -> dict[str, SampleDataset[RetroSample]]:
+            return {
+                name: self._with_neighbors(part, text, *needed[part])
+                for name, text in sets.items()
+                if needed[part][1]
+            }
+
+        train = {} if texts.train is None else {"train": texts.train}
+        return Datasets(
+            with_neighbors("train", train).get("train"),
+            with_neighbors("valid", texts.valid),
+            with_neighbors("test", texts.test),
+        )
+
+    def _with_neighbors(
+        self, part: str, text: SampleDataset[Any], known: int, needed: int
+    ) -> SampleDataset[RetroSample]:
+        """The samples of a part with their neighbours, ``needed`` of them at least; the project has
+        searched for those of the first ``known``, or of all as upstream."""
+        table, retrieval = self.project.neighbors(part), self.config.model.part(RetrievalConfig)
+        where = f"--retro-project-dir {self.project.folder}"
+        if table.kept < retrieval.retro_num_neighbors:
+            raise ConfigError(
+                f"--retro-num-neighbors {retrieval.retro_num_neighbors}: {where} has {table.kept} "
+                "neighbours of each chunk; give fewer, or run query-neighbors again with a larger "
+                "--retro-query-num-neighbors-save"
+            )
+        verified = self._flags.retro_verify_neighbor_count
+        if verified and len(table) not in (known, len(text)):
+            raise ConfigError(
+                f"{where} has the neighbours of {len(table)} samples for {part}, and a run with "
+                f"its config.json reads {known}: run query-neighbors again with the same "
+                "--retro-gpt-train-samples, --retro-gpt-eval-interval, --retro-gpt-eval-iters and "
+                "--retro-gpt-global-batch-size, or train with --retro-no-verify-neighbor-count"
+            )
+        count = len(table) if verified else len(text)
+        if needed > count and verified and self._flags.dataloader_type != "cyclic":
+            raise ConfigError(
+                f"the run reads {needed} samples for {part}, of which {where} has {count}: leave "
+                "out --rampup-batch-size, make another project with a larger "
+                "--retro-gpt-train-samples, or read them several times with --dataloader-type "
+                "cyclic"
+            )
+        samples = RetroSamples(
+            text,
+            count,
+            table,
+            self._database,
+            retrieval.retro_num_neighbors,
+            retrieval.retro_num_retrieved_chunks,
+            self._flags.retro_return_doc_ids,
+        )
+        return RepeatedSamples(samples, needed) if needed > count else samples

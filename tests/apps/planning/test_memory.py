@@ -38,8 +38,8 @@ from megatron.features.masked.masked_batch import (
     collate_bert,
     collate_t5,
 )
-from megatron.features.retro.batch import RetroBatch
 from megatron.features.retro.flags import RetrievalConfig
+from megatron.features.retro.samples import RetroBatch
 from megatron.model import cpu_kernels
 from megatron.model.norm import build_norm
 from megatron.parallel.layers import ParallelLinear

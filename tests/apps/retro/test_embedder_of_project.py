@@ -9,7 +9,7 @@ import upstream_retro as upstream
 from small_encoders import write_encoder
 
 from megatron.apps.retro.config import RetroPreprocessConfig
-from megatron.apps.retro.configure import configured
+from megatron.apps.retro.preprocessing import configured
 from megatron.config import ConfigError
 from megatron.run.run import RunToolParser
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from upstream_retro import write_blocks
 
-from megatron.features.retro.neighbors import NeighborTable
+from megatron.features.retro.chunks import NeighborTable
 
 h5py = pytest.importorskip("h5py")
 
@@ -110,3 +110,12 @@ def test_chunks_that_are_longer_than_samples(tmp_path, rows):
     write_blocks(tmp_path / "query", rows, 10)
     with pytest.raises(ValueError, match="no whole samples of 0 chunks"):
         NeighborTable(tmp_path / "query", 0)
+
+
+def test_a_first_file_without_columns_is_named(tmp_path, rows):
+    write_blocks(tmp_path / "query", rows, 10)
+    with h5py.File(tmp_path / "query" / "000-010.hdf5", "w") as file:
+        file.create_dataset("neighbors", data=np.zeros(10, np.int64))
+    table = NeighborTable(tmp_path / "query", CHUNKS)
+    with pytest.raises(ValueError, match=r"000-010\.hdf5: neighbors is int64 \[10\], not int64"):
+        table.rows(0)

@@ -19,8 +19,8 @@ from megatron.config import ConfigError, ModelConfig, ParallelConfig, Setting
 from megatron.data.gpt_batch import GPTBatch
 from megatron.engine.pipeline_module import layer_bounds
 from megatron.families import build_model, family_of, refuse_unused, spec_of
-from megatron.features.retro.batch import RetroBatch
 from megatron.features.retro.flags import RetrievalConfig
+from megatron.features.retro.samples import RetroBatch
 from megatron.formats.huggingface.registry import architecture_of
 from megatron.formats.legacy_megatron.arguments import arguments_of_model
 from megatron.model.layer_list import LayerStack, canonical_parameters, layer_sequence

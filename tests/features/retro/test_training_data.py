@@ -14,7 +14,7 @@ from megatron.data.loader import MicroBatches
 from megatron.data.samples import MadeSamples
 from megatron.features.curriculum.analysis import fingerprint, sample_tokens
 from megatron.features.retro.flags import RetrievalConfig
-from megatron.features.retro.run_settings import retro_settings
+from megatron.features.retro.project import retro_settings
 from megatron.run.run import (
     Run,
     run_data,

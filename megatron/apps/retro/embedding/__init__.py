@@ -1,86 +1,87 @@
-"""Vectors of chunks of text, the distances of which make neighbours."""
+"""Vectors of chunks of text, the distances of which make neighbours; and those without a model:
+words and pairs of words, hashed (Weinberger et al. 2009)."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import pkgutil
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.apps.retro.embedding.config import MODEL_FILES, EmbedderFlags
+from megatron.apps.retro.config import MODEL_FILES, EmbedderFlags
 from megatron.config import ConfigError, Settings
+from megatron.tokenizer import Tokenizer
+from megatron.util.digests import hash64
 
 F = TypeVar("F", bound=EmbedderFlags)
 
-END_OF_TEXT = "<|endoftext|>"
-"""What GPT-2's tokenizer writes for the end of a document."""
-
 _BUILDERS = {
-    "megatron": "megatron_bert:build_megatron_embedder",
-    "huggingface": "transformers_encoder:build_transformers_embedder",
-    "hashing": "hashing:build_hashing_embedder",
+    "megatron": "megatron.apps.retro.embedding.megatron_bert:build_megatron_embedder",
+    "huggingface": "megatron.apps.retro.embedding.transformers_encoder:build_transformers_embedder",
 }
-"""For each type a module of this package, imported when it is needed, and its function of
-configuration and settings."""
+"""Functions of flags and settings, imported when they are needed."""
+_WORDS = re.compile(r"\w+|[^\w\s]")
+_ODD, _HALF = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
+"""2**64 divided by the golden ratio, by which a product mixes the bits of a number; half of its
+bits."""
 
 
 class Embedder(Protocol):
-    """Turns texts into vectors. A text's vector does not depend on the others beyond rounding."""
+    """Turns texts into vectors of ``width`` elements. A text's vector does not depend on the others
+    beyond rounding. ``identity`` is JSON of all that the vectors depend on."""
 
     width: int
-    """Of a vector."""
     identity: Mapping[str, Any]
-    """What the vectors depend on, as JSON; another identity makes other vectors."""
 
     def lengths(self, texts: Sequence[str]) -> npt.NDArray[np.int64]:
-        """Tokens of each text, [n], without special ones and before it is cut; without any
-        a vector says nothing."""
-        ...
+        """Tokens of each text, [n], without special ones and before it is cut."""
 
     def embed(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
         """A vector for each text, [n, width]; zeros for one without tokens."""
-        ...
 
 
 def build_embedder(config: EmbedderFlags, settings: Settings | None = None) -> Embedder:
-    """The embedder of the flags. ``settings`` are the flags of training beside them: ``--load``,
+    """The embedder of the flags. ``settings`` are the flags of training next to them: ``--load``,
     sizes, tokenizer and precision of the BERT. Raises ConfigError, CheckpointError or OSError,
     naming flag and file, if it cannot be used."""
     settings = settings or {}
     kind = embedder_type(config, settings)
-    if kind == "hashing" and config.bert_load:
+    if kind != "hashing":
+        return pkgutil.resolve_name(_BUILDERS[kind])(config, settings)  # type: ignore[no-any-return]
+    if config.bert_load:
         raise ConfigError(
             f"--bert-load {config.bert_load}: --bert-embedder-type hashing reads no model; leave "
             "the flag out, or give another type"
         )
-    name = f"megatron.apps.retro.embedding.{_BUILDERS[kind]}"
-    return pkgutil.resolve_name(name)(config, settings)  # type: ignore[no-any-return]
+    return HashingEmbedder(config.retro_hashing_width)
 
 
 def completed_flags(config: F, settings: Settings) -> F:
     """The flags with what they leave to those of training, and paths that are understood in every
     folder: they make the same embedder without ``settings``."""
+
+    def of_training(name: str) -> Any:
+        return settings[name].value if name in settings else None
+
     kind = embedder_type(config, settings)
     values: dict[str, Any] = {"bert_embedder_type": kind}
     if kind != "hashing":
-        values["bert_load"] = config.bert_load or _given(settings, "load")
+        values["bert_load"] = config.bert_load or of_training("load")
     if kind == "megatron":
         for name in ("vocab_file", "tokenizer_type"):
-            own = f"retro_bert_{name}"
-            values[own] = getattr(config, own) or _given(settings, name)
+            field = f"retro_bert_{name}"
+            values[field] = getattr(config, field) or of_training(name)
     for name in MODEL_FILES:
         path = values.get(name)
         if path is not None and os.path.exists(path):
             values[name] = os.path.abspath(path)
     return dataclasses.replace(config, **values)
-
-
-def _given(settings: Settings, name: str) -> Any:
-    return settings[name].value if name in settings else None
 
 
 def embedder_type(config: EmbedderFlags, settings: Settings) -> str:
@@ -90,6 +91,72 @@ def embedder_type(config: EmbedderFlags, settings: Settings) -> str:
     return "megatron" if config.bert_load or "load" in settings else "hashing"
 
 
+def chunk_texts(tokenizer: Tokenizer, tokens: Iterable[np.ndarray]) -> list[str]:
+    """The text of chunks of tokens, int64 [...] each, without end-of-document tokens."""
+    eod = tokenizer.eod
+    return [tokenizer.detokenize(row[row != eod].tolist()) for row in tokens]
+
+
 def readable(text: str) -> str:
-    """A text without the ends of documents, which no embedder reads."""
-    return text.replace(END_OF_TEXT, "")
+    """A text without the ends of documents that GPT-2's tokenizer writes, which no embedder
+    reads."""
+    return text.replace("<|endoftext|>", "")
+
+
+class HashingEmbedder:
+    """Counts words and pairs of neighbouring words, without case, each in the column and with the
+    sign that its hash says; a count n adds 1 + ln n. Vectors have the length 1, so that the
+    smallest L2 distance is the largest cosine."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.identity: Mapping[str, Any] = {"type": "hashing", "width": width}
+
+    def lengths(self, texts: Sequence[str]) -> npt.NDArray[np.int64]:
+        """Words and punctuation marks of each text, [n]."""
+        return np.array([len(_words(text)) for text in texts], np.int64)
+
+    def embed(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+        words = [_words(text) for text in texts]
+        lengths = [len(each) for each in words]
+        hashes = np.fromiter(
+            (_hash(word) for each in words for word in each), np.uint64, sum(lengths)
+        )
+        rows = np.repeat(np.arange(len(texts)), lengths)
+        within = rows[1:] == rows[:-1]
+        pairs = _mixed(_mixed(hashes[:-1]) + hashes[1:])[within]
+        features = np.concatenate([_mixed(hashes), pairs])
+        return self._vectors(len(texts), np.concatenate([rows, rows[1:][within]]), features)
+
+    def _vectors(
+        self, count: int, rows: npt.NDArray[np.int64], features: npt.NDArray[np.uint64]
+    ) -> npt.NDArray[np.float32]:
+        order = np.lexsort((features, rows))
+        rows, features = rows[order], features[order]
+        first = np.ones(len(rows), bool)
+        first[1:] = (rows[1:] != rows[:-1]) | (features[1:] != features[:-1])
+        starts = np.flatnonzero(first)
+        counts = np.diff(starts, append=len(rows))
+        rows, features = rows[starts], features[starts]
+        signs = np.where(features >> np.uint64(63), -1.0, 1.0)
+        columns = (features % np.uint64(self.width)).astype(np.int64)
+        vectors = np.bincount(
+            rows * self.width + columns, signs * (1 + np.log(counts)), count * self.width
+        ).reshape(count, self.width)
+        norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+        return (vectors / np.where(norms > 0, norms, 1)).astype(np.float32)
+
+
+def _words(text: str) -> list[str]:
+    return _WORDS.findall(readable(text).lower())
+
+
+@lru_cache(maxsize=1 << 20)
+def _hash(word: str) -> int:
+    return hash64(word.encode("utf-8", "surrogatepass"))
+
+
+def _mixed(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Numbers whose upper and lower bits depend on all of the given ones."""
+    hashes = hashes * _ODD
+    return (hashes ^ (hashes >> _HALF)) * _ODD

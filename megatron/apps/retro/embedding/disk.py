@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +14,11 @@ from megatron.apps.retro.blocks import (
     barrier,
     begin_blocks,
     blocks_of,
+    connected,
     run_blocks,
 )
-from megatron.apps.retro.command import connected
+from megatron.apps.retro.config import EmbedderFlags
 from megatron.apps.retro.embedding import Embedder, build_embedder
-from megatron.apps.retro.embedding.config import EmbedderFlags
 from megatron.config import ConfigError, Settings
 from megatron.config.flags import POSITIVE, option
 from megatron.features.retro.hdf5 import needed_h5py, read_array
@@ -49,27 +47,23 @@ class TextEmbeddingConfig(EmbedderFlags):
     block_size: int = option(100_000, bounds=POSITIVE)
     """Texts of a file."""
 
-    def check(self) -> None:
-        """Raises ConfigError if a path is missing."""
-        if self.input is None:
-            raise ConfigError("--input is missing: the file of texts")
-        if self.output is None:
-            raise ConfigError("--output is missing: the folder for the vectors")
-        if not Path(self.input).is_file():
-            raise ConfigError(f"--input {self.input}: there is no such file")
-
 
 def run_embedding(description: str | None, argv: Sequence[str] | None = None) -> None:
-    """Embeds the texts of a command line. Raises ValueError or OSError if a flag or file cannot be
-    used; the message names it."""
+    """Embeds the texts of a command line. ValueError or OSError, naming flag or file, if one cannot
+    be used."""
     config, settings = RunToolParser(TextEmbeddingConfig, description).parse(argv)
-    config.check()
+    if config.input is None:
+        raise ConfigError("--input is missing: the file of texts")
+    if config.output is None:
+        raise ConfigError("--output is missing: the folder for the vectors")
+    if not Path(config.input).is_file():
+        raise ConfigError(f"--input {config.input}: there is no such file")
     needed_h5py()  # not after hours of work
     processes = start_processes(settings, argv)
-    folder, texts = Path(str(config.output)), texts_of(str(config.input), config.json_key)
+    folder, texts = Path(config.output), texts_of(config.input, config.json_key)
     if is_main_process():
         check_output("--output", str(folder / "any"))
-    with connected(settings) if processes > 1 else nullcontext():
+    with connected(settings, processes):
         embedder = build_embedder(config, settings)
         blocks = DiskEmbedder(embedder, config.block_size).embed(folder, texts)
         if is_main_process():
@@ -98,19 +92,18 @@ def texts_of(path: str, key: str) -> list[str]:
 
 
 class DiskEmbedder:
-    """Writes the vectors of texts in blocks, each process its share. What exists of the same texts
-    and embedder is not computed again."""
+    """Writes the vectors of texts in blocks, each process its share. Those of the same texts and
+    embedder that exist are not computed again."""
 
     def __init__(self, embedder: Embedder, block_size: int = 100_000) -> None:
         self.embedder, self.block_size = embedder, block_size
 
     def embed(self, folder: Path, texts: Sequence[str]) -> int:
-        """Returns the number of files. Raises ValueError or OSError if one cannot be written."""
+        """Returns the number of files. ValueError or OSError if one cannot be written."""
         if is_main_process():
-            identity = json.loads(json.dumps(dict(self.embedder.identity)))
             content = digest_of_parts(text.encode("utf-8", "surrogatepass") for text in texts)
-            made_of = {"texts": content, "embedder": identity, "block size": self.block_size}
-            begin_blocks(folder, made_of)
+            identity, size = dict(self.embedder.identity), self.block_size
+            begin_blocks(folder, {"texts": content, "embedder": identity, "block size": size})
         barrier()
         blocks = blocks_of(folder, len(texts), self.block_size)
 
@@ -137,8 +130,7 @@ def embedder_of(
     max_length: int = 256,
     settings: Settings | None = None,
 ) -> Embedder:
-    """The embedder of a model's folder; ``kind`` is that of --bert-embedder-type. Raises as
-    :func:`build_embedder` does."""
+    """The embedder of a model's folder; ``kind`` is that of --bert-embedder-type."""
     flags = EmbedderFlags(
         bert_embedder_type=kind,
         bert_load=load,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,13 +12,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megatron.apps.retro.config import EmbedderFlags
 from megatron.apps.retro.embedding import readable
-from megatron.apps.retro.embedding.config import EmbedderFlags
-from megatron.apps.retro.embedding.identity import weights_digest
-from megatron.apps.retro.embedding.token_batches import (
-    BatchedEncoder,
+from megatron.apps.retro.embedding.encoder import (
+    EncoderEmbedder,
     TokenBatch,
     mean_inside,
+    weights_digest,
 )
 from megatron.checkpoint.source import FoundCheckpoint, locate_checkpoint, nothing_at
 from megatron.config import (
@@ -62,7 +62,7 @@ _OWN = {
 }
 
 
-class MegatronEmbedder:
+class MegatronEmbedder(EncoderEmbedder):
     """Means of a BERT's last hidden states over the tokens of a text, without [CLS] and [SEP]."""
 
     def __init__(
@@ -76,38 +76,22 @@ class MegatronEmbedder:
             max_length = min(max_length, positions.max_position_embeddings)
         norm = [layer.name for layer in engine.layers].index("final_norm")
         self._layers = engine.sequences[0].part(0, norm + 1)
-        self.width = model.hidden_size
-        self._encoder = BatchedEncoder(
-            self._means,
-            self.width,
-            before=[tokenizer.cls],
-            after=[tokenizer.sep],
-            most=max_length,
-            size=batch_size,
-            pad=tokenizer.pad,
-            device=engine.device,
-        )
-        read = [(name, w) for w, name in engine.names.items() if not name.startswith(heads)]
-        self.identity: Mapping[str, Any] = {
+        self.width, self.device = model.hidden_size, engine.device
+        self.before, self.after, self.pad = [tokenizer.cls], [tokenizer.sep], tokenizer.pad
+        self.most, self.size = max_length, batch_size
+        weights = [(name, w) for w, name in engine.names.items() if not name.startswith(heads)]
+        self.identity = {
             "type": "megatron",
             "model": digest(json.dumps(_computed(model.flags()), sort_keys=True)),
-            "weights": weights_digest(read),
+            "weights": weights_digest(weights),
             "tokenizer": _tokenizer_digest(tokenizer),
             "max_length": max_length,
         }
 
-    def lengths(self, texts: Sequence[str]) -> npt.NDArray[np.int64]:
-        """See :class:`~megatron.apps.retro.embedding.Embedder`."""
-        return np.array([len(row) for row in self._tokens(texts)], np.int64)
-
-    def embed(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
-        """See :class:`~megatron.apps.retro.embedding.Embedder`."""
-        return self._encoder.embed(self._tokens(texts))
-
-    def _tokens(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
+    def tokens(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
         return self._tokenizer.tokenize_sentences([readable(text) for text in texts])
 
-    def _means(self, batch: TokenBatch) -> Tensor:
+    def vectors(self, batch: TokenBatch) -> Tensor:
         inputs = LabelledBatch(
             batch.tokens_BS,
             types_BS=torch.zeros_like(batch.tokens_BS),
@@ -123,12 +107,12 @@ def build_megatron_embedder(config: EmbedderFlags, settings: Settings) -> Megatr
     """The embedder of ``--bert-load``, or else ``--load``, on this process alone, whatever layout
     the checkpoint was written in. Raises ConfigError, CheckpointError or OSError, naming flag and
     file, if it cannot be used."""
-    given = _bert_settings(config, settings)
-    found = _checkpoint(given)
-    used, _ = evaluation_settings(checkpoint_settings(given))
+    described = _bert_settings(config, settings)
+    checkpoint = _checkpoint(described)
+    used, _ = evaluation_settings(checkpoint_settings(described))
     run = evaluated_run(used, processes=1)
     engine = build_evaluator(run.config, spec_of(run.config.model), Mesh(), training_device())
-    load_checkpoint(engine, found, weights_only=True)
+    load_checkpoint(engine, checkpoint, weights_only=True)
     return MegatronEmbedder(
         engine, run.tokenizer, config.retro_bert_batch_size, config.retro_bert_max_chunk_length
     )
@@ -138,37 +122,33 @@ def _checkpoint(settings: Settings) -> FoundCheckpoint:
     load = settings["load"]
     flag = f"{load.origin.removeprefix('flag ')} {load.value}"
     tag = settings["load_tag"].value if "load_tag" in settings else None
-    found = locate_checkpoint(load.value, tag)
-    if found is None:
+    checkpoint = locate_checkpoint(load.value, tag)
+    if checkpoint is None:
         raise ConfigError(f"{flag}: {nothing_at(load.value)}; name the folder of a BERT's")
-    if found.family != "bert":
+    if checkpoint.family != "bert":
         raise ConfigError(
-            f"{flag} is a model of the family {found.family}, and a BERT embeds chunks; name one, "
-            "or choose another --bert-embedder-type"
+            f"{flag} is a model of the family {checkpoint.family}, and a BERT embeds chunks; name "
+            "one, or choose another --bert-embedder-type"
         )
-    return found
+    return checkpoint
 
 
 def _bert_settings(config: EmbedderFlags, settings: Settings) -> Settings:
-    """What the flags of training, and those of the embedder before them, say of the BERT."""
-    own = {
-        "load": config.bert_load,
-        "vocab_file": config.retro_bert_vocab_file,
-        "tokenizer_type": config.retro_bert_tokenizer_type,
-    }
-    flags = {"load": "--bert-load", "vocab_file": "--retro-bert-vocab-file"}
-    given = {
-        name: Setting(value, f"flag {flags.get(name, '--retro-bert-tokenizer-type')}")
-        for name, value in own.items()
-        if value is not None
-    }
-    found = {name: setting for name, setting in settings.items() if name in _USED} | given
-    if "load" not in found:
+    """The flags of training, and over them those of the embedder, that describe the BERT."""
+    used = {name: setting for name, setting in settings.items() if name in _USED}
+    for name, flag, value in (
+        ("load", "--bert-load", config.bert_load),
+        ("vocab_file", "--retro-bert-vocab-file", config.retro_bert_vocab_file),
+        ("tokenizer_type", "--retro-bert-tokenizer-type", config.retro_bert_tokenizer_type),
+    ):
+        if value is not None:
+            used[name] = Setting(value, f"flag {flag}")
+    if "load" not in used:
         raise ConfigError(
             "--bert-embedder-type megatron needs --bert-load, the checkpoint of a BERT; "
             "--bert-embedder-type hashing needs no model"
         )
-    return found | _OWN
+    return used | _OWN
 
 
 def _computed(flags: ModelFlags) -> dict[str, Any]:
@@ -178,7 +158,8 @@ def _computed(flags: ModelFlags) -> dict[str, Any]:
 
 
 def _tokenizer_digest(tokenizer: Tokenizer) -> str:
-    """Of the vocabulary, and of a text that shows what becomes of case, accents and spaces."""
+    """Digest of the vocabulary, and of a text that shows what becomes of case, accents and
+    spaces."""
     special = tokenizer.cls, tokenizer.sep, tokenizer.pad
     shown = tokenizer.tokenize_sentences(["An Example: Café  naïve 力加 don't\n1,234 x_y"])[0]
     vocabulary = b"\0".join(tokenizer.token_bytes)

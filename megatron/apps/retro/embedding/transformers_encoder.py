@@ -1,42 +1,60 @@
-"""Vectors of an encoder of transformers, or of a folder of sentence-transformers."""
+"""Vectors of an encoder of transformers, or of a folder of sentence-transformers, whose
+``modules.json`` and the folders that it names say how states become vectors; that package is not
+needed.
+
+Shape suffixes: B texts, S tokens, H hidden, V vector.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor
 
+from megatron.apps.retro.config import EmbedderFlags
 from megatron.apps.retro.embedding import readable
-from megatron.apps.retro.embedding.config import EmbedderFlags
-from megatron.apps.retro.embedding.identity import weights_digest
-from megatron.apps.retro.embedding.sentence_modules import (
-    LIST,
-    SentenceModules,
-    read_modules,
-)
-from megatron.apps.retro.embedding.token_batches import (
-    BatchedEncoder,
+from megatron.apps.retro.embedding.encoder import (
+    EncoderEmbedder,
     TokenBatch,
     mean_inside,
+    weights_digest,
 )
 from megatron.config import ConfigError, PrecisionConfig, Settings
 from megatron.config.flags import build
 from megatron.engine.environment import training_device
+from megatron.formats.unpickle import load_pickle
 from megatron.tokenizer.transformers_folder import hide_bars_of_transformers, load_folder
 from megatron.util.digests import digest
+from megatron.util.files import read_regular
+from megatron.util.json_text import parse_json
 
+_LIST = "modules.json"
 _POOLER = "pooler."
 """Parameters that the last hidden states do not depend on; many files lack them."""
+_POOLINGS = {
+    "cls": "cls_token",
+    "max": "max_tokens",
+    "mean": "mean_tokens",
+    "mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "weightedmean": "weightedmean_tokens",
+    "lasttoken": "lasttoken",
+}
+"""The keys of older versions, where each pooling has its own; several are concatenated in this
+order."""
+VectorStep = Callable[[Tensor], Tensor]
+"""From vectors [B, V] to others."""
 
 
-class TransformersEmbedder:
+class TransformersEmbedder(EncoderEmbedder):
     """A text's vector is the mean of the last hidden states of its tokens, without the special ones
     around it; in a folder of sentence-transformers what its modules make of all of them."""
 
@@ -50,59 +68,45 @@ class TransformersEmbedder:
     ) -> None:
         """``max_length`` are the tokens that are read of a text, special ones included."""
         self._model, self._tokenizer, self._modules = model, tokenizer, modules
-        self._before, self._after = _around(tokenizer)
-        device = next(model.parameters()).device
-        probe = torch.tensor([[*self._before, 0, *self._after]], device=device)
+        self.before, self.after = _around(tokenizer)
+        self.most, self.size, self.pad = max_length, batch_size, tokenizer.pad_token_id or 0
+        self.device = next(model.parameters()).device
+        probe = torch.tensor([[*self.before, 0, *self.after]], device=self.device)
         with torch.inference_mode():
-            lengths_B = torch.tensor([probe.shape[1]], device=device)
-            self.width = self._vectors(TokenBatch(np.zeros(1, int), probe, lengths_B)).shape[1]
-        self._encoder = BatchedEncoder(
-            self._vectors,
-            self.width,
-            self._before,
-            self._after,
-            most=max_length,
-            size=batch_size,
-            pad=tokenizer.pad_token_id or 0,
-            device=device,
-        )
-        read = {n: w for n, w in model.named_parameters() if not n.startswith(_POOLER)}
-        read |= {} if modules is None else modules.weights
-        self.identity: Mapping[str, Any] = {
+            lengths_B = torch.tensor([probe.shape[1]], device=self.device)
+            self.width = self.vectors(TokenBatch(np.zeros(1, int), probe, lengths_B)).shape[1]
+        weights = {n: w for n, w in model.named_parameters() if not n.startswith(_POOLER)}
+        weights |= {} if modules is None else modules.weights
+        self.identity = {
             "type": "huggingface",
             "model": digest(json.dumps(_computed(model.config), sort_keys=True)),
-            "weights": weights_digest(read.items()),
+            "weights": weights_digest(weights.items()),
             "modules": None if modules is None else modules.description,
             "tokenizer": digest(tokenizer.backend_tokenizer.to_str()),
             "max_length": max_length,
         }
 
-    def lengths(self, texts: Sequence[str]) -> npt.NDArray[np.int64]:
-        """See :class:`~megatron.apps.retro.embedding.Embedder`."""
-        return np.array([len(row) for row in self._tokens(texts)], np.int64)
-
     def embed(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
-        """See :class:`~megatron.apps.retro.embedding.Embedder`."""
         prompt = "" if self._modules is None else self._modules.prompt
-        return self._encoder.embed(self._tokens(texts, prompt))
+        return self.embed_tokens(self.tokens(texts, prompt))
 
-    def _tokens(self, texts: Sequence[str], prompt: str = "") -> list[list[int]]:
+    def tokens(self, texts: Sequence[str], prompt: str = "") -> list[list[int]]:
         texts = [readable(text) for text in texts]
         texts = [prompt + text if text.strip() else "" for text in texts]
         if self._modules is not None and self._modules.lower_case:
             texts = [text.lower() for text in texts]
         if not texts:
             return []
-        found = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)
-        return found["input_ids"]  # type: ignore[no-any-return]
+        encoded = self._tokenizer(texts, add_special_tokens=False, verbose=False)
+        return encoded["input_ids"]  # type: ignore[no-any-return]
 
-    def _vectors(self, batch: TokenBatch) -> Tensor:
+    def vectors(self, batch: TokenBatch) -> Tensor:
         mask_BS = batch.kept_BS if batch.padded else None
-        found = self._model(input_ids=batch.tokens_BS, attention_mask=mask_BS)
-        states_BSH, lengths_B = found.last_hidden_state, batch.lengths_B
+        output = self._model(input_ids=batch.tokens_BS, attention_mask=mask_BS)
+        states_BSH, lengths_B = output.last_hidden_state, batch.lengths_B
         if self._modules is not None:
             return self._modules.vectors(states_BSH, lengths_B)
-        return mean_inside(states_BSH, lengths_B, len(self._before), len(self._after))
+        return mean_inside(states_BSH, lengths_B, len(self.before), len(self.after))
 
 
 def build_transformers_embedder(config: EmbedderFlags, settings: Settings) -> TransformersEmbedder:
@@ -117,19 +121,22 @@ def build_transformers_embedder(config: EmbedderFlags, settings: Settings) -> Tr
             "transformers or of sentence-transformers"
         )
     flag = f"{'--bert-load' if config.bert_load else '--load'} {folder}"
-    if not Path(folder, "config.json").is_file() and not Path(folder, LIST).is_file():
+    if not Path(folder, "config.json").is_file() and not Path(folder, _LIST).is_file():
         raise ConfigError(
-            f"{flag} must be a folder with config.json or {LIST}: an encoder of transformers or of "
-            "sentence-transformers"
+            f"{flag} must be a folder with config.json or {_LIST}: an encoder of transformers or "
+            "of sentence-transformers"
         )
     device, precision = training_device(), build(PrecisionConfig, settings)
+    dtype = torch.float16 if precision.fp16 else torch.float32
     try:
-        modules = None
-        if Path(folder, LIST).is_file():
-            modules = read_modules(Path(folder), flag, device)
-        path = Path(folder) if modules is None else modules.encoder
-        tokenizer = _tokenizer(path)
-        model = _encoder(path, dtype_of(precision), flag)
+        modules, path = None, Path(folder)
+        if (path / _LIST).is_file():
+            modules = SentenceModules(path, flag, device)
+            path = modules.encoder
+        tokenizer = load_folder(path, "the tokenizer in")
+        if not tokenizer.is_fast:
+            raise ValueError(f"{path} has no tokenizer.json")
+        model = _encoder(path, torch.bfloat16 if precision.bf16 else dtype, flag)
     except (OSError, ValueError, KeyError, ImportError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -144,20 +151,6 @@ def build_transformers_embedder(config: EmbedderFlags, settings: Settings) -> Tr
     return TransformersEmbedder(
         model.to(device), tokenizer, modules, config.retro_bert_batch_size, min(longest)
     )
-
-
-def dtype_of(precision: PrecisionConfig) -> torch.dtype:
-    """Of the weights: float32 unless a flag asks for 16 bits."""
-    if precision.bf16:
-        return torch.bfloat16
-    return torch.float16 if precision.fp16 else torch.float32
-
-
-def _tokenizer(folder: Path) -> Any:
-    tokenizer = load_folder(folder, "the tokenizer in")
-    if not tokenizer.is_fast:
-        raise ValueError(f"{folder} has no tokenizer.json")
-    return tokenizer
 
 
 def _encoder(folder: Path, dtype: torch.dtype, flag: str) -> Any:
@@ -192,9 +185,9 @@ def _encoder(folder: Path, dtype: torch.dtype, flag: str) -> Any:
 
 def _computed(config: Any) -> dict[str, Any]:
     """The settings of a model without what says where it is from."""
-    found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    settings: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     unused = ("_name_or_path", "transformers_version", "architectures")
-    return {name: value for name, value in found.items() if name not in unused}
+    return {name: value for name, value in settings.items() if name not in unused}
 
 
 def _positions(model: Any) -> int:
@@ -216,3 +209,139 @@ def _around(tokenizer: Any) -> tuple[list[int], list[int]]:
         if whole[start : start + len(inner)] == inner:
             return whole[:start], whole[start + len(inner) :]
     raise ValueError("its tokenizer changes a text where it adds special tokens")
+
+
+class SentenceModules:
+    """The modules of a folder of sentence-transformers: ``encoder`` is the folder of the
+    transformer, ``max_length`` the tokens that are read of a text (None for any number), ``prompt``
+    is put before each text, ``weights`` are those of the steps after the pooling, by name, and
+    ``description`` has the settings, as JSON."""
+
+    def __init__(self, folder: Path, flag: str, device: torch.device) -> None:
+        """Raises ConfigError, naming ``flag``, if the folder has a module that is not known here;
+        OSError or ValueError if a file is missing or malformed."""
+        named = _modules(folder, flag)
+        (_, self.encoder), (_, pooling), *others = named
+        settings = _content(self.encoder / "sentence_bert_config.json")
+        self.max_length: int | None = settings.get("max_seq_length")
+        self.lower_case = bool(settings.get("do_lower_case"))
+        prompts = _content(folder / "config_sentence_transformers.json")
+        name = prompts.get("default_prompt_name")
+        self.prompt = "" if name is None else str((prompts.get("prompts") or {})[name])
+        self._poolings = _poolings(_content(pooling / "config.json"), f"{flag}/{pooling.name}")
+        self._steps: list[VectorStep] = []
+        self.weights: dict[str, Tensor] = {}
+        for kind, part in others:
+            if kind == "Normalize":
+                self._steps.append(F.normalize)
+            elif kind == "Dense":
+                weights = {name: tensor.to(device) for name, tensor in _tensors(part).items()}
+                step = _dense(_content(part / "config.json"), weights, f"{flag}/{part.name}")
+                self._steps.append(step)
+                self.weights |= {f"{part.name}.{name}": each for name, each in weights.items()}
+            else:
+                raise ConfigError(
+                    f"{flag}/{_LIST} has a module {kind}; Transformer, Pooling, Dense and "
+                    "Normalize are what can be used"
+                )
+        described = ([kind, _content(part / "config.json")] for kind, part in named[1:])
+        self.description = [settings, self.prompt, *described]
+
+    def vectors(self, states_BSH: Tensor, lengths_B: Tensor) -> Tensor:
+        """[B, V] of the states of texts."""
+        pooled = [_pooled(name, states_BSH, lengths_B) for name in self._poolings]
+        vectors_BV = torch.cat(pooled, 1)
+        for step in self._steps:
+            vectors_BV = step(vectors_BV)
+        return vectors_BV
+
+
+def _modules(folder: Path, flag: str) -> list[tuple[str, Path]]:
+    """The kinds and folders of the modules that a folder lists."""
+    entries = parse_json(read_regular(folder / _LIST), f"{flag}: {folder / _LIST}", lenient=True)
+    if not isinstance(entries, list) or not all(map(_is_entry, entries)):
+        raise ValueError(
+            f"{flag}: {folder / _LIST} is not a list of modules, each with its type and the path "
+            "of a folder beside it"
+        )
+    kinds = [entry["type"].rpartition(".")[2] for entry in entries]
+    if kinds[:2] != ["Transformer", "Pooling"]:
+        raise ConfigError(
+            f"{flag}/{_LIST} begins with {', '.join(kinds[:2])}; a Transformer and its Pooling are "
+            "what can be used"
+        )
+    return [(kind, folder / entry["path"]) for kind, entry in zip(kinds, entries, strict=True)]
+
+
+def _is_entry(entry: Any) -> bool:
+    if not isinstance(entry, dict) or not isinstance(entry.get("type"), str):
+        return False
+    path = entry.get("path")
+    return isinstance(path, str) and not set("/\\") & set(path) and path != ".."
+
+
+def _content(path: Path) -> dict[str, Any]:
+    """The JSON object of a file; empty if the file does not exist."""
+    if not path.is_file():
+        return {}
+    content = parse_json(read_regular(path), str(path), lenient=True)
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return content
+
+
+def _poolings(settings: dict[str, Any], where: str) -> Sequence[str]:
+    named = settings.get("pooling_mode")
+    if named is None:
+        old = [n for n, key in _POOLINGS.items() if settings.get(f"pooling_mode_{key}")]
+        named = old or ["mean"]
+    names: Sequence[str] = [named] if isinstance(named, str) else named
+    unknown = [name for name in names if name not in _POOLINGS]
+    if unknown or settings.get("include_prompt") is False:
+        shown = f"pooling_mode {unknown[0]}" if unknown else "include_prompt false"
+        raise ConfigError(
+            f"{where}/config.json: {shown} cannot be used; poolings are {', '.join(_POOLINGS)}, of "
+            "the prompt, too"
+        )
+    return names
+
+
+def _pooled(name: str, states_BSH: Tensor, lengths_B: Tensor) -> Tensor:
+    """A pooling [B, H] of the states of texts, padded on the right."""
+    if name == "cls":
+        return states_BSH[:, 0]
+    if name == "lasttoken":
+        return states_BSH[torch.arange(len(lengths_B), device=lengths_B.device), lengths_B - 1]
+    places_S = torch.arange(1, states_BSH.shape[1] + 1, device=states_BSH.device)
+    kept_BS = places_S <= lengths_B[:, None]
+    if name == "max":
+        return states_BSH.masked_fill(~kept_BS[..., None], -torch.inf).amax(1)
+    weights_BS, sums_B = kept_BS.to(states_BSH.dtype), lengths_B
+    if name == "mean_sqrt_len_tokens":
+        sums_B = lengths_B.to(states_BSH.dtype).sqrt()
+    elif name == "weightedmean":
+        weights_BS = places_S.to(states_BSH.dtype) * weights_BS
+        sums_B = weights_BS.sum(1)
+    return torch.einsum("bs,bsh->bh", weights_BS / sums_B[:, None], states_BSH)
+
+
+def _dense(settings: dict[str, Any], weights: dict[str, Tensor], where: str) -> VectorStep:
+    name = str(settings.get("activation_function", "torch.nn.modules.activation.Tanh"))
+    kind = getattr(torch.nn, name.rpartition(".")[2], None)
+    if not name.startswith("torch.nn.") or kind is None or settings.get("use_residual"):
+        shown = "use_residual" if settings.get("use_residual") else f"activation_function {name}"
+        raise ConfigError(
+            f"{where}/config.json: {shown} cannot be used; activations are those of torch.nn, "
+            "without a residual"
+        )
+    activation = kind()
+    weight, bias = weights["linear.weight"], weights.get("linear.bias")
+    return lambda vectors_BV: activation(F.linear(vectors_BV, weight.to(vectors_BV), bias))
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    path = folder / "model.safetensors"
+    if path.is_file():
+        return load_file(path)
+    tensors: dict[str, Tensor] = load_pickle(folder / "pytorch_model.bin")
+    return tensors

@@ -1,46 +1,49 @@
-"""Indices of the vectors of a database's chunks."""
+"""Indices of the vectors of a database's chunks: which one is made, and which files it has.
+
+Files have upstream's names: ``TYPE/STRING/empty_TRAIN.faissindex`` of index-train and
+``added_TRAIN_ADD.faissindex`` of index-add, with the fractions that were loaded.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from megatron.apps.retro.config import INDEX_TYPES, IndexFlags
 from megatron.apps.retro.embedding import Embedder
 from megatron.apps.retro.index.approximate import FaissIndex
-from megatron.apps.retro.index.config import IndexFlags
-from megatron.apps.retro.index.exact import ExactIndex
-from megatron.apps.retro.index.files import existing_files
-from megatron.apps.retro.index.strings import index_parts
-from megatron.apps.retro.index.vector_index import VectorIndex
+from megatron.apps.retro.index.exact import ExactIndex, VectorIndex
+from megatron.apps.retro.index.notation import index_parts
 from megatron.config import ConfigError
 from megatron.engine.environment import training_device
-from megatron.features.retro.project import RetroProject
+from megatron.features.retro.project import RetroProject, write_json
+from megatron.util.json_text import parse_json
 
-__all__ = ["VectorIndex", "build_index", "index_file", "open_index"]
+_NAMES = {
+    "index-train": re.compile(r"empty_(?P<train>\d\.\d{3})\.faissindex"),
+    "index-add": re.compile(r"added_(?P<train>\d\.\d{3})_(?P<add>\d\.\d{3})\.faissindex"),
+}
 
 
 def build_index(flags: IndexFlags, count: int, width: int) -> VectorIndex:
-    """An empty index for ``count`` vectors. Raises ConfigError if ``--retro-index-str`` is not
-    known, does not fit the width, or needs faiss where that is not installed."""
+    """An empty index for ``count`` vectors. ConfigError if ``--retro-index-str`` is not known, does
+    not fit the width, or needs faiss where that is not installed."""
     parts = index_parts(flags, count, width)
     if parts.is_exact:
         return ExactIndex(width, training_device())
     return FaissIndex(parts, parts.probes(flags), flags.retro_query_ef_search)
 
 
-def index_file(project: RetroProject, flags: IndexFlags) -> Path:
-    """The finished index of a project that the flags describe, as far as they do. ConfigError if
-    no index, or more than one, is so."""
-    return existing_files(project.index_folder, flags, "index-add").added
-
-
 def open_index(
     project: RetroProject, embedder: Embedder, flags: IndexFlags | None = None
 ) -> VectorIndex:
     """The finished index of a project that the flags describe, with their thoroughness of search.
-    Raises ConfigError if no index, or more than one, is so, or it is of another embedder, and
-    ValueError if a file is damaged."""
+    ConfigError if no index, or more than one, is so, or it is of another embedder; ValueError if a
+    file is damaged."""
     flags = flags or IndexFlags()
     files = existing_files(project.index_folder, flags, "index-add")
     description = files.read_description()
@@ -51,7 +54,134 @@ def open_index(
             "that one (--bert-embedder-type, --bert-load), or run index-train and index-add in "
             "another --retro-project-dir"
         )
-    parts_flags = dataclasses.replace(flags, retro_index_str=files.text)
-    index = build_index(parts_flags, 0, embedder.width)
+    flags = dataclasses.replace(flags, retro_index_str=files.text)
+    index = build_index(flags, 0, embedder.width)
     index.load(files.added)
     return index
+
+
+@dataclass(frozen=True)
+class IndexFiles:
+    """The files of an index, ``text`` in faiss's notation, in the folder of a project's indices."""
+
+    folder: Path
+    type: str
+    text: str
+    train_fraction: float
+    add_fraction: float
+
+    @property
+    def index_folder(self) -> Path:
+        return self.folder / self.type / self.text
+
+    @property
+    def empty(self) -> Path:
+        """The index of index-train."""
+        return self.index_folder / f"empty_{self.train_fraction:.3f}.faissindex"
+
+    @property
+    def added(self) -> Path:
+        """The index of index-add."""
+        name = f"added_{self.train_fraction:.3f}_{self.add_fraction:.3f}.faissindex"
+        return self.index_folder / name
+
+    @property
+    def description(self) -> Path:
+        """The description of the index of index-add; written after it."""
+        return self.added.with_suffix(".json")
+
+    @property
+    def codes(self) -> Path:
+        """The folder of what is added to the index, a file for each block."""
+        fraction = "" if self.train_fraction == 1 else f"_{self.train_fraction:.3f}"
+        return self.index_folder / f"add_codes{fraction}"
+
+    @property
+    def training(self) -> Path:
+        """The folder of the vectors that the index learns from."""
+        return self.folder / "train_emb"
+
+    @property
+    def training_vectors(self) -> Path:
+        """These vectors in one file, float32 [n, width]."""
+        return self.training / f"train_{self.train_fraction:.3f}.bin"
+
+    def read_description(self) -> dict[str, Any] | None:
+        """None if index-add has not ended. ValueError if the file is damaged."""
+        if not (self.description.is_file() and self.added.is_file()):
+            return None
+        try:
+            content = parse_json(self.description.read_bytes(), str(self.description), lenient=True)
+        except ValueError as error:
+            raise ValueError(
+                f"{self.description} is damaged; delete it and run index-add again"
+            ) from error
+        if not isinstance(content, dict) or content.get("bytes") != self.added.stat().st_size:
+            raise ValueError(
+                f"{self.added} is damaged: it has not the size that {self.description} says; "
+                "delete both and run index-add again"
+            )
+        return content
+
+    def write_description(self, values: dict[str, Any]) -> None:
+        write_json(self.description, {**values, "bytes": self.added.stat().st_size})
+
+
+def new_files(folder: Path, flags: IndexFlags, text: str) -> IndexFiles:
+    """The files of an index that the flags describe."""
+    return IndexFiles(
+        folder,
+        flags.retro_index_type or INDEX_TYPES[0],
+        text,
+        flags.retro_index_train_load_fraction or 1.0,
+        flags.retro_index_add_load_fraction or 1.0,
+    )
+
+
+def existing_files(folder: Path, flags: IndexFlags, stage: str) -> IndexFiles:
+    """The index of a finished stage, ``index-train`` or ``index-add``, that the flags describe, as
+    far as they do. ConfigError if no index, or more than one, is so."""
+    fitting = [files for files in _indices(folder, flags, stage) if _fits(files, flags, stage)]
+    if not fitting:
+        given = f" --retro-index-str {flags.retro_index_str}" if flags.retro_index_str else ""
+        raise ConfigError(
+            f"{folder} has no index of the stage {stage}{given and ' for'}{given}: run "
+            f"tools/retro/preprocess_data.py --retro-tasks {stage}{given}"
+        )
+    if len(fitting) > 1:
+        paths = [each.empty if stage == "index-train" else each.added for each in fitting]
+        names = ", ".join(str(path.relative_to(folder)) for path in paths)
+        raise ConfigError(
+            f"{folder} has several indices ({names}): name one with --retro-index-type, "
+            "--retro-index-str, --retro-index-train-load-fraction and "
+            "--retro-index-add-load-fraction, which tools/retro/preprocess_data.py has; for text "
+            "generation move the others out of that folder"
+        )
+    return fitting[0]
+
+
+def _indices(folder: Path, flags: IndexFlags, stage: str) -> list[IndexFiles]:
+    add = flags.retro_index_add_load_fraction or 1.0
+    indices = []
+    for path in sorted(folder.glob("*/*/*.faissindex")):
+        if match := _NAMES[stage].fullmatch(path.name):
+            train, added = float(match["train"]), float(match.groupdict().get("add", add))
+            text, kind = path.parent.name, path.parent.parent.name
+            indices.append(IndexFiles(folder, kind, text, train, added))
+    return indices
+
+
+def _fits(files: IndexFiles, flags: IndexFlags, stage: str) -> bool:
+    pairs: list[tuple[Any, Any]] = [
+        (flags.retro_index_type, files.type),
+        (flags.retro_index_str, files.text),
+        (_rounded(flags.retro_index_train_load_fraction), files.train_fraction),
+    ]
+    if stage == "index-add":
+        pairs.append((_rounded(flags.retro_index_add_load_fraction), files.add_fraction))
+    return all(given in (None, value) for given, value in pairs)
+
+
+def _rounded(fraction: float | None) -> float | None:
+    """A fraction as names of files have it."""
+    return None if fraction is None else float(f"{fraction:.3f}")

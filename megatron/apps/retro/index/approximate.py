@@ -14,33 +14,30 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron.apps.retro.index.strings import IndexParts
-from megatron.apps.retro.index.vector_index import Vectors
+from megatron.apps.retro.index.exact import Nearest, Vectors
+from megatron.apps.retro.index.notation import IndexParts
 from megatron.config import ConfigError
 from megatron.util.files import open_regular, replacing, sync_path
 
 _QUIET_COMPARISONS = 10**9
-"""Of vectors and clusters in a step of learning. Of more, faiss prints steps and their times."""
-
-
+"""Comparisons of vectors with clusters in a step of learning, above which faiss prints steps."""
 _HEADER = struct.Struct("<4siq")
-"""How a file of faiss begins: its kind, the vectors' width and number."""
+"""The begin of a file of faiss: its kind, the vectors' width and number."""
 
 
 class FaissIndex:
     """An index of faiss. With one thread (OMP_NUM_THREADS=1) equal vectors give equal files."""
 
     def __init__(self, parts: IndexParts, probes: int, graph_search: int) -> None:
-        """
-        Args:
-            parts: what it consists of.
-            probes: clusters that a query is compared with.
-            graph_search: clusters that the graph visits to find these, if it has a graph.
-
-        Raises:
-            ConfigError: faiss is not installed.
-        """
-        self._faiss = _faiss(parts.text)
+        """A query is compared with ``probes`` clusters, for which the graph, if there is one,
+        visits ``graph_search``. ConfigError if faiss is not installed."""
+        try:
+            import faiss
+        except ImportError as error:
+            raise ConfigError(
+                f"--retro-index-str {parts.text} needs faiss: pip install faiss-cpu, or choose Flat"
+            ) from error
+        self._faiss: Any = faiss
         self._parts, self._probes, self._graph_search = parts, probes, graph_search
         self._index: Any = self._faiss.index_factory(parts.width, parts.text)
 
@@ -48,7 +45,7 @@ class FaissIndex:
         return int(self._index.ntotal)
 
     def train(self, vectors_ND: Vectors) -> None:
-        """As :meth:`VectorIndex.train`; on GPUs where faiss has them."""
+        """On GPUs where faiss has them."""
         self._parts.check_training(len(vectors_ND))
         inner, rotation = self._inner, self._rotation
         learners = [part.cp for part in (inner, getattr(inner, "pq", inner)) if hasattr(part, "cp")]
@@ -83,23 +80,19 @@ class FaissIndex:
         return self._faiss.downcast_VectorTransform(self._index.chain.at(0))
 
     def add(self, vectors_ND: Vectors) -> None:
-        """As :meth:`VectorIndex.add`."""
         self._index.add(_rows(vectors_ND))
 
     def encode(self, vectors_ND: Vectors) -> npt.NDArray[np.uint8]:
-        """As :meth:`VectorIndex.encode`."""
         rows = _rows(vectors_ND)
         if self._rotation is not None:
             rows = self._rotation.apply(rows)
         return np.asarray(self._inner.sa_encode(rows))
 
     def add_codes(self, codes_NE: npt.NDArray[np.uint8]) -> None:
-        """As :meth:`VectorIndex.add_codes`."""
         self._inner.add_sa_codes(np.ascontiguousarray(codes_NE))
         self._index.ntotal = self._inner.ntotal
 
     def holds(self, first: int, codes_NE: npt.NDArray[np.uint8]) -> bool:
-        """As :meth:`VectorIndex.holds`."""
         inner, numbers_N = self._inner, np.arange(first, first + len(codes_NE))
         if self._parts.clusters is None:
             stored = self._faiss.vector_to_array(inner.codes).reshape(-1, inner.code_size)
@@ -122,10 +115,7 @@ class FaissIndex:
                 return False
         return True
 
-    def search(
-        self, queries_QD: Vectors, k: int
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """As :meth:`VectorIndex.search`."""
+    def search(self, queries_QD: Vectors, k: int) -> Nearest:
         if self._parts.clusters is not None:
             inner = self._inner
             inner.nprobe = self._probes
@@ -137,7 +127,6 @@ class FaissIndex:
         return numbers_QK, distances_QK
 
     def save(self, path: Path) -> None:
-        """As :meth:`VectorIndex.save`."""
         with replacing(path) as part:
             try:
                 self._faiss.write_index(self._index, str(part))
@@ -149,7 +138,6 @@ class FaissIndex:
             sync_path(part)
 
     def load(self, path: Path) -> None:
-        """As :meth:`VectorIndex.load`."""
         damaged = f"{path} is damaged; remove it and repeat its stage"
         with open_regular(path) as file:
             head, size = file.read(_HEADER.size), os.fstat(file.fileno()).st_size
@@ -173,16 +161,6 @@ class FaissIndex:
         ):
             raise ValueError(f"{path} keeps its lists in another file, as no stage does; remove it")
         self._index = index
-
-
-def _faiss(text: str) -> Any:
-    try:
-        import faiss
-    except ImportError as error:
-        raise ConfigError(
-            f"--retro-index-str {text} needs faiss: pip install faiss-cpu, or choose Flat"
-        ) from error
-    return faiss
 
 
 def _rows(vectors: Vectors) -> Vectors:

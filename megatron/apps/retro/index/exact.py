@@ -1,4 +1,4 @@
-"""Exact search: every query is compared with every vector.
+"""An index of vectors, and the exact one: every query is compared with every vector.
 
 The candidates are found by matrix products in float32, |y|^2 - 2 x y; the largest error of these
 products says which vectors may be among the nearest, and these are compared again in float64. So
@@ -14,23 +14,57 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron.apps.retro.index.vector_index import Vectors
 from megatron.util.files import replacing, sync
 
+Vectors = npt.NDArray[np.float32]
+Nearest = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
+"""Numbers of the nearest vectors of each query, nearest first, [Q, K], -1 where there are fewer;
+their squared Euclidean distances, infinite where there are fewer."""
+
 _HEADER = struct.Struct("<4siqqq?iQ")
-"""Of faiss's IndexFlatL2: name, width, vectors, two numbers without a meaning, whether it is
-trained, metric, elements of all vectors."""
+"""The header of faiss's IndexFlatL2: name, width, vectors, two numbers without a meaning, whether
+it is trained, metric, elements of all vectors."""
 _NAME, _UNUSED, _L2 = b"IxF2", 1 << 20, 1
-_QUERIES, _VECTORS = 1024, 16384
-"""Compared at a time: 64 MiB of products."""
+_QUERIES, _VECTORS = 1024, 16384  # 64 MiB of products at a time
 _EXACT_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
-"""Of candidates that are compared in float64 at a time: on processors, as fit into a cache."""
+"""Elements of candidates compared in float64 at a time: on processors, as fit into a cache."""
+
+
+class VectorIndex(Protocol):
+    """Vectors, numbered from 0 in the order in which they were added, and the search for those at
+    the smallest Euclidean distance. Files have the format of faiss."""
+
+    def __len__(self) -> int: ...
+
+    def train(self, vectors_ND: Vectors) -> None:
+        """Learns clusters and codes, if it has any; before the first vector is added. ValueError if
+        there are too few vectors."""
+
+    def add(self, vectors_ND: Vectors) -> None: ...
+
+    def encode(self, vectors_ND: Vectors) -> npt.NDArray[np.uint8]:
+        """The codes [N, E] of vectors, by which :meth:`add_codes` adds them."""
+
+    def add_codes(self, codes_NE: npt.NDArray[np.uint8]) -> None:
+        """Adds vectors by their codes; the index is as if the vectors were added."""
+
+    def holds(self, first: int, codes_NE: npt.NDArray[np.uint8]) -> bool:
+        """Whether the vectors from number ``first`` on have these codes."""
+
+    def search(self, queries_QD: Vectors, k: int) -> Nearest: ...
+
+    def save(self, path: Path) -> None:
+        """Writes a file, which appears when it is complete. OSError if it cannot be written."""
+
+    def load(self, path: Path) -> None:
+        """Takes what a file has. ValueError if it is damaged or of another index."""
 
 
 class ExactIndex:
@@ -38,11 +72,7 @@ class ExactIndex:
     A loaded file stays on the disk, mapped into memory; so do mapped arrays that are added."""
 
     def __init__(self, width: int, device: torch.device | str = "cpu") -> None:
-        """
-        Args:
-            width: elements of a vector.
-            device: where the products are computed.
-        """
+        """``device`` computes the products."""
         self.width = width
         self._device = torch.device(device)
         self._parts: list[Vectors] = []
@@ -51,10 +81,9 @@ class ExactIndex:
         return sum(len(part) for part in self._parts)
 
     def train(self, vectors_ND: Vectors) -> None:
-        """There is nothing to learn."""
+        """Nothing is learned."""
 
     def add(self, vectors_ND: Vectors) -> None:
-        """Adds vectors. Raises ValueError if they have another width."""
         if vectors_ND.ndim != 2 or vectors_ND.shape[1] != self.width:
             raise ValueError(
                 f"vectors of shape {vectors_ND.shape} do not fit an index of width {self.width}"
@@ -63,31 +92,24 @@ class ExactIndex:
             self._parts.append(vectors_ND)
 
     def encode(self, vectors_ND: Vectors) -> npt.NDArray[np.uint8]:
-        """As :meth:`VectorIndex.encode`: the bytes of the vectors."""
         return np.ascontiguousarray(vectors_ND, "<f4").view(np.uint8)
 
     def add_codes(self, codes_NE: npt.NDArray[np.uint8]) -> None:
-        """As :meth:`VectorIndex.add_codes`."""
         self.add(codes_NE.view("<f4"))
 
     def holds(self, first: int, codes_NE: npt.NDArray[np.uint8]) -> bool:
-        """As :meth:`VectorIndex.holds`."""
         numbers = np.arange(first, min(first + len(codes_NE), len(self)))
         return np.array_equal(self.encode(self.vectors(numbers)), codes_NE)
 
-    def search(
-        self, queries_QD: Vectors, k: int
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """As :meth:`VectorIndex.search`; memory does not depend on the number of vectors."""
+    def search(self, queries_QD: Vectors, k: int) -> Nearest:
+        """Memory does not depend on the number of vectors."""
         blocks = range(0, len(queries_QD), _QUERIES)
-        found = [self._search_block(queries_QD[start : start + _QUERIES], k) for start in blocks]
+        nearest = [self._search_block(queries_QD[start : start + _QUERIES], k) for start in blocks]
         empty = np.empty((0, k), np.int64), np.empty((0, k), np.float32)
-        numbers, distances = zip(empty, *found, strict=True)
+        numbers, distances = zip(empty, *nearest, strict=True)
         return np.concatenate(numbers), np.concatenate(distances)
 
-    def _search_block(
-        self, queries_QD: Vectors, k: int
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    def _search_block(self, queries_QD: Vectors, k: int) -> Nearest:
         candidates = _Candidates(self._tensor(queries_QD), k)
         for start, vectors_ND in self._blocks():
             candidates.compare(start, self._tensor(vectors_ND))
@@ -107,16 +129,15 @@ class ExactIndex:
 
     def vectors(self, numbers_C: npt.NDArray[np.int64]) -> Vectors:
         """Vectors [C, D] by number."""
-        found_CD = np.empty((len(numbers_C), self.width), np.float32)
+        vectors_CD = np.empty((len(numbers_C), self.width), np.float32)
         first = 0
         for part in self._parts:
             here = (numbers_C >= first) & (numbers_C < first + len(part))
-            found_CD[here] = part[numbers_C[here] - first]
+            vectors_CD[here] = part[numbers_C[here] - first]
             first += len(part)
-        return found_CD
+        return vectors_CD
 
     def save(self, path: Path) -> None:
-        """As :meth:`VectorIndex.save`; faiss reads the file."""
         count = len(self)
         header = (_NAME, self.width, count, _UNUSED, _UNUSED, True, _L2, count * self.width)
         with replacing(path) as part, part.open("xb") as file:
@@ -126,7 +147,6 @@ class ExactIndex:
             sync(file)
 
     def load(self, path: Path) -> None:
-        """As :meth:`VectorIndex.load`, of a file of ``IndexFlatL2``, ours or faiss's."""
         with path.open("rb") as file:
             head = file.read(_HEADER.size)
         size = path.stat().st_size
@@ -164,8 +184,8 @@ class _Candidates:
         self._errors_C = torch.empty(0, device=device)
 
     def compare(self, first: int, vectors_ND: Tensor) -> None:
-        """Takes those of a run of vectors that may be among the nearest; ``first`` is the number of
-        the first."""
+        """Takes those of a run of vectors, numbered from ``first`` on, that may be among the
+        nearest."""
         squares_N = vectors_ND.double().square().sum(dim=1).float()
         largest = squares_N.max()
         if not bool(largest.isfinite()):
@@ -204,11 +224,8 @@ class _Candidates:
         self._queries_C, self._numbers_C = self._queries_C[kept], self._numbers_C[kept]
         self._scores_C, self._errors_C = self._scores_C[kept], self._errors_C[kept]
 
-    def nearest(
-        self, take: Callable[[npt.NDArray[np.int64]], Tensor]
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Numbers and squared distances of the k nearest of each query; ``take`` gives vectors by
-        number."""
+    def nearest(self, take: Callable[[npt.NDArray[np.int64]], Tensor]) -> Nearest:
+        """The k nearest of each query; ``take`` gives vectors by number."""
         (count, width), device = self._queries_QD.shape, self._queries_QD.device
         runs = range(0, len(self._queries_C), max(1, _EXACT_ELEMENTS[device.type] // width))
         numbers_C = self._numbers_C.cpu().numpy()

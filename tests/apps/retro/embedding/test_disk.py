@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from small_encoders import TEXTS, states_alone, write_encoder
 
+from megatron.apps.retro.embedding import HashingEmbedder
 from megatron.apps.retro.embedding.disk import (
     run_embedding,
     stored_vectors,
     texts_of,
 )
-from megatron.apps.retro.embedding.hashing import HashingEmbedder
 from megatron.config import ConfigError
 
 

@@ -10,8 +10,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from small_encoders import POSITIONS, TEXTS, WIDTH, states_alone, write_encoder
 
+from megatron.apps.retro.config import EmbedderFlags
 from megatron.apps.retro.embedding import build_embedder
-from megatron.apps.retro.embedding.config import EmbedderFlags
 from megatron.checkpoint.source import open_checkpoint
 from megatron.config import ConfigError, Setting
 from megatron.engine import loading

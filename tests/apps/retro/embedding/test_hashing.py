@@ -7,8 +7,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from megatron.apps.retro.config import EmbedderFlags
 from megatron.apps.retro.embedding import build_embedder, embedder_type
-from megatron.apps.retro.embedding.config import EmbedderFlags
 from megatron.config import Setting
 
 TEXTS = [

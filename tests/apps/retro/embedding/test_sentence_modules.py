@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 from small_encoders import TEXTS, WIDTH, states_alone
 
+from megatron.apps.retro.config import EmbedderFlags
 from megatron.apps.retro.embedding import build_embedder
-from megatron.apps.retro.embedding.config import EmbedderFlags
 from megatron.config import ConfigError
 
 LONGEST = 20

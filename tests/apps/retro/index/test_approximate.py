@@ -6,10 +6,10 @@ import sys
 import numpy as np
 import pytest
 
+from megatron.apps.retro.config import IndexFlags
 from megatron.apps.retro.index import build_index
-from megatron.apps.retro.index.config import IndexFlags
 from megatron.apps.retro.index.exact import ExactIndex
-from megatron.apps.retro.index.strings import (
+from megatron.apps.retro.index.notation import (
     fitting_index,
     index_parts,
     training_chunks,

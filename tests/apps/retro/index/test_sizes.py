@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 from tool_modules import load_program
 
+from megatron.apps.retro.config import IndexFlags
 from megatron.apps.retro.index import build_index
-from megatron.apps.retro.index.config import IndexFlags
-from megatron.apps.retro.index.sizes import index_size
-from megatron.apps.retro.index.strings import index_parts
+from megatron.apps.retro.index.notation import index_parts, index_size
 
 WIDTH, COUNT = 32, 3000
 

@@ -3,22 +3,21 @@
 import itertools
 import json
 import shutil
+from collections import Counter
 
 import numpy as np
 import pytest
 import upstream_retro as upstream
 from samples import sampled
 
-from megatron.apps.retro.command import run_preprocessing
-from megatron.apps.retro.embedding.hashing import HashingEmbedder
-from megatron.apps.retro.embedding.texts import chunk_texts
+from megatron.apps.retro.config import IndexFlags
+from megatron.apps.retro.embedding import HashingEmbedder, chunk_texts
 from megatron.apps.retro.index import (
-    adding,
-    index_file,
+    existing_files,
     open_index,
-    training,
+    stages,
 )
-from megatron.apps.retro.index.config import IndexFlags
+from megatron.apps.retro.preprocessing import run_preprocessing
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.features.retro.hdf5 import read_array
 from megatron.features.retro.project import RetroProject
@@ -61,6 +60,11 @@ def build(folder, tasks, *flags):
 def index(project, *flags, tasks="index-train,index-add"):
     hashing = ("--bert-embedder-type", "hashing", "--retro-hashing-width", str(WIDTH))
     build(project.folder, tasks, *hashing, "--retro-index-recall-queries", "50", *flags)
+
+
+def index_file(project, flags):
+    """The finished index that the flags describe."""
+    return existing_files(project.index_folder, flags, "index-add").added
 
 
 def files_of(folder):
@@ -148,19 +152,19 @@ def test_shares_are_the_first_chunks(project):
     ),
 )
 def test_what_was_stopped_continues(project, text, at, monkeypatch):
-    """Stopped in a block; the files are those of a run that was not."""
+    """Stopped in a block of each stage; the files are those of a run that was not."""
     pytest.importorskip("faiss")
     flags = ("--retro-index-str", text)
-    for module in (training, adding):
-        whole, calls = module.chunk_vectors, []
+    whole, calls = stages.chunk_vectors, Counter()
 
-        def stopping(work, chunks, *rest, whole=whole, calls=calls):
-            calls.append(len(chunks))
-            if len(calls) == at:
-                raise KeyboardInterrupt
-            return whole(work, chunks, *rest)
+    def stopping(work, chunks, *rest):
+        stage = "index-add" if any(project.index_folder.rglob("empty_*")) else "index-train"
+        calls[stage] += 1
+        if calls[stage] == at:
+            raise KeyboardInterrupt
+        return whole(work, chunks, *rest)
 
-        monkeypatch.setattr(module, "chunk_vectors", stopping)
+    monkeypatch.setattr(stages, "chunk_vectors", stopping)
     stopped = 0
     while stopped < 3:
         try:
@@ -181,7 +185,7 @@ def test_blocks_of_other_chunks_are_made_again(project, monkeypatch):
     pytest.importorskip("faiss")
     flags = ("--retro-index-str", CLUSTERS)
     with monkeypatch.context() as patched:
-        patched.setattr(training, "_learn", lambda *args: 1 / 0)
+        patched.setattr(stages, "_learn", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             index(project, *flags, tasks="index-train")
     index(project, "--retro-index-ntrain", "300", tasks="db-build")

@@ -1,44 +1,37 @@
-"""``tools/retro/evaluate.py``: what retrieval gives a model, and on which chunks."""
+"""``tools/retro/evaluate.py``: perplexity with and without neighbours, and on which chunks."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.apps.retro.evaluation.overlap import (
-    ChunkScores,
-    ScoresByOverlap,
-    between,
-    filtered,
-)
-from megatron.apps.retro.evaluation.perplexity import (
+from megatron.apps.retro.perplexity import (
     NEIGHBORS,
+    ChunkScores,
     EvaluatedText,
     Neighbors,
+    between,
+    filtered,
     measure_chunks,
     overlaps,
+    scores_by_dataset,
     scores_of,
 )
-from megatron.apps.retro.evaluation.report import (
-    dataset_table,
-    draw,
-    overlap_table,
-    scores_by_dataset,
-    with_details,
-)
-from megatron.apps.retro.gpt_run import project_run
-from megatron.apps.retro.gpt_samples import gpt_samples
-from megatron.apps.retro.model_check import check_model
+from megatron.apps.retro.preprocessing import project_run
+from megatron.apps.retro.query import check_model, gpt_samples
 from megatron.apps.tasks.report import (
     EvaluatedModel,
     ModelResults,
     TaskResult,
+    aligned,
     finish,
 )
 from megatron.config import ConfigError, ModelConfig
@@ -46,22 +39,28 @@ from megatron.config.flags import POSITIVE, option
 from megatron.data.sources import PARTS
 from megatron.engine.train_engine import ModelEngine
 from megatron.families import family_of
+from megatron.features.pictures.run_curves import (
+    Panel,
+    RunCurve,
+    draw_panels,
+)
 from megatron.features.retro.flags import RetrievalConfig
-from megatron.features.retro.project import RetroProject
-from megatron.features.retro.run_settings import project_of
+from megatron.features.retro.project import RetroProject, project_of
 from megatron.run.folders import check_output
 from megatron.run.launch import start_processes
 from megatron.run.run import Run, RunToolParser
 from megatron.training.evaluation import opened_checkpoint
 from megatron.util.json_text import parse_json
 from megatron.util.processes import is_main_process
-from megatron.util.progress import progress_bar, say
+from megatron.util.progress import move_to, progress_bar, say
 
-SHARES = tuple(n / 8 for n in range(9))
+_SHARES = tuple(n / 8 for n in range(9))
 """Shares of chunks that are in their neighbours."""
-RETRIEVED = 2
+_RETRIEVED = 2
 """Chunks of text of a neighbour that are compared, whatever a model reads: with its continuation,
 as in the paper."""
+Details = Mapping[str, Any]
+"""Numbers of a model by dataset and by share, as JSON (:func:`_details`)."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +88,8 @@ class RetrievalEvaluationConfig:
 
 
 def run_evaluation(description: str | None, argv: Sequence[str] | None = None) -> None:
-    """Evaluates what a command line asks for, on all ranks of its layout. Raises ValueError or
-    OSError if a flag, a file or a checkpoint cannot be used; the message names it."""
+    """Evaluates what a command line asks for, on all ranks of its layout. ValueError or OSError,
+    naming flag, file or checkpoint, if one cannot be used."""
     options, settings = RunToolParser(RetrievalEvaluationConfig, description).parse(argv)
     if options.retro_project_dir is None:
         raise ConfigError("missing --retro-project-dir: the folder of the samples' neighbours")
@@ -101,56 +100,43 @@ def run_evaluation(description: str | None, argv: Sequence[str] | None = None) -
     project = project_of(settings, options.retro_project_dir)
     with opened_checkpoint(
         settings, processes, "an evaluation of retrieval", watched=True
-    ) as found:
-        model = found.engine.config.model
-        wanted = wanted_neighbors(options.neighbors, model)
+    ) as opened:
+        model = opened.engine.config.model
+        kinds = _kinds_of_neighbors(options.neighbors, model)
         run = project_run(project)
-        check_model(model, found.run.tokenizer, project)
+        check_model(model, opened.run.tokenizer, project)
         _check_length(model, project)
-        text = evaluated_text(project, run, options.part, options.samples)
-        if wanted != ["none"]:
+        text = _evaluated_text(project, run, options.part, options.samples)
+        if kinds != ["none"]:
             check_kept(text, model, project)
-        overlap_N = overlaps(text, options.leakage_neighbors, RETRIEVED).ravel()
-        _check_same_chunks(others, filtered(overlap_N, {}, SHARES))
-        results, scores = _measured(found.engine, run, text, wanted)
+        overlap_N = overlaps(text, options.leakage_neighbors, _RETRIEVED).ravel()
+        _check_same_chunks(others, filtered(overlap_N, _SHARES))
+        results, scores = _measured(opened.engine, run, text, kinds)
         if not is_main_process():
             return
-        at_most = filtered(overlap_N, scores, SHARES)
-        within = between(overlap_N, scores, SHARES)
-        results = [
-            with_details(result, at_most, within, scores_by_dataset(text, scores[result.name]))
-            for result in results
-        ]
-        evaluated = EvaluatedModel.of(found.engine.config, found.folder, found.iteration)
+        details = {name: _details(text, overlap_N, each) for name, each in scores.items()}
+        evaluated = EvaluatedModel.of(opened.engine.config, opened.folder, opened.iteration)
+        results = [replace(result, details=details[result.name]) for result in results]
         finish([ModelResults(evaluated, results)], options.output, None)
-        if len(next(iter(results)).details["datasets"]) > 1:
-            say(f"\nperplexity by dataset\n{dataset_table(results)}")
-        curves = {**others, **{result.name: result.details for result in results}}
-        say(f"\nbits per byte of chunks of which at most a share is in their neighbours\n"
-            f"{overlap_table(curves, 'filtered')}")  # fmt: skip
-        say(f"\nperplexity of chunks by the share that is in their neighbours\n"
-            f"{overlap_table(curves, 'by_overlap')}")  # fmt: skip
-        if options.figure is not None:
-            draw(curves, Path(options.figure))
-            say(f"curves: {options.figure}")
+        _report({**others, **details}, details, options.figure)
 
 
-def wanted_neighbors(given: str | None, model: ModelConfig) -> list[Neighbors]:
-    """The kinds of neighbours of the flag. Raises ConfigError if one is unknown, or the model reads
+def _kinds_of_neighbors(given: str | None, model: ModelConfig) -> list[Neighbors]:
+    """The kinds of neighbours of the flag. ConfigError if one is unknown, or the model reads
     none."""
     reads = model.part(RetrievalConfig).retro_add_retriever
     if given is None:
         return list(NEIGHBORS) if reads else ["none"]
     words = [word.strip() for word in given.split(",")]
-    found = [kind for word in words for kind in NEIGHBORS if kind == word]
-    if len(found) < len(words):
+    kinds = [kind for word in words for kind in NEIGHBORS if kind == word]
+    if len(kinds) < len(words):
         raise ConfigError(f"--neighbors {given}: expected some of {', '.join(NEIGHBORS)}")
-    if not reads and found != ["none"]:
+    if not reads and kinds != ["none"]:
         raise ConfigError(
             f"--neighbors {given}: the model is a {model.family}, which reads no neighbours; give "
             "none, or the checkpoint of a Retro"
         )
-    return found
+    return kinds
 
 
 def _check_length(model: ModelConfig, project: RetroProject) -> None:
@@ -163,11 +149,9 @@ def _check_length(model: ModelConfig, project: RetroProject) -> None:
         )
 
 
-def evaluated_text(
-    project: RetroProject, run: Run, part: str, most: int | None = None
-) -> EvaluatedText:
-    """The samples of a part and their neighbours, ``most`` of them at most. Raises ValueError or
-    OSError if files are missing or cannot be read."""
+def _evaluated_text(project: RetroProject, run: Run, part: str, most: int | None) -> EvaluatedText:
+    """The samples of a part and their neighbours, ``most`` of them at most. ValueError or OSError
+    if files are missing or cannot be read."""
     table, samples = project.neighbors(part), gpt_samples(run).get(part)
     if samples is None:
         raise ConfigError(f"{project.config_file} has no samples for --part {part}")
@@ -178,7 +162,7 @@ def evaluated_text(
 
 
 def check_kept(text: EvaluatedText, model: ModelConfig, project: RetroProject) -> None:
-    """Raises ConfigError if the files have fewer neighbours of a chunk than a model reads."""
+    """ConfigError if the files have fewer neighbours of a chunk than a model reads."""
     kept, read = text.numbers_ILQ.shape[-1], model.part(RetrievalConfig).retro_num_neighbors
     if kept < read:
         raise ConfigError(
@@ -189,34 +173,26 @@ def check_kept(text: EvaluatedText, model: ModelConfig, project: RetroProject) -
 
 
 def _measured(
-    engine: ModelEngine, run: Run, text: EvaluatedText, wanted: Sequence[Neighbors]
+    engine: ModelEngine, run: Run, text: EvaluatedText, kinds: Sequence[Neighbors]
 ) -> tuple[list[TaskResult], dict[str, ChunkScores]]:
     tokenizer, training = run.tokenizer, engine.config.training
     collate = family_of("gpt").data(run.config, tokenizer).collator()
     bytes_V = token_lengths(tokenizer.token_bytes, tokenizer.special_tokens)
     reads = engine.config.model.part(RetrievalConfig).retro_add_retriever
     results, scores = [], {}
-    for kind in wanted:
+    for kind in kinds:
         name = f"neighbours {kind}" if reads else "no retrieval"
         started = time.perf_counter()
         with progress_bar(name, total=len(text), unit=" samples") as bar:
-            done = 0
-
-            def progress(count: int, bar: Any = bar) -> None:
-                nonlocal done
-                bar.update(count - done)
-                done = count
-
-            log_prob_IP = measure_chunks(
-                engine, collate, text, kind, training.micro_batch_size, training.seed, progress
-            )
-        scores[name] = found = scores_of(text, log_prob_IP, bytes_V)
+            size, seed, progress = training.micro_batch_size, training.seed, partial(move_to, bar)
+            log_prob_IP = measure_chunks(engine, collate, text, kind, size, seed, progress)
+        scores[name] = score = scores_of(text, log_prob_IP, bytes_V)
         metrics = {
-            "loss": found.loss,
-            "perplexity": found.perplexity,
-            "bits_per_byte": found.bits_per_byte,
+            "loss": score.loss,
+            "perplexity": score.perplexity,
+            "bits_per_byte": score.bits_per_byte,
         }
-        tokens, seconds = int(found.tokens_N.sum()), time.perf_counter() - started
+        tokens, seconds = int(score.tokens_N.sum()), time.perf_counter() - started
         results.append(TaskResult(name, metrics, len(text), tokens, seconds))
     return results, scores
 
@@ -228,18 +204,96 @@ def token_lengths(token_bytes: Sequence[bytes], special: frozenset[int]) -> npt.
     )
 
 
-def _check_same_chunks(others: Mapping[str, Mapping[str, Any]], own: ScoresByOverlap) -> None:
+def _details(
+    text: EvaluatedText, overlap_N: npt.NDArray[np.float64], scores: ChunkScores
+) -> dict[str, Any]:
+    """JSON of one model's numbers by dataset and by share; null where there are no chunks."""
+
+    def by_share(masks: Sequence[npt.NDArray[np.bool_]], metric: str) -> dict[str, Any]:
+        values = [getattr(scores.part(mask_N), metric) for mask_N in masks]
+        finite = [value if math.isfinite(value) else None for value in values]
+        return {"shares": list(_SHARES), "chunks": _counts(masks), "values": finite}
+
+    return {
+        "datasets": {
+            dataset: {
+                "loss": each.loss,
+                "perplexity": each.perplexity,
+                "tokens": int(each.tokens_N.sum()),
+            }
+            for dataset, each in scores_by_dataset(text, scores).items()
+        },
+        "filtered": by_share(filtered(overlap_N, _SHARES), "bits_per_byte"),
+        "by_overlap": by_share(between(overlap_N, _SHARES), "perplexity"),
+    }
+
+
+def _counts(masks: Sequence[npt.NDArray[np.bool_]]) -> list[int]:
+    return [int(mask_N.sum()) for mask_N in masks]
+
+
+def _report(models: Mapping[str, Details], new: Mapping[str, Details], figure: str | None) -> None:
+    """Prints the tables of all models, by dataset those of this evaluation, and draws curves."""
+    datasets = next(iter(new.values()))["datasets"]
+    if len(datasets) > 1:
+        rows = [("dataset", "tokens", *new)]
+        for name, numbers in datasets.items():
+            shown = (f"{each['datasets'][name]['perplexity']:.5g}" for each in new.values())
+            rows.append((name, f"{numbers['tokens']:,}", *shown))
+        say(f"\nperplexity by dataset\n{aligned(rows, texts=1)}")
+    say(
+        "\nbits per byte of chunks of which at most a share is in their neighbours\n"
+        f"{_overlap_table(models, 'filtered')}"
+    )
+    say(
+        "\nperplexity of chunks by the share that is in their neighbours\n"
+        f"{_overlap_table(models, 'by_overlap')}"
+    )
+    if figure is not None:
+        panels = [
+            Panel("bits per byte, at most this share", _curves(models, "filtered")),
+            Panel("perplexity, about this share", _curves(models, "by_overlap")),
+        ]
+        draw_panels(panels, Path(figure), "share of a chunk that is in its neighbours")
+        say(f"curves: {figure}")
+
+
+def _overlap_table(models: Mapping[str, Details], what: str) -> str:
+    """A line for each share, a column for each model."""
+    first = next(iter(models.values()))[what]
+    rows = [("share", "chunks", *models)]
+    for place, (share, chunks) in enumerate(zip(first["shares"], first["chunks"], strict=True)):
+        values = (each[what]["values"][place] for each in models.values())
+        shown = ("" if value is None else f"{value:.5g}" for value in values)
+        rows.append((f"{share:.3f}", f"{chunks:,}", *shown))
+    return aligned(rows)
+
+
+def _curves(models: Mapping[str, Details], what: str) -> list[RunCurve]:
+    curves = []
+    for name, each in models.items():
+        pairs = zip(each[what]["shares"], each[what]["values"], strict=True)
+        points = [(share, value) for share, value in pairs if value is not None]
+        if points:
+            shares, values = zip(*points, strict=True)
+            curves.append(RunCurve(name, list(shares), list(values)))
+    return curves
+
+
+def _check_same_chunks(
+    others: Mapping[str, Details], masks: Sequence[npt.NDArray[np.bool_]]
+) -> None:
     for name, each in others.items():
-        if each["filtered"]["chunks"] != list(own.chunks):
+        if each["filtered"]["chunks"] != _counts(masks):
             raise ConfigError(
                 f"--compare {name}: its chunks are not those of this evaluation; evaluate both "
                 "with the same --retro-project-dir, --part, --samples and --leakage-neighbors"
             )
 
 
-def _others(flags: Sequence[str]) -> dict[str, Mapping[str, Any]]:
-    """What ``--compare`` names: numbers by the name of a model and of what it has read."""
-    found: dict[str, Mapping[str, Any]] = {}
+def _others(flags: Sequence[str]) -> dict[str, Details]:
+    """The numbers that ``--compare`` names, by the name of a model and of what it has read."""
+    others: dict[str, Details] = {}
     for flag in flags:
         name, equals, path = flag.partition("=")
         if not equals:
@@ -249,9 +303,9 @@ def _others(flags: Sequence[str]) -> dict[str, Mapping[str, Any]]:
             tasks = content["evaluations"][0]["tasks"]
             for task, numbers in tasks.items():
                 several = f"{name}, {task}" if len(tasks) > 1 else name
-                found[several] = {what: dict(numbers[what]) for what in ("filtered", "by_overlap")}
+                others[several] = {what: dict(numbers[what]) for what in ("filtered", "by_overlap")}
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise ConfigError(
                 f"--compare {flag}: {path} is not a file of tools/retro/evaluate.py --output"
             ) from None
-    return found
+    return others

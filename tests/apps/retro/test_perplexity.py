@@ -8,19 +8,17 @@ import pytest
 import torch
 from small_databases import CHUNK, EOD, chunk_database, nearest
 
-from megatron.apps.retro.evaluation.command import check_kept, token_lengths
-from megatron.apps.retro.evaluation.overlap import (
+from megatron.apps.retro.evaluation import check_kept, token_lengths
+from megatron.apps.retro.perplexity import (
+    EvaluatedText,
     between,
     filtered,
     longest_common,
-)
-from megatron.apps.retro.evaluation.perplexity import (
-    EvaluatedText,
     measure_chunks,
     overlaps,
+    scores_by_dataset,
     scores_of,
 )
-from megatron.apps.retro.evaluation.report import scores_by_dataset
 from megatron.config import ConfigError
 from megatron.data.gpt_batch import GPTCollator
 from megatron.data.samples import Piece
@@ -180,18 +178,19 @@ def test_filtered_scores():
     overlap_IP = np.random.default_rng(4).integers(0, 5, log_prob_IP.shape) / 4
     overlap_IP[:, L] = np.nan
     shares = (0.0, 0.25, 1.0)
-    few, all_of = filtered(overlap_IP.ravel(), {"a": scores}, shares), log_prob_IP[:, :L].sum()
-    within = between(overlap_IP.ravel(), {"a": scores}, shares)
-    assert few.chunks[-1] == sum(within.chunks) == SAMPLES * L
+    few, all_of = filtered(overlap_IP.ravel(), shares), log_prob_IP[:, :L].sum()
+    within = between(overlap_IP.ravel(), shares)
+    assert few[-1].sum() == sum(mask.sum() for mask in within) == SAMPLES * L
+    few, within = ([scores.part(mask) for mask in masks] for masks in (few, within))
     for place, share in enumerate(shares):
         chosen = overlap_IP <= share
         size = scores.bytes_N.reshape(SAMPLES, -1)[chosen].sum()
         bits = -log_prob_IP[chosen].sum() / math.log(2) / size
-        assert few.bits_per_byte["a"][place] == pytest.approx(bits)
+        assert few[place].bits_per_byte == pytest.approx(bits)
     last = (overlap_IP > 0.25) & (overlap_IP <= 1)
     mean = -log_prob_IP[last].sum() / scores.tokens_N.reshape(SAMPLES, -1)[last].sum()
-    assert within.perplexity["a"][-1] == pytest.approx(math.exp(mean))
-    assert few.perplexity["a"][-1] == pytest.approx(
+    assert within[-1].perplexity == pytest.approx(math.exp(mean))
+    assert few[-1].perplexity == pytest.approx(
         math.exp(-all_of / scores.tokens_N.reshape(SAMPLES, -1)[:, :L].sum())
     )
 

@@ -9,11 +9,13 @@ import pytest
 from upstream_retro import corpus, gpt_flags, write_corpora, write_project
 
 from megatron.apps.retro.blocks import FileBlock
-from megatron.apps.retro.command import run_preprocessing
-from megatron.apps.retro.configure import existing
-from megatron.apps.retro.gpt_samples import SampleChunks, gpt_samples
-from megatron.apps.retro.query.neighbors import neighbors_of
-from megatron.apps.retro.query.retriever import Retriever
+from megatron.apps.retro.preprocessing import existing, run_preprocessing
+from megatron.apps.retro.query import (
+    Retriever,
+    SampleChunks,
+    gpt_samples,
+    neighbors_of,
+)
 from megatron.config import Setting
 from megatron.features.retro.project import RetroProject
 

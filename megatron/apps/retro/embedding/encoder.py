@@ -1,13 +1,13 @@
-"""From tokens to the micro batches of an encoder, sorted by length, and from its states to vectors.
+"""An embedder by a model of tokens: micro batches of texts, sorted by length, and their vectors.
 
 Shape suffixes: B micro batch, S tokens, H hidden, V vector.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 
 from megatron.training.measuring import MULTIPLE
+from megatron.util.digests import digest_of_parts
 
 CPU_TOKENS = 2048
 """Most tokens of a batch on a CPU: with more of them the states of a layer leave its caches."""
+Rows = Sequence[Sequence[int] | npt.NDArray[np.int32]]
+"""The tokens of texts, without special ones."""
 
 
 class TokenBatch(NamedTuple):
@@ -35,7 +38,6 @@ class TokenBatch(NamedTuple):
 
     @property
     def padded(self) -> bool:
-        """Whether there is padding."""
         return int(self.lengths_B.min()) < self.tokens_BS.shape[1]
 
     @property
@@ -49,22 +51,13 @@ class TokenBatch(NamedTuple):
         return TokenBatch(self.texts, tokens_BS, self.lengths_B.to(device, non_blocking=True))
 
 
-@dataclass(frozen=True)
-class BatchedEncoder:
-    """How an encoder reads texts.
+class EncoderEmbedder(ABC):
+    """An :class:`~megatron.apps.retro.embedding.Embedder` by an encoder on ``device``, which reads
+    ``most`` tokens of a text, among them the special ones ``before`` and ``after`` it, and ``size``
+    texts at a time."""
 
-    Attributes:
-        vectors: of a batch, [B, V], on ``device``.
-        width: V.
-        before: special tokens in front of each text.
-        after: those behind it.
-        most: tokens that it reads of a text, special ones included.
-        size: most texts of a batch.
-        pad: the token of padding.
-    """
-
-    vectors: Callable[[TokenBatch], Tensor]
     width: int
+    identity: Mapping[str, Any]
     before: Sequence[int]
     after: Sequence[int]
     most: int
@@ -72,20 +65,29 @@ class BatchedEncoder:
     pad: int
     device: torch.device
 
-    def embed(
-        self, rows: Sequence[Sequence[int] | npt.NDArray[np.int32]]
-    ) -> npt.NDArray[np.float32]:
-        """The vector of each text, of which the tokens are given, [n, V]; zeros without tokens."""
-        found = np.zeros((len(rows), self.width), np.float32)
+    @abstractmethod
+    def tokens(self, texts: Sequence[str]) -> Rows: ...
+
+    @abstractmethod
+    def vectors(self, batch: TokenBatch) -> Tensor:
+        """Vectors of a batch, [B, V], on ``device``."""
+
+    def lengths(self, texts: Sequence[str]) -> npt.NDArray[np.int64]:
+        return np.array([len(row) for row in self.tokens(texts)], np.int64)
+
+    def embed(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+        return self.embed_tokens(self.tokens(texts))
+
+    def embed_tokens(self, rows: Rows) -> npt.NDArray[np.float32]:
+        """The vector of each text, [n, V]; zeros without tokens."""
+        vectors = np.zeros((len(rows), self.width), np.float32)
         with torch.inference_mode():
             for batch in self._batches(rows):
                 vectors_BV = self.vectors(batch.to(self.device))
-                found[batch.texts] = vectors_BV.float().cpu().numpy()
-        return found
+                vectors[batch.texts] = vectors_BV.float().cpu().numpy()
+        return vectors
 
-    def _batches(
-        self, rows: Sequence[Sequence[int] | npt.NDArray[np.int32]]
-    ) -> Iterator[TokenBatch]:
+    def _batches(self, rows: Rows) -> Iterator[TokenBatch]:
         """The longest texts come first: those for which memory might not suffice."""
         first, special = len(self.before), len(self.before) + len(self.after)
         inner = np.minimum(np.fromiter(map(len, rows), np.int64, len(rows)), self.most - special)
@@ -116,3 +118,13 @@ def mean_inside(states_BSH: Tensor, lengths_B: Tensor, before: int = 1, after: i
     inside_BS = (places_S >= before) & (places_S < lengths_B[:, None] - after)
     weights_BS = inside_BS.to(dtype) / (lengths_B[:, None] - before - after)
     return torch.einsum("bs,bsh->bh", weights_BS, states_BSH.to(dtype))
+
+
+def weights_digest(weights: Iterable[tuple[str, Tensor]]) -> str:
+    """Digest of weights by name, in the dtype that they are used in, whatever their order."""
+    parts: list[str | memoryview] = []
+    for name, weight in sorted(weights, key=lambda item: item[0]):
+        flat = weight.detach().cpu().contiguous().view(-1)
+        parts.append(f"{name} {weight.dtype} {tuple(weight.shape)}")
+        parts.append(flat.view(torch.uint8).numpy().data)
+    return digest_of_parts(parts)

@@ -7,14 +7,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from upstream_retro import EOD, Corpus, corpus, gpt_flags, write_corpora, write_project
 
 from megatron.apps.retro.blocks import FileBlock
-from megatron.apps.retro.gpt_run import project_run
-from megatron.apps.retro.gpt_samples import SampleChunks, gpt_samples
 from megatron.apps.retro.index.exact import ExactIndex
-from megatron.apps.retro.query.neighbors import neighbors_of
-from megatron.apps.retro.query.retriever import Retriever
+from megatron.apps.retro.preprocessing import project_run
+from megatron.apps.retro.query import (
+    Retriever,
+    SampleChunks,
+    first_kept,
+    gpt_samples,
+    neighbors_of,
+)
 from megatron.config import Setting
 from megatron.families import family_of
 from megatron.features.retro.project import RetroProject
@@ -136,3 +142,21 @@ def test_fewer_neighbors_than_are_kept(made):
     found = few.neighbors(tokens, KEPT, exclude=[everything, frozenset(), everything])
     assert (found[[0, 2]] == -1).all() and (found[1] >= 0).all()
     np.testing.assert_array_equal(few.neighbors(tokens, 5), few.neighbors(tokens, KEPT)[:, :5])
+
+
+@st.composite
+def choices(draw):
+    queries, searched = draw(st.integers(1, 4)), draw(st.integers(1, 8))
+    dropped = np.array(draw(st.lists(st.booleans(), min_size=32, max_size=32)))
+    numbers = np.arange(1, 33).reshape(4, 8)[:queries, :searched]
+    return numbers, dropped.reshape(4, 8)[:queries, :searched], draw(st.integers(1, searched))
+
+
+@given(choices())
+def test_the_first_that_are_kept_followed_by_minus_one(made):
+    numbers, dropped, k = made
+    expected = []
+    for row, out in zip(numbers.tolist(), dropped.tolist(), strict=True):
+        kept = [number for number, left in zip(row, out, strict=True) if not left][:k]
+        expected.append(kept + [-1] * (k - len(kept)))
+    np.testing.assert_array_equal(first_kept(numbers, dropped, k), expected)

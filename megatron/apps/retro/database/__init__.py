@@ -1,1 +1,0 @@
-"""The database of a project: the chunks of its training documents."""

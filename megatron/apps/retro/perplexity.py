@@ -1,0 +1,252 @@
+"""The perplexity of a Retro with and without its neighbours, chunk by chunk, on any layout; and how
+much of a chunk is in its neighbours: the evaluation of Borgeaud et al. 2022 (arXiv:2112.04426),
+section 2.6.
+
+Shape suffixes: B micro batch, S sequence, L chunks of a sample, M tokens of a chunk, K neighbours,
+Q neighbours that files have, R tokens of a neighbour with its continuation, N chunks of all
+samples, I samples; P the L chunks of a sample and its last token, which begins another one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.data.samples import MadeSamples, SampleDataset
+from megatron.engine.train_engine import ModelEngine
+from megatron.features.retro.chunks import ChunkDatabase
+from megatron.features.retro.flags import RetrievalConfig
+from megatron.features.retro.samples import (
+    RetroBatch,
+    RetroCollator,
+    RetroSample,
+)
+from megatron.model.layer_list import LayerState
+from megatron.model.spec import Measure
+from megatron.training.measuring import measure_samples
+from megatron.training.metrics import perplexity
+
+Neighbors = Literal["own", "none", "shuffled"]
+"""The neighbours that a model reads of each chunk: its own; none, without attending to any; or
+those of another chunk."""
+NEIGHBORS: tuple[Neighbors, ...] = get_args(Neighbors)
+_CHUNKS_AT_ONCE = 1024
+"""Compared with their neighbours together."""
+
+
+@dataclass(frozen=True)
+class EvaluatedText:
+    """Samples of a GPT, S + 1 tokens each, and the numbers of the neighbours of their chunks in the
+    database, nearest first; -1 where there are fewer."""
+
+    samples: SampleDataset[Any]
+    numbers_ILQ: npt.NDArray[np.int64]
+    database: ChunkDatabase
+
+    def __len__(self) -> int:
+        return len(self.numbers_ILQ)
+
+    @property
+    def chunk_length(self) -> int:
+        return self.database.chunk_length
+
+    def shuffled(self, seed: int) -> EvaluatedText:
+        """The same samples, whose chunks have the neighbours of others."""
+        numbers_NQ = self.numbers_ILQ.reshape(-1, self.numbers_ILQ.shape[-1])
+        # Nothing stays where it is: in a random order each takes those of the one after it.
+        order_N = np.random.default_rng(seed).permutation(len(numbers_NQ))
+        changed_NQ = np.empty_like(numbers_NQ)
+        changed_NQ[order_N] = numbers_NQ[np.roll(order_N, -1)]
+        return EvaluatedText(
+            self.samples, changed_NQ.reshape(self.numbers_ILQ.shape), self.database
+        )
+
+    def tokens(self, sample: int) -> npt.NDArray[np.int64]:
+        """Tokens of a sample, [S + 1]."""
+        return np.asarray(self.samples[sample], np.int64)
+
+    @property
+    def datasets_I(self) -> npt.NDArray[np.str_]:
+        """The dataset that each sample is from, as a flag named it."""
+        origins = (self.samples.origin(sample) for sample in range(len(self)))
+        return np.array([next(iter(pieces)).source for pieces in origins])
+
+    def counts(
+        self, count: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
+    ) -> npt.NDArray[np.int64]:
+        """Sums over the predicted tokens of every chunk, [I, P], of what a function gives for each
+        token."""
+        length, sums = self.chunk_length, []
+        for sample in range(len(self)):
+            values_T = count(self.tokens(sample))
+            values_T[0] = 0  # nothing is before it
+            values_T = np.pad(values_T, (0, length - 1))
+            sums.append(values_T.reshape(-1, length).sum(1))
+        return np.array(sums, np.int64)
+
+
+def chunk_log_probs(length: int) -> Measure:
+    """The log-probability of the tokens of every chunk of a sample, [B, P]. The tokens that read
+    the neighbours of a chunk, from its last one on, predict those of the chunk after it."""
+
+    def take(state: LayerState, batch: Any) -> dict[str, Tensor]:
+        assert state.scores is not None
+        # The first token of a sample is in its first chunk, and is not predicted.
+        padded = F.pad(state.scores.log_probs_BP.double(), (1, length - 1))
+        return {"log_prob": padded.unflatten(1, (-1, length)).sum(2)}
+
+    return Measure(("log_prob",), take, ends="scores", per_sample=True)
+
+
+def measure_chunks(
+    engine: ModelEngine,
+    collate: Callable[[Sequence[Any]], Any],
+    text: EvaluatedText,
+    neighbors: Neighbors,
+    micro_batch_size: int,
+    seed: int = 0,
+    progress: Callable[[int], object] | None = None,
+) -> npt.NDArray[np.float64]:
+    """The log-probability of the tokens of every chunk, [I, P]. Every rank must call it.
+
+    Args:
+        engine: of a Retro, or with ``none`` of a GPT.
+        collate: makes a GPT's batch of its samples.
+        seed: of the order of what is shuffled.
+    """
+    retrieval = engine.config.model.part(RetrievalConfig)
+    if neighbors == "shuffled":
+        text = text.shuffled(seed)
+
+    def with_neighbors(sample: int) -> RetroSample:
+        numbers_LK = text.numbers_ILQ[sample, :, : retrieval.retro_num_neighbors]
+        tokens_LKR = text.database.tokens(numbers_LK, retrieval.retro_num_retrieved_chunks)
+        return RetroSample(text.samples[sample], tokens_LKR)
+
+    def without_neighbors(samples: Sequence[Any]) -> RetroBatch:
+        return RetroBatch.alone(collate(samples))
+
+    make: Callable[[int], Any] = with_neighbors
+    of_batch: Callable[[Sequence[Any]], Any] = RetroCollator(collate)
+    if neighbors == "none":
+        make = text.samples.__getitem__
+        of_batch = without_neighbors if retrieval.retro_add_retriever else collate
+    rows = measure_samples(
+        engine,
+        MadeSamples(range(len(text)), make),
+        of_batch,
+        chunk_log_probs(text.chunk_length),
+        micro_batch_size,
+        progress=progress,
+    )
+    return rows["log_prob"]
+
+
+def overlaps(text: EvaluatedText, compared: int, retrieved: int) -> npt.NDArray[np.float64]:
+    """r(C) of every chunk, [I, P]: the longest run in common with the nearest ``compared``
+    neighbours, of ``retrieved`` chunks of text each, over the length of a chunk. The last tokens of
+    samples, which are no chunks, have NaN: no share is as large."""
+    length, (samples, chunks, _) = text.chunk_length, text.numbers_ILQ.shape
+    shares_IP = np.full((samples, chunks + 1), np.nan)
+    per_step = max(1, _CHUNKS_AT_ONCE // chunks)
+    for start in range(0, samples, per_step):
+        several = range(start, min(start + per_step, samples))
+        chunks_NM = np.concatenate(
+            [text.tokens(each)[: chunks * length].reshape(chunks, length) for each in several]
+        )
+        numbers_NK = text.numbers_ILQ[several, :, :compared].reshape(len(chunks_NM), -1)
+        neighbors_NKR = text.database.tokens(numbers_NK, retrieved)
+        longest_N = longest_common(chunks_NM, neighbors_NKR, text.database.eod)
+        shares_IP[several, :chunks] = longest_N.reshape(-1, chunks) / length
+    return shares_IP
+
+
+def longest_common(
+    chunks_NM: npt.NDArray[np.int64], neighbors_NKR: npt.NDArray[np.int64], eod: int
+) -> npt.NDArray[np.int64]:
+    """Tokens of the longest run that a chunk has in common with one of its neighbours, [N], from 0
+    to M. The end-of-document token, which short texts are padded with, is in none."""
+    longest_N = np.zeros(len(chunks_NM), np.int64)
+    # Of each token of the neighbours the length of the run that ends there and at the chunk's last
+    # token so far.
+    runs_NKR = np.zeros(neighbors_NKR.shape, np.int16)
+    for token_N in chunks_NM.T:
+        token_N11 = token_N[:, None, None]
+        equal_NKR = (neighbors_NKR == token_N11) & (token_N11 != eod)
+        before_NKR = np.zeros_like(runs_NKR)
+        before_NKR[..., 1:] = runs_NKR[..., :-1]
+        runs_NKR = np.where(equal_NKR, before_NKR + 1, 0).astype(np.int16)
+        np.maximum(longest_N, runs_NKR.max((1, 2), initial=0), out=longest_N)
+    return longest_N
+
+
+@dataclass(frozen=True)
+class ChunkScores:
+    """The log-probability of each chunk's tokens, how many tokens were predicted, and the bytes of
+    their text."""
+
+    log_prob_N: npt.NDArray[np.float64]
+    tokens_N: npt.NDArray[np.int64]
+    bytes_N: npt.NDArray[np.int64]
+
+    def part(self, chosen_N: npt.NDArray[np.bool_]) -> ChunkScores:
+        return ChunkScores(
+            self.log_prob_N[chosen_N], self.tokens_N[chosen_N], self.bytes_N[chosen_N]
+        )
+
+    @property
+    def loss(self) -> float:
+        """Nats per token; NaN without tokens."""
+        tokens = int(self.tokens_N.sum())
+        return -math.fsum(self.log_prob_N) / tokens if tokens else math.nan
+
+    @property
+    def perplexity(self) -> float:
+        return perplexity(self.loss)
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Bits per byte of text; NaN without text."""
+        count = int(self.bytes_N.sum())
+        return -math.fsum(self.log_prob_N) / math.log(2) / count if count else math.nan
+
+
+def scores_of(
+    text: EvaluatedText, log_prob_IP: npt.NDArray[np.float64], bytes_V: npt.NDArray[np.int64]
+) -> ChunkScores:
+    """The scores of every chunk, and of the last token of every sample, N = I x P. ``bytes_V`` are
+    the bytes of each token of the vocabulary."""
+    tokens_IP = text.counts(np.ones_like)
+    bytes_IP = text.counts(lambda tokens_T: bytes_V[tokens_T])
+    return ChunkScores(log_prob_IP.ravel(), tokens_IP.ravel(), bytes_IP.ravel())
+
+
+def scores_by_dataset(text: EvaluatedText, scores: ChunkScores) -> dict[str, ChunkScores]:
+    """The scores of the samples from each dataset of a blend."""
+    datasets_N = np.repeat(text.datasets_I, len(scores.tokens_N) // len(text))
+    return {str(name): scores.part(datasets_N == name) for name in np.unique(datasets_N)}
+
+
+def filtered(
+    overlap_N: npt.NDArray[np.float64], shares: Sequence[float]
+) -> list[npt.NDArray[np.bool_]]:
+    """The chunks that the paper measures, for each share a those with r(C) <= a; chunks without an
+    r(C) (NaN) are left out."""
+    return [overlap_N <= share for share in shares]
+
+
+def between(
+    overlap_N: npt.NDArray[np.float64], shares: Sequence[float]
+) -> list[npt.NDArray[np.bool_]]:
+    """The chunks with shares up to each, and above the one before it."""
+    above = (-math.inf, *shares[:-1])
+    return [
+        (overlap_N > least) & (overlap_N <= most) for least, most in zip(above, shares, strict=True)
+    ]

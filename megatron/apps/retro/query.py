@@ -1,0 +1,295 @@
+"""The stage query-neighbors: the neighbours of the chunks of the GPT's samples, in files for
+training; and the search for the chunks of a database that are nearest to others.
+
+Shape suffixes: N chunks of samples, M tokens of a chunk, Q chunks searched for, K neighbours that
+are kept, D documents of a sample.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.apps.retro.blocks import (
+    FileBlock,
+    blocks_of,
+    run_blocks,
+)
+from megatron.apps.retro.config import IndexFlags
+from megatron.apps.retro.embedding import Embedder, chunk_texts
+from megatron.apps.retro.index import existing_files, open_index
+from megatron.apps.retro.index.exact import VectorIndex
+from megatron.apps.retro.preprocessing import Preprocessing
+from megatron.config import ConfigError, ModelConfig
+from megatron.data.index_cache import digest_of
+from megatron.data.samples import SampleDataset
+from megatron.data.sources import PARTS
+from megatron.families import family_of
+from megatron.features.retro.chunks import NEIGHBORS
+from megatron.features.retro.flags import RetrievalConfig
+from megatron.features.retro.project import GPT, RetroProject
+from megatron.run.run import Run
+from megatron.tokenizer import Tokenizer
+from megatron.training.plan import TrainingPlan
+from megatron.util.digests import digest
+from megatron.util.processes import is_main_process
+from megatron.util.progress import say
+
+_NEIGHBOR_DIRS = "retro_neighbor_dirs"
+_CHUNKS_AT_ONCE = 4096
+"""Embedded and searched for together; memory does not depend on the size of blocks."""
+Documents = Collection[tuple[int, int]]
+"""(dataset, document) of some documents."""
+
+
+@dataclass(frozen=True)
+class GPTSamples:
+    """The samples of a part, ``train``, ``valid`` or ``test``: the dataset that training reads, and
+    how many of its samples it reads."""
+
+    part: str
+    samples: SampleDataset[Any]
+    count: int
+
+
+def gpt_samples(run: Run) -> dict[str, GPTSamples]:
+    """The samples of the parts of a run that have any, in the order of its training. ValueError or
+    OSError if the data cannot be used."""
+    plan = TrainingPlan(run.config)
+    data = family_of(run.config.model.family).data(run.config, run.tokenizer)
+    counts = dict(zip(PARTS, plan.sample_counts, strict=True))
+    datasets = data.datasets(plan.sample_counts, plan.batch_sizes)
+    samples: dict[str, SampleDataset[Any] | None] = {"train": datasets.train}
+    for part, named in (("valid", datasets.valid), ("test", datasets.test)):
+        if len(named) > 1:
+            raise ConfigError(
+                f"{', '.join(named)}: only one set for {part} can have neighbours; name one, or "
+                "blend them"
+            )
+        samples[part] = next(iter(named.values()), None)
+    return {
+        part: GPTSamples(part, dataset, counts[part])
+        for part, dataset in samples.items()
+        if dataset is not None and counts[part]
+    }
+
+
+@dataclass(frozen=True)
+class SampleChunks:
+    """The chunks of the samples of a part, numbered over all samples. ``numbers`` are those of the
+    database's datasets by their prefix."""
+
+    part: GPTSamples
+    chunks_per_sample: int
+    chunk_length: int
+    numbers: Mapping[str, int]
+
+    def __len__(self) -> int:
+        return self.part.count * self.chunks_per_sample
+
+    def read(
+        self, start: int, stop: int
+    ) -> tuple[npt.NDArray[np.int64], Sequence[frozenset[tuple[int, int]]]]:
+        """The tokens of the chunks ``start`` up to ``stop``, int64 [N, M], and for each (dataset,
+        document) of all documents of its sample that are of datasets of the database. ValueError
+        for a training sample that is of no dataset of the database."""
+        tokens_NM = np.empty((stop - start, self.chunk_length), np.int64)
+        documents: list[frozenset[tuple[int, int]]] = []
+        while start < stop:
+            sample, first = divmod(start, self.chunks_per_sample)
+            last = min(self.chunks_per_sample, first + stop - start)
+            tokens_T = self.part.samples[sample]
+            within = tokens_T[first * self.chunk_length : last * self.chunk_length]
+            filled = len(documents)
+            tokens_NM[filled : filled + last - first] = within.reshape(-1, self.chunk_length)
+            documents += [self._documents(sample)] * (last - first)
+            start += last - first
+        return tokens_NM, documents
+
+    def _documents(self, sample: int) -> frozenset[tuple[int, int]]:
+        pieces = self.part.samples.origin(sample)
+        known = [piece for piece in pieces if piece.source in self.numbers]
+        if self.part.part == "train" and len(known) < len(pieces):
+            strange = next(piece.source for piece in pieces if piece.source not in self.numbers)
+            raise ValueError(
+                f"training sample {sample} is of {strange}, and the database of "
+                f"{', '.join(self.numbers)}: its own text would be among its neighbours; run the "
+                "stages from db-build on again, with another --retro-project-dir"
+            )
+        return frozenset((self.numbers[piece.source], piece.sequence) for piece in known)
+
+
+class Retriever:
+    """Finds the nearest chunks of the database of a project: of ``searched`` chunks those that are
+    not left out. ``embedder`` is the one that the index was made with; ``flags`` say how thoroughly
+    it is searched."""
+
+    def __init__(
+        self,
+        project: RetroProject,
+        embedder: Embedder,
+        searched: int = 200,
+        flags: IndexFlags | None = None,
+    ) -> None:
+        self.project, self.embedder, self.searched = project, embedder, searched
+        self.database = project.database()
+        self._flags = flags or IndexFlags()
+
+    @cached_property
+    def index(self) -> VectorIndex:
+        """Opened by the first search."""
+        return open_index(self.project, self.embedder, self._flags)
+
+    def neighbors(
+        self,
+        tokens_NM: npt.NDArray[np.int64],
+        k: int,
+        exclude: Sequence[Documents] | None = None,
+    ) -> npt.NDArray[np.int64]:
+        """Numbers of the ``k`` chunks nearest to each chunk of tokens, int64 [N, k], nearest first,
+        -1 where there are fewer; without those of the documents that ``exclude`` has for each."""
+        texts = chunk_texts(self.project.tokenizer, tokens_NM)
+        numbers_NQ, _ = self.index.search(self.embedder.embed(texts), max(self.searched, k))
+        dropped_NQ = numbers_NQ < 0
+        if exclude is not None:
+            dropped_NQ |= self._of_documents(numbers_NQ, exclude)
+        return first_kept(numbers_NQ, dropped_NQ, k)
+
+    def _of_documents(
+        self, numbers_NQ: npt.NDArray[np.int64], documents: Sequence[Documents]
+    ) -> npt.NDArray[np.bool_]:
+        """Whether each chunk is of one of the documents of its row."""
+        most = max(map(len, documents), default=0)
+        keys_ND = np.full((len(documents), most), -1, np.int64)
+        for keys_D, row in zip(keys_ND, documents, strict=True):
+            keys_D[: len(row)] = [dataset << 32 | document for dataset, document in row]
+        pairs_NQ2 = self.database.documents(numbers_NQ)
+        keys_NQ = pairs_NQ2[..., 0] << 32 | pairs_NQ2[..., 1]  # both have 32 bits in a database
+        inside_NQ = np.zeros(numbers_NQ.shape, bool)
+        for keys_N in keys_ND.T:
+            inside_NQ |= keys_NQ == keys_N[:, None]
+        return inside_NQ
+
+
+def first_kept(
+    numbers_NQ: npt.NDArray[np.int64], dropped_NQ: npt.NDArray[np.bool_], k: int
+) -> npt.NDArray[np.int64]:
+    """The first ``k`` <= Q of each row that are not dropped, followed by -1."""
+    order_NK = np.argsort(dropped_NQ, axis=1, kind="stable")[:, :k]
+    kept = ~np.take_along_axis(dropped_NQ, order_NK, axis=1)
+    return np.where(kept, np.take_along_axis(numbers_NQ, order_NK, axis=1), -1)
+
+
+def query_neighbors(work: Preprocessing) -> None:
+    """Writes the neighbours of the samples of training, validation and test, and names their
+    folders in the project's configuration. ValueError or OSError if an earlier stage is missing, or
+    a file cannot be read or written."""
+    project, config = work.project, work.config
+    searched, kept = config.retro_query_num_neighbors_query, config.retro_query_num_neighbors_save
+    if kept > searched:
+        raise ConfigError(
+            f"--retro-query-num-neighbors-save {kept} is more than "
+            f"--retro-query-num-neighbors-query {searched}: search for at least as many as are kept"
+        )
+    retriever = Retriever(project, work.embedder, searched, config)
+    numbers = retriever.database.numbers
+    per_sample = project.seq_length // project.chunk_length
+    folders: dict[str, str | None] = dict.fromkeys(PARTS)
+    for part, samples in gpt_samples(work.run).items():
+        chunks = SampleChunks(samples, per_sample, project.chunk_length, numbers)
+        name = digest(json.dumps(_description(work, retriever, part, len(chunks)), sort_keys=True))
+        folder = project.query_folder / f"{part}_{name}"
+        folders[part] = folder.name  # relative to the folder of queries, as upstream reads it
+        if config.retro_task_validate is not None:
+            _check_search(project, part, folder)
+        run_blocks(
+            blocks_of(folder, len(chunks), config.retro_block_size),
+            partial(neighbors_of, chunks, retriever, kept),
+            f"query-neighbors: {part}",
+            validate=config.retro_task_validate,
+        )
+        if is_main_process() and config.retro_task_validate is None:
+            say(f"query-neighbors: {part}, {samples.count:,} samples: {folder}")
+    if config.retro_task_validate is None:
+        project.record({_NEIGHBOR_DIRS: folders})
+
+
+def _check_search(project: RetroProject, part: str, folder: Path) -> None:
+    """ConfigError if the neighbours of a part are not those of the search that ``folder`` is of."""
+    recorded = (project.settings.get(_NEIGHBOR_DIRS) or {}).get(part)
+    if recorded is not None and not folder.is_dir():
+        known = project.query_folder / Path(recorded).name
+        raise ConfigError(
+            f"--retro-task-validate: {known} is of another search than this run's; give the flags "
+            "that it was made with (--retro-query-..., --retro-block-size), or, if these are the "
+            "same, the database or the index has changed: run the stages again without "
+            "--retro-task-validate"
+        )
+
+
+def neighbors_of(
+    chunks: SampleChunks, retriever: Retriever, kept: int, block: FileBlock
+) -> dict[str, np.ndarray]:
+    """The array of a block's file: the neighbours of its chunks, int64 [N, kept], without those of
+    the documents of their sample."""
+    neighbors_NK = np.empty((len(block), kept), np.int64)
+    for start in range(block.start, block.stop, _CHUNKS_AT_ONCE):
+        stop = min(start + _CHUNKS_AT_ONCE, block.stop)
+        tokens_NM, documents = chunks.read(start, stop)
+        neighbors_NK[start - block.start : stop - block.start] = retriever.neighbors(
+            tokens_NM, kept, exclude=documents
+        )
+        block.advance(stop - start)
+    return {NEIGHBORS: neighbors_NK}
+
+
+def _description(
+    work: Preprocessing, retriever: Retriever, part: str, count: int
+) -> dict[str, Any]:
+    """Everything that the neighbours of a part depend on, for the name of their folder."""
+    config, settings = work.config, work.project.settings
+    index = existing_files(work.project.index_folder, config, "index-add").added
+    return {
+        "part": part,
+        "chunks": count,
+        "data": {key: value for key, value in settings.items() if key.startswith(GPT)},
+        "database": digest_of(retriever.database.table),
+        "embedder": dict(work.embedder.identity),
+        "index": digest_of(np.memmap(index, np.uint8, "r")),
+        "search": [config.retro_query_nprobe, config.retro_query_ef_search],
+        "searched": config.retro_query_num_neighbors_query,
+        "kept": config.retro_query_num_neighbors_save,
+        "block": config.retro_block_size,
+    }
+
+
+def check_model(model: ModelConfig, tokenizer: Tokenizer, project: RetroProject) -> None:
+    """ConfigError if a model with its tokenizer does not read the tokens, or the chunks, of a
+    project with a database."""
+    where, of_project = project.config_file, project.tokenizer
+    if of_project.vocab_size != model.vocabulary.size:
+        raise ConfigError(
+            f"the model has a vocabulary of {model.vocabulary.size} tokens, and the tokenizer of "
+            f"{where} has {of_project.vocab_size}: name the project of the model's training "
+            "(--retro-project-dir)"
+        )
+    length = model.part(RetrievalConfig).retro_gpt_chunk_length
+    if model.part(RetrievalConfig).retro_add_retriever and length != project.chunk_length:
+        raise ConfigError(
+            f"the model reads the neighbours of chunks of {length} tokens, and those of {where} "
+            f"have {project.chunk_length} (retro_gpt_chunk_length): name the project of the "
+            "model's training (--retro-project-dir)"
+        )
+    text = of_project.detokenize(project.database().tokens(np.zeros(1, np.int64), 1)[0].tolist())
+    if tokenizer.tokenize(text) != of_project.tokenize(text):
+        raise ConfigError(
+            f"the tokenizer of {where} splits text otherwise than the model's: name the project of "
+            "the model's training (--retro-project-dir)"
+        )
