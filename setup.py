@@ -167,6 +167,7 @@ setup(
     package_data={
         "megatron.config": ["*.txt"],
         "megatron.apps.dashboard": ["page/*"],
+        "megatron.formats": ["*.txt"],
         "megatron.apps.generation.server": ["page/*"],
         "megatron.util": ["page/*"],
     },

@@ -17,16 +17,8 @@ import sys
 from collections.abc import Sequence
 
 from megatron.config.command_line import run_command
+from megatron.formats import COMMANDS
 from megatron.util.errors import one_line
-
-COMMANDS = {
-    "to-hf": "megatron.formats.conversion.commands:to_hf",
-    "from-hf": "megatron.formats.conversion.commands:from_hf",
-    "to-megatron": "megatron.formats.conversion.commands:to_megatron",
-    "to-universal": "megatron.formats.conversion.commands:to_universal",
-    "to-peft": "megatron.formats.conversion.adapter_command:to_peft",
-}
-"""Module and function of each command; it is imported when it is called."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:

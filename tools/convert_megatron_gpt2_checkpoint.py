@@ -20,9 +20,9 @@ import torch
 from megatron.checkpoint.files import read_json
 from megatron.config import ConfigError, ModelConfig, TokenizerConfig
 from megatron.config.command_line import CommandParser
-from megatron.formats.conversion.commands import export_hf, parse_size
-from megatron.formats.conversion.output import need, published_into
-from megatron.formats.huggingface.gpt2 import GPT2
+from megatron.formats.conversion.commands import export_hf
+from megatron.formats.conversion.output import need, parse_size, published_into
+from megatron.formats.huggingface.layer_norm_decoders import GPT2
 from megatron.formats.huggingface.source import TOKENIZER, WeightFiles
 from megatron.formats.legacy_megatron.rank_files import MODEL_FILES
 from megatron.formats.legacy_megatron.reader import MegatronCheckpoint

@@ -11,7 +11,7 @@ Flags of training may follow: sizes are compared with the model, the rest has no
 layout loads the checkpoint. One process converts, the others end. Logits are compared first.
 """
 
-from megatron.formats.conversion.megads import convert
+from megatron.formats.conversion.megatron_programs import convert
 from megatron.run.process import ending_process, errors_for_users
 
 

@@ -12,7 +12,7 @@ It reads any format and writes Megatron's old layout for one tensor-parallel pro
 checkpoint's. Training does not need it: --load takes a checkpoint of any layout.
 """
 
-from megatron.formats.conversion.merge_command import merge
+from megatron.formats.conversion.megatron_programs import merge
 from megatron.run.process import errors_for_users
 
 

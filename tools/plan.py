@@ -73,7 +73,7 @@ from megatron.config.engine import FastPathsConfig
 from megatron.config.flags import POSITIVE, ConfigResolver, build, option
 from megatron.families import family_of, refuse_unused
 from megatron.features.adapters.flags import AdapterConfig
-from megatron.formats.huggingface.registry import architecture_named
+from megatron.formats.huggingface import architecture_named
 
 GIB, GB = 2**30, 10**9
 

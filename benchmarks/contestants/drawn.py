@@ -22,8 +22,8 @@ from megatron.config import ModelConfig
 from megatron.engine import backend
 from megatron.engine.environment import training_device
 from megatron.families import build_model
+from megatron.formats.huggingface import architecture_of
 from megatron.formats.huggingface.architecture import Architecture
-from megatron.formats.huggingface.registry import architecture_of
 from megatron.parallel.mesh import ALONE, Coordinates
 from megatron.parallel.random import derive_seed
 from megatron.parallel.shard import init_of, shard_of

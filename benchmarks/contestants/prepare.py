@@ -21,8 +21,8 @@ from megatron.checkpoint.files import write_json
 from megatron.checkpoint.source import Source
 from megatron.data.build import Datasets
 from megatron.families import build_model
+from megatron.formats.huggingface import architecture_of
 from megatron.formats.huggingface.export import write_model
-from megatron.formats.huggingface.registry import architecture_of
 from megatron.model.layer_list import initialise
 from megatron.parallel.shard import shard_of
 from megatron.run.run import (

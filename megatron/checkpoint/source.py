@@ -1,6 +1,7 @@
 """Checkpoints of any format, read as whole parameters with canonical names.
 
-A format is a :class:`Source` and a name in :data:`READERS`; its module is imported when needed.
+A format is a :class:`Source` and a :class:`Format`, which says where it is; its module is imported
+when needed.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, ClassVar, NamedTuple
@@ -45,6 +47,8 @@ TOKENIZER_FILES = (
 """What the tokenizers of transformers are saved as, and settings of generation."""
 GENERATION = "megatron.checkpoint.generation_settings:read_generation"
 """Reads how a model generates."""
+UNREADABLE = "megatron.checkpoint.unreadable:unreadable"
+"""Names what a folder contains that no format reads."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Dtypes in which other programs keep weights, as torch and config.json call them."""
 
@@ -150,9 +154,7 @@ class Source(ABC):
         """How the model generates, and where its texts end: the keys of its
         ``generation_config.json``; empty where nothing is known. Raises CheckpointError if they are
         malformed."""
-        rows = self.model.vocabulary.size
-        found: dict[str, Any] = resolve_name(GENERATION)(self.folder / TOKENIZER, rows)
-        return found
+        return resolve_name(GENERATION)(self.folder / TOKENIZER, self.model.vocabulary.size)
 
     def copy_tokenizer(self, target: Path) -> bool:
         """Copies the tokenizer's files, in Hugging Face's form, and :attr:`generation` to a new
@@ -224,35 +226,46 @@ def run_of(source: Source, moments: bool = True) -> RunConfig:
     return run.with_vocabulary(source.model.vocabulary.size)
 
 
-READERS = {
-    "native": "megatron.checkpoint.reader:CheckpointReader",
-    "adapters": "megatron.features.adapters.checkpoint:AdaptedCheckpoint",
-    "deepspeed": "megatron.formats.deepspeed_folders.folder:DeepSpeedFolder",
-    "universal": "megatron.formats.deepspeed_folders.universal:UniversalFolder",
-    "legacy_megatron": "megatron.formats.legacy_megatron.reader:MegatronCheckpoint",
-    "huggingface": "megatron.formats.huggingface.source:HuggingFaceFolder",
-    "peft": "megatron.formats.huggingface.peft:PeftFolder",
-    "meta": "megatron.formats.meta.source:MetaFolder",
-}
-"""The :class:`Source` of each format, in the order in which they are tried. A universal checkpoint
-is a copy, which may be older than its original."""
+class Format(NamedTuple):
+    """A format of checkpoints: the names, as ``module:name``, of its :class:`Source` and of a
+    function that writes a copy in it (see :func:`save_copy`), and the packages that they need."""
 
-_UNREADABLE = "megatron.checkpoint.unreadable:unreadable"
+    name: str
+    reader: str
+    writer: str | None = None
+    needs: tuple[str, ...] = ()
 
-WRITERS = {"universal": "megatron.formats.deepspeed_folders.universal:save_universal"}
-"""Functions that write a copy of a checkpoint in another format."""
+
+NATIVE = Format("native", "megatron.checkpoint.reader:CheckpointReader")
+ADAPTERS = Format("adapters", "megatron.features.adapters.checkpoint:AdaptedCheckpoint")
+OTHERS = "megatron.formats:FORMATS"
+"""The table of other programs' formats. Without that package only this project's are read."""
+
+
+@cache
+def formats() -> dict[str, Format]:
+    """All formats by name, in the order in which they are tried."""
+    try:
+        others: tuple[Format, ...] = resolve_name(OTHERS)
+    except ModuleNotFoundError as error:
+        if error.name != OTHERS.partition(":")[0]:
+            raise
+        others = ()
+    return {form.name: form for form in (NATIVE, ADAPTERS, *others)}
 
 
 def reader(name: str) -> type[Source]:
-    """The class of a format of :data:`READERS`."""
-    return resolve_name(READERS[name])
+    """The class of a format of :func:`formats`."""
+    return resolve_name(formats()[name].reader)
 
 
 def save_copy(name: str, source: Source, save: Path, stage: int) -> Path:
-    """Writes a copy in a format of :data:`WRITERS` into the folder ``save`` of checkpoints, for
+    """Writes a copy in a format of :func:`formats` into the folder ``save`` of checkpoints, for
     runs of a ZeRO stage; returns its path. Raises CheckpointError if the source is damaged; OSError
     if a file cannot be written; nothing is left behind."""
-    return resolve_name(WRITERS[name])(source, save, stage)
+    writer = formats()[name].writer
+    assert writer is not None
+    return resolve_name(writer)(source, save, stage)
 
 
 class FoundCheckpoint(NamedTuple):
@@ -293,8 +306,8 @@ def locate_checkpoint(
     exist, and, unless ``others`` may be there, if there are weights in a form that is not read."""
     path, refusal = Path(load), None
     tracker = path / TRACKER
-    names = [] if _is_empty(path) else sorted(READERS, key=lambda name: name != prefer)
-    for form in map(reader, names):
+    empty = _is_empty(path)
+    for form in () if empty else _tried(prefer):
         try:
             folder = form.locate(path, wanted)
         except CheckpointError as error:
@@ -307,7 +320,7 @@ def locate_checkpoint(
             return FoundCheckpoint(form, folder)
     if refusal is not None:
         raise refusal
-    if names and not others and (content := resolve_name(_UNREADABLE)(path)) is not None:
+    if not empty and not others and (content := resolve_name(UNREADABLE)(path)) is not None:
         raise CheckpointError(f"{path} {'is' if path.is_file() else 'has'} {content}")
     if wanted is not None:
         raise CheckpointError(f"{path} has no complete checkpoint {wanted}")
@@ -316,11 +329,20 @@ def locate_checkpoint(
             named = tracker.read_text(errors="replace").strip()
             raise CheckpointError(
                 f"{tracker} names {named!r}, but {path} has no complete checkpoint of a known "
-                f"format: {', '.join(reader(name).title for name in names)}"
+                f"format: {', '.join(form.title for form in _tried(prefer))}"
             )
     if path.is_file():
         raise CheckpointError(f"{path} is a file, not a checkpoint of a known format")
     return None
+
+
+def _tried(prefer: str) -> Iterator[type[Source]]:
+    """The classes of all formats, that of ``prefer`` first; the table of others is not imported
+    where the native format, if preferred, is enough."""
+    if prefer == NATIVE.name:
+        yield resolve_name(NATIVE.reader)
+    names = [name for name in formats() if (name, prefer) != (NATIVE.name, NATIVE.name)]
+    yield from map(reader, sorted(names, key=lambda name: name != prefer))
 
 
 def _is_empty(path: Path) -> bool:

@@ -1,17 +1,34 @@
-"""Which features a network has beyond the plain pre-norm transformer.
+"""A network as files of other programs have it: its features beyond the plain pre-norm transformer,
+its parameters, and the rule for arguments and settings that other trainers save with it.
 
 Each format lists the features that it can express, so that a network with another one is refused
-instead of being written wrongly.
+instead of being written wrongly. A saved argument is read, is known not to change the network
+(``harmless_names.txt``), or is refused by name. A trainer saves hundreds, and forks add others: an
+unknown one has no effect if it has the value of a flag that was not given.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import translate
+from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.config import ModelConfig, ModelFlags
+from megatron.checkpoint.files import CheckpointError
+from megatron.config import FLAG_CLASSES, LegacyFlags, ModelConfig, ModelFlags
 from megatron.config.flags import flag_of
+from megatron.config.run import FLAG_FIELDS
+from megatron.config.unknown_flags import NETWORKS, OF_2019, REFUSED
+from megatron.engine.universal_info import Registered, registered_parameters
+from megatron.families import spec_of
+from megatron.model.layer_list import LayerSpec
+from megatron.parallel.mesh import Group
+from megatron.parallel.shard import Shard
+from megatron.parallel.tensor_parallel import TensorParallel
 
 FEATURES = (
     "num_query_groups", "kv_channels", "add_qkv_bias", "add_attention_bias",
@@ -44,7 +61,7 @@ def features_of(model: ModelConfig) -> set[str]:
     """The members of :data:`FEATURES` that a network has."""
     flags, attention, positions = model.flags(), model.attention, model.positions
     heads, windows = attention.num_attention_heads, attention.sliding_window is not None
-    found = {name for name in FEATURES if getattr(flags, name) != _FIELDS[name].default}
+    changed = {name for name in FEATURES if getattr(flags, name) != _FIELDS[name].default}
     has = {
         "num_query_groups": attention.num_query_groups != heads,
         "kv_channels": heads * attention.kv_channels != model.hidden_size,
@@ -53,7 +70,7 @@ def features_of(model: ModelConfig) -> set[str]:
         "rotary_base_local": windows,
         "window_attn_skip_freq": windows,
     }
-    return {name for name in found if has.get(name, True)}
+    return {name for name in changed if has.get(name, True)}
 
 
 def without(feature: str) -> str:
@@ -67,3 +84,133 @@ def spelled(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return flag if value != _FIELDS[name].default else f"no {flag}"
     return f"{flag} {value}"
+
+
+def layers_of(model: ModelConfig, size: int = 1) -> list[LayerSpec]:
+    """The layer list of a rank of a tensor-parallel size."""
+    return spec_of(model).layers(TensorParallel(Group(tuple(range(size)))))
+
+
+@lru_cache(maxsize=8)
+def parameters_of(model: ModelConfig, size: int = 1) -> dict[str, list[Registered]]:
+    """The parameters of a model, with its vocabulary, in DeepSpeed's engines of a tensor-parallel
+    size, by canonical name."""
+    return registered_parameters(layers_of(model, size))
+
+
+def whole_shards(model: ModelConfig) -> dict[str, Shard]:
+    """The shard of each whole parameter, by canonical name. Raises TypeError, ValueError or
+    RuntimeError where no tensor can have the configuration's sizes."""
+    return {name: parts[0].shard for name, parts in parameters_of(model).items()}
+
+
+HARMLESS_ARGUMENTS = "MEGATRON_HARMLESS_ARGUMENTS"
+"""Environment variable with names of arguments that a user knows not to change the network."""
+_OFF = ("", "no_", "disable_", "use_")
+"""Beginnings of flags whose argument is called by the rest."""
+_VALUES = (bool, int, float, str, list, tuple, dict)
+
+
+@cache
+def harmless_names(section: str) -> tuple[str, ...]:
+    """The names or patterns in a section of harmless_names.txt."""
+    text = Path(__file__).with_name("harmless_names.txt").read_text()
+    _, _, rest = text.partition(f"[{section}]\n")
+    lines = rest.partition("\n[")[0].splitlines()
+    return tuple(word for line in lines if not line.startswith("#") for word in line.split())
+
+
+class SavedArguments(Mapping[str, Any]):
+    """Arguments by name, which records those that are read."""
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        self._content, self._read = content, set[str]()
+
+    def __getitem__(self, name: str) -> Any:
+        self._read.add(name)
+        return self._content[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._content)
+
+    def __len__(self) -> int:
+        return len(self._content)
+
+    def unused(self, *names: str) -> None:
+        """Accepts arguments that have no effect together with the others."""
+        self._read.update(names)
+
+    def refuse(self, where: Path, network: Mapping[str, tuple[Any, ...]]) -> None:
+        """Raises CheckpointError for an argument in ``network`` with another value than its
+        harmless ones there and that of a flag that was not given."""
+        for name, harmless in network.items():
+            value = self._content.get(name)
+            if not (is_unset(value) or _is_one_of(value, harmless) or name in _named_harmless()):
+                raise CheckpointError(
+                    f"{where}: the network has {name} {value!r:.200}, which cannot be represented"
+                )
+        self._read.update(network)
+
+    def refuse_the_rest(self, where: Path, remedy: str = "") -> None:
+        """Raises CheckpointError for arguments that nothing has read and that may change the
+        network."""
+        unknown = [
+            f"{name} = {value!r:.100}"
+            for name, value in self._content.items()
+            if name not in self._read and not is_unset(value) and not is_harmless(str(name))
+            if name not in _named_harmless()
+        ]
+        if unknown:
+            more = f" and {len(unknown) - 10} more" if len(unknown) > 10 else ""
+            raise CheckpointError(
+                f"{where}: the effect of {', '.join(unknown[:10])}{more} on the network is not "
+                f"known; if it has none, {remedy}put the names into the environment variable "
+                f"{HARMLESS_ARGUMENTS}"
+            )
+
+
+def _named_harmless() -> list[str]:
+    return os.environ.get(HARMLESS_ARGUMENTS, "").replace(",", " ").split()
+
+
+def is_unset(value: Any) -> bool:
+    """True for the value of a flag that was not given: none, false, zero or empty."""
+    return value is None or (isinstance(value, _VALUES) and not value)
+
+
+def _is_one_of(value: Any, known: tuple[Any, ...]) -> bool:
+    """Equality that tells true from 1."""
+    kinds = isinstance(value, bool), isinstance(value, _VALUES)
+    return any((isinstance(one, bool), True) == kinds and value == one for one in known)
+
+
+def is_harmless(name: str) -> bool:
+    """True if an argument is known not to change the network."""
+    spellings = {f"{off}{name}" for off in _OFF} | {name.removeprefix("use_")}
+    return name in _flags() or any(_harmless_pattern().match(spelled) for spelled in spellings)
+
+
+@cache
+def _harmless_pattern() -> re.Pattern[str]:
+    """A pattern of arguments about training, or without effect unless another one is there, which
+    is checked; and of flags of other trainers that do not describe the network."""
+    flags = (flag for row in REFUSED | OF_2019 if row not in NETWORKS for flag in row.split())
+    names = (flag.removeprefix("--").replace("-", "_") for flag in flags)
+    return re.compile("|".join(map(translate, (*names, *harmless_names("saved arguments")))))
+
+
+@cache
+def _flags() -> frozenset[str]:
+    """Arguments of this project's flags that are not about the network, and of those of other
+    trainers that it accepts without effect."""
+    assert ModelFlags in FLAG_CLASSES and LegacyFlags in FLAG_CLASSES
+    network = ModelFlags.__dataclass_fields__
+    names = set()
+    for field, _ in FLAG_FIELDS.values():
+        if field.name in network:
+            continue
+        rows = (field.metadata["flag"], field.metadata["off"], *field.metadata["aliases"])
+        flags = " ".join(filter(None, rows)).split()
+        names |= {field.name, *(flag[2:].replace("-", "_") for flag in flags)}
+    stripped = {name.removeprefix(off) for name in names for off in _OFF[1:]}
+    return frozenset((names | stripped) - network.keys())

@@ -1,4 +1,4 @@
-"""Describes, compares and verifies checkpoints of any format."""
+"""Describes, compares and verifies checkpoints of any format, and loads their models."""
 
 from __future__ import annotations
 
@@ -14,13 +14,22 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.folder import complete_tags, lost_manifests
-from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoint, nothing_at
+from megatron.checkpoint.source import (
+    FoundCheckpoint,
+    Source,
+    locate_checkpoint,
+    nothing_at,
+    run_of,
+)
+from megatron.families import build_model
+from megatron.model.layer_list import LayerStack
+from megatron.parallel.shard import shard_of
 
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """One parameter, or one of its moments (``kind``): the shape without padding, the stored dtype,
-    the norm, and whether all elements are finite; the last two are None when it was not read."""
+    """A parameter, or one of its moments (``kind``): the shape without padding, the stored dtype,
+    the norm, and whether all elements are finite; the last two are None if it was not read."""
 
     name: str
     kind: str
@@ -46,6 +55,18 @@ def tensor_facts(source: Source, norms: bool = True) -> Iterator[TensorFacts]:
                 norm, finite = _norm(values), bool(values.isfinite().all())
             shape = source.shape(name)
             yield TensorFacts(name, kind, shape, source.dtype(name, kind), norm, finite)
+
+
+@torch.no_grad()
+def model_of(source: Source, dtype: torch.dtype, device: torch.device) -> LayerStack:
+    """The model of an opened checkpoint, in evaluation mode. Raises CheckpointError if the
+    checkpoint is damaged or incomplete."""
+    source.require_model()
+    with device:
+        model = build_model(run_of(source).model).to(dtype)
+    for name, param in model.canonical_parameters():
+        param.copy_(shard_of(param).cut(source.tensor(name)))
+    return model.eval().requires_grad_(False)
 
 
 def counted(source: Source) -> str:
@@ -93,7 +114,7 @@ def bytes_on_disk(checkpoint: Path) -> int:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """How one tensor differs between two checkpoints: in words, or where only values differ, by the
+    """A difference of a tensor between two checkpoints: in words, or where only values differ, the
     largest absolute difference and the norm of the difference relative to the norm in the first."""
 
     name: str
@@ -145,9 +166,8 @@ def _norm(values: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of verifying one checkpoint: the numbers of its files, their bytes and its
-    parameters, what is wrong with it, with the file's name (None when nothing is), and whether
-    there is a checkpoint."""
+    """The result of verifying a checkpoint: numbers of files, bytes and parameters, what is wrong
+    with it (None if nothing), and whether there is a checkpoint."""
 
     folder: Path
     files: int = 0

@@ -6,7 +6,7 @@ values an inert stand-in keeps. Every other name is refused before anything is c
 
 A few bytes can also ask for any amount of memory or time: ``range`` with a billion numbers, a copy
 of a copy of a list, a key whose hash takes hours. So what is copied is counted, and what is shared
-counts as often as it occurs.
+counts as often as it occurs. ``torch.load(weights_only=True)`` has no such bounds.
 """
 
 from __future__ import annotations
@@ -32,6 +32,20 @@ from torch import Tensor
 from megatron.checkpoint.files import CheckpointError
 from megatron.util.files import open_regular
 
+_INERT_PACKAGES = ("deepspeed", "megatron", "apex", "pathlib", "omegaconf")
+"""Packages whose classes are settings in a checkpoint; their code is neither imported nor run."""
+_MAGIC = re.compile(rb"\x80[\x02-\x05](?:\x95.{8})?\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19\.", re.DOTALL)
+"""The first bytes of torch.save's older form: the pickle of a number."""
+_NUMBERS = re.compile(r"b1|[iu][1248]|f[248]")
+"""NumPy's codes of numbers."""
+_MOST_VALUES = 1 << 24
+"""Values in one file, counted as often as they occur."""
+_FEW_VALUES = 1 << 20
+"""Values that every file may have; more only if it has as many bytes."""
+_MAX_DEPTH = 100
+"""Containers inside each other."""
+_CONTAINERS = (list, tuple, dict, set, frozenset)
+
 
 class _Frozen(type):
     """Classes that a pickle cannot change: it can set attributes of every object that it names."""
@@ -55,10 +69,8 @@ class Inert(metaclass=_Frozen):
         pass
 
     def __setstate__(self, state: Any) -> None:
-        slots: Any = None
-        if isinstance(state, tuple) and len(state) == 2:
-            state, slots = state
-        for part in (state, slots):
+        parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
+        for part in parts:  # attributes, and those in slots
             if isinstance(part, dict):
                 self.__dict__.update(part)
 
@@ -81,9 +93,6 @@ class DType(Inert):
         big_endian = ">" in str(self.__dict__.get("state", "<"))
         (number,) = numpy.frombuffer(data, numpy.dtype((">" if big_endian else "<") + code))
         return number.item()
-
-
-_NUMBERS = re.compile(r"b1|[iu][1248]|f[248]")
 
 
 class _Callable:
@@ -125,10 +134,6 @@ def _tensor(storage: Any, offset: int, size: Any, stride: Any, *rest: Any) -> Te
     return torch._utils._rebuild_tensor(storage, offset, size, stride)
 
 
-def _parameter(data: Tensor, *rest: Any) -> Tensor:
-    return data
-
-
 def _from_type(function: Any, kind: Any, args: tuple[Any, ...], state: Any) -> Any:
     """A tensor without its attributes, which Megatron's float32 weights have."""
     if not isinstance(function, _Callable):
@@ -140,11 +145,6 @@ def _scalar(dtype: Any, data: Any = b"") -> int | float | bool:
     if not isinstance(dtype, DType) or not isinstance(data, bytes):
         raise pickle.UnpicklingError("it has a NumPy value that is not a number")
     return dtype.number(data)
-
-
-def _array(*args: Any) -> Inert:
-    """An array, which is not read: in a checkpoint it is NumPy's random state."""
-    return Inert(*args)
 
 
 def _bytearray(*args: Any) -> bytearray:
@@ -159,70 +159,47 @@ def _str(*args: Any) -> str:
     return str(*args)
 
 
-_TORCH_DTYPES = {
-    name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
-}
+def _inert(name: str, module: str | None = None) -> type:
+    """A class of stand-ins."""
+    return _Frozen(name, (Inert,), {"__module__": module} if module else {})
 
+
+_PARAMETER = _Callable(lambda data, *rest: data)
+# In a checkpoint it is NumPy's random state, which is not read.
+_ARRAY = _Callable(Inert)
 _KNOWN: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("collections", "defaultdict"): collections.defaultdict,
-    **{
-        (module, kind.__name__): kind
-        for module in ("builtins", "__builtin__")
-        for kind in (
-            set, frozenset, dict, list, tuple, int, float, bool, complex, slice,
-        )
-    },
-    **{
-        (module, name): found
-        for module in ("builtins", "__builtin__")
-        for name, found in (
-            ("bytearray", _Callable(_bytearray)),
-            ("str", _Callable(_str)),
-            ("range", _Frozen("range", (Inert,), {})),
-        )
-    },
     ("argparse", "Namespace"): Namespace,
     ("_codecs", "encode"): _Callable(_encode),
-    ("builtins", "getattr"): _Callable(_member),
-    ("__builtin__", "getattr"): _Callable(_member),
     ("torch", "Size"): torch.Size,
     ("torch", "device"): torch.device,
     ("torch._utils", "_rebuild_tensor"): _Callable(_tensor),
     ("torch._utils", "_rebuild_tensor_v2"): _Callable(_tensor),
-    ("torch._utils", "_rebuild_parameter"): _Callable(_parameter),
-    ("torch._utils", "_rebuild_parameter_with_state"): _Callable(_parameter),
+    ("torch._utils", "_rebuild_parameter"): _PARAMETER,
+    ("torch._utils", "_rebuild_parameter_with_state"): _PARAMETER,
     ("torch._tensor", "_rebuild_from_type_v2"): _Callable(_from_type),
     # Arguments that say of which class a tensor was.
-    ("torch.nn.parameter", "Parameter"): _Frozen("Parameter", (Inert,), {}),
-    ("torch", "Tensor"): _Frozen("Tensor", (Inert,), {}),
-    **{("torch", name): value for name, value in _TORCH_DTYPES.items()},
+    ("torch.nn.parameter", "Parameter"): _inert("Parameter"),
+    ("torch", "Tensor"): _inert("Tensor"),
     ("numpy", "dtype"): DType,
-    ("numpy", "ndarray"): _Frozen("ndarray", (Inert,), {}),
-    **{
-        (f"numpy.{package}.multiarray", name): _Callable(function)
-        for package in ("core", "_core")
-        for name, function in (("_reconstruct", _array), ("scalar", _scalar))
-    },
-    **{(f"numpy.{core}.numeric", "_frombuffer"): _Callable(_array) for core in ("core", "_core")},
-}  # fmt: skip
+    ("numpy", "ndarray"): _inert("ndarray"),
+}
 """Everything that can be called, by module and name. A test makes sure that none of it can be
 changed."""
-
-_INERT_PACKAGES = ("deepspeed", "megatron", "apex", "pathlib", "omegaconf")
-"""Packages whose classes are settings in a checkpoint; their code is neither imported nor run."""
-
-_MAGIC = re.compile(rb"\x80[\x02-\x05](?:\x95.{8})?\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19\.", re.DOTALL)
-"""The first bytes of torch.save's older form: the pickle of a number."""
-
-
-_MOST_VALUES = 1 << 24
-"""Values in one file, counted as often as they occur."""
-_FEW_VALUES = 1 << 20
-"""So many may be in every file; more only if it has as many bytes."""
-_MAX_DEPTH = 100
-"""Containers inside each other."""
-_CONTAINERS = (list, tuple, dict, set, frozenset)
+_KNOWN |= {
+    ("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
+}
+for _module in ("builtins", "__builtin__"):
+    for _kind in (set, frozenset, dict, list, tuple, int, float, bool, complex, slice):
+        _KNOWN[_module, _kind.__name__] = _kind
+    for _name, _function in (("bytearray", _bytearray), ("str", _str), ("getattr", _member)):
+        _KNOWN[_module, _name] = _Callable(_function)
+    _KNOWN[_module, "range"] = _inert("range")
+for _core in ("numpy.core", "numpy._core"):
+    _KNOWN[f"{_core}.multiarray", "_reconstruct"] = _ARRAY
+    _KNOWN[f"{_core}.multiarray", "scalar"] = _Callable(_scalar)
+    _KNOWN[f"{_core}.numeric", "_frombuffer"] = _ARRAY
 
 
 _PYTHON: Any = pickle._Unpickler
@@ -247,10 +224,10 @@ class _Unpickler(_PYTHON):  # type: ignore[misc]
         if (module, name) in _KNOWN:
             return _KNOWN[module, name]
         if module.partition(".")[0] in _INERT_PACKAGES and "." not in name:
-            return _Frozen(name, (Inert,), {"__module__": module})
+            return _inert(name, module)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
 
-    def _check_call(self, function: Any, args: Any) -> None:
+    def check_call(self, function: Any, args: Any) -> None:
         """Counts what a call copies, and checks what it hashes."""
         for each in args:
             if isinstance(each, (*_CONTAINERS, str, bytes, bytearray)):
@@ -265,64 +242,43 @@ class _Unpickler(_PYTHON):  # type: ignore[misc]
                     _check_keys(pair[0] for pair in each if isinstance(pair, list | tuple) and pair)
 
     def _instantiate(self, klass: Any, args: Any) -> None:
-        self._check_call(klass, args)
+        self.check_call(klass, args)
         super()._instantiate(klass, args)
 
-    def _persistent(self) -> None:
+    def check_named_call(self) -> None:
+        """The same of a call with arguments by name, on the stack."""
+        cls, args, named = self.stack[-3:]
+        self.check_call(cls, (*args, *named.values()))
+
+    def check_storage(self) -> None:
+        """Refuses a storage whose name would be hashed as a container."""
         saved_id = self.stack[-1]
         if isinstance(saved_id, tuple) and any(isinstance(e, _CONTAINERS) for e in saved_id[:5]):
             raise pickle.UnpicklingError("it has a storage whose name is none")
-        super().load_binpersid()
 
-    def _reduce(self) -> None:
-        self._check_call(*self.stack[-2:])
-        super().load_reduce()
 
-    def _newobj(self) -> None:
-        self._check_call(*self.stack[-2:])
-        super().load_newobj()
+def _check_before(opcode: bytes, check: Callable[[_Unpickler], None]) -> None:
+    """Makes the unpickler check its stack before it executes an opcode."""
+    execute = _PYTHON.dispatch[opcode[0]]
 
-    def _newobj_ex(self) -> None:
-        cls, args, named = self.stack[-3:]
-        self._check_call(cls, (*args, *named.values()))
-        super().load_newobj_ex()
+    def checked(unpickler: _Unpickler) -> None:
+        check(unpickler)
+        execute(unpickler)
 
-    def _build(self) -> None:
-        self._check_call(None, self.stack[-1:])
-        super().load_build()
+    _Unpickler.dispatch[opcode[0]] = checked
 
-    def _setitem(self) -> None:
-        _check_keys(self.stack[-2:-1])
-        super().load_setitem()
 
-    def _setitems(self) -> None:
-        _check_keys(self.stack[::2])  # since the mark
-        super().load_setitems()
-
-    def _dict(self) -> None:
-        _check_keys(self.stack[::2])
-        super().load_dict()
-
-    def _additems(self) -> None:
-        _check_keys(self.stack)
-        super().load_additems()
-
-    def _frozenset(self) -> None:
-        _check_keys(self.stack)
-        super().load_frozenset()
-
-    dispatch |= {
-        pickle.BINPERSID[0]: _persistent,
-        pickle.REDUCE[0]: _reduce,
-        pickle.NEWOBJ[0]: _newobj,
-        pickle.NEWOBJ_EX[0]: _newobj_ex,
-        pickle.BUILD[0]: _build,
-        pickle.SETITEM[0]: _setitem,
-        pickle.SETITEMS[0]: _setitems,
-        pickle.DICT[0]: _dict,
-        pickle.ADDITEMS[0]: _additems,
-        pickle.FROZENSET[0]: _frozenset,
-    }
+_check_before(pickle.BINPERSID, _Unpickler.check_storage)
+_check_before(pickle.REDUCE, lambda reader: reader.check_call(*reader.stack[-2:]))
+_check_before(pickle.NEWOBJ, lambda reader: reader.check_call(*reader.stack[-2:]))
+_check_before(pickle.NEWOBJ_EX, _Unpickler.check_named_call)
+_check_before(pickle.BUILD, lambda reader: reader.check_call(None, reader.stack[-1:]))
+_check_before(pickle.SETITEM, lambda reader: _check_keys(reader.stack[-2:-1]))
+# The stack begins at the mark.
+_check_before(pickle.SETITEMS, lambda reader: _check_keys(reader.stack[::2]))
+_check_before(pickle.DICT, lambda reader: _check_keys(reader.stack[::2]))
+_check_before(pickle.ADDITEMS, lambda reader: _check_keys(reader.stack))
+_check_before(pickle.FROZENSET, lambda reader: _check_keys(reader.stack))
 
 
 def _check_keys(keys: Iterable[Any]) -> None:
@@ -358,7 +314,7 @@ def _check_values(content: Any, most: int) -> None:
 
 
 def _restricted(most: int) -> SimpleNamespace:
-    """What torch.load uses as the pickle module."""
+    """A pickle module for torch.load."""
     unpickler = type("Unpickler", (_Unpickler,), {"most_copied": most})
 
     def load(file: Any, **options: Any) -> Any:
@@ -368,15 +324,10 @@ def _restricted(most: int) -> SimpleNamespace:
 
 
 def load_pickle(path: Path, name: str = "") -> Any:
-    """Loads a file of torch.save, in its zip or its older form; tensors on the CPU.
-
-    Tensors of a zip file are mapped into memory, and read when they are first used. Raises
-    CheckpointError if it is missing or damaged, or contains anything but tensors, containers and
-    settings, or so many of them that memory or time would not suffice.
-
-    Args:
-        name: what the file is called in messages; by default its path.
-    """
+    """The content of a file of torch.save, in its zip or its older form; tensors on the CPU, those
+    of a zip file mapped into memory. Raises CheckpointError, which calls the file ``name``, if it
+    is missing or damaged, or contains anything but tensors, containers and settings, or so many of
+    them that memory or time would not suffice."""
     name = name or str(path)
     try:
         with open_regular(path) as file:
@@ -405,7 +356,7 @@ def load_pickle(path: Path, name: str = "") -> Any:
 
 
 def _check_form(file: BinaryIO, name: str) -> bool:
-    """Whether the file can be mapped; refuses forms whose code torch.load would run."""
+    """True if the file can be mapped; refuses forms whose code torch.load would run."""
     head = file.read(32)
     file.seek(0)
     if head[:4] == b"PK\x03\x04":
@@ -433,7 +384,7 @@ def _declared_bytes(reader: Any, file: BinaryIO) -> int:
 
 
 def _is_tar(file: Any) -> bool:
-    """Whether torch would treat the file as its oldest form, and unpack it to the disk."""
+    """True if torch would treat the file as its oldest form, and unpack it to the disk."""
     try:
         tarfile.open(fileobj=file, mode="r:").close()
     except tarfile.TarError:

@@ -90,6 +90,20 @@ def test_a_feature_imports_those_that_it_needs(folder):
     assert used - {folder.name} <= needed(folder / "feature.py")
 
 
+def test_formats_are_named_in_their_table_alone():
+    """Deleting a format's folder and its lines there leaves a trainer without that format."""
+    doors = {"megatron.formats"}  # where the core finds the table
+    table = ROOT / "megatron" / "formats" / "__init__.py"
+    found = {
+        (str(path.relative_to(ROOT)), name)
+        for path in sources()
+        if path != table
+        for name in names(path.read_text())
+        if name.startswith("megatron.formats") and name not in doors
+    }
+    assert found == set()
+
+
 def circle(graph: dict[str, set[str]]) -> list[str]:
     """Modules each of which imports the one before it, the first again at the end."""
     try:

@@ -15,11 +15,11 @@ from megatron_formula import LENGTH, VOCABULARY, WIDTH, Formula, logits, weights
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import open_checkpoint
-from megatron.formats.conversion.whole_model import model_of
+from megatron.formats import meta
 from megatron.formats.deepspeed_folders import naming, neox
 from megatron.formats.huggingface import architecture
+from megatron.formats.inspection import model_of
 from megatron.formats.legacy_megatron import arguments, reader
-from megatron.formats.meta import source as meta
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "golden" / "meta_llama"))
 import meta_files  # noqa: E402
@@ -305,8 +305,8 @@ def sum_of_biases(_):
     )
 
 
-def without_queries(real):
-    return lambda *args: real(*args)._replace(heads=0)
+def no_heads(_):
+    return lambda self, theirs: 0
 
 
 PLANTS = {
@@ -365,7 +365,7 @@ PLANTS = {
     ("neox llama", "another width"): flags(neox, ffn_hidden_size=64),
     ("meta", "usual base"): flags(architecture, rotary_base=10000.0),
     ("meta", "usual epsilon"): flags(architecture, norm_epsilon=1e-1),
-    ("meta", "pairs not reordered"): replaced(meta, "_Theirs", without_queries),
+    ("meta", "pairs not reordered"): replaced(meta.MetaFolder, "_rotated_heads", no_heads),
 }
 """Wrong readings by case."""
 

@@ -30,7 +30,7 @@ from megatron.formats.conversion.commands import (
 )
 from megatron.formats.legacy_megatron.names import FAMILIES
 from megatron.formats.legacy_megatron.reader import MegatronCheckpoint
-from megatron.formats.meta.source import PARAMS, tokenizer_of_file
+from megatron.formats.meta import PARAMS, tokenizer_of_file
 from megatron.tokenizer import build_tokenizer
 from megatron.util.errors import one_line
 from megatron.util.progress import say

@@ -24,8 +24,8 @@ from megatron.features.instruction.record_files import example_files
 from megatron.features.preference.flags import PreferenceConfig
 from megatron.features.preference.records import read_preferences
 from megatron.features.tokenizers.chat_process import read_template
-from megatron.formats.conversion.commands import export_hf, parse_size
-from megatron.formats.conversion.output import published_into
+from megatron.formats.conversion.commands import export_hf
+from megatron.formats.conversion.output import parse_size, published_into
 from megatron.formats.huggingface.peft import write_peft
 from megatron.run.folders import check_output
 from megatron.run.run import Run

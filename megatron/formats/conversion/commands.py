@@ -1,9 +1,8 @@
-"""``to-hf``, ``from-hf``, ``to-megatron`` and ``to-universal``."""
+"""``to-hf``, ``from-hf``, ``to-megatron``, ``to-universal`` and ``to-peft``."""
 
 from __future__ import annotations
 
 import importlib.util
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,26 +25,23 @@ from megatron.checkpoint.writer import write_checkpoint
 from megatron.config import ConfigError, parse_configs
 from megatron.config.flags import option
 from megatron.features.adapters.checkpoint import AdaptedSource
-from megatron.formats.conversion.output import check_hub, need, published, push
-from megatron.formats.conversion.whole_model import model_of
+from megatron.formats.conversion.output import check_hub, need, parse_size, published, push
 from megatron.formats.deepspeed_folders.folder import UNIVERSAL_TRACKER, is_universal
 from megatron.formats.deepspeed_folders.universal import write_universal
+from megatron.formats.huggingface import architecture_of
 from megatron.formats.huggingface.compare import (
     Comparison,
     largest_difference,
     reference_of,
 )
 from megatron.formats.huggingface.export import write_model
-from megatron.formats.huggingface.peft import PeftFolder
-from megatron.formats.huggingface.registry import architecture_of
+from megatron.formats.huggingface.peft import CONFIG, PeftFolder, write_peft
 from megatron.formats.huggingface.source import HuggingFaceFolder
-from megatron.formats.inspection import counted
+from megatron.formats.inspection import counted, model_of
 from megatron.formats.legacy_megatron.reader import MegatronCheckpoint
 from megatron.formats.legacy_megatron.writer import write_megatron
 from megatron.model.spec import training_dtype
 from megatron.util.progress import say
-
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @dataclass(frozen=True)
@@ -121,11 +117,10 @@ def export_hf(
     architecture: str | None = None,
     name: str = "the model",
 ) -> str:
-    """Writes a checkpoint as a model of Hugging Face into an empty folder, and compares its logits
-    with the checkpoint's; returns a summary. What `transformers` can only approximate is said, and
-    the rest is compared. ``name`` is what messages call the result. Raises
-    ValueError if the model fits no architecture. Raises CheckpointError if the checkpoint is
-    damaged, cannot be used as a model, or the logits differ."""
+    """Writes a checkpoint as a model of Hugging Face, which messages call ``name``, into an empty
+    folder, and compares its logits with the checkpoint's; returns a summary. Raises ValueError if
+    the model fits no architecture. Raises CheckpointError if the checkpoint is damaged, cannot be
+    used as a model, or the logits differ."""
     source.require_model()
     _check_reading(source, name)
     dtype = dtype or _dtype_of(source)
@@ -150,7 +145,7 @@ def export_hf(
 
 def _check_reading(source: Source, name: str) -> None:
     """Compares a source with the folder of transformers or peft that it, or its base, was read
-    from: a mistake of reading that is made again in writing shows nowhere else."""
+    from: a mistake of reading that is repeated in writing shows nowhere else."""
     base = source.base if isinstance(source, AdaptedSource) else source
     if not isinstance(base, HuggingFaceFolder):
         return
@@ -204,9 +199,8 @@ def import_hf(
     overwrite: bool = False,
 ) -> tuple[HuggingFaceFolder, Comparison]:
     """Writes a model of Hugging Face as a checkpoint into the folder ``output`` of checkpoints, and
-    compares logits before it has its name; the flags are what messages call the two folders. Raises
-    CheckpointError if ``path`` has no model, or ``output`` must not be replaced, or logits
-    differ."""
+    compares logits before it has its name; messages call the folders by the flags. Raises
+    CheckpointError if ``path`` has no model, ``output`` must not be replaced, or logits differ."""
     if HuggingFaceFolder.locate(path, None) is None:
         why = "config.json not found" if path.is_dir() else "no such folder"
         raise CheckpointError(
@@ -227,10 +221,8 @@ def import_hf(
         reference = reference_of(path, source.model, strict=False)
         ours = model_of(CheckpointReader(written), torch.float32, torch.device("cpu"))
         result = reference.compared_with(ours)
-        _require_agreement(
-            result, f"the checkpoint computes other logits than transformers with {path}",
-            f"{output_flag} {output}",
-        )  # fmt: skip
+        what = f"the checkpoint computes other logits than transformers with {path}"
+        _require_agreement(result, what, f"{output_flag} {output}")
     return source, result
 
 
@@ -254,9 +246,7 @@ class ToMegatronConfig:
 
 
 def to_megatron(argv: Sequence[str]) -> None:
-    """Writes the weights as Megatron-LM's ranks would, and reads them back. Raises ConfigError if a
-    flag is missing or wrong. Raises ValueError if Megatron has no such network, or the sizes do not
-    divide it. Raises CheckpointError if the checkpoint is damaged, or what is read back differs."""
+    """Converts by :func:`export_megatron`. Raises ConfigError too if a flag is missing or wrong."""
     checkpoint, config = parsed(
         argv, "to-megatron", "Writes a checkpoint in the layout of Megatron-LM's version 3.",
         LoadConfig, ToMegatronConfig,
@@ -268,8 +258,7 @@ def to_megatron(argv: Sequence[str]) -> None:
 
 
 def opened(load: str, iteration: int | None = None, base: str | None = None) -> Source:
-    """Opens a checkpoint and prints what was assumed where it does not say; ``base`` is the model
-    of adapters. Raises CheckpointError if it does not exist, or is damaged."""
+    """Opens :func:`located`, and prints what was assumed where the checkpoint does not say."""
     source = located(load, iteration, base).open()
     for note in source.notes:
         print(f"{source.folder}: {note}")
@@ -287,9 +276,8 @@ def export_megatron(
     """Writes a checkpoint in Megatron's old layout, and prints a summary. ``sizes`` are
     tensor-parallel and pipeline-parallel; ``release`` leaves the iteration out; ``checking`` reads
     the result back before it gets its name. Raises ValueError if Megatron has no such network, or
-    the sizes do not divide it. Raises CheckpointError if the checkpoint is damaged, or what is read
-    back differs.
-    """
+    the sizes do not divide it; CheckpointError if the checkpoint is damaged, or what is read back
+    differs."""
     dtype = dtype or _dtype_of(source)
     iteration = source.state.get("iteration")
     if iteration is None and isinstance(source, MegatronCheckpoint):
@@ -298,16 +286,10 @@ def export_megatron(
         iteration = None
 
     def check(folder: Path) -> None:
-        written = MegatronCheckpoint(folder)
-        for name in source.names():
-            wanted = source.tensor(name).to(DTYPES[dtype]).float()
-            if not torch.equal(written.tensor(name), wanted):
-                raise CheckpointError(f"{folder}: {name} differs from {source.folder}")
+        if checking:
+            _require_equal(MegatronCheckpoint(folder), source, DTYPES[dtype], folder)
 
-    folder = write_megatron(
-        source, output, *sizes, iteration, dtype, progress=say,
-        check=check if checking else None,
-    )  # fmt: skip
+    folder = write_megatron(source, output, *sizes, iteration, dtype, progress=say, check=check)
     result = "read back and equal, bit by bit" if checking else "not read back"
     print(
         f"{folder}: {source.folder} in {dtype} for tensor-parallel size {sizes[0]} and pipeline-"
@@ -315,6 +297,13 @@ def export_megatron(
     )
     if iteration is not None:
         print("it has weights only: load it with --no-load-optim --no-load-rng or --finetune")
+
+
+def _require_equal(written: Source, source: Source, dtype: torch.dtype, folder: Path) -> None:
+    """Raises CheckpointError if what was written to a folder is not a source, rounded."""
+    for name in source.names():
+        if not torch.equal(written.tensor(name), source.tensor(name).to(dtype).float()):
+            raise CheckpointError(f"{folder}: {name} differs from {source.folder}")
 
 
 def sizes_of(source: Source) -> tuple[int, int]:
@@ -339,8 +328,8 @@ class ToUniversalConfig:
 
 
 def to_universal(argv: Sequence[str]) -> None:
-    """Converts a checkpoint to DeepSpeed's universal format. Raises ConfigError if a flag is
-    missing or wrong. Raises CheckpointError if the checkpoint does not exist, or is damaged."""
+    """Converts to DeepSpeed's universal format. Raises ConfigError if a flag is missing or wrong;
+    CheckpointError if the checkpoint does not exist, or is damaged."""
     checkpoint, config = parsed(
         argv, "to-universal", "Writes a checkpoint as DeepSpeed's universal one, for "
         "load_universal.", LoadConfig, ToUniversalConfig,
@@ -361,6 +350,62 @@ def to_universal(argv: Sequence[str]) -> None:
     )
 
 
+@dataclass(frozen=True)
+class ToPeftConfig:
+    """Conversion of adapters to peft."""
+
+    output: str | None = option(None)
+    """Folder for the adapters; it must be new or empty."""
+    base_model: str | None = option(None, derived="the base, if it is of Hugging Face")
+    """Name or path of the base that the result names, for example meta-llama/Llama-2-7b-hf."""
+    dtype: str = option("float32", choices=tuple(DTYPES))
+    """dtype of the adapters."""
+    overwrite: bool = option(False)
+    """Replace the adapters in --output."""
+
+
+def to_peft(argv: Sequence[str]) -> None:
+    """Writes the adapters, and reads them back, before the result gets its name. Raises
+    ConfigError, CheckpointError or OSError."""
+    checkpoint, config = parsed(
+        argv, "to-peft", "Writes the adapters of a checkpoint as a folder of peft.",
+        LoadConfig, ToPeftConfig,
+    )  # fmt: skip
+    load, output = required(checkpoint, "load"), Path(required(config, "output"))
+    found = located(load, checkpoint.iteration, checkpoint.pretrained_checkpoint)
+    if not found.form.on_base:
+        raise ConfigError(
+            f"--load {load} has a whole model, not adapters: to-hf writes it for transformers"
+        )
+    source = found.open()
+    assert isinstance(source, AdaptedSource)
+    with published(output, config.overwrite, found.folder, marks=(CONFIG,)) as folder:
+        count = write_adapters(source, folder, config.base_model, DTYPES[config.dtype])
+    print(
+        f"{output}: {count} tensors of {source.folder} in {config.dtype}, read back and equal; "
+        f"base: {source.base.folder}"
+    )
+
+
+def write_adapters(
+    source: AdaptedSource, folder: Path, base: str | None = None, dtype: torch.dtype = torch.float32
+) -> int:
+    """:func:`write_peft` with the tokenizer's files into an existing folder, read back. Raises
+    CheckpointError if what is read differs."""
+    count = write_peft(source, folder, base, dtype)
+    written = PeftFolder(folder, source.base.folder).additions
+    _require_equal(written, source.additions, dtype, folder)
+    place = folder / "tokenizer"
+    if source.copy_tokenizer(place):
+        for path in place.iterdir():
+            if path.name == "generation_config.json":
+                path.unlink()
+            else:
+                path.rename(folder / path.name)
+        place.rmdir()
+    return count
+
+
 def required(config: Any, field: str) -> str:
     """The value of a required flag. Raises ConfigError if it was not given."""
     value = getattr(config, field)
@@ -369,31 +414,16 @@ def required(config: Any, field: str) -> str:
     return value
 
 
-def parse_size(text: str) -> int:
-    """Bytes of a size such as 5GB (10^9) or 4GiB (2^30). Raises ConfigError if it is not a size."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?I?B)?", text.strip().upper())
-    size = int(float(match[1]) * _UNITS[match[2] or "B"]) if match and match[2] != "IB" else 0
-    if size < 1:
-        raise ConfigError(
-            f"--max-shard-size {text} is not a size; write 500MB, 5GB or 4GiB, or a number of bytes"
-        )
-    return size
-
-
 def parsed(argv: Sequence[str], command: str, description: str, *classes: type) -> list[Any]:
     """The flags of a command, an object of each class."""
     prog = f"convert_checkpoint.py {command}"
     return list(parse_configs(classes, argv, prog=prog, description=description))
 
 
-def _wanted(iteration: int | None) -> str | None:
-    return None if iteration is None else str(iteration)
-
-
 def located(load: str, iteration: int | None, base: str | None = None) -> FoundCheckpoint:
     """The checkpoint of ``--load``; ``base`` is the model of adapters. Raises CheckpointError if
     it is missing."""
-    found = locate_checkpoint(load, _wanted(iteration))
+    found = locate_checkpoint(load, None if iteration is None else str(iteration))
     if found is None:
         raise CheckpointError(f"--load {load}: {nothing_at(load)}")
     return found._replace(base=base)

@@ -15,6 +15,7 @@ from megatron.checkpoint.folder import replace_folder, unfinished_folder
 from megatron.config import ConfigError
 from megatron.util.files import sync_path
 
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _MODEL_FILE = re.compile(
     r"(generation_)?config\.json"
     r"|(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
@@ -27,16 +28,12 @@ _MODEL_MARKS = ("generation_config.json", "model.safetensors", "model.safetensor
 def published(
     output: Path, overwrite: bool, source: Path, marks: Collection[str] = _MODEL_MARKS
 ) -> Iterator[Path]:
-    """A temporary folder beside ``output``, which replaces it when the block ends without an error.
+    """A temporary folder, which replaces ``output`` when the block ends without an error.
     ``source`` is never removed; by the files ``marks`` an earlier result is recognised.
     Raises CheckpointError if ``output`` must not be replaced, or cannot be written."""
     output = output.resolve()
     _check(output, overwrite, source.resolve(), marks)
-    with contextlib.ExitStack() as stack:
-        try:
-            temporary = stack.enter_context(unfinished_folder(output))
-        except OSError as error:
-            raise CheckpointError(f"--output {output}: cannot write there: {error}") from None
+    with _unfinished(output, f"--output {output}") as temporary:
         yield temporary
         replace_folder(temporary, output, {})
 
@@ -44,20 +41,15 @@ def published(
 @contextmanager
 def published_into(folder: Path, overwrite: bool) -> Iterator[Path]:
     """A temporary folder in ``folder``, whose files move there when the block ends without an
-    error, config.json last; other files of ``folder`` stay. With ``overwrite`` they replace the
-    model that is there. Raises CheckpointError if there is one and it must stay, or the folder
-    cannot be written."""
+    error, config.json last; other files stay. Raises CheckpointError if there is a model and it
+    must not be overwritten, or the folder cannot be written."""
     old = sorted(path for path in folder.iterdir() if _MODEL_FILE.fullmatch(path.name))
     if old and not overwrite:
         raise CheckpointError(
             f"{folder} has a model already ({', '.join(path.name for path in old[:4])}); give "
             "--overwrite to replace it, or move it away"
         )
-    with contextlib.ExitStack() as stack:
-        try:
-            temporary = stack.enter_context(unfinished_folder(folder / "converted"))
-        except OSError as error:
-            raise CheckpointError(f"{folder}: cannot write there: {error}") from None
+    with _unfinished(folder / "converted", f"{folder}") as temporary:
         yield temporary
         for path in old:
             path.unlink()
@@ -66,6 +58,16 @@ def published_into(folder: Path, overwrite: bool) -> Iterator[Path]:
             os.replace(path, folder / path.name)
         sync_path(folder)
         temporary.rmdir()
+
+
+@contextmanager
+def _unfinished(final: Path, name: str) -> Iterator[Path]:
+    with contextlib.ExitStack() as stack:
+        try:
+            temporary = stack.enter_context(unfinished_folder(final))
+        except OSError as error:
+            raise CheckpointError(f"{name}: cannot write there: {error}") from None
+        yield temporary
 
 
 def _check(output: Path, overwrite: bool, source: Path, marks: Collection[str]) -> None:
@@ -94,9 +96,19 @@ def need(command: str, package: str) -> None:
         raise ConfigError(f"{command} needs {package}: pip install {package.replace('_', '-')}")
 
 
+def parse_size(text: str) -> int:
+    """Bytes of a size such as 5GB (10^9) or 4GiB (2^30). Raises ConfigError if it is not a size."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?I?B)?", text.strip().upper())
+    size = int(float(match[1]) * _UNITS[match[2] or "B"]) if match and match[2] != "IB" else 0
+    if size < 1:
+        raise ConfigError(
+            f"--max-shard-size {text} is not a size; write 500MB, 5GB or 4GiB, or a number of bytes"
+        )
+    return size
+
+
 def check_hub(repository: str) -> None:
-    """Refuses what could not be uploaded, before the conversion starts. Raises ConfigError if the
-    client is not installed, or the name of the repository is invalid."""
+    """Raises ConfigError if the hub's client is missing, or a repository's name is invalid."""
     need("--push-to-hub", "huggingface_hub")
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
@@ -107,10 +119,9 @@ def check_hub(repository: str) -> None:
 
 
 def push(folder: Path, repository: str, private: bool) -> str:
-    """Creates the repository (``owner/name``, or a name of the user's own) if it does not exist,
-    and uploads a folder's files in one commit; returns its address. Raises OSError if the hub
-    cannot be reached or refuses, or a repository that exists is public and `private` is set; the
-    folder stays."""
+    """Creates the repository (``owner/name``, or a name of the user's) if it does not exist, and
+    uploads a folder's files in one commit; returns its address. Raises OSError if the hub cannot be
+    reached or refuses, or a repository that exists is public and ``private`` is set."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -132,24 +143,21 @@ def push(folder: Path, repository: str, private: bool) -> str:
         url = api.create_repo(repository, private=private, exist_ok=True, repo_type="model")
         # Creating one that exists changes nothing of it.
         is_open = private and not api.model_info(url.repo_id).private
+        if not is_open:
+            api.upload_folder(
+                repo_id=url.repo_id,
+                folder_path=folder,
+                repo_type="model",
+                commit_message="Upload model",
+            )
+            return str(url)
     except Exception as error:  # what the client's HTTP library raises differs between versions
         raise refused(error) from None
-    if is_open:
-        raise OSError(
-            f"--push-to-hub {repository}: the repository exists and is public, so nothing was "
-            f"uploaded; give --public if everybody may read the model, or name another repository. "
-            f"The model is complete in {folder}"
-        )
-    try:
-        api.upload_folder(
-            repo_id=url.repo_id,
-            folder_path=folder,
-            repo_type="model",
-            commit_message="Upload model",
-        )
-        return str(url)
-    except Exception as error:
-        raise refused(error) from None
+    raise OSError(
+        f"--push-to-hub {repository}: the repository exists and is public, so nothing was "
+        f"uploaded; give --public if everybody may read the model, or name another repository. "
+        f"The model is complete in {folder}"
+    )
 
 
 def _line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""The files of an engine's folder: which file has which slice of a parameter.
+"""The files of an engine's folder, and the slices of parameters in each.
 
 ::
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,8 +36,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 class FlatSlice(NamedTuple):
-    """A part of a parameter's share: ``length`` elements from ``start`` on of a data rank's flat
-    group."""
+    """A part of a parameter's share: elements from ``start`` on of a data rank's flat group."""
 
     data_rank: int
     group: int
@@ -47,7 +46,7 @@ class FlatSlice(NamedTuple):
 
 class EngineFiles:
     """The files of one folder, opened when they are first needed; ``layers`` are those of a
-    pipeline's layers, by place in the list and tensor rank. Raises CheckpointError if files are
+    pipeline's layers, by place in the list and tensor rank. Raises CheckpointError if some are
     missing."""
 
     def __init__(self, folder: Path) -> None:
@@ -64,12 +63,11 @@ class EngineFiles:
                 self.layers.setdefault(int(match[1]), {})[int(match[2])] = path
         self._open = lru_cache(maxsize=None)(load_pickle)
         self._slices = cache(self._find_slices)
-        found: tuple[tuple[str, Collection[int]], ...] = (
-            ("model states", self._models), ("optimizer states", self._optimizers),
-        )  # fmt: skip
-        for what, ranks in found:
+        for what, ranks in (
+            ("model states", set(self._models)), ("optimizer states", set(self._optimizers)),
+        ):  # fmt: skip
             if sorted(ranks) != list(range(len(ranks))):
-                missing = min(set(range(max(ranks))) - set(ranks))
+                missing = min(set(range(max(ranks))) - ranks)
                 raise CheckpointError(f"{folder} has no {what} of model-parallel rank {missing}")
         if not self._models:
             raise CheckpointError(f"{folder} has no model states")
@@ -138,7 +136,7 @@ class EngineFiles:
             )
 
     def model_states(self, rank: int = 0) -> dict[str, Any]:
-        """The model states of a model-parallel rank, with what the script saved beside them."""
+        """The model states of a model-parallel rank, with the script's client state."""
         return self._dict(self._models[rank])
 
     def _dict(self, path: Path) -> dict[str, Any]:
@@ -217,9 +215,8 @@ class EngineFiles:
         self, name: str, kind: str, registered: Callable[[int, str], str]
     ) -> list[Tensor] | None:
         """A parameter's or a moment's share on each tensor rank; None if it does not exist.
-        ``kind`` is ``weight`` or a moment; ``registered`` gives the name of a parameter in a layer
-        file, from its place and key. Raises CheckpointError if the ZeRO files lack it, or a part of
-        it."""
+        ``registered`` gives the name of a parameter in a layer file, from its place and key. Raises
+        CheckpointError if the ZeRO files lack it, or a part of it."""
         found = [self._share(tensor_rank, name, kind) for tensor_rank in range(self.tensor_size)]
         if all(share is not None for share in found):
             return [share for share in found if share is not None]
@@ -241,8 +238,7 @@ class EngineFiles:
                 flat = torch.cat([piece.float() for piece in pieces if piece is not None])
                 return self._shaped(rank, name, flat)
             if rank in self._optimizers and name in self._shapes(rank):
-                # The module's weights are a half-precision copy, and only frozen parameters have no
-                # other.
+                # The module's weights are a half-precision copy; frozen parameters have no other.
                 raise CheckpointError(
                     f"{self.folder}: {name} is in none of the ZeRO files of model-parallel rank "
                     f"{rank}, whose optimizer updates it"

@@ -1,28 +1,40 @@
-"""Finds DeepSpeed's checkpoints, and reads the folders that its engines save, whatever their layout
-and stage."""
+"""DeepSpeed's checkpoints: where they are, their network and counters, and the folders that engines
+save, of any layout and stage."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.files import CheckpointError, read_json
 from megatron.checkpoint.folder import TRACKER, standing_in
+from megatron.checkpoint.manifest import CONFIG, STATE
 from megatron.checkpoint.source import Source
-from megatron.formats.deepspeed_folders.configuration import Description, describe, own_run
+from megatron.config import ConfigError, ModelConfig, RunConfig, TokenizerConfig, Vocabulary
+from megatron.engine.universal_info import COUNTERS, RUN
+from megatron.formats.deepspeed_folders import neox
 from megatron.formats.deepspeed_folders.engine_files import EngineFiles
 from megatron.formats.deepspeed_folders.naming import (
     EngineNaming,
+    ForeignNaming,
     Naming,
     RankNaming,
-    whole_shards,
 )
 from megatron.formats.deepspeed_folders.neox import StoredTensors
+from megatron.formats.features import whole_shards
+from megatron.formats.legacy_megatron.arguments import (
+    model_of_arguments,
+    tokenizer_of_arguments,
+    unpadded_vocabulary,
+)
+from megatron.formats.unpickle import Inert
 from megatron.util.errors import one_line
 
 UNIVERSAL_TRACKER = "latest_universal"
@@ -33,12 +45,12 @@ _NUMBER = re.compile(r"\d+")
 
 
 def is_universal(folder: Path) -> bool:
-    """Whether this is a universal checkpoint."""
+    """True for a universal checkpoint."""
     return (folder / "zero").is_dir()
 
 
 def is_engine_folder(folder: Path) -> bool:
-    """Whether this is a checkpoint that one of DeepSpeed's engines saved."""
+    """True for a checkpoint that one of DeepSpeed's engines saved."""
     if not folder.is_dir() or is_universal(folder):
         return False
     return any(_MODEL_STATES.fullmatch(name) for name in os.listdir(folder))
@@ -47,10 +59,9 @@ def is_engine_folder(folder: Path) -> bool:
 def locate(
     path: Path, wanted: str | None, tracker: str, fits: Callable[[Path], bool], suffix: str = ""
 ) -> Path | None:
-    """Where a checkpoint is; see :meth:`megatron.checkpoint.source.Source.locate`. Where a save was
-    killed while it replaced one, that is the old one's hidden folder. ``tracker`` names the newest;
-    ``suffix`` follows ``global_step<N>`` in a tag. Raises CheckpointError if there are some, but
-    not the wanted one."""
+    """The folder of a checkpoint; see :meth:`Source.locate`. Where a save was killed while it
+    replaced one, that is the old one's hidden folder. ``tracker`` names the newest; ``suffix``
+    follows ``global_step<N>`` in a tag."""
     if folder := _present(path, fits):
         tag = path.name
         if wanted not in (None, tag, tag.removeprefix("global_step").removesuffix(suffix)):
@@ -134,8 +145,8 @@ class NamedFolder(Source):
 
 class DeepSpeedFolder(NamedFolder):
     """A folder of this project's ``--checkpoint-format deepspeed``, of Megatron-DeepSpeed (BLOOM)
-    or of GPT-NeoX. Weights are those that the optimizer updates, in float32, where there are ZeRO
-    files. Raises CheckpointError if a file is missing or malformed, or the network cannot be
+    or of GPT-NeoX. Where there are ZeRO files, weights are the float32 ones that the optimizer
+    updates. Raises CheckpointError if a file is missing or malformed, or the network cannot be
     represented."""
 
     title = "checkpoint of DeepSpeed's engine"
@@ -177,3 +188,90 @@ class DeepSpeedFolder(NamedFolder):
             return naming.join(name, kind, found).float()
         except CheckpointError as error:
             raise CheckpointError(f"{self.folder}: {kind} of {error}") from None
+
+
+_POSITIONS = {1: "rope", 2: "learned_absolute", 3: "alibi"}
+"""BigScience's enumeration of position embeddings."""
+
+
+class Description(NamedTuple):
+    """Facts about a checkpoint apart from its tensors. Where another trainer wrote it, ``run`` is
+    None, the optimizer's step is unknown, and ``foreign`` are its names."""
+
+    run: RunConfig | None
+    model: ModelConfig
+    tokenizer: TokenizerConfig | None
+    state: dict[str, Any]
+    foreign: type[ForeignNaming] | None = None
+
+
+def own_run(folder: Path, states: Mapping[str, Any]) -> RunConfig | None:
+    """The run of this project that saved a checkpoint; None for another trainer's. Raises
+    CheckpointError if it is malformed."""
+    own = folder / CONFIG
+    parts = read_json(own, non_finite=True) if own.is_file() else states.get(RUN)
+    if parts is None:
+        return None
+    try:
+        run = RunConfig.from_dict(parts)
+        hash(run.model)  # its values are numbers and texts, by which shapes are looked up
+        return run
+    except (TypeError, AttributeError, ConfigError) as error:
+        raise CheckpointError(f"{own}: not a configuration: {error}") from None
+
+
+def describe(folder: Path, states: Mapping[str, Any], tensors: neox.StoredTensors) -> Description:
+    """The configuration and counters of a checkpoint with these model states and tensors. Raises
+    CheckpointError if the network is not described, or cannot be represented."""
+    run = own_run(folder, states)
+    if run is not None:
+        file = folder / STATE
+        state = read_json(file) if file.is_file() else states.get(COUNTERS, {})
+        if not isinstance(state, Mapping):
+            raise CheckpointError(f"{file} is {state!r:.60}; expected an object of counters")
+        tokenizer = run.tokenizer if run.tokenizer.tokenizer_type else None
+        return Description(run, run.model, tokenizer, dict(state))
+    args = states.get("args")
+    arguments = vars(args) if isinstance(args, Namespace) else {}
+    settings, naming = neox.find_settings(folder), ForeignNaming
+    if settings is not None:
+        model, naming = neox.model_of(settings, args, folder, tensors), neox.NeoXNaming
+    elif isinstance(args, Namespace):
+        model = _megatron_deepspeed(arguments, folder)
+    elif isinstance(args, Mapping):
+        raise CheckpointError(
+            f"{folder} is of GPT-NeoX, whose configuration files are missing: put the *.yml files "
+            f"of the run into {folder / 'configs'}"
+        )
+    else:
+        raise CheckpointError(
+            f"{folder} does not describe the network: it has no {CONFIG}, and its model states "
+            "have neither the args of a Megatron-DeepSpeed run nor a configuration of this project"
+        )
+    tokenizer = tokenizer_of_arguments(arguments)
+    samples = arguments.get("consumed_train_samples")
+    counters = {
+        "iteration": int(states.get("iteration", states.get("global_steps", 0))),
+        "consumed_samples": int(states.get("global_samples", 0) if samples is None else samples),
+        "loss_scaler": {},
+    }
+    return Description(None, model, tokenizer, counters, naming)
+
+
+def _megatron_deepspeed(arguments: Mapping[str, Any], folder: Path) -> ModelConfig:
+    """The network that a run's arguments describe. Without an unpadded size, as in BLOOM's
+    published models, all rows of the embedding are tokens. Raises CheckpointError if an argument is
+    missing, or cannot be represented."""
+    known = dict(arguments)
+    positions = known.get("position_embedding_type")
+    if isinstance(positions, Inert):
+        number = (vars(positions).get("args") or (0,))[0]
+        known["position_embedding_type"] = _POSITIONS.get(number, str(number))
+    if known.get("window_size") == 7:
+        del known["window_size"]  # the default of its vision models
+    model = model_of_arguments(known, folder)
+    rows = known.get("padded_vocab_size")
+    if not isinstance(rows, int):
+        raise CheckpointError(f"{folder}: the run's arguments have no padded_vocab_size")
+    vocabulary = Vocabulary(unpadded_vocabulary(known, rows) or rows, rows)
+    return dataclasses.replace(model, vocabulary=vocabulary)

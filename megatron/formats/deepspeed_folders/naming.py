@@ -1,8 +1,5 @@
-"""Which of a folder's parameters make up each canonical one, and how.
-
-A folder has its own names for parameters: canonical ones, those of an engine's layer list, or those
-of another trainer.
-"""
+"""The parameters of a folder that make up each canonical one. It has canonical names, those of an
+engine's layer list, or those of another trainer."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -18,18 +14,13 @@ from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.config import ModelConfig
-from megatron.engine.universal_info import Registered, registered_parameters
-from megatron.families import spec_of
+from megatron.formats.features import layers_of, parameters_of, whole_shards
 from megatron.formats.legacy_megatron.names import (
     is_buffer,
     qkv_from_megatron,
     rename,
     rename_block,
 )
-from megatron.model.layer_list import LayerSpec
-from megatron.parallel.mesh import Group
-from megatron.parallel.shard import Shard
-from megatron.parallel.tensor_parallel import TensorParallel
 
 _PLACED = re.compile(r"(\d+)\.(.+)")
 _EMBEDDING = {
@@ -53,25 +44,9 @@ _QKV_VERSION = 3.0
 """Other trainers order query-key-value rows as Megatron's checkpoints do from version 2 on."""
 
 
-def _layers_of(model: ModelConfig, size: int = 1) -> list[LayerSpec]:
-    return spec_of(model).layers(TensorParallel(Group(tuple(range(size)))))
-
-
-@lru_cache(maxsize=8)
-def parameters_of(model: ModelConfig, size: int = 1) -> dict[str, list[Registered]]:
-    """The parameters of a model, with its vocabulary, in DeepSpeed's engines of a tensor-parallel
-    size, by canonical name."""
-    return registered_parameters(_layers_of(model, size))
-
-
-def whole_shards(model: ModelConfig) -> dict[str, Shard]:
-    """How each whole parameter is cut, by canonical name."""
-    return {name: parts[0].shard for name, parts in parameters_of(model).items()}
-
-
 class Naming:
-    """The names of one folder: canonical ones, unless a subclass knows others. ``shapes`` are those
-    of all parameters without padding, by canonical name."""
+    """The names of one folder: canonical ones, unless a subclass knows others. ``shapes`` are of
+    whole parameters without padding, by canonical name."""
 
     def __init__(self, model: ModelConfig) -> None:
         self.model = model
@@ -121,7 +96,7 @@ class EngineNaming(RankNaming):
         self._size, self._registered = size, parameters_of(model, size)
         self._tied = {
             place: f"tied_modules.{layer.tied_key}"
-            for place, layer in enumerate(_layers_of(model))
+            for place, layer in enumerate(layers_of(model))
             if layer.tied_key
         }
 

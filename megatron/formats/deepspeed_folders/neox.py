@@ -1,5 +1,5 @@
 """The networks of GPT-NeoX: its settings, which it saves as YAML or JSON files next to its
-checkpoints, and its names and orders of parameters."""
+checkpoints, and the names and order of its parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.checkpoint.files import CheckpointError, read_bytes
 from megatron.checkpoint.source import resolved
 from megatron.config import ModelConfig, ModelFlags
 from megatron.formats.deepspeed_folders.naming import ForeignNaming
-from megatron.formats.saved_arguments import SavedArguments
+from megatron.formats.features import SavedArguments, harmless_names
 
 _POSITIONS = {"rotary": "rope", "learned": "learned_absolute", "alibi": "alibi", "none": "none"}
 _NORMS = {
@@ -26,63 +26,19 @@ _NORMS = {
 }
 _EPSILONS = {"LayerNorm": ("layernorm_epsilon", 1e-5), "RMSNorm": ("rms_norm_epsilon", 1e-8)}
 """Setting of a norm's epsilon, and its default."""
-_SILU = ("silu", "swish")
 
-_NETWORK: dict[str, tuple[Any, ...]] = {
-    "model_arch": ("gpt2",),
-    "scale_embeddings": (),
-    "small_emb": (),
-    "use_mup": (),
-    "moe_num_experts": (1,),
-    "rotary_emb_interleaved": (),
-    "sliding_window_width": (),
-    "num_unique_layers": (),
-    "opt_pos_emb_offset": (),
-    "use_qk_layernorm": (),
-    "apply_residual_connection_post_layernorm": (),
-    "num_encoder_layers": (),
+
+_HARMLESS: dict[str, tuple[Any, ...]] = {"model_arch": ("gpt2",), "moe_num_experts": (1,)}
+_NETWORK = {
+    name: _HARMLESS.get(name, ())
+    for name in (
+        "model_arch scale_embeddings small_emb use_mup moe_num_experts rotary_emb_interleaved "
+        "sliding_window_width num_unique_layers opt_pos_emb_offset use_qk_layernorm "
+        "apply_residual_connection_post_layernorm num_encoder_layers"
+    ).split()
 }
 """Settings that change the network in a way that cannot be represented, each with its harmless
-values. Values of settings that were not given are harmless too."""
-
-_UNUSED = (
-    # Their effect is in the shapes and names of the tensors, which are compared with the network.
-    "intermediate_size feedforward_size expansion_factor mlp_multiple_of use_bias_in_mlp "
-    "use_bias_in_attn_linear output_layer_parallelism "
-    # Other kinds of attention and of positions, experts, muP, text generation: unused in these
-    # networks.
-    "gmlp_attn_dim sparsity_config sparse_attention rpe_num_buckets rpe_max_distance "
-    "scalenorm_epsilon layernorm_epsilon rms_norm_epsilon param_sharing_style dim_att head_size "
-    "ffn_dim gpt_j_tied mup_init_scale mup_attn_temp "
-    "mup_output_temp mup_embedding_mult mup_rp_embedding_mult mup_width_scale coord_check "
-    "base_shapes_file expert_interval moe_use_residual text_gen_type precompute_model_name "
-    "temperature top_p top_k return_logits maximum_tokens prompt_end sample_input_file "
-    "sample_output_file num_samples recompute "
-    # Kernels, initial values, layouts.
-    "precision use_flashattn_swiglu rotary_save_freqs_buffer init_method output_layer_init_method "
-    "is_pipe_parallel pipe_partition_method mamba_selective_fp32_params mamba_use_bias_in_conv "
-    "extra_sentinel_tokens make_vocab_size_divisible_by init_method_std "
-    # Training.
-    "use_bnb_optimizer override_lr_scheduler use_checkpoint_lr_scheduler min_lr "
-    "log_gradient_noise_scale gradient_noise_scale_n_batches gradient_noise_scale_cpu_offload "
-    "memory_profiling memory_profiling_path lazy_mpu_init global_num_gpus use_shared_fs "
-    "label_data_paths pos_train_data_paths neg_train_data_paths pos_valid_data_paths "
-    "neg_valid_data_paths pos_test_data_paths neg_test_data_paths weight_by_num_documents "
-    "weighted_sampler_alpha weighted_document_limit pack_impl packing allow_chopped dpo_fp32 "
-    "dpo_reference_free dpo_beta dpo_precompute kto_fp32 kto_desirable_weight "
-    "kto_undesirable_weight kto_beta z_loss reinforce_beta s3_path s3_chunk_size batch_size gas "
-    "extra_save_iters keep_last_n_checkpoints dynamic_loss_scale min_scale char_level_ppl "
-    "masked_lm_prob disable_data_helper "
-    # DeepSpeed and its launcher.
-    "optimizer scheduler fp32_allreduce prescale_gradients gradient_predivide_factor "
-    "sparse_gradients fp16 bf16 amp gradient_clipping gradient_accumulation_steps "
-    "train_micro_batch_size_per_gpu zero_optimization zero_allow_untested_optimizer "
-    "steps_per_print wall_clock_breakdown dump_state flops_profiler communication_data_type "
-    "autotuning autotuning_run csv_monitor elasticity comms_logger checkpoint data_types "
-    "hostfile include exclude num_nodes num_gpus master_port master_addr launcher force_multi "
-    "detect_nvlink_pairs no_ssh_check comment account user_script"
-).split()
-"""Settings without a further effect on the network."""
+values besides that of one that was not given."""
 
 _ADDED_ONCE = (".proj.bias", ".down.bias")
 _MLP = {
@@ -97,8 +53,8 @@ _DOWN = re.compile(r".*\.mlp\.(?:linear2|dense_4h_to_h|w2)\.weight")
 
 
 class StoredTensors(NamedTuple):
-    """The tensors of a folder: their names, and the number of elements of one over all tensor
-    ranks. ``merged`` if another program has joined the ranks' shares."""
+    """The tensors of a folder: names, and the number of elements of one over all tensor ranks.
+    ``merged`` if another program has joined the ranks' shares."""
 
     names: Callable[[], Sequence[str]]
     elements: Callable[[str], int]
@@ -229,7 +185,7 @@ def model_of(
     CheckpointError if a setting is missing, unknown, or cannot be represented."""
     settings = SavedArguments(content)
     settings.refuse(folder, _NETWORK)
-    settings.unused(*_UNUSED)
+    settings.unused(*harmless_names("settings of GPT-NeoX"))
     _check_layout(settings, folder, tensors)
     _check_attention(settings.get("attention_config"), folder)
     if isinstance(soft := settings.get("soft_prompt_tuning"), Mapping) and soft.get("enabled"):
@@ -357,9 +313,8 @@ def _activation(settings: Mapping[str, Any], names: Sequence[str], folder: Path)
     old = any(".mlp.dense_h_to_4h." in name for name in names)
     if form == "regular" and kind in ("gelu", "relu"):
         return {"relu": kind == "relu", "bias_gelu_fusion": kind == "relu" or fused}
-    if (form == "llama" and kind in _SILU) or (form == "regular" and kind == "swiglu" and not old):
-        return {"glu_activation": "swiglu"}
-    if form == "llama" and kind == "swiglu" and not old:
+    named = kind == "swiglu" and form in ("regular", "llama") and not old
+    if named or (form == "llama" and kind in ("silu", "swish")):
         return {"glu_activation": "swiglu"}
     raise CheckpointError(
         f"{folder}: the network has activation {kind!r} with mlp_type {form!r}, which cannot be "

@@ -40,12 +40,9 @@ from megatron.formats.deepspeed_folders.folder import (
     is_universal,
     locate,
 )
-from megatron.formats.deepspeed_folders.naming import (
-    EngineNaming,
-    Naming,
-    whole_shards,
-)
+from megatron.formats.deepspeed_folders.naming import EngineNaming, Naming
 from megatron.formats.deepspeed_folders.neox import StoredTensors
+from megatron.formats.features import whole_shards
 from megatron.formats.unpickle import load_pickle
 from megatron.parallel.shard import Shard
 from megatron.util.files import sync_path
@@ -56,8 +53,7 @@ DEEPSPEED_VERSION = "0.19.8"
 MANIFEST = "universal.json"
 
 _GROUPS = 64
-"""A loader pairs its parameter groups with the folder's, and leaves those without a partner
-unloaded, so there are more than any script has."""
+"""More parameter groups than any script has: a loader leaves those without a partner unloaded."""
 
 
 class UniversalFolder(NamedFolder):
@@ -171,11 +167,10 @@ def write_universal(
     progress: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Writes any checkpoint as a universal one, one parameter at a time. It appears by a rename
-    when it is complete; then ``latest_universal`` beside it names it. Loaders of ``stage`` 3 do not
-    pad the vocabulary, so for them the token embedding has as many rows as in the run. Raises
-    CheckpointError if the source is damaged. Raises OSError if a file cannot be written; nothing is
-    left behind.
-    """
+    when it is complete; then ``latest_universal`` names it. Loaders of ``stage`` 3 do not pad the
+    vocabulary, so for them the token embedding has as many rows as in the run. Raises
+    CheckpointError if the source is damaged; OSError if a file cannot be written. Nothing is left
+    behind then."""
     assert stage in (1, 2, 3)
     with unfinished_folder(folder) as written:
         (written / "zero").mkdir()
@@ -186,11 +181,7 @@ def write_universal(
 
 
 def _write_files(
-    source: Source,
-    run: RunConfig,
-    written: Path,
-    stage: int,
-    progress: Callable[[str], None],
+    source: Source, run: RunConfig, written: Path, stage: int, progress: Callable[[str], None]
 ) -> dict[str, dict[str, int | str]]:
     """Everything but the manifest, whose entries it returns."""
     facts: dict[str, dict[str, int | str]] = {}
@@ -230,8 +221,7 @@ def _write_files(
     write_json(written / CONFIG, run.to_dict())
     write_json(written / STATE, state)
     source.copy_tokenizer(written / TOKENIZER)
-    own = [written / CONFIG, written / STATE, *(written / TOKENIZER).rglob("*")]
-    for path in own:
+    for path in (written / CONFIG, written / STATE, *(written / TOKENIZER).rglob("*")):
         if path.is_file():
             note(path)
     return dict(sorted(facts.items()))
@@ -239,7 +229,7 @@ def _write_files(
 
 def _how_to_cut(shard: Shard) -> dict[str, Any]:
     """Keys from which DeepSpeed's loaders cut a parameter over tensor-parallel ranks as Megatron's
-    layers do. Loaders load a parameter of equal shape as it is, so uncut ones need none."""
+    layers do; uncut ones need none."""
     cut = shard.over("tensor")
     if cut is None:
         return {}
@@ -258,7 +248,7 @@ def _how_to_cut(shard: Shard) -> dict[str, Any]:
 
 def _optimizer_state(run: RunConfig, step: Tensor | None, stage: int) -> dict[str, Any]:
     """Settings that all parameter groups share and no schedule changes. Learning rates and weight
-    decay are left to the loading script, whose groups may differ."""
+    decay are left to the loading script."""
     optimizer = run.optimizer
     shared: dict[str, Any] = {}
     if optimizer.optimizer == "adam":
@@ -276,7 +266,7 @@ def _optimizer_state(run: RunConfig, step: Tensor | None, stage: int) -> dict[st
 
 
 def _model_states(state: dict[str, Any], step: Tensor | None) -> dict[str, Any]:
-    """What a loader requires besides the parameters, and the client state of its script."""
+    """Values that a loader requires besides the parameters, and the client state of its script."""
     iteration = state.get("iteration", 0)
     samples = state.get("consumed_samples", 0)
     updates = iteration if step is None else math.floor(step)

@@ -1,17 +1,193 @@
-"""Models of Hugging Face: one table per architecture, read in both directions."""
+"""Models of Hugging Face: the known architectures, one table each, read in both directions. A new
+one is a file and a name here."""
 
-from megatron.formats.huggingface.architecture import Architecture
-from megatron.formats.huggingface.export import write_model
-from megatron.formats.huggingface.registry import (
-    ARCHITECTURES,
-    architecture_named,
-    architecture_of,
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron.checkpoint.files import CheckpointError
+from megatron.config import ModelConfig
+from megatron.config.flags import flag_of
+from megatron.features.adapters.model import (
+    LINEAR,
+    LinearTarget,
+    layer_names,
 )
+from megatron.formats.huggingface.architecture import (
+    GATE_AND_UP,
+    GROUPED_QKV,
+    SAME,
+    SEPARATE_KV,
+    SEPARATE_QKV,
+    Architecture,
+    Entry,
+    Reordering,
+)
+from megatron.formats.huggingface.bert import BERT, MEGATRON_BERT
+from megatron.formats.huggingface.layer_norm_decoders import BLOOM, FALCON, GPT2, GPT_NEOX, OPT
+from megatron.formats.huggingface.llama import (
+    GEMMA2,
+    GEMMA3,
+    LLAMA,
+    MISTRAL,
+    PHI3,
+    QWEN2,
+    QWEN3,
+)
+from megatron.formats.huggingface.t5 import T5
 
-__all__ = [
-    "ARCHITECTURES",
-    "Architecture",
-    "architecture_named",
-    "architecture_of",
-    "write_model",
-]
+ARCHITECTURES: tuple[Architecture, ...] = (
+    GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3, GPT_NEOX, OPT, FALCON, BLOOM,
+    MEGATRON_BERT, BERT, T5,
+)  # fmt: skip
+"""The known architectures, the plainer ones first: a model that fits several is the first."""
+
+_REASONS = {
+    "gemma": "Gemma 1 differs from Gemma 2, and has no table",
+    "gemma3": "it sees images too; the text model alone is gemma3_text (Gemma3ForCausalLM)",
+    "RefinedWeb": "the name of Falcon before transformers knew it; write falcon",
+    "RefinedWebModel": "the name of Falcon before transformers knew it; write falcon",
+    "mt5": "write t5: it differs in name alone; its class is MT5ForConditionalGeneration",
+    "umt5": "each block has relative positions of its own; those of a T5 are shared",
+    "mixtral": "experts cannot be represented",
+}
+"""Explanations for some that look as if they were known."""
+
+
+def architecture_of(model: ModelConfig, wanted: str | None = None) -> Architecture:
+    """The architecture that a configuration fits: the ``model_type`` ``wanted``, or else that which
+    the weights were read from, or the plainest that fits. Raises ValueError if it fits none, or not
+    the wanted one; names the flags that it would need."""
+    if model.shaping().get("retro_add_retriever"):
+        raise ValueError(
+            "a model with --retro-add-retriever reads neighbours, which no architecture of Hugging "
+            "Face does: keep its checkpoint, or train without that flag"
+        )
+    origin = _find(model.hf_architecture)
+    if wanted is None and origin is not None and not origin.misfits(model):
+        return origin
+    family = [form for form in ARCHITECTURES if form.family == model.family]
+    known: Sequence[Architecture] = (_named(wanted),) if wanted else family or ARCHITECTURES
+    misfits = {architecture.title: architecture.misfits(model) for architecture in known}
+    for architecture in known:
+        if not misfits[architecture.title]:
+            return architecture
+    if wanted is not None:
+        (needs,) = misfits.values()
+        raise ValueError(
+            f"--architecture {wanted}: a model with {_shape(model)} does not fit; "
+            f"{known[0].title} needs {', '.join(needs)}"
+        )
+    nearest = sorted(misfits.items(), key=lambda item: len(item[1]))[:4]
+    raise ValueError(
+        f"a model with {_shape(model)} fits none of the {len(known)} known architectures of "
+        f"Hugging Face ({', '.join(misfits)}). The nearest:"
+        + "".join(f"\n  {title} needs {', '.join(wanted)}" for title, wanted in nearest)
+    )
+
+
+def departure(model: ModelConfig) -> str | None:
+    """Why a model is not of the architecture that its weights were read from; None where it is."""
+    if model.hf_architecture is None:
+        return None
+    origin = _find(model.hf_architecture)
+    if origin is None:
+        return f"the weights were read from {model.hf_architecture}, which is not known"
+    needs = origin.misfits(model)
+    if not needs:
+        return None
+    return f"the weights were read from {origin.title}, which needs {', '.join(needs)}"
+
+
+def architecture_named(content: dict[str, Any], path: Path) -> Architecture:
+    """The architecture that the parsed config.json at ``path`` names. Raises CheckpointError if it
+    names none that is known."""
+    name = content.get("model_type")
+    if known := _find(name):
+        return known
+    reason = f" ({_REASONS[name]})" if isinstance(name, str) and name in _REASONS else ""
+    raise CheckpointError(
+        f"{path}: model_type is {name!r:.100}{reason}; expected one of "
+        f"{', '.join(known.model_type for known in ARCHITECTURES)}"
+    )
+
+
+def _find(model_type: str | None) -> Architecture | None:
+    return next((known for known in ARCHITECTURES if known.model_type == model_type), None)
+
+
+def _named(wanted: str) -> Architecture:
+    if known := _find(wanted):
+        return known
+    raise ValueError(
+        f"--architecture {wanted} is unknown; expected one of "
+        f"{', '.join(known.model_type for known in ARCHITECTURES)}"
+    )
+
+
+def _shape(model: ModelConfig) -> str:
+    """The flags that the architectures differ in, as the model has them."""
+    flags, words = model.flags(), []
+    for field in dataclasses.fields(flags):
+        value = getattr(flags, field.name)
+        told = field.metadata["role"] and not field.metadata["internal"]
+        if told and (field.name in _ALWAYS or value != field.default):
+            words.append(flag_of(field) if isinstance(value, bool) else f"{flag_of(field)} {value}")
+    return " ".join(words)
+
+
+_ALWAYS = ("position_embedding_type", "normalization")
+"""Flags that are shown even with their default value."""
+
+
+_MATRICES = {
+    SEPARATE_QKV.name: ("q", "k", "v"),
+    SEPARATE_KV.name: ("k", "v"),
+    GATE_AND_UP.name: ("gate", "up"),
+}
+
+
+@dataclass(frozen=True)
+class ModuleTarget(LinearTarget):
+    """A linear module of a Hugging Face model; ``form`` is how the rows of a whole layer are stored
+    there."""
+
+    form: Reordering
+    model: ModelConfig
+
+    def rows_to_hf(self, values: Tensor) -> Tensor:
+        """A tensor with the rows of our weight, [O, ...], with its rows in their order."""
+        return self.form.to_hf(values, self.model)[0].contiguous()
+
+    def rows_from_hf(self, values: Tensor) -> Tensor:
+        """The inverse of :meth:`rows_to_hf`."""
+        return self.form.from_hf([values], self.model).contiguous()
+
+
+def linear_targets(model: ModelConfig) -> tuple[ModuleTarget, ...]:
+    """The linear modules of all blocks of a model in the architecture that its configuration fits,
+    in the order of a block; those of our layers, by our names, if it fits none."""
+    try:
+        entries = architecture_of(model).entries
+    except ValueError:
+        return tuple(ModuleTarget(name, "", 0, name, SAME, model) for name in layer_names())
+    return tuple(
+        target for entry in entries if entry.when(model) for target in _targets_of(entry, model)
+    )
+
+
+def _targets_of(entry: Entry, model: ModelConfig) -> Iterator[ModuleTarget]:
+    layer, _, kind = entry.ours.rpartition(".")
+    if kind != "weight" or layer.partition(".{n}.")[2] not in LINEAR:
+        return
+    parts = _MATRICES.get(entry.form.name, ("",))
+    # Whatever is done to the columns of a weight does not concern the rows.
+    form = GROUPED_QKV if entry.form is GROUPED_QKV else SAME
+    for index, (part, theirs) in enumerate(zip(parts, entry.theirs, strict=True)):
+        yield ModuleTarget(layer, part, index, theirs.removesuffix(".weight"), form, model)

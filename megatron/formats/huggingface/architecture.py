@@ -1,13 +1,19 @@
-"""An architecture of `transformers`: its config.json and its tensors, and ours."""
+"""An architecture of `transformers`: its config.json and its tensors, and ours.
+
+Shapes: N query heads, K key and value heads, D head width, F inner width of the MLP, H hidden size.
+Rows of our query-key-value weight are all queries, all keys, all values: [(N + 2K) D, H].
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from megatron.checkpoint.source import resolved
@@ -20,21 +26,195 @@ from megatron.formats.huggingface.config_reader import (
     HFConfigReader,
     Keys,
 )
-from megatron.formats.huggingface.entries import Entry
-from megatron.formats.huggingface.reward import (
-    REWARD,
-    SCORE,
-    has_rewards,
-    read_head,
-    reward_class,
-    reward_keys,
+from megatron.formats.huggingface.tasks import CAUSAL_LM, REWARD, Task
+
+Condition = Callable[[ModelConfig], bool]
+
+
+@dataclass(frozen=True)
+class Reordering:
+    """A way to store one parameter in some tensors; ``from_hf`` is the exact inverse of
+    ``to_hf``."""
+
+    name: str
+    tensors: int
+    to_hf: Callable[[Tensor, ModelConfig], Sequence[Tensor]]
+    from_hf: Callable[[Sequence[Tensor], ModelConfig], Tensor]
+
+
+def _heads(model: ModelConfig) -> tuple[int, int, int]:
+    attention = model.attention
+    return attention.num_attention_heads, attention.num_query_groups, attention.kv_channels
+
+
+def _qkv_rows(model: ModelConfig) -> list[int]:
+    queries, groups, width = _heads(model)
+    return [queries * width, groups * width, groups * width]
+
+
+def _to_grouped(values: Tensor, model: ModelConfig) -> Sequence[Tensor]:
+    _, groups, width = _heads(model)
+    parts = [
+        part.reshape(groups, -1, width, *values.shape[1:])
+        for part in values.split(_qkv_rows(model))
+    ]
+    return (torch.cat(parts, dim=1).reshape(values.shape),)
+
+
+def _from_grouped(tensors: Sequence[Tensor], model: ModelConfig) -> Tensor:
+    queries, groups, width = _heads(model)
+    (values,) = tensors
+    shares = values.reshape(groups, queries // groups + 2, width, *values.shape[1:])
+    return torch.cat([part.flatten(0, 2) for part in shares.split([queries // groups, 1, 1], 1)])
+
+
+def _from_rows(tensors: Sequence[Tensor], model: ModelConfig) -> Tensor:
+    return torch.cat(list(tensors))
+
+
+SAME = Reordering("as it is", 1, lambda values, _: (values,), lambda tensors, _: tensors[0])
+"""One tensor, in our order."""
+TRANSPOSED = Reordering("transposed", 1, lambda values, _: (values.T,), lambda parts, _: parts[0].T)
+"""The matrix as [inputs, outputs] (GPT-2's Conv1D)."""
+SEPARATE_QKV = Reordering(
+    "separate q, k, v", 3, lambda values, model: values.split(_qkv_rows(model)), _from_rows
 )
-from megatron.formats.huggingface.tasks import CAUSAL_LM, Task
+"""A tensor each for queries, keys and values."""
+TWICE = Reordering(
+    "twice", 2, lambda values, _: (values, values.clone()), lambda parts, _: parts[0]
+)
+"""Two tensors of the same values, of which the first counts."""
+SEPARATE_KV = Reordering("separate k, v", 2, lambda values, _: values.chunk(2), _from_rows)
+"""A tensor each for the keys and values of attention to another sequence."""
+GATE_AND_UP = Reordering("separate gate, up", 2, lambda values, _: values.chunk(2), _from_rows)
+"""A tensor each for gate and up projection, which are [2F, H] here."""
+GROUPED_QKV = Reordering("q, k, v by group", 1, _to_grouped, _from_grouped)
+"""Each key and value head follows the queries that share it: [K, N/K + 2, D, H]. With as many key
+heads as query heads that is [N, 3, D, H], the order of Megatron, GPT-NeoX and BLOOM."""
+
+
+def always(model: ModelConfig) -> bool:
+    """The condition of an entry that every model has."""
+    return True
+
+
+def biased(model: ModelConfig) -> bool:
+    """True if all linear layers have biases."""
+    return model.mlp.bias
+
+
+def qkv_biased(model: ModelConfig) -> bool:
+    """True if queries, keys and values have biases."""
+    return model.attention.qkv_bias
+
+
+def attention_biased(model: ModelConfig) -> bool:
+    """True if all of attention's linear layers have biases."""
+    return model.attention.proj_bias
+
+
+def untied(model: ModelConfig) -> bool:
+    """True if the head has separate weights."""
+    return not model.embedding.tied
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One kind of parameter in both forms: ``ours`` is the canonical name, with ``{n}`` for the
+    number of the block; ``when`` says whether a model has it.
+
+    Their names have ``{n}`` too, or ``{before}`` for the number of the block before it, where
+    ``first`` are the names in the first block; outside of blocks ``{last}`` is the last block's."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    form: Reordering = SAME
+    when: Condition = always
+    first: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert len(self.theirs) == self.form.tensors, self.ours
+
+    @property
+    def stack(self) -> str | None:
+        """Name of the stack of blocks that it belongs to; None outside of blocks."""
+        return self.ours.partition(".{n}.")[0] if "{n}" in self.ours else None
+
+
+def weight(ours: str, theirs: str, when: Condition = always) -> tuple[Entry, ...]:
+    """An embedding, or the head."""
+    return (Entry(f"{ours}.weight", (f"{theirs}.weight",), when=when),)
+
+
+def norm(ours: str, theirs: str, when: Condition = always) -> tuple[Entry, ...]:
+    """A norm, with a bias where it has one."""
+
+    def has_bias(model: ModelConfig) -> bool:
+        return when(model) and model.norm.traits.biased
+
+    return (
+        *weight(ours, theirs, when),
+        Entry(f"{ours}.bias", (f"{theirs}.bias",), when=has_bias),
+    )
+
+
+def linear(
+    ours: str, *theirs: str, form: Reordering = SAME, bias: Condition = biased
+) -> tuple[Entry, ...]:
+    """A linear layer; the bias of a transposed weight is stored as it is."""
+    bias_form = SAME if form.name == "transposed" else form
+    return (
+        Entry(f"{ours}.weight", tuple(f"{name}.weight" for name in theirs), form),
+        Entry(f"{ours}.bias", tuple(f"{name}.bias" for name in theirs), bias_form, bias),
+    )
+
+
+def block(prefix: str, *parts: Sequence[Entry], stack: str = "layers") -> tuple[Entry, ...]:
+    """The entries of a block of a stack, given without ``layers.{n}.`` and ``prefix`` in their
+    names."""
+    return tuple(
+        dataclasses.replace(
+            entry,
+            ours=f"{stack}.{{n}}.{entry.ours}",
+            theirs=tuple(f"{prefix}.{name}" for name in entry.theirs),
+        )
+        for part in parts
+        for entry in part
+    )
+
+
+_TABLE = "embedding.word_embeddings.weight"
+_REWARD_CLASS = "ForSequenceClassification"
+"""End of the class of a reward model: a causal decoder with a head of one label."""
+_REWARD_KEYS = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+
+
+def _has_rewards(model: ModelConfig) -> bool:
+    return model.head == "reward"
+
+
+def _reward_class(causal: str) -> str:
+    """The class of reward models, from that of causal language models."""
+    prefix = causal.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+    return f"{'Gemma3Text' if prefix == 'Gemma3' else prefix}{_REWARD_CLASS}"
+
+
+def _read_head(given: HFConfigReader) -> dict[str, Any]:
+    """The flags of a causal decoder's head. Raises CheckpointError if it has several labels."""
+    classes = given.names("architectures") or []
+    if not any(name.endswith(_REWARD_CLASS) for name in classes):
+        return {}
+    labels = len(given.table("id2label")) or given.content.get("num_labels") or 2
+    if labels != 1:
+        given.refuse(
+            "architectures", classes, f"it has {labels} labels; a reward model has one (num_labels)"
+        )
+    return {"head": "reward"}
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """An entry for one parameter of one model; ``ours`` and ``theirs`` have the block's number."""
+    """An entry for one parameter of one model; names have the block's number."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -49,9 +229,6 @@ class Parameter:
     def from_hf(self, tensors: Sequence[Tensor]) -> Tensor:
         """The inverse of :meth:`to_hf`: the whole parameter, from their tensors in order."""
         return self.entry.form.from_hf(tensors, self.model).contiguous()
-
-
-_STACKS: dict[str, Callable[[ModelConfig], int]] = {"layers": lambda model: model.num_layers}
 
 
 class Tensors(Protocol):
@@ -73,30 +250,26 @@ class Architecture:
         entries: the table of its tensors.
         keys: keys of config.json that mean the same as a field of :class:`ModelFlags`.
         fixed: fields that have this value in every such model.
-        features: members of :data:`FEATURES` that its models may have besides those of ``keys``.
-        requirements: further conditions on a configuration.
-        write: the other keys of config.json, which may replace some of ``keys``.
         read: the other fields, from config.json and the fields of ``keys``; every key that it reads
-            counts as understood.
+            is treated as understood.
+        write: the other keys of config.json, which may replace some of ``keys``.
+        features: members of :data:`FEATURES` that its models may have besides those of ``keys``.
+        gated: whether the MLP has a gate; None where both are possible.
+        activations: our flags by the name of an activation; by default follows from ``gated``.
+        activation_names: the name that is written for each activation.
+        requirements: further conditions on a configuration.
         only_read: further keys and fields, which are read and not written.
         defaults: defaults of keys that the configuration class of `transformers` does not have.
-        activations: our flags by the name of an activation; by default those without a gate, or
-            those of gates where the models are ``gated``. With None as ``gated`` there are both.
-        activation_names: the name that is written for each activation.
-        base_prefix: start of the names of all tensors but the head; files that were saved without a
-            head lack it.
+        base_prefix: start of the names of all tensors but the head, which files of a model without
+            a head lack.
         endings: other endings of names in files: ours of the table, theirs.
-        copies: their names of tensors that files of a model may have in addition, and our name of
-            the parameter of which they are copies.
-        ignored: their names of tensors in old files of a model that `transformers` does not read.
-        constants: tensors of such a model that one of ours lacks, with values by which they have no
-            effect.
+        copies: their names of further tensors that repeat a parameter, and our name of it.
+        ignored: their names of tensors in old files that `transformers` does not read.
+        constants: tensors that a model of ours lacks, with values that have no effect.
         seen: completes the content of config.json by what the tensors of the files show.
-        nearest: the model that is written for one that `transformers` can only approximate, with
-            the same parameters, and why it is another; the model itself and "" for all others.
+        nearest: the model that is written for one that `transformers` can only approximate, and why
+            it is another; the model itself and "" for all others.
         stacks: number of blocks by the first part of their canonical names.
-        family: family of our models.
-        task: what its models do, or one of them.
     """
 
     title: str
@@ -116,12 +289,16 @@ class Architecture:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     base_prefix: str = "model."
     endings: Mapping[str, str] = field(default_factory=dict)
-    copies: Callable[[ModelConfig], Mapping[str, str]] = lambda model: _tied_heads(model)
+    copies: Callable[[ModelConfig], Mapping[str, str]] = lambda model: (
+        {} if untied(model) else dict.fromkeys(("lm_head.weight", "embed_out.weight"), _TABLE)
+    )
     ignored: Callable[[ModelConfig], frozenset[str]] = lambda model: frozenset()
     constants: Callable[[ModelConfig], Mapping[str, Tensor]] = lambda model: {}
     seen: Callable[[dict[str, Any], Tensors], dict[str, Any]] = lambda content, tensors: content
     nearest: Callable[[ModelConfig], tuple[ModelConfig, str]] = lambda model: (model, "")
-    stacks: Mapping[str, Callable[[ModelConfig], int]] = field(default_factory=lambda: _STACKS)
+    stacks: Mapping[str, Callable[[ModelConfig], int]] = field(
+        default_factory=lambda: {"layers": lambda model: model.num_layers}
+    )
     family: str = ModelConfig.family
     task: Task | Callable[[ModelConfig], Task] = CAUSAL_LM
 
@@ -132,11 +309,11 @@ class Architecture:
         """The class of a model in `transformers`."""
         named = self.model_class
         named = named if isinstance(named, str) else named(model)
-        return reward_class(named) if has_rewards(model) else named
+        return _reward_class(named) if _has_rewards(model) else named
 
     def task_of(self, model: ModelConfig) -> Task:
-        """What a model does."""
-        if has_rewards(model):
+        """The task of a model."""
+        if _has_rewards(model):
             return REWARD
         return self.task if isinstance(self.task, Task) else self.task(model)
 
@@ -153,7 +330,7 @@ class Architecture:
                 for names, ours in self.keys.items()
             },
             **self.write(model),
-            **(reward_keys() if has_rewards(model) else {}),
+            **(_REWARD_KEYS if _has_rewards(model) else {}),
         }
 
     def model(self, content: dict[str, Any], path: Path) -> ModelConfig:
@@ -163,13 +340,12 @@ class Architecture:
         vocab_size, tied = given.whole("vocab_size"), given.flag("tie_word_embeddings")
         # Without a key for it there is no dropout.
         fields = {"hidden_dropout": 0.0, **self.fixed}
-        keys = {**self.keys, **self.only_read}
         activations = self.activations or (GATES if self.gated else ACTIVATIONS)
-        fields |= given.fields(keys, activations)
+        fields |= given.fields({**self.keys, **self.only_read}, activations)
         _derive_sizes(given, fields)
         fields |= self.read(given, fields)
         if self.task is CAUSAL_LM:
-            fields |= read_head(given)
+            fields |= _read_head(given)
         heads, groups = fields["num_attention_heads"], fields["num_query_groups"]
         if heads % groups:
             given.refuse(
@@ -201,7 +377,7 @@ class Architecture:
             wanted.append("no --swiglu and no --glu-activation")
         wanted += [need.wanted for need in self.requirements if not need.holds(model)]
         allowed = self.features | set(self.keys.values()) | set(self.fixed)
-        if self.task is CAUSAL_LM and has_rewards(model):
+        if self.task is CAUSAL_LM and _has_rewards(model):
             allowed |= {"head"}
         surplus = features_of(model) - allowed
         return wanted + [without(feature) for feature in FEATURES if feature in surplus]
@@ -209,8 +385,9 @@ class Architecture:
     def parameters(self, model: ModelConfig) -> Iterator[Parameter]:
         """The table for one model: blocks in order, between what comes before and after them."""
         present = [entry for entry in self.entries if entry.when(model)]
-        if has_rewards(model):
-            present = [each for each in present if each.ours != "output_layer.weight"] + [*SCORE]
+        if _has_rewards(model):  # its head replaces the one for tokens
+            present = [each for each in present if each.ours != "output_layer.weight"]
+            present += weight("score", "score")
         for stack, entries in groupby(present, lambda entry: entry.stack):
             if stack is None:
                 for entry in entries:
@@ -230,11 +407,6 @@ class Architecture:
         """(name, tensor) in their form, from whole parameters by canonical name."""
         for parameter in self.parameters(model):
             yield from parameter.to_hf(source(parameter.ours)).items()
-
-
-def _tied_heads(model: ModelConfig) -> dict[str, str]:
-    heads = ("lm_head.weight", "embed_out.weight") if model.embedding.tied else ()
-    return dict.fromkeys(heads, "embedding.word_embeddings.weight")
 
 
 def _derive_sizes(given: HFConfigReader, fields: dict[str, Any]) -> None:

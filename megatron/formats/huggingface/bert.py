@@ -1,6 +1,5 @@
-"""BERT: an encoder with learned positions, LayerNorm and biases everywhere, whose tokens are
-predicted from both sides; the original, whose norms follow the residual sums, and Megatron's, whose
-norms precede attention and MLP.
+"""BERT: an encoder with learned positions, LayerNorm and biases everywhere; the original, whose
+norms follow the residual sums, and Megatron's, whose norms precede attention and MLP.
 
 With ``--apply-residual-connection-post-layernorm`` a block here normalises the sum before it, so
 that the first block's norm is that of the original's embeddings, the norm of each further block
@@ -14,34 +13,28 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron.config import ModelConfig
 from megatron.formats.features import Requirement
-from megatron.formats.huggingface.architecture import Architecture, Tensors
-from megatron.formats.huggingface.config_reader import ACTIVATIONS, HFConfigReader
-from megatron.formats.huggingface.entries import (
+from megatron.formats.huggingface.architecture import (
     SAME,
     SEPARATE_QKV,
     TWICE,
+    Architecture,
     Condition,
     Entry,
+    Tensors,
     block,
     linear,
     norm,
     untied,
     weight,
 )
-from megatron.formats.huggingface.labelled_text import LABELLED_TEXT
-from megatron.formats.huggingface.masked_lm import MASKED_LM
-from megatron.formats.huggingface.tasks import Task
+from megatron.formats.huggingface.config_reader import ACTIVATIONS, HFConfigReader
+from megatron.formats.huggingface.tasks import LABELLED_TEXT, MASKED_LM
 
 _TYPES = "bert.embeddings.token_type_embeddings.weight"
 _SECOND_HEAD = "cls.seq_relationship.weight"
-
-
-def _typed(model: ModelConfig) -> bool:
-    return model.token_types > 0
 
 
 def _has(head: str) -> Condition:
@@ -55,10 +48,6 @@ def _paired(model: ModelConfig) -> bool:
     return _predicts(model) and model.bert_binary_head
 
 
-def _pooled(model: ModelConfig) -> bool:
-    return _paired(model) or model.head in ("classification", "multiple_choice")
-
-
 def _tied(model: ModelConfig) -> bool:
     return _predicts(model) and model.embedding.tied
 
@@ -68,7 +57,6 @@ def _untied(model: ModelConfig) -> bool:
 
 
 def _dense(ours: str, theirs: str, when: Condition) -> tuple[Entry, ...]:
-    """A linear layer of a head."""
     return tuple(dataclasses.replace(entry, when=when) for entry in linear(ours, theirs))
 
 
@@ -83,8 +71,11 @@ def _sum_norm(ours: str, first: str, theirs: str) -> tuple[Entry, ...]:
 _BEFORE = (
     *weight("embedding.word_embeddings", "bert.embeddings.word_embeddings"),
     *weight("embedding.position_embeddings", "bert.embeddings.position_embeddings"),
-    *weight("embedding.tokentype_embeddings", "bert.embeddings.token_type_embeddings", _typed),
-)
+    *weight(
+        "embedding.tokentype_embeddings", "bert.embeddings.token_type_embeddings",
+        lambda model: model.token_types > 0,
+    ),
+)  # fmt: skip
 _QKV = linear(
     "attention.qkv", "attention.self.query", "attention.self.key", "attention.self.value",
     form=SEPARATE_QKV,
@@ -92,7 +83,10 @@ _QKV = linear(
 _PROJ = linear("attention.proj", "attention.output.dense")
 _MLP = (*linear("mlp.up", "intermediate.dense"), *linear("mlp.down", "output.dense"))
 _HEADS = (
-    *_dense("pooler.dense", "bert.pooler.dense", _pooled),
+    *_dense(
+        "pooler.dense", "bert.pooler.dense",
+        lambda model: _paired(model) or model.head in ("classification", "multiple_choice"),
+    ),
     *_dense("binary_head", "cls.seq_relationship", _paired),
     *_dense("classification_head", "classifier", _has("classification")),
     *_dense("multichoice_head", "classifier", _has("multiple_choice")),
@@ -116,11 +110,6 @@ def _copies(model: ModelConfig) -> dict[str, str]:
         "cls.predictions.decoder.weight": "embedding.word_embeddings.weight",
         "cls.predictions.decoder.bias": "embedding.word_embeddings.bias",
     }
-
-
-def _constants(model: ModelConfig) -> dict[str, Tensor]:
-    """A model there has at least one token type."""
-    return {} if _typed(model) else {_TYPES: torch.zeros(1, model.hidden_size)}
 
 
 def _seen(content: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
@@ -179,9 +168,7 @@ def _head(given: HFConfigReader, fields: dict[str, Any], classes: Sequence[str])
         given.refuse("id2label", names, "expected the numbers from 0 as names of labels")
     shown = tuple(str(names.get(str(label))) for label in range(labels))
     usual = shown == _unnamed(labels) or not names
-    return {
-        "head": head, "num_labels": labels, "label_names": () if usual else shown
-    }  # fmt: skip
+    return {"head": head, "num_labels": labels, "label_names": () if usual else shown}
 
 
 def _unnamed(labels: int) -> tuple[str, ...]:
@@ -230,10 +217,6 @@ def _named(prefix: str, model: ModelConfig) -> str:
     pretrained = "PreTraining" if model.bert_binary_head else "MaskedLM"
     heads = {head: task for task, head in _TASKS.items()}
     return f"{prefix}For{heads.get(model.head, pretrained)}"
-
-
-def _task(model: ModelConfig) -> Task:
-    return MASKED_LM if model.head == "lm" else LABELLED_TEXT
 
 
 def _old(model: ModelConfig) -> frozenset[str]:
@@ -288,10 +271,11 @@ def _bert(
         ),
         nearest=_nearest,
         copies=_copies,
-        constants=_constants,
+        # A model there has at least one token type.
+        constants=lambda m: {} if m.token_types else {_TYPES: torch.zeros(1, m.hidden_size)},
         seen=_seen,
         family="bert",
-        task=_task,
+        task=lambda model: MASKED_LM if model.head == "lm" else LABELLED_TEXT,
     )
 
 
@@ -301,14 +285,11 @@ _HEAD_ACTIVATIONS: dict[str, dict[str, Any]] = {
     "relu": {"lm_head_activation": "relu"},
     "relu2": {"lm_head_activation": "squared_relu"},
 }
-"""What gives the masked-LM head the activation of the MLP; for the others it is the tanh
+"""Flags that give the masked-LM head the activation of the MLP; for the others it is the tanh
 approximation of GELU."""
 
 BERT = _bert(
-    "BERT",
-    "bert",
-    "Bert",
-    True,
+    "BERT", "bert", "Bert", True,
     *block(
         "bert.encoder.layer.{n}",
         _QKV,
@@ -323,12 +304,9 @@ BERT = _bert(
         ),
     ),
     *norm("final_norm.norm", "bert.encoder.layer.{last}.output.LayerNorm"),
-)
+)  # fmt: skip
 MEGATRON_BERT = _bert(
-    "MegatronBERT",
-    "megatron-bert",
-    "MegatronBert",
-    False,
+    "MegatronBERT", "megatron-bert", "MegatronBert", False,
     *block(
         "bert.encoder.layer.{n}",
         norm("attention_norm", "attention.ln"),
@@ -338,4 +316,4 @@ MEGATRON_BERT = _bert(
         _MLP,
     ),
     *norm("final_norm.norm", "bert.encoder.ln"),
-)
+)  # fmt: skip

@@ -14,17 +14,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.checkpoint.files import CheckpointError, read_json
 from megatron.config import ModelConfig
+from megatron.formats.huggingface import architecture_named
 from megatron.formats.huggingface.architecture import Architecture
-from megatron.formats.huggingface.registry import architecture_named
-from megatron.formats.huggingface.rope_and_windows import SLIDING
+from megatron.formats.huggingface.config_reader import SLIDING
 from megatron.formats.huggingface.tasks import Inputs, Task
 from megatron.model.layer_list import LayerStack
 from megatron.tokenizer.transformers_folder import hide_bars_of_transformers
 
 BOUND = 2.0**-23
 """Largest difference of logits in float64, as a share of the largest one: the last digit of it in
-float32. Two right models differ by rounding in float64, which is 1e-9 of that in float32, and by
-the digits of constants: 0.79788456 in BLOOM's GELU makes 1e-9."""
+float32. Two right models differ by rounding in float64, and by the digits of constants:
+0.79788456 in BLOOM's GELU makes 1e-9."""
 MERGED = 100 * BOUND
 """The same where adapters were merged: their sums with the base's weights are rounded to float32,
 which a deep model makes larger."""
@@ -33,7 +33,7 @@ which a deep model makes larger."""
 @dataclass(frozen=True)
 class Comparison:
     """Logits of two models on the same tokens: largest absolute difference, the largest that is
-    allowed, largest absolute logit, how many were compared of what, and whether all agree."""
+    allowed, largest absolute logit, what was compared, and whether all agree."""
 
     largest: float
     allowed: float
@@ -91,11 +91,10 @@ def reference_of(
     adapters: Path | None = None,
 ) -> Reference:
     """Logits that `transformers` computes with a folder in float64 on random tokens at the first
-    and at the last positions of ``model``, ours for the folder; with ``adapters``, the logits that
-    peft computes with the folder and that of adapters. With ``strict`` it must find all weights
-    and no other there. Raises CheckpointError if it does not, or if it reads another size of the
-    vocabulary, another number of positions, other sliding windows or other factors of LongRoPE than
-    ``model`` has."""
+    and at the last positions of ``model``, ours for the folder; with ``adapters``, peft's logits
+    with that folder too. With ``strict`` it must find all weights and no other. Raises
+    CheckpointError if it does not, or reads another vocabulary size, number of positions, sliding
+    windows or factors of LongRoPE than ``model`` has."""
     path = folder / "config.json"
     form = architecture_named(read_json(path, lenient=True), path)
     task = form.task_of(model)
@@ -121,9 +120,8 @@ def compare_logits(
 
 
 class _Float64(TorchDispatchMode):
-    """Leaves float64 values alone that code written for less casts to float32, as norms and
-    attention do, and makes of ``integers`` float64 too, as tables of rotary positions and ALiBi's
-    distances: all of a model in float64 is then computed in float64."""
+    """Computes all of a model in float64: values that norms and attention cast to float32 stay, and
+    ``integers`` become float64 too, as tables of rotary positions and ALiBi's distances."""
 
     def __init__(self, integers: bool) -> None:
         super().__init__()
@@ -138,7 +136,7 @@ class _Float64(TorchDispatchMode):
 
 
 class _Constants(TorchFunctionMode):
-    """Makes constants float64 that code written for less makes float32, as ALiBi's slopes."""
+    """Makes float32 constants float64, as ALiBi's slopes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = dict(kwargs or {})
@@ -188,8 +186,7 @@ def _load(folder: Path, class_name: str, strict: bool) -> Any:
 
 
 def _adapted(base: Any, adapters: Path, vocabulary: int) -> Any:
-    """A model with peft's adapters, unmerged: peft merges wrongly where a head is tied to what was
-    trained."""
+    """A model with peft's adapters, unmerged: peft merges a tied head wrongly."""
     import peft
 
     if base.config.vocab_size != vocabulary:
@@ -201,8 +198,7 @@ def _adapted(base: Any, adapters: Path, vocabulary: int) -> Any:
 
 
 def _check_settings(config: Any, model: ModelConfig, path: Path) -> None:
-    """Compares what some hundred tokens do not show with the configuration as `transformers` reads
-    it."""
+    """Compares what some hundred tokens do not show with what `transformers` reads."""
     positions, scaling = model.positions, model.positions.rope_scaling
     ours: dict[str, Any] = {"vocab_size": model.vocabulary.size}
     theirs: dict[str, Any] = {"vocab_size": config.vocab_size}

@@ -1,16 +1,24 @@
-"""Reads config.json so that no key is overlooked: what is not understood is refused."""
+"""Reads config.json so that no key is overlooked: what is not understood is refused.
+
+transformers 4 and 5 write RoPE and sliding windows differently: ``rope_theta`` and
+``rope_scaling``, or ``rope_parameters``. ``layer_types`` lists the blocks with a window.
+`transformers` validates RoPE scaling by warnings only, so :class:`RopeScaling` does it here.
+"""
 
 from __future__ import annotations
 
 import inspect
+import json
 import typing
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.config import ModelFlags
+from megatron.config import ConfigError, ModelConfig, ModelFlags
 from megatron.config.flags import value_type
+from megatron.config.positions import RopeScaling
+from megatron.formats.features import harmless_names
 
 Names = str | tuple[str, ...]
 """A key, or several that mean the same, of which the first is written."""
@@ -55,50 +63,17 @@ _NULLABLE = (
 )  # fmt: skip
 """Fields whose key can be null whatever its default is."""
 
-_HARMLESS = frozenset(
-    # Who wrote the file, and the dtype of the weights.
-    "_name_or_path architectures auto_map dtype model_type name_or_path torch_dtype "
-    "transformers_version unsloth_fixed unsloth_version "
-    # Tokens and generation.
-    "bos_token_id decoder_start_token_id eos_token_id pad_token_id sep_token_id unk_token_id "
-    "bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping "
-    "encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id "
-    "forced_eos_token_id length_penalty max_length min_length no_repeat_ngram_size "
-    "num_beam_groups num_beams num_return_sequences prefix remove_invalid_values "
-    "repetition_penalty suppress_tokens temperature tf_legacy_loss tokenizer_class top_k top_p "
-    "typical_p use_bfloat16 use_cache cache_implementation forced_decoder_ids max_new_tokens "
-    "min_new_tokens renormalize_logits add_bos_token add_eos_token model_max_length padding_side "
-    "tokenizer_model_max_length tokenizer_padding_side "
-    # Other tasks than language modelling.
-    "_num_labels classifier_dropout finetuning_task id2label label2id num_labels problem_type "
-    "task_specific_params summary_activation summary_first_dropout summary_proj_to_labels "
-    "summary_type summary_use_proj "
-    # How transformers and other programs return and compute, not what.
-    "_attn_implementation _attn_implementation_autoset _attn_implementation_internal "
-    "attn_implementation _experts_implementation _flash_attn_2_enabled use_flash_attention_2 "
-    "transformers.js_config pretraining_tp loss_type keys_to_ignore_at_inference _commit_hash "
-    "chunk_size_feed_forward gradient_checkpointing "
-    "output_attentions output_hidden_states return_dict return_dict_in_generate output_scores "
-    "output_past torchscript".split()
-)
-"""Keys that say nothing about the network."""
-
 
 class HFConfigReader:
-    """The keys of a config.json. A key that the file lacks has the default of the model's
-    configuration class in `transformers`, which is imported only then, or else of ``defaults``."""
+    """The keys of a config.json. A key that the file lacks has the value of ``defaults`` or of the
+    model's configuration class in `transformers`, which is imported only then."""
 
     def __init__(
-        self,
-        content: dict[str, Any],
-        path: Path,
-        title: str,
-        model_type: str,
+        self, content: dict[str, Any], path: Path, title: str, model_type: str,
         defaults: Mapping[str, Any] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.content, self.path, self.title = content, path, title
-        self._model_type = model_type
-        self._defaults = dict(defaults or {})
+        self._model_type, self._defaults = model_type, dict(defaults or {})
         self._understood: set[str] = set()
 
     def fields(self, keys: Keys, activations: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
@@ -187,7 +162,7 @@ class HFConfigReader:
         unknown = [
             f"{name} = {value!r}"
             for name, value in self.content.items()
-            if name not in self._understood | _HARMLESS
+            if name not in self._understood.union(harmless_names("keys of config.json"))
             and value is not None
             and value is not False
             and value not in ([], {}, "")
@@ -235,3 +210,145 @@ class HFConfigReader:
 
 def _tuple(names: Names) -> Sequence[str]:
     return (names,) if isinstance(names, str) else names
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+_ORIGINAL = "original_max_position_embeddings"
+
+
+def read_rope(
+    given: HFConfigReader,
+    fields: dict[str, Any],
+    theta_key: str = "rope_theta",
+    share_key: str | None = None,
+    share: float = 1.0,
+    types: dict[str, str] | None = None,
+) -> dict[str, Any]:
+    """``rotary_base``, ``rotary_percent`` and ``rope_scaling`` of a config.json. Raises
+    CheckpointError if the keys of the two versions differ, or cannot be represented.
+
+    Args:
+        fields: what was read already, ``kv_channels`` and ``max_position_embeddings`` included.
+        share_key: transformers 4's key of the rotated share of a head; None for whole heads.
+        types: the architecture's names of types of scaling, and the usual ones.
+    """
+    newer = given.table("rope_parameters")
+    share_name = share_key or "partial_rotary_factor"
+    # transformers 4 also writes its own names beside those of the architecture.
+    base = agreed(given, (theta_key, "rope_theta"), newer.get("rope_theta"), 10000.0)
+    rotated = agreed(
+        given, (share_name, "partial_rotary_factor"), newer.get("partial_rotary_factor"), share
+    )
+    if share_key is None and rotated != 1.0:
+        given.refuse(share_name, rotated, "such models rotate whole heads")
+    return {
+        "rotary_base": base,
+        "rotary_percent": rotated,
+        "rope_scaling": read_scaling(given, fields, newer, rotated, types),
+    }
+
+
+def read_scaling(
+    given: HFConfigReader,
+    fields: dict[str, Any],
+    newer: dict[str, Any],
+    rotated: float = 1.0,
+    types: dict[str, str] | None = None,
+) -> str | None:
+    """The value of ``--rope-scaling``, None without scaling, from the part ``newer`` of
+    ``rope_parameters`` and the rotated share of a head; see :func:`read_rope`."""
+    given.unused(_ORIGINAL)
+    pairs = int(fields["kv_channels"] * rotated) // 2
+    older, found = given.table("rope_scaling"), []
+    for name, table in (("rope_scaling", older), ("rope_parameters", newer)):
+        form = {k: v for k, v in table.items() if k not in ("rope_theta", "partial_rotary_factor")}
+        if form:
+            positions = fields["max_position_embeddings"]
+            found.append(_scaling(given, name, form, pairs, positions, types or {}))
+    if len(found) == 2 and found[0] != found[1]:
+        text = json.dumps(given.content["rope_parameters"])
+        given.refuse("rope_scaling", older, f"rope_parameters differs: {text}")
+    return found[0] if found else None
+
+
+def _scaling(
+    given: HFConfigReader,
+    name: str,
+    form: dict[str, Any],
+    pairs: int,
+    positions: int,
+    types: dict[str, str],
+) -> str | None:
+    kind = form.pop("rope_type", form.pop("type", "default"))
+    form.pop("type", None)
+    form.pop("finetuned", None)  # of the code of YaRN's authors
+    kind = types.get(kind, kind)
+    if kind == "default":
+        return None
+    if kind in ("llama3", "yarn", "longrope"):  # with the length before scaling
+        outer = given.content.get(_ORIGINAL)
+        if outer is not None:
+            form[_ORIGINAL] = outer
+        form.setdefault(_ORIGINAL, positions)
+    if kind == "yarn" and form.get("factor") is None:
+        form["factor"] = positions / form[_ORIGINAL]
+    try:
+        return RopeScaling.parse(json.dumps({"rope_type": kind} | form), pairs).to_json()
+    except ConfigError as error:
+        given.refuse(name, given.content.get(name), str(error))
+
+
+def agreed(given: HFConfigReader, names: tuple[str, ...], newer: Any, default: float) -> float:
+    """A number with the keys ``names`` in transformers 4, and the value ``newer`` in
+    ``rope_parameters``. Raises CheckpointError if it is not a number, or the two differ."""
+    present = [name for name in names if given.content.get(name) is not None]
+    older = given.number(tuple(present)) if present else None
+    given.unused(*names)
+    if newer is None:
+        return default if older is None else older
+    if isinstance(newer, bool) or not isinstance(newer, int | float):
+        given.refuse("rope_parameters", newer, f"{names[-1]} must be a number")
+    if older not in (None, newer):
+        given.refuse(names, older, f"rope_parameters says {newer!r}, which transformers 5 reads")
+    return float(newer)
+
+
+def write_rope(model: ModelConfig, theta_key: str = "rope_theta") -> dict[str, Any]:
+    """The keys for a model, as transformers 4 and 5 read them."""
+    newer = json.loads(model.positions.rope_scaling.to_json())
+    scaling = {} if model.positions.rope_scaling.is_default else {"rope_scaling": newer}
+    base = model.positions.rotary_base
+    return {theta_key: base} | scaling | {"rope_parameters": newer | {"rope_theta": base}}
+
+
+def layer_types(model: ModelConfig) -> list[str]:
+    """The kind of each block."""
+    return [FULL if window is None else SLIDING for window in model.windows]
+
+
+def read_windows(given: HFConfigReader, window: int | None, default: list[str]) -> dict[str, Any]:
+    """``sliding_window`` and ``window_attn_skip_freq`` of a config.json; ``default`` is the kind of
+    each block without ``layer_types``. Raises CheckpointError if the blocks without a window are
+    not every N-th."""
+    kinds = given.names("layer_types") or default
+    if len(kinds) != len(default) or not set(kinds) <= {FULL, SLIDING}:
+        given.refuse(
+            "layer_types", kinds, f"expected {FULL} or {SLIDING} for each of {len(default)} blocks"
+        )
+    if SLIDING not in kinds:
+        return {"sliding_window": None}
+    if window is None:
+        given.refuse("sliding_window", None, f"layer_types has {SLIDING}")
+    every = kinds.index(FULL) + 1 if FULL in kinds else None
+    regular = [
+        FULL if every is not None and (n + 1) % every == 0 else SLIDING for n in range(len(kinds))
+    ]
+    if kinds != regular:
+        name = "layer_types" if "layer_types" in given.content else "max_window_layers"
+        why = (
+            "only every N-th block can see all tokens (--window-attn-skip-freq N); the others have "
+            "the window"
+        )
+        given.refuse(name, given.content.get(name), why)
+    return {"sliding_window": window, "window_attn_skip_freq": every}

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError, finite, read_json, save_tensors, write_json
 from megatron.checkpoint.source import DTYPES, Source
+from megatron.formats.huggingface import architecture_of, departure
 from megatron.formats.huggingface.architecture import Parameter
-from megatron.formats.huggingface.registry import architecture_of, departure
 from megatron.formats.huggingface.tasks import Task
 from megatron.tokenizer.transformers_folder import load_folder
 from megatron.util.files import sync_path
@@ -31,12 +31,10 @@ def write_model(
     progress: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Writes config.json, generation_config.json, safetensors and the tokenizer's files into an
-    empty folder, with at most one shard in memory; a parameter larger than ``max_shard_bytes`` has
-    its own. ``architecture`` is the ``model_type`` to write; see :func:`architecture_of`. Raises
-    ValueError if the model fits no known architecture, or not that one. Raises CheckpointError if
-    the checkpoint lacks parameters of its configuration, or one is not finite in ``dtype``. Raises
-    OSError if a file cannot be written.
-    """
+    empty folder, with at most one shard in memory. ``architecture`` is the ``model_type`` to write;
+    see :func:`architecture_of`. Raises ValueError if the model does not fit; CheckpointError if the
+    checkpoint lacks parameters of its configuration, or one is not finite in ``dtype``; OSError if
+    a file cannot be written."""
     model = source.model
     form = architecture_of(model, architecture)
     if architecture is None and (why := departure(model)):
@@ -158,6 +156,6 @@ def _copy_tokenizer(
 
 
 def _tokenizer(folder: Path) -> Any:
-    """The tokenizer that AutoTokenizer makes of a folder. With a config.json beside its files,
-    transformers 5 chooses the class by model_type for some (Qwen2), whatever the files say."""
+    """The tokenizer that AutoTokenizer makes of a folder: next to a config.json, transformers 5
+    chooses the class by model_type for some (Qwen2), whatever the files say."""
     return load_folder(folder, "the tokenizer in")

@@ -1,23 +1,38 @@
-"""Llama 1, 2 and 3, and what differs from it little: Mistral, Qwen2 and Qwen3.
-
-All have rotary positions, RMSNorm, a gated MLP and grouped-query attention. Query, key and value,
-and gate and up projection, are separate tensors.
+"""Llama 1, 2 and 3, and what differs from it little: Mistral, Qwen2, Qwen3, Phi-3, Gemma 2 and the
+text model of Gemma 3. All have rotary positions, RMSNorm, a gated MLP and grouped-query attention.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.config import ModelConfig
 from megatron.formats.features import Requirement
-from megatron.formats.huggingface.architecture import Architecture
-from megatron.formats.huggingface.config_reader import HFConfigReader
-from megatron.formats.huggingface.entries import attention_biased, llama_entries, norm, qkv_biased
-from megatron.formats.huggingface.rope_and_windows import (
+from megatron.formats.huggingface.architecture import (
+    GATE_AND_UP,
+    SEPARATE_QKV,
+    Architecture,
+    Condition,
+    Entry,
+    attention_biased,
+    biased,
+    block,
+    linear,
+    norm,
+    qkv_biased,
+    untied,
+    weight,
+)
+from megatron.formats.huggingface.config_reader import (
     FULL,
     SLIDING,
+    HFConfigReader,
+    agreed,
     layer_types,
     read_rope,
+    read_scaling,
     read_windows,
     write_rope,
 )
@@ -51,12 +66,38 @@ QK_NORMS = (
 )
 
 
-def _write_llama(model: ModelConfig) -> dict[str, Any]:
-    return {
-        "attention_bias": model.attention.proj_bias,
-        "mlp_bias": model.mlp.bias,
-        **write_rope(model),
-    }
+def llama_entries(*further: Sequence[Entry], mlp_norm: str = "post_attention_layernorm",
+                  qkv_bias: Condition = biased, proj_bias: Condition = biased,
+                  fused: bool = False) -> tuple[Entry, ...]:  # fmt: skip
+    """The table of Llama and of architectures that name their tensors like it.
+
+    Args:
+        further: entries of a block that Llama does not have.
+        mlp_norm: their name of the norm before the MLP.
+        fused: whether query, key and value are one tensor, and gate and up too, in our order.
+    """
+    if fused:
+        qkv = linear("attention.qkv", "self_attn.qkv_proj", bias=qkv_bias)
+        up = linear("mlp.up", "mlp.gate_up_proj")
+    else:
+        qkv = linear("attention.qkv", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
+                     form=SEPARATE_QKV, bias=qkv_bias)  # fmt: skip
+        up = linear("mlp.up", "mlp.gate_proj", "mlp.up_proj", form=GATE_AND_UP)
+    return (
+        *weight("embedding.word_embeddings", "model.embed_tokens"),
+        *block(
+            "model.layers.{n}",
+            norm("attention_norm", "input_layernorm"),
+            qkv,
+            linear("attention.proj", "self_attn.o_proj", bias=proj_bias),
+            *further,
+            norm("mlp_norm", mlp_norm),
+            up,
+            linear("mlp.down", "mlp.down_proj"),
+        ),
+        *norm("final_norm.norm", "model.norm"),
+        *weight("output_layer", "lm_head", when=untied),
+    )
 
 
 def _read_llama(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
@@ -83,7 +124,11 @@ LLAMA = Architecture(
     features=frozenset({"add_attention_bias", "rope_scaling"}),
     gated=True,
     requirements=(DIVISIBLE,),
-    write=_write_llama,
+    write=lambda model: {
+        "attention_bias": model.attention.proj_bias,
+        "mlp_bias": model.mlp.bias,
+        **write_rope(model),
+    },
     read=_read_llama,
 )
 
@@ -153,10 +198,6 @@ QWEN2 = Architecture(
 """Qwen2 and Qwen2.5: Llama with biases on queries, keys and values alone."""
 
 
-def _write_qwen3(model: ModelConfig) -> dict[str, Any]:
-    return {**_write_qwen(model), "attention_bias": False}
-
-
 def _read_qwen3(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     given.only("attention_bias", (False,), NO_ATTENTION_BIAS)
     return _read_qwen(given, fields)
@@ -171,7 +212,197 @@ QWEN3 = Architecture(
     fixed=FIXED | NO_BIASES | {"qk_layernorm": True},
     features=QWEN2.features,
     gated=True,
-    write=_write_qwen3,
+    write=lambda model: {**_write_qwen(model), "attention_bias": False},
     read=_read_qwen3,
 )
 """Llama without biases that normalises each head's queries and keys."""
+
+
+_ORIGINAL_LENGTH = "original_max_position_embeddings"
+_LONGROPE = {"rope_type", "short_factor", "long_factor", _ORIGINAL_LENGTH}
+
+
+def _longrope_only(model: ModelConfig) -> bool:
+    scaling = model.positions.rope_scaling
+    return scaling.is_default or set(json.loads(scaling.to_json())) == _LONGROPE
+
+
+def _write_phi3(model: ModelConfig) -> dict[str, Any]:
+    rope, share = write_rope(model), model.positions.rotary_percent
+    rope["rope_parameters"]["partial_rotary_factor"] = share
+    scaling = rope.get("rope_scaling")
+    if scaling is None:
+        rope[_ORIGINAL_LENGTH] = model.positions.max_position_embeddings
+    else:
+        # transformers 4 accepts only these three keys, and the length beside them.
+        rope[_ORIGINAL_LENGTH] = scaling[_ORIGINAL_LENGTH]
+        factors = {name: scaling[name] for name in ("short_factor", "long_factor")}
+        rope["rope_scaling"] = {"type": "longrope", **factors}
+    return {
+        "embd_pdrop": 0.0,
+        "partial_rotary_factor": share,
+        # The default is a token that a small vocabulary does not have.
+        "pad_token_id": None,
+        **rope,
+    }
+
+
+def _read_phi3(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
+    given.unused("embd_pdrop")
+    for name in ("full_attn_mod", "interpolate_factor"):
+        given.only(name, (1,), "transformers does not read it")
+    given.only("attention_bias", (False,), NO_ATTENTION_BIAS)
+    return read_rope(
+        given, fields, share_key="partial_rotary_factor",
+        types={"su": "longrope", "yarn": "longrope"},
+    )  # fmt: skip
+
+
+PHI3 = Architecture(
+    title="Phi-3",
+    model_type="phi3",
+    model_class="Phi3ForCausalLM",
+    entries=llama_entries(fused=True),
+    keys=KEYS | ACTIVATION | {"resid_pdrop": "hidden_dropout", "sliding_window": "sliding_window"},
+    only_read=HEAD_DIM,
+    fixed=FIXED | NO_BIASES,
+    features=frozenset({"rotary_percent", "rope_scaling"}),
+    gated=True,
+    requirements=(
+        Requirement(_longrope_only, f"--rope-scaling with no other keys than {sorted(_LONGROPE)}"),
+    ),
+    write=_write_phi3,
+    read=_read_phi3,
+)
+"""Phi-3 and Phi-4: Llama without biases, part of each head rotated; query, key and value are one
+tensor, gate and up are one too."""
+
+
+_MLP_NORM = "pre_feedforward_layernorm"
+_POST_NORMS = (
+    *norm("attention_post_norm", "post_attention_layernorm"),
+    *norm("mlp_post_norm", "post_feedforward_layernorm"),
+)
+_GEMMA_FIXED = FIXED | NO_BIASES | {
+    "apply_layernorm_1p": True, "post_norm": True, "scale_embeddings": True,
+}  # fmt: skip
+_GEMMA_FEATURES = frozenset(
+    {"query_pre_attn_scalar", "rope_scaling", "sliding_window", "window_attn_skip_freq"}
+)
+_SAME_NAME = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
+_GEMMA_KEYS = (
+    KEYS | HEAD_DIM | {"hidden_activation": "activation"} | {name: name for name in _SAME_NAME}
+)
+_WHOLE_SCALAR = Requirement(
+    lambda m: float(m.attention.query_pre_attn_scalar).is_integer(),
+    "--query-pre-attn-scalar that is an integer",
+)
+"""Required by the configuration classes."""
+
+
+def _write_gemma(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "query_pre_attn_scalar": int(model.attention.query_pre_attn_scalar),
+        "attn_logit_softcapping": model.attention.attn_logit_softcapping,
+        # Their code requires one even where no block has a window.
+        "sliding_window": model.attention.sliding_window or model.positions.max_position_embeddings,
+        "layer_types": layer_types(model),
+        "attention_bias": False,
+        "pad_token_id": None,
+        **write_rope(model),
+    }
+
+
+def _read_gemma(given: HFConfigReader, fields: dict[str, Any], every: int) -> dict[str, Any]:
+    """The windows, which every N-th block lacks."""
+    given.only("attention_bias", (False,), NO_ATTENTION_BIAS)
+    given.only("use_bidirectional_attention", (False, None), "attention must be causal")
+    given.unused("hidden_act", "sliding_window_size")  # beside those that are read, in older files
+    kinds = [SLIDING if (n + 1) % every else FULL for n in range(fields["num_layers"])]
+    return read_windows(given, given.optional_whole("sliding_window"), kinds)
+
+
+GEMMA2 = Architecture(
+    title="Gemma 2",
+    model_type="gemma2",
+    model_class="Gemma2ForCausalLM",
+    entries=llama_entries(_POST_NORMS, mlp_norm=_MLP_NORM),
+    keys=_GEMMA_KEYS,
+    fixed=_GEMMA_FIXED,
+    features=_GEMMA_FEATURES,
+    gated=True,
+    requirements=(DIVISIBLE, _WHOLE_SCALAR),
+    write=_write_gemma,
+    read=lambda given, fields: {**_read_gemma(given, fields, 2), **read_rope(given, fields)},
+)
+"""Norms before and after attention and MLP, which multiply by 1 + weight; GEGLU; scaled embeddings;
+a sliding window in most blocks; softcaps on attention scores and logits."""
+
+
+def _local_unscaled(model: ModelConfig) -> bool:
+    """True if RoPE is unscaled in blocks with a window: config.json has no scaling for them."""
+    return model.attention.sliding_window is None or (
+        model.positions.rotary_base_local is not None or model.positions.rope_scaling.is_default
+    )
+
+
+def _write_gemma3(model: ModelConfig) -> dict[str, Any]:
+    keys = _write_gemma(model)
+    local = model.positions.rotary_base_local or model.positions.rotary_base
+    return keys | {
+        "rope_local_base_freq": local,
+        "rope_parameters": {
+            FULL: keys["rope_parameters"],
+            SLIDING: {"rope_type": "default", "rope_theta": local},
+        },
+        # What transformers 4 reads where it does not know layer_types.
+        "sliding_window_pattern": model.attention.window_attn_skip_freq or model.num_layers + 1,
+    }
+
+
+def _read_gemma3(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
+    given.only(
+        "attn_logit_softcapping", (None,),
+        "transformers does not softcap the attention scores of such models",
+    )  # fmt: skip
+    windows = _read_gemma(
+        given, fields, given.whole(("sliding_window_pattern", "_sliding_window_pattern"))
+    )
+    nested = given.table("rope_parameters")
+    if set(nested) - {FULL, SLIDING}:
+        given.refuse("rope_parameters", nested, f"expected {FULL} and {SLIDING} alone")
+    wide, narrow = (dict(nested.get(kind) or {}) for kind in (FULL, SLIDING))
+    if narrow.get("rope_type", narrow.get("type", "default")) != "default":
+        given.refuse("rope_parameters", nested, f"RoPE cannot be scaled in {SLIDING}")
+    if any(part.get("partial_rotary_factor", 1.0) != 1.0 for part in (wide, narrow)):
+        given.refuse("rope_parameters", nested, "such models rotate whole heads")
+    local = agreed(given, ("rope_local_base_freq",), narrow.get("rope_theta"), 10_000.0)
+    return {
+        **windows,
+        "rotary_base": agreed(given, ("rope_theta",), wide.get("rope_theta"), 1_000_000.0),
+        "rotary_base_local": None if windows["sliding_window"] is None else local,
+        "rope_scaling": read_scaling(given, fields, wide),
+    }
+
+
+GEMMA3 = Architecture(
+    title="Gemma 3",
+    model_type="gemma3_text",
+    model_class="Gemma3ForCausalLM",
+    entries=llama_entries((*QK_NORMS, *_POST_NORMS), mlp_norm=_MLP_NORM),
+    keys={key: field for key, field in _GEMMA_KEYS.items() if key != "attn_logit_softcapping"},
+    fixed=_GEMMA_FIXED | {"qk_layernorm": True},
+    features=_GEMMA_FEATURES | {"rotary_base_local"},
+    gated=True,
+    requirements=(
+        DIVISIBLE,
+        _WHOLE_SCALAR,
+        Requirement(_local_unscaled, "--rotary-base-local beside --rope-scaling"),
+    ),
+    write=_write_gemma3,
+    read=_read_gemma3,
+    # The second is for versions of transformers that do not know Gemma 3.
+    defaults={"sliding_window_pattern": 6, "tie_word_embeddings": True},
+)
+"""Gemma 2 without a softcap on attention scores; it normalises queries and keys, and has another
+rotary base in blocks with a window."""

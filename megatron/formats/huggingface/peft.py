@@ -1,9 +1,6 @@
-"""Folders of peft: adapters by the names of Hugging Face's modules, read and written.
-
-``adapter_config.json`` says what they are, ``adapter_model.safetensors`` has a matrix A [r, I] and
-a matrix B [O, r] for each linear module, with DoRA its magnitudes [O], and whole tensors of modules
-that were trained beside them (``modules_to_save``).
-"""
+"""Folders of peft, read and written: ``adapter_config.json``, and ``adapter_model.safetensors``:
+matrices A [r, I] and B [O, r] for each linear module of Hugging Face, with DoRA magnitudes [O], and
+whole tensors of other trained modules (``modules_to_save``)."""
 
 from __future__ import annotations
 
@@ -24,6 +21,7 @@ from megatron.checkpoint.source import FoundCheckpoint
 from megatron.config import ModelConfig
 from megatron.features.adapters.checkpoint import AdaptedSource
 from megatron.features.adapters.flags import AdapterConfig
+from megatron.formats.huggingface import architecture_of
 from megatron.formats.huggingface.peft_tensors import (
     EMBEDDING,
     KINDS,
@@ -34,7 +32,6 @@ from megatron.formats.huggingface.peft_tensors import (
     module_name,
     places,
 )
-from megatron.formats.huggingface.registry import architecture_of
 from megatron.formats.huggingface.source import copy_tokenizer, tokenizer_in
 
 CONFIG = "adapter_config.json"
@@ -42,6 +39,7 @@ _PATTERN_SECONDS = 0.2
 _TASKS = {"lm": "CAUSAL_LM"}
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 """Initialisations (``init_lora_weights``) that change the base too."""
+# Keys that may not have a value here, and their meaning.
 _REFUSED = {
     "layer_replication": "blocks of the base are repeated",
     "use_qalora": "QA-LoRA has another formula",
@@ -55,7 +53,6 @@ _REFUSED = {
     "target_parameters": "adapters of parameters that are in no linear module",
     "megatron_config": "adapters of Megatron's own layers",
 }
-"""Keys that may not have a value here, and what it would mean."""
 
 
 class PeftFolder(AdaptedSource):
@@ -72,7 +69,7 @@ class PeftFolder(AdaptedSource):
         self.additions, self.model = additions, additions.model
         self.tokenizer = tokenizer_in(folder) or self.base.tokenizer
         if isinstance(content.get("target_modules"), str):  # a pattern, which flags do not take
-            present = set(self.additions.names())
+            present = set(additions.names())
             used = [m for m, place in places(self.model).items() if place.name("a") in present]
             targets = tuple(target_modules(used, self.model))
             self.adapters = replace(self.adapters, lora_targets=targets)
@@ -83,8 +80,7 @@ class PeftFolder(AdaptedSource):
 
     @classmethod
     def family(cls, folder: Path, base: str | Path | None = None) -> str:
-        found = cls.locate_base(folder, base)
-        return found.family
+        return cls.locate_base(folder, base).family
 
     @classmethod
     def base_of(cls, folder: Path) -> str:
@@ -126,8 +122,8 @@ class PeftFolder(AdaptedSource):
 
 
 def _matches(pattern: str, module: str, path: Path) -> bool:
-    """Whether a pattern of peft is of a module. Raises CheckpointError if it is none, or one that
-    does not end soon."""
+    """True if a pattern of peft matches a module. Raises CheckpointError if it is malformed, or
+    takes too long."""
     try:
         found = regex.match(rf"(.*\.)?({pattern})$", module, timeout=_PATTERN_SECONDS)
     except (regex.error, RecursionError, MemoryError, OverflowError) as error:
@@ -151,7 +147,7 @@ def _content(folder: Path) -> dict[str, Any]:
 
 
 def _adapters(content: Mapping[str, Any], path: Path) -> AdapterConfig:
-    """What a configuration of peft describes. Raises CheckpointError if it is no LoRA, or one that
+    """The adapters of a configuration of peft. Raises CheckpointError if they are not LoRA, or
     cannot be represented."""
     kind = content.get("peft_type")
     if kind != "LORA":
@@ -187,7 +183,19 @@ def _adapters(content: Mapping[str, Any], path: Path) -> AdapterConfig:
         raise CheckpointError(
             f"{path}: target_modules is {targets!r:.60}; expected a list of names"
         )
-    _check_whole(content, path)
+    saved = content.get("modules_to_save") or []
+    if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
+        raise CheckpointError(f"{path}: modules_to_save is {saved!r:.60}; expected a list of names")
+    tokens = content.get("trainable_token_indices") or []
+    lists = list(tokens.values()) if isinstance(tokens, dict) else [tokens]
+    if not all(
+        isinstance(each, list) and all(type(n) is int and 0 <= n < 2**31 for n in each)
+        for each in lists
+    ):
+        raise CheckpointError(
+            f"{path}: trainable_token_indices is {tokens!r:.60}; expected a list of tokens, or one "
+            "for each module"
+        )
     return AdapterConfig(
         lora=True,
         lora_rank=rank,
@@ -197,24 +205,6 @@ def _adapters(content: Mapping[str, Any], path: Path) -> AdapterConfig:
         use_rslora=bool(content.get("use_rslora")),
         use_dora=bool(content.get("use_dora")),
     )
-
-
-def _check_whole(content: Mapping[str, Any], path: Path) -> None:
-    """Checks the keys about what was trained beside the additions."""
-    saved = content.get("modules_to_save") or []
-    if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
-        raise CheckpointError(f"{path}: modules_to_save is {saved!r:.60}; expected a list of names")
-    tokens = content.get("trainable_token_indices") or []
-    lists = list(tokens.values()) if isinstance(tokens, dict) else [tokens]
-    if not all(isinstance(each, list) and all(map(_is_token, each)) for each in lists):
-        raise CheckpointError(
-            f"{path}: trainable_token_indices is {tokens!r:.60}; expected a list of tokens, or one "
-            "for each module"
-        )
-
-
-def _is_token(value: object) -> bool:
-    return type(value) is int and 0 <= value < 2**31
 
 
 def write_peft(

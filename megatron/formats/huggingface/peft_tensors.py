@@ -1,11 +1,10 @@
 """The tensors of a folder of peft: low-rank additions to the linear layers of blocks, and whole
-tensors of the merged model. Whole are modules that were trained beside the adapters
-(``modules_to_save``), embeddings of which some tokens were (``trainable_token_indices``) or that
-have additions of their own, and embeddings that were saved because the vocabulary has changed.
+tensors of the merged model: trained modules (``modules_to_save``), embeddings with trained tokens
+(``trainable_token_indices``) or additions, and embeddings of another vocabulary.
 
 Of a base whose head is its embedding (tied), peft trains a copy of one and leaves the other as it
-was, so that the merged model's head has weights of its own, unless ``ensure_weight_tying`` is set,
-or only tokens of the embedding were trained.
+was, so that the merged model's head is untied, unless ``ensure_weight_tying`` is set, or only
+tokens of the embedding were trained.
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import Source
 from megatron.config import ModelConfig
 from megatron.features.adapters.checkpoint import adapter_name
-from megatron.formats.huggingface.adapter_targets import LinearTarget, linear_targets
+from megatron.formats.huggingface import ModuleTarget, architecture_of, linear_targets
 from megatron.formats.huggingface.architecture import Parameter
-from megatron.formats.huggingface.registry import architecture_of
 from megatron.formats.huggingface.tasks import CausalLM
 from megatron.formats.unpickle import load_pickle
 
@@ -53,7 +51,7 @@ class Place(NamedTuple):
     """Where an adapter is: its block's layer by canonical name, and the module that it is of."""
 
     layer: str
-    target: LinearTarget
+    target: ModuleTarget
 
     def name(self, kind: str) -> str:
         """The canonical name of one of its parameters, ``kind`` a, b or magnitude."""
@@ -72,26 +70,21 @@ def places(model: ModelConfig) -> dict[str, Place]:
 
 
 class PeftTensors(Source):
-    """The tensors of a folder of peft by canonical name, float32, the rows in our order. Raises
-    CheckpointError if there is one that is not known, or the folder and its base do not fit.
+    """The tensors of a folder of peft by canonical name, float32, the rows in our order; ``model``
+    is the merged one. Raises CheckpointError if one is not known, or the folder does not fit its
+    base.
 
     Args:
         content: adapter_config.json.
-        scale: what the addition to a module, of a rank, is multiplied by.
-
-    Attributes:
-        model: the merged model.
+        scale: the factor of the addition to a module, of a rank.
     """
 
     title = "tensors of peft"
 
     def __init__(
-        self,
-        folder: Path,
-        base: Source,
-        content: Mapping[str, Any],
+        self, folder: Path, base: Source, content: Mapping[str, Any],
         scale: Callable[[str, int], float],
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(folder)
         self._base, self._content, self._scale = base, content, scale
         name = next((name for name in WEIGHTS if (folder / name).is_file()), None)
@@ -215,12 +208,9 @@ class PeftTensors(Source):
                 f"{self._path}: {', '.join(parameter.theirs)} makes {parameter.ours} of the shape "
                 f"{tuple(values.shape)}; {self._base.folder} makes it {expected}"
             )
-        copied = parameter.ours == EMBEDDING and self.model.embedding.tied
-        if (
-            copied
-            and self._pieces.get(self._head)
-            and not torch.equal(values, self._after(self._head))
-        ):
+        tied = parameter.ours == EMBEDDING and self.model.embedding.tied
+        copied = tied and self._pieces.get(self._head)
+        if copied and not torch.equal(values, self._after(self._head)):
             raise CheckpointError(
                 f"{self._path}: {self._head} differs from {self._embedding}, but the base's head "
                 f"is its embedding ({self._base.folder})"
@@ -311,7 +301,7 @@ def _opened(path: Path) -> Mapping[str, _Tensor]:
     """The tensors in a file by key."""
     if path.suffix != ".safetensors":
         content = load_pickle(path)
-        return {key: _Tensor(tuple(v.shape), partial(_same, v)) for key, v in content.items()}
+        return {key: _Tensor(tuple(v.shape), v.detach) for key, v in content.items()}
     try:
         file = safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
@@ -336,13 +326,8 @@ def head_of(model: ModelConfig) -> str:
 def module_name(theirs: str) -> str:
     """The name of a tensor in a model of transformers 5, by that in files: GPT-NeoX's head has
     another there."""
-    return (
-        f"lm_head{theirs.removeprefix('embed_out')}" if theirs.startswith("embed_out") else theirs
-    )
-
-
-def _same(values: Tensor) -> Tensor:
-    return values
+    rest = theirs.removeprefix("embed_out")
+    return theirs if rest == theirs else f"lm_head{rest}"
 
 
 def _parameters(model: ModelConfig) -> list[Parameter]:

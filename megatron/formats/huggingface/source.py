@@ -4,7 +4,8 @@ or torch.save, in one file or in several with an index."""
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,10 @@ from megatron.checkpoint.files import CheckpointError, read_json
 from megatron.checkpoint.generation_settings import ends_of, read_generation, write_generation
 from megatron.checkpoint.source import Source, copy_tokenizer_files
 from megatron.config import ModelConfig, TokenizerConfig
-from megatron.families import build_model
+from megatron.formats.features import whole_shards
+from megatron.formats.huggingface import architecture_named
 from megatron.formats.huggingface.architecture import Architecture, Parameter
-from megatron.formats.huggingface.registry import architecture_named
 from megatron.formats.unpickle import load_pickle
-from megatron.parallel.shard import shard_of
 
 WEIGHTS = (
     "model.safetensors",
@@ -132,7 +132,35 @@ def _unpickled(path: Path) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in content.items()}
 
 
-class HuggingFaceFolder(Source):
+class TableSource(Source):
+    """Weights that an architecture's table describes."""
+
+    _parameters: Mapping[str, Parameter]
+
+    @abstractmethod
+    def _part(self, theirs: str) -> Tensor:
+        """A tensor of the table, in the dtype of the file."""
+
+    def names(self) -> Sequence[str]:
+        return list(self._parameters)
+
+    def kinds(self, name: str) -> Sequence[str]:
+        self._parameter(name)
+        return ["weight"]
+
+    def tensor(self, name: str, kind: str = "weight") -> Tensor:
+        parameter = self._parameter(name)
+        if kind != "weight":
+            raise CheckpointError(f"{self.folder} has no {kind} of {name}, only weights")
+        return parameter.from_hf([self._part(theirs).float() for theirs in parameter.theirs])
+
+    def _parameter(self, name: str) -> Parameter:
+        if name not in self._parameters:
+            raise CheckpointError(f"{self.folder} has no parameter {name}")
+        return self._parameters[name]
+
+
+class HuggingFaceFolder(TableSource):
     """A folder with config.json and weights, for a model of one of the known architectures. Raises
     CheckpointError if a file is missing or damaged, tensors are missing, superfluous or of another
     shape, or a value in config.json cannot be represented."""
@@ -142,17 +170,14 @@ class HuggingFaceFolder(Source):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         config = folder / "config.json"
-        content = read_json(config, lenient=True)
-        if not isinstance(content, dict):
-            raise CheckpointError(f"{config} is not a JSON object")
+        content = _content(folder)
         self.architecture: Architecture = architecture_named(content, config)
         self._weights = WeightFiles(folder)
         content = self.architecture.seen(content, self._weights)
         self.model: ModelConfig = self.architecture.model(content, config)
-        parameters = list(self.architecture.parameters(self.model))
-        self._parameters: dict[str, Parameter] = {each.ours: each for each in parameters}
-        self._stored = self._match(parameters)
-        self._shapes = _shapes(self.model, folder)
+        self._parameters = {each.ours: each for each in self.architecture.parameters(self.model)}
+        self._stored = self._match()
+        self._shapes = shapes_of(self.model, config)
         self._check_shapes()
         self.tokenizer = tokenizer_in(folder)
 
@@ -171,34 +196,18 @@ class HuggingFaceFolder(Source):
 
     @classmethod
     def family(cls, folder: Path) -> str:
-        config = folder / "config.json"
-        content = read_json(config, lenient=True)
-        if not isinstance(content, dict):
-            raise CheckpointError(f"{config} is not a JSON object")
-        return architecture_named(content, config).family
-
-    def names(self) -> Sequence[str]:
-        return list(self._parameters)
+        return architecture_named(_content(folder), folder / "config.json").family
 
     def shape(self, name: str) -> tuple[int, ...]:
         self._parameter(name)
         return self._shapes[name]
 
-    def kinds(self, name: str) -> Sequence[str]:
-        """Weights alone."""
-        self._parameter(name)
-        return ["weight"]
-
     def dtype(self, name: str, kind: str = "weight") -> str:
         first = self._parameter(name).theirs[0]
         return str(self._weights.dtype(self._stored[first])).removeprefix("torch.")
 
-    def tensor(self, name: str, kind: str = "weight") -> Tensor:
-        parameter = self._parameter(name)
-        if kind != "weight":
-            raise CheckpointError(f"{self.folder} has no {kind} of {name}, only weights")
-        parts = [self._weights.tensor(self._stored[theirs]) for theirs in parameter.theirs]
-        return parameter.from_hf([part.float() for part in parts])
+    def _part(self, theirs: str) -> Tensor:
+        return self._weights.tensor(self._stored[theirs])
 
     @property
     def generation(self) -> dict[str, Any]:
@@ -214,18 +223,12 @@ class HuggingFaceFolder(Source):
             write_generation(target, generation)
         return has_tokenizer
 
-    def _parameter(self, name: str) -> Parameter:
-        if name not in self._parameters:
-            raise CheckpointError(f"{self.folder} has no parameter {name}")
-        return self._parameters[name]
-
-    def _match(self, parameters: Sequence[Parameter]) -> dict[str, str]:
-        """Name in the files of each tensor of the table. Files that were saved without a head lack
-        the first part of the names."""
+    def _match(self) -> dict[str, str]:
+        """Name in the files of each tensor of the table."""
         form, files = self.architecture, self._weights.files
         bare = not any(name.startswith(form.base_prefix) for name in files)
         stored, missing = {}, []
-        wanted = [name for parameter in parameters for name in parameter.theirs]
+        wanted = [name for each in self._parameters.values() for name in each.theirs]
         for theirs in [*wanted, *form.constants(self.model)]:
             name = theirs.removeprefix(form.base_prefix) if bare else theirs
             spellings = [name] + [
@@ -238,9 +241,7 @@ class HuggingFaceFolder(Source):
                 missing.append(theirs)
             else:
                 stored[theirs] = found
-        described = (
-            f"a model ({self.architecture.title}) as {self.folder / 'config.json'} describes it"
-        )
+        described = f"a model ({form.title}) as {self.folder / 'config.json'} describes it"
         if missing:
             raise CheckpointError(
                 f"{self._weights.path} lacks {_some(missing)}; {described} has such tensors"
@@ -257,7 +258,7 @@ class HuggingFaceFolder(Source):
         return stored
 
     def _is_copy(self, name: str, stored: dict[str, str]) -> bool:
-        """Whether it repeats another tensor, as that of a head that uses the token embedding."""
+        """True if it repeats another tensor, as that of a head that uses the token embedding."""
         copies = self.architecture.copies(self.model)
         if name not in copies:
             return False
@@ -293,7 +294,7 @@ def tokenizer_in(folder: Path) -> TokenizerConfig | None:
 
 
 def copy_tokenizer(folder: Path, target: Path) -> bool:
-    """Copies the files of a tokenizer, and generation_config.json, to a new folder; returns whether
+    """Copies the files of a tokenizer, and generation_config.json, to a new folder; returns True if
     there is a tokenizer."""
     if tokenizer_in(folder) is None:
         return False
@@ -301,18 +302,25 @@ def copy_tokenizer(folder: Path, target: Path) -> bool:
     return True
 
 
-def _shapes(model: ModelConfig, folder: Path) -> dict[str, tuple[int, ...]]:
+def _content(folder: Path) -> dict[str, Any]:
+    config = folder / "config.json"
+    content = read_json(config, lenient=True)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{config} is not a JSON object")
+    return content
+
+
+def shapes_of(model: ModelConfig, config: Path) -> dict[str, tuple[int, ...]]:
     """Shape of each parameter of the network, by canonical name. Raises CheckpointError if no
     tensor can have such sizes."""
     try:
-        with torch.device("meta"):
-            network = build_model(model)
+        shards = whole_shards(model)
     except (TypeError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         raise CheckpointError(
-            f"{folder / 'config.json'}: no tensor can be as large as that of the network: {reason}"
+            f"{config}: no tensor can be as large as that of the network: {reason}"
         ) from None
-    return {name: shard_of(param).canonical_shape for name, param in network.canonical_parameters()}
+    return {name: shard.canonical_shape for name, shard in shards.items()}
 
 
 def _some(names: Sequence[str]) -> str:

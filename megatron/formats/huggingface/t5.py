@@ -1,4 +1,4 @@
-"""T5: 1.0 (ReLU, one table for everything) and 1.1 (a gated GELU and a head of its own), Flan-T5.
+"""T5: 1.0 (ReLU, one table for everything) and 1.1 (a gated GELU and an untied head), Flan-T5.
 
 Both have relative positions whose biases all blocks of a stack share, RMSNorm, no biases, and
 attention scores that are not scaled. With a tied head its input is scaled instead.
@@ -13,21 +13,22 @@ import torch
 
 from megatron.config import ModelConfig
 from megatron.formats.features import Requirement
-from megatron.formats.huggingface.architecture import Architecture, Tensors
-from megatron.formats.huggingface.config_reader import ACTIVATION_NAMES, HFConfigReader
-from megatron.formats.huggingface.entries import (
+from megatron.formats.huggingface.architecture import (
     GATE_AND_UP,
     SEPARATE_KV,
     SEPARATE_QKV,
     TWICE,
+    Architecture,
     Entry,
+    Tensors,
     block,
     linear,
     norm,
     untied,
     weight,
 )
-from megatron.formats.huggingface.text_to_text import TEXT_TO_TEXT
+from megatron.formats.huggingface.config_reader import ACTIVATION_NAMES, HFConfigReader
+from megatron.formats.huggingface.tasks import TEXT_TO_TEXT
 
 _TABLE = "embedding.word_embeddings.weight"
 _HEAD = "lm_head.weight"
@@ -48,21 +49,9 @@ _FORMS: dict[str, dict[str, Any]] = {
 _NAMES = ACTIVATION_NAMES | {"geglu": "gated-gelu", "swiglu": "gated-silu"}
 
 
-def _gated(model: ModelConfig) -> bool:
-    return model.mlp.gated
-
-
-def _ungated(model: ModelConfig) -> bool:
-    return not model.mlp.gated
-
-
 def _copied(model: ModelConfig) -> bool:
-    """Whether a tied head is written as another, because transformers 4 scales its input."""
+    """True if a tied head is written as another, because transformers 4 scales its input."""
     return model.embedding.tied and not model.embedding.scale_head_input
-
-
-def _shared(model: ModelConfig) -> bool:
-    return not _copied(model)
 
 
 def _mlp(layer: int) -> tuple[Entry, ...]:
@@ -70,8 +59,8 @@ def _mlp(layer: int) -> tuple[Entry, ...]:
     gate_and_up = (f"{theirs}.wi_0.weight", f"{theirs}.wi_1.weight")
     return (
         *norm("mlp_norm", f"layer.{layer}.layer_norm"),
-        *weight("mlp.up", f"{theirs}.wi", when=_ungated),
-        Entry("mlp.up.weight", gate_and_up, GATE_AND_UP, when=_gated),
+        *weight("mlp.up", f"{theirs}.wi", when=lambda model: not model.mlp.gated),
+        Entry("mlp.up.weight", gate_and_up, GATE_AND_UP, when=lambda model: model.mlp.gated),
         *linear("mlp.down", f"{theirs}.wo"),
     )
 
@@ -111,9 +100,9 @@ def _copies(model: ModelConfig) -> Mapping[str, str]:
 
 
 def _seen(content: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
-    """Whether the head is tied, and its input scaled. transformers 4 says both by
-    tie_word_embeddings; transformers 5 writes true for all, and scale_decoder_outputs, and ties a
-    head that is not in the files."""
+    """The head's tie and the scale of its input: tie_word_embeddings of transformers 4 is both;
+    transformers 5 writes true for all, and scale_decoder_outputs, and ties a head that is not in
+    the files."""
     said = content.get("tie_word_embeddings") is not False
     scaled = content.get("scale_decoder_outputs", said)
     tied = said or _HEAD not in tensors
@@ -131,13 +120,10 @@ def _read(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     given.only("is_encoder_decoder", (True,), "the model has an encoder and a decoder")
     given.unused("initializer_factor")
     # Absent where only config.json is read.
-    tied = given.flag("tie_word_embeddings")
-    scaled = (
-        given.flag("scale_decoder_outputs") if "scale_decoder_outputs" in given.content else tied
-    )
+    key = "scale_decoder_outputs"
     return {
         "encoder_decoder": True,
-        "scale_head_input": scaled,
+        "scale_head_input": given.flag(key if key in given.content else "tie_word_embeddings"),
         "attention_dropout": fields["hidden_dropout"],
     }
 
@@ -158,7 +144,7 @@ T5 = Architecture(
     family="t5",
     task=TEXT_TO_TEXT,
     entries=(
-        *weight("embedding.word_embeddings", "shared", when=_shared),
+        *weight("embedding.word_embeddings", "shared", when=lambda model: not _copied(model)),
         Entry(_TABLE, ("shared.weight", _HEAD), TWICE, when=_copied),
         *_stack("encoder", _mlp(1)),
         *_stack("decoder", _CROSS, _mlp(2)),

@@ -1,4 +1,4 @@
-"""Megatron's arguments, saved in its checkpoints as a namespace, and our configuration.
+"""Megatron's arguments, saved in its checkpoints as a namespace, as our configuration.
 
 Most arguments mean the same as a flag, whose ``option(megatron=...)`` says so; the others are here.
 """
@@ -14,68 +14,50 @@ from typing import Any
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import resolved
-from megatron.config import ModelConfig, ModelFlags
+from megatron.config import ModelConfig, ModelFlags, TokenizerConfig
 from megatron.config.flags import value_type
 from megatron.config.positions import llama3_scaling
-from megatron.formats.features import FEATURES, features_of, without
+from megatron.formats.features import FEATURES, SavedArguments, features_of, without
 from megatron.formats.legacy_megatron.names import FAMILIES, names_of_family
-from megatron.formats.saved_arguments import SavedArguments
+from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.registry import TOKENIZERS
 
-_NETWORK: dict[str, tuple[Any, ...]] = {
+_HARMLESS: dict[str, tuple[Any, ...]] = {
     "num_experts": (1, [1], (1,)),
     "ds_num_experts": (1, [1], (1,)),
-    "num_experts_switch": (),
-    "num_moe_experts": (),
-    "num_local_experts": (),
     "moe_num_experts": (1,),
-    "rotary_interleaved": (),
-    "multi_latent_attention": (),
-    "retro_add_retriever": (),
-    "glu_activation": (),
-    "quick_geglu": (),
-    "quick_gelu": (),
-    "glu_linear_offset": (),
-    "activation_func_clamp_value": (),
     "mlp_type": ("standard", "residual"),
-    "mtp_num_layers": (),
-    "mos": (),
     "softmax_type": ("vanilla",),
-    "qk_l2_norm": (),
-    "attention_output_gate": (),
     "mask_type": ("random", "row"),
-    "head_wise_attn_gate": (),
-    "no_rope_freq": (),
     "rope_type": ("rope",),
-    "mrope_section": (),
-    "rotary_base_per_layer": (),
     "rotary_scaling_factor": (1, 40),
     "spec": (["local"],),
-    "heterogeneous_layers_config_path": (),
-    "heterogeneous_layers_config_encoded_json": (),
-    "is_hybrid_model": (),
-    "hybrid_attention_ratio": (),
-    "hybrid_mlp_ratio": (),
-    "hybrid_override_pattern": (),
-    "hybrid_layer_pattern": (),
-    "experimental_attention_variant": (),
-    "use_mup": (),
     "embedding_multiplier": (1,),
-    "parallel_attn": (),
-    "scale_embeddings": (),
+}
+_NETWORK = {
+    name: _HARMLESS.get(name, ())
+    for name in (
+        "num_experts ds_num_experts num_experts_switch num_moe_experts num_local_experts "
+        "moe_num_experts rotary_interleaved multi_latent_attention retro_add_retriever "
+        "glu_activation quick_geglu quick_gelu glu_linear_offset activation_func_clamp_value "
+        "mlp_type mtp_num_layers mos softmax_type qk_l2_norm attention_output_gate mask_type "
+        "head_wise_attn_gate no_rope_freq rope_type mrope_section rotary_base_per_layer "
+        "rotary_scaling_factor spec heterogeneous_layers_config_path "
+        "heterogeneous_layers_config_encoded_json is_hybrid_model hybrid_attention_ratio "
+        "hybrid_mlp_ratio hybrid_override_pattern hybrid_layer_pattern "
+        "experimental_attention_variant use_mup embedding_multiplier parallel_attn scale_embeddings"
+    ).split()
 }
 """Arguments that change the network in a way that cannot be represented, each with its harmless
-values. Values of flags that were not given are harmless too."""
+values besides that of a flag that was not given."""
 
 _FEATURES = {
     "num_query_groups", "kv_channels", "add_qkv_bias", "rotary_percent", "rope_scaling",
     "apply_layernorm_1p", "apply_residual_connection_post_layernorm", "num_tokentypes",
 }  # fmt: skip
 """Features that are written."""
-
 _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
-
 _ACTIVATIONS = ("gelu_tanh", "gelu_erf", "swiglu", "squared_relu")
-
 _POSITIONS = ("learned_absolute", "rope", "alibi", "none")
 
 
@@ -94,20 +76,18 @@ def model_of_arguments(
 ) -> ModelConfig:
     """The network that the arguments in a file describe, without the size of its vocabulary. Raises
     CheckpointError if an argument is missing, malformed, unknown, or cannot be represented."""
+    values: dict[str, Any] = {}
     arguments = SavedArguments(arguments)
     arguments.refuse(where, _NETWORK)
     if "use_mup" in arguments:
         arguments.unused(*(name for name in arguments if name.startswith("mup_")))
-    values: dict[str, Any] = {}
     for field, kind, names in _same():
-        value = _one_value(arguments, field, kind, names, where)
-        if value is not None:
+        if (value := _one_value(arguments, field, kind, names, where)) is not None:
             values[field] = value
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
         if values.get(name, 0) < 1:
             raise CheckpointError(f"{where}: the argument {name} is missing or not positive")
-    if "normalization" in values:
-        norm = values["normalization"]
+    if (norm := values.get("normalization")) is not None:
         if norm.lower() not in _NORMS:
             raise CheckpointError(
                 f"{where}: normalization {norm!r}: expected one of {', '.join(_NORMS.values())}"
@@ -133,12 +113,9 @@ def complete(flags: ModelFlags, where: Path) -> ModelConfig:
     """The network, with the values that Megatron derives differently than we do. Raises
     CheckpointError if the heads do not fit the width or each other."""
     assert flags.hidden_size
-    completed = dataclasses.replace(
-        flags,
-        ffn_hidden_size=flags.ffn_hidden_size or 4 * flags.hidden_size,
-        seq_length=flags.seq_length or flags.max_position_embeddings,
-    )
-    return resolved(completed, where)
+    inner = flags.ffn_hidden_size or 4 * flags.hidden_size
+    length = flags.seq_length or flags.max_position_embeddings
+    return resolved(dataclasses.replace(flags, ffn_hidden_size=inner, seq_length=length), where)
 
 
 def arguments_of_model(model: ModelConfig) -> dict[str, Any]:
@@ -269,18 +246,15 @@ def _window(arguments: Mapping[str, Any], where: Path) -> dict[str, int]:
             raise CheckpointError(
                 f"{where}: window_size is {window!r}, expected (N, 0) for N tokens before each"
             )
-    if skipped is None:
-        return fields
-    return fields | {
-        "window_attn_skip_freq": _checked(skipped, int, "window_attn_skip_freq", where)
-    }
+    if skipped is not None:
+        name = "window_attn_skip_freq"
+        fields[name] = _checked(skipped, int, name, where)
+    return fields
 
 
 def _positions(arguments: Mapping[str, Any], where: Path) -> str:
-    kind, learned = (
-        arguments.get("position_embedding_type"),
-        arguments.get("add_position_embedding"),
-    )
+    kind = arguments.get("position_embedding_type")
+    learned = arguments.get("add_position_embedding")
     if arguments.get("use_rotary_position_embeddings"):
         return "rope"
     if kind is None:
@@ -305,3 +279,100 @@ def _rope_scaling(arguments: Mapping[str, Any], where: Path) -> str | None:
             "use_rope_scaling; how it scales the positions is not known"
         )
     return None
+
+
+VOCABULARIES = {
+    "GPT2BPETokenizer": 50257,
+    "BertWordPieceLowerCase": 30522,
+    "BertWordPieceCase": 28996,
+}
+"""Sizes of the vocabularies that Megatron's tokenizers always have."""
+
+_PUBLISHED = {50304: 50257, 30592: 30522, 29056: 28996}
+"""Rows and tokens of the embeddings of NVIDIA's published models, which have no arguments: GPT-2,
+and BERT without and with case, padded to multiples of 128."""
+_TOKENIZER_FILES = (
+    "vocab_file", "merge_file", "tokenizer_model", "tokenizer_model_type", "tiktoken_pattern",
+)  # fmt: skip
+
+
+def tokenizer_of_arguments(arguments: Mapping[str, Any]) -> TokenizerConfig | None:
+    """The tokenizer and its files; None where the arguments do not name them."""
+    kind = arguments.get("tokenizer_type")
+    if not isinstance(kind, str):
+        return None
+    files = {
+        name: arguments[name] for name in _TOKENIZER_FILES if isinstance(arguments.get(name), str)
+    }
+    if kind == "PretrainedFromHF":
+        kind, folder = "HFTokenizer", arguments.get("tokenizer_name_or_path")
+        files["tokenizer_model"] = folder if isinstance(folder, str) else None
+    size = arguments.get("vocab_size")
+    extra = arguments.get("vocab_extra_ids")
+    return TokenizerConfig(
+        tokenizer_type=kind,
+        vocab_size=size if kind == "NullTokenizer" and isinstance(size, int) else None,
+        vocab_extra_ids=extra if isinstance(extra, int) else 0,
+        **files,
+    )
+
+
+def unpadded_vocabulary(arguments: Mapping[str, Any], rows: int) -> int | None:
+    """Number of rows of the token embedding that are tokens, the rest being padding; None when the
+    checkpoint does not say. ``arguments`` are empty where it has none."""
+    if not arguments:
+        return _PUBLISHED.get(rows)
+    known = arguments.get("unpadded_vocab_size")
+    if known is None:
+        kind, size = arguments.get("tokenizer_type"), arguments.get("vocab_size")
+        extra = arguments.get("vocab_extra_ids") or 0
+        if kind == "NullTokenizer" and isinstance(size, int):
+            known = size + 1
+        elif isinstance(kind, str) and kind in VOCABULARIES and isinstance(extra, int):
+            # Before the extra ids WordPiece has [BOS] and [EOS], as ours.
+            further = extra + 2 if extra and kind.startswith("BertWordPiece") else extra
+            known = VOCABULARIES[kind] + further
+            if not _pads(known, rows, arguments):
+                known = None  # the user's own files
+    return known if isinstance(known, int) and 0 < known <= rows else None
+
+
+def end_of_text(arguments: Mapping[str, Any], size: int) -> int | None:
+    """The token that ends a document, by the size of the vocabulary: the last one of GPT-2's."""
+    gpt2 = "GPT2BPETokenizer"
+    named = arguments.get("tokenizer_type", gpt2)
+    return size - 1 if named == gpt2 and size == VOCABULARIES[gpt2] else None
+
+
+def write_tokenizer(config: TokenizerConfig | None, target: Path, rows: int, name: str) -> bool:
+    """Writes Hugging Face's files of a tokenizer to a new folder; returns whether its own files
+    are on this machine. ``rows`` are those of the token embedding of the checkpoint ``name``.
+    Raises CheckpointError if the files do not make a tokenizer, or one of more tokens."""
+    if config is None or config.tokenizer_type not in TOKENIZERS:
+        return False
+    given = (config.vocab_file, config.merge_file, config.tokenizer_model)
+    files = [Path(each) for each in given if each is not None]
+    if not files or not all(path.exists() for path in files):
+        return False
+    names = ", ".join(map(str, files))
+    try:
+        made = build_tokenizer(config)
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{names}: not the tokenizer of {name}: {error}") from None
+    if made.vocab_size > rows:
+        raise CheckpointError(
+            f"{names}: {made.vocab_size:,} tokens, but the token embedding of {name} has {rows:,} "
+            "rows; replace the files by those that it was trained with, or move them away"
+        )
+    target.mkdir()
+    made.save_pretrained(target)
+    return True
+
+
+def _pads(size: int, rows: int, arguments: Mapping[str, Any]) -> bool:
+    """False if the run, by its arguments, does not pad a vocabulary of ``size`` to ``rows``."""
+    multiple = arguments.get("make_vocab_size_divisible_by")
+    ranks = arguments.get("tensor_model_parallel_size", arguments.get("model_parallel_size", 1))
+    if not (isinstance(multiple, int) and isinstance(ranks, int) and multiple * ranks > 0):
+        return True
+    return rows == -(-size // (multiple * ranks)) * multiple * ranks

@@ -22,12 +22,12 @@ OUTER = {
     "embedding.word_embeddings": "embedding.word_embeddings",
     "embedding.position_embeddings": "embedding.position_embeddings",
     "embedding.tokentype_embeddings": "embedding.tokentype_embeddings",
-    "embedding.word_embeddings.norm": "embedding.norm",
+    "embedding.word_embeddings.norm": "embedding.norm",  # BLOOM's
     "output_layer": "output_layer",
     "pooler.dense": "pooler.dense",
 }
 """Modules of ``language_model`` outside the stacks of blocks: Megatron's name, canonical name. Of
-several spellings the first is written. ``embedding.word_embeddings.norm`` is BLOOM's."""
+several spellings the first is written."""
 
 HEADS = {
     "lm_head.dense": "lm_head.dense",
@@ -37,14 +37,13 @@ HEADS = {
     "classification_head": "classification_head",
     "multichoice_head": "multichoice_head",
 }
-"""Modules beside ``language_model``."""
+"""Modules next to ``language_model``."""
 
 BIASES = {
     "embedding.word_embeddings.bias": "lm_head.bias",
     "output_layer.bias": "lm_head.bias",
 }
-"""The bias of the output head by canonical name, with a tied table or without, of the families that
-have one."""
+"""The output head's bias by canonical name, with a tied table or without, in some families."""
 
 BLOCK = {
     "input_layernorm": "attention_norm",
@@ -89,11 +88,11 @@ class Stack(NamedTuple):
 
 @dataclass(frozen=True)
 class FamilyNames:
-    """How the parameters of a family's models are called.
+    """Names of the parameters of a family's models.
 
     Attributes:
-        marks: starts of names of parameters of which only its files have one, on the last pipeline
-            rank; none for the family of all others.
+        marks: starts of names that only its files have, on the last pipeline rank; none for the
+            family of all others.
         stacks: by Megatron's name, in the order of the pipeline.
         flags: fields of :class:`ModelFlags` that all its models have.
         requirements: conditions on a network that is written, besides those of all families.
@@ -111,6 +110,7 @@ class FamilyNames:
 
 
 _ONE_STACK = {"encoder": Stack("", "num_layers", lambda model: model.num_layers)}
+_BIASED = Requirement(lambda model: model.mlp.bias, "no --disable-bias-linear")
 
 GPT = FamilyNames("gpt", (), _ONE_STACK)
 BERT = FamilyNames(
@@ -118,7 +118,7 @@ BERT = FamilyNames(
     ("lm_head.dense.", "classification_head.", "multichoice_head."),
     _ONE_STACK,
     requirements=(
-        Requirement(lambda model: model.mlp.bias, "no --disable-bias-linear"),
+        _BIASED,
         Requirement(
             lambda model: (
                 model.token_types == (2 if model.bert_binary_head or model.head != "lm" else 0)
@@ -129,12 +129,9 @@ BERT = FamilyNames(
     ),
     seen=lambda names: {"bert_binary_head": "binary_head.weight" in names},
     heads={
-        "classification_head.weight": lambda labels: {
-            "head": "classification",
-            "num_labels": labels,
-        },
+        "classification_head.weight": lambda n: {"head": "classification", "num_labels": n},
         "multichoice_head.weight": lambda _: {"head": "multiple_choice"},
-    },  # fmt: skip
+    },
 )
 
 T5 = FamilyNames(
@@ -143,16 +140,13 @@ T5 = FamilyNames(
     {
         "encoder": Stack("encoder.", "num_layers", lambda model: model.num_layers),
         "decoder": Stack(
-            "decoder.",
-            "decoder_num_layers",
-            lambda model: model.decoder_num_layers or 0,
-            DECODER_BLOCK,
+            "decoder.", "decoder_num_layers", lambda m: m.decoder_num_layers or 0, DECODER_BLOCK
         ),
     },
     flags={"encoder_decoder": True},
     # Its head has a bias, which ours has with both alone.
     requirements=(
-        Requirement(lambda model: model.mlp.bias, "no --disable-bias-linear"),
+        _BIASED,
         Requirement(
             lambda model: model.positions.position_embedding_type == "learned_absolute",
             "--position-embedding-type learned_absolute",
@@ -162,13 +156,10 @@ T5 = FamilyNames(
 
 FAMILIES = (BERT, T5, GPT)
 """The families, the one without a mark last."""
-
 EMBEDDING = "language_model.embedding."
 """Start of the names of embeddings."""
-
 HEAD_COPY = "word_embeddings_for_head.weight"
 """The last pipeline stage's copy of a token embedding that is also the head."""
-
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _STACK = re.compile(r"language_model\.(?:(?P<stack>encoder|decoder)|transformer)\.(?P<rest>.+)")
 _BUFFER = re.compile(r"(?:.*\.)?(?:inv_freq|_extra_state|masked_bias)")
@@ -191,8 +182,7 @@ def names_of_family(family: str) -> FamilyNames:
 
 
 def is_buffer(name: str) -> bool:
-    """Whether a name is that of rotary frequencies or of a library's own state, not of a
-    parameter."""
+    """True for the name of rotary frequencies or of a library's state, not of a parameter."""
     return _BUFFER.fullmatch(name) is not None
 
 
@@ -204,7 +194,7 @@ def rename_block(name: str, block: Mapping[str, str] = BLOCK) -> str | None:
 
 
 def is_embedding_copy(name: str, names: FamilyNames) -> bool:
-    """Whether a parameter of a pipeline rank after the first is a copy of the first one's: of the
+    """True if a parameter of a pipeline rank after the first is a copy of the first one's: of the
     embeddings, where a second stack begins."""
     return len(names.stacks) > 1 and name.startswith(EMBEDDING)
 
@@ -296,8 +286,7 @@ def qkv_to_megatron(
 
 
 def kv_from_megatron(values: Tensor, version: float, heads: int, head_dim: int) -> Tensor:
-    """The same of the key-value matrix or bias of a decoder's attention to its encoder, whose rows
-    are ordered alike, without queries."""
+    """The same of the key-value matrix or bias of a decoder's attention to its encoder."""
     _check_kv_rows(values, heads, head_dim)
     return _from_megatron(values, version, heads, head_dim, (1, 1))
 

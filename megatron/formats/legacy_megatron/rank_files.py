@@ -1,4 +1,4 @@
-"""The files of an old Megatron checkpoint: where they are, and what one rank's file contains.
+"""The files of an old Megatron checkpoint: where they are, and what a rank's file contains.
 
 ::
 
@@ -9,6 +9,12 @@
 
 The file of the only rank can be read alone, wherever it was copied. A checkpoint in a zip archive
 has a path like ``megatron_lm_345m_v0.0.zip/release``.
+
+The optimizer numbers parameters by groups: first those with weight decay, matrices, then norms and
+biases (or the reverse, where a pipeline stage registers a norm first), in the order of the model's
+dictionary. The file does not contain this numbering, so everything that can be checked is: the
+groups' sizes, every shape, and with half-precision training that each float32 copy, rounded, is the
+model's weight. Where something does not fit, the state is not used.
 """
 
 from __future__ import annotations
@@ -20,11 +26,12 @@ import shutil
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, NoReturn
 
+import torch
 from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError
@@ -66,8 +73,7 @@ def rank_folder(tensor: int, pipeline: int, pipeline_size: int) -> str:
 
 def find_megatron(path: Path, wanted: str | None) -> Path | None:
     """The checkpoint to read: ``wanted`` is ``release``, an iteration or ``iter_0000100``; None for
-    the newest. ``path`` may be an archive, or the file of the only rank. Raises CheckpointError if
-    there are some, but not the wanted one."""
+    the newest. Raises CheckpointError if there are some, but not the wanted one."""
     if path.name in MODEL_FILES and path.is_file():
         if _RANK.fullmatch(path.parent.name) is None:
             if wanted is not None:
@@ -108,8 +114,8 @@ def split_archive(path: Path) -> tuple[Path | None, str]:
 
 
 def rank_files(folder: Path) -> dict[Rank, Path]:
-    """The files of a checkpoint, a rank each; ``folder`` can be the file of the only rank. Raises
-    CheckpointError if some are missing, or experts are spread over ranks."""
+    """The files of a checkpoint's ranks. Raises CheckpointError if some are missing, or experts are
+    spread over ranks."""
     found: dict[Rank, Path] = {}
     names = _model_files(folder)
     if not names and folder.is_file():
@@ -197,7 +203,7 @@ def _is_model_file(name: PurePosixPath) -> bool:
 
 
 def _named_by_tracker(path: Path, found: set[Path]) -> str | None:
-    """What the tracker names; None without one."""
+    """The checkpoint that the tracker names; None without one."""
     for root in {folder.parent for folder in found}:
         tracker = root / MEGATRON_TRACKER
         archive, inner = split_archive(tracker)
@@ -238,8 +244,8 @@ def _missing(where: Path, wanted: str | None, found: set[Path]) -> NoReturn:
 @dataclass(frozen=True)
 class RankFile:
     """The content of a rank's file. ``iteration`` is None for released models, ``arguments`` empty
-    if the file has none; ``chunks`` are parameters by Megatron's name, levels joined by dots,
-    several with virtual pipeline stages."""
+    if the file has none; ``chunks`` are the parameters of each virtual pipeline stage by Megatron's
+    name, levels joined by dots."""
 
     path: Path
     version: float
@@ -250,8 +256,7 @@ class RankFile:
 
     @classmethod
     def open(cls, path: Path) -> RankFile:
-        """Reads a file; tensors of a zip file on disk are read when they are first used. Raises
-        CheckpointError if it is damaged, or not of this format."""
+        """Reads a file. Raises CheckpointError if it is damaged, or not of this format."""
         content = _load(path)
         if not isinstance(content, dict):
             raise CheckpointError(f"{path} is not a dictionary")
@@ -269,15 +274,13 @@ class RankFile:
             path,
             float(version),
             iteration,
-            {name: _without_tensors(value) for name, value in named.items()},
+            {  # the memory of tensors would stay in use
+                name: f"a tensor of {tuple(v.shape)}" if isinstance(v, Tensor) else v
+                for name, v in named.items()
+            },
             tuple(_flat(content[key], path) for key in _chunk_keys(content, path)),
             content.get("optimizer"),
         )
-
-
-def _without_tensors(value: Any) -> Any:
-    """An argument, or a text in place of a tensor, whose memory would stay in use."""
-    return f"a tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else value
 
 
 def _chunk_keys(content: Mapping[str, Any], path: Path) -> list[str]:
@@ -312,3 +315,100 @@ def _flat(nested: Any, path: Path, prefix: str = "") -> dict[str, Tensor]:
         elif value is not None and not is_buffer(name):
             raise CheckpointError(f"{path}: {name} is {type(value).__name__}, not a tensor")
     return found
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+Key = tuple[int, str]
+"""Number of the model chunk, Megatron's name of the parameter."""
+
+_COMPARED = 1024
+"""Elements of a weight that are compared with its float32 copy."""
+
+
+class UnusableError(Exception):
+    """Why optimizer state cannot be used."""
+
+
+def adam_state(
+    optimizer: Any, chunks: Sequence[Mapping[str, Tensor]]
+) -> tuple[dict[Key, dict[str, Tensor]], int]:
+    """``exp_avg``, ``exp_avg_sq`` and perhaps ``weight`` (float32) of every parameter, and Adam's
+    number of steps, from a :class:`RankFile`. Raises UnusableError if they are missing, of another
+    optimizer, or cannot be assigned with certainty."""
+    if not isinstance(optimizer, dict):
+        raise UnusableError("there is no optimizer state")
+    inner = optimizer.get("optimizer", optimizer)
+    masters = optimizer.get("fp32_from_fp16_params")
+    if not isinstance(inner, dict) or not inner.get("state") or not inner.get("param_groups"):
+        raise UnusableError("its optimizer state has another form than Adam's in one file per rank")
+    found: dict[Key, dict[str, Tensor]] = {}
+    steps: set[int] = set()
+    groups = inner["param_groups"]
+    for number, (group, keys) in enumerate(zip(groups, _assigned(groups, chunks), strict=True)):
+        for place, (index, key) in enumerate(zip(group["params"], keys, strict=True)):
+            weight, state = chunks[key[0]][key[1]], inner["state"].get(index)
+            if not isinstance(state, dict):
+                raise UnusableError(f"its optimizer state lacks that of {key[1]}")
+            tensors = {}
+            if masters is not None:
+                tensors["weight"] = _master(masters, number, place, weight, key[1])
+            for kind in MOMENTS:
+                values = state.get(kind)
+                if not isinstance(values, Tensor) or values.shape != weight.shape:
+                    raise UnusableError(f"its {kind} of {key[1]} has another shape")
+                tensors[kind] = values
+            found[key] = tensors
+            steps.add(_number(state.get("step", group.get("step"))))
+    if len(steps) != 1:
+        raise UnusableError("its optimizer does not say one number of steps")
+    return found, steps.pop()
+
+
+def _assigned(groups: Any, chunks: Sequence[Mapping[str, Tensor]]) -> Iterator[list[Key]]:
+    """The parameters of each group, in its order."""
+    decayed: list[Key] = []
+    others: list[Key] = []
+    for number, chunk in enumerate(chunks):
+        for name, values in chunk.items():
+            (decayed if values.ndim > 1 else others).append((number, name))
+    sizes = [len(group["params"]) for group in groups if group["params"]]
+    for order in ([decayed, others], [others, decayed]):
+        filled = iter([keys for keys in order if keys])
+        if sizes == [len(keys) for keys in order if keys] and _decay_agrees(groups, order, decayed):
+            yield from (next(filled) if group["params"] else [] for group in groups)
+            return
+    raise UnusableError("its optimizer's groups are not those of matrices and of norms and biases")
+
+
+def _decay_agrees(groups: Any, order: list[list[Key]], decayed: list[Key]) -> bool:
+    """True if groups that say they have no weight decay would get norms and biases."""
+    filled = [group for group in groups if group["params"]]
+    for group, keys in zip(filled, [keys for keys in order if keys], strict=True):
+        factor = bool(group.get("wd_mult", group.get("weight_decay")))
+        if factor != (keys is decayed) and ("wd_mult" in group or factor):
+            return False
+    return True
+
+
+def _master(masters: Any, group: int, place: int, weight: Tensor, name: str) -> Tensor:
+    """The float32 copy that a weight was rounded from."""
+    try:
+        values = masters[group][place]
+    except (IndexError, TypeError, KeyError):
+        raise UnusableError(f"its optimizer lacks the float32 copy of {name}") from None
+    if not isinstance(values, Tensor) or values.shape != weight.shape:
+        raise UnusableError(f"its float32 copy of {name} has another shape")
+    part = values.detach().reshape(-1)[:_COMPARED].to(weight.dtype)
+    if not torch.equal(part, weight.reshape(-1)[:_COMPARED]):
+        raise UnusableError(f"its float32 copy of {name} is of other weights")
+    return values.detach()
+
+
+def _number(step: Any) -> int:
+    """A number of steps, which can be a tensor."""
+    if isinstance(step, Tensor) and step.numel() == 1:
+        step = step.item()
+    if isinstance(step, int | float) and not isinstance(step, bool) and step == int(step):
+        return int(step)
+    raise UnusableError("its optimizer does not say how many steps it has done")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,11 +14,15 @@ from torch import Tensor
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import Source
 from megatron.config import ModelConfig, ModelFlags, Vocabulary
-from megatron.formats.deepspeed_folders.naming import whole_shards
+from megatron.formats.features import whole_shards
 from megatron.formats.legacy_megatron.arguments import (
     complete,
     divided_sizes,
+    end_of_text,
     model_of_arguments,
+    tokenizer_of_arguments,
+    unpadded_vocabulary,
+    write_tokenizer,
 )
 from megatron.formats.legacy_megatron.names import (
     BIASES,
@@ -31,19 +35,16 @@ from megatron.formats.legacy_megatron.names import (
     rename,
     stack_of,
 )
-from megatron.formats.legacy_megatron.optimizer import MOMENTS, Key, UnusableError, adam_state
 from megatron.formats.legacy_megatron.rank_files import (
+    MOMENTS,
+    Key,
     Rank,
     RankFile,
+    UnusableError,
+    adam_state,
     find_megatron,
     rank_files,
     require_ranks,
-)
-from megatron.formats.legacy_megatron.vocabulary import (
-    end_of_text,
-    tokenizer_of_arguments,
-    unpadded_vocabulary,
-    write_tokenizer,
 )
 from megatron.parallel.shard import Shard
 
@@ -62,19 +63,13 @@ class ParameterLocation(NamedTuple):
 
 
 class MegatronCheckpoint(Source):
-    """A checkpoint of Megatron-LM before its core library (versions 0 to 3).
+    """A checkpoint of Megatron-LM before its core library (versions 0 to 3): ``iter_0000100``,
+    ``release``, such a folder within a zip archive, or the file of the only rank. ``described`` is
+    the network of a file that has no arguments. ``vocabulary_is_guessed`` says that the checkpoint
+    does not tell how many rows of the token embedding are padding.
 
     Files of one pipeline rank are open at a time. Raises CheckpointError if a file is missing,
     damaged, does not fit the others, or describes a network that cannot be represented.
-
-    Args:
-        folder: ``iter_0000100``, ``release``, or such a folder within a zip archive, or the file of
-            the only rank.
-        described: the network, of a file that has no arguments.
-
-    Attributes:
-        vocabulary_is_guessed: whether all rows of the token embedding count as tokens because the
-            checkpoint does not say how many are padding.
     """
 
     title = "checkpoint of Megatron-LM"
@@ -138,8 +133,7 @@ class MegatronCheckpoint(Source):
 
     def copy_tokenizer(self, target: Path) -> bool:
         """See :meth:`Source.copy_tokenizer`; made of the files that the arguments name, where they
-        are on this machine. Raises CheckpointError if these do not make a tokenizer, or one of
-        more tokens than the network has."""
+        are on this machine."""
         if super().copy_tokenizer(target):
             return True
         padded = self.model.vocabulary.padded
@@ -281,7 +275,8 @@ class MegatronCheckpoint(Source):
         """Decides whether there is optimizer state to continue from, and fills the counters."""
         self._has_moments = False
         try:
-            steps = set(self._all_steps())
+            files = (f for p in range(self.pipeline_size) for f in self._stage(p))
+            steps = {adam_state(file.optimizer, file.chunks)[1] for file in files}
             consumed = self._arguments.get("consumed_train_samples")
             if len(steps) != 1:
                 raise UnusableError(f"its ranks have done different numbers of steps, {steps}")
@@ -298,11 +293,6 @@ class MegatronCheckpoint(Source):
             "optimizer_step": steps.pop(),
             "loss_scaler": {},
         }
-
-    def _all_steps(self) -> Iterator[int]:
-        for pipeline in range(self.pipeline_size):
-            for file in self._stage(pipeline):
-                yield adam_state(file.optimizer, file.chunks)[1]
 
     def _state(self, number: int, file: RankFile) -> dict[Key, dict[str, Tensor]]:
         assert self._open is not None
@@ -327,8 +317,8 @@ class MegatronCheckpoint(Source):
 
 
 class _Stage(NamedTuple):
-    """What the tensor ranks of a pipeline rank have in common: ``path`` is the first one's file,
-    ``chunks`` has the shape and dtype of each parameter, by Megatron's name."""
+    """Facts that the tensor ranks of a pipeline rank share: the first one's file, and the shape and
+    dtype of each parameter by Megatron's name."""
 
     path: Path
     version: float
@@ -341,7 +331,7 @@ def _survey(
 ) -> tuple[dict[str, ParameterLocation], Mapping[str, int]]:
     """Locations of the parameters by canonical name, and the number of blocks by stack; ``stage``
     gives the files of a pipeline rank by tensor rank. Raises CheckpointError if files are not of
-    one checkpoint, blocks are missing, or a parameter is unknown; the message names the file."""
+    one checkpoint, blocks are missing, or a parameter is unknown."""
     stages: list[_Stage] = []
     for pipeline in range(pipeline_size):
         stages.append(_common(stage(pipeline)))
@@ -355,16 +345,20 @@ def _survey(
             for theirs, (shape, dtype) in each.chunks[chunk].items():
                 if theirs == HEAD_COPY or (pipeline and is_embedding_copy(theirs, names)):
                     continue
-                numbered = stack_of(theirs)
-                stack, number = numbered or ("", 0)
+                stack, number = stack_of(theirs) or ("", 0)
                 ours = rename(theirs, done.get(stack, 0), names)
                 if ours is None:
-                    why = f"{theirs} is not a known parameter{_hint(theirs)}"
-                    raise CheckpointError(f"{path}: {why}")
+                    core = re.match(r"(decoder|embedding|output_layer)\.", theirs)
+                    hint = (
+                        " (it is of Megatron's core library, whose checkpoints have another form)"
+                    )
+                    raise CheckpointError(
+                        f"{path}: {theirs} is not a known parameter{hint if core else ''}"
+                    )
                 if ours in found:
                     raise CheckpointError(f"{path}: {theirs} is there twice, as {ours}")
                 found[ours] = ParameterLocation(pipeline, (chunk, theirs), shape, dtype)
-                if numbered:
+                if stack:
                     layers[stack].add(number)
             for stack, numbers in layers.items():
                 if numbers != set(range(len(numbers))):
@@ -376,19 +370,13 @@ def _survey(
     return found, done
 
 
+def _stage_of(file: RankFile) -> _Stage:
+    chunks = [{name: (tuple(v.shape), v.dtype) for name, v in c.items()} for c in file.chunks]
+    return _Stage(file.path, file.version, file.iteration, chunks)
+
+
 def _common(files: Sequence[RankFile]) -> _Stage:
-    stages = [
-        _Stage(
-            file.path,
-            file.version,
-            file.iteration,
-            [
-                {name: (tuple(values.shape), values.dtype) for name, values in chunk.items()}
-                for chunk in file.chunks
-            ],
-        )
-        for file in files
-    ]
+    stages = list(map(_stage_of, files))
     for stage in stages:
         _check_together(stages[0], stage)
         for wanted, found in zip(stages[0].chunks, stage.chunks, strict=True):
@@ -413,9 +401,3 @@ def _check_together(here: _Stage, there: _Stage) -> None:
         raise CheckpointError(
             f"{there.path} has {len(there.chunks)} model chunks, {here.path} has {len(here.chunks)}"
         )
-
-
-def _hint(theirs: str) -> str:
-    if re.match(r"(decoder|embedding|output_layer)\.", theirs):
-        return " (it is of Megatron's core library, whose checkpoints have another form)"
-    return ""

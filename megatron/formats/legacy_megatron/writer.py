@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,13 +15,16 @@ from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.folder import MEGATRON_TRACKER, replace_folder, unfinished_folder
 from megatron.checkpoint.source import DTYPES, TOKENIZER, Source
 from megatron.config import ModelConfig, TokenizerConfig
-from megatron.formats.deepspeed_folders.naming import whole_shards
+from megatron.formats.features import whole_shards
 from megatron.formats.legacy_megatron.arguments import arguments_of_model, divided_sizes
 from megatron.formats.legacy_megatron.names import (
+    EMBEDDING,
     HEAD_COPY,
     kv_to_megatron,
     names_of_family,
     qkv_to_megatron,
+    stack_name,
+    stack_of,
     to_megatron,
 )
 from megatron.formats.legacy_megatron.rank_files import (
@@ -30,7 +33,6 @@ from megatron.formats.legacy_megatron.rank_files import (
     iteration_folder,
     rank_folder,
 )
-from megatron.formats.legacy_megatron.stages import stages_of
 from megatron.util.files import sync, sync_path
 from megatron.util.progress import progress_bar
 
@@ -48,13 +50,12 @@ def write_megatron(
     progress: Callable[[str], None] = lambda line: None,
     check: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Writes the weights as Megatron-LM's ranks would, into Megatron's ``--load``; one rank's file
-    is in memory at a time. Without ``iteration`` it writes ``release``, weights to start from.
-    ``check`` gets the folder before it has its name, and undoes the export by an error. Returns the
-    folder. Raises ValueError if Megatron has no such network, or the sizes do not divide it. Raises
-    CheckpointError if the source is damaged, or the checkpoint exists already. Raises OSError if a
-    file cannot be written; nothing is left behind.
-    """
+    """Writes the weights as Megatron-LM's ranks would, into Megatron's ``--load``; returns the
+    folder. One rank's file is in memory at a time. Without ``iteration`` it writes ``release``,
+    weights to start from. ``check`` gets the folder before it has its name, and undoes the export
+    by an error. Raises ValueError if Megatron has no such network, or the sizes do not divide it;
+    CheckpointError if the source is damaged, or the checkpoint exists already; OSError if a file
+    cannot be written. Nothing is left behind then."""
     model = source.model.with_vocabulary(source.model.vocabulary.size, max(tensor_size, 1))
     arguments = arguments_of_model(model)
     check_sizes(model, tensor_size, pipeline_size)
@@ -99,8 +100,7 @@ def write_megatron(
 
 
 def check_sizes(model: ModelConfig, tensor_size: int, pipeline_size: int) -> None:
-    """Refuses sizes that Megatron refuses. Raises ValueError naming the flag and the number that it
-    must divide."""
+    """Raises ValueError for sizes that Megatron refuses."""
     for name, value in divided_sizes(model).items():
         if tensor_size < 1 or value % tensor_size:
             why = ": Megatron does not copy key and value heads to several ranks"
@@ -166,28 +166,18 @@ def _nested(weights: dict[str, Tensor]) -> dict[str, Any]:
 def _copied_tokenizer(source: Source, folder: Path, partial: Path) -> dict[str, Any]:
     """Arguments that name the tokenizer, whose files are copied where there are any."""
     config = source.tokenizer or TokenizerConfig()
-    named = {
-        name: getattr(config, name)
-        for name in (
-            "tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "vocab_size",
-            "vocab_extra_ids",
-        )
-    }  # fmt: skip
+    names = "tokenizer_type vocab_file merge_file tokenizer_model vocab_size vocab_extra_ids"
+    named = {name: getattr(config, name) for name in names.split()}
     if config.tokenizer_type == "IdTokenizer":
         return named | {"tokenizer_type": None}  # it stands for one that is not known
     if config.tokenizer_type not in (None, "HFTokenizer", "HuggingFaceTokenizer"):
         return named
-    if source.copy_tokenizer(partial / TOKENIZER):
-        place = str((folder / TOKENIZER).resolve())
-    elif config.tokenizer_model:
-        place = config.tokenizer_model
-    else:
+    copied = source.copy_tokenizer(partial / TOKENIZER)
+    place = str((folder / TOKENIZER).resolve()) if copied else config.tokenizer_model
+    if not place:
         return named
-    return named | {
-        "tokenizer_type": "PretrainedFromHF",
-        "tokenizer_name_or_path": place,
-        "tokenizer_model": place,
-    }
+    theirs = {"tokenizer_type": "PretrainedFromHF", "tokenizer_name_or_path": place}
+    return named | theirs | {"tokenizer_model": place}
 
 
 def _save(content: dict[str, Any], path: Path) -> None:
@@ -196,3 +186,69 @@ def _save(content: dict[str, Any], path: Path) -> None:
         torch.save(content, file)
         sync(file)
     sync_path(path.parent)
+
+
+class _Span(NamedTuple):
+    """The ranks of a stack, and the blocks of each."""
+
+    ranks: range
+    blocks: int
+
+
+class Stages(NamedTuple):
+    """The parameters of each pipeline rank. The blocks of a stack are divided evenly. Where
+    there are an encoder and a decoder, the first ranks have the encoder's and the others, from
+    ``split`` on, the decoder's; that rank has a copy of the embeddings. ``split`` is None for one
+    stack or a single rank."""
+
+    size: int
+    spans: Mapping[str, _Span]
+    split: int | None
+
+    def of(self, theirs: str) -> tuple[int, ...]:
+        """The ranks that have a parameter, by Megatron's name with the block's number in the whole
+        stack."""
+        if theirs.startswith(EMBEDDING):
+            return (0,) if self.split is None else (0, self.split)
+        stack = stack_name(theirs)
+        if stack is None:
+            return (self.size - 1,)
+        ranks, blocks = self.spans[stack]
+        numbered = stack_of(theirs)
+        return (ranks[-1] if numbered is None else ranks[numbered[1] // blocks],)
+
+    def first_block(self, theirs: str, rank: int) -> int:
+        """The number in its stack of the block that a rank calls ``layers.0``."""
+        stack = stack_name(theirs)
+        if stack is None:
+            return 0
+        return (rank - self.spans[stack].ranks[0]) * self.spans[stack].blocks
+
+
+def stages_of(model: ModelConfig, size: int) -> Stages:
+    """The division of a network over ``size`` ranks; of several for two stacks, that with the
+    fewest blocks on a rank. Raises ValueError if Megatron has none."""
+    stacks = names_of_family(model.family).stacks
+    lengths = {name: stack.length(model) for name, stack in stacks.items()}
+    flag = f"--target-pipeline-parallel-size {size}"
+    if len(stacks) == 1 or size == 1:
+        if size < 1 or any(length % size for length in lengths.values()):
+            (length,) = lengths.values()
+            raise ValueError(f"{flag} must divide the {length} layers")
+        spans = {name: _Span(range(size), length // size) for name, length in lengths.items()}
+        return Stages(size, spans, None)
+    (first, before), (second, after) = lengths.items()
+    splits = [
+        split for split in range(1, size) if before % split == 0 and after % (size - split) == 0
+    ]
+    if not splits:
+        raise ValueError(
+            f"{flag}: the ranks cannot be divided into some that divide the {before} layers of the "
+            f"{first} and others that divide the {after} of the {second}"
+        )
+    split = min(splits, key=lambda split: max(before // split, after // (size - split)))
+    spans = {
+        first: _Span(range(split), before // split),
+        second: _Span(range(split, size), after // (size - split)),
+    }
+    return Stages(size, spans, split)

@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from megatron.checkpoint.source import open_checkpoint
 from megatron.config import PrecisionConfig
-from megatron.formats.conversion.commands import parse_size
-from megatron.formats.huggingface import registry
-from megatron.formats.huggingface.entries import SAME
+from megatron.formats import huggingface
+from megatron.formats.conversion.output import parse_size
+from megatron.formats.huggingface.architecture import SAME
 from megatron.tokenizer.null import NullTokenizer
 
 
@@ -90,10 +90,10 @@ def test_other_logits_are_refused(tool, saved, tmp_path, monkeypatch):
     wrong = tuple(
         dataclasses.replace(entry, form=SAME)
         if entry.ours == "layers.{n}.attention.proj.weight" else entry
-        for entry in registry.GPT2.entries
+        for entry in huggingface.GPT2.entries
     )  # fmt: skip
-    table = dataclasses.replace(registry.GPT2, entries=wrong)
-    monkeypatch.setattr(registry, "ARCHITECTURES", (table,))
+    table = dataclasses.replace(huggingface.GPT2, entries=wrong)
+    monkeypatch.setattr(huggingface, "ARCHITECTURES", (table,))
     with pytest.raises(SystemExit, match="computes other logits .* largest difference is") as error:
         tool.main(["to-hf", "--load", saved(), "--output", str(tmp_path / "hf")])
     assert isinstance(error.value.code, str)  # printed to stderr, exit status 1
@@ -255,9 +255,9 @@ def test_from_hf_refuses_other_logits(tool, downloaded, tmp_path, monkeypatch):
         return dataclasses.replace(entry, theirs=(query, value, key))
 
     wrong = dataclasses.replace(
-        registry.QWEN2, entries=tuple(exchanged(entry) for entry in registry.QWEN2.entries)
+        huggingface.QWEN2, entries=tuple(exchanged(entry) for entry in huggingface.QWEN2.entries)
     )
-    monkeypatch.setattr(registry, "ARCHITECTURES", (wrong,))
+    monkeypatch.setattr(huggingface, "ARCHITECTURES", (wrong,))
     with pytest.raises(SystemExit, match="other logits than transformers .* is not written"):
         tool.main(
             ["from-hf", "--input", str(downloaded()), "--output", str(tmp_path / "a" / "ours")]

@@ -8,7 +8,7 @@ from megatron.config import FLAG_CLASSES, FlagParser, Setting, resolve
 from megatron.engine import deepspeed_json
 from megatron.engine.deepspeed_file import read_json
 from megatron.features.instruction.flags import InstructionConfig
-from megatron.formats.conversion.megads import HFConverterConfig
+from megatron.formats.conversion.megatron_programs import HFConverterConfig
 from megatron.run.run import RunToolParser
 
 

@@ -6,7 +6,7 @@ from rank_files import rank_file
 
 from megatron.checkpoint.source import open_checkpoint
 from megatron.formats.conversion.commands import export_megatron
-from megatron.formats.conversion.merge_command import merge
+from megatron.formats.conversion.megatron_programs import merge
 
 
 @pytest.fixture(scope="module")

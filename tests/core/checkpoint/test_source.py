@@ -7,7 +7,14 @@ import pytest
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.reader import CheckpointReader
-from megatron.checkpoint.source import READERS, locate_checkpoint, open_checkpoint, reader
+from megatron.checkpoint.source import (
+    Format,
+    formats,
+    locate_checkpoint,
+    open_checkpoint,
+    reader,
+)
+from megatron.formats import available
 from megatron.formats.deepspeed_folders.folder import DeepSpeedFolder
 from megatron.formats.deepspeed_folders.universal import UniversalFolder
 
@@ -76,8 +83,22 @@ def test_opening_compares_checksums(save):
 
 
 def test_titles_are_different():
-    assert len({reader(name).title for name in READERS}) == len(READERS)
-    assert reader(next(iter(READERS))) is CheckpointReader
+    assert len({reader(name).title for name in formats()}) == len(formats()) == 8
+    assert reader(next(iter(formats()))) is CheckpointReader
+
+
+def test_a_format_whose_folder_is_deleted_is_left_out(monkeypatch, tmp_path):
+    there = Format("a", "megatron.formats.meta:MetaFolder", needs=("megatron.formats.meta",))
+    deleted = Format("b", "megatron.formats.b:Folder", needs=(*there.needs, "megatron.formats.b"))
+    assert available([there, deleted]) == (there,)
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("megatron.checkpoint.source.OTHERS", "megatron.deleted:FORMATS")
+    formats.cache_clear()
+    try:
+        assert list(formats()) == ["native", "adapters"]
+        assert locate_checkpoint(tmp_path) is None
+    finally:
+        formats.cache_clear()
 
 
 FIND = """

@@ -21,7 +21,7 @@ from megatron.engine.pipeline_module import layer_bounds
 from megatron.families import build_model, family_of, refuse_unused, spec_of
 from megatron.features.retro.flags import RetrievalConfig
 from megatron.features.retro.samples import RetroBatch
-from megatron.formats.huggingface.registry import architecture_of
+from megatron.formats.huggingface import architecture_of
 from megatron.formats.legacy_megatron.arguments import arguments_of_model
 from megatron.model.layer_list import LayerStack, canonical_parameters, layer_sequence
 from megatron.parallel.tensor_parallel import TensorParallel

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.config import ConfigError
 from megatron.formats.conversion.output import check_hub, push
-from megatron.formats.huggingface import write_model
+from megatron.formats.huggingface.export import write_model
 from megatron.tokenizer.null import NullTokenizer
 
 TOKEN = "hf_standin"

@@ -15,8 +15,8 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from megatron.checkpoint.files import CheckpointError
 from megatron.formats.deepspeed_folders import neox
 from megatron.formats.deepspeed_folders.folder import DeepSpeedFolder
-from megatron.formats.deepspeed_folders.naming import whole_shards
 from megatron.formats.deepspeed_folders.universal import UniversalFolder
+from megatron.formats.features import whole_shards
 from megatron.formats.legacy_megatron.names import qkv_to_megatron
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "golden" / "megatron_arguments"))

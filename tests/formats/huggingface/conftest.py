@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import AutoConfig, PreTrainedModel
 
-from megatron.formats.huggingface.registry import architecture_named
+from megatron.formats.huggingface import architecture_named
 
 # Modules that the tests of this folder share.
 sys.path.insert(0, str(Path(__file__).parent))

@@ -12,7 +12,7 @@ from megatron.config import ParallelConfig, RunConfig
 from megatron.families import spec_of
 from megatron.features.adapters.flags import AdapterConfig, is_adapter
 from megatron.features.adapters.model import with_adapters
-from megatron.formats.huggingface.adapter_targets import linear_targets
+from megatron.formats.huggingface import linear_targets
 from megatron.formats.huggingface.source import HuggingFaceFolder
 from megatron.model.layer_list import LayerStack, initialise
 from megatron.parallel.shard import shard_of

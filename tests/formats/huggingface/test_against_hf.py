@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from megatron.families import build_model
-from megatron.formats.huggingface import ARCHITECTURES, write_model
-from megatron.formats.huggingface.entries import (
+from megatron.formats.huggingface import ARCHITECTURES, architecture_named
+from megatron.formats.huggingface.architecture import (
     GATE_AND_UP,
     GROUPED_QKV,
     SAME,
@@ -21,7 +21,7 @@ from megatron.formats.huggingface.entries import (
     TRANSPOSED,
     Reordering,
 )
-from megatron.formats.huggingface.registry import architecture_named
+from megatron.formats.huggingface.export import write_model
 from megatron.formats.huggingface.source import HuggingFaceFolder
 from megatron.parallel.shard import shard_of
 

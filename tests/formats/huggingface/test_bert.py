@@ -18,10 +18,10 @@ from megatron.data.labelled_text import LabelledText, collate_labelled
 from megatron.families import build_model, spec_of
 from megatron.features.tokenizers.wordpiece import WordPieceTokenizer
 from megatron.formats.conversion.commands import export_hf, from_hf
-from megatron.formats.conversion.whole_model import model_of
-from megatron.formats.huggingface import write_model
 from megatron.formats.huggingface.compare import compare_logits
+from megatron.formats.huggingface.export import write_model
 from megatron.formats.huggingface.source import HuggingFaceFolder
+from megatron.formats.inspection import model_of
 from megatron.model.heads import HEAD_NAMES
 
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] the cat sat on mat ##s .".split()

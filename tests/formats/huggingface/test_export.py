@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from megatron.checkpoint.files import CheckpointError, write_json
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.formats.conversion.output import published
-from megatron.formats.huggingface import architecture_of, write_model
+from megatron.formats.huggingface import architecture_of
 from megatron.formats.huggingface.compare import compare_logits
-from megatron.formats.huggingface.export import plan_shards
+from megatron.formats.huggingface.export import plan_shards, write_model
 from megatron.tokenizer.null import NullTokenizer
 
 

@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 
 from megatron.checkpoint.source import open_checkpoint, save_copy
 from megatron.checkpoint.writer import write_checkpoint
-from megatron.formats.huggingface import ARCHITECTURES, architecture_of, write_model
+from megatron.formats.huggingface import ARCHITECTURES, architecture_of
+from megatron.formats.huggingface.export import write_model
 from megatron.formats.huggingface.source import HuggingFaceFolder
 
 

@@ -11,9 +11,8 @@ from samples import sampled
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import open_checkpoint
-from megatron.formats.conversion.adapter_command import write_adapters
-from megatron.formats.conversion.commands import export_hf
-from megatron.formats.conversion.whole_model import model_of
+from megatron.formats.conversion.commands import export_hf, write_adapters
+from megatron.formats.inspection import model_of
 from megatron.model.layer_list import LayerState
 from megatron.tokenizer.null import NullTokenizer
 

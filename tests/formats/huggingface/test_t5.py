@@ -20,10 +20,10 @@ from megatron.features.masked.flags import MaskedDataConfig
 from megatron.features.tokenizers.sentence_piece import SentencePieceTokenizer
 from megatron.features.tokenizers.wordpiece import WordPieceTokenizer
 from megatron.formats.conversion.commands import export_hf
-from megatron.formats.conversion.whole_model import model_of
-from megatron.formats.huggingface import write_model
 from megatron.formats.huggingface.compare import compare_logits
+from megatron.formats.huggingface.export import write_model
 from megatron.formats.huggingface.source import HuggingFaceFolder
+from megatron.formats.inspection import model_of
 
 V10, V11 = CASES["t5"]["1.0"], CASES["t5"]["1.1"]
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] the cat is red dog blue and . a ##s".split()

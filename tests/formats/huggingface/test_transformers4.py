@@ -14,9 +14,9 @@ import torch
 from hf_cases import CASES
 from hf_inputs import pair
 
-from megatron.formats.conversion.whole_model import model_of
-from megatron.formats.huggingface import write_model
+from megatron.formats.huggingface.export import write_model
 from megatron.formats.huggingface.source import HuggingFaceFolder
+from megatron.formats.inspection import model_of
 
 FOLDER = os.environ.get("MEGATRON_TEST_TRANSFORMERS4")
 

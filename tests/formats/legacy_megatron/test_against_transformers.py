@@ -18,7 +18,7 @@ from gpt_forward import forward
 
 from megatron.families import spec_of
 from megatron.features.masked.masked_batch import BertSample, collate_bert
-from megatron.formats.conversion.whole_model import model_of
+from megatron.formats.inspection import model_of
 from megatron.formats.legacy_megatron.writer import write_megatron
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "megatron_gpt2"

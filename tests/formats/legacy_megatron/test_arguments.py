@@ -15,8 +15,9 @@ from megatron.formats.legacy_megatron.arguments import (
     arguments_of_model,
     complete,
     model_of_arguments,
+    tokenizer_of_arguments,
+    unpadded_vocabulary,
 )
-from megatron.formats.legacy_megatron.vocabulary import tokenizer_of_arguments, unpadded_vocabulary
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "golden" / "megatron_arguments"))
 from namespaces import NAMESPACES  # noqa: E402

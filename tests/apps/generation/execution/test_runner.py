@@ -21,8 +21,8 @@ from megatron.apps.generation.memory import CacheConfig
 from megatron.apps.generation.request import SequencePart, StepInput
 from megatron.config import ConfigError
 from megatron.families import family_of
-from megatron.formats.conversion.whole_model import model_of
 from megatron.formats.huggingface.source import HuggingFaceFolder
+from megatron.formats.inspection import model_of
 from megatron.parallel.mesh import SINGLE, Mesh
 
 CPU = torch.device("cpu")

@@ -20,8 +20,8 @@ from megatron.apps.generation.request import (
 from megatron.apps.generation.scheduling.engine import GenerationEngine
 from megatron.apps.generation.scheduling.schedule import EngineLimits
 from megatron.families import family_of
-from megatron.formats.conversion.whole_model import model_of
 from megatron.formats.huggingface.source import HuggingFaceFolder
+from megatron.formats.inspection import model_of
 from megatron.tokenizer.null import NullTokenizer
 
 GREEDY = Sampling(greedy=True)

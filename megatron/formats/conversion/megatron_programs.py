@@ -1,7 +1,10 @@
-"""Megatron-DeepSpeed's converter of Llamas: from a folder of Hugging Face, and back.
+"""Programs with the flags of Megatron's own: Megatron-DeepSpeed's converter of Llamas
+(``tools/hf2megads_weight_converter.py``), and Megatron-LM's merging of tensor-parallel partitions
+(``tools/merge_mp_partitions.py``).
 
-Its flags are its own and those of the training that uses the checkpoint. Sizes that they give must
-be those of the model; layout and schedules have no effect, because any layout loads the result.
+The converter takes its own flags and those of the training that uses the checkpoint. Sizes that
+they give must be those of the model; layout and schedules have no effect, because any layout loads
+the result.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.source import Source
 from megatron.config import (
     CheckpointConfig,
     ConfigError,
@@ -20,10 +24,17 @@ from megatron.config import (
     PrecisionConfig,
     Settings,
 )
-from megatron.config.flags import build, names_of, option
-from megatron.formats.conversion.commands import export_hf, import_hf, opened
+from megatron.config.flags import POSITIVE, build, names_of, option
+from megatron.formats.conversion.commands import (
+    export_hf,
+    export_megatron,
+    import_hf,
+    opened,
+    sizes_of,
+)
 from megatron.formats.conversion.output import need, published
 from megatron.formats.huggingface.source import HuggingFaceFolder, WeightFiles
+from megatron.run.folders import check_output
 from megatron.run.run import RunToolParser
 from megatron.util.processes import is_main_process
 
@@ -50,8 +61,8 @@ class HFConverterConfig:
 
 def convert(description: str | None, argv: Sequence[str] | None = None) -> None:
     """Converts in one of the processes that a launcher starts. Raises ConfigError if a flag is
-    missing, or contradicts the model. Raises CheckpointError if a file is missing or damaged, or
-    the logits of both forms differ."""
+    missing, or contradicts the model; CheckpointError if a file is missing or damaged, or the
+    logits of both forms differ."""
     config, settings = RunToolParser(HFConverterConfig, description).parse(argv)
     if not is_main_process():
         return  # a launcher started one for each GPU
@@ -103,10 +114,8 @@ def _with_positions(model: ModelConfig, original: ModelConfig) -> ModelConfig:
     positions, first = model.positions, original.positions
     if positions.position_embedding_type != "rope" or positions.rope_scaling != first.rope_scaling:
         return model
-    longest = first.max_position_embeddings
-    return dataclasses.replace(
-        model, positions=dataclasses.replace(positions, max_position_embeddings=longest)
-    )
+    longest = dataclasses.replace(positions, max_position_embeddings=first.max_position_embeddings)
+    return dataclasses.replace(model, positions=longest)
 
 
 def check_files(path: Path, mode: str, shards: int | None) -> None:
@@ -138,3 +147,77 @@ def _check_model(settings: Settings, model: ModelConfig, where: str) -> None:
                 f"{given[name].origin.removeprefix('flag ')} {getattr(here, name)}: {where} has "
                 f"{getattr(there, name)}; leave the flag out, or give that"
             )
+
+
+TYPES = {
+    **{"BERT": ("bert", "lm"), "GPT": ("gpt", "lm"), "T5": ("t5", "lm")},
+    **{"RACE": ("bert", "multiple_choice"), "MNLI": ("bert", "classification")},
+    "QQP": ("bert", "classification"),
+}
+"""Family and head of the model types."""
+CHECKED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+
+
+@dataclass(frozen=True)
+class MergePartitionsConfig:
+    """Merging: which checkpoint, and where to."""
+
+    model_type: str | None = option(None, choices=tuple(TYPES))
+    """Kind of the model, which --load must have."""
+    load: str | None = option(None)
+    """Folder of checkpoints, or one checkpoint, of any format."""
+    save: str | None = option(None, derived="the folder merged in --load")
+    """Folder of checkpoints to write in."""
+    tensor_model_parallel_size: int | None = option(
+        None, aliases=("--model-parallel-size",), derived="that of --load", bounds=POSITIVE
+    )
+    """Number of partitions, which --load must have."""
+    target_tensor_parallel_size: int = option(1, bounds=POSITIVE)
+    """Tensor-parallel size to write for."""
+    target_pipeline_model_parallel_size: int = option(
+        1, aliases=("--target-pipeline-parallel-size",), bounds=POSITIVE
+    )
+    """Pipeline-parallel size to write for."""
+
+
+def merge(description: str | None, argv: Sequence[str] | None = None) -> None:
+    """Writes a checkpoint in fewer partitions. Raises ConfigError if a flag is missing, or differs
+    from the checkpoint; CheckpointError if it is damaged, or what is read back differs."""
+    options, settings = RunToolParser(MergePartitionsConfig, description).parse(argv)
+    if options.model_type is None:
+        raise ConfigError(f"--model-type is missing: {', '.join(TYPES)}")
+    if options.load is None:
+        raise ConfigError("--load is missing: the checkpoint to merge")
+    save = Path(options.save or Path(options.load) / "merged")
+    if save.resolve() == Path(options.load).resolve():
+        raise ConfigError(f"--save {save} is the folder of --load; give another")
+    source = opened(options.load)
+    source.require_model()
+    _check_options(source, options, settings)
+    check_output("--save", save / "any")
+    sizes = options.target_tensor_parallel_size, options.target_pipeline_model_parallel_size
+    export_megatron(source, save, sizes)
+
+
+def _check_options(source: Source, options: MergePartitionsConfig, settings: Settings) -> None:
+    """Raises ConfigError if a flag contradicts the checkpoint."""
+    kind = (source.model.family, source.model.head)
+    if kind != TYPES[options.model_type or ""]:
+        shown = f"{kind[0]} with the head {kind[1]}" if kind[1] != "lm" else kind[0]
+        types = " or ".join(name for name, each in TYPES.items() if each == kind)
+        raise ConfigError(
+            f"--model-type {options.model_type}: {source.folder} is a {shown}"
+            + f"; its type is {types}" * bool(types)
+        )
+    size, parts = options.tensor_model_parallel_size, sizes_of(source)[0]
+    if size not in (None, parts):
+        raise ConfigError(
+            f"--tensor-model-parallel-size {size}: {source.folder} has {parts} partition"
+            f"{'s' * (parts > 1)}"
+        )
+    model = source.model.flags()
+    for name in CHECKED:
+        stored = getattr(model, name)
+        if name in settings and settings[name].value != stored:
+            flag = settings[name].origin.removeprefix("flag ")
+            raise ConfigError(f"{flag} {settings[name].value}: {source.folder} has {stored}")

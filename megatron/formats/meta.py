@@ -1,13 +1,18 @@
 """A Llama as Meta publishes it: ``params.json``, and a ``consolidated.*.pth`` of each of the
-model-parallel ranks that it was trained on."""
+model-parallel ranks that it was trained on.
+
+Meta's file leaves some values to the program that reads it. They are taken as Meta's program and
+transformers' conversion of the files do, and a note says what was taken.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -16,12 +21,10 @@ from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError, read_bytes, read_json
 from megatron.checkpoint.generation_settings import with_ends, write_generation
-from megatron.checkpoint.source import Source
 from megatron.config import ModelConfig, TokenizerConfig
-from megatron.formats.huggingface.architecture import Parameter
-from megatron.formats.huggingface.registry import architecture_named
-from megatron.formats.legacy_megatron.vocabulary import write_tokenizer
-from megatron.formats.meta.params import read_params
+from megatron.formats.huggingface import architecture_named
+from megatron.formats.huggingface.source import TableSource, shapes_of
+from megatron.formats.legacy_megatron.arguments import write_tokenizer
 from megatron.formats.unpickle import load_pickle
 from megatron.tokenizer import build_tokenizer
 
@@ -49,16 +52,7 @@ _NAMES = {
 """Meta's names of layers by Hugging Face's."""
 
 
-class _Theirs(NamedTuple):
-    """A tensor of Hugging Face's form: Meta's name, its whole shape, and how many heads have rows
-    that Meta rotates in neighbouring pairs (0 for none)."""
-
-    name: str
-    shape: tuple[int, ...]
-    heads: int
-
-
-class MetaFolder(Source):
+class MetaFolder(TableSource):
     """A folder with params.json and ``consolidated.00.pth`` to ``consolidated.NN.pth``, or one
     ``consolidated.safetensors``. Files are mapped into memory; a tensor is read when it is needed.
     Raises CheckpointError if a file is missing or damaged, tensors are missing, superfluous or of
@@ -82,9 +76,19 @@ class MetaFolder(Source):
                 "of Llama 3.2's models of 1B and 3B: by 32, not by 8"
             )
         self._parameters = {each.ours: each for each in architecture.parameters(self.model)}
-        self._theirs = self._described(self._parameters)
-        self._check()
-        self.tokenizer = _tokenizer_beside(folder)
+        tensors = [theirs for each in self._parameters.values() for theirs in each.theirs]
+        self._theirs = {theirs: _name_of(theirs) for theirs in tensors}
+        self._check_names()
+        self._shapes = shapes_of(self.model, path)
+        self._wholes = {
+            theirs: tuple(like.shape)
+            for name, each in self._parameters.items()
+            for theirs, like in each.to_hf(torch.empty(self._shapes[name], device="meta")).items()
+        }
+        for theirs in self._theirs:
+            self._joining(theirs)
+        places = (folder / _TOKENIZER, folder.parent / _TOKENIZER)
+        self.tokenizer = next((tokenizer_of_file(p) for p in places if p.is_file()), None)
 
     @classmethod
     def locate(cls, path: Path, wanted: str | None) -> Path | None:
@@ -117,30 +121,13 @@ class MetaFolder(Source):
                     f"{wanted}; download it again"
                 )
 
-    def names(self) -> Sequence[str]:
-        return list(self._parameters)
-
     def shape(self, name: str) -> tuple[int, ...]:
-        parameter = self._parameter(name)
-        parts = [
-            torch.empty(self._theirs[theirs].shape, device="meta") for theirs in parameter.theirs
-        ]
-        return tuple(parameter.from_hf(parts).shape)
-
-    def kinds(self, name: str) -> Sequence[str]:
-        """Weights alone."""
         self._parameter(name)
-        return ["weight"]
+        return self._shapes[name]
 
     def dtype(self, name: str, kind: str = "weight") -> str:
-        theirs = self._theirs[self._parameter(name).theirs[0]]
-        return str(self._ranks[0][theirs.name].dtype).removeprefix("torch.")
-
-    def tensor(self, name: str, kind: str = "weight") -> Tensor:
-        parameter = self._parameter(name)
-        if kind != "weight":
-            raise CheckpointError(f"{self.folder} has no {kind} of {name}, only weights")
-        return parameter.from_hf([self._whole(theirs).float() for theirs in parameter.theirs])
+        first = self._theirs[self._parameter(name).theirs[0]]
+        return str(self._ranks[0][first].dtype).removeprefix("torch.")
 
     def copy_tokenizer(self, target: Path) -> bool:
         """See :meth:`Source.copy_tokenizer`; made of tokenizer.model, which is in the folder or
@@ -160,11 +147,6 @@ class MetaFolder(Source):
         ends = [tokenizer.eos, *tokenizer.tokenize("<|eot_id|>")]
         return with_ends({}, (end for end in ends if end < self.model.vocabulary.size))
 
-    def _parameter(self, name: str) -> Parameter:
-        if name not in self._parameters:
-            raise CheckpointError(f"{self.folder} has no parameter {name}")
-        return self._parameters[name]
-
     def _vocabulary(self) -> int:
         """Rows of the head, which the ranks divide in every version."""
         name = "output.weight"
@@ -173,7 +155,7 @@ class MetaFolder(Source):
         return sum(rank[name].shape[0] for rank in self._ranks)
 
     def _is_tied(self) -> bool:
-        """Whether the head repeats the token embedding."""
+        """True if the head repeats the token embedding."""
         pairs = [(rank.get("tok_embeddings.weight"), rank["output.weight"]) for rank in self._ranks]
         return all(
             table is not None
@@ -183,50 +165,9 @@ class MetaFolder(Source):
             for table, head in pairs
         )
 
-    def _described(self, parameters: Mapping[str, Parameter]) -> dict[str, _Theirs]:
-        """Meta's tensor for each of Hugging Face's."""
-        attention, found = self.model.attention, {}
-        rotated = {
-            "self_attn.q_proj.weight": attention.num_attention_heads,
-            "self_attn.k_proj.weight": attention.num_query_groups,
-        }
-        shapes = self._shapes()
-        for parameter in parameters.values():
-            for theirs in parameter.theirs:
-                layer = re.match(r"model\.layers\.(\d+)\.(.*)", theirs)
-                inner = layer[2] if layer else theirs
-                stem = inner.removesuffix(".weight")
-                prefix = f"layers.{layer[1]}." if layer else ""
-                found[theirs] = _Theirs(
-                    f"{prefix}{_NAMES[stem]}.weight", shapes[stem], rotated.get(inner, 0)
-                )
-        return found
-
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Whole shapes by Hugging Face's name of a layer."""
-        model, attention = self.model, self.model.attention
-        hidden, ffn = model.hidden_size, model.mlp.ffn_hidden_size
-        queries = attention.num_attention_heads * attention.kv_channels
-        keys = attention.num_query_groups * attention.kv_channels
-        table = (model.vocabulary.size, hidden)
-        return {
-            "self_attn.q_proj": (queries, hidden),
-            "self_attn.k_proj": (keys, hidden),
-            "self_attn.v_proj": (keys, hidden),
-            "self_attn.o_proj": (hidden, queries),
-            "mlp.gate_proj": (ffn, hidden),
-            "mlp.up_proj": (ffn, hidden),
-            "mlp.down_proj": (hidden, ffn),
-            "input_layernorm": (hidden,),
-            "post_attention_layernorm": (hidden,),
-            "model.norm": (hidden,),
-            "model.embed_tokens": table,
-            "lm_head": table,
-        }
-
-    def _check(self) -> None:
-        """Raises CheckpointError if tensors are missing, superfluous or of another shape."""
-        wanted = {each.name for each in self._theirs.values()}
+    def _check_names(self) -> None:
+        """Raises CheckpointError if tensors are missing or superfluous."""
+        wanted = set(self._theirs.values())
         if self.model.embedding.tied:
             wanted.add("output.weight")
         for path, rank in zip(self._files, self._ranks, strict=True):
@@ -239,14 +180,13 @@ class MetaFolder(Source):
                     f"{path} contains {', '.join(foreign[:5])}; a Llama as {PARAMS} describes it "
                     "has no such tensors"
                 )
-        for theirs in self._theirs.values():
-            self._joining(theirs)
 
-    def _joining(self, theirs: _Theirs) -> Callable[[Sequence[Tensor]], Tensor]:
-        """How the ranks' shares of a tensor make a whole one, by their shapes: rows or columns one
-        after the other, or the same on every rank, or, with fewer key heads than ranks, on some
+    def _joining(self, theirs: str) -> Callable[[Sequence[Tensor]], Tensor]:
+        """The function that joins the ranks' shares of a tensor, by their shapes: rows or columns
+        one after the other, or copies on every rank, or, with fewer key heads than ranks, on some
         neighbouring ranks."""
-        shares, wanted = [rank[theirs.name] for rank in self._ranks], theirs.shape
+        name, wanted = self._theirs[theirs], self._wholes[theirs]
+        shares = [rank[name] for rank in self._ranks]
         shapes, count = [tuple(share.shape) for share in shares], len(shares)
         if all(shape == wanted for shape in shapes):
             return lambda parts: parts[0]
@@ -266,20 +206,34 @@ class MetaFolder(Source):
                 return lambda parts: torch.cat(list(parts)[::copies])
         found = " and ".join(dict.fromkeys(map(str, shapes)))
         raise CheckpointError(
-            f"{self.folder}: {theirs.name} has the shape {found} in {count} file"
+            f"{self.folder}: {name} has the shape {found} in {count} file"
             f"{'s' if count > 1 else ''}; {PARAMS} makes it {wanted}"
         )
 
-    def _whole(self, name: str) -> Tensor:
-        """A tensor in Hugging Face's form, in the dtype of the files."""
-        theirs = self._theirs[name]
-        values = self._joining(theirs)([rank[theirs.name] for rank in self._ranks])
-        if not theirs.heads:
+    def _part(self, theirs: str) -> Tensor:
+        """A tensor in Hugging Face's form."""
+        values = self._joining(theirs)([rank[self._theirs[theirs]] for rank in self._ranks])
+        heads = self._rotated_heads(theirs)
+        if not heads:
             return values
         # Meta rotates channels 2i and 2i + 1 of a head together, Hugging Face i and i + D/2.
         rows, width = values.shape
-        pairs = values.view(theirs.heads, rows // theirs.heads // 2, 2, width)
+        pairs = values.view(heads, rows // heads // 2, 2, width)
         return pairs.transpose(1, 2).reshape(rows, width)
+
+    def _rotated_heads(self, theirs: str) -> int:
+        """Number of heads whose rows Meta rotates in neighbouring pairs; 0 for none."""
+        attention = self.model.attention
+        if theirs.endswith("self_attn.q_proj.weight"):
+            return attention.num_attention_heads
+        return attention.num_query_groups if theirs.endswith("self_attn.k_proj.weight") else 0
+
+
+def _name_of(theirs: str) -> str:
+    """Meta's name of a tensor of Hugging Face."""
+    layer = re.match(r"model\.(layers\.\d+\.)(.*)", theirs)
+    prefix, inner = layer.groups() if layer else ("", theirs)
+    return f"{prefix}{_NAMES[inner.removesuffix('.weight')]}.weight"
 
 
 def _has_weights(folder: Path) -> bool:
@@ -327,7 +281,136 @@ def tokenizer_of_file(path: Path) -> TokenizerConfig:
     return TokenizerConfig(tokenizer_type=kind, tokenizer_model=str(path))
 
 
-def _tokenizer_beside(folder: Path) -> TokenizerConfig | None:
-    """The tokenizer in the folder or the one above it, if there is one."""
-    places = (folder / _TOKENIZER, folder.parent / _TOKENIZER)
-    return next((tokenizer_of_file(path) for path in places if path.is_file()), None)
+_KNOWN = {
+    "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size",
+    "multiple_of", "ffn_dim_multiplier", "norm_eps", "rope_theta", "use_scaled_rope",
+    "sliding_window", "max_seq_len",
+}  # fmt: skip
+_HARMLESS = {"max_batch_size", "model_parallel_size", "use_biases"}
+"""Sizes of Meta's buffers, and what is refused unless it is false."""
+
+
+@dataclass(frozen=True)
+class MetaParams:
+    """The content of a params.json.
+
+    Attributes:
+        keys: keys of config.json, except those that the tensors show: vocabulary and tied head.
+        scaled: whether the rotary frequencies are scaled as in Llama 3.1.
+        notes: what the file does not say and was taken as usual.
+    """
+
+    keys: dict[str, Any]
+    scaled: bool
+    notes: tuple[str, ...]
+
+    def config(self, vocabulary: int, tied: bool) -> dict[str, Any]:
+        """The config.json of a model with ``vocabulary`` tokens, with a tied head or not."""
+        keys = {**self.keys, "vocab_size": vocabulary, "tie_word_embeddings": tied}
+        if self.scaled:
+            # Llama 3.2's small models are the only published ones with a tied head.
+            keys["rope_scaling"] = {
+                "rope_type": "llama3",
+                "factor": 32.0 if tied else 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            }
+        return keys
+
+
+def read_params(content: Any, path: Path) -> MetaParams:
+    """The parsed params.json at ``path``. Raises CheckpointError if a value is missing, malformed
+    or of a model that cannot be represented."""
+    if isinstance(content, dict) and isinstance(content.get("model"), dict):
+        content = {**content, **content["model"], "model": None}
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    unknown = [
+        f"{name} = {value!r}"
+        for name, value in content.items()
+        if name not in _KNOWN | _HARMLESS or (name == "use_biases" and value)
+        if value not in (None, False, {}, [], -1)
+    ]
+    if unknown:
+        raise CheckpointError(
+            f"{path}: {', '.join(unknown)}: such a Llama cannot be represented (experts, images "
+            "and quantised weights cannot)"
+        )
+    given = _Params(content, path)
+    hidden, heads = given.whole("dim"), given.whole("n_heads")
+    window = content.get("sliding_window")
+    # Mistral's files name the width of the MLP itself.
+    mistral = window is not None or content.get("hidden_dim") is not None
+    theta = given.number("rope_theta", 10_000.0)
+    scaled = content.get("use_scaled_rope", False)
+    if not isinstance(scaled, bool):
+        raise CheckpointError(f"{path}: use_scaled_rope is {scaled!r}, expected true or false")
+    keys: dict[str, Any] = {
+        "model_type": "mistral" if mistral else "llama",
+        "hidden_size": hidden,
+        "intermediate_size": _ffn_size(given, hidden),
+        "num_hidden_layers": given.whole("n_layers"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": given.whole("n_kv_heads", heads),
+        "head_dim": given.whole("head_dim", hidden // heads),
+        "rms_norm_eps": given.number("norm_eps"),
+        "rope_theta": theta,
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+    }
+    if mistral:
+        keys["sliding_window"] = None if window is None else given.whole("sliding_window")
+    else:
+        keys |= {"attention_bias": False, "mlp_bias": False}
+    longest, notes = content.get("max_seq_len"), []
+    if longest is None:
+        longest = _longest(theta, scaled, mistral)
+        notes.append(
+            f"{path.name} does not say the longest sequence; it is taken as {longest:,} tokens"
+        )
+    keys["max_position_embeddings"] = longest
+    return MetaParams(keys, scaled, tuple(notes))
+
+
+def _longest(theta: float, scaled: bool, mistral: bool) -> int:
+    """Longest sequence of published models: Mistral, Llama 3.1 and later, whose rotary frequencies
+    are scaled, and, by the base of these, Llama 2, Llama 3, and Code Llama and others."""
+    if mistral:
+        return 32_768
+    return 131_072 if scaled else {10_000.0: 4096, 500_000.0: 8192}.get(theta, 16_384)
+
+
+def _ffn_size(given: _Params, hidden: int) -> int:
+    """Width of the MLP, as Meta's FeedForward computes it: two thirds of 4 H, times a factor,
+    rounded up to a multiple."""
+    if given.content.get("hidden_dim") is not None:
+        return given.whole("hidden_dim")
+    wanted = int(given.number("ffn_dim_multiplier", 1.0) * int(8 * hidden / 3))
+    multiple = given.whole("multiple_of", 256)
+    return -(-wanted // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class _Params:
+    content: dict[str, Any]
+    path: Path
+
+    def whole(self, name: str, default: int | None = None) -> int:
+        value = self._value(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise CheckpointError(f"{self.path}: {name} is {value!r}, expected a positive integer")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self._value(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise CheckpointError(f"{self.path}: {name} is {value!r}, expected a positive number")
+        return float(value)
+
+    def _value(self, name: str, default: float | None) -> Any:
+        value = self.content.get(name)
+        if value is None and default is None:
+            raise CheckpointError(f"{self.path} has no {name}")
+        return default if value is None else value

@@ -9,7 +9,7 @@ from gpt_forward import forward
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import open_checkpoint
 from megatron.config import ParallelConfig
-from megatron.formats.conversion.whole_model import model_of
+from megatron.formats.inspection import model_of
 
 CPU = torch.device("cpu")
 

@@ -15,11 +15,11 @@ from gpt_forward import forward
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import locate_checkpoint, open_checkpoint
-from megatron.formats.conversion.whole_model import model_of
 from megatron.formats.huggingface.llama import LLAMA
-from megatron.formats.meta.source import MetaFolder, tokenizer_of_file
+from megatron.formats.inspection import model_of
+from megatron.formats.meta import MetaFolder, tokenizer_of_file
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "meta_llama"
+GOLDEN = Path(__file__).parents[1] / "golden" / "meta_llama"
 sys.path.insert(0, str(GOLDEN))
 import meta_files  # noqa: E402
 

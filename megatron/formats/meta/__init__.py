@@ -1,2 +1,0 @@
-"""Checkpoints of Meta's programs for Llama, and of Mistral's: ``params.json`` beside
-``consolidated.*.pth``."""
