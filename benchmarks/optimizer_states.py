@@ -27,9 +27,9 @@ from torch import Tensor
 
 from megatron.apps.parity.runs import RunRecord, watched_trainer
 from megatron.data.indexed import IndexedDatasetWriter
-from megatron.engine import build
 from megatron.engine.environment import distributed
 from megatron.engine.update.adam import Decoded
+from megatron.features.low_bit_states import stored_states
 from megatron.features.low_bit_states.stored_states import StoredStates
 from megatron.run.run import parse_run
 
@@ -91,7 +91,7 @@ def main() -> int:
         stored = {name: (added, StoredStates) for name, added in FORMATS.items()} | NEAREST
         for name, (added, form) in stored.items():
             if added and any(fnmatch(name, pattern) for pattern in options.formats):
-                with mock.patch.object(build, "StoredStates", form):
+                with mock.patch.object(stored_states, "StoredStates", form):
                     rows[name] = train([*flags, *added])
     print(table(rows))
     if options.json:

@@ -7,7 +7,7 @@ from megatron.model.attention_flex import block_masks
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.embedding import LM_LOSS
 from megatron.model.layer_list import LayerCache, LayerStack, LayerState
-from megatron.parallel.cross_entropy import Targets
+from megatron.parallel.loss_head import Targets
 
 
 def forward(

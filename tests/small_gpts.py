@@ -71,5 +71,5 @@ def small_gpt(
     for block in stack.blocks():
         for module in block.modules():
             if hasattr(module, "float8"):
-                module.float8 = float8
+                module.kernel = float8
     return stack

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from megatron.config.flags import ConfigResolver, Settings
 
@@ -24,7 +25,7 @@ DOCUMENTS, PACKED = "documents", "packed"
 """Samples of :attr:`KindConfig.samples`."""
 
 
-class Section:
+class FlagSection:
     """Flags of a feature: a section of saved configurations and a group of --help.
 
     Attributes:
@@ -40,7 +41,7 @@ class Section:
         return False
 
 
-class KindConfig(Section):
+class KindConfig(FlagSection):
     """Flags of a kind of data, and what is known of it before its module is imported.
 
     Attributes:
@@ -92,6 +93,31 @@ class KindConfig(Section):
         return None
 
 
+class ModelPart:
+    """Flags of a feature that are fields of ``ModelFlags``, and what they resolve to in a network.
+
+    Attributes:
+        families: names of the families whose models depend on them; None for all.
+    """
+
+    families: ClassVar[frozenset[str] | None] = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether the network has nothing of the feature."""
+        return False
+
+    def resolve(
+        self, layers: int, seq_length: int, longest: int | None, resolver: ConfigResolver
+    ) -> Self:
+        """The part of a network with so many layers and tokens, complete; ``longest`` is the most
+        positions that a sequence can have, None for any number. Raises ConfigError."""
+        return self
+
+    def check_lengths(self, lengths: Sequence[int], source: str) -> None:
+        """Refuses lengths of sequences, which ``source`` has, that the network cannot read."""
+
+
 class Feature:
     """What a folder adds to a run.
 
@@ -100,11 +126,13 @@ class Feature:
 
     Attributes:
         sections: the class of flags of each section of a saved configuration.
+        model_parts: classes of flags of the network.
         families: names of the model families that :meth:`family` returns.
         tokenizers: values of ``--tokenizer-type`` that :meth:`tokenizer` returns.
     """
 
-    sections: ClassVar[Mapping[str, type[Section]]] = {}
+    sections: ClassVar[Mapping[str, type[FlagSection]]] = {}
+    model_parts: ClassVar[tuple[type[ModelPart], ...]] = ()
     families: ClassVar[tuple[str, ...]] = ()
     tokenizers: ClassVar[tuple[str, ...]] = ()
 
@@ -166,17 +194,116 @@ class Feature:
         """The :class:`~megatron.families.family.Family` of that name."""
         raise AssertionError(f"{self} has no family {name}")
 
+    # Hooks of processes, models, engines and trainings; see docs/design/structure.md.
+
+    after: ClassVar[tuple[str, ...]] = ()
+    """Names of features whose hooks are called before those of this one, where they exist."""
+    training_flags: ClassVar[Sequence[type]] = ()
+    """Classes of flags that an evaluation does not use."""
+    json_sections: ClassVar[tuple[str, ...]] = ()
+    """Sections of a DeepSpeed JSON that the feature reads instead of DeepSpeed: the setting of the
+    same name is the text of the section."""
+
+    def check_json(self, sections: Mapping[str, str]) -> None:
+        """Raise ConfigError for wrong texts of :attr:`json_sections`, by name."""
+
+    def start(self, settings: Settings, processes: int) -> int:
+        """Called in each of the ``processes`` of a run before it resolves its settings: return
+        their number, which may be another one where processes start again."""
+        return processes
+
+    def watch(self, config: Any) -> AbstractContextManager[Any] | None:
+        """A context that watches a process of a run, a :class:`~megatron.run.process.Watch`; None
+        for none."""
+        return None
+
+    def model(self, spec: Any, config: Any) -> Any:
+        """The :class:`~megatron.model.spec.ModelSpec` of a run, from that of its family."""
+        return spec
+
+    def shape(self, shape: Any, config: Any) -> Any:
+        """The :class:`~megatron.model.flops.TransformerShape` of a run's model."""
+        return shape
+
+    def check_device(self, config: Any, device: Any) -> None:
+        """Raise ConfigError for a device that cannot do what the flags say, before the model is
+        built."""
+
+    def why_eager(self, config: Any, automatic: bool) -> str | None:
+        """Why blocks are not compiled, to follow the value of ``--torch-compile``; ``automatic``:
+        the value is ``auto``, and compiling has to repay. None for no reason."""
+        return None
+
+    def kernels(self, blocks: Sequence[Any], config: Any) -> None:
+        """Set the :class:`~megatron.parallel.layers.LinearKernel` of layers of these blocks."""
+
+    def kernel_states(
+        self,
+        blocks: Sequence[Any],
+        names: Mapping[Any, str],
+        config: Any,
+        mesh: Any,
+        partitioned: bool,
+    ) -> Any:
+        """The :class:`~megatron.parallel.layers.KernelStates` of those kernels, where the feature
+        has set any; ``names``: of each parameter; ``partitioned``: whether processes have parts of
+        the weights (ZeRO 3). None for none."""
+        return None
+
+    def stored_states(self, config: Any) -> Any:
+        """The :class:`~megatron.engine.update.adam.StateStore` of the optimizer; None for
+        float32."""
+        return None
+
+    def built(self, engine: Any) -> None:
+        """Called with a :class:`~megatron.engine.train_engine.TrainEngine` that has just been
+        built."""
+
+    def load(self, engine: Any, source: Any, fresh: Sequence[str], continues: bool) -> Any:
+        """Load the weights of ``source`` in the feature's own way, except the parameters ``fresh``,
+        which it lacks. Return the source from which optimizer and random state are loaded; None to
+        leave the weights to the engine."""
+        return None
+
+    def check_run(self, run: Any, mesh: Any, device: Any) -> None:
+        """Raise ConfigError for a run, of training or evaluation, before its data are read."""
+
+    def check_source(self, config: Any, source: Any) -> None:
+        """Raise ConfigError where a run cannot start from the
+        :class:`~megatron.training.resume.ResumeSource` that its flags name, or None."""
+
+    def begin(self, context: Any) -> None:
+        """Called with the :class:`~megatron.training.context.RunContext` before data are read."""
+
+    def before_engine(self, context: Any) -> None:
+        """Called when data, plan and source of the context exist."""
+
+    def before_load(self, context: Any) -> None:
+        """Called when its engine exists; may replace ``context.source``."""
+
+    def ready(self, context: Any) -> None:
+        """Called when everything in the context exists, to add callbacks to it."""
+
+    def answer_ends(self, train: Any, tokenizer: Any, of_base: Sequence[int]) -> Any:
+        """The tokens at which the examples of a data set end answers, a frozenset; ``of_base``:
+        those of the model that training starts from. None where the feature cannot tell."""
+        return None
+
+    def extent(self, config: Any, plan: Any, sizes: Callable[[], Sequence[Any]]) -> Sequence[str]:
+        """Lines at the start of a run about how much it trains; ``sizes``: of its data files."""
+        return ()
+
+    def missing_evaluation(self, config: Any, kinds: Sequence[str]) -> str | None:
+        """An evaluation after the last step that is not among the ``kinds`` of rows in the metrics;
+        None if all are there."""
+        return None
+
     def writers(
         self, logging: Any, configuration: Mapping[str, Any], iteration: int, samples: int
     ) -> Sequence[Any]:
         """Each :class:`~megatron.training.writers.RunWriter` of the main process for metrics, next
         to the JSON lines; ``iteration`` and ``samples`` are those before its first row."""
         return ()
-
-    def step_numbers(self, config: Any, plan: Any) -> Any:
-        """Numbers of single steps, which every rank measures, a
-        :class:`~megatron.training.report.StepNumbers`; None for none."""
-        return None
 
 
 @cache
@@ -194,11 +321,34 @@ def features() -> Mapping[str, Feature]:
 
 
 @cache
-def section_classes() -> Mapping[str, type[Section]]:
+def taking_part() -> tuple[Feature, ...]:
+    """All features in the order in which the hooks of a run are called: sorted by name, but each
+    behind those that it names in :attr:`Feature.after`."""
+    known, ordered = features(), dict[str, Feature]()
+
+    def add(name: str) -> None:
+        if name in known and name not in ordered:
+            for earlier in known[name].after:
+                add(earlier)
+            ordered[name] = known[name]
+
+    for name in known:
+        add(name)
+    return tuple(ordered.values())
+
+
+@cache
+def section_classes() -> Mapping[str, type[FlagSection]]:
     """The flags of all features by the name of their section, in the order of --help."""
     sections = [s for feature in features().values() for s in feature.sections.items()]
     sections.sort(key=lambda section: (not issubclass(section[1], KindConfig), section[0]))
     return MappingProxyType(dict(sections))
+
+
+@cache
+def model_parts() -> tuple[type[ModelPart], ...]:
+    """The flags of the network that features add, in the order of --help."""
+    return tuple(part for feature in features().values() for part in feature.model_parts)
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron.config.blocks import (
     GATES,
@@ -17,6 +17,7 @@ from megatron.config.blocks import (
     resolve_attention,
     resolve_mlp,
 )
+from megatron.config.features import ModelPart, model_parts
 from megatron.config.flags import (
     FRACTION,
     NOT_NEGATIVE,
@@ -31,7 +32,8 @@ from megatron.config.flags import (
     shared,
 )
 from megatron.config.positions import PositionsConfig, PositionsFlags, resolve_positions
-from megatron.config.retrieval import RetrievalConfig, RetrievalFlags, resolve_retrieval
+
+Part = TypeVar("Part", bound=ModelPart)
 
 HEADS = ("lm", "classification", "multiple_choice", "span", "reward")
 """What the last layer of a model can be."""
@@ -161,7 +163,7 @@ class _Sizes:
 # The bases in the reverse order of their flags in --help.
 @dataclass(frozen=True, kw_only=True)
 class ModelFlags(
-    RetrievalFlags,
+    *reversed(model_parts()),  # type: ignore[misc]
     EmbeddingConfig,
     NormConfig,
     PositionsFlags,
@@ -198,10 +200,18 @@ class ModelConfig(_Network):
     norm: NormConfig
     positions: PositionsConfig
     embedding: EmbeddingConfig
-    retrieval: RetrievalConfig = RetrievalConfig(retro_cross_attention_layers=())
     vocabulary: Vocabulary = Vocabulary()
     decoder_num_layers: int | None = None
     decoder_seq_length: int | None = None
+    parts: tuple[ModelPart, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            object.__setattr__(self, "parts", tuple(cls() for cls in model_parts()))
+
+    def part(self, cls: type[Part]) -> Part:
+        """What a feature adds to the network."""
+        return next(part for part in self.parts if isinstance(part, cls))
 
     @property
     def blocks(self) -> int:
@@ -245,9 +255,9 @@ class ModelConfig(_Network):
     def flags(self) -> ModelFlags:
         """The flags that give it."""
         values = self.attention.flags() | self.mlp.flags() | self.positions.flags()
-        values |= self.retrieval.flags()
         for cls, part in (
             (_Network, self), (NormConfig, self.norm), (EmbeddingConfig, self.embedding),
+            *((type(part), part) for part in self.parts),
         ):  # fmt: skip
             values |= shared(part, cls)
         if self.mlp.bias:
@@ -275,9 +285,10 @@ class ModelConfig(_Network):
             for name in ("bert_binary_head", "untie_embeddings_and_output_weights"):
                 del values[name]
             values["num_tokentypes"] = self.token_types
-        if not self.retrieval.retro_add_retriever:
-            for name in names_of("weights", RetrievalFlags):
-                values.pop(name)
+        for part in self.parts:
+            if part.idle:
+                for name in names_of("weights", type(part)):
+                    values.pop(name)
         return values | {"activation": self.mlp.activation}
 
 
@@ -359,10 +370,13 @@ def resolve_model(flags: ModelFlags, resolver: ConfigResolver) -> ModelConfig:
         norm=NormConfig(**shared(flags, NormConfig)),
         positions=positions,
         embedding=EmbeddingConfig(**shared(flags, EmbeddingConfig)),
-        retrieval=resolve_retrieval(flags, layers, length, positions.longest, resolver),
         vocabulary=Vocabulary(flags.unpadded_vocab_size or 0, flags.padded_vocab_size or 0),
         decoder_num_layers=decoder_layers,
         decoder_seq_length=flags.decoder_seq_length,
+        parts=tuple(
+            cls(**shared(flags, cls)).resolve(layers, length, positions.longest, resolver)
+            for cls in model_parts()
+        ),
     )
 
 

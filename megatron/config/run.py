@@ -18,7 +18,7 @@ from megatron.config.engine import (
     check_fast_paths,
     resolve_engine,
 )
-from megatron.config.features import KindConfig, Section, features, section_classes
+from megatron.config.features import FlagSection, KindConfig, features, section_classes
 from megatron.config.flags import ConfigResolver, Settings, build
 from megatron.config.layouts import Layout, check_layout
 from megatron.config.legacy_flags import LegacyFlags
@@ -37,7 +37,7 @@ from megatron.config.training import (
     resolve_training,
 )
 
-Own = TypeVar("Own", bound=Section)
+Own = TypeVar("Own", bound=FlagSection)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
-    sections: tuple[Section, ...] = ()
+    sections: tuple[FlagSection, ...] = ()
 
     def __post_init__(self) -> None:
         given = {type(section): section for section in self.sections}
@@ -78,7 +78,7 @@ class RunConfig:
         """The flags of the kinds of data."""
         return tuple(section for section in self.sections if isinstance(section, KindConfig))
 
-    def with_sections(self, *sections: Section) -> RunConfig:
+    def with_sections(self, *sections: FlagSection) -> RunConfig:
         """The same run with other flags of features."""
         changed = {type(section) for section in sections}
         others = (other for other in self.sections if type(other) not in changed)

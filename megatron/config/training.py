@@ -21,6 +21,8 @@ LENGTHS = ("iters", "samples", "tokens")
 RUN_LENGTHS = tuple(f"train_{unit}" for unit in LENGTHS)
 """Fields that give the length of a run."""
 """Units of the length of a run, as in ``--train-iters``."""
+RUN_LENGTHS = tuple(f"train_{unit}" for unit in LENGTHS)
+"""Fields that give the length of a run."""
 FLAGS_OF_2019 = {
     f"flag --{name}"
     for name in (

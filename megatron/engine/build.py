@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from torch import nn
 
 from megatron.config import ConfigError, RunConfig
+from megatron.config.features import taking_part
 from megatron.config.layouts import StateDtypes
 from megatron.engine.backend import Backend, PipelineBackend, PlainBackend
-from megatron.engine.compilation import compile_blocks, to_compile, why_eager
+from megatron.engine.compilation import compile_blocks, to_compile
 from megatron.engine.deepspeed_file import check_settings
 from megatron.engine.deepspeed_json import Json, for_engine, stage_of
 from megatron.engine.deepspeed_patches import (
@@ -31,29 +31,20 @@ from megatron.engine.deepspeed_patches import (
     without_zero_gradients,
 )
 from megatron.engine.train_engine import TrainEngine
+from megatron.engine.update.adam import StateStore
 from megatron.engine.update.async_step import can_defer
 from megatron.engine.update.optimizer import build_optimizer, check_groups, rate_factors
-from megatron.features.adapters.flags import AdapterConfig
-from megatron.features.float8.linear import FIRST_CAPABILITY, Float8
-from megatron.features.float8.state import Float8State
-from megatron.features.low_bit_states.stored_states import StoredStates
 from megatron.model.attention_masks import AttentionKind
-from megatron.model.block import Block
 from megatron.model.layer_list import canonical_parameters
 from megatron.model.spec import ModelSpec
 from megatron.model.torch_kernels import describe_attention
 from megatron.parallel.compiler import missing_compiler
-from megatron.parallel.layers import ParallelLinear
+from megatron.parallel.layers import KernelStates
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import shard_of
 from megatron.util.processes import is_main_process
 
 logger = logging.getLogger(__name__)
-
-QUANTISED = "megatron.features.adapters.quantised_engine:find_quantised"
-"""What runs with ``--qlora`` do with an engine; imported for them only."""
-UNPARTITIONED_FP16 = "megatron.engine.update.unpartitioned_fp16:UnpartitionedFp16Optimizer"
-"""Imported for fp16 at ZeRO stage 0 only."""
 
 
 def build_engine(
@@ -64,7 +55,7 @@ def build_engine(
     device: torch.device,
 ) -> TrainEngine:
     """A model in training, initialised; ``content`` is the completed DeepSpeed JSON."""
-    check_float8(config, device)  # before minutes of initialisation
+    check_device(config, device)  # before minutes of initialisation
     settings = for_engine(content, config, device.type == "cpu")
     if config.engine.deepspeed_config:
         check_settings(settings, config.engine.deepspeed_config)
@@ -79,7 +70,8 @@ def build_engine(
         _say(attention_line(config, device, spec.attention))
     if config.precision.states is not None:
         _say(states_line(config.precision.states, device))
-    use_float8(blocks, config)
+    for feature in taking_part():
+        feature.kernels(blocks, config)
     if to_compile(config, device):
         compile_blocks(backend.sequences, config.fast_paths, device)
     trained = {param: name for param, name in names.items() if param.requires_grad}
@@ -94,12 +86,11 @@ def build_engine(
     _outlast_monitor(engine)
     take_out(engine, mesh.data.size)
     guard(engine.optimizer)
-    stored = None
-    if config.precision.states is not None:
+    stored = _stored_states(config)
+    if stored is not None:
         require(QUEUED_PARTITIONED)
-        stored = StoredStates(config.precision.states)
         stored.take_main_weights(engine.optimizer, optimizer, mesh.data.rank)
-    float8 = Float8State(blocks, names, config.fast_paths, mesh, backend.stage == 3)
+    kernels = kernel_states(blocks, names, config, mesh, backend.stage == 3)
     built = TrainEngine(
         config,
         spec,
@@ -110,12 +101,37 @@ def build_engine(
         optimizer,
         engine,
         asynchronous,
-        float8,
+        kernels,
         stored,
     )
-    if config.section(AdapterConfig).qlora:
-        _say(resolve_name(QUANTISED)(built))
+    for feature in taking_part():
+        feature.built(built)
     return built
+
+
+def check_device(config: RunConfig, device: torch.device) -> None:
+    """Raise ConfigError for a device that cannot do what the flags say."""
+    for feature in taking_part():
+        feature.check_device(config, device)
+
+
+def kernel_states(
+    blocks: Sequence[nn.Module],
+    names: Mapping[nn.Parameter, str],
+    config: RunConfig,
+    mesh: Mesh,
+    partitioned: bool,
+) -> KernelStates:
+    """What the kernels of the linear layers of these blocks keep."""
+    states = (
+        feature.kernel_states(blocks, names, config, mesh, partitioned) for feature in taking_part()
+    )
+    return next((each for each in states if each is not None), KernelStates())
+
+
+def _stored_states(config: RunConfig) -> StateStore | None:
+    formats = (feature.stored_states(config) for feature in taking_part())
+    return next((form for form in formats if form is not None), None)
 
 
 def _fp16_maker(config: RunConfig, mesh: Mesh) -> Callable[[Any, Any], Any] | None:
@@ -123,7 +139,9 @@ def _fp16_maker(config: RunConfig, mesh: Mesh) -> Callable[[Any, Any], Any] | No
     optimizer inside; None elsewhere."""
     if not config.precision.fp16 or config.engine.zero_stage > 0:
         return None
-    return partial(resolve_name(UNPARTITIONED_FP16), config=config, mesh=mesh)
+    from megatron.engine.update.unpartitioned_fp16 import UnpartitionedFp16Optimizer
+
+    return partial(UnpartitionedFp16Optimizer, config=config, mesh=mesh)
 
 
 def _outlast_monitor(engine: Any) -> None:
@@ -204,81 +222,6 @@ def _require_trained(trained: Sequence[nn.Parameter], mesh: Mesh) -> None:
             "trained: give it a block with adapters (--lora-targets, --pipeline-partition), or use "
             "a smaller --pipeline-model-parallel-size"
         )
-
-
-def use_float8(blocks: Sequence[nn.Module], config: RunConfig) -> None:
-    """Makes the linear layers of these blocks multiply in 8 bits, as ``--fp8-format`` says."""
-    fast = config.fast_paths
-    if fast.fp8_format is None:
-        return
-    chosen = fast.float8_blocks(config.model.num_layers)
-    float8 = Float8(fast.fp8_format == "hybrid", fast.fp8_recipe)
-    for block in blocks:
-        assert isinstance(block, Block)
-        if block.attention.layer not in chosen:
-            continue
-        for module in block.modules():
-            if isinstance(module, ParallelLinear):
-                module.float8 = float8
-
-
-def check_float8(config: RunConfig, device: torch.device) -> None:
-    """Raises ConfigError if ``--fp8-format`` is given and the GPU has no 8-bit GEMMs. A line
-    reports what makes a step slower than in bfloat16."""
-    fast = config.fast_paths
-    if fast.fp8_format is None:
-        return
-    named = f"--fp8-format {fast.fp8_format}"
-    if device.type != "cuda":
-        _say(
-            f"{named}: on a {device.type} 8-bit GEMMs are slower than others; useful only to study "
-            "their effect on the loss"
-        )
-        return
-    found = torch.cuda.get_device_capability(device)
-    if found < FIRST_CAPABILITY:
-        needed, has = (".".join(map(str, pair)) for pair in (FIRST_CAPABILITY, found))
-        raise ConfigError(
-            f"{named} needs a GPU of compute capability {needed} or more (Ada, Hopper, Blackwell); "
-            f"{torch.cuda.get_device_name(device)} has {has}. Leave it out"
-        )
-    if fast.fp8_recipe == "blockwise":
-        _check_blockwise(device, found)
-    slow = _why_float8_is_slow(config, device)
-    if slow is not None:
-        _say(f"{named}: {slow}")
-
-
-def _why_float8_is_slow(config: RunConfig, device: torch.device) -> str | None:
-    """Where casts are not parts of the kernels of compiled blocks, and what to do; None if they
-    are."""
-    slower = "which makes a step slower than in bfloat16"
-    alone = "casts are kernels of their own, which can make a step slower than in bfloat16"
-    missing = missing_compiler(device.type)
-    if missing:
-        return f"{missing}; casts run operator by operator, {slower}. Install it, or leave fp8 out"
-    eager = why_eager(config, device)
-    if eager:
-        return f"--torch-compile {eager}; {alone}. --torch-compile on compiles the blocks"
-    ranks = config.parallel.tensor_model_parallel_size
-    if ranks > 1:
-        return (
-            f"--tensor-model-parallel-size {ranks}: collectives break the blocks' graphs, and some "
-            f"{alone}. Use data-parallel ranks instead, or compare with a run without it"
-        )
-    return None
-
-
-def _check_blockwise(device: torch.device, capability: tuple[int, int]) -> None:
-    cuda = torch.version.cuda or "0.0"
-    if capability[0] == 9 and tuple(map(int, cuda.split(".")[:2])) >= (12, 9):
-        return
-    raise ConfigError(
-        "--fp8-recipe blockwise needs a GPU of compute capability 9 (Hopper) and a torch for CUDA "
-        f"12.9 or later; {torch.cuda.get_device_name(device)} has "
-        f"{'.'.join(map(str, capability))}, and torch is for {cuda}. Use --fp8-recipe tensorwise "
-        "or rowwise"
-    )
 
 
 def _say(line: str) -> None:

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from megatron.config import RunConfig
 from megatron.config.engine import GRAPH_MODES, FastPathsConfig
-from megatron.features.adapters.flags import AdapterConfig
-from megatron.features.curriculum.flags import CurriculumConfig, sequence_lengths
+from megatron.config.features import taking_part
 from megatron.model.attention_masks import slopes_on
 from megatron.model.layer_list import LayerSequence
 from megatron.model.rope import rope_table
@@ -50,8 +49,10 @@ def why_eager(config: RunConfig, device: torch.device) -> str | None:
     asked = config.fast_paths.torch_compile
     if asked == "off":
         return asked
-    if config.section(AdapterConfig).qlora:
-        return f"{asked}: weights in 4 bits (--qlora) are made 16-bit numbers outside of graphs"
+    for feature in taking_part():
+        reason = feature.why_eager(config, automatic=False)
+        if reason is not None:
+            return f"{asked}: {reason}"
     if asked == "auto":
         if device.type != "cuda":
             return f"auto: nothing is compiled on a {device.type}"
@@ -59,8 +60,10 @@ def why_eager(config: RunConfig, device: torch.device) -> str | None:
         if iterations < LONG_ENOUGH:
             length = f"{iterations} iterations" if iterations else "a run of unknown length"
             return f"auto: {length} may not repay it (from {LONG_ENOUGH})"
-        if sequence_lengths(config.section(CurriculumConfig)) is not None:
-            return "auto: every sequence length of the curriculum would be compiled"
+        for feature in taking_part():
+            reason = feature.why_eager(config, automatic=True)
+            if reason is not None:
+                return f"auto: {reason}"
     return missing_compiler(device.type)
 
 

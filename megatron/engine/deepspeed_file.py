@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import ConfigError
+from megatron.config.features import features
 from megatron.config.flags import nearest
 from megatron.engine.deepspeed_json import (
-    CURRICULA,
     MAX_GRAD_NORM,
     PAIRS,
     REMOVED,
@@ -25,7 +25,6 @@ from megatron.engine.deepspeed_json import (
     removed_keys,
     section_text,
 )
-from megatron.features.curriculum.flags import CurriculumConfig
 from megatron.util.json_text import parse_json
 
 _FIXED_OPTIMIZER_PARAMS: Json = {
@@ -179,7 +178,7 @@ def read_json(path: str) -> Json:
     _check_values(content, path)
     _check_offload(content, path)
     _check_optimizer(content, path)
-    _check_curricula(content, path)
+    _check_own_sections(content, path)
     # DeepSpeed's own readers of these sections may refuse the switch, or act without looking at it.
     return {key: value for key, value in content.items() if not _is_off(key, value)}
 
@@ -389,13 +388,14 @@ def _check_optimizer(content: Json, path: str) -> None:
             )
 
 
-def _check_curricula(content: Json, path: str) -> None:
-    given = {key: content.get(key, "auto") for key in CURRICULA}
-    texts = {key: section_text(value) for key, value in given.items() if value != "auto"}
-    try:
-        CurriculumConfig(**texts)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+def _check_own_sections(content: Json, path: str) -> None:
+    for feature in features().values():
+        given = {key: content.get(key, "auto") for key in feature.json_sections}
+        texts = {key: section_text(value) for key, value in given.items() if value != "auto"}
+        try:
+            feature.check_json(texts)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
 
 
 def check_settings(settings: Json, path: str) -> None:

@@ -14,7 +14,7 @@ from megatron.checkpoint.folder import MEGATRON_TRACKER, TRACKER, replace_folder
 from megatron.checkpoint.source import TOKENIZER
 from megatron.engine.deepspeed_json import Json
 from megatron.engine.deepspeed_patches import save_errors_at_end
-from megatron.engine.saving import CheckpointWriter, SaveJob, amax_history, ruined, shareable
+from megatron.engine.saving import CheckpointWriter, SaveJob, kernel_state, ruined, shareable
 from megatron.engine.state import holders
 from megatron.engine.train_engine import TrainEngine
 from megatron.engine.universal_info import COUNTERS, RUN, registered_parameters, universal_info
@@ -93,6 +93,6 @@ def write_engine_folder(
         )
     if engine.config.checkpoint.save_rng:
         save_tensors(random_state(), folder / f"random-{rank:05d}.safetensors")
-    if history := amax_history(engine):
+    if history := kernel_state(engine):
         tensors = {key: values.contiguous() for key, values in history.items()}
         save_tensors(tensors, folder / f"float8-{rank:05d}.safetensors")

@@ -7,7 +7,6 @@ from the JSON; where both give a value, they must agree. ``deepspeed_file.py`` r
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -17,9 +16,9 @@ from typing import Any
 
 from megatron.config import FLAG_FIELDS, ConfigError, RunConfig, Setting, Settings
 from megatron.config.engine import GRAPH_MODES, NO_GRAPHS
+from megatron.config.features import features
 from megatron.config.flags import check_value
 from megatron.config.layouts import check_layout
-from megatron.features.curriculum.flags import CurriculumConfig
 
 Json = dict[str, Any]
 
@@ -51,8 +50,9 @@ def _whole(number: Any) -> Any:
     return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
-CURRICULA = tuple(field.name for field in dataclasses.fields(CurriculumConfig))
-"""Sections that DeepSpeed no longer reads: a config field of the same name has a section's text."""
+OWN_SECTIONS = tuple(name for feature in features().values() for name in feature.json_sections)
+"""Sections that features read, not DeepSpeed: a config field of the same name has a section's
+text."""
 
 
 ZERO = "zero_optimization"
@@ -118,7 +118,7 @@ PAIRS = (
     Pair("optimizer.params.eps", "adam_eps"),
     Pair("optimizer.params.weight_decay", "weight_decay"),
     Pair("optimizer.params.momentum", "sgd_momentum"),
-    *(Pair(key, key, section_text, lambda t: t and json.loads(t)) for key in CURRICULA),
+    *(Pair(key, key, section_text, lambda t: t and json.loads(t)) for key in OWN_SECTIONS),
 )
 
 MAX_GRAD_NORM = Pair("optimizer.params.max_grad_norm", "clip_grad")
@@ -358,7 +358,7 @@ def for_engine(content: Json, config: RunConfig, on_cpu: bool) -> Json:
     result = copy.deepcopy(content)
     put(result, "zero_optimization.stage", running_stage(content, config))
     result.pop("optimizer", None)
-    for key in CURRICULA:
+    for key in OWN_SECTIONS:
         result.pop(key, None)
     result.setdefault("steps_per_print", 2**62)
     # torch's AdamW does the offloaded step, so that nothing has to be compiled.

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -37,8 +36,6 @@ logger = logging.getLogger(__name__)
 STALE_LOCK_SECONDS = 600.0
 _WORKSPACES = (":4096:8", ":16:8")
 """Workspaces of cuBLAS with which it adds in one order, as its manual says."""
-SCHEDULER = "megatron.engine.scheduler:variables_of_scheduler"
-"""Imported in processes that srun or mpirun has started."""
 
 
 def world_size() -> int:
@@ -48,7 +45,9 @@ def world_size() -> int:
     makes no sense."""
     name, tasks = tasks_of_scheduler()
     if "WORLD_SIZE" not in os.environ and tasks > 1:
-        os.environ.update(resolve_name(SCHEDULER)(os.environ))
+        from megatron.engine.scheduler import variables_of_scheduler
+
+        os.environ.update(variables_of_scheduler(os.environ))
     if "WORLD_SIZE" not in os.environ and tasks > 1:
         raise ConfigError(
             f"{name} is {tasks} and WORLD_SIZE is not set: every process would "

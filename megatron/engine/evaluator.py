@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import torch
 
 from megatron.config import RunConfig
-from megatron.engine.build import backend_class, check_float8, use_float8
+from megatron.config.features import taking_part
+from megatron.engine.build import backend_class, check_device, kernel_states
 from megatron.engine.compilation import compile_blocks, to_compile
 from megatron.engine.train_engine import ModelEngine
-from megatron.features.float8.state import Float8State
 from megatron.model.layer_list import canonical_parameters
 from megatron.model.spec import ModelSpec, training_dtype
 from megatron.parallel.mesh import Mesh
@@ -28,7 +28,7 @@ class Evaluator(ModelEngine):
         """Gives all weights the values that a training starts with."""
         for param, name in self.names.items():
             self.backend.initialise(name, param)
-        self.float8.invalidate()
+        self.kernels.invalidate()
 
 
 def build_evaluator(
@@ -37,7 +37,7 @@ def build_evaluator(
     """The model of a run's layout, in the dtype of its training, which on a CPU is not float16. Its
     weights are undefined until a checkpoint is loaded. ZeRO, which shares out what trains a model,
     plays no part."""
-    check_float8(config, device)
+    check_device(config, device)
     if config.engine.zero_stage > 1 and is_main_process():
         print(
             f"--zero-stage {config.engine.zero_stage}: an evaluation has neither optimizer nor "
@@ -55,12 +55,13 @@ def build_evaluator(
     backend.model.requires_grad_(False).eval()
     names = {param: name for name, param in canonical_parameters(backend.model, backend.layers)}
     blocks = [block for sequence in backend.sequences for block in sequence.blocks]
-    use_float8(blocks, config)
+    for feature in taking_part():
+        feature.kernels(blocks, config)
     if to_compile(config, device):
         compile_blocks(backend.sequences, config.fast_paths, device)
-    float8 = Float8State(blocks, names, config.fast_paths, mesh, partitioned=False)
+    kernels = kernel_states(blocks, names, config, mesh, partitioned=False)
     backend.start_without_training()
-    return Evaluator(config, spec, mesh, device, backend, names, float8)
+    return Evaluator(config, spec, mesh, device, backend, names, kernels)
 
 
 @contextlib.contextmanager

@@ -5,10 +5,9 @@ Each rank reads its own elements, one parameter at a time, without a copy of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import TypeVar
 
 import torch
@@ -20,6 +19,7 @@ from megatron.checkpoint.files import CheckpointError, DamagedError
 from megatron.checkpoint.reader import differences
 from megatron.checkpoint.slices import Slice
 from megatron.checkpoint.source import FoundCheckpoint, Source
+from megatron.config.features import taking_part
 from megatron.engine.state import (
     MOMENTS,
     create_moments,
@@ -29,7 +29,6 @@ from megatron.engine.state import (
     set_working_weights,
 )
 from megatron.engine.train_engine import ModelEngine, TrainEngine
-from megatron.features.adapters.flags import AdapterConfig, is_adapter
 from megatron.model.layer_list import LayerStack
 from megatron.parallel.mesh import first_reason
 from megatron.parallel.random import set_random_state
@@ -37,9 +36,6 @@ from megatron.parallel.shard import shard_of
 from megatron.parallel.tensor_parallel import TensorParallel
 
 T = TypeVar("T")
-
-ADAPTED = "megatron.features.adapters.loading:load_adapted"
-"""Loads base and adapters; imported for runs with ``--lora`` only."""
 
 
 def load_checkpoint(
@@ -80,8 +76,9 @@ def load_checkpoint(
         fresh = together(engine, lambda: _fresh_head(engine, source))
     elif saved.family != wanted.family:
         fresh = together(engine, lambda: _added_parts(engine, source))
-    if isinstance(engine, TrainEngine) and engine.config.section(AdapterConfig).lora:
-        source = resolve_name(ADAPTED)(engine, source, fresh, continues=not weights_only)
+    loaded = _loaded_by_feature(engine, source, fresh, continues=not weights_only)
+    if loaded is not None:
+        source = loaded
     elif source.additions is not None and not weights_only:
         raise CheckpointError(
             f"{found.folder} was saved with --lora: it cannot be continued without; --finetune "
@@ -97,11 +94,21 @@ def load_checkpoint(
     if options.load_optim:
         together(engine, lambda: check_optimizer(engine, source))
         _undamaged(engine, lambda: load_optimizer(engine, source))
-        together(engine, lambda: _load_amax_history(engine, found.folder))
+        together(engine, lambda: _load_kernel_state(engine, found.folder))
     path = found.folder / f"random-{world.rank:05d}.safetensors"
     if options.load_rng and source.state.get("world_size") == world.size and path.is_file():
         together(engine, lambda: _load_random_state(path))
     return source
+
+
+def _loaded_by_feature(
+    engine: ModelEngine, source: Source, fresh: Sequence[str], continues: bool
+) -> Source | None:
+    """The source to continue from, if a feature has loaded the weights of a model in training."""
+    if not isinstance(engine, TrainEngine):
+        return None
+    sources = (feature.load(engine, source, fresh, continues) for feature in taking_part())
+    return next((loaded for loaded in sources if loaded is not None), None)
 
 
 def open_whole(engine: ModelEngine, found: FoundCheckpoint) -> Source:
@@ -120,23 +127,19 @@ def _undamaged(engine: ModelEngine, step: Callable[[], T]) -> T:
         raise DamagedError(str(error) or repr(error)) from error
 
 
-def _load_amax_history(engine: TrainEngine, folder: Path) -> None:
-    """Fills the history of ``--fp8-recipe delayed``; without one in the checkpoint it stays empty,
-    which a line says."""
-    if engine.float8.history is None:
+def _load_kernel_state(engine: TrainEngine, folder: Path) -> None:
+    """Fills the state of linear kernels; a line says if the checkpoint lacks it."""
+    if engine.kernels.file is None:
         return
     state: dict[str, Tensor] = {}
-    for path in sorted(folder.glob("float8-*.safetensors")):
+    for path in sorted(folder.glob(f"{engine.kernels.file}-*.safetensors")):
         try:
             state |= load_file(path)
         except SafetensorError as error:
             raise CheckpointError(f"{path}: {error}; --no-load-optim skips it") from None
-    if not engine.float8.history.load(state) and engine.mesh.world.rank == 0:
-        print(
-            f"--fp8-recipe delayed: {folder} has no history of the largest values; the first step "
-            "is scaled by its own",
-            flush=True,
-        )
+    line = engine.kernels.load(state, folder)
+    if line is not None and engine.mesh.world.rank == 0:
+        print(line, flush=True)
 
 
 def _load_random_state(path: Path) -> None:
@@ -190,7 +193,7 @@ def load_weights(engine: ModelEngine, source: Source, fresh: Collection[str] = (
     if not isinstance(engine, TrainEngine):
         for param in kept:
             engine.backend.initialise(engine.names[param], param)
-    engine.float8.invalidate()
+    engine.kernels.invalidate()
 
 
 def _fresh_head(engine: ModelEngine, source: Source) -> tuple[str, ...]:
@@ -239,14 +242,12 @@ def _added_parts(engine: ModelEngine, source: Source) -> tuple[str, ...]:
 
 
 def _whole_shapes(engine: ModelEngine) -> dict[str, tuple[int, ...]]:
-    """The canonical shapes of the model's parameters, those of adapters left out: they belong to
-    this run, and whoever loads the base sees to them."""
+    """The canonical shapes of the model's parameters but those of the run's own additions, for
+    which the feature that loads the base sees to it."""
     with torch.device("meta"):
         whole = LayerStack(engine.spec.layers(TensorParallel()), engine.config.parallel)
     shapes = {n: shard_of(param).canonical_shape for n, param in whole.canonical_parameters()}
-    if engine.config.section(AdapterConfig).lora:
-        shapes = {name: shape for name, shape in shapes.items() if not is_adapter(name)}
-    return shapes
+    return {name: shape for name, shape in shapes.items() if not engine.spec.is_addition(name)}
 
 
 @torch.no_grad()

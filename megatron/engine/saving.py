@@ -10,7 +10,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -32,8 +31,8 @@ from megatron.config import CheckpointConfig
 from megatron.engine.deepspeed_json import Json
 from megatron.engine.state import OwnedSlice, loss_scaler_state, optimizer_step, owned_slices
 from megatron.engine.train_engine import TrainEngine
+from megatron.engine.update.adam import StateStore
 from megatron.engine.update.gradient_norm import owned
-from megatron.features.low_bit_states.stored_states import StoredStates
 from megatron.parallel.mesh import AXES, MODEL, Group, any_rank, first_reason
 from megatron.parallel.random import random_state
 from megatron.parallel.shard import shard_of
@@ -280,7 +279,9 @@ class CheckpointWriter:
 
 def shareable(content: Any) -> Any:
     """A JSON value as checkpoints keep it: without passwords in addresses and the like."""
-    return resolve_name("megatron.util.secrets:without_secrets")(content)
+    from megatron.util.secrets import without_secrets
+
+    return without_secrets(content)
 
 
 def own_slices(engine: TrainEngine, folder: Path) -> SliceWriter:
@@ -299,8 +300,8 @@ def own_slices(engine: TrainEngine, folder: Path) -> SliceWriter:
     if options.save_rng:
         for key, values in random_state().items():
             writer.put("random", key, values)
-    for key, values in amax_history(engine).items():
-        writer.put("float8", key, values.contiguous())
+    for key, values in kernel_state(engine).items():
+        writer.put(str(engine.kernels.file), key, values.contiguous())
     return writer
 
 
@@ -324,7 +325,7 @@ def ruined(engine: TrainEngine) -> str | None:
     return None
 
 
-def _canonical(own: OwnedSlice, kind: str, stored: StoredStates | None) -> Tensor | LazyTensor:
+def _canonical(own: OwnedSlice, kind: str, stored: StateStore | None) -> Tensor | LazyTensor:
     """A state of a slice without padding, flat, float32."""
 
     def values() -> Tensor:
@@ -333,13 +334,13 @@ def _canonical(own: OwnedSlice, kind: str, stored: StoredStates | None) -> Tenso
     return values() if stored is None else LazyTensor((own.slice.numel,), values)
 
 
-def amax_history(engine: TrainEngine) -> dict[str, Tensor]:
-    """The history of ``--fp8-recipe delayed`` that this rank writes, by name; ranks that share
-    layers have the same, and the first of them writes it."""
-    history, mesh = engine.float8.history, engine.mesh
-    if history is None or mesh.data.rank or mesh.tensor.rank:
+def kernel_state(engine: TrainEngine) -> dict[str, Tensor]:
+    """The state of linear kernels that this rank writes, by name; ranks that share layers have the
+    same, and the first of them writes it."""
+    mesh, options = engine.mesh, engine.config.checkpoint
+    if mesh.data.rank or mesh.tensor.rank or not options.save_optim:
         return {}
-    return history.state() if engine.config.checkpoint.save_optim else {}
+    return engine.kernels.state()
 
 
 class HostBuffers:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megatron.checkpoint.slices import Slice
 from megatron.engine.deepspeed_patches import partition_range, set_partition
 from megatron.engine.train_engine import ModelEngine, TrainEngine
-from megatron.features.low_bit_states.stored_states import StoredPartition
+from megatron.engine.update.adam import Partition
 from megatron.parallel.shard import shard_of
 
 MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
@@ -39,7 +39,7 @@ class OwnedSlice:
     count: int
     moments: tuple[str, ...]
     _start: int
-    _states: Float32Partition | StoredPartition
+    _states: Partition
     _holder: Tensor
 
     @property
@@ -89,7 +89,7 @@ def owned_slices(engine: TrainEngine) -> Iterator[OwnedSlice]:
     whole parameters, all of them equal."""
     find = {0: _whole, 1: _flat_partition, 2: _flat_partition, 3: _own_partition}[engine.stage]
     place_of, form = find(engine), engine.stored_states
-    partitions: dict[Tensor, Float32Partition | StoredPartition] = {}
+    partitions: dict[Tensor, Partition] = {}
     for param, name in engine.trained.items():
         start, holder, offset, count = place_of(param)
         if count > 0:

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
-from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -24,22 +23,16 @@ from megatron.engine.deepspeed_patches import (
     drop_gradients,
     keep_smallest_scale,
 )
+from megatron.engine.update.adam import StateStore
 from megatron.engine.update.async_step import AsyncOptimizerStep
 from megatron.engine.update.gradient_norm import clipping_factor, gradient_norm
 from megatron.engine.update.optimizer import set_rates
-from megatron.features.adapters.flags import AdapterConfig
-from megatron.features.float8.state import Float8State
-from megatron.features.instruction.flags import InstructionConfig
-from megatron.features.low_bit_states.random_bits import key_of
-from megatron.features.low_bit_states.stored_states import StoredStates
 from megatron.model.layer_list import LayerSequence
 from megatron.model.spec import Batch, Measure, ModelSpec
+from megatron.parallel.layers import KernelStates
 from megatron.parallel.mesh import Group, Mesh
 from megatron.parallel.random import dropout_seed
 from megatron.parallel.shard import shard_of
-
-ZEROS = "megatron.engine.statistics:zeros_in_gradients"
-"""Counts zeros in the gradients; imported for runs that log them."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +70,7 @@ class ModelEngine:
 
     Args:
         names: canonical name of each parameter of which this process has a part.
-        float8: state of the layers that multiply in 8 bits.
+        kernels: what the kernels of linear layers keep.
 
     Attributes:
         stage: the ZeRO stage that runs.
@@ -89,7 +82,7 @@ class ModelEngine:
             they need nothing.
     """
 
-    stored_states: StoredStates | None = None
+    stored_states: StateStore | None = None
     base: BaseRecord | None = None
     teach: Callable[[Iterator[Batch], int], Iterator[Batch]] | None = None
 
@@ -101,15 +94,15 @@ class ModelEngine:
         device: torch.device,
         backend: Backend,
         names: Mapping[nn.Parameter, str],
-        float8: Float8State,
+        kernels: KernelStates,
     ) -> None:
         self.config, self.spec, self.mesh, self.device = config, spec, mesh, device
-        self.backend, self.names, self.float8 = backend, names, float8
+        self.backend, self.names, self.kernels = backend, names, kernels
         self.trained = {param: name for param, name in names.items() if param.requires_grad}
         self.layers, self.model, self.stage = backend.layers, backend.model, backend.stage
         self.quantised: list[tuple[str, Any]] = []
-        """(canonical name, weight) of this process's weights in 4 bits, which are no parameters:
-        :class:`~megatron.features.adapters.quantised.QuantisedWeight`."""
+        """(canonical name, weight) of this process's weights that are no parameters, since fewer
+        bits are stored of them: a ``weight`` fills itself of a tensor."""
 
     @property
     def sequences(self) -> list[LayerSequence]:
@@ -148,7 +141,7 @@ class ModelEngine:
     @torch.no_grad()
     def _measured(self, batches: Iterator[Batch], count: int, measure: Measure) -> list[Tensor]:
         self.prepare_evaluation()
-        self.float8.refresh()
+        self.kernels.refresh()
         return self.backend.evaluate(batches, count, measure)
 
     def prepare_evaluation(self) -> None:
@@ -220,10 +213,10 @@ class TrainEngine(ModelEngine):
         optimizer: torch.optim.Optimizer,
         engine: Any,
         asynchronous: bool,
-        float8: Float8State,
-        stored_states: StoredStates | None = None,
+        kernels: KernelStates,
+        stored_states: StateStore | None = None,
     ) -> None:
-        super().__init__(config, spec, mesh, device, backend, names, float8)
+        super().__init__(config, spec, mesh, device, backend, names, kernels)
         self.marks: list[Any] = []
         self.optimizer, self.engine, self.stored_states = optimizer, engine, stored_states
         self._samples_per_round = config.training.micro_batch_size * mesh.data.size
@@ -242,9 +235,13 @@ class TrainEngine(ModelEngine):
                 groups_differ=bool(config.optimizer.lr_group),
                 form=stored_states,
                 keys={
-                    param: key_of(config.training.seed, name, shard_of(param), mesh.coordinates)
+                    param: stored_states.key(
+                        config.training.seed, name, shard_of(param), mesh.coordinates
+                    )
                     for param, name in self.trained.items()
-                },
+                }
+                if stored_states is not None
+                else None,
             )
 
     def train_step(
@@ -274,13 +271,18 @@ class TrainEngine(ModelEngine):
         self._mark()
         scale_before = float(getattr(self.optimizer_wrapper, "loss_scale", 1.0))
         at_smallest = self._scale_is_smallest()
-        zeros = resolve_name(ZEROS)(self) if self.counts_zeros else None
+        zeros = self._count_zeros() if self.counts_zeros else None
         norm, held = self.update()
         self._mark()
         losses = self.mean_losses(sums, micro_batches)
         exhausted = at_smallest and held is True
         total, of_rank = self.spec.total(losses), sums.sum()
         return StepResult(total, losses, norm, held, scale_before, exhausted, of_rank, zeros)
+
+    def _count_zeros(self) -> Tensor:
+        from megatron.engine.statistics import zeros_in_gradients
+
+        return zeros_in_gradients(self)
 
     def _mark(self) -> None:
         if not self.timed:
@@ -295,7 +297,7 @@ class TrainEngine(ModelEngine):
     def drop_gradients(self) -> None:
         """Forgets what :meth:`Backend.accumulate` has left, so that it can compute it again."""
         drop_gradients(self.optimizer_wrapper)
-        self.float8.forget_step()
+        self.kernels.forget_step()
 
     def norm_before_update(self) -> Tensor | None:
         """The norm of the gradients, a scalar on the device; None where only DeepSpeed's own step
@@ -309,7 +311,7 @@ class TrainEngine(ModelEngine):
         if not self.model.training:  # train() visits every module
             self.engine.train()
         self.engine.set_train_batch_size(self._samples_per_round * micro_batches)
-        self.float8.refresh()
+        self.kernels.refresh()
 
     def mean_losses(self, sums: Tensor, micro_batches: int) -> dict[str, Tensor]:
         """Means of the losses by name, from the sums of each rank's :meth:`Backend.accumulate`."""
@@ -318,10 +320,8 @@ class TrainEngine(ModelEngine):
 
     def _dropout_seeds(self, consumed_samples: int, micro_batches: int) -> list[int | None]:
         model, per_round = self.config.model, self._samples_per_round
-        noise = self.config.section(InstructionConfig).neftune_noise_alpha
-        adapters = self.config.section(AdapterConfig)
         dropped = model.hidden_dropout or model.attention.attention_dropout
-        if not dropped and not noise and not (adapters.lora and adapters.lora_dropout):
+        if not dropped and not self.spec.draws:
             return [None] * micro_batches
         first = consumed_samples + self.mesh.data.rank * per_round // self.mesh.data.size
         seed = self.config.training.seed
@@ -350,7 +350,7 @@ class TrainEngine(ModelEngine):
     @record_function("megatron::optimizer")
     def update(self) -> tuple[Tensor | float, Tensor | bool]:
         """Clips and applies the gradients; returns their norm and whether no weight changed."""
-        self.float8.end_step()
+        self.kernels.end_step()
         if self._async_step is not None:
             self._async_step.prepare()
             self.backend.apply()

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-from megatron.config import ConfigError, ModelConfig, ParallelConfig, Settings
-from megatron.config.features import features
+from megatron.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, Settings
+from megatron.config.features import features, taking_part
 from megatron.families.family import BlockLengths, Family, GenerationSpec, NeighborSpec
 from megatron.families.gpt import FAMILY
 from megatron.model.layer_list import LayerStack
@@ -28,6 +28,7 @@ __all__ = [
     "family_of",
     "refuse_unused",
     "spec_of",
+    "trained_spec",
 ]
 
 
@@ -74,6 +75,15 @@ def spec_of(model: ModelConfig, parallel: ParallelConfig | None = None) -> Model
         )
     spec = family.spec(model, parallel or ParallelConfig())
     return replace(spec, widened=True) if model.fp32_residual_connection else spec
+
+
+def trained_spec(config: RunConfig) -> ModelSpec:
+    """The model of a run with the losses that it is trained by and what features add to it. Raises
+    ConfigError as :func:`spec_of` does, or if the family has no such losses."""
+    spec = spec_of(config.model, config.parallel)
+    for feature in taking_part():
+        spec = feature.model(spec, config)
+    return spec
 
 
 def build_model(

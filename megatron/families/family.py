@@ -12,8 +12,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from megatron.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, Settings
-from megatron.config.features import kind_classes
-from megatron.config.retrieval import RetrievalFlags
+from megatron.config.features import kind_classes, model_parts
 from megatron.data.pipeline import DataPipeline
 from megatron.data.scored_text import ScoredText
 from megatron.model.flops import TransformerShape
@@ -102,9 +101,6 @@ class BlockLengths(NamedTuple):
         return self.other_seen or self.other
 
 
-RETRIEVAL_FLAGS = frozenset(field.name for field in dataclasses.fields(RetrievalFlags))
-"""Fields of flags that only models with a retriever depend on."""
-
 STREAM_FLAGS = frozenset({"reset_position_ids", "reset_attention_mask", "eod_mask_loss"}).union(
     *(kind.streams for kind in kind_classes().values())
 )
@@ -130,12 +126,17 @@ class Family(ABC):
     """What users should know of the scores that its models give to texts of tasks."""
     unused_flags: ClassVar[frozenset[str]] = frozenset()
     """Fields of flags that its models and samples do not depend on, though those of other families
-    do; a run refuses them."""
+    do; a run refuses them. Those of features' parts of other families' models are added."""
 
     heads: ClassVar[frozenset[str]] = frozenset({"lm"})
     """What the last layer of its models can be, as `ModelConfig.head` says."""
     head_states: ClassVar[int] = 0
     """Hidden states that a predicted token keeps between the final norm and the output head."""
+
+    def __init_subclass__(cls) -> None:
+        for part in model_parts():
+            if part.families is not None and cls.name not in part.families:
+                cls.unused_flags |= {field.name for field in dataclasses.fields(part)}  # type: ignore[arg-type]
 
     def complete_settings(self, settings: Settings) -> Settings:
         """The settings of a run with what they leave to the family."""

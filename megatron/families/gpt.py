@@ -29,14 +29,17 @@ from megatron.data.packing import padding_token
 from megatron.data.pipeline import DataPipeline, SampleTokens
 from megatron.data.samples import PackedSample, SampleRecipe, SampleView
 from megatron.data.scored_text import ScoredText, check_lengths, fitted, too_long
-from megatron.families.family import RETRIEVAL_FLAGS, Family, GenerationSpec
+from megatron.families.family import Family, GenerationSpec
 from megatron.model.attention_flex import block_masks
 from megatron.model.attention_masks import AttentionMasks
+from megatron.model.block import Block
+from megatron.model.embedding import InputEmbedding, vocabulary_layers, word_embeddings
 from megatron.model.flops import TransformerShape
-from megatron.model.gpt import gpt_layers
-from megatron.model.layer_list import LayerCache, LayerState
+from megatron.model.layer_list import LayerCache, LayerSpec, LayerState
+from megatron.model.norm import FinalNorm
 from megatron.model.spec import ModelSpec, only_hidden_travels
-from megatron.parallel.cross_entropy import Targets
+from megatron.parallel.loss_head import Targets
+from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.tokenizer import Tokenizer
 
 LENGTHS = 8
@@ -44,6 +47,32 @@ LENGTHS = 8
 
 HEAD_POSITIONS = 8
 """Of which the number of positions is a multiple whose logits are computed: kernels want it."""
+
+
+def gpt_layers(
+    model: ModelConfig, parallel: ParallelConfig, tp: TensorParallel | None = None
+) -> list[LayerSpec]:
+    """The layers of a GPT: token embedding, positions, blocks, final norm, and the head, for tokens
+    or for a reward. ``tp`` is None for a single process."""
+    tp = tp or TensorParallel()
+    selective = parallel.recompute_granularity == "selective"
+    if model.head == "lm":
+        words, head = vocabulary_layers(model, parallel, tp)
+        heads = [head]
+    else:
+        from megatron.model.heads import head_layers
+
+        words, heads = word_embeddings(model, tp), head_layers(model, tp)
+    return [
+        words,
+        LayerSpec("embedding", partial(InputEmbedding, model, tp)),
+        *(
+            LayerSpec(f"layers.{n}", partial(Block, model, n, tp, selective), block=True)
+            for n in range(model.num_layers)
+        ),
+        LayerSpec("final_norm", partial(FinalNorm, model, tp)),
+        *heads,
+    ]
 
 
 def begin(model: ModelConfig, batch: GPTBatch) -> LayerState:
@@ -198,7 +227,7 @@ class GPT(Family):
     generates = True
     context_reader = "decoder"
     heads = frozenset({"lm", "reward"})
-    unused_flags = RETRIEVAL_FLAGS | {"bert_binary_head", "num_tokentypes", "lm_head_activation"}
+    unused_flags = frozenset({"bert_binary_head", "num_tokentypes", "lm_head_activation"})
 
     def complete_settings(self, settings: Settings) -> Settings:
         for cls in kind_classes().values():
@@ -213,7 +242,7 @@ class GPT(Family):
         spec = ModelSpec(layers, partial(begin, model), crossing)
         if model.head == "lm":
             return spec
-        from megatron.model.heads import with_rewards  # pretraining does not need it
+        from megatron.model.heads import with_rewards
 
         return with_rewards(spec)
 

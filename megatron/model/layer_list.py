@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.config import ParallelConfig
 from megatron.model.attention_masks import AttentionMasks, AttentionScoring
-from megatron.model.objective import Objective
-from megatron.parallel.cross_entropy import Targets, TokenScores
+from megatron.parallel.loss_head import Objective, Targets, TokenScores
 from megatron.parallel.mesh import ALONE, Coordinates
 from megatron.parallel.random import derive_seed, generator, seed_devices
 from megatron.parallel.shard import init_of, shard_of

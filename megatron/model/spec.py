@@ -15,7 +15,7 @@ from megatron.config import RunConfig
 from megatron.model.attention_masks import AttentionKind
 from megatron.model.embedding import LM_LOSS
 from megatron.model.layer_list import LayerSpec, LayerState
-from megatron.parallel.cross_entropy import Targets
+from megatron.parallel.loss_head import Targets
 from megatron.parallel.tensor_parallel import TensorParallel
 
 
@@ -130,6 +130,8 @@ class ModelSpec:
             models, this one's or another: where only weights are loaded, the heads may differ.
         no_perplexity: names of losses, and of what is evaluated, that are no cross entropies.
         widened: whether hidden states have at least 32 bits, whatever the dtype of the weights.
+        draws: whether layers draw random numbers in training besides the model's own dropout.
+        is_addition: tells the canonical names of parameters that a run adds to its base.
     """
 
     layers: Callable[[TensorParallel], list[LayerSpec]]
@@ -142,6 +144,8 @@ class ModelSpec:
     evaluated: Measure | None = None
     no_perplexity: frozenset[str] = frozenset()
     widened: bool = False
+    draws: bool = False
+    is_addition: Callable[[str], bool] = lambda name: False
 
     def total(self, losses: Mapping[str, Number]) -> Number:
         weighted = (

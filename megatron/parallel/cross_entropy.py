@@ -11,22 +11,20 @@ Shapes: B batch, S sequence (outside the region a rank's slice of it if that is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.parallel.loss_head import LossHead, Targets, TokenScores
 from megatron.parallel.mesh import Group
 from megatron.parallel.softmax_loss import (
     Columns,
     Softmax,
-    capped,
     compiled_loss,
     compiles_for,
     eager_loss,
@@ -51,84 +49,6 @@ COMPILED_CHUNK_TOKENS, COMPILED_CHUNK_MIB, TOKENS_MULTIPLE = 8192, 2560, 256
 of GEMMs are. GEMMs of fewer tokens are slower, and there is no float32 copy of the logits."""
 
 
-class Targets(NamedTuple):
-    """Token ids (int64) that a model should predict, and a mask: 1 where the loss counts, else
-    0.
-
-    Attributes:
-        positions_BP: where in the sequence they are predicted; None for everywhere, in order. With
-            fewer rows than the hidden states: where in these rows, one after another.
-        scored: whether each is to be scored, instead of a loss of all.
-    """
-
-    labels_BS: Tensor
-    mask_BS: Tensor
-    positions_BP: Tensor | None = None
-    scored: bool = False
-
-    def at(self, positions_BP: Tensor) -> Targets:
-        """Those of some positions, of each row or of as many rows together as there are for one of
-        the positions'."""
-        together = (each.reshape(len(positions_BP), -1) for each in self[:2])
-        labels_BP, mask_BP = (each.gather(1, positions_BP) for each in together)
-        return Targets(labels_BP, mask_BP, self.positions_BP, self.scored)
-
-    def ending_in(self, labels_BK: Tensor) -> Targets:
-        """With other labels for the last K, all of which count."""
-        first = self.labels_BS.shape[1] - labels_BK.shape[1]
-        labels_BP = torch.cat((self.labels_BS[:, :first], labels_BK), dim=1)
-        mask_BP = self.mask_BS.clone()
-        mask_BP[:, first:] = 1.0
-        return Targets(labels_BP, mask_BP, self.positions_BP, self.scored)
-
-    def padded(self, count: int) -> Targets:
-        """With further ones that do not count."""
-        if not count:
-            return self
-        labels, mask = (F.pad(each, (0, count)) for each in self[:2])
-        return Targets(labels, mask, self.positions_BP, self.scored)
-
-    def taken(self, x_BSH: Tensor, tp: TensorParallel) -> tuple[Tensor, Targets]:
-        """The hidden states that predict them, and themselves, as many as ranks can divide."""
-        if self.positions_BP is None:
-            return x_BSH, self
-        missing = -self.positions_BP.shape[1] % tp.slices
-        x_BPH = tp.take(x_BSH, F.pad(self.positions_BP, (0, missing)))
-        return x_BPH, self.padded(missing)
-
-
-class TokenScores(NamedTuple):
-    """How probable a model finds each target.
-
-    Attributes:
-        log_probs_BP: natural logarithm of its probability, float32 or float64; 0 where the mask is.
-        correct_BP: whether no token is more probable; of several that are equal the first is. False
-            where the mask is 0.
-    """
-
-    log_probs_BP: Tensor
-    correct_BP: Tensor
-
-
-@dataclass(frozen=True)
-class LossHead:
-    """How hidden states become a loss.
-
-    Attributes:
-        softcap: logits are softcap x tanh(logit / softcap); None leaves them alone.
-        chunk_bytes: size of the logits in memory at a time; 0 for all; None for a default that
-            suits the device.
-    """
-
-    vocab_size: int
-    softcap: float | None
-    chunk_bytes: int | None
-    tp: TensorParallel
-
-    def capped(self, logits: Tensor) -> Tensor:
-        return capped(logits, self.softcap)
-
-
 def linear_cross_entropy(
     x_BSH: Tensor, weight: Tensor, targets: Targets, head: LossHead, bias: Tensor | None = None
 ) -> Tensor:
@@ -136,8 +56,8 @@ def linear_cross_entropy(
     is: a scalar, float32 or float64, the same on every rank. Hidden states are the same on every
     rank or, in a split region, this rank's slice; weight and bias are this rank's rows of the
     vocabulary, padding included; targets are those of the whole sequence."""
-    training = torch.is_grad_enabled()
-    loss, _ = _LinearCrossEntropy.apply(x_BSH, weight, bias, targets, head, training, False)
+    make = partial(LogitChunks, targets=targets, head=head)
+    (loss,) = ChunkedCrossEntropy.apply(x_BSH, weight, bias, head, make, torch.is_grad_enabled())
     return loss
 
 
@@ -146,8 +66,8 @@ def linear_loss_and_correct(
 ) -> tuple[Tensor, Tensor]:
     """:func:`linear_cross_entropy`, and how many of the tokens whose mask is not 0 are the most
     probable ones, without a gradient; the logits are computed once."""
-    training = torch.is_grad_enabled()
-    return _LinearCrossEntropy.apply(x_BSH, weight, bias, targets, head, training, True)
+    make = partial(LogitChunks, targets=targets, head=head, counting=True)
+    return ChunkedCrossEntropy.apply(x_BSH, weight, bias, head, make, torch.is_grad_enabled())
 
 
 @torch.no_grad()
@@ -156,14 +76,9 @@ def linear_scores(
 ) -> TokenScores:
     """The score of every target, with the arguments of :func:`linear_cross_entropy`; the same on
     every rank."""
-    dtype, tp = autocast_dtype(x_BPH), head.tp
+    whole, *params = as_computed(x_BPH, weight, bias, head.tp)
     with torch.autocast(x_BPH.device.type, enabled=False):
-        sliced = x_BPH.to(dtype)
-        whole = start_gather_sequence(sliced, tp.group)() if tp.split else sliced
-        bias_P = None if bias is None else bias.to(dtype)
-        run = LogitChunks(
-            whole.flatten(0, 1), weight.to(dtype), targets, head, bias_P=bias_P, compiled=False
-        )
+        run = LogitChunks(whole.flatten(0, 1), *params, targets, head, compiled=False)
         log_probs_T, best_T = run.scores()
     counts_BP = targets.mask_BS > 0
     correct_BP = (best_T == targets.labels_BS.flatten()).view(counts_BP.shape) & counts_BP
@@ -171,7 +86,22 @@ def linear_scores(
     return TokenScores(log_probs_BP, correct_BP)
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+def as_computed(
+    x_BSH: Tensor, weight: Tensor, bias: Tensor | None, tp: TensorParallel
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The hidden states of the whole sequence, the weight and the bias in the dtype that
+    autocast, if it is on, has for products."""
+    dtype = autocast_dtype(x_BSH)
+    x_BSH = x_BSH.to(dtype)
+    whole = start_gather_sequence(x_BSH, tp.group)() if tp.split else x_BSH
+    return whole, weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """Numbers of a micro batch, computed chunk by chunk, of which the first has a gradient: that of
+    a mean over ``counted`` tokens. ``make`` makes the chunks, with the method ``losses``, of hidden
+    states [T, H], weight, bias and which gradients are needed."""
+
     # ZeRO 3 frees the weight after the forward pass; the backward pass does not need it.
 
     @staticmethod
@@ -180,40 +110,34 @@ class _LinearCrossEntropy(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        targets: Targets,
         head: LossHead,
+        make: Callable[..., LogitChunks],
         training: bool,
-        counting: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        dtype, tp = autocast_dtype(x), head.tp
+    ) -> tuple[Tensor, ...]:
+        whole, *params = as_computed(x, weight, bias, head.tp)
         with torch.autocast(x.device.type, enabled=False):
-            sliced = x.to(dtype)
-            whole = start_gather_sequence(sliced, tp.group)() if tp.split else sliced
             needs = [training and needed for needed in ctx.needs_input_grad[:3]]
-            bias_P = None if bias is None else bias.to(dtype)
-            run = LogitChunks(whole.flatten(0, 1), weight.to(dtype), targets, head, needs, bias_P)
-            loss, correct = run.loss(counting)
-        if correct is not None:
-            ctx.mark_non_differentiable(correct)
+            run = make(whole.flatten(0, 1), *params, needs=needs)
+            loss, *others = run.losses()
+        ctx.mark_non_differentiable(*others)
         ctx.save_for_backward(run.x_grad_TH, run.weight_grad_PH, run.bias_grad_P)
         ctx.head, ctx.shape, ctx.counted = head, whole.shape, run.counted
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        return loss, correct
+        return loss, *others
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         x_grad, weight_grad, bias_grad = ctx.saved_tensors
-        tp = ctx.head.tp
         factor = factor_of(grad / ctx.counted)
         if x_grad is not None:
             # In place: a second backward pass is an error.
-            x_grad = summed(x_grad.view(ctx.shape), tp).mul_(factor).to(ctx.dtypes[0])
+            x_grad = summed(x_grad.view(ctx.shape), ctx.head.tp).mul_(factor).to(ctx.dtypes[0])
         if weight_grad is not None:
             weight_grad = scaled(weight_grad, factor, ctx.dtypes[1])
         if bias_grad is not None:
             bias_grad = scaled(bias_grad, factor, ctx.dtypes[2])
-        return x_grad, weight_grad, bias_grad, *[None] * 4
+        return x_grad, weight_grad, bias_grad, *[None] * 3
 
 
 class LogitChunks:
@@ -225,12 +149,14 @@ class LogitChunks:
         self,
         x_TH: Tensor,
         weight_PH: Tensor,
+        bias_P: Tensor | None,
         targets: Targets,
         head: LossHead,
         needs: Sequence[bool] = (False, False, False),
-        bias_P: Tensor | None = None,
         compiled: bool | None = None,
+        counting: bool = False,
     ) -> None:
+        self._counting = counting
         self.x_TH, self.weight_PH, self.bias_P = x_TH, weight_PH, bias_P
         self.x_needs, self.weight_needs, self.bias_needs = needs
         self.group = head.tp.group
@@ -291,10 +217,10 @@ class LogitChunks:
         dtype = self.work if len(self.chunks) > 1 else self.x_TH.dtype
         return torch.empty_like(self.weight_PH, dtype=dtype)
 
-    def loss(self, counting: bool = False) -> tuple[Tensor, Tensor | None]:
+    def losses(self) -> tuple[Tensor, ...]:
         """The mean loss and, with ``counting``, how many labels are the most probable token; fills
         in the gradients."""
-        best = _BestTokens(self.labels_T, self.work) if counting else None
+        best = _BestTokens(self.labels_T, self.work) if self._counting else None
         total = torch.zeros((), dtype=self.work, device=self.x_TH.device)
         gradients = self.x_needs or self.weight_needs or self.bias_needs
         for chunk in self.chunks:
@@ -306,7 +232,7 @@ class LogitChunks:
                 self.multiply(chunk, logits_CP, None if self.compiled else mask_C)
         loss = total / self.counted
         if best is None:
-            return loss, None
+            return (loss,)
         best_T = best.over_ranks(None, self.first, self.group)
         return loss, ((best_T == self.targets.labels_BS.flatten()) & (self.mask_T > 0)).sum()
 

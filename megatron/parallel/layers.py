@@ -11,8 +11,9 @@ of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -20,12 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron.features.float8.casts import Cast, Operand
-from megatron.features.float8.linear import (
-    NOTHING_KEPT,
-    Float8,
-    Kept,
-)
 from megatron.parallel.mesh import Group
 from megatron.parallel.shard import Cut, Init, Shard, parameter
 from megatron.parallel.tensor_parallel import (
@@ -50,6 +45,101 @@ class LayerAdapters(Protocol):
         ...
 
 
+class LinearKernel(Protocol):
+    """The products of linear layers in another format than that of their tensors.
+
+    A layer keeps for each of its weights what the kernel wants to have of one step in the next
+    (``kept``, None at first). A factor is the kernel's own form of a matrix in a product, for which
+    the layers of several ranks let it compute step by step.
+    """
+
+    def linear(self, x_BSI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, kept: Any) -> Tensor:
+        """x A^T + b on one rank, [B, S, O], with its gradients."""
+        ...
+
+    def check_tokens(self, count: int) -> None:
+        """Raise ValueError if weight gradients cannot be summed over so many tokens."""
+        ...
+
+    def leaf(self, kept: Any) -> Tensor | None:
+        """The tensor as whose gradient a backward pass returns :meth:`measured`; None for none."""
+        ...
+
+    def outputs(
+        self,
+        x_BSI: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        kept: Sequence[Any],
+        save: bool,
+    ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
+        """Outputs [B, S, OP] of maps of one input, and what is saved of that; with ``save`` all
+        that the gradients of weights need."""
+        ...
+
+    def gradients(
+        self,
+        grads_BSO: Sequence[Tensor],
+        kept: Sequence[Any],
+        of_input: bool,
+        of_weights: Sequence[bool],
+    ) -> list[Any]:
+        """The gradients of outputs as factors for the gradient of the input and of weights."""
+        ...
+
+    def whole_input(self, x_BSI: Tensor | None, saved: Sequence[Any], kept: Sequence[Any]) -> Any:
+        """The input, gathered again or as it was saved, as a factor for gradients of weights."""
+        ...
+
+    def input_gradient_of(
+        self,
+        gradients: Sequence[Any],
+        weights: Sequence[Tensor],
+        kept: Sequence[Any],
+        grads_BSO: Sequence[Tensor],
+    ) -> Tensor:
+        """This rank's addend of the gradient of the whole input, [B, S, I]."""
+        ...
+
+    def weight_gradient(self, gradient: Any, x: Any, dtype: torch.dtype) -> Tensor:
+        """g^T x, [OP, I]."""
+        ...
+
+    def measured(self, gradient: Any, saved: Sequence[Any]) -> Tensor:
+        """The gradient of :meth:`leaf`."""
+        ...
+
+
+class KernelStates:
+    """What linear kernels keep from one optimizer step to the next; here they keep nothing.
+
+    Attributes:
+        file: prefix of the names of files in checkpoints; None where checkpoints keep nothing.
+    """
+
+    file: str | None = None
+
+    def refresh(self) -> None:
+        """Called before every forward pass that follows an update, a load or an initialisation."""
+
+    def invalidate(self) -> None:
+        """Called when weights have changed other than by a step."""
+
+    def forget_step(self) -> None:
+        """Forget what the backward passes since the last :meth:`end_step` measured."""
+
+    def end_step(self) -> None:
+        """Called on every rank after the last backward pass of a step."""
+
+    def state(self) -> dict[str, Tensor]:
+        """What checkpoints keep, by name, the same on all ranks that share layers."""
+        return {}
+
+    def load(self, state: Mapping[str, Tensor], folder: Path) -> str | None:
+        """Take the state of a checkpoint of any layout, or leave everything as it is and return a
+        line about a state that is missing."""
+
+
 class ParallelLinear(nn.Module):
     """A linear layer that is cut over the ranks of ``tp``. Widths are those of the whole layer;
     ``init`` draws the weights, and biases start at zero."""
@@ -58,9 +148,10 @@ class ParallelLinear(nn.Module):
     """Names of the matrices that are fused in the weight, in their order, where there are
     several."""
     adapters: LayerAdapters | None = None
-    float8: Float8 | None = None
-    weight_kept: Kept = NOTHING_KEPT
-    """For :attr:`weight`; a layer with a second weight has a second attribute named after it."""
+    kernel: LinearKernel | None = None
+    weight_kept: Any = None
+    """What the kernel keeps for :attr:`weight`; a layer with a second weight has a second attribute
+    named after it."""
 
     def __init__(self, tp: TensorParallel) -> None:
         super().__init__()
@@ -91,7 +182,7 @@ class ColumnParallelLinear(ParallelLinear):
 
     def forward(self, x_BSI: Tensor) -> Tensor:
         """[B, S, I] to this rank's features of the whole sequence, [B, S, OP]."""
-        whole = LinearMap(self.weight, self.bias, 1, self.float8, self.weight_kept)
+        whole = LinearMap(self.weight, self.bias, 1, self.kernel, self.weight_kept)
         if self.adapters is not None:
             (y_BSO,) = self.adapters.outputs(self, x_BSI, (whole,))
         else:
@@ -106,7 +197,7 @@ class QKVParallelLinear(ParallelLinear):
     ranks divides ``heads``, and divides ``kv_heads`` or is divisible by it."""
 
     matrices = ("q", "k", "v")
-    kv_weight_kept: Kept = NOTHING_KEPT
+    kv_weight_kept: Any = None
 
     def __init__(
         self,
@@ -137,10 +228,10 @@ class QKVParallelLinear(ParallelLinear):
     def forward(self, x_BSI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, S, I] to this rank's queries, keys and values of the whole sequence, each with its
         heads side by side in the last dimension."""
-        maps = [LinearMap(self.weight, self.bias, 1, self.float8, self.weight_kept)]
+        maps = [LinearMap(self.weight, self.bias, 1, self.kernel, self.weight_kept)]
         if self.kv_weight is not None:
             both = self.kv_weight, self.kv_bias
-            maps.append(LinearMap(*both, self.copies, self.float8, self.kv_weight_kept))
+            maps.append(LinearMap(*both, self.copies, self.kernel, self.kv_weight_kept))
         if self.adapters is not None:
             outputs = self.adapters.outputs(self, x_BSI, maps)
         else:
@@ -179,7 +270,7 @@ class KVParallelLinear(ParallelLinear):
     def forward(self, x_BTI: Tensor) -> tuple[Tensor, Tensor]:
         """[B, T, I] to this rank's keys and values of the whole sequence, each with its heads side
         by side in the last dimension."""
-        both = LinearMap(self.weight, self.bias, self.copies, self.float8, self.weight_kept)
+        both = LinearMap(self.weight, self.bias, self.copies, self.kernel, self.weight_kept)
         if self.adapters is not None:
             (kv,) = self.adapters.outputs(self, x_BTI, (both,))
         else:
@@ -204,8 +295,8 @@ class RowParallelLinear(ParallelLinear):
             (y_BSO,) = self.adapters.outputs(self, x_BSI, (LinearMap(self.weight, self.bias),))
             return y_BSO
         if self.tp.group.size == 1:
-            return linear(x_BSI, self.weight, self.bias, self.float8, self.weight_kept)
-        y_BSO = self.tp.leave(linear(x_BSI, self.weight, None, self.float8, self.weight_kept))
+            return linear(x_BSI, self.weight, self.bias, self.kernel, self.weight_kept)
+        y_BSO = self.tp.leave(linear(x_BSI, self.weight, None, self.kernel, self.weight_kept))
         return y_BSO if self.bias is None else y_BSO + self.tp.shared(self.bias)[0]
 
 
@@ -243,47 +334,108 @@ class Dropout(nn.Module):
 
 class LinearMap(NamedTuple):
     """One rank's share of y = x A^T + b: ``weight`` [OP, I], ``bias`` [OP]. The gradient is summed
-    over the ``copies`` neighbouring ranks that have this same share. ``kept`` is what ``float8``
+    over the ``copies`` neighbouring ranks that have this same share. ``kept`` is what ``kernel``
     keeps for the weight."""
 
     weight: Tensor
     bias: Tensor | None
     copies: int = 1
-    float8: Float8 | None = None
-    kept: Kept = NOTHING_KEPT
+    kernel: LinearKernel | None = None
+    kept: Any = None
 
 
 def linear(
     x_BSI: Tensor,
     weight_OI: Tensor,
     bias_O: Tensor | None,
-    float8: Float8 | None,
-    kept: Kept = NOTHING_KEPT,
+    kernel: LinearKernel | None,
+    kept: Any = None,
 ) -> Tensor:
-    """x A^T + b on one rank, [B, S, O]. Raises ValueError if weights are trained in 8 bits and the
-    number of tokens is not a multiple of 16, or of 128 with scales by block."""
-    if float8 is None:
+    """x A^T + b on one rank, [B, S, O]. Raises ValueError if the kernel cannot sum weight gradients
+    over so many tokens."""
+    if kernel is None:
         return F.linear(x_BSI, weight_OI, bias_O)
-    return float8.linear(x_BSI, weight_OI, bias_O, kept)
+    return kernel.linear(x_BSI, weight_OI, bias_O, kept)
 
 
 def column_linear(
     x_BSI: Tensor, maps: Sequence[LinearMap], tp: TensorParallel
 ) -> tuple[Tensor, ...]:
-    """Outputs of several maps of one input, each [B, S, OP], all in 8 bits or none. The input is
-    the same on every rank; in a split region it is this rank's [B, S/t, I]. Raises ValueError as
+    """Outputs of several maps of one input, each [B, S, OP], all by one kernel. The input is the
+    same on every rank; in a split region it is this rank's [B, S/t, I]. Raises ValueError as
     :func:`linear` does."""
-    weights, biases, copies, float8s, kept = zip(*maps, strict=True)
+    weights, biases, copies, kernels, kept = zip(*maps, strict=True)
     if tp.group.size == 1:
-        return tuple(map(linear, repeat(x_BSI), weights, biases, float8s, kept))
-    float8 = float8s[0]
+        return tuple(map(linear, repeat(x_BSI), weights, biases, kernels, kept))
+    kernel = kernels[0] or PLAIN
     trained = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
-    if float8 is not None and trained:
-        float8.check_tokens(x_BSI.shape[:-1].numel() * tp.slices)
-    largest = [each.largest for each in kept]
+    if trained:
+        kernel.check_tokens(x_BSI.shape[:-1].numel() * tp.slices)
+    leaves = [kernel.leaf(each) for each in kept]
     return _ColumnLinear.apply(
-        x_BSI, tp.group, tp.split, copies, float8, kept, trained, *weights, *biases, *largest
+        x_BSI, tp.group, tp.split, copies, kernel, kept, trained, *weights, *biases, *leaves
     )
+
+
+class PlainKernel:
+    """The :class:`LinearKernel` of matrix products in the dtype of the input, [B, S, I]."""
+
+    def linear(self, x_BSI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, kept: Any) -> Tensor:
+        return F.linear(x_BSI, weight_OI, bias_O)
+
+    def check_tokens(self, count: int) -> None:
+        pass
+
+    def leaf(self, kept: Any) -> Tensor | None:
+        return None
+
+    def outputs(
+        self,
+        x_BSI: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        kept: Sequence[Any],
+        save: bool,
+    ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
+        # F.linear, not a plain GEMM: DeepSpeed's profiler counts it.
+        outputs = [
+            F.linear(x_BSI, weight.to(x_BSI.dtype), bias)
+            for weight, bias in zip(weights, biases, strict=True)
+        ]
+        return outputs, (x_BSI if save else None,)
+
+    def gradients(
+        self,
+        grads_BSO: Sequence[Tensor],
+        kept: Sequence[Any],
+        of_input: bool,
+        of_weights: Sequence[bool],
+    ) -> list[Any]:
+        return list(grads_BSO)
+
+    def whole_input(self, x_BSI: Tensor | None, saved: Sequence[Any], kept: Sequence[Any]) -> Any:
+        return saved[0] if x_BSI is None else x_BSI
+
+    def input_gradient_of(
+        self,
+        gradients: Sequence[Any],
+        weights: Sequence[Tensor],
+        kept: Sequence[Any],
+        grads_BSO: Sequence[Tensor],
+    ) -> Tensor:
+        first, *rest = (g @ w.to(g.dtype) for g, w in zip(grads_BSO, weights, strict=True))
+        for addend in rest:
+            first += addend
+        return first
+
+    def weight_gradient(self, gradient: Any, x: Any, dtype: torch.dtype) -> Tensor:
+        return gradient.flatten(0, 1).t() @ x.flatten(0, 1)
+
+    def measured(self, gradient: Any, saved: Sequence[Any]) -> Tensor:
+        raise AssertionError("nothing is measured")
+
+
+PLAIN = PlainKernel()
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -297,108 +449,61 @@ class _ColumnLinear(torch.autograd.Function):
         group: Group,
         sequence: bool,
         copies: tuple[int, ...],
-        float8: Float8 | None,
-        kept: tuple[Kept, ...],
+        kernel: LinearKernel,
+        kept: tuple[Any, ...],
         trained: bool,
         *params: Any,
     ) -> tuple[Tensor, ...]:
         ctx.group, ctx.sequence, ctx.copies, ctx.input_dtype = group, sequence, copies, x.dtype
-        ctx.float8, ctx.kept = float8, kept
+        ctx.kernel, ctx.kept = kernel, kept
         count = len(copies)
         weights, biases = params[:count], params[count : 2 * count]
         x = mine = x.to(autocast_dtype(x))
         if sequence:
             x = start_gather_sequence(x, group)()
         biases = tuple(None if bias is None else bias.to(x.dtype) for bias in biases)
-        if float8 is None:
-            ctx.save_for_backward(mine, None, None, None, *params)
-            # F.linear, not a plain GEMM: DeepSpeed's profiler counts it.
-            return tuple(
-                F.linear(x, weight.to(x.dtype), bias)
-                for weight, bias in zip(weights, biases, strict=True)
-            )
-        # Of a split sequence a rank keeps its own part, which is smaller from two ranks on.
-        whole = trained and not sequence
-        cast = float8.cast_input(x.flatten(0, 1), kept[0].input_largest, columns=whole)
-        columns = cast.columns or (None, None)
-        ctx.save_for_backward(mine if sequence else None, cast.largest, *columns, *params)
-        outputs = []
-        for weight, bias, each in zip(weights, biases, kept, strict=True):
-            y_TO = float8.output(cast, float8.weight_rows(weight, each), x.dtype)
-            outputs.append((y_TO if bias is None else y_TO + bias).unflatten(0, x.shape[:2]))
+        # Of a split sequence a rank saves its own part, which is smaller from two ranks on.
+        outputs, saved = kernel.outputs(x, weights, biases, kept, trained and not sequence)
+        ctx.saved = len(saved)
+        ctx.save_for_backward(mine if sequence else None, *saved, *params)
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads_BSO: Tensor) -> tuple[Tensor | None, ...]:
-        mine, x_largest, x_values, x_scale, *params = ctx.saved_tensors
-        float8, kept, count = ctx.float8, ctx.kept, len(ctx.copies)
+        mine, *tensors = ctx.saved_tensors
+        saved, params = tensors[: ctx.saved], tensors[ctx.saved :]
+        kernel, kept, count = ctx.kernel, ctx.kept, len(ctx.copies)
         weights, biases = params[:count], params[count : 2 * count]
         x_needs, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[7:]
-        finish_x: Finish = lambda: mine  # noqa: E731
+        finish_x: Finish | None = None
         if ctx.sequence and any(needs[:count]):
             finish_x = start_gather_sequence(mine, ctx.group)
-        casts: list[Cast] = []
-        if float8 is not None:
-            casts = [
-                float8.cast_gradient(
-                    grad_BSO.flatten(0, 1), each.gradient_largest, rows=x_needs, columns=needed
-                )
-                for grad_BSO, each, needed in zip(grads_BSO, kept, needs[:count], strict=True)
-            ]
+        gradients = kernel.gradients(grads_BSO, kept, x_needs, needs[:count])
         finish_x_grad: Finish | None = None
         if x_needs:
             start = start_scatter_sequence if ctx.sequence else start_all_reduce
-            addend = _input_gradient(grads_BSO, casts, weights, float8, kept)
+            addend = kernel.input_gradient_of(gradients, weights, kept, grads_BSO)
             finish_x_grad = start(addend, ctx.group)
-        x: Any = Cast(columns=Operand(x_values, x_scale))
-        if mine is not None and any(needs[:count]):
-            x = finish_x().flatten(0, 1)
-            if float8 is not None:
-                x = float8.cast_input(x, kept[0].input_largest, rows=False)
+        x: Any = None
+        if any(needs[:count]):
+            x = kernel.whole_input(None if finish_x is None else finish_x(), saved, kept)
         pending = []
         for place, (grad_BSO, copies) in enumerate(zip(grads_BSO, ctx.copies, strict=True)):
-            grad_TO = grad_BSO.flatten(0, 1)
             weight_grad = bias_grad = None
             if needs[place]:
-                if float8 is None:
-                    weight_grad = grad_TO.t() @ x
-                else:
-                    weight_grad = float8.weight_gradient(casts[place], x, grad_TO.dtype)
+                weight_grad = kernel.weight_gradient(gradients[place], x, grad_BSO.dtype)
                 weight_grad = weight_grad.to(weights[place].dtype)
             if needs[count + place]:
-                bias_grad = grad_TO.sum(0).to(biases[place].dtype)
+                bias_grad = grad_BSO.flatten(0, 1).sum(0).to(biases[place].dtype)
             pending.append(_start_sums((weight_grad, bias_grad), copies, ctx.group))
         weight_grads, bias_grads = zip(*(finish() for finish in pending), strict=True)
-        found: list[Tensor | None] = [None] * count
-        for place, needed in enumerate(needs[2 * count :]):
-            if needed:
-                found[place] = torch.stack([x_largest, casts[place].known_largest])
+        leaves = [
+            kernel.measured(gradient, saved) if needed else None
+            for gradient, needed in zip(gradients, needs[2 * count :], strict=True)
+        ]
         x_grad = None if finish_x_grad is None else finish_x_grad().to(ctx.input_dtype)
-        return x_grad, *[None] * 6, *weight_grads, *bias_grads, *found
-
-
-def _input_gradient(
-    grads_BSO: Sequence[Tensor],
-    casts: Sequence[Cast],
-    weights: Sequence[Tensor],
-    float8: Float8 | None,
-    kept: Sequence[Kept],
-) -> Tensor:
-    """This rank's addend of the gradient of the whole input [B, S, I]."""
-    if float8 is None:
-        products = (grad @ w.to(grad.dtype) for grad, w in zip(grads_BSO, weights, strict=True))
-    else:
-        products = (
-            float8.input_gradient(
-                cast, float8.weight_columns(weight, each), grad_BSO.dtype
-            ).unflatten(0, grad_BSO.shape[:2])
-            for cast, weight, each, grad_BSO in zip(casts, weights, kept, grads_BSO, strict=True)
-        )
-    first, *rest = products
-    for addend in rest:
-        first += addend
-    return first
+        return x_grad, *[None] * 6, *weight_grads, *bias_grads, *leaves
 
 
 def _start_sums(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import os
 import signal
@@ -13,7 +12,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pkgutil import resolve_name
 from uuid import uuid4
 
 import psutil
@@ -22,18 +20,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megatron.config import ConfigError, ParallelFlags, Settings
+from megatron.config.features import taking_part
 from megatron.config.flags import ConfigResolver, build
-from megatron.engine.environment import meeting, prepare_deepspeed, tasks_of_scheduler, world_size
-from megatron.features.resilience.flags import ResilienceConfig
+from megatron.engine.environment import meeting, tasks_of_scheduler, world_size
 from megatron.training.stopping import stop_signals
 from megatron.util.processes import death
 
 logger = logging.getLogger(__name__)
-
-GUARDIAN = "megatron.features.resilience.guardian"
-"""What starts a rank again; imported for runs with ``--inprocess-restart``."""
-FINGERPRINT = "megatron.run.fingerprint:given_facts"
-"""By what these tell their run from others; imported likewise."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +55,10 @@ def start_processes(settings: Settings, argv: Sequence[str] | None = None) -> in
     if "WORLD_SIZE" in os.environ:
         size = world_size()
         _check_launched(flags, resolver)
-        return _guarded(size, flags, settings)
+        return _started(settings, size)
     asked = flags.launched_processes
     if asked is None or asked == 1:
-        return _guarded(world_size(), flags, settings)
+        return _started(settings, world_size())
     if "explain_config" in settings:
         return asked
     name, tasks = tasks_of_scheduler()
@@ -88,33 +81,11 @@ def start_processes(settings: Settings, argv: Sequence[str] | None = None) -> in
     sys.exit(run_node(node, command, flags.ctrl_port, flags.distributed_timeout_minutes))
 
 
-def _guarded(size: int, flags: ParallelFlags, settings: Settings) -> int:
-    """The number of processes of a run; with ``--inprocess-restart`` in each of its trainers."""
-    wanted = settings.get("inprocess_restart")
-    if wanted is None or not wanted.value or "explain_config" in settings:
-        return size
-    options = build(ResilienceConfig, settings)
-    least = options.inprocess_min_world_size
-    if least is not None and least > size:
-        raise ConfigError(
-            f"--inprocess-min-world-size {least} is more than the {size} processes of the run"
-        )
-    rules = resolve_name(f"{GUARDIAN}:Rules")(
-        options.inprocess_max_iterations,
-        least,
-        flags.distributed_timeout_minutes * 60,
-    )
-
-    def prepare() -> None:
-        prepare_deepspeed()
-        stage = settings.get("zero_stage")
-        if "deepspeed_config" in settings or (stage is not None and stage.value == 3):
-            # ZeRO 3 imports it, which would take seconds of each restart.
-            importlib.import_module("torch._dynamo")
-
-    flags_given = resolve_name(FINGERPRINT)(settings)
-    trainers: int = resolve_name(f"{GUARDIAN}:guard")(rules, flags_given, prepare)
-    return trainers
+def _started(settings: Settings, size: int) -> int:
+    """The number of processes of a run, after each feature has had its say in this one."""
+    for feature in taking_part():
+        size = feature.start(settings, size)
+    return size
 
 
 def set_infiniband() -> None:

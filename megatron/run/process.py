@@ -8,14 +8,13 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from importlib import import_module
-from pkgutil import resolve_name
-from typing import Any
+from typing import Any, Protocol
 
 from megatron.checkpoint.source import FoundCheckpoint
 from megatron.config import (
     RunConfig,
 )
+from megatron.config.features import taking_part
 from megatron.data.loader import TrainingData
 from megatron.engine.environment import deterministic_kernels, distributed
 from megatron.parallel import agreement
@@ -31,14 +30,15 @@ from megatron.util.errors import (
 )
 from megatron.util.processes import is_main_process
 
-WATCHDOG = "megatron.features.resilience.watchdog:watchdog_of"
-"""What ends a run that does not advance. It is made of the run's configuration."""
 
-FOLDERS = "megatron.run.shared_folders:check_folders"
-"""Looks for folders that not every node sees, imported where there are several nodes."""
+class Watch(Protocol):
+    """What ends a process that does not advance."""
 
-FINGERPRINT = "megatron.run.fingerprint"
-"""What the processes of a run are compared by, imported where there are several."""
+    def part(self) -> None:
+        """Leave the other ranks, as before the store ends."""
+
+    def explaining(self) -> contextlib.AbstractContextManager[None]:
+        """Within it errors that follow from those of other ranks name these."""
 
 
 @contextlib.contextmanager
@@ -48,17 +48,20 @@ def connected(run: Run, *more: Any, watched: bool = True) -> Iterator[Mesh]:
     long as it likes (``watched``). Raises what :func:`distributed` raises, and LostRankError."""
 
     def facts() -> agreement.Facts:
-        facts: agreement.Facts = _fingerprint().run_facts(run.config, run.content, *more)
-        return facts
+        from megatron.run.fingerprint import run_facts
+
+        return run_facts(run.config, run.content, *more)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(deterministic_kernels(run.config))
-        if not watched:
+        watches = (feature.watch(run.config) for feature in taking_part()) if watched else ()
+        watching = next((watch for watch in watches if watch is not None), None)
+        if watching is None:
             yield stack.enter_context(distributed(run.config.parallel, facts))
             return
-        watchdog = stack.enter_context(resolve_name(WATCHDOG)(run.config))
-        mesh = stack.enter_context(distributed(run.config.parallel, facts, watchdog.part))
-        stack.enter_context(watchdog.explaining())
+        watch: Watch = stack.enter_context(watching)
+        mesh = stack.enter_context(distributed(run.config.parallel, facts, watch.part))
+        stack.enter_context(watch.explaining())
         yield mesh
 
 
@@ -66,13 +69,21 @@ def compare_folders(config: RunConfig) -> None:
     """Checks that the folders in which the processes of a run meet are the same on all of its
     nodes. Raises ConfigError where one is not, and DisagreementError on the other nodes."""
     if agreement.on_several_nodes():
-        resolve_name(FOLDERS)(config)
+        from megatron.run.folders import check_folders
+
+        check_folders(config)
 
 
 def compare_data(data: TrainingData) -> None:
     """Compares the files that the processes of a run train on. Raises DisagreementError if they
     differ."""
-    agreement.compare(lambda: _fingerprint().data_facts(data.files()))
+
+    def facts() -> agreement.Facts:
+        from megatron.run.fingerprint import data_facts
+
+        return data_facts(data.files())
+
+    agreement.compare(facts)
 
 
 def compare_checkpoints(
@@ -81,12 +92,14 @@ def compare_checkpoints(
     """Compares the checkpoints that the processes of a run load, the last thing that they compare;
     with ``config`` also those that its flags name beside them. Raises DisagreementError if they
     differ."""
-    agreement.compare(lambda: _fingerprint().checkpoint_facts(found, config))
+
+    def facts() -> agreement.Facts:
+        from megatron.run.fingerprint import checkpoint_facts
+
+        return checkpoint_facts(found, config)
+
+    agreement.compare(facts)
     agreement.settled()
-
-
-def _fingerprint() -> Any:
-    return import_module(FINGERPRINT)
 
 
 @contextlib.contextmanager

@@ -94,7 +94,7 @@ def run_of(settings: Settings, processes: int, samples: str | None = None) -> Ru
     settings = deepspeed_json.merge(settings, content, path, processes)
     for feature in features().values():
         settings = feature.complete(settings, lambda rest: run_of(rest, processes, samples))
-    settings = resume.with_origin(resume.with_checkpoint(with_corpora(settings)))
+    settings = resume.with_checkpoint(with_corpora(settings))
     trained = settings["family"].value if "family" in settings else ModelConfig.family
     family = family_of(samples or trained)
     refuse_unused(settings, family)

@@ -215,7 +215,7 @@ FileNames = tuple[tuple[str, tuple[str, ...]], ...]
 """Names that the file of each field of a configuration may have, with `{}` for the model."""
 
 
-class Published(NamedTuple):
+class PublishedFiles(NamedTuple):
     """The published model whose files `--cache-dir` may have.
 
     Attributes:
@@ -241,7 +241,7 @@ class TokenizerType(NamedTuple):
 
     make: Callable[[TokenizerConfig], Tokenizer]
     sized: bool = False
-    published: Published | None = None
+    published: PublishedFiles | None = None
     train: Callable[[TokenizerConfig, TextSource], None] | None = None
 
 

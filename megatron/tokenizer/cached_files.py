@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import ConfigError, TokenizerConfig
-from megatron.tokenizer.base import FileNames, Published
+from megatron.tokenizer.base import FileNames, PublishedFiles
 from megatron.util.json_text import parse_json
 
 _OWNERS = ("", "openai-community--", "google-bert--")
@@ -19,7 +19,7 @@ _LONGEST_NOTE = 1 << 16
 """Bytes of a file that says where another was downloaded from."""
 
 
-def with_cached_files(config: TokenizerConfig, published: Published | None) -> TokenizerConfig:
+def with_cached_files(config: TokenizerConfig, published: PublishedFiles | None) -> TokenizerConfig:
     """The configuration with the file that --tokenizer-model-type is the path of, or with files of
     --cache-dir where none are given, and without that folder. Raises ConfigError if it does not
     have them, FileNotFoundError."""

@@ -36,7 +36,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.config.features import features
 from megatron.tokenizer.base import (
-    Published,
+    PublishedFiles,
     SpecialIds,
     TokenIds,
     Tokenizer,
@@ -334,4 +334,4 @@ _FILES = (
     ("vocab_file", ("{}-vocab.json", "vocab.json")),
     ("merge_file", ("{}-merges.txt", "merges.txt")),
 )
-TYPE = TokenizerType(GPT2BPETokenizer.from_config, published=Published("gpt2", _FILES))
+TYPE = TokenizerType(GPT2BPETokenizer.from_config, published=PublishedFiles("gpt2", _FILES))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch.profiler import record_function
@@ -24,7 +25,8 @@ class CheckpointManager(Callback):
     weights or moments were not finite: from those nothing can be trained. ``newest`` is the
     checkpoint that the run continues from; ``completed`` counts those of this process, in the
     memory of the nodes too; ``check`` gets the iteration before every save, on every rank, and
-    raises an error if the state must not be saved."""
+    raises an error if the state must not be saved; ``counted`` makes what checkpoints say in
+    ``state.json`` besides the position, JSON values by name."""
 
     def __init__(
         self,
@@ -33,14 +35,14 @@ class CheckpointManager(Callback):
         interval: int | None = None,
         newest: Path | None = None,
         check: Callable[[int], None] = lambda iteration: None,
+        counted: Mapping[str, Callable[[], Any]] = MappingProxyType({}),
     ) -> None:
         self.writer, self.report, self.interval = writer, report, interval
         self._check = check
         self.newest, self.completed = newest, 0
         self._show(newest)
         self.error: CheckpointError | None = None
-        self.counted: dict[str, Callable[[], Any]] = {}
-        """What checkpoints say in ``state.json`` beside the position, by name: JSON values."""
+        self.counted = dict(counted)
         self._begun_at: int | None = None
         self._samples: dict[int, int] = {}
         """Consumed at each save that has not failed, by its iteration."""

@@ -8,9 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from pkgutil import resolve_name
 
-from megatron.apps.profiling.flags import ProfilingConfig
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.generation_settings import end_tokens
 from megatron.checkpoint.source import nothing_at, tokenizer_in
@@ -24,13 +22,13 @@ from megatron.config import (
     TokenizerConfig,
     TrainingFlags,
 )
+from megatron.config.features import taking_part
 from megatron.config.flags import build
 from megatron.engine.environment import return_freed_memory, training_device
 from megatron.engine.evaluator import build_evaluator
 from megatron.engine.loading import load_checkpoint
 from megatron.engine.train_engine import ModelEngine
 from megatron.families import spec_of
-from megatron.features.resilience.flags import ResilienceConfig
 from megatron.run.process import compare_checkpoints, connected
 from megatron.run.run import (
     Run,
@@ -41,13 +39,11 @@ from megatron.training.resume import ResumeSource, find_origin
 from megatron.util.processes import is_main_process
 from megatron.util.progress import say
 
-FITS = "megatron.apps.planning.fit:check_fits"
-"""Refuses a model that memory has no room for. It uses training, hence the name."""
 MICRO_BATCH_SIZE = 8
 """Where no flag gives one; results do not depend on it."""
 
 _OWN = "this program"
-_FOR_TRAINING = (OptimizerFlags, TrainingFlags, DataConfig, ProfilingConfig, ResilienceConfig)
+_FOR_TRAINING = (OptimizerFlags, TrainingFlags, DataConfig)
 _USED = {
     *("micro_batch_size", "eval_batch_size", "eval_seq_length", "eval_iters", "seed"),
     "explain_config",
@@ -91,7 +87,8 @@ def opened_checkpoint(
         where = f"--load {named}: {nothing_at(named)}" if named else "--load is missing"
         raise CheckpointError(f"{where}; name one")
     with connected(run, watched=watched) as mesh:
-        resolve_name(FITS)(run.config, run.content, mesh, training_device())
+        for feature in taking_part():
+            feature.check_run(run, mesh, training_device())
         compare_checkpoints([origin.found])
         spec = spec_of(run.config.model, run.config.parallel)
         engine = build_evaluator(run.config, spec, mesh, training_device())
@@ -163,7 +160,10 @@ def evaluation_settings(
     """The settings of a run that evaluates, and the given flags that it does not use: those about
     training, data and what a training writes. ``micro_batch_size`` is that of
     ``--eval-micro-batch-size``."""
-    fields = {field.name for cls in _FOR_TRAINING for field in dataclasses.fields(cls)}
+    classes = list[type](_FOR_TRAINING)
+    for feature in taking_part():
+        classes += feature.training_flags
+    fields = {field.name for cls in classes for field in dataclasses.fields(cls)}
     dropped = (fields | _SAVING) - _USED
     unused = {name: setting for name, setting in settings.items() if name in dropped}
     kept = {name: setting for name, setting in settings.items() if name not in unused}

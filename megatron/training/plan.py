@@ -9,8 +9,7 @@ from megatron.config import ConfigError, RunConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.training import TrainingConfig
 from megatron.data.pipeline import sequence_lengths
-from megatron.training.batch_size import BatchSizeSchedule
-from megatron.training.schedules import LearningRateSchedule, WeightDecaySchedule
+from megatron.training.schedules import BatchSizeSchedule, LearningRateSchedule, WeightDecaySchedule
 
 
 @dataclass(frozen=True)

@@ -10,18 +10,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from pkgutil import resolve_name
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from megatron.apps.tasks.flags import EvalTasksConfig
 from megatron.config import Resolved, RunConfig
-from megatron.config.features import features
+from megatron.config.features import taking_part
 from megatron.config.parallel import ParallelConfig
 from megatron.data.build import PortionSize
 from megatron.families import family_of
-from megatron.features.adapters.flags import AdapterConfig
 from megatron.parallel.mesh import Mesh, first_reason
 from megatron.training.intervals import IntervalMeter, TimeLeft, Value
 from megatron.training.metrics import Evaluation, Reported, measure_matmul_peak, peak_flops
@@ -35,12 +32,6 @@ from megatron.util.progress import above_bars, progress_bar
 
 FIRST_STEPS = 2
 """Steps of a start with a line of their own, where log lines are further apart."""
-ADAPTERS = "megatron.features.adapters.report"
-"""What to say of the adapters of ``--lora``; imported for runs with the flag only."""
-
-
-EXTENT = "megatron.features.epochs.passes:extent"
-"""Lines about parameters, tokens and epochs; imported for runs that train."""
 
 
 class _LogHandler(logging.StreamHandler[Any]):
@@ -74,24 +65,6 @@ def say(text: str) -> None:
         print(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {text}", flush=True)
 
 
-class StepNumbers(Protocol):
-    """Numbers of single steps, measured on every rank and written with the next log line.
-
-    Attributes:
-        params_norm: 2-norm of the weights after the last step, if its log line shows it.
-    """
-
-    params_norm: torch.Tensor | None
-
-    def before_step(self, trainer: Trainer) -> None: ...
-
-    def after_step(self, trainer: Trainer, step: Step) -> None: ...
-
-    def went_back(self) -> None: ...
-
-    def write(self, writer: RunWriter) -> None: ...
-
-
 class Reporter(Callback):
     """Log lines and metrics; only the main process prints and writes."""
 
@@ -108,17 +81,19 @@ class Reporter(Callback):
         self._brief = brief or sys.stdout.isatty()
         config = resolved.config
         self.plan, self.mesh, self.device = plan, mesh, device
-        self.beside: Callable[[Step], float] = lambda step: 0.0
+        self.extra_flops: list[Callable[[Step], float]] = []
         """FLOPs of a step that are no work of the model."""
         self.at_line: list[Callable[[float], Mapping[str, float | None]]] = []
         """Further numbers of a log line, given the seconds that are left. Every rank calls them."""
+        self.after_line: list[Callable[[RunWriter], None]] = []
+        """Writers of numbers that follow a log line, and the last one."""
         self.time_left = TimeLeft()
         self.log_interval = config.logging.log_interval
         self.meter: IntervalMeter | None = None
         self.main = mesh.world.rank == 0
         self.shape = family_of(config.model.family).shape(config.model, config)
-        if config.section(AdapterConfig).lora:
-            self.shape = resolve_name(f"{ADAPTERS}:with_additions")(self.shape, config)
+        for feature in taking_part():
+            self.shape = feature.shape(self.shape, config)
         self.recompute, self.recomputed_blocks = _recomputed(config.parallel)
         self.peak = _peak(config, device)
         self.writer: RunWriter = TeeWriter(())
@@ -129,8 +104,6 @@ class Reporter(Callback):
                 resume_samples=begin.consumed_samples,
                 configuration=config.to_dict(),
             )
-        several = (feature.step_numbers(config, plan) for feature in features().values())
-        self._numbers: list[StepNumbers] = [each for each in several if each is not None]
         self._write_resume(begin.iteration, begin.consumed_samples)
         self._announce(resolved, begin, sizes)
         self._bar = progress_bar(
@@ -166,11 +139,9 @@ class Reporter(Callback):
                 f"{self.plan.train_iters} of its {self.plan.full_iters} iterations, for which the "
                 "data are prepared"
             )
-        if self.main and not self.plan.skip_train:
-            for line in resolve_name(EXTENT)(config, self.plan, sizes()):
+        for feature in taking_part() if self.main else ():
+            for line in feature.extent(config, self.plan, sizes):
                 self.say(line)
-        if config.section(AdapterConfig).lora:
-            self.say(resolve_name(f"{ADAPTERS}:trained_line")(config))
         if self.peak is not None:
             counted = "; causal attention counted once" if self.shape.causal else ""
             self.say(
@@ -225,11 +196,11 @@ class Reporter(Callback):
         if file is not None and os.path.exists(file):
             rows = read_metrics(file)
         kinds = [row["kind"] for row in rows if row.get("iteration") == iteration]
-        if config.section(EvalTasksConfig).eval_tasks and not any(
-            kind.startswith("task ") for kind in kinds
-        ):
-            return "tasks"
-        return next((kind for kind in due if kind not in kinds), None)
+        missing = (feature.missing_evaluation(config, kinds) for feature in taking_part())
+        return next(
+            (each for each in missing if each is not None),
+            next((kind for kind in due if kind not in kinds), None),
+        )
 
     def say(self, text: str) -> None:
         """Prints a line with the time, on the main process."""
@@ -245,30 +216,23 @@ class Reporter(Callback):
             self.meter = IntervalMeter(
                 self.plan.full_iters, self.device, self.mesh.world.size, self.peak
             )
-        for each in self._numbers:
-            each.before_step(trainer)
 
     def went_back(self, trainer: Trainer) -> None:
         """As at a resume, of the same process."""
         self.meter = None
-        for each in self._numbers:
-            each.went_back()
         self.writer.went_back(trainer.iteration, trainer.consumed_samples)
         self._write_resume(trainer.iteration, trainer.consumed_samples)
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
         assert self.meter is not None
         shape = dataclasses.replace(self.shape, seq_length=step.seq_length)
-        flops = shape.flops_per_step(step.samples, causal=True) + self.beside(step)
+        flops = shape.flops_per_step(step.samples, causal=True)
+        flops += sum(extra(step) for extra in self.extra_flops)
         again = shape.recomputed_flops_per_token(
             self.recompute, causal=True, blocks=self.recomputed_blocks
         )
         recomputed = step.samples * step.seq_length * again
         self.meter.add(step, flops, recomputed, self.plan.lengths.grows)
-        for each in self._numbers:
-            each.after_step(trainer, step)
-            if each.params_norm is not None:
-                self.record("params_norm", each.params_norm)
         self._bar.update()
         if self._early and not trainer.at_end:
             self._say_early(step)
@@ -321,8 +285,8 @@ class Reporter(Callback):
             metrics.values.update(numbers(left))
         self.say(metrics.short_line() if self._brief else metrics.line().strip())
         self._write("train", iteration, samples, metrics.row())
-        for each in self._numbers:
-            each.write(self.writer)
+        for write in self.after_line:
+            write(self.writer)
 
     def evaluated(self, trainer: Trainer, evaluation: Reported) -> None:
         self.say(evaluation.line().strip())
@@ -341,8 +305,8 @@ class Reporter(Callback):
 
     def training_ended(self, trainer: Trainer, reason: str | None) -> None:
         self._bar.close()
-        for each in self._numbers:
-            each.write(self.writer)
+        for write in self.after_line:
+            write(self.writer)
         if reason is not None:
             self.say(f"stopped by {reason} after iteration {trainer.iteration}")
 

@@ -7,7 +7,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 from megatron.checkpoint.files import CheckpointError, DamagedError
@@ -28,6 +27,7 @@ from megatron.config import (
     TokenizerConfig,
 )
 from megatron.config.data import SOURCE_FIELDS
+from megatron.config.features import taking_part
 from megatron.config.flags import build, names_of
 from megatron.config.layouts import StateDtypes
 from megatron.data.build import DataFile, changed_files
@@ -36,15 +36,11 @@ from megatron.engine.loading import load_checkpoint
 from megatron.engine.saving import check_writable, ruined, shareable
 from megatron.engine.train_engine import TrainEngine
 from megatron.families import family_names, family_of
-from megatron.features.adapters.flags import AdapterConfig
 from megatron.parallel.mesh import first_reason
 from megatron.training.plan import TrainingPlan
 
 SKIPPED = "skip_samples"
 """In ``state.json``: the ranges that the run skips, if they are more than its flags say."""
-
-DAMAGED = "megatron.training.damaged"
-"""What is done about a damaged checkpoint; imported when there is one."""
 
 _SCHEDULE = names_of("schedule", OptimizerFlags)
 _SAID_OTHERWISE = {
@@ -99,7 +95,8 @@ def locate(config: RunConfig) -> ResumeSource | None:
     origin = find_origin(options)
     if origin is not None:
         _check_family(origin, config.model.family)
-    _check_adapters(config, origin)
+    for feature in taking_part():
+        feature.check_source(config, origin)
     if options.save:
         check_writable(options.save)
         _protect_other_run(options, origin)
@@ -171,7 +168,9 @@ def _newest_opened(options: CheckpointConfig) -> ResumeSource | None:
             if options.on_damaged_checkpoint == "previous":
                 found.open(verify=False)
     except CheckpointError as error:
-        named, older = resolve_name(f"{DAMAGED}:newest_older")(options, found, error)
+        from megatron.training.damaged import newest_older
+
+        named, older = newest_older(options, found, error)
         return ResumeSource(older, flag, continues, {named: str(error)})
     return None if found is None else ResumeSource(found, flag, continues)
 
@@ -192,30 +191,6 @@ def _check_family(origin: ResumeSource, family: str) -> None:
         f"{origin.flag}: {folder} contains a model of the family {found!r}, and this run trains "
         f"{family!r}; {advice}"
     )
-
-
-def _check_adapters(config: RunConfig, origin: ResumeSource | None) -> None:
-    """Raises ConfigError if adapters have no base to be saved with, or would not be loaded."""
-    options, lora = config.checkpoint, config.section(AdapterConfig).lora
-    if options.load_adapter and not lora:
-        raise ConfigError(
-            f"--load-adapter {options.load_adapter} needs --lora, which trains the adapters; "
-            "tools/convert_checkpoint.py to-hf merges them into their base"
-        )
-    if lora and origin is None and (options.save or options.load_adapter):
-        raise ConfigError(
-            "--lora trains additions to a model that exists: name it by --pretrained-checkpoint"
-        )
-    if lora and options.checkpoint_format != "safetensors":
-        raise ConfigError(
-            f"--checkpoint-format {options.checkpoint_format} contradicts --lora: DeepSpeed's "
-            "folders contain whole models; leave it out"
-        )
-    if lora and options.save_universal:
-        raise ConfigError(
-            "--save-universal contradicts --lora: universal checkpoints contain whole models; "
-            "leave it out"
-        )
 
 
 def _protect_other_run(options: CheckpointConfig, origin: ResumeSource | None) -> None:
@@ -251,11 +226,15 @@ def load(
     try:
         source = load_finite(engine, origin)
     except DamagedError as error:
-        source, origin = resolve_name(f"{DAMAGED}:load_older")(engine, origin, error)
+        from megatron.training.damaged import load_older
+
+        source, origin = load_older(engine, origin, error)
     point = _resume_point(engine, plan, origin, source, files)
     point = replace(point, generation=source.generation, tokenizer=source.tokenizer)
     if origin.damaged:
-        lines = resolve_name(f"{DAMAGED}:set_damaged_aside")(engine, origin)
+        from megatron.training.damaged import set_damaged_aside
+
+        lines = set_damaged_aside(engine, origin)
         point = replace(point, notes=(*lines, *point.notes))
     return point if point.iteration else replace(point, skip_samples=flags)
 
@@ -370,19 +349,6 @@ def _states_line(old: StateDtypes | None, new: StateDtypes | None) -> str:
     pairs = zip(old or StateDtypes(), new or StateDtypes(), strict=True)
     rounds = any(dtype not in (was, "fp32") for was, dtype in pairs)
     return f"optimizer states: {before} -> {now}" + "; rounded to nearest" * rounds
-
-
-def with_origin(settings: Settings) -> Settings:
-    """With --lora adds the Hugging Face architecture of the base, by whose names --lora-targets
-    chooses: several may fit the flags of one model (a Phi-3 is a Llama with fused matrices). Raises
-    CheckpointError if the base is missing or damaged."""
-    if "lora" not in settings or not settings["lora"].value:
-        return settings
-    origin = find_origin(build(CheckpointConfig, settings))
-    if origin is None:
-        return settings
-    source = origin.found.open(verify=False)
-    return settings | {"hf_architecture": _setting(source.model.hf_architecture, source)}
 
 
 def with_checkpoint(settings: Settings) -> Settings:

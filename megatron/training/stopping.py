@@ -91,7 +91,7 @@ class NonFiniteGuard(Callback):
     """Stops training after a step whose loss or gradients were not finite; with ``fp16`` an
     overflow of scaled gradients is a normal event, unless the scale cannot fall further.
 
-    It reads the numbers of all steps, and passes those of the others to :attr:`judge_finite`: each
+    It reads the numbers of all steps, and passes those of the others to each of :attr:`judges`: a
     step is judged before the next one, however late the numbers arrive.
 
     Args:
@@ -105,8 +105,6 @@ class NonFiniteGuard(Callback):
             iteration: then one of them is the reason.
     """
 
-    judge_finite: JudgeFinite | None = None
-
     def __init__(
         self,
         device: torch.device,
@@ -119,6 +117,7 @@ class NonFiniteGuard(Callback):
         replicas: Callable[[int], None] = lambda iteration: None,
     ) -> None:
         self._replicas = replicas
+        self.judges: list[JudgeFinite] = []
         self._device, self._fp16, self._check, self._most = device, fp16, check, most
         self._ruined, self._newest, self._fresh = ruined, newest, fresh
         self._skipped = 0
@@ -165,8 +164,8 @@ class NonFiniteGuard(Callback):
                 self._judge_skipped(step, loss)
                 continue
             self._skipped, self._fresh = 0, False
-            if self.judge_finite is not None:
-                self.judge_finite(trainer, step, loss, norm)
+            for judge in self.judges:
+                judge(trainer, step, loss, norm)
 
     def _judge_skipped(self, step: Step, loss: float) -> None:
         """An overflow of scaled fp16 gradients is part of training; anything else is not."""

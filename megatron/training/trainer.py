@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron.data.loader import (
@@ -16,15 +17,12 @@ from megatron.data.loader import (
     TrainingData,
 )
 from megatron.engine.train_engine import StepResult, TrainEngine
+from megatron.parallel.mesh import Mesh
 from megatron.training.metrics import Evaluation, Reported
 from megatron.training.plan import TrainingPlan
 from megatron.training.registry import WrittenTexts
 from megatron.util.phases import ending, moved, phase
 from megatron.util.progress import counted, progress_bar
-
-WEIGHED_STEP = "megatron.training.step_batches:weighed_step"
-OF_ONE_LENGTH = "megatron.training.step_batches:of_one_length"
-"""Of the micro batches of a step of examples; imported for runs that train on them."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +210,7 @@ class Trainer:
         counts = None
         if self.data.weighed:
             mesh, device = self.engine.mesh, self.engine.device
-            batches, counts = resolve_name(WEIGHED_STEP)(batches, micro_batches, mesh, device)
+            batches, counts = weighed_step(batches, micro_batches, mesh, device)
         result = self.engine.train_step(batches, micro_batches, first_sample, rate, decay)
         samples = plan.batch_size.batch_size(first_sample)
         self.iteration += 1
@@ -275,7 +273,7 @@ class Trainer:
         found: Iterator[Any] = batches
         if self.data.weighed and self.engine.mesh.pipeline.size > 1:
             # A pipeline takes batches of one shape; they are token ids, and small.
-            found = iter(resolve_name(OF_ONE_LENGTH)([next(batches) for _ in range(count)]))
+            found = iter(of_one_length([next(batches) for _ in range(count)]))
         with phase("evaluation", name), progress_bar(name, total=count, unit=" batches") as bar:
             losses = self.engine.evaluate(counted(found, bar), count)
         spec, total = self.engine.spec, None
@@ -305,3 +303,31 @@ class Trainer:
     def _tell(self, what: str, *about: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, what)(self, *about)
+
+
+def weighed_step(
+    batches: Iterator[Any], count: int, mesh: Mesh, device: torch.device
+) -> tuple[Iterator[Any], StepCounts]:
+    """The next ``count`` micro batches of this data-parallel rank, whose weights are relative to
+    their mean over those of all ranks; does not wait for the device."""
+    step = [next(batches) for _ in range(count)]
+    if mesh.pipeline.size > 1:
+        step = of_one_length(step)
+    fed = sum(batch.tokens_BS.numel() for batch in step)
+    weights = [batch.weights_2.to(device, non_blocking=True) for batch in step]
+    # Filled on the device: a copy from the CPU would wait for it.
+    sums_3 = torch.full((3,), float(fed), dtype=torch.float64, device=device)
+    sums_3[1:] = torch.stack(weights).sum(0)
+    if mesh.data.size > 1:
+        dist.all_reduce(sums_3, group=mesh.data.handle)
+    means_2 = (sums_3[1:] / (count * mesh.data.size)).clamp(min=torch.finfo(torch.float64).tiny)
+    relative = (
+        batch._replace(weights_2=own / means_2) for batch, own in zip(step, weights, strict=True)
+    )
+    return relative, StepCounts(sums_3[0], sums_3[2])
+
+
+def of_one_length(batches: list[Any]) -> list[Any]:
+    """The batches, padded to the longest."""
+    longest = max(batch.tokens_BS.shape[1] for batch in batches)
+    return [batch.lengthened(longest) for batch in batches]

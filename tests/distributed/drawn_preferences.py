@@ -19,10 +19,10 @@ from megatron.data.scored_text import ScoredText
 from megatron.families import family_names, family_of
 from megatron.families.gpt import GPT
 from megatron.features.masked.t5 import T5
+from megatron.features.preference import reference
 from megatron.features.preference.batch import PreferenceBatch
 from megatron.features.preference.flags import PreferenceConfig
 from megatron.tokenizer import Tokenizer
-from megatron.training import build as training_build
 
 FOLDER = str(Path(__file__).parent / "preference_families")
 VOCAB = 99
@@ -131,7 +131,7 @@ def has_reference(run: Any, mesh: Any, data: Any) -> None:
     """Drawn samples have the reference's log-probabilities."""
 
 
-_evaluated = training_build.REFERENCE
+_evaluated = reference.add_reference
 
 
 def known() -> None:
@@ -139,10 +139,10 @@ def known() -> None:
     if FOLDER not in families.__path__:
         families.__path__.append(FOLDER)
         family_names.cache_clear()
-        training_build.REFERENCE = f"{__name__}:has_reference"
+        reference.add_reference = has_reference  # type: ignore[assignment]
 
 
 def unknown() -> None:
     families.__path__.remove(FOLDER)
     family_names.cache_clear()
-    training_build.REFERENCE = _evaluated
+    reference.add_reference = _evaluated  # type: ignore[assignment]

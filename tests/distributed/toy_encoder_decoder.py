@@ -18,7 +18,7 @@ from megatron.model.embedding import LM_LOSS, InputEmbedding, TokenEmbedding
 from megatron.model.layer_list import LayerSpec, LayerState, initialise
 from megatron.model.norm import FinalNorm
 from megatron.model.spec import Measure, ModelSpec
-from megatron.parallel.cross_entropy import Targets
+from megatron.parallel.loss_head import Targets
 from megatron.parallel.shard import Init
 from megatron.parallel.tensor_parallel import TensorParallel, reduce_from_ranks
 

@@ -21,7 +21,7 @@ from megatron.model.attention_flex import block_mask
 from megatron.model.attention_masks import AttentionMasks, AttentionScoring, alibi_slopes
 from megatron.model.layer_list import initialise
 from megatron.model.torch_kernels import describe_attention
-from megatron.parallel.cross_entropy import Targets
+from megatron.parallel.loss_head import Targets
 
 BATCH, HEADS, KV_HEADS = 2, 4, 2
 BACKENDS = ("sdpa", "cudnn", "flash2", "flash3", "flash4")

@@ -7,7 +7,8 @@ from gpu_runs import DEVICE, needs_gpu, no_waiting
 from torch import Tensor
 
 from megatron.parallel import cross_entropy, softmax_loss
-from megatron.parallel.cross_entropy import LossHead, Targets, linear_cross_entropy
+from megatron.parallel.cross_entropy import linear_cross_entropy
+from megatron.parallel.loss_head import LossHead, Targets
 from megatron.parallel.tensor_parallel import TensorParallel
 
 TOKENS, WIDTH, VOCAB, PADDED = 1024, 256, 5001, 5120

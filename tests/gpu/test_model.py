@@ -18,7 +18,8 @@ from megatron.engine.update.async_step import AsyncOptimizerStep
 from megatron.engine.update.optimizer import build_optimizer
 from megatron.features.float8.linear import FIRST_CAPABILITY, Float8
 from megatron.model.layer_list import LayerStack, initialise
-from megatron.parallel.cross_entropy import LossHead, Targets, linear_cross_entropy
+from megatron.parallel.cross_entropy import linear_cross_entropy
+from megatron.parallel.loss_head import LossHead, Targets
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.tensor_parallel import TensorParallel
 

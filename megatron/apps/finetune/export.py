@@ -20,7 +20,7 @@ from megatron.features.adapters.checkpoint import AdaptedSource
 from megatron.formats.conversion.commands import export_hf, parse_size
 from megatron.formats.conversion.output import published_into
 from megatron.formats.huggingface.peft import write_peft
-from megatron.run.outputs import check_output
+from megatron.run.folders import check_output
 from megatron.run.run import Run
 from megatron.util.progress import say
 

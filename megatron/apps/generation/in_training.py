@@ -38,7 +38,7 @@ def training_runner(
     generation = generation._replace(max_positions=most, neighbors=None)
     pages = sequences * -(-most // PAGE_SIZE)
     engine.prepare_evaluation()
-    engine.float8.refresh()
+    engine.kernels.refresh()
     stages = StagedLayers.of(engine)
     # Blocks are compiled for the one shape of training; steps of generation have many.
     with engine.backend.tensor_parallel.unsplit(), torch.compiler.set_stance("force_eager"):

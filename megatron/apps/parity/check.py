@@ -51,7 +51,7 @@ from megatron.engine.deepspeed_file import read_json
 from megatron.engine.deepspeed_json import merge
 from megatron.engine.environment import distributed
 from megatron.engine.train_engine import StepResult
-from megatron.families.trained import trained_spec
+from megatron.families import trained_spec
 from megatron.features.resilience.flags import ResilienceConfig
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.run.run import parse_run

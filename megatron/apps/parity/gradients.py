@@ -28,7 +28,9 @@ from megatron.engine.environment import distributed, training_device
 from megatron.engine.state import owned_slices
 from megatron.engine.train_engine import TrainEngine
 from megatron.engine.update.gradient_norm import average_gradients, gradient_norm, owned
-from megatron.families.trained import trained_spec
+from megatron.families import trained_spec
+from megatron.features.preference import reference
+from megatron.features.preference.flags import PreferenceConfig
 from megatron.model.layer_list import LayerSequence, LayerSpec, LayerState, initialise
 from megatron.model.spec import ModelSpec
 from megatron.parallel.mesh import ALONE, SHARDED, Coordinates, Mesh
@@ -39,9 +41,8 @@ from megatron.run.run import (
     parse_run,
     run_data,
 )
-from megatron.training.build import add_reference
 from megatron.training.plan import TrainingPlan
-from megatron.training.step_batches import weighed_step
+from megatron.training.trainer import weighed_step
 
 INIT = Init(std=0.3)
 """Wider than in training, biases included, so that every gradient is large."""
@@ -139,7 +140,8 @@ def _step(run: Run, engine: TrainEngine, mesh: Mesh) -> GradientRecord:
         for n in range(count)
     ]
     data = run_data(run)
-    add_reference(run, mesh, data)
+    if config.section(PreferenceConfig).needs_reference:
+        reference.add_reference(run, mesh, data)
     assert data.datasets.train is not None
     batches = plan.lengths.cut(
         data.batches(

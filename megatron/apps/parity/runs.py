@@ -17,9 +17,11 @@ from megatron.data.loader import MicroBatches
 from megatron.engine.environment import deterministic_kernels, distributed, training_device
 from megatron.engine.state import owned_slices
 from megatron.engine.train_engine import StepResult
-from megatron.families.trained import trained_spec
+from megatron.families import trained_spec
 from megatron.features.distillation.flags import DistillationConfig
 from megatron.features.distillation.teacher import find_teacher
+from megatron.features.preference import reference
+from megatron.features.preference.flags import PreferenceConfig
 from megatron.model.layer_list import LayerStack, initialise
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import dropout_seed
@@ -30,7 +32,7 @@ from megatron.run.run import (
     parse_run,
     run_data,
 )
-from megatron.training.build import add_reference, build_trainer
+from megatron.training.build import build_trainer
 from megatron.training.plan import TrainingPlan
 from megatron.training.trainer import Callback, Step, Trainer
 
@@ -131,7 +133,8 @@ class PlainTraining:
         self.params = {name: p for name, p in self.params.items() if p.requires_grad}
         self._optimizer = _plain_optimizer(self.params, self.options)
         data = run_data(run)
-        add_reference(run, Mesh(), data)
+        if run.config.section(PreferenceConfig).needs_reference:
+            reference.add_reference(run, Mesh(), data)
         datasets, collate, self._weighed = data.datasets, data.collate, data.weighed
         assert datasets.train is not None
         self._batches = MicroBatches(

@@ -12,8 +12,7 @@ import torch
 
 from megatron.config import ModelConfig, RunConfig
 from megatron.config.layouts import Layout
-from megatron.families import BlockLengths, build_model, family_of, spec_of
-from megatron.families.trained import trained_spec
+from megatron.families import BlockLengths, build_model, family_of, spec_of, trained_spec
 from megatron.features.adapters.flags import AdapterConfig
 from megatron.parallel.mesh import Group
 from megatron.parallel.partition import stage_bounds

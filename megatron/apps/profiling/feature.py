@@ -9,7 +9,9 @@ from megatron.config.features import Feature
 from megatron.config.flags import ConfigResolver
 
 
-class Profiling(Feature):
+class ProfilingFeature(Feature):
+    after = ("run_record",)
+    training_flags = (ProfilingConfig,)
     sections = {"profiling": ProfilingConfig}
 
     def resolve(self, parts: dict[str, Any], processes: int, resolver: ConfigResolver) -> None:
@@ -17,5 +19,15 @@ class Profiling(Feature):
         flags = parts["profiling"]
         parts["profiling"] = resolve_profiling(flags, processes, length, save, resolver)
 
+    def ready(self, context: Any) -> None:
+        options = context.config.section(ProfilingConfig)
+        if not (options.profile or options.record_memory_history):
+            return
+        from megatron.apps.profiling.callback import profiling
+        from megatron.training.context import Order
 
-FEATURE = Profiling()
+        for callback in profiling(context.config, context.engine, context.origin.iteration):
+            context.add(Order.PROFILE, callback)
+
+
+FEATURE = ProfilingFeature()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron.config.features import Section
+from megatron.config.features import FlagSection
 from megatron.config.flags import NOT_NEGATIVE, ConfigResolver, option
 
 
 @dataclass(frozen=True)
-class ProfilingConfig(Section):
+class ProfilingConfig(FlagSection):
     """Profiling: which steps, on which ranks, written where."""
 
     after = "logging"

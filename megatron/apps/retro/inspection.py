@@ -16,7 +16,6 @@ from megatron.apps.retro.gpt_run import project_run
 from megatron.apps.retro.gpt_samples import GPTSamples, gpt_samples
 from megatron.config import ConfigError, FlagParser
 from megatron.config.flags import NOT_NEGATIVE, POSITIVE, ConfigResolver, build, option
-from megatron.config.retrieval import RetrievalFlags
 from megatron.data.sources import PARTS
 from megatron.features.retro.batch import RetroSample
 from megatron.features.retro.chunks import (
@@ -26,12 +25,13 @@ from megatron.features.retro.chunks import (
     STOP,
     ChunkDatabase,
 )
+from megatron.features.retro.flags import RetrievalConfig
 from megatron.features.retro.project import RetroProject
 from megatron.features.retro.samples import RetroSamples, neighbor_texts
 from megatron.run.run import Run
 from megatron.tokenizer import Tokenizer
 
-RETRIEVED = RetrievalFlags.retro_num_retrieved_chunks
+RETRIEVED = RetrievalConfig.retro_num_retrieved_chunks
 """Chunks of text of a neighbour that are shown: those that a model reads by default."""
 
 

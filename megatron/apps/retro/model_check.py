@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron.config import ConfigError, ModelConfig
+from megatron.features.retro.flags import RetrievalConfig
 from megatron.features.retro.project import RetroProject
 from megatron.tokenizer import Tokenizer
 
@@ -19,8 +20,8 @@ def check_model(model: ModelConfig, own: Tokenizer, project: RetroProject) -> No
             f"{where} has {tokenizer.vocab_size}: name the project of the model's training "
             "(--retro-project-dir)"
         )
-    length = model.retrieval.retro_gpt_chunk_length
-    if model.retrieval.retro_add_retriever and length != project.chunk_length:
+    length = model.part(RetrievalConfig).retro_gpt_chunk_length
+    if model.part(RetrievalConfig).retro_add_retriever and length != project.chunk_length:
         raise ConfigError(
             f"the model reads the neighbours of chunks of {length} tokens, and those of {where} "
             f"have {project.chunk_length} (retro_gpt_chunk_length): name the project of the "

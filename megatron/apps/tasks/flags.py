@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron.config.features import Section
+from megatron.config.features import FlagSection
 from megatron.config.flags import POSITIVE, ConfigResolver, option
 
 
 @dataclass(frozen=True)
-class EvalTasksConfig(Section):
+class EvalTasksConfig(FlagSection):
     """Evaluation tasks while training: which, where their files are, how often."""
 
     after = "training"

@@ -14,6 +14,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from megatron.parallel.mesh import Coordinates
+from megatron.parallel.shard import Shard
+
 BLOCK = 256
 """Slices start at multiples of this number of elements, and all but the last of a partition have a
 multiple of it."""
@@ -63,6 +66,42 @@ class StateFormat(Protocol):
         """Writes a slice. ``new`` is what :meth:`decode` gave where ``held`` (bool, no dimensions):
         then every stored bit must stay. For random bits: ``elements`` identifies each (int32, or
         only that of the first, if the others follow), ``step`` is the number of the update."""
+
+
+class Partition(Protocol):
+    """Main weights that the optimizer updates with their moments, read and written in float32."""
+
+    def has(self, kind: str) -> bool:
+        """Whether there is this state: no moments before the first update."""
+        ...
+
+    def get(self, kind: str, start: int, count: int) -> Tensor:
+        """Elements [start, start + count) of a state, flat."""
+        ...
+
+    def set(self, kind: str, start: int, values: Tensor) -> None:
+        """Write elements from ``start`` on."""
+        ...
+
+
+class StateStore(StateFormat, Protocol):
+    """A format other than float32 copies of weights and moments, at ZeRO 1 and 2."""
+
+    def take_main_weights(self, wrapper: Any, optimizer: torch.optim.Optimizer, rank: int) -> None:
+        """Make DeepSpeed's optimizer ``wrapper`` around ``optimizer`` update the model's weights,
+        those of this data-parallel rank, instead of a float32 copy."""
+
+    def key(self, seed: int, name: str, shard: Shard, coordinates: Coordinates) -> int:
+        """The identifier (int32) of the first element of a rank's share of a parameter."""
+        ...
+
+    def model_weights(self, values: Tensor) -> Tensor:
+        """Float32 weights as the model has them."""
+        ...
+
+    def partition(self, main: Tensor, state: Mapping[str, Tensor]) -> Partition:
+        """The partition ``main`` with its part of ``optimizer.state``."""
+        ...
 
 
 class Float32States:

@@ -19,7 +19,6 @@ from megatron.engine.update.adam import (
     FusedAdam,
     StateFormat,
 )
-from megatron.features.low_bit_states.random_bits import wrapped
 from megatron.parallel.compiler import missing_compiler
 
 LEAST = 2**16
@@ -223,6 +222,11 @@ def _slices(tensor: Tensor, pieces: Sequence[PartitionSlice], length: int) -> Se
     if tensor.numel() == length:
         return tensor.split([piece.length for piece in pieces])
     return tensor.split([-(-piece.length // BLOCK) for piece in pieces])
+
+
+def wrapped(number: int) -> int:
+    """The int32 with the lowest 32 bits of a number."""
+    return (number + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
 def _elements(piece: PartitionSlice, firsts: Sequence[int], device: torch.device) -> Tensor:

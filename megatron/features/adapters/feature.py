@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron.config.features import Feature
-from megatron.config.flags import ConfigResolver
+from megatron.config.flags import ConfigError, ConfigResolver, Setting, Settings, build
+from megatron.config.output import CheckpointConfig
 from megatron.features.adapters.flags import AdapterConfig
 
 
-class Adapters(Feature):
+class AdaptersFeature(Feature):
+    after = ("instruction", "preference", "distillation", "planning")
     sections = {"adapters": AdapterConfig}
 
     def check(self, config: Any, processes: int, resolver: ConfigResolver) -> None:
@@ -25,5 +27,84 @@ class Adapters(Feature):
 
         return located_model("adapter that it began from", config.checkpoint.load_adapter)
 
+    def complete(self, settings: Settings, run_of: Callable[[Settings], Any]) -> Settings:
+        """Add the Hugging Face architecture of the base, by whose names --lora-targets chooses:
+        several may fit the flags of one model (a Phi-3 is a Llama with fused matrices). Raises
+        CheckpointError if the base is missing or damaged."""
+        if "lora" not in settings or not settings["lora"].value:
+            return settings
+        from megatron.training.resume import find_origin
 
-FEATURE = Adapters()
+        origin = find_origin(build(CheckpointConfig, settings))
+        if origin is None:
+            return settings
+        source = origin.found.open(verify=False)
+        setting = Setting(source.model.hf_architecture, f"checkpoint {source.folder.name}")
+        return settings | {"hf_architecture": setting}
+
+    def model(self, spec: Any, config: Any) -> Any:
+        if not config.section(AdapterConfig).lora:
+            return spec
+        from megatron.features.adapters.model import with_adapters
+
+        return with_adapters(spec, config)
+
+    def shape(self, shape: Any, config: Any) -> Any:
+        if not config.section(AdapterConfig).lora:
+            return shape
+        from megatron.features.adapters.report import with_additions
+
+        return with_additions(shape, config)
+
+    def why_eager(self, config: Any, automatic: bool) -> str | None:
+        if not config.section(AdapterConfig).qlora:
+            return None
+        return "weights in 4 bits (--qlora) are made 16-bit numbers outside of graphs"
+
+    def built(self, engine: Any) -> None:
+        if engine.config.section(AdapterConfig).qlora:
+            from megatron.features.adapters.quantised_engine import find_quantised
+
+            line = find_quantised(engine)
+            if engine.mesh.world.rank == 0:
+                print(line, flush=True)
+
+    def load(self, engine: Any, source: Any, fresh: Sequence[str], continues: bool) -> Any:
+        if not engine.config.section(AdapterConfig).lora:
+            return None
+        from megatron.features.adapters.loading import load_adapted
+
+        return load_adapted(engine, source, fresh, continues)
+
+    def check_source(self, config: Any, source: Any) -> None:
+        """Raise ConfigError if adapters have no base to be saved with, or would not be loaded."""
+        options, lora = config.checkpoint, config.section(AdapterConfig).lora
+        if options.load_adapter and not lora:
+            raise ConfigError(
+                f"--load-adapter {options.load_adapter} needs --lora, which trains the adapters; "
+                "tools/convert_checkpoint.py to-hf merges them into their base"
+            )
+        if lora and source is None and (options.save or options.load_adapter):
+            raise ConfigError(
+                "--lora trains additions to a model that exists: name it by --pretrained-checkpoint"
+            )
+        if lora and options.checkpoint_format != "safetensors":
+            raise ConfigError(
+                f"--checkpoint-format {options.checkpoint_format} contradicts --lora: DeepSpeed's "
+                "folders contain whole models; leave it out"
+            )
+        if lora and options.save_universal:
+            raise ConfigError(
+                "--save-universal contradicts --lora: universal checkpoints contain whole models; "
+                "leave it out"
+            )
+
+    def extent(self, config: Any, plan: Any, sizes: Callable[[], Sequence[Any]]) -> Sequence[str]:
+        if not config.section(AdapterConfig).lora:
+            return ()
+        from megatron.features.adapters.report import trained_line
+
+        return (trained_line(config),)
+
+
+FEATURE = AdaptersFeature()

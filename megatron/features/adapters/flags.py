@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from megatron.config.features import Section
+from megatron.config.features import FlagSection
 from megatron.config.flags import FRACTION, POSITIVE, ConfigResolver, option
 
 ALL_LINEAR = "all-linear"
@@ -17,7 +17,7 @@ def is_adapter(name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class AdapterConfig(Section):
+class AdapterConfig(FlagSection):
     """Adapters: low-rank additions to the linear layers of a frozen model (LoRA)."""
 
     lora: bool = option(False)

@@ -160,7 +160,7 @@ class _Adapters:
     def outputs(
         self, layer: ParallelLinear, x_BSI: Tensor, maps: Sequence[LinearMap]
     ) -> tuple[Tensor, ...]:
-        assert all(each.float8 is None for each in maps)
+        assert all(each.kernel is None for each in maps)
         drops = layer.training and self._dropout and self._downs
         dropped = self._dropped(layer, x_BSI) if drops else None
         if self._dora:

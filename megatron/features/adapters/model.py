@@ -7,23 +7,20 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pkgutil import resolve_name
 from typing import Any
 
 from torch import nn
 
 from megatron.config import ConfigError, ModelConfig, RunConfig
 from megatron.config.flags import nearest
-from megatron.features.adapters.flags import ALL_LINEAR, AdapterConfig
+from megatron.features.adapters.flags import ALL_LINEAR, AdapterConfig, is_adapter
 from megatron.features.adapters.layers import Addition, add_adapters
 from megatron.features.adapters.quantised import quantise_layer
+from megatron.formats.huggingface.adapter_targets import linear_targets
 from megatron.model.layer_list import LayerSpec
 from megatron.model.spec import ModelSpec
 from megatron.parallel.layers import ParallelLinear
 from megatron.parallel.tensor_parallel import TensorParallel
-
-TARGETS = "megatron.formats.huggingface.adapter_targets:linear_targets"
-"""The linear modules of a model's blocks by their Hugging Face names."""
 
 Additions = Mapping[str, Sequence[Addition]]
 """By the canonical name of a layer with ``{n}`` for the number of its block."""
@@ -41,7 +38,12 @@ def with_adapters(spec: ModelSpec, config: RunConfig) -> ModelSpec:
             for each in spec.layers(tp)
         ]
 
-    return replace(spec, layers=layers)
+    return replace(
+        spec,
+        layers=layers,
+        draws=spec.draws or bool(config.section(AdapterConfig).lora_dropout),
+        is_addition=is_adapter,
+    )
 
 
 def _build(
@@ -67,7 +69,7 @@ def _build(
 def additions_of(model: ModelConfig, targets: Sequence[str]) -> Additions:
     """What ``--lora-targets`` names. Raises ConfigError if it is unknown in the model's Hugging
     Face architecture, or names nothing."""
-    known: Sequence[Any] = resolve_name(TARGETS)(model)
+    known = linear_targets(model)
     wanted = set()
     for name in targets:
         chosen = {target for target in known if name == ALL_LINEAR or _matches(target, name)}

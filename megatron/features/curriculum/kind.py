@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.config import ConfigError, ParallelConfig, RunConfig
-from megatron.config.retrieval import RetrievalConfig
 from megatron.data.index_cache import IndexCache
 from megatron.data.pipeline import BatchSizes, DataKind, DataPipeline, SequenceLengths
 from megatron.data.samples import SampleDataset
@@ -59,7 +58,8 @@ class Curriculum(DataKind):
         growth = [(step - 1, length) for step, length in stages(schedule)]
         lengths = [length for _, length in growth]
         _check_lengths(lengths, seq_length, config.parallel, schedule.name)
-        _check_chunks(lengths, config.model.retrieval, schedule.name)
+        for part in config.model.parts:
+            part.check_lengths(lengths, schedule.name)
         folds = None
         if schedule.name.endswith(FOLDING_METRIC):
             if config.parallel.pipeline_model_parallel_size > 1:
@@ -105,18 +105,6 @@ def _check_lengths(
                 f"{schedule_name} has sequences of {length} tokens, which --sequence-parallel "
                 f"splits over --tensor-model-parallel-size {ranks}: make difficulty_step and all "
                 f"difficulties multiples of {ranks}"
-            )
-
-
-def _check_chunks(lengths: Sequence[int], retrieval: RetrievalConfig, schedule_name: str) -> None:
-    """Refuses sequence lengths that are no whole chunks of a model that retrieves."""
-    chunk_length = retrieval.retro_gpt_chunk_length
-    for length in lengths:
-        if retrieval.retro_add_retriever and length % chunk_length:
-            raise ConfigError(
-                f"{schedule_name} has sequences of {length} tokens, which are no whole chunks of "
-                f"--retro-gpt-chunk-length {chunk_length}: make difficulty_step and all "
-                f"difficulties multiples of {chunk_length}"
             )
 
 

@@ -13,24 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megatron.parallel.cross_entropy import (
-    LogitChunks,
-    LossHead,
-    Targets,
-    factor_of,
-    scaled,
-    summed,
-)
+from megatron.parallel.cross_entropy import ChunkedCrossEntropy, LogitChunks
+from megatron.parallel.loss_head import LossHead, Targets
 from megatron.parallel.mesh import Group
 from megatron.parallel.softmax_loss import capped, rows_of_work, slices
-from megatron.parallel.tensor_parallel import autocast_dtype, start_gather_sequence
+from megatron.parallel.tensor_parallel import start_gather_sequence
 
 DEVICE_WORK_BYTES = 64 * 2**20
 """Size of one of the float32 work spaces on GPUs."""
@@ -98,8 +92,8 @@ def linear_distillation(
 
     Of a teacher with more tokens than the student those that both have count, with their
     probabilities among themselves. The tokens that :class:`TopTokens` leave out count as one."""
-    training = torch.is_grad_enabled()
-    found = _LinearDistillation.apply(x_BSH, weight, bias, targets, head, teacher, terms, training)
+    make = partial(_Distilled, targets=targets, head=head, teacher=teacher, terms=terms)
+    found = ChunkedCrossEntropy.apply(x_BSH, weight, bias, head, make, torch.is_grad_enabled())
     return DistilledLosses(*found)
 
 
@@ -150,51 +144,6 @@ def _beside(own_CK: Tensor, group: Group) -> Tensor:
     return torch.cat(found, dim=1)
 
 
-class _LinearDistillation(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Targets,
-        head: LossHead,
-        teacher: TeacherHead | TopTokens,
-        terms: Distilling,
-        training: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dtype, tp = autocast_dtype(x), head.tp
-        with torch.autocast(x.device.type, enabled=False):
-            sliced = x.to(dtype)
-            whole = start_gather_sequence(sliced, tp.group)() if tp.split else sliced
-            needs = [training and needed for needed in ctx.needs_input_grad[:3]]
-            bias_P = None if bias is None else bias.to(dtype)
-            run = _Distilled(
-                whole.flatten(0, 1), weight.to(dtype), targets, head, needs, bias_P, teacher, terms
-            )
-            cross_entropy, divergence = run.losses()
-        ctx.save_for_backward(run.x_grad_TH, run.weight_grad_PH, run.bias_grad_P)
-        ctx.head, ctx.shape, ctx.counted = head, whole.shape, run.counted
-        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        ctx.mark_non_differentiable(cross_entropy, divergence)
-        total = terms.alpha * cross_entropy + terms.beta * divergence
-        return total, cross_entropy, divergence
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        x_grad, weight_grad, bias_grad = ctx.saved_tensors
-        factor = factor_of(grad / ctx.counted)
-        if x_grad is not None:
-            # In place: a second backward pass is an error.
-            x_grad = summed(x_grad.view(ctx.shape), ctx.head.tp).mul_(factor).to(ctx.dtypes[0])
-        others = (
-            None if of is None else scaled(of, factor, dtype)
-            for of, dtype in zip((weight_grad, bias_grad), ctx.dtypes[1:], strict=True)
-        )
-        return x_grad, *others, None, None, None, None, None
-
-
 class _Distilled(LogitChunks):
     """The tokens of a micro batch, chunk by chunk, whose gradients are those of both terms."""
 
@@ -202,21 +151,21 @@ class _Distilled(LogitChunks):
         self,
         x_TH: Tensor,
         weight_PH: Tensor,
+        bias_P: Tensor | None,
         targets: Targets,
         head: LossHead,
         needs: Sequence[bool],
-        bias_P: Tensor | None,
         teacher: TeacherHead | TopTokens,
         terms: Distilling,
     ) -> None:
-        super().__init__(x_TH, weight_PH, targets, head, needs, bias_P, compiled=False)
+        super().__init__(x_TH, weight_PH, bias_P, targets, head, needs, compiled=False)
         self.terms, self.teacher = terms, teacher
         self._teaching: LogitChunks | None = None
         if isinstance(teacher, TeacherHead):
             self._teaching = _chunks_of(teacher, self.chunks)
 
-    def losses(self) -> tuple[Tensor, Tensor]:
-        """Mean cross entropy and mean divergence; fills in the gradients."""
+    def losses(self) -> DistilledLosses:
+        """Means over the tokens that count; fills in the gradients."""
         zero = torch.zeros((), dtype=self.work, device=self.x_TH.device)
         cross_entropy, divergence = zero, zero.clone()
         gradients = self.x_needs or self.weight_needs or self.bias_needs
@@ -237,8 +186,10 @@ class _Distilled(LogitChunks):
                 for at in student.rows():
                     student.write(at, taught)
                 self.multiply(chunk, logits_CP, mask_C)
-        factor = terms.temperature**2 / self.counted
-        return cross_entropy / self.counted, divergence * factor
+        cross_entropy = cross_entropy / self.counted
+        divergence = divergence * (terms.temperature**2 / self.counted)
+        total = terms.alpha * cross_entropy + terms.beta * divergence
+        return DistilledLosses(total, cross_entropy, divergence)
 
     def _taught(self, chunk: slice) -> _Taught:
         if self._teaching is not None:
@@ -265,7 +216,7 @@ def _chunks_of(teacher: TeacherHead, chunks: list[slice] | None = None) -> Logit
         # Memory for the student's chunks.
         size = chunks[0].stop * len(weight_VH) * weight_VH.element_size()
         head = LossHead(head.vocab_size, head.softcap, size, head.tp)
-    run = LogitChunks(x_TH, weight_VH, targets, head, bias_P=bias_V, compiled=False)
+    run = LogitChunks(x_TH, weight_VH, bias_V, targets, head, compiled=False)
     if chunks is not None:
         run.chunks = chunks
     return run

@@ -10,7 +10,8 @@ from megatron.config.flags import ConfigResolver
 from megatron.features.distillation.flags import DistillationConfig
 
 
-class Distillation(Feature):
+class DistillationFeature(Feature):
+    after = ("instruction", "preference")
     sections = {"distillation": DistillationConfig}
 
     def check(self, config: Any, processes: int, resolver: ConfigResolver) -> None:
@@ -27,5 +28,29 @@ class Distillation(Feature):
     def folders(self, config: Any) -> dict[str, str | None]:
         return {"--kd-cache": config.section(DistillationConfig).kd_cache}
 
+    def model(self, spec: Any, config: Any) -> Any:
+        if not config.section(DistillationConfig).kd:
+            return spec
+        from megatron.features.distillation.objective import with_teacher
 
-FEATURE = Distillation()
+        return with_teacher(spec, config)
+
+    def before_engine(self, context: Any) -> None:
+        if context.config.section(DistillationConfig).kd:
+            from megatron.features.distillation.callback import Distillation
+            from megatron.training.context import Order
+
+            context.add(Order.TEACH, Distillation(context.run))
+
+    def ready(self, context: Any) -> None:
+        if context.config.section(DistillationConfig).kd:
+            from megatron.features.distillation.callback import Distillation
+
+            teaching = context.added(Distillation)
+            teaching.start(
+                context.engine, context.data, context.plan, context.origin.consumed_samples
+            )
+            context.report.extra_flops.append(teaching.flops)
+
+
+FEATURE = DistillationFeature()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from megatron.config.features import Section
+from megatron.config.features import FlagSection
 from megatron.config.flags import NOT_NEGATIVE, POSITIVE, ConfigResolver, option
 
 TOP_TOKENS = 64
 
 
 @dataclass(frozen=True)
-class DistillationConfig(Section):
+class DistillationConfig(FlagSection):
     """Distillation: a student learns from the probabilities of a teacher."""
 
     kd: bool = option(False, aliases=("--mos",))

@@ -20,9 +20,9 @@ from megatron.features.distillation.divergence import (
 from megatron.features.distillation.flags import DistillationConfig
 from megatron.model.embedding import LM_LOSS
 from megatron.model.layer_list import LayerState
-from megatron.model.objective import HeadInput
 from megatron.model.spec import ModelSpec
 from megatron.parallel.cross_entropy import linear_cross_entropy
+from megatron.parallel.loss_head import HeadInput
 
 KD_LOSS, TOTAL_LOSS = "kd loss", "total loss"
 """Names of the divergence, times the square of the temperature, and of what is minimised."""

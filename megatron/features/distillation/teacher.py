@@ -30,8 +30,8 @@ from megatron.features.distillation.flags import DistillationConfig
 from megatron.features.distillation.objective import TaughtBatch
 from megatron.features.distillation.partitioned import partition_blocks
 from megatron.model.layer_list import LayerState
-from megatron.model.objective import HeadInput
 from megatron.model.spec import Measure
+from megatron.parallel.loss_head import HeadInput
 from megatron.parallel.mesh import Mesh
 from megatron.util.processes import is_main_process
 

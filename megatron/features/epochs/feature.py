@@ -10,7 +10,7 @@ from megatron.config.flags import Settings
 from megatron.config.training import RUN_LENGTHS
 
 
-class Epochs(Feature):
+class EpochsFeature(Feature):
     def complete(self, settings: Settings, run_of: Callable[[Settings], Any]) -> Settings:
         if "epochs" not in settings or {"skip_train", *RUN_LENGTHS} & settings.keys():
             return settings
@@ -19,4 +19,4 @@ class Epochs(Feature):
         return with_epochs(settings, run_of)
 
 
-FEATURE = Epochs()
+FEATURE = EpochsFeature()

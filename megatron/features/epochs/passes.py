@@ -1,27 +1,21 @@
-"""The extent of a run: ``--epochs``, its parameters and tokens, and passes over its data."""
+"""The length of a run that ``--epochs`` gives in passes over its data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from importlib import import_module
+from collections.abc import Callable
 from typing import NamedTuple
 
-from megatron.config import ConfigError, RunConfig, Setting, Settings
+from megatron.config import ConfigError, Setting, Settings
 from megatron.config.training import LENGTHS
-from megatron.data.build import PortionSize
 from megatron.families import family_of
 from megatron.run.run import Run
 from megatron.training.plan import TrainingPlan
 
-PARAMETERS = "megatron.apps.planning.parameters"
-"""Counts the parameters of a layout; imported by name, since planning uses training."""
 ORIGIN = "--epochs"
 PROVISIONAL = 10**6
 """Length of the run until the number of samples is known."""
 EVEN = 0.01
 """Relative difference between the passes over two files that still counts as equal."""
-OFTEN = 50
-"""Passes over the data from which on a run mentions them as probably unintended."""
 
 
 class FileSamples(NamedTuple):
@@ -97,39 +91,3 @@ def _files(run: Run, epochs: int, shown: str) -> list[FileSamples]:
         FileSamples(portion.path, portion.weight, count)
         for portion, count in zip(portions, samples, strict=True)
     ]
-
-
-def extent(config: RunConfig, plan: TrainingPlan, files: Sequence[PortionSize]) -> list[str]:
-    """Lines about how much a run trains: parameters, tokens, and epochs over its files."""
-    per_step = plan.global_batch_size * plan.seq_length
-    tokens = plan.lengths.tokens(plan.batch_size.samples(plan.train_iters))
-    length = f"{per_step:,} tokens a step, {tokens:,} in all"
-    passes = [tokens * file.weight / max(1, file.tokens) for file in files]
-    if plan.epochs is not None:
-        epochs = f"{plan.epochs.count} epoch{'s' * (plan.epochs.count > 1)}"
-        length += f" ({epochs} of {plan.epochs.samples:,} samples)"
-    elif passes:
-        ends = dict.fromkeys(f"{count:,.3g}" for count in (min(passes), max(passes)))
-        total, several = sum(file.tokens for file in files), len(files) > 1
-        length += f": {' to '.join(ends)} epochs over the {total:,} tokens of data"
-        length += f" in {len(files)} files" if several else ""
-    lines = [f"model: {_parameters(config)}; {length}"]
-    if plan.epochs is None and passes and max(passes) >= OFTEN:
-        where = f" in file {passes.index(max(passes)) + 1}" if several else ""
-        lines.append(
-            f"note: each token of the data{where} is read about {max(passes):,.0f} times; more "
-            "text or a shorter run is usually better than many epochs over little"
-        )
-    return lines
-
-
-def _parameters(config: RunConfig) -> str:
-    """The number of parameters, and the most that a rank has where ranks divide them."""
-    sizes = import_module(PARAMETERS)
-    layout = config.layout()
-    text = f"{sizes.model_parameters(config.model):,} parameters"
-    if layout.tensor * layout.pipeline == 1 and layout.zero < 3:
-        return text
-    shares = sizes.rank_shares(config.model, layout, config.parallel.pipeline_partition)
-    most = max(share.parameters for share in shares)
-    return f"{text}, {most // (layout.data if layout.zero == 3 else 1):,} on a rank"

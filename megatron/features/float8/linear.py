@@ -90,10 +90,15 @@ class Float8:
         return BLOCK if self.recipe == "blockwise" else MULTIPLE
 
     def linear(
-        self, x_BSI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, kept: Kept = NOTHING_KEPT
+        self,
+        x_BSI: Tensor,
+        weight_OI: Tensor,
+        bias_O: Tensor | None,
+        kept: Kept | None = None,
     ) -> Tensor:
         """x W^T + b with its gradients, [B, S, O]. Raises ValueError if weights are trained and the
         number of tokens is not a multiple of 16, or of 128 with blocks."""
+        kept = kept or NOTHING_KEPT
         trained = weight_OI.requires_grad and torch.is_grad_enabled()
         if trained:
             self.check_tokens(x_BSI.shape[:-1].numel())
@@ -161,6 +166,79 @@ class Float8:
     def weight_gradient(self, grad: Cast, x: Cast, dtype: torch.dtype) -> Tensor:
         """g^T x, [O, I]."""
         return self._multiply(grad.columns, x.columns, dtype)
+
+    # The steps of a layer that is cut over ranks; see LinearKernel in parallel/layers.py.
+
+    def leaf(self, kept: Kept | None) -> Tensor | None:
+        return None if kept is None else kept.largest
+
+    def outputs(
+        self,
+        x_BSI: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        kept: Sequence[Kept | None],
+        save: bool,
+    ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
+        first = kept[0] or NOTHING_KEPT
+        x = self.cast_input(x_BSI.flatten(0, 1), first.input_largest, columns=save)
+        outputs = []
+        for weight, bias, each in zip(weights, biases, kept, strict=True):
+            rows = self.weight_rows(weight, each or NOTHING_KEPT)
+            y_TO = self.output(x, rows, x_BSI.dtype)
+            outputs.append((y_TO if bias is None else y_TO + bias).unflatten(0, x_BSI.shape[:2]))
+        return outputs, (x.largest, *(x.columns or (None, None)))
+
+    def gradients(
+        self,
+        grads_BSO: Sequence[Tensor],
+        kept: Sequence[Kept | None],
+        of_input: bool,
+        of_weights: Sequence[bool],
+    ) -> list[Cast]:
+        return [
+            self.cast_gradient(
+                grad_BSO.flatten(0, 1),
+                (each or NOTHING_KEPT).gradient_largest,
+                rows=of_input,
+                columns=needed,
+            )
+            for grad_BSO, each, needed in zip(grads_BSO, kept, of_weights, strict=True)
+        ]
+
+    def whole_input(
+        self, x_BSI: Tensor | None, saved: Sequence[Tensor | None], kept: Sequence[Kept | None]
+    ) -> Cast:
+        if x_BSI is not None:
+            largest = (kept[0] or NOTHING_KEPT).input_largest
+            return self.cast_input(x_BSI.flatten(0, 1), largest, rows=False)
+        _, values, scale = saved
+        assert values is not None and scale is not None
+        return Cast(columns=Operand(values, scale))
+
+    def input_gradient_of(
+        self,
+        gradients: Sequence[Cast],
+        weights: Sequence[Tensor],
+        kept: Sequence[Kept | None],
+        grads_BSO: Sequence[Tensor],
+    ) -> Tensor:
+        first, *rest = (
+            self.input_gradient(
+                gradient, self.weight_columns(weight, each or NOTHING_KEPT), grad_BSO.dtype
+            ).unflatten(0, grad_BSO.shape[:2])
+            for gradient, weight, each, grad_BSO in zip(
+                gradients, weights, kept, grads_BSO, strict=True
+            )
+        )
+        for addend in rest:
+            first += addend
+        return first
+
+    def measured(self, gradient: Cast, saved: Sequence[Tensor | None]) -> Tensor:
+        largest = saved[0]
+        assert largest is not None
+        return torch.stack([largest, gradient.known_largest])
 
     def _multiply(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.config.engine import FastPathsConfig
-from megatron.features.float8.linear import Float8, Kept
-from megatron.parallel.layers import ParallelLinear
+from megatron.features.float8.linear import NOTHING_KEPT, Float8, Kept
+from megatron.parallel.layers import KernelStates, ParallelLinear
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import shard_of
 
@@ -30,13 +31,13 @@ class _Place:
 
     @property
     def kept(self) -> Kept:
-        return getattr(self.layer, self.attribute)
+        return getattr(self.layer, self.attribute) or NOTHING_KEPT
 
     def keep(self, **changes: Any) -> None:
         setattr(self.layer, self.attribute, self.kept._replace(**changes))
 
 
-class Float8State:
+class Float8State(KernelStates):
     """The state of a process's 8-bit layers; without any, every method does nothing.
 
     Args:
@@ -59,11 +60,11 @@ class Float8State:
         self._stale = True
         delayed = bool(self._places) and fast.fp8_recipe == "delayed"
         self.history = AmaxHistory(self._places, fast, mesh) if delayed else None
+        self.file = "float8" if delayed else None
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Casts the weights again if they have changed; call it before every forward pass that
-        follows an update, a load or an initialisation."""
+        """Casts the weights again if they have changed."""
         if not self._stale or not self._keeps_weights:
             return
         for place in self._places:
@@ -77,19 +78,27 @@ class Float8State:
         self._stale = False
 
     def invalidate(self) -> None:
-        """Call it when weights change other than by a step."""
         self._stale = True
 
     def forget_step(self) -> None:
-        """Forgets what the backward passes since the last :meth:`end_step` measured."""
         if self.history is not None:
             self.history.forget_step()
 
     def end_step(self) -> None:
-        """Call it after the last backward pass of a step; every rank must."""
         self._stale = True
         if self.history is not None:
             self.history.roll()
+
+    def state(self) -> dict[str, Tensor]:
+        return {} if self.history is None else self.history.state()
+
+    def load(self, state: Mapping[str, Tensor], folder: Path) -> str | None:
+        if self.history is None or self.history.load(state):
+            return None
+        return (
+            f"--fp8-recipe delayed: {folder} has no history of the largest values; the first step "
+            "is scaled by its own"
+        )
 
 
 class AmaxHistory:
@@ -185,10 +194,10 @@ class _Recorder:
 def _places(blocks: Sequence[nn.Module], names: Mapping[nn.Parameter, str]) -> Iterator[_Place]:
     for block in blocks:
         for layer in block.modules():
-            if not isinstance(layer, ParallelLinear) or layer.float8 is None:
+            if not isinstance(layer, ParallelLinear) or not isinstance(layer.kernel, Float8):
                 continue
             for name, weight in layer.named_parameters(recurse=False):
                 if hasattr(layer, f"{name}_kept"):
                     part = shard_of(weight).part
                     key = f"{names[weight]}/{part}" if part else names[weight]
-                    yield _Place(key, layer, weight, f"{name}_kept", layer.float8)
+                    yield _Place(key, layer, weight, f"{name}_kept", layer.kernel)

@@ -14,9 +14,9 @@ from megatron.features.distillation.flags import DistillationConfig
 from megatron.features.instruction.flags import InstructionConfig
 from megatron.model.embedding import LM_LOSS
 from megatron.model.layer_list import EmbeddingNoise, LayerState
-from megatron.model.objective import HeadInput
 from megatron.model.spec import Measure, ModelSpec
 from megatron.parallel.cross_entropy import linear_cross_entropy, linear_loss_and_correct
+from megatron.parallel.loss_head import HeadInput
 
 ACCURACY = "token accuracy"
 """Share of the tokens whose loss counts that are the most probable ones."""
@@ -38,7 +38,7 @@ def with_instruction(spec: ModelSpec, config: RunConfig) -> ModelSpec:
         spec = replace(spec, begin=begin, losses=objective.losses)
     if flags.neftune_noise_alpha is not None:
         noise = _with_noise(spec.begin, flags.neftune_noise_alpha, config.model.seq_length)
-        spec = replace(spec, begin=noise)
+        spec = replace(spec, begin=noise, draws=spec.draws or bool(flags.neftune_noise_alpha))
     return spec
 
 

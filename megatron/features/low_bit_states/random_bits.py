@@ -12,6 +12,7 @@ import zlib
 
 from torch import Tensor
 
+from megatron.engine.update.partition_update import wrapped
 from megatron.parallel.mesh import Coordinates
 from megatron.parallel.shard import Shard
 
@@ -25,11 +26,6 @@ def key_of(seed: int, name: str, shard: Shard, coordinates: Coordinates) -> int:
     """The identifier (int32) of the first element of a rank's share of a parameter."""
     words = f"{seed} {name} {sorted(shard.ranges(coordinates).items())}"
     return wrapped(zlib.crc32(words.encode()))
-
-
-def wrapped(number: int) -> int:
-    """The int32 with the lowest 32 bits of a number."""
-    return (number + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
 def random_bits(elements: Tensor, step: Tensor) -> Tensor:

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from megatron.config.layouts import StateDtypes
 from megatron.engine.update.adam import BLOCK, Arranged, Decoded
-from megatron.features.low_bit_states.random_bits import more_bits, random_bits
+from megatron.features.low_bit_states.random_bits import key_of, more_bits, random_bits
 from megatron.features.low_bit_states.state_formats import state_formats
+from megatron.parallel.mesh import Coordinates
+from megatron.parallel.shard import Shard
 
 _NAMES = {
     "weight": ("remainder",),
@@ -114,6 +116,9 @@ class StoredStates:
             parts.append(stored[place : place + len(names)])
             place += len(names)
         return stored[0], *parts  # type: ignore[return-value]
+
+    def key(self, seed: int, name: str, shard: Shard, coordinates: Coordinates) -> int:
+        return key_of(seed, name, shard, coordinates)
 
     def model_weights(self, values: Tensor) -> Tensor:
         """Float32 weights as the model has them."""

@@ -17,7 +17,7 @@ from megatron.config.model import HEADS
 from megatron.data.labelled_text import LabelledBatch
 from megatron.data.pipeline import DataPipeline
 from megatron.data.samples import SampleDataset, SampleView
-from megatron.families.family import RETRIEVAL_FLAGS, STREAM_FLAGS, Family
+from megatron.families.family import STREAM_FLAGS, Family
 from megatron.features.masked.bert_layers import SOP_LOSS, bert_layers
 from megatron.features.masked.bert_samples import BertRecipe
 from megatron.features.masked.flags import MaskedDataConfig
@@ -35,7 +35,7 @@ from megatron.model.flops import TransformerShape
 from megatron.model.heads import HEAD_NAMES, head_flops
 from megatron.model.layer_list import LayerState
 from megatron.model.spec import ModelSpec, only_hidden_travels
-from megatron.parallel.cross_entropy import Targets
+from megatron.parallel.loss_head import Targets
 from megatron.tokenizer import Tokenizer
 
 HEAD_PARTS = (
@@ -135,15 +135,11 @@ class BERT(Family):
     tokenizer_type = "BertWordPieceLowerCase"
     head_states = 3
     heads = frozenset(HEADS) - {"reward"}
-    unused_flags = (
-        STREAM_FLAGS
-        | RETRIEVAL_FLAGS
-        | {
-            "mean_noise_span_length",
-            "max_noise_span_length",
-            "decoder_start_token",
-        }
-    )
+    unused_flags = STREAM_FLAGS | {
+        "mean_noise_span_length",
+        "max_noise_span_length",
+        "decoder_start_token",
+    }
 
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
         pretrains = model.head == "lm"

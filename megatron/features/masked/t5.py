@@ -17,7 +17,6 @@ from megatron.data.pipeline import DataPipeline
 from megatron.data.samples import SampleDataset, SampleView
 from megatron.data.scored_text import ScoredText, check_lengths, fitted, too_long
 from megatron.families.family import (
-    RETRIEVAL_FLAGS,
     STREAM_FLAGS,
     BlockLengths,
     Family,
@@ -40,7 +39,7 @@ from megatron.model.attention_masks import AttentionMasks
 from megatron.model.flops import TransformerShape
 from megatron.model.layer_list import LayerCache, LayerState
 from megatron.model.spec import ModelSpec
-from megatron.parallel.cross_entropy import Targets
+from megatron.parallel.loss_head import Targets
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.tokenizer import Tokenizer
 
@@ -126,7 +125,7 @@ class T5(Family):
     tokenizer_type = "BertWordPieceLowerCase"
     generates = True
     context_reader = "encoder"
-    unused_flags = STREAM_FLAGS | RETRIEVAL_FLAGS | {
+    unused_flags = STREAM_FLAGS | {
         "bert_binary_head", "num_tokentypes", "lm_head_activation", "bert_pair_task",
         "whole_word_masking", "max_preds_per_seq", "eval_max_preds_per_seq", "max_ngrams",
         "favor_longer_ngram", "bert_packing",

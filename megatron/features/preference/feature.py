@@ -12,6 +12,7 @@ from megatron.features.preference.flags import PreferenceConfig
 
 
 class PreferenceFeature(Feature):
+    after = ("instruction",)
     sections = {"preference": PreferenceConfig}
 
     def check(self, config: Any, processes: int, resolver: ConfigResolver) -> None:
@@ -37,6 +38,25 @@ class PreferenceFeature(Feature):
         from megatron.features.preference.kind import KIND
 
         return KIND
+
+    def model(self, spec: Any, config: Any) -> Any:
+        if config.section(PreferenceConfig).preference is None:
+            return spec
+        from megatron.features.preference.objective import with_preference
+
+        return with_preference(spec, config)
+
+    def before_engine(self, context: Any) -> None:
+        if context.config.section(PreferenceConfig).needs_reference:
+            from megatron.features.preference.reference import add_reference
+
+            add_reference(context.run, context.mesh, context.data)
+
+    def ready(self, context: Any) -> None:
+        if context.config.section(PreferenceConfig).preference == "kto":
+            from megatron.features.preference.comparisons import compare_ahead
+
+            compare_ahead(context.engine)
 
 
 FEATURE = PreferenceFeature()

@@ -21,13 +21,12 @@ from torch.autograd.function import once_differentiable
 
 from megatron.parallel.cross_entropy import (
     LogitChunks,
-    LossHead,
-    Targets,
+    as_computed,
     factor_of,
     scaled,
     summed,
 )
-from megatron.parallel.tensor_parallel import autocast_dtype, start_gather_sequence
+from megatron.parallel.loss_head import LossHead, Targets
 
 KEPT_MIB = 256
 """Size of a chunk on CPUs, where ``--logits-chunk-mib`` does not say."""
@@ -57,15 +56,12 @@ class _LinearLogProbs(torch.autograd.Function):
         head: LossHead,
         training: bool,
     ) -> Tensor:
-        dtype, tp = autocast_dtype(x), head.tp
         if head.chunk_bytes is None and x.device.type == "cpu":
             head = dataclasses.replace(head, chunk_bytes=KEPT_MIB * 2**20)
         counted = Targets(targets.labels_BS, targets.mask_BS > 0, *targets[2:])
+        whole, *params = as_computed(x, weight, bias, head.tp)
         with torch.autocast(x.device.type, enabled=False):
-            sliced = x.to(dtype)
-            whole = start_gather_sequence(sliced, tp.group)() if tp.split else sliced
-            bias_V = None if bias is None else bias.to(dtype)
-            run = LogitChunks(whole.flatten(0, 1), weight.to(dtype), counted, head, bias_P=bias_V)
+            run = LogitChunks(whole.flatten(0, 1), *params, counted, head)
             training = training and any(ctx.needs_input_grad[:3])
             log_probs_T = torch.zeros_like(run.mask_T)
             for chunk in reversed(run.chunks):

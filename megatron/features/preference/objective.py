@@ -25,8 +25,8 @@ from megatron.features.preference.losses import (
 from megatron.features.preference.reward import with_pairs_of_texts
 from megatron.model.embedding import LM_LOSS
 from megatron.model.layer_list import LayerState
-from megatron.model.objective import HeadInput
 from megatron.model.spec import ModelSpec
+from megatron.parallel.loss_head import HeadInput
 
 
 def with_preference(spec: ModelSpec, config: RunConfig) -> ModelSpec:

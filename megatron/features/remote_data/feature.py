@@ -7,11 +7,11 @@ from typing import Any
 from megatron.config.features import Feature
 
 
-class RemoteData(Feature):
+class RemoteDataFeature(Feature):
     def open_url(self, url: str, cache_path: str | None) -> Any:
         from megatron.features.remote_data.dataset import DEFAULT_CACHE, RemoteDataset
 
         return RemoteDataset(url, cache_path or DEFAULT_CACHE)
 
 
-FEATURE = RemoteData()
+FEATURE = RemoteDataFeature()

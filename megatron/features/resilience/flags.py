@@ -6,7 +6,7 @@ import contextlib
 import math
 from dataclasses import dataclass
 
-from megatron.config.features import Section
+from megatron.config.features import FlagSection
 from megatron.config.flags import NOT_NEGATIVE, POSITIVE, Bounds, ConfigResolver, option
 
 SECONDS = Bounds(
@@ -19,7 +19,7 @@ SHORTEST_WINDOW = Bounds(
 
 
 @dataclass(frozen=True)
-class ResilienceConfig(Section):
+class ResilienceConfig(FlagSection):
     """Unattended runs: watchdog, replicas, spikes, stragglers, restarts."""
 
     after = "engine"

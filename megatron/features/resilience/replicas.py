@@ -148,8 +148,7 @@ class Replicas:
         for number, (name, weight) in enumerate(engine.quantised):
             cuts = self._cuts(weight.shard)
             yield f"{name} {number} {stage} {cuts}", name, "weight in 4 bits", weight.tensors()
-        if engine.float8.history is not None:
-            history = list(engine.float8.history.state().values())
+        if history := list(engine.kernels.state().values()):
             yield stage, "--fp8-recipe delayed", "history", history
 
     @property

@@ -12,9 +12,10 @@ from torch import Tensor
 from megatron.config import ModelConfig, ParallelConfig, RunConfig, Settings
 from megatron.data.scored_text import ScoredText
 from megatron.families import gpt
-from megatron.families.family import RETRIEVAL_FLAGS, BlockLengths, GenerationSpec, NeighborSpec
+from megatron.families.family import BlockLengths, GenerationSpec, NeighborSpec
 from megatron.families.gpt import GPT, GPTData
 from megatron.features.retro.batch import RetroBatch
+from megatron.features.retro.flags import RetrievalConfig
 from megatron.features.retro.layers import (
     ADDED_PARTS,
     RetrievalLengths,
@@ -66,11 +67,14 @@ def _continue(tokens_1S: Tensor, positions_1S: Tensor, cache: LayerCache) -> Lay
     return LayerState(tokens_1S, position_ids=positions_1S, cache=cache, batch=batch)
 
 
+_RETRIEVAL = {field.name for field in dataclasses.fields(RetrievalConfig)}
+
+
 class Retro(GPT):
     name = "retro"
     starts_from = frozenset({"gpt"})
     # Neighbours are those of samples with certain numbers.
-    unused_flags = GPT.unused_flags - RETRIEVAL_FLAGS | {"train_data_exact_num_epochs"}
+    unused_flags = GPT.unused_flags - _RETRIEVAL | {"train_data_exact_num_epochs"}
     heads = frozenset({"lm"})
     scoring_note = (
         "a Retro reads these texts without neighbours, its attention to them left out; "
@@ -96,7 +100,7 @@ class Retro(GPT):
 
     def block_lengths(self, model: ModelConfig) -> tuple[BlockLengths, ...]:
         sample, retrieved, neighbor, of_chunk, chunk = RetrievalLengths.of(model)
-        retrieval = model.retrieval
+        retrieval = model.part(RetrievalConfig)
         attending = retrieval.retro_cross_attention_layers
         encoder = [BlockLengths(retrieved, seen=neighbor)] * retrieval.retro_encoder_layers
         encoder[0] = BlockLengths(retrieved, sample, neighbor, chunk)
@@ -107,7 +111,7 @@ class Retro(GPT):
         return tuple(found)
 
     def generation(self, config: RunConfig, tokenizer: Tokenizer | None) -> GenerationSpec:
-        model, retrieval = config.model, config.model.retrieval
+        model, retrieval = config.model, config.model.part(RetrievalConfig)
         neighbors = NeighborSpec(
             retrieval.retro_gpt_chunk_length,
             retrieval.retro_num_neighbors,

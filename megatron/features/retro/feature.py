@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.features import Feature
-from megatron.features.retro.flags import RetroDataConfig
+from megatron.features.retro.flags import RetrievalConfig, RetroDataConfig
 
 
 class RetroFeature(Feature):
     sections = {"retro": RetroDataConfig}
+    model_parts = (RetrievalConfig,)
     families = ("retro",)
 
     def inputs(self, config: Any) -> Mapping[str, Mapping[str, str]]:

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config import ModelConfig, ParallelConfig
+from megatron.features.retro.flags import RetrievalConfig
 from megatron.model.block import Block
 from megatron.model.embedding import InputEmbedding, vocabulary_layers
 from megatron.model.flops import block_flops
@@ -108,7 +109,7 @@ class RetrievalEncoder(nn.Module):
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, recompute_attention: bool) -> None:
         super().__init__()
-        retrieval = config.retrieval
+        retrieval = config.part(RetrievalConfig)
         attention = replace(
             config.attention,
             attention_dropout=retrieval.retro_encoder_attention_dropout,
@@ -149,7 +150,7 @@ class RetroBlock(Block):
         recompute_attention: bool,
         reads: bool,
     ) -> None:
-        retrieval = config.retrieval
+        retrieval = config.part(RetrievalConfig)
         chunk = retrieval.retro_gpt_chunk_length
         retrieved = retrieval.retro_num_neighbors * retrieval.retrieved_length
         across = ChunksToNeighbors(retrieved, chunk)
@@ -219,7 +220,7 @@ def retro_layers(
     neighbours among them; before the first of these token embedding and positions of the
     neighbours, which are the text's. ``tp`` is None for a single process."""
     tp = tp or TensorParallel()
-    retrieval = model.retrieval
+    retrieval = model.part(RetrievalConfig)
     attending = [number - 1 for number in retrieval.retro_cross_attention_layers]
     selective = parallel.recompute_granularity == "selective"
     learned = model.positions.position_embedding_type == "learned_absolute"
@@ -244,7 +245,7 @@ def retro_layers(
 
 def encoder_travels(model: ModelConfig, index: int) -> bool:
     """Whether layers from this index of the list on read what the encoder has computed before."""
-    attending = model.retrieval.retro_cross_attention_layers
+    attending = model.part(RetrievalConfig).retro_cross_attention_layers
     before = 3  # token embeddings and positions, of the text and of its neighbours, less one
     return before + attending[0] < index <= before + attending[-1]
 
@@ -261,7 +262,7 @@ class RetrievalLengths(NamedTuple):
 
     @classmethod
     def of(cls, model: ModelConfig) -> RetrievalLengths:
-        retrieval, length = model.retrieval, model.seq_length
+        retrieval, length = model.part(RetrievalConfig), model.seq_length
         of_chunk = retrieval.retro_num_neighbors * retrieval.retrieved_length
         chunk = retrieval.retro_gpt_chunk_length
         return cls(length, length // chunk * of_chunk, retrieval.retrieved_length, of_chunk, chunk)
@@ -271,12 +272,12 @@ def blocks_flops(model: ModelConfig) -> list[tuple[float, float]]:
     """Forward FLOPs of a sample in each block, as :func:`block_flops` counts them, those of the
     encoder with the block that has it."""
     sample, retrieved, neighbor, of_chunk, chunk = RetrievalLengths.of(model)
-    attending = model.retrieval.retro_cross_attention_layers
+    attending = model.part(RetrievalConfig).retro_cross_attention_layers
     plain = block_flops(model, sample, sample)
     across = block_flops(model, sample, sample, retrieved, of_chunk)
     first, *later = (
         block_flops(model, retrieved, neighbor, *((sample, chunk) if n == 0 else ()))
-        for n in range(model.retrieval.retro_encoder_layers)
+        for n in range(model.part(RetrievalConfig).retro_encoder_layers)
     )
     reading = [across, first, *later]
     found = [across if n + 1 in attending else plain for n in range(model.num_layers)]

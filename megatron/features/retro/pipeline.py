@@ -18,7 +18,7 @@ from megatron.features.retro.batch import (
     RetroSample,
 )
 from megatron.features.retro.chunks import ChunkDatabase
-from megatron.features.retro.flags import RetroDataConfig
+from megatron.features.retro.flags import RetrievalConfig, RetroDataConfig
 from megatron.features.retro.project import RetroProject
 from megatron.features.retro.run_settings import project_counts, without_project
 from megatron.features.retro.samples import (
@@ -57,7 +57,7 @@ class RetroData(DataPipeline):
         return RetroCollator(self.text.collator())
 
     def mock(self, num_samples: int, part: int) -> SampleDataset[RetroSample]:
-        retrieval = self.config.model.retrieval
+        retrieval = self.config.model.part(RetrievalConfig)
         chunks = self.seq_length // retrieval.retro_gpt_chunk_length
         shape_LKR = (chunks, retrieval.retro_num_neighbors, retrieval.retrieved_length)
         text = self.text.mock(num_samples, part)
@@ -68,7 +68,7 @@ class RetroData(DataPipeline):
         view = self.text.view(sample.text, length)
         if sample.chunks_LK is None:
             return view
-        retrieval = self.config.model.retrieval
+        retrieval = self.config.model.part(RetrievalConfig)
         chunks_LK = sample.chunks_LK[: length // retrieval.retro_gpt_chunk_length]
         retrieved = retrieval.retro_num_retrieved_chunks
         beside = neighbor_texts(self._database, chunks_LK, retrieved, self.tokenizer.detokenize)
@@ -117,7 +117,7 @@ class RetroData(DataPipeline):
     ) -> SampleDataset[RetroSample]:
         """The samples of a part with their neighbours, ``wanted`` of them at least; the project has
         searched for those of the first ``known``, or of all as upstream."""
-        table, retrieval = self.project.neighbors(part), self.config.model.retrieval
+        table, retrieval = self.project.neighbors(part), self.config.model.part(RetrievalConfig)
         where = f"--retro-project-dir {self.project.folder}"
         if table.kept < retrieval.retro_num_neighbors:
             raise ConfigError(

@@ -9,7 +9,7 @@ from megatron.config.features import Feature
 _VOCABULARY = (("vocab_file", ("{}-vocab.txt", "vocab.txt")),)
 
 
-class Tokenizers(Feature):
+class TokenizersFeature(Feature):
     tokenizers = (
         *("BertWordPieceLowerCase", "BertWordPieceCase", "SentencePieceTokenizer"),
         *("GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer", "Llama3Tokenizer"),
@@ -17,13 +17,13 @@ class Tokenizers(Feature):
     )
 
     def tokenizer(self, name: str) -> Any:
-        from megatron.tokenizer.base import Published, TokenizerType
+        from megatron.tokenizer.base import PublishedFiles, TokenizerType
 
         if name.startswith("Bert"):
             from megatron.features.tokenizers.wordpiece import WordPieceTokenizer
 
             case = "cased" if name == "BertWordPieceCase" else "uncased"
-            published = Published(f"bert-large-{case}", _VOCABULARY, by_name=True)
+            published = PublishedFiles(f"bert-large-{case}", _VOCABULARY, by_name=True)
             return TokenizerType(WordPieceTokenizer.from_config, published=published)
         if name.startswith(("Tik", "Llama3")):
             from megatron.features.tokenizers.tik_token import TikTokenizer
@@ -44,4 +44,4 @@ class Tokenizers(Feature):
         return BatchEncoder
 
 
-FEATURE = Tokenizers()
+FEATURE = TokenizersFeature()

@@ -11,7 +11,7 @@ from megatron.checkpoint.source import Source
 from megatron.config import ConfigError, Settings
 from megatron.config.flags import POSITIVE, option
 from megatron.formats.conversion.commands import export_megatron, opened, sizes_of
-from megatron.run.outputs import check_output
+from megatron.run.folders import check_output
 from megatron.run.run import RunToolParser
 
 TYPES = {

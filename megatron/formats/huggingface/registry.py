@@ -44,7 +44,7 @@ def architecture_of(model: ModelConfig, wanted: str | None = None) -> Architectu
     """The architecture that a configuration fits: the ``model_type`` ``wanted``, or else that which
     the weights were read from, or the plainest that fits. Raises ValueError if it fits none, or not
     the wanted one; names the flags that it would need."""
-    if model.retrieval.retro_add_retriever:
+    if model.shaping().get("retro_add_retriever"):
         raise ValueError(
             "a model with --retro-add-retriever reads neighbours, which no architecture of Hugging "
             "Face does: keep its checkpoint, or train without that flag"

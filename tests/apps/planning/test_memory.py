@@ -39,10 +39,11 @@ from megatron.features.masked.masked_batch import (
     collate_t5,
 )
 from megatron.features.retro.batch import RetroBatch
+from megatron.features.retro.flags import RetrievalConfig
 from megatron.model import cpu_kernels
 from megatron.model.norm import build_norm
-from megatron.parallel.cross_entropy import Targets
 from megatron.parallel.layers import ParallelLinear
+from megatron.parallel.loss_head import Targets
 from megatron.parallel.tensor_parallel import TensorParallel
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -86,7 +87,7 @@ def model_bytes(
     kept = Kept(stack)
     for layer in stack.modules() if float8 else ():
         if isinstance(layer, ParallelLinear):
-            layer.float8 = float8
+            layer.kernel = float8
             layer.weight_kept = float8_kept = Kept8(float8.cast_weight(layer.weight))
             storages = (each.untyped_storage() for each in float8_kept.operands())
             kept.weights |= {storage.data_ptr() for storage in storages}
@@ -135,7 +136,7 @@ def padded_batch(model: ModelConfig) -> BertBatch | T5Batch | RetroBatch:
 
 def retro_batch(model: ModelConfig) -> RetroBatch:
     """A micro batch with neighbours."""
-    length, retrieval = model.seq_length, model.retrieval
+    length, retrieval = model.seq_length, model.part(RetrievalConfig)
     chunks = length // retrieval.retro_gpt_chunk_length
     ids_BS = torch.randint(61, (BATCH, length))
     neighbors_BLKR = torch.randint(

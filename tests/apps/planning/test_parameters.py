@@ -14,7 +14,7 @@ from megatron.config import ParallelConfig
 from megatron.config.layouts import Layout
 from megatron.engine.pipeline_module import layer_bounds
 from megatron.families import build_model, family_of, spec_of
-from megatron.model.gpt import gpt_layers
+from megatron.families.gpt import gpt_layers
 from megatron.model.layer_list import LayerStack
 from megatron.parallel.mesh import Group
 from megatron.parallel.partition import stage_bounds

@@ -82,7 +82,7 @@ def build(kind: str, recompute: str | None = None, float8: Float8 | None = None)
         initialise(name, param, 1)
     for module in stack.modules():
         if hasattr(module, "float8"):
-            module.float8 = float8
+            module.kernel = float8
     return stack
 
 

@@ -9,10 +9,10 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbed
 
 from megatron.config import ModelConfig, ParallelConfig
 from megatron.families import build_model
+from megatron.families.gpt import gpt_layers
 from megatron.model.attention_backends import attention_backend
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.embedding import InputEmbedding
-from megatron.model.gpt import gpt_layers
 from megatron.model.layer_list import (
     LayerStack,
     LayerState,
@@ -21,7 +21,7 @@ from megatron.model.layer_list import (
     initialise,
     recomputed_chunks,
 )
-from megatron.parallel.cross_entropy import Targets
+from megatron.parallel.loss_head import Targets
 from megatron.parallel.shard import Init, init_of, shard_of
 from megatron.parallel.tensor_parallel import TensorParallel
 

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.parallel import cross_entropy, softmax_loss
 from megatron.parallel.compiler import missing_compiler
-from megatron.parallel.cross_entropy import LossHead, Targets, linear_cross_entropy, logits_chunk
+from megatron.parallel.cross_entropy import linear_cross_entropy, logits_chunk
+from megatron.parallel.loss_head import LossHead, Targets
 from megatron.parallel.mesh import SINGLE
 from megatron.parallel.tensor_parallel import TensorParallel
 
@@ -132,7 +133,7 @@ def test_a_gpu_takes_larger_chunks_by_default(device, chunks):
     labels = torch.zeros(1, 3000, dtype=torch.int64, device=device)
     how = LossHead(2**14, None, None, TensorParallel())
     weight = torch.empty(2**14, 1, device=device)
-    run = cross_entropy.LogitChunks(x, weight, Targets(labels, torch.ones_like(labels)), how)
+    run = cross_entropy.LogitChunks(x, weight, None, Targets(labels, torch.ones_like(labels)), how)
     assert len(run.chunks) == chunks
 
 
@@ -462,11 +463,11 @@ def test_a_gpu_compiles_and_a_cpu_does_not_ask(monkeypatch, capsys):
         labels = torch.empty(10_000, dtype=torch.int64, device="cuda")
         targets = Targets(labels, torch.empty(10_000, device="cuda"))
         how = LossHead(50_257, None, None, TensorParallel())
-        run = cross_entropy.LogitChunks(x, weight, targets, how, (True, True, False))
+        run = cross_entropy.LogitChunks(x, weight, None, targets, how, (True, True, False))
         assert run.compiled and len(run.chunks) == 2 and run.logits_CP.device.type == "cuda"
         assert asked == ["cuda"] and not capsys.readouterr().out
         softmax_loss.compiles_for.cache_clear()
         monkeypatch.setattr(softmax_loss, "missing_compiler", lambda kind: "no C compiler found")
-        assert len(cross_entropy.LogitChunks(x, weight, targets, how).chunks) == 4
+        assert len(cross_entropy.LogitChunks(x, weight, None, targets, how).chunks) == 4
     assert "loss: no C compiler found; it is computed eagerly" in capsys.readouterr().out
     softmax_loss.compiles_for.cache_clear()

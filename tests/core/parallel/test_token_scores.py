@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from megatron.parallel import softmax_loss
-from megatron.parallel.cross_entropy import LossHead, Targets, linear_scores
+from megatron.parallel.cross_entropy import linear_scores
+from megatron.parallel.loss_head import LossHead, Targets
 from megatron.parallel.tensor_parallel import TensorParallel
 
 VOCAB, PADDED, WIDTH = 33, 40, 12

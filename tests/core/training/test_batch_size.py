@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron.config.flags import ConfigError
-from megatron.training.batch_size import BatchSizeSchedule
+from megatron.training.schedules import BatchSizeSchedule
 
 
 def rampup(start, increment, samples, full, micro_batch_size, data_parallel_size):

@@ -215,7 +215,7 @@ def test_settling_does_not_wait_for_further_steps():
 def test_a_step_is_judged_before_the_next_one(lag, known):
     """Also where several are read at once, or the CPU knows of one that it was skipped."""
     steps, judged = guard(lag), []
-    steps.judge_finite = lambda trainer, step, *numbers: judged.append((step.iteration, *numbers))
+    steps.judges.append(lambda trainer, step, *numbers: judged.append((step.iteration, *numbers)))
     with pytest.raises(TrainingStopped, match="the loss is nan at iteration 4"):
         for number in (1, 2, 3):
             steps.add(result(0.0, number), number, 8 * number, 8)

@@ -21,6 +21,7 @@ from megatron.engine.update.async_step import AsyncOptimizerStep
 from megatron.engine.update.gradient_norm import average_gradients, gradient_norm
 from megatron.engine.update.optimizer import build_optimizer
 from megatron.model.layer_list import initialise
+from megatron.parallel.layers import KernelStates
 from megatron.parallel.mesh import AXES, build_mesh, coordinates_of
 from megatron.parallel.random import generator
 from megatron.parallel.shard import Cut, Init, Shard, parameter, shard_of
@@ -36,7 +37,7 @@ WRITTEN = {"expert": 2, "tensor": 2}
 LAYOUTS = [WRITTEN, {"tensor": 4}, {"expert": 4}, {"tensor": 2}, {"expert": 2}, {}]
 """Of four ranks; replicas by ``data`` are what is left."""
 
-NO_FLOAT8 = SimpleNamespace(history=None, invalidate=lambda: None)
+NO_KERNELS = KernelStates()
 """Of an engine without layers that multiply in 8 bits."""
 
 
@@ -61,7 +62,7 @@ def engine_of(sizes: dict[str, int], save: str) -> Any:
     engine = object.__new__(TrainEngine)
     vars(engine).update(
         stage=0, mesh=mesh, names=names, optimizer=built, config=config, device=CPU, data_rank=0,
-        engine=SimpleNamespace(optimizer=built), stored_states=None, float8=NO_FLOAT8,
+        engine=SimpleNamespace(optimizer=built), stored_states=None, kernels=NO_KERNELS,
         trained=names, quantised=[],
     )  # fmt: skip
     return engine

@@ -17,7 +17,7 @@ from megatron.apps.parity.runs import (
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.engine.environment import distributed
 from megatron.engine.state import owned_slices
-from megatron.families.trained import trained_spec
+from megatron.families import trained_spec
 from megatron.run.run import parse_run
 from megatron.training import build as training_build
 

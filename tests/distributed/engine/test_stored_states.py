@@ -16,9 +16,10 @@ from megatron.apps.parity.runs import RunRecord, watched_trainer
 from megatron.apps.planning.memory import state_bytes
 from megatron.config import ConfigError
 from megatron.config.layouts import parse_layout
-from megatron.engine import deepspeed_replacements, train_engine
+from megatron.engine import deepspeed_replacements
 from megatron.engine.environment import distributed
 from megatron.engine.state import holders, owned_slices
+from megatron.features.low_bit_states import stored_states
 from megatron.features.low_bit_states.random_bits import key_of
 from megatron.features.low_bit_states.state_formats import Remainder
 from megatron.parallel.shard import shard_of
@@ -168,7 +169,7 @@ def run_with_other_bits(argv: list[str]) -> dict[str, Any]:
     def other(seed: int, *rest: Any) -> int:
         return key_of(seed + 1, *rest)
 
-    with mock.patch.object(train_engine, "key_of", other):
+    with mock.patch.object(stored_states, "key_of", other):
         return run(argv)
 
 

@@ -44,7 +44,7 @@ def outcome(tp: TensorParallel, kv_heads: int, float8: Float8 | None) -> dict[st
     block = block.bfloat16()
     for module in block.modules():
         if isinstance(module, ColumnParallelLinear | QKVParallelLinear | RowParallelLinear):
-            module.float8 = float8
+            module.kernel = float8
     x = tp.own(draw(BATCH, LENGTH, HIDDEN, seed=1), 1).clone().requires_grad_()
     y = block(LayerState(x)).hidden
     y.backward(tp.own(draw(BATCH, LENGTH, HIDDEN, seed=2), 1))

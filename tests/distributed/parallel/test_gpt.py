@@ -18,7 +18,7 @@ from megatron.config import ParallelConfig
 from megatron.engine.update.gradient_norm import gradient_norm
 from megatron.families import build_model
 from megatron.model.layer_list import LayerStack, initialise
-from megatron.parallel.cross_entropy import Targets
+from megatron.parallel.loss_head import Targets
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import Init, shard_of
 from megatron.parallel.tensor_parallel import TensorParallel

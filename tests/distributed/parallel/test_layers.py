@@ -19,7 +19,7 @@ from megatron.model.layer_list import LayerState, initialise
 from megatron.model.norm import build_norm
 from megatron.parallel import cross_entropy as cross_entropy_module
 from megatron.parallel import softmax_loss
-from megatron.parallel.cross_entropy import LossHead, Targets, linear_cross_entropy
+from megatron.parallel.cross_entropy import linear_cross_entropy
 from megatron.parallel.embeddings import VocabParallelEmbedding, WholeEmbedding
 from megatron.parallel.layers import (
     ColumnParallelLinear,
@@ -29,6 +29,7 @@ from megatron.parallel.layers import (
     RowParallelLinear,
     column_linear,
 )
+from megatron.parallel.loss_head import LossHead, Targets
 from megatron.parallel.mesh import Group, build_mesh
 from megatron.parallel.shard import Init, shard_of
 from megatron.parallel.tensor_parallel import (

@@ -6,7 +6,7 @@ from pool import tensor_group
 from torch import nn
 
 from megatron.config import ParallelConfig
-from megatron.model.gpt import gpt_layers
+from megatron.families.gpt import gpt_layers
 from megatron.model.layer_list import LayerStack
 
 

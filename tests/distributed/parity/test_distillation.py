@@ -6,7 +6,7 @@ from training_jobs import LAYOUTS, TINY, gradients, train
 
 from megatron.apps.parity.gradients import first_difference, reference_gradients
 from megatron.config.layouts import parse_layout
-from megatron.families.trained import trained_spec
+from megatron.families import trained_spec
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.run.run import parse_run
 

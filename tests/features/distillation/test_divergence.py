@@ -12,7 +12,8 @@ from megatron.features.distillation.divergence import (
     linear_top_tokens,
 )
 from megatron.parallel import softmax_loss
-from megatron.parallel.cross_entropy import LossHead, Targets, linear_cross_entropy
+from megatron.parallel.cross_entropy import linear_cross_entropy
+from megatron.parallel.loss_head import LossHead, Targets
 from megatron.parallel.tensor_parallel import TensorParallel
 
 ROWS, WIDTH, TEACHER_WIDTH, VOCAB, PADDED = 7, 12, 10, 33, 40

@@ -13,8 +13,10 @@ from megatron.config import ConfigError, ParallelConfig, TrainingConfig
 from megatron.config.engine import FastPathsConfig
 from megatron.engine import build as build_module
 from megatron.engine import compilation
-from megatron.engine.build import build_engine, check_float8, use_float8
+from megatron.engine.build import build_engine
 from megatron.families import build_model
+from megatron.features.float8 import kernels
+from megatron.features.float8.kernels import check_float8, use_float8
 from megatron.features.float8.linear import Float8
 from megatron.features.float8.state import Float8State
 from megatron.model.layer_list import LayerStack, initialise
@@ -42,7 +44,7 @@ def build(recompute: str | None = None, **fast: object) -> LayerStack:
 
 
 def layers(stack: LayerStack) -> set[str]:
-    return {name for name, module in stack.named_modules() if getattr(module, "float8", None)}
+    return {name for name, module in stack.named_modules() if getattr(module, "kernel", None)}
 
 
 LINEARS = ("attention.qkv", "attention.proj", "mlp.up", "mlp.down")
@@ -51,8 +53,8 @@ LINEARS = ("attention.qkv", "attention.proj", "mlp.up", "mlp.down")
 def test_the_four_linear_layers_of_every_block():
     stack = build(fp8_format="hybrid")
     assert layers(stack) == {f"{n}.{name}" for n in (2, 3, 4) for name in LINEARS}
-    assert stack.blocks()[0].mlp.up.float8 == Float8(hybrid=True, recipe="tensorwise")
-    rows = build(fp8_format="e4m3", fp8_recipe="rowwise").blocks()[0].mlp.up.float8
+    assert stack.blocks()[0].mlp.up.kernel == Float8(hybrid=True, recipe="tensorwise")
+    rows = build(fp8_format="e4m3", fp8_recipe="rowwise").blocks()[0].mlp.up.kernel
     assert rows == Float8(hybrid=False, recipe="rowwise")
     assert not layers(build())
 
@@ -95,7 +97,7 @@ def test_where_blocks_cannot_be_multiplied(monkeypatch, capability, cuda):
 
 def test_without_a_compiler_it_is_said_to_be_slow(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(build_module, "missing_compiler", lambda kind: "no C compiler found")
+    monkeypatch.setattr(kernels, "missing_compiler", lambda kind: "no C compiler found")
     fast = FastPathsConfig(fp8_format="e4m3")
     check_float8(run_config(model=MODEL, fast_paths=fast), GPU)
     assert "no C compiler found; casts run operator by operator" in capsys.readouterr().out
@@ -115,7 +117,7 @@ def test_blocks_that_are_not_compiled_whole_are_said_to_be_slow(
     monkeypatch, capsys, compiled, iterations, ranks, words
 ):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    for module in (build_module, compilation):
+    for module in (kernels, compilation):
         monkeypatch.setattr(module, "missing_compiler", lambda kind: None)
     config = run_config(
         model=MODEL,

@@ -13,8 +13,7 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 from megatron.config import RunConfig
 from megatron.data.gpt_batch import GPTCollator, Padding
 from megatron.data.samples import PackedSample
-from megatron.families import build_model
-from megatron.families.trained import trained_spec
+from megatron.families import build_model, trained_spec
 from megatron.features.instruction.flags import InstructionConfig
 from megatron.features.keep_best.callback import BestEvaluation
 from megatron.formats.huggingface.source import HuggingFaceFolder
@@ -23,7 +22,7 @@ from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import shard_of
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.training.metrics import Evaluation
-from megatron.training.step_batches import weighed_step
+from megatron.training.trainer import weighed_step
 
 VOCABULARY, LENGTH, PAD = 96, 24, 95
 EXAMPLES = ((9, 4), (3, 1), (12, 2), (5, 4), (7, 6), (11, 3))

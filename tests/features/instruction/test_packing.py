@@ -22,7 +22,7 @@ from megatron.features.instruction.example_encoder import EncodedExample, Exampl
 from megatron.features.instruction.examples import InstructionExamples
 from megatron.features.instruction.flags import InstructionConfig
 from megatron.features.instruction.packing import InstructionRecipe
-from megatron.parallel.cross_entropy import Targets
+from megatron.parallel.loss_head import Targets
 from megatron.tokenizer import build_tokenizer
 
 from .conftest import Built

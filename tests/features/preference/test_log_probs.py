@@ -8,7 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.features.preference.log_probs import linear_log_probs
 from megatron.parallel import cross_entropy, softmax_loss
-from megatron.parallel.cross_entropy import LossHead, Targets, linear_cross_entropy
+from megatron.parallel.cross_entropy import linear_cross_entropy
+from megatron.parallel.loss_head import LossHead, Targets
 from megatron.parallel.tensor_parallel import TensorParallel
 
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}

@@ -20,6 +20,7 @@ from megatron.data.gpt_batch import GPTBatch
 from megatron.engine.pipeline_module import layer_bounds
 from megatron.families import build_model, family_of, refuse_unused, spec_of
 from megatron.features.retro.batch import RetroBatch
+from megatron.features.retro.flags import RetrievalConfig
 from megatron.formats.huggingface.registry import architecture_of
 from megatron.formats.legacy_megatron.arguments import arguments_of_model
 from megatron.model.layer_list import LayerStack, canonical_parameters, layer_sequence
@@ -42,7 +43,7 @@ def config(**changes) -> ModelConfig:
 
 @cache
 def batch(model: ModelConfig, length: int = LENGTH) -> RetroBatch:
-    draw, retrieval = torch.Generator().manual_seed(4), model.retrieval
+    draw, retrieval = torch.Generator().manual_seed(4), model.part(RetrievalConfig)
     tokens, labels = torch.randint(VOCAB, (2, SAMPLES, length), generator=draw)
     neighbors = torch.randint(
         VOCAB,
@@ -71,7 +72,7 @@ class Reference:
     """The definition, from parameters by their canonical names."""
 
     def __init__(self, model: ModelConfig, params: dict[str, Tensor]) -> None:
-        self.model, self.params, self.retrieval = model, params, model.retrieval
+        self.model, self.params, self.retrieval = model, params, model.part(RetrievalConfig)
 
     def linear(self, x_SI: Tensor, name: str) -> Tensor:
         y_SO = x_SI @ self.params[f"{name}.weight"].T

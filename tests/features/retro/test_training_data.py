@@ -13,6 +13,7 @@ from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, Setting
 from megatron.data.loader import MicroBatches
 from megatron.data.samples import MadeSamples
 from megatron.features.curriculum.analysis import fingerprint, sample_tokens
+from megatron.features.retro.flags import RetrievalConfig
 from megatron.features.retro.run_settings import retro_settings
 from megatron.run.run import (
     Run,
@@ -123,7 +124,7 @@ def test_the_project_says_the_data_over_the_flags(project: WrittenProject, caplo
     found = retro(project, "--seq-length", "32", "--train-iters", "3", "--seed", "1234")
     config, origins = found.config, found.resolved.origins
     assert config.model.seq_length == SEQ and config.training.length == ("samples", TRAIN)
-    assert config.model.retrieval.retro_gpt_chunk_length == CHUNK
+    assert config.model.part(RetrievalConfig).retro_gpt_chunk_length == CHUNK
     assert config.training.eval_interval == 5 and config.training.global_batch_size == BATCH
     assert origins["seq_length"].endswith("config.json: retro_gpt_seq_length")
     log = caplog.text

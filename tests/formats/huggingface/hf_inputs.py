@@ -18,7 +18,7 @@ from megatron.features.masked.masked_batch import (
 )
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.layer_list import LayerState
-from megatron.parallel.cross_entropy import Targets
+from megatron.parallel.loss_head import Targets
 
 VOCABULARY = 61
 SAMPLES = 3

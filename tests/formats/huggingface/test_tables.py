@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, ModelFlags
-from megatron.families.family import RETRIEVAL_FLAGS
+from megatron.features.retro.flags import RetrievalConfig
 from megatron.formats.features import FEATURES, spelled, without
 from megatron.formats.huggingface import ARCHITECTURES, architecture_named, architecture_of
 from megatron.formats.huggingface.config_reader import HFConfigReader
@@ -138,7 +138,8 @@ TRAINING = {
     "init_method_xavier_uniform", "fp32_residual_connection",
 }  # fmt: skip
 """What makes no difference to logits."""
-OTHER_FAMILIES = {"encoder_decoder"} | RETRIEVAL_FLAGS - {"retro_add_retriever"}
+RETRIEVAL = {field.name for field in dataclasses.fields(RetrievalConfig)}
+OTHER_FAMILIES = {"encoder_decoder"} | RETRIEVAL - {"retro_add_retriever"}
 """What these models do not have."""
 OTHER_SPELLINGS = {
     "group_query_attention", "use_rotary_position_embeddings", "use_rope_scaling",

@@ -90,7 +90,7 @@ class _LayerAdditions:
             return tuple(found)
         (each,) = maps
         # Addends of the ranks' sum, and the bias after it.
-        y_BSO = linear(x_BSI, each.weight, None, each.float8, each.kept)
+        y_BSO = linear(x_BSI, each.weight, None, each.kernel, each.kept)
         for rows_T1, addition in self._present():
             added = y_BSO + F.linear(F.linear(x_BSI, addition.down_RI), addition.ups[0])
             y_BSO = torch.where(rows_T1, added, y_BSO)

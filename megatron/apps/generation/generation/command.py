@@ -20,8 +20,8 @@ from megatron.apps.generation.scheduling.schedule import EngineLimits
 from megatron.apps.generation.step import Runner
 from megatron.config import ConfigError, Setting, Settings
 from megatron.data.samples import NeighborText, Piece
+from megatron.run.folders import check_output
 from megatron.run.launch import start_processes
-from megatron.run.outputs import check_output
 from megatron.run.run import RunToolParser
 from megatron.util.errors import one_line
 from megatron.util.files import replacing, sync

@@ -24,8 +24,8 @@ from megatron.apps.retro.embedding.config import EmbedderFlags
 from megatron.config import ConfigError, Settings
 from megatron.config.flags import POSITIVE, option
 from megatron.features.retro.hdf5 import needed_h5py, read_array
+from megatron.run.folders import check_output
 from megatron.run.launch import start_processes
-from megatron.run.outputs import check_output
 from megatron.run.run import RunToolParser
 from megatron.util.digests import digest_of_parts
 from megatron.util.json_text import parse_json

@@ -46,10 +46,11 @@ from megatron.config.flags import POSITIVE, option
 from megatron.data.sources import PARTS
 from megatron.engine.train_engine import ModelEngine
 from megatron.families import family_of
+from megatron.features.retro.flags import RetrievalConfig
 from megatron.features.retro.project import RetroProject
 from megatron.features.retro.run_settings import project_of
+from megatron.run.folders import check_output
 from megatron.run.launch import start_processes
-from megatron.run.outputs import check_output
 from megatron.run.run import Run, RunToolParser
 from megatron.training.evaluation import opened_checkpoint
 from megatron.util.json_text import parse_json
@@ -137,7 +138,7 @@ def run_evaluation(description: str | None, argv: Sequence[str] | None = None) -
 def wanted_neighbors(given: str | None, model: ModelConfig) -> list[Neighbors]:
     """The kinds of neighbours of the flag. Raises ConfigError if one is unknown, or the model reads
     none."""
-    reads = model.retrieval.retro_add_retriever
+    reads = model.part(RetrievalConfig).retro_add_retriever
     if given is None:
         return list(NEIGHBORS) if reads else ["none"]
     words = [word.strip() for word in given.split(",")]
@@ -178,7 +179,7 @@ def evaluated_text(
 
 def check_kept(text: EvaluatedText, model: ModelConfig, project: RetroProject) -> None:
     """Raises ConfigError if the files have fewer neighbours of a chunk than a model reads."""
-    kept, read = text.numbers_ILQ.shape[-1], model.retrieval.retro_num_neighbors
+    kept, read = text.numbers_ILQ.shape[-1], model.part(RetrievalConfig).retro_num_neighbors
     if kept < read:
         raise ConfigError(
             f"--retro-project-dir {project.folder} has {kept} neighbours of each chunk, and the "
@@ -193,7 +194,7 @@ def _measured(
     tokenizer, training = run.tokenizer, engine.config.training
     collate = family_of("gpt").data(run.config, tokenizer).collator()
     bytes_V = token_lengths(tokenizer.token_bytes, tokenizer.special_tokens)
-    reads = engine.config.model.retrieval.retro_add_retriever
+    reads = engine.config.model.part(RetrievalConfig).retro_add_retriever
     results, scores = [], {}
     for kind in wanted:
         name = f"neighbours {kind}" if reads else "no retrieval"

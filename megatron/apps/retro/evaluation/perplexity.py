@@ -26,6 +26,7 @@ from megatron.features.retro.batch import (
     RetroSample,
 )
 from megatron.features.retro.chunks import ChunkDatabase
+from megatron.features.retro.flags import RetrievalConfig
 from megatron.model.layer_list import LayerState
 from megatron.model.spec import Measure
 from megatron.training.measuring import measure_samples
@@ -154,7 +155,7 @@ def measure_chunks(
         seed: of the order of what is shuffled.
     """
     model = engine.config.model
-    retrieval = model.retrieval
+    retrieval = model.part(RetrievalConfig)
     if neighbors == "shuffled":
         text = text.shuffled(seed)
     dataset = _ReadSamples(

@@ -15,7 +15,7 @@ from megatron.apps.tasks.detoxify.rows import (
     write_rows,
 )
 from megatron.config import ConfigError, parse_configs
-from megatron.run.outputs import check_output
+from megatron.run.folders import check_output
 
 TOXIC = 0.5
 """A text is toxic above this score."""

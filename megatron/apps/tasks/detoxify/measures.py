@@ -27,7 +27,7 @@ from megatron.apps.tasks.detoxify.rows import (
 )
 from megatron.apps.tasks.detoxify.scorers import open_scorer
 from megatron.config import ConfigError, parse_configs
-from megatron.run.outputs import check_output
+from megatron.run.folders import check_output
 from megatron.util.files import write_whole
 
 UNSCORED = -1.0

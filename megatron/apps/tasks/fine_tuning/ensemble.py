@@ -15,7 +15,7 @@ from torch.serialization import safe_globals
 
 from megatron.config import ConfigError
 from megatron.config.flags import SHARE, option
-from megatron.run.outputs import check_output
+from megatron.run.folders import check_output
 from megatron.util.errors import one_line
 from megatron.util.files import write_whole
 from megatron.util.json_text import parse_json

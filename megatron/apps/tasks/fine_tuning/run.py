@@ -44,7 +44,7 @@ from megatron.engine.evaluator import build_evaluator
 from megatron.engine.loading import load_checkpoint
 from megatron.families import spec_of
 from megatron.parallel.mesh import Mesh
-from megatron.run.outputs import check_output
+from megatron.run.folders import check_output
 from megatron.run.process import compare_checkpoints, connected
 from megatron.run.run import (
     Run,

@@ -23,8 +23,8 @@ from megatron.config import ConfigError, Setting, Settings, parse_configs
 from megatron.engine.deepspeed_file import read_json
 from megatron.engine.deepspeed_json import get
 from megatron.families import family_of
+from megatron.run.folders import check_output
 from megatron.run.launch import start_processes
-from megatron.run.outputs import check_output
 from megatron.run.run import Run, RunToolParser
 from megatron.training.evaluation import Opened, opened_checkpoint
 from megatron.util.files import write_whole

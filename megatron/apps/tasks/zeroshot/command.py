@@ -27,7 +27,7 @@ from megatron.engine.evaluator import Evaluator, build_evaluator
 from megatron.engine.loading import load_checkpoint
 from megatron.families import family_of, spec_of
 from megatron.features.raw_text.flags import RawTextConfig
-from megatron.run.outputs import check_output
+from megatron.run.folders import check_output
 from megatron.run.process import compare_checkpoints, connected
 from megatron.run.run import (
     Run,

@@ -32,9 +32,10 @@ class NodeCheckpoints(Callback):
     that ends without an error. ``check`` gets the iteration before every save, on every rank, and
     raises an error if the state must not be saved."""
 
-    check: Callable[[int], None] = staticmethod(lambda iteration: None)
-
-    def __init__(self, engine: TrainEngine) -> None:
+    def __init__(
+        self, engine: TrainEngine, check: Callable[[int], None] = lambda iteration: None
+    ) -> None:
+        self._check = check
         config, world = engine.config, engine.mesh.world
         self.options, self.engine = config.section(ResilienceConfig), engine
         group = None
@@ -100,7 +101,7 @@ class NodeCheckpoints(Callback):
         if now % self._interval or trainer.at_end or (every is not None and now % every == 0):
             return
         trainer.settle()  # a step that was not finite is never saved
-        self.check(now)
+        self._check(now)
         with phase("save", str(self.folders.folder)):
             self._finished(wait=True)
             self._samples[now] = trainer.consumed_samples

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pkgutil import resolve_name
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron.engine.train_engine import TrainEngine
 from megatron.training.trainer import Callback, Trainer
 from megatron.util.errors import FaultError
 
-REPLICAS = "megatron.features.resilience.replicas:Replicas"
-"""Compares the state of an engine; imported before the first save."""
+if TYPE_CHECKING:
+    from megatron.features.resilience.replicas import Replicas
 
 
 class ReplicaCheck(Callback):
     """Compares what several ranks have copies of: before every save, and after every ``interval``
     steps; never with 0. ``newest`` says on every rank which checkpoint is the last good one."""
 
-    newest: Callable[[], str] = staticmethod(lambda: "there is no earlier checkpoint")
-
-    def __init__(self, engine: TrainEngine, interval: int | None = None) -> None:
-        self._engine, self._interval = engine, interval
-        self._replicas: Any = None
+    def __init__(
+        self,
+        engine: TrainEngine,
+        interval: int | None = None,
+        newest: Callable[[], str] = lambda: "there is no earlier checkpoint",
+    ) -> None:
+        self._engine, self._interval, self._newest = engine, interval, newest
+        self._replicas: Replicas | None = None
         self._equal_after: int | None = None
 
     def between_steps(self, trainer: Trainer) -> None:
@@ -39,13 +41,15 @@ class ReplicaCheck(Callback):
         if self._interval == 0 or self._equal_after == iteration:
             return
         if self._replicas is None:
-            self._replicas = resolve_name(REPLICAS)(self._engine)
+            from megatron.features.resilience.replicas import Replicas
+
+            self._replicas = Replicas(self._engine)
         found = self._replicas.difference()
         if found is not None:
             raise FaultError(
                 f"after iteration {iteration} what several ranks have copies of differs: {found}; "
                 "a processor or its memory has changed numbers, or ranks have not computed the "
-                f"same: {self.newest()}, and this state is not saved; if it comes again on the "
+                f"same: {self._newest()}, and this state is not saved; if it comes again on the "
                 "same machine, leave that out"
             )
         self._equal_after = iteration

@@ -29,7 +29,7 @@ from megatron.features.resilience.unattended.anomalies import (
     odd_batches,
     wrong_ranks,
 )
-from megatron.features.resilience.unattended.spikes import SpikeGuard
+from megatron.features.resilience.unattended.spikes import SpikeRule
 from megatron.run.run import Run
 from megatron.training.report import Reporter
 from megatron.training.trainer import Callback, Trainer
@@ -40,9 +40,8 @@ _SHOWN, _CHARACTERS = 4, 200
 
 
 class SecondLook(Callback):
-    """Computes the steps of a run, those that are anomalies several times. ``spikes`` contains the
-    guard whose rule says what is out of bounds; without one only numbers that are not finite
-    are."""
+    """Computes the steps of a run, those that are anomalies several times. ``rule``
+    says what is out of bounds; without one only numbers that are not finite are."""
 
     def __init__(
         self,
@@ -50,10 +49,10 @@ class SecondLook(Callback):
         engine: TrainEngine,
         data: TrainingData,
         report: Reporter,
-        spikes: Sequence[Callback],
+        rule: SpikeRule | None,
     ) -> None:
         self._run, self._engine, self._data, self._report = run, engine, data, report
-        self._rule = next((each.rule for each in spikes if isinstance(each, SpikeGuard)), None)
+        self._rule = rule
         self._ends = run.config.section(ResilienceConfig).rerun_on_anomaly == "validate_results"
         self._usual: float | None = None
         self._iteration, self._seq_length = 0, run.config.model.seq_length

@@ -17,7 +17,6 @@ from statistics import median
 from typing import Any
 
 from megatron.checkpoint.folder import KEPT, tag
-from megatron.features.resilience.flags import ResilienceConfig
 from megatron.training.checkpoints import CheckpointManager
 from megatron.training.stopping import NonFiniteGuard, TrainingStopped
 from megatron.training.trainer import Callback, Step, Trainer
@@ -248,27 +247,22 @@ class SpikeGuard(Callback):
 
     Args:
         steps: reads the numbers, and passes those of steps that were not skipped.
-        state: that of :meth:`SpikeRule.state` in the checkpoint that the run continues.
-
-    Attributes:
+        rule: which steps are spikes; it learns from them.
         act: what follows a warning; None for nothing.
     """
-
-    act: OnSpike | None = None
 
     def __init__(
         self,
         steps: NonFiniteGuard,
-        flags: ResilienceConfig,
+        rule: SpikeRule,
         checkpoints: CheckpointManager,
-        state: Mapping[str, Any],
+        act: OnSpike | None = None,
     ) -> None:
-        self.rule = SpikeRule(flags.spike_sigma, flags.spike_window)
-        self.rule.restore(state)
+        self.rule, self._act = rule, act
         self._checkpoints, self._report = checkpoints, checkpoints.report
         self._burst: int | None = None
         checkpoints.counted["spikes"] = self.rule.state
-        steps.judge_finite = self._judge
+        steps.judges.append(self._judge)
 
     def went_back(self, trainer: Trainer) -> None:
         self._burst = None
@@ -297,8 +291,8 @@ class SpikeGuard(Callback):
             step.first_sample + step.samples,
             {"loss": loss, "grad_norm": norm, "low": spike.low, "high": spike.high},
         )
-        if self.act is not None:
-            self.act(trainer, step, spike)
+        if self._act is not None:
+            self._act(trainer, step, spike)
 
     def _keep(self, iteration: int, text: str) -> str:
         """Writes into the file :data:`~megatron.checkpoint.folder.KEPT` which checkpoint has the

@@ -150,6 +150,11 @@ class Report:
         self.said.append(f"event {what[0]}")
 
 
+def default_rule() -> SpikeRule:
+    flags = ResilienceConfig()
+    return SpikeRule(flags.spike_sigma, flags.spike_window)
+
+
 def judged(lag: int, losses, act, settle_every: int = 10) -> tuple[list[str], str]:
     """What is said of a run whose numbers arrive so many steps late, and what ends it."""
     report = Report()
@@ -162,7 +167,7 @@ def judged(lag: int, losses, act, settle_every: int = 10) -> tuple[list[str], st
     )
     steps = NonFiniteGuard(torch.device("cpu"), False, True)
     steps._reads = DelayedReads(lag)
-    SpikeGuard(steps, ResilienceConfig(), checkpoints, {}).act = act(checkpoints)
+    SpikeGuard(steps, default_rule(), checkpoints, act(checkpoints))
     try:
         for at, value in enumerate(losses, start=1):
             trainer = SimpleNamespace(iteration=at, at_end=False)
@@ -266,7 +271,7 @@ def test_a_failed_save_is_not_kept_in_place_of_a_good_one(tmp_path, waited):
     report = Report()
     checkpoints = CheckpointManager(Writer(tmp_path, fails=20), report)
     steps = NonFiniteGuard(torch.device("cpu"), False, True)
-    spikes = SpikeGuard(steps, ResilienceConfig(), checkpoints, {})
+    spikes = SpikeGuard(steps, default_rule(), checkpoints)
     checkpoints.save(10, 40)
     checkpoints.save(20, 80)
     if waited:

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.config import ConfigError
 from megatron.parallel import agreement
-from megatron.run import shared_folders
+from megatron.run import folders
 
 MOUNTS = """\
 21 1 0:1 / / rw - overlay overlay rw
@@ -22,7 +22,7 @@ def mounts(monkeypatch, tmp_path):
     """The mounts of another machine."""
     table = tmp_path / "mountinfo"
     table.write_text(MOUNTS)
-    monkeypatch.setattr(shared_folders, "MOUNTS", table)
+    monkeypatch.setattr(folders, "MOUNTS", table)
 
 
 @pytest.mark.parametrize(
@@ -34,29 +34,29 @@ def mounts(monkeypatch, tmp_path):
     ],
 )
 def test_the_file_system_of_a_folder(mounts, folder, kind, source):
-    assert shared_folders.file_system(folder) == (kind, source)
+    assert folders.file_system(folder) == (kind, source)
 
 
 def test_a_folder_of_the_node_alone_is_named_at_once(mounts, tmp_path, monkeypatch):
-    monkeypatch.setattr(shared_folders, "LOCAL_PATIENCE", 0.01)
+    monkeypatch.setattr(folders, "LOCAL_PATIENCE", 0.01)
     with pytest.raises(ConfigError) as error:
-        shared_folders.look_for(tmp_path / ".probe-1", "--save")
+        folders.look_for(tmp_path / ".probe-1", "--save")
     assert str(error.value) == (
         f"--save {tmp_path}: node {socket.gethostname()} does not see what rank 0 has written "
         "there, and has it on overlay (overlay); name a folder of a file system that all nodes "
         "mount"
     )
     with pytest.raises(ConfigError, match="and has no such folder; name"):
-        shared_folders.look_for(tmp_path / "missing" / ".probe-1", "--save")
+        folders.look_for(tmp_path / "missing" / ".probe-1", "--save")
 
 
 def test_a_file_system_of_the_network_may_take_its_time(mounts, tmp_path, monkeypatch):
-    monkeypatch.setattr(shared_folders, "LOCAL_PATIENCE", 0.0)
-    monkeypatch.setattr(shared_folders, "file_system", lambda folder: ("nfs4", "store:/export"))
+    monkeypatch.setattr(folders, "LOCAL_PATIENCE", 0.0)
+    monkeypatch.setattr(folders, "file_system", lambda folder: ("nfs4", "store:/export"))
     probe = tmp_path / ".probe-1"
     threading.Timer(0.3, probe.touch).start()
     began = time.monotonic()
-    shared_folders.look_for(probe, "--save")
+    folders.look_for(probe, "--save")
     assert time.monotonic() - began > 0.25
 
 

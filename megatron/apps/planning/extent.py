@@ -1,0 +1,48 @@
+"""How much a run trains: parameters, tokens, and passes over its data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.apps.planning.parameters import model_parameters, rank_shares
+from megatron.config import RunConfig
+from megatron.data.build import PortionSize
+from megatron.training.plan import TrainingPlan
+
+_OFTEN = 50
+"""Passes over the data from which on a run mentions them as probably unintended."""
+
+
+def extent(config: RunConfig, plan: TrainingPlan, files: Sequence[PortionSize]) -> list[str]:
+    """Lines about how much a run trains: parameters, tokens, and epochs over its files."""
+    per_step = plan.global_batch_size * plan.seq_length
+    tokens = plan.lengths.tokens(plan.batch_size.samples(plan.train_iters))
+    length = f"{per_step:,} tokens a step, {tokens:,} in all"
+    passes = [tokens * file.weight / max(1, file.tokens) for file in files]
+    if plan.epochs is not None:
+        epochs = f"{plan.epochs.count} epoch{'s' * (plan.epochs.count > 1)}"
+        length += f" ({epochs} of {plan.epochs.samples:,} samples)"
+    elif passes:
+        ends = dict.fromkeys(f"{count:,.3g}" for count in (min(passes), max(passes)))
+        total, several = sum(file.tokens for file in files), len(files) > 1
+        length += f": {' to '.join(ends)} epochs over the {total:,} tokens of data"
+        length += f" in {len(files)} files" if several else ""
+    lines = [f"model: {_parameters(config)}; {length}"]
+    if plan.epochs is None and passes and max(passes) >= _OFTEN:
+        where = f" in file {passes.index(max(passes)) + 1}" if several else ""
+        lines.append(
+            f"note: each token of the data{where} is read about {max(passes):,.0f} times; more "
+            "text or a shorter run is usually better than many epochs over little"
+        )
+    return lines
+
+
+def _parameters(config: RunConfig) -> str:
+    """The number of parameters, and the most that a rank has where ranks divide them."""
+    layout = config.layout()
+    text = f"{model_parameters(config.model):,} parameters"
+    if layout.tensor * layout.pipeline == 1 and layout.zero < 3:
+        return text
+    shares = rank_shares(config.model, layout, config.parallel.pipeline_partition)
+    most = max(share.parameters for share in shares)
+    return f"{text}, {most // (layout.data if layout.zero == 3 else 1):,} on a rank"

@@ -1,0 +1,25 @@
+"""Estimates of memory, and of how much a run trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron.config.features import Feature
+
+
+class Planning(Feature):
+    def check_run(self, run: Any, mesh: Any, device: Any) -> None:
+        from megatron.apps.planning.fit import check_fits
+
+        check_fits(run.config, run.content, mesh, device)
+
+    def extent(self, config: Any, plan: Any, sizes: Callable[[], Sequence[Any]]) -> Sequence[str]:
+        if plan.skip_train:
+            return ()
+        from megatron.apps.planning.extent import extent
+
+        return extent(config, plan, sizes())
+
+
+FEATURE = Planning()

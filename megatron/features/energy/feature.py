@@ -1,0 +1,23 @@
+"""Energy, cost and emissions of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.config.features import Feature
+
+
+class Energy(Feature):
+    def ready(self, context: Any) -> None:
+        if context.config.training.skip_train:
+            return
+        from megatron.features.energy.callback import SpendingCounter
+        from megatron.training.context import Order
+
+        counter = SpendingCounter(
+            context.config, context.mesh, context.device, context.report, context.origin
+        )
+        context.add(Order.SPEND, counter)
+
+
+FEATURE = Energy()

@@ -1,0 +1,96 @@
+"""Which layers of a run multiply in 8 bits, and what is said of a device that makes them slow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from megatron.config import ConfigError, RunConfig
+from megatron.engine.compilation import why_eager
+from megatron.features.float8.linear import FIRST_CAPABILITY, Float8
+from megatron.model.block import Block
+from megatron.parallel.compiler import missing_compiler
+from megatron.parallel.layers import ParallelLinear
+from megatron.util.processes import is_main_process
+
+
+def use_float8(blocks: Sequence[nn.Module], config: RunConfig) -> None:
+    """Makes the linear layers of these blocks multiply in 8 bits, as ``--fp8-format`` says."""
+    fast = config.fast_paths
+    if fast.fp8_format is None:
+        return
+    chosen = fast.float8_blocks(config.model.num_layers)
+    float8 = Float8(fast.fp8_format == "hybrid", fast.fp8_recipe)
+    for block in blocks:
+        assert isinstance(block, Block)
+        if block.attention.layer not in chosen:
+            continue
+        for module in block.modules():
+            if isinstance(module, ParallelLinear):
+                module.kernel = float8
+
+
+def check_float8(config: RunConfig, device: torch.device) -> None:
+    """Raises ConfigError if ``--fp8-format`` is given and the GPU has no 8-bit GEMMs. A line
+    reports what makes a step slower than in bfloat16."""
+    fast = config.fast_paths
+    if fast.fp8_format is None:
+        return
+    named = f"--fp8-format {fast.fp8_format}"
+    if device.type != "cuda":
+        _say(
+            f"{named}: on a {device.type} 8-bit GEMMs are slower than others; useful only to study "
+            "their effect on the loss"
+        )
+        return
+    found = torch.cuda.get_device_capability(device)
+    if found < FIRST_CAPABILITY:
+        needed, has = (".".join(map(str, pair)) for pair in (FIRST_CAPABILITY, found))
+        raise ConfigError(
+            f"{named} needs a GPU of compute capability {needed} or more (Ada, Hopper, Blackwell); "
+            f"{torch.cuda.get_device_name(device)} has {has}. Leave it out"
+        )
+    if fast.fp8_recipe == "blockwise":
+        _check_blockwise(device, found)
+    slow = _why_float8_is_slow(config, device)
+    if slow is not None:
+        _say(f"{named}: {slow}")
+
+
+def _why_float8_is_slow(config: RunConfig, device: torch.device) -> str | None:
+    """Where casts are not parts of the kernels of compiled blocks, and what to do; None if they
+    are."""
+    slower = "which makes a step slower than in bfloat16"
+    alone = "casts are kernels of their own, which can make a step slower than in bfloat16"
+    missing = missing_compiler(device.type)
+    if missing:
+        return f"{missing}; casts run operator by operator, {slower}. Install it, or leave fp8 out"
+    eager = why_eager(config, device)
+    if eager:
+        return f"--torch-compile {eager}; {alone}. --torch-compile on compiles the blocks"
+    ranks = config.parallel.tensor_model_parallel_size
+    if ranks > 1:
+        return (
+            f"--tensor-model-parallel-size {ranks}: collectives break the blocks' graphs, and some "
+            f"{alone}. Use data-parallel ranks instead, or compare with a run without it"
+        )
+    return None
+
+
+def _check_blockwise(device: torch.device, capability: tuple[int, int]) -> None:
+    cuda = torch.version.cuda or "0.0"
+    if capability[0] == 9 and tuple(map(int, cuda.split(".")[:2])) >= (12, 9):
+        return
+    raise ConfigError(
+        "--fp8-recipe blockwise needs a GPU of compute capability 9 (Hopper) and a torch for CUDA "
+        f"12.9 or later; {torch.cuda.get_device_name(device)} has "
+        f"{'.'.join(map(str, capability))}, and torch is for {cuda}. Use --fp8-recipe tensorwise "
+        "or rowwise"
+    )
+
+
+def _say(line: str) -> None:
+    if is_main_process():
+        print(line, flush=True)

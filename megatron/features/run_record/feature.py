@@ -1,0 +1,29 @@
+"""A record of every start of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.config.features import Feature
+
+
+class StartRecords(Feature):
+    def ready(self, context: Any) -> None:
+        """Say where the ranks of a run are; record its start, if it saves."""
+        several, saves = context.mesh.world.size > 1, bool(context.config.checkpoint.save)
+        if not several and not saves:
+            return
+        from megatron.features.run_record.hosts import places_of_ranks, rank_map
+
+        places = places_of_ranks(context.mesh, context.device)
+        for line in rank_map(places) if several else ():
+            context.report.say(line)
+        if saves:
+            from megatron.features.run_record.callback import RunRecorder
+            from megatron.training.context import Order
+
+            recorder = RunRecorder(context.run, context.mesh, context.origin, context.files, places)
+            context.add(Order.RECORD, recorder)
+
+
+FEATURE = StartRecords()
