@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.apps.generation.step import (
+from megatron.apps.generation.request import (
     Runner,
     SequencePart,
     StepInput,

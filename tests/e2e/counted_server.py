@@ -18,7 +18,7 @@ from counted_model import CountedRunner, counted_tokenizer  # noqa: E402
 from serving import served  # noqa: E402
 
 from megatron.apps.generation.decoding.chat import ChatFormat  # noqa: E402
-from megatron.apps.generation.server.guard import Access  # noqa: E402
+from megatron.apps.generation.server.app import Access  # noqa: E402
 from megatron.apps.generation.server.service import Service  # noqa: E402
 
 NAME = "counted-words"

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 
 from megatron.apps.finetune.prompts import Prompts
 from megatron.apps.generation.execution.runner import step_group
-from megatron.apps.generation.in_training import training_runner
 from megatron.apps.generation.request import (
     Completion,
     GenerationRequest,
     Sampling,
     StopRules,
 )
-from megatron.apps.generation.writing import TextWriter
+from megatron.apps.generation.writing import TextWriter, training_runner
 from megatron.parallel.mesh import Mesh
 from megatron.run.run import Run
 from megatron.tokenizer import Tokenizer

@@ -1,4 +1,4 @@
-"""From the flags of a command to a checkpoint that generates."""
+"""Opens a checkpoint for generation, from the flags of a command."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _OWN = Setting(False, "this program")
 
 @dataclass(frozen=True)
 class OpenedRunner:
-    """A checkpoint that generates, of ``folder``, and the run that describes it; ``ends`` are the
-    tokens that end its texts."""
+    """A checkpoint of ``folder`` that generates, and its run; ``ends`` are the tokens that end its
+    texts."""
 
     run: Run
     tokenizer: Tokenizer
@@ -55,30 +55,29 @@ def opened_runner(
     adapters: Sequence[str] = (),
     retrieves: bool = False,
 ) -> Iterator[OpenedRunner | None]:
-    """The checkpoint of ``--load`` in the layout of the flags, until the block ends: on the main
-    rank. The others get None, and compute what the main rank asks for before they get it, until its
-    block ends. ``adapters`` are those of ``--adapter``, ``retrieves`` is :func:`runner_of`'s.
-    Raises ConfigError, CheckpointError or OSError if it cannot be used."""
+    """The checkpoint of ``--load`` in the layout of the flags, for the block, on the main rank. The
+    others compute its steps, and get None once its block has ended. ``adapters`` are those of
+    ``--adapter``. Raises ConfigError, CheckpointError or OSError if it cannot be used."""
     settings = for_generation(settings)
     load = settings["load"].value if "load" in settings else "."
-    with _naming_rights(load), opened_checkpoint(settings, processes, "generation") as found:
-        mesh, tokenizer = found.engine.mesh, found.run.tokenizer
+    with _naming_rights(load), opened_checkpoint(settings, processes, "generation") as opened:
+        mesh, tokenizer = opened.engine.mesh, opened.run.tokenizer
         if mesh.data.size > 1:
             raise ConfigError(
                 f"{mesh.world.size} processes for a model over {mesh.model.size}: generation has "
                 "no data-parallel replicas; start as many processes as --tensor-model-parallel-size"
                 " x --pipeline-model-parallel-size, and another server for each replica"
             )
-        served = served_adapters(found.engine, named_folders(adapters), found.folder)
-        where = f"--load {found.folder}"
-        runner = runner_of(found.engine, tokenizer, cache, where, served, retrieves)
+        served = served_adapters(opened.engine, named_folders(adapters), opened.folder)
+        where = f"--load {opened.folder}"
+        runner = runner_of(opened.engine, tokenizer, cache, where, served, retrieves)
         if not runner.main:
             runner.follow()
             yield None
             return
         try:
             yield OpenedRunner(
-                found.run, tokenizer, runner, found.folder, found.iteration, found.ends
+                opened.run, tokenizer, runner, opened.folder, opened.iteration, opened.ends
             )
         finally:
             runner.close()
@@ -86,7 +85,7 @@ def opened_runner(
 
 @contextmanager
 def _naming_rights(load: str) -> Iterator[None]:
-    """Says of a checkpoint that cannot be opened which of its files this user may not read."""
+    """Names the file of a checkpoint that this user may not read, if that is why opening fails."""
     try:
         yield
     except (OSError, CheckpointError) as error:
@@ -108,11 +107,10 @@ def runner_of(
     adapters: ServedAdapters | None = None,
     retrieves: bool = False,
 ) -> PagedRunner:
-    """The runner of an engine's model, whose settings were :func:`for_generation`; a rank's part of
-    it; all ranks must call it. Each data-parallel replica has a main rank of its own. ``where``
-    names the checkpoint; with ``retrieves`` every part of a step brings the neighbours of its
-    chunks. Raises ConfigError if models of its family do not generate, or do not retrieve, or there
-    is too little memory for keys and values."""
+    """A rank's part of the runner of an engine with the settings :func:`for_generation`; all ranks
+    must call it. Each data-parallel replica has its main rank. ``where`` names the checkpoint; with
+    ``retrieves`` every part of a step has the neighbours of its chunks. Raises ConfigError if the
+    family does not generate, or does not retrieve, or the memory is too small."""
     config, mesh = engine.config, engine.mesh
     assert not config.parallel.sequence_parallel, "see for_generation"
     family = family_of(config.model.family)
@@ -139,5 +137,5 @@ def runner_of(
 def for_generation(settings: Settings) -> Settings:
     """Settings without what only trains: activations are not split along the sequence, and blocks,
     whose steps have many shapes, are not compiled."""
-    own = {"sequence_parallel": _OWN, "torch_compile": Setting("off", _OWN.origin)}
-    return {name: value for name, value in settings.items() if name not in own} | own
+    replaced = {"sequence_parallel": _OWN, "torch_compile": Setting("off", _OWN.origin)}
+    return {name: value for name, value in settings.items() if name not in replaced} | replaced

@@ -1,51 +1,60 @@
-"""What is asked of a model that generates text, and what it answers."""
+"""Requests for generated text and their results, and the steps by which a runner computes them.
+
+The positions of a sequence are stored in pages of equal size. The scheduler assigns pages to
+sequences, which may share some.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from megatron.tokenizer import Tokenizer
 
 Finish = Literal["stop", "length", "cancelled", "failed"]
-"""Why a text ended: at a stop token or text (of a beam search, where all beams did), at
-``max_new_tokens``, because its client cancelled it, or by an error of its own."""
+"""The reason of a text's end: a stop token or text (of all beams of a beam search),
+``max_new_tokens``, its client, or an error of its own."""
 
 
-def _require(right: bool, values: object, name: str, what: str) -> None:
-    if not right:
-        raise ValueError(f"{name} {getattr(values, name)} must be {what}")
+def _require(values: object, *rules: tuple[str, bool, str]) -> None:
+    """Raises ValueError for the first rule (field, whether its value is right, the right values)
+    that is broken."""
+    for name, right, what in rules:
+        if not right:
+            raise ValueError(f"{name} {getattr(values, name)} must be {what}")
 
 
 def _finite(values: object, *names: str) -> None:
     for name in names:
-        _require(math.isfinite(getattr(values, name)), values, name, "a finite number")
+        _require(values, (name, math.isfinite(getattr(values, name)), "a finite number"))
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen from the logits of a position.
+    """The choice of the next token from the logits of a position.
 
     Penalties come first, then ``bias``, then ``temperature`` divides the logits; the draw is among
-    the tokens that ``top_k``, then ``top_p`` and then ``min_p`` keep, each of what the one before
-    has left. ``greedy`` takes the most probable one after penalties and bias, and the rest has no
-    effect. Raises ValueError for a value that is out of range.
+    the tokens that ``top_k``, then ``top_p`` and then ``min_p`` keep, each of the rest before it.
+    ``greedy`` takes the most probable one after penalties and bias, without the others. Raises
+    ValueError for a value that is out of range.
 
     Attributes:
-        top_k: among this number of most probable tokens; 0 for all.
-        top_p: among the fewest tokens whose probabilities sum to at least this.
-        top_p_decay: factor of ``top_p`` after each token; 0 for none.
-        top_p_bound: the least that the decay leaves of ``top_p``.
-        min_p: among tokens at least this share as probable as the most probable one.
+        top_k: number of most probable tokens; 0 for all.
+        top_p: least sum of the probabilities of the fewest tokens.
+        top_p_decay: factor of ``top_p`` after each token, down to ``top_p_bound``; 0 for none.
+        min_p: least share of the probability of the most probable token.
         repetition_penalty: divisor of positive logits, factor of negative ones, of tokens in prompt
             or text (Keskar et al. 2019, arXiv:1909.05858).
-        presence_penalty: taken off the logits of tokens that are in the new text.
-        frequency_penalty: the same, times how often they are.
+        presence_penalty: subtracted from the logits of tokens that are in the new text;
+            ``frequency_penalty`` as often as they are.
         bias: addends of logits by token.
         prevent_newline_after_colon: no token that begins with a line end after text that ends with
             a colon.
-        seed: determines the draws, together with the positions of the tokens; None for another
-            every time.
+        seed: determines the draws, with the positions of the tokens; None for random draws.
     """
 
     greedy: bool = False
@@ -64,25 +73,18 @@ class Sampling:
 
     def __post_init__(self) -> None:
         _finite(self, "temperature", "presence_penalty", "frequency_penalty", "repetition_penalty")
-        _require(self.temperature > 0, self, "temperature", "positive; greedy is its limit at 0")
-        _require(self.top_k >= 0, self, "top_k", "0 or more; 0 is for all tokens")
-        _require(0 < self.top_p <= 1, self, "top_p", "above 0 and at most 1; 1 is for all tokens")
-        _require(0 <= self.top_p_decay <= 1, self, "top_p_decay", "0 to 1; 0 is for no decay")
+        top_p, bound, penalty = self.top_p, self.top_p_bound, self.repetition_penalty
+        no_decay = "0 without top_p_decay: it bounds what that leaves"
         _require(
-            0 <= self.top_p_bound <= self.top_p,
             self,
-            "top_p_bound",
-            f"0 to top_p, which is {self.top_p}",
-        )
-        _require(
-            self.top_p_bound == 0 or self.top_p_decay > 0,
-            self,
-            "top_p_bound",
-            "0 without top_p_decay: it bounds what that leaves",
-        )
-        _require(0 <= self.min_p <= 1, self, "min_p", "0 to 1; 0 is for all tokens")
-        _require(
-            self.repetition_penalty > 0, self, "repetition_penalty", "above 0; 1 is for no penalty"
+            ("temperature", self.temperature > 0, "positive; greedy is its limit at 0"),
+            ("top_k", self.top_k >= 0, "0 or more; 0 is for all tokens"),
+            ("top_p", 0 < top_p <= 1, "above 0 and at most 1; 1 is for all tokens"),
+            ("top_p_decay", 0 <= self.top_p_decay <= 1, "0 to 1; 0 is for no decay"),
+            ("top_p_bound", 0 <= bound <= top_p, f"0 to top_p, which is {top_p}"),
+            ("top_p_bound", bound == 0 or self.top_p_decay > 0, no_decay),
+            ("min_p", 0 <= self.min_p <= 1, "0 to 1; 0 is for all tokens"),
+            ("repetition_penalty", penalty > 0, "above 0; 1 is for no penalty"),
         )
         for token, addend in self.bias.items():
             if token < 0 or not math.isfinite(addend):
@@ -94,15 +96,9 @@ class Sampling:
 
 @dataclass(frozen=True)
 class StopRules:
-    """When a text ends; what ends it is part of its tokens. Raises ValueError for a value that is
-    out of range.
-
-    Attributes:
-        max_new_tokens: 0 to score the prompt only.
-        tokens: each of these ends it.
-        texts: it ends as soon as one of these is in the new text.
-        before: text of the prompt's end with which one of ``texts`` may begin.
-    """
+    """The end of a text: one of ``tokens``, which is part of it, or one of ``texts`` in the new
+    text, or ``max_new_tokens`` (0 to score the prompt only). ``before`` is text of the prompt's end
+    with which one of ``texts`` may begin. Raises ValueError for a value that is out of range."""
 
     max_new_tokens: int
     tokens: frozenset[int] = frozenset()
@@ -110,7 +106,7 @@ class StopRules:
     before: str = ""
 
     def __post_init__(self) -> None:
-        _require(self.max_new_tokens >= 0, self, "max_new_tokens", "0 or more")
+        _require(self, ("max_new_tokens", self.max_new_tokens >= 0, "0 or more"))
         if "" in self.texts:
             raise ValueError("a stop text is empty; it must have a character at least")
 
@@ -124,14 +120,14 @@ class Beams:
     length_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        _require(self.width >= 1, self, "width", "1 or more")
+        _require(self, ("width", self.width >= 1, "1 or more"))
         _finite(self, "length_penalty")
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """What a text must match as a whole: a regular expression, a JSON schema, any JSON object
-    (``json_schema`` with ``{}``) or a Lark grammar."""
+    """A regular expression, JSON schema (``{}`` for any object) or Lark grammar that a whole text
+    must match."""
 
     kind: Literal["regex", "json_schema", "grammar"]
     source: str
@@ -143,10 +139,10 @@ class GenerationRequest:
 
     Attributes:
         prompt: token ids; of a model with an encoder those that it reads. Not empty.
-        logprobs: None for no log-probabilities; else those of the new tokens, each with this number
-            of the most probable ones.
+        logprobs: number of most probable tokens whose log-probabilities come with those of each
+            new token; None for no log-probabilities.
         prompt_logprobs: the same for every token of the prompt but the first.
-        adapter: name of the adapter that the model has for this text; None for none.
+        adapter: name of the adapter that the model has for this text.
     """
 
     prompt: tuple[int, ...]
@@ -161,8 +157,8 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class TokenScore:
-    """Natural log-probability of a token under the raw logits of the model, before penalties,
-    temperature and filters; ``top`` are the most probable tokens with theirs, best first."""
+    """Natural log-probability of a token under the raw logits of the model; ``top`` are the most
+    probable tokens with theirs, best first."""
 
     token: int
     logprob: float
@@ -171,7 +167,7 @@ class TokenScore:
 
 @dataclass(frozen=True)
 class BeamResult:
-    """One text of a beam search, and what it was ranked by."""
+    """One text of a beam search, and its ranking score."""
 
     tokens: tuple[int, ...]
     score: float
@@ -180,16 +176,15 @@ class BeamResult:
 
 @dataclass(frozen=True)
 class Update:
-    """What a step has added to a request's text.
+    """A step's addition to the text of the request ``number``.
 
     Attributes:
-        number: that the engine gave the request.
-        scores: of the new tokens, where log-probabilities are wanted.
-        prompt_scores: once, before or with the first new token, where they are wanted.
+        scores: of the new tokens, if they were asked for.
+        prompt_scores: once, before or with the first new token, if they were asked for.
         finish: None while more is to come.
         beams: with ``finish``, of a beam search, the best first; its tokens come all at once.
         error: with ``finish`` "failed".
-        cached: with the first one: tokens of the prompt that were found computed.
+        cached: in the first update: tokens of the prompt that were found computed.
     """
 
     number: int
@@ -204,7 +199,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Completion:
-    """All that a request got; fields as of :class:`Update`."""
+    """All updates of a request together; fields as of :class:`Update`."""
 
     tokens: tuple[int, ...]
     finish: Finish
@@ -212,3 +207,105 @@ class Completion:
     prompt_scores: tuple[TokenScore, ...] = ()
     beams: tuple[BeamResult, ...] = ()
     cached: int = 0
+
+
+@dataclass(frozen=True)
+class SequencePart:
+    """Consecutive tokens of one sequence.
+
+    Attributes:
+        tokens: ids at the positions ``start``, ``start`` + 1, ...
+        pages: numbers of the pages of the positions 0 to the last of these; keys and values of
+            earlier positions are in them, those of these tokens are written.
+        decoding: true for a single token that was generated. Other tokens are prompt: their results
+            do not depend on how a sequence is cut into parts.
+        logits: true to compute the logits after the last token.
+        targets: the tokens that follow each of the first ``len(targets)`` tokens, to be scored with
+            the ``top`` most probable ones.
+        encoded: of a model with an encoder, the number of the encoded prompt.
+        long: true in a sequence that has, or will have, more than `Runner.long_after` tokens.
+        adapter: one of `Runner.adapters`; None for the model without.
+        neighbors: of a model that retrieves, the tokens of the neighbours of each chunk whose last
+            token is among these.
+    """
+
+    tokens: tuple[int, ...]
+    start: int
+    pages: tuple[int, ...]
+    decoding: bool = False
+    logits: bool = False
+    targets: tuple[int, ...] = ()
+    top: int = 0
+    encoded: int | None = None
+    long: bool = False
+    adapter: str | None = None
+    neighbors: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """One pass through the model. First the pages of ``copies`` (from, to) are copied, in order;
+    then prompts are encoded (tokens by number) and forgotten; then the parts run."""
+
+    parts: tuple[SequencePart, ...]
+    copies: tuple[tuple[int, int], ...] = ()
+    encode: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    forget: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class TargetScores:
+    """Log-probabilities of a part's targets float32 [T], and the most probable tokens with theirs,
+    best first, int64 and float32 [T, ``top``]; on the CPU."""
+
+    logprobs: Tensor
+    top_tokens: Tensor
+    top_logprobs: Tensor
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """Logits float32 [R, V] of the R parts with `SequencePart.logits`, without the padding of the
+    vocabulary, on the CPU; and the scores of each part with targets; both in order."""
+
+    logits_RV: Tensor
+    scores: tuple[TargetScores, ...]
+
+
+class Runner(Protocol):
+    """A loaded model with the memory of its keys and values.
+
+    Attributes:
+        page_size: positions of each of the ``pages``, which are numbered from 0.
+        max_positions: the longest sequence, prompt and text together (of a decoder).
+        max_prompt: the longest prompt that an encoder accepts; None without an encoder.
+        start_token: the first token of a decoder; None without an encoder.
+        long_after: tokens of a sequence after which all of its positions are computed otherwise
+            (LongRoPE), again from the first one. None for most models.
+    """
+
+    page_size: int
+    pages: int
+    vocab_size: int
+    max_positions: int
+    max_prompt: int | None
+    start_token: int | None
+    long_after: int | None
+    adapters: tuple[str, ...]
+
+    def run(self, step: StepInput) -> StepOutput:
+        """Runs a step on all ranks. Called by the main rank only."""
+        ...
+
+    def close(self) -> None:
+        """Lets the other ranks end."""
+        ...
+
+
+def prompt_tokens(tokenizer: Tokenizer, text: str, runner: Runner) -> tuple[int, ...]:
+    """Ids of a prompt: an empty one starts a new document, and an encoder's ends with the end of a
+    text, as in its training. Raises ValueError if the tokenizer cannot split the text, or has no
+    such token."""
+    if runner.max_prompt is None:
+        return tuple(tokenizer.tokenize(text)) or (tokenizer.eod,)
+    return (*tokenizer.tokenize_sentences([text])[0].tolist(), tokenizer.eos)

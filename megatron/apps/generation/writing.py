@@ -1,28 +1,33 @@
-"""Texts that a model writes on every rank of a layout."""
+"""Texts of a model on every rank of a layout, also of a model in training."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
 
-from megatron.apps.generation.execution.runner import PagedRunner
+from megatron.apps.generation.execution.runner import PAGE_SIZE, PagedRunner
+from megatron.apps.generation.execution.stages import StagedLayers
 from megatron.apps.generation.request import Completion, GenerationRequest
 from megatron.apps.generation.scheduling.engine import GenerationEngine
+from megatron.engine.train_engine import ModelEngine
+from megatron.families import family_of
 from megatron.parallel.mesh import Mesh
 from megatron.tokenizer import Tokenizer
 from megatron.util.progress import progress_bar
 
 OnCompletion = Callable[[int, Completion], object]
-"""Called on the main rank with the number of a request and what it got, as it comes."""
+"""Called on the main rank with the number of a request and its result, as it comes."""
 Share = dict[int, Completion] | ValueError | None
-"""What a rank has found, by number of the request; all but one of a replica find nothing."""
+"""Results of a rank by number of the request; all but one rank of a replica have None."""
 
 
 class TextWriter:
     """Generates with a model in any layout. Every rank calls it with the same requests, of which
-    each replica of the model generates a share; or, with ``together``, all of them, in the same
-    steps, which replicas that gather their weights from each other (ZeRO 3) need."""
+    each replica of the model generates a share; or, with ``together``, all of them in the same
+    steps, for replicas that gather their weights from each other (ZeRO 3)."""
 
     def __init__(
         self, mesh: Mesh, tokenizer: Tokenizer, runner: PagedRunner, together: bool = False
@@ -33,47 +38,69 @@ class TextWriter:
     def completions(
         self, requests: Sequence[GenerationRequest], on_completion: OnCompletion = lambda n, c: None
     ) -> list[Completion]:
-        """What each request gets, on every rank. Raises ValueError if one can never run."""
-        data = self.mesh.data
-        replicas, replica = (1, 0) if self.together else (data.size, data.rank)
-        numbers = range(replica, len(requests), replicas)
-        found: Share = None
+        """Results of the requests, on every rank. Raises ValueError if one can never run."""
+        share: Share = None
         if self.runner.main:
             try:
-                found = self._written(requests, numbers, on_completion)
+                share = self._share(requests, on_completion)
             except ValueError as error:
-                found = error
+                share = error
             finally:
                 self.runner.close()
         else:
             self.runner.follow()
-        together: dict[int, Completion] = {}
-        for share in self._all(found):
+        shares, world = [share], self.mesh.world
+        if world.size > 1:
+            shares = [None] * world.size
+            dist.all_gather_object(shares, share, group=world.handle)
+        completions: dict[int, Completion] = {}
+        for share in shares:
             if isinstance(share, ValueError):
                 raise share
-            together.update(share or {})
-        return [together[number] for number in range(len(requests))]
+            completions.update(share or {})
+        return [completions[number] for number in range(len(requests))]
 
-    def _written(
-        self,
-        requests: Sequence[GenerationRequest],
-        numbers: Sequence[int],
-        on_completion: OnCompletion,
+    def _share(
+        self, requests: Sequence[GenerationRequest], on_completion: OnCompletion
     ) -> dict[int, Completion]:
+        """The completions of this replica."""
+        data = self.mesh.data
+        replicas, replica = (1, 0) if self.together else (data.size, data.rank)
+        numbers = range(replica, len(requests), replicas)
         engine = GenerationEngine(self.runner, self.tokenizer)
-        found: dict[int, Completion] = {}
-        mine = engine.completions(requests[number] for number in numbers)
-        for number, completion in zip(
-            numbers, progress_bar("generating", mine, len(numbers), " requests"), strict=True
-        ):
-            found[number] = completion
+        coming = engine.completions(requests[number] for number in numbers)
+        bar = progress_bar("generating", coming, len(numbers), " requests")
+        share: dict[int, Completion] = {}
+        for number, completion in zip(numbers, bar, strict=True):
+            share[number] = completion
             on_completion(number, completion)
-        return found
+        return share
 
-    def _all(self, found: Share) -> list[Share]:
-        """What every rank has found, on every rank."""
-        if self.mesh.world.size == 1:
-            return [found]
-        shares: list[Share] = [None] * self.mesh.world.size
-        dist.all_gather_object(shares, found, group=self.mesh.world.handle)
-        return shares
+
+@contextmanager
+def training_runner(
+    engine: ModelEngine,
+    tokenizer: Tokenizer,
+    sequences: int,
+    positions: int,
+    steps: dist.ProcessGroup | None = None,
+) -> Iterator[PagedRunner]:
+    """A rank's part of the runner of a model in training, with its current weights and without a
+    copy of them, in every layout, for the block, after which training continues. All ranks must
+    call it, and compute nothing else of the model in the block.
+
+    Args:
+        sequences: texts whose keys and values fit at a time, of at most ``positions`` tokens each.
+        steps: :func:`megatron.apps.generation.execution.runner.step_group` of the run.
+    """
+    config = engine.config
+    generation = family_of(config.model.family).generation(config, tokenizer)
+    most = min(generation.max_positions, positions)
+    generation = generation._replace(max_positions=most, neighbors=None)
+    pages = sequences * -(-most // PAGE_SIZE)
+    engine.prepare_evaluation()
+    engine.kernels.refresh()
+    stages = StagedLayers.of(engine)
+    # Blocks are compiled for the one shape of training; steps of generation have many.
+    with engine.backend.tensor_parallel.unsplit(), torch.compiler.set_stance("force_eager"):
+        yield PagedRunner(stages, config.model, generation, pages, in_training=True, steps=steps)

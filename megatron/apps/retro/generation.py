@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from megatron.apps.generation.execution.neighbor_memory import ending
 from megatron.apps.generation.opening import OpenedRunner
-from megatron.apps.generation.step import (
+from megatron.apps.generation.request import (
     Runner,
     SequencePart,
     StepInput,
@@ -77,7 +77,7 @@ class ChunkNeighbors:
 class RetrievingRunner:
     """A runner whose model reads the neighbours of every chunk: they are searched for when the
     chunk's last token is computed. A page is a chunk. The main rank has it; see
-    `megatron.apps.generation.step.Runner`."""
+    `megatron.apps.generation.request.Runner`."""
 
     def __init__(self, runner: Runner, neighbors: ChunkNeighbors) -> None:
         assert runner.page_size == neighbors.spec.chunk_length

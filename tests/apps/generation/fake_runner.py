@@ -12,7 +12,7 @@ import torch
 from gpt_forward import forward
 from torch import Tensor
 
-from megatron.apps.generation.step import (
+from megatron.apps.generation.request import (
     SequencePart,
     StepInput,
     StepOutput,

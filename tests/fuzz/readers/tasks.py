@@ -9,8 +9,7 @@ from pathlib import Path
 from fuzz.fuzzer import Fuzzer
 
 from megatron.apps.corpus.collection.evaluation_sets import task_texts
-from megatron.apps.generation.generation.config import GenerateConfig
-from megatron.apps.generation.generation.prompt_files import prompts_of
+from megatron.apps.generation.generation.config import GenerateConfig, prompts_of
 from megatron.apps.tasks.detoxify.rows import read_rows
 from megatron.apps.tasks.fine_tuning.race import answered, read_race
 from megatron.apps.tasks.fine_tuning.squad.questions import read_questions

@@ -1,4 +1,4 @@
-"""Beam search: which texts are continued after a step, and which are results.
+"""Beam search: the texts that are continued after a step, and the results.
 
 Shapes: W running beams (one before the first step), V vocabulary.
 """
@@ -49,26 +49,16 @@ class _Beam:
         return path[::-1]
 
 
-@dataclass(frozen=True)
-class _Finished:
-    beam: _Beam
-    score: np.float32
-
-
 class BeamSearch:
-    """The beams of one prompt, as `transformers` runs them with ``num_beams`` and
-    ``length_penalty``.
+    """The beams of one prompt, as in `transformers` with ``num_beams`` and ``length_penalty``.
 
     A step looks at the 2 x width best continuations of all beams ((1 + stops) x width with several
     stop tokens). Of those that end, the ones ranked among the first ``width`` become results, the
     others are skipped; the best ``width`` of the rest are continued. Results are ranked by their
-    sum of log-probabilities / length ^ ``length_penalty``, what ended them included. The search is
-    over once there are ``width`` results and the best beam, at its present length, would not be a
-    better one. (Megatron compares the best continuation, even if it has just ended, and so may take
-    more steps; results can differ only by what it finds there.)
-
-    Attributes:
-        done: whether the search is over.
+    sum of log-probabilities / length ^ ``length_penalty``, their last token included. The search is
+    ``done`` once there are ``width`` results and the best beam, at its present length, is not
+    better. (Megatron compares the best continuation, even if it has just ended, and so may take
+    more steps.)
     """
 
     def __init__(
@@ -79,9 +69,8 @@ class BeamSearch:
         prompt: Sequence[int] = (),
         logprobs: int | None = None,
     ) -> None:
-        """``logprobs``: as of a request. ``tokenizer`` and ``prompt`` are needed for stop texts
-        only. Raises ValueError if there is nothing to generate, or stop texts are given without a
-        tokenizer."""
+        """``tokenizer`` and ``prompt`` are for stop texts. Raises ValueError without new tokens, or
+        for stop texts without a tokenizer."""
         if stopping.max_new_tokens < 1:
             raise ValueError("a beam search needs max_new_tokens of 1 or more")
         if stopping.texts and tokenizer is None:
@@ -90,15 +79,14 @@ class BeamSearch:
         self._beams, self._stopping, self._logprobs = beams, stopping, logprobs
         self._tokenizer, self._prompt = tokenizer, prompt
         self._running = [_Beam(np.float32(0))]
-        self._finished: list[_Finished] = []
+        self._finished: list[tuple[np.float32, _Beam]] = []
         # A character may be four tokens.
         self._visible = 4 * max(map(len, stopping.texts), default=0) + 8
 
     def step(self, logits_WV: Tensor) -> list[tuple[int, int]]:
         """Continues the beams by a token each, given the raw logits after them (float32, CPU).
-        Returns (row, token) of each beam that is continued, the best first: it is that of the
-        row, followed by the token. Empty once the search is over. Raises ValueError if a
-        logit is not a number."""
+        Returns (row, token) of each continued beam, the best first; none once the search is over.
+        Raises ValueError if a logit is not a number."""
         assert not self.done and len(logits_WV) == len(self._running)
         width = self._beams.width
         going: list[tuple[int, _Beam]] = []
@@ -107,20 +95,19 @@ class BeamSearch:
                 going.append((row, self._with_score(beam, logits_WV[row])))
             elif rank < width:
                 beam = self._with_score(beam, logits_WV[row])
-                self._finished.append(_Finished(beam, self._score(beam)))
+                self._finished.append((self._score(beam), beam))
             if len(going) == width:
                 break
-        self._finished.sort(key=lambda found: -found.score)  # stable: the earlier one stays first
+        self._finished.sort(key=lambda pair: -pair[0])  # stable: the earlier one stays first
         del self._finished[width:]
         self._running = [beam for _, beam in going]
         self.done = not going or not self._may_improve()
         return [] if self.done else [(row, beam.token) for row, beam in going]
 
     def results(self) -> tuple[BeamResult, ...]:
-        """The texts found, the best first."""
+        """The finished texts, the best first."""
         return tuple(
-            BeamResult(found.beam.tokens(), float(found.score), found.beam.scores())
-            for found in self._finished
+            BeamResult(beam.tokens(), float(score), beam.scores()) for score, beam in self._finished
         )
 
     def _candidates(self, logits_WV: Tensor) -> list[tuple[int, _Beam]]:
@@ -132,12 +119,12 @@ class BeamSearch:
         ways = max(2, 1 + len(self._stopping.tokens))
         count = min(ways * self._beams.width, totals_WV.numel())
         totals, places = totals_WV.flatten().topk(count)
-        found = []
+        candidates = []
         for total, place in zip(totals.numpy(), places.tolist(), strict=True):
             row, token = divmod(place, logits_WV.shape[1])
             before = self._running[row]
-            found.append((row, _Beam(total, before, token, before.length + 1)))
-        return found
+            candidates.append((row, _Beam(total, before, token, before.length + 1)))
+        return candidates
 
     def _with_score(self, beam: _Beam, logits_V: Tensor) -> _Beam:
         if self._logprobs is None:
@@ -145,17 +132,17 @@ class BeamSearch:
         return replace(beam, score=token_score(logits_V, beam.token, self._logprobs))
 
     def _ends(self, beam: _Beam) -> bool:
-        wanted = self._stopping
-        if beam.length >= wanted.max_new_tokens or beam.token in wanted.tokens:
+        stopping = self._stopping
+        if beam.length >= stopping.max_new_tokens or beam.token in stopping.tokens:
             return True
-        if not wanted.texts:
+        if not stopping.texts:
             return False
         assert self._tokenizer is not None
         # Stop texts that ended before the last token would have ended the text there.
         seen = beam.tokens(2 * self._visible)
         context = [*self._prompt[-self._visible :], *seen[: -self._visible]]
         text = continuation_text(self._tokenizer, context, seen[-self._visible :])
-        return any(stop in text for stop in wanted.texts)
+        return any(stop in text for stop in stopping.texts)
 
     def _score(self, beam: _Beam) -> np.float32:
         with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
@@ -165,4 +152,5 @@ class BeamSearch:
     def _may_improve(self) -> bool:
         if len(self._finished) < self._beams.width:
             return True
-        return bool(self._score(self._running[0]) > self._finished[-1].score)
+        worst, _ = self._finished[-1]
+        return bool(self._score(self._running[0]) > worst)

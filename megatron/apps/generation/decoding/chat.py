@@ -18,19 +18,19 @@ from megatron.util.json_text import parse_json
 Message = Mapping[str, Any]
 """With "role", "content", and what else a template reads; JSON values only."""
 
+# Names of a model's thoughts before its answer; the first is that of templates.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names for what a model has thought before it answered; the first is that of templates."""
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How a conversation becomes a prompt.
+    """The form of a conversation's prompt.
 
     Attributes:
-        templates: in jinja's language, by name: "default", and "tool_use" where there is another
-            for tools. Without any, a turn is a paragraph that begins with its role.
+        templates: in jinja's language by name: "default", and "tool_use" where tools have their
+            own. Without any, a turn is a paragraph that begins with its role.
         variables: of the templates, such as "bos_token".
-        stops: texts that end an answer, which templates do by special tokens.
+        stops: texts that end an answer; templates use special tokens.
     """
 
     templates: Mapping[str, str] = field(default_factory=dict)
@@ -43,14 +43,13 @@ class ChatFormat:
         cls, tokenizer: Tokenizer, folder: Path | None = None, template: str | None = None
     ) -> ChatFormat:
         """``template``, or that of the tokenizer, or of its files in ``folder``
-        (chat_template.jinja, tokenizer_config.json); the plain format without any."""
-        own = getattr(tokenizer, "transformers_tokenizer", None)
-        found: object = None
-        if own is not None:
-            found, variables = own.chat_template, special_variables(own)
+        (chat_template.jinja, tokenizer_config.json), or else the plain format."""
+        theirs: object
+        if (inner := getattr(tokenizer, "transformers_tokenizer", None)) is not None:
+            theirs, variables = inner.chat_template, special_variables(inner)
         else:
-            found, variables = _of_folder(folder)
-        templates = _by_name(template or found)
+            theirs, variables = _of_folder(folder)
+        templates = _by_name(template or theirs)
         return cls(templates, variables) if templates else cls(stops=("\nUser:",))
 
     def render(
@@ -61,14 +60,14 @@ class ChatFormat:
         **variables: Any,
     ) -> str:
         """The text of a conversation, as `transformers` renders it; ``add_generation_prompt`` ends
-        it with the beginning of the model's answer. Raises ValueError if there are no messages, or
-        the template refuses them, does what it must not, or takes too much time, memory or text."""
+        it with the beginning of an answer. Raises ValueError without messages, or if the template
+        refuses them, is not allowed, or takes too much time, memory or text."""
         if not messages:
             raise ValueError("a conversation needs a message at least")
         # Templates write None as text, or fail.
-        given = [{k: v for k, v in message.items() if v is not None} for message in messages]
+        present = [{k: v for k, v in message.items() if v is not None} for message in messages]
         if not self.templates:
-            return _plain(given, add_generation_prompt)
+            return _plain(present, add_generation_prompt)
         name = "tool_use" if tools and "tool_use" in self.templates else "default"
         if name not in self.templates:
             known = ", ".join(sorted(self.templates))
@@ -77,7 +76,7 @@ class ChatFormat:
             **self.variables,
             "documents": None,
             **variables,
-            "messages": [_with_reasoning(message) for message in given],
+            "messages": [_with_reasoning(message) for message in present],
             "tools": None if tools is None else list(tools),
             "add_generation_prompt": add_generation_prompt,
         }
@@ -86,10 +85,9 @@ class ChatFormat:
     def tokens(
         self, tokenizer: Tokenizer, messages: Sequence[Message], **options: Any
     ) -> list[int]:
-        """The ids of a conversation; see :meth:`render`. Templates write the token at the beginning
-        of a text themselves."""
+        """The ids of a conversation; see :meth:`render`."""
         text = self.render(messages, **options)
-        if self.templates:
+        if self.templates:  # which write the token at the beginning of a text themselves
             return tokenizer.tokenize_sentences([text])[0].tolist()
         return tokenizer.tokenize(text)
 

@@ -1,8 +1,8 @@
 """A program that compiles a constraint within limits, before a server does it in its own process.
 
 It reads JSON from its standard input (grammar, limits, seconds of CPU time, bytes of memory), and
-writes what is wrong with the grammar, or nothing. Its argument is the folder that llguidance is in.
-It is started without this package, which would take longer than the check.
+writes the error of the grammar, or nothing. Its argument is the folder of llguidance. It is started
+without this package, whose import would take longer than the check.
 """
 
 import json
@@ -26,7 +26,7 @@ def main() -> None:
 
 
 class _Bytes:
-    """What llguidance asks of a tokenizer, whose tokens are bytes here."""
+    """A tokenizer for llguidance whose tokens are bytes."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

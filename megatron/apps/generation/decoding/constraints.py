@@ -36,32 +36,28 @@ _LIMITS: dict[str, Any] = {
 }
 _CPU_SECONDS, _WALL_SECONDS, _MEMORY = 1, 20, 2 << 30
 _SLOWEST_STEP = 1.0
+# White space between the parts of JSON: one space, or a new line with its indentation. Weak models
+# write it without end where they can.
 _JSON_SPACE = r"( |\r?\n[ \t]{0,40})"
-"""What may be between the parts of JSON: one space, or a new line with its indentation. Weak models
-write white space without end where they can."""
 _KEPT = 64
-_CHECKS = threading.BoundedSemaphore(2)
-"""Processes at a time, however many ask."""
+_CHECKS = threading.BoundedSemaphore(2)  # processes at a time
 
 
 class TokenConstraint:
-    """What may come next in one sequence.
-
-    Attributes:
-        finished: whether the text matches and nothing can follow, or a stop token has ended it.
-    """
+    """The tokens that may come next in one sequence; ``finished`` once the text matches and nothing
+    can follow, or a stop token has ended it."""
 
     def __init__(
         self, matcher: Any, vocab_size: int, stop_tokens: Collection[int], name: str
     ) -> None:
-        """``matcher`` is an LLMatcher of its own, whose end token is the id ``vocab_size``."""
+        """``matcher`` is an LLMatcher whose end token is the id ``vocab_size``."""
         self._matcher, self._vocab_size, self._name = matcher, vocab_size, name
         self._stops = [token for token in stop_tokens if token < vocab_size]
         self.finished = False
 
     def allowed(self) -> Mask:
         """The tokens that may come next; stop tokens where the text matches as a whole. Raises
-        ValueError if the constraint is too complex to say."""
+        ValueError if no token fits, or the constraint is too complex."""
         start = time.thread_time()
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         allowed = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
@@ -89,17 +85,16 @@ class ConstraintCompiler:
     """Compiles constraints for the tokens of a model. May be used by several threads."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        """``vocab_size`` is the number of the model's logits, which may be more than the
-        tokenizer's ids."""
+        """``vocab_size`` is the number of the model's logits, not of the tokenizer's ids."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._lock = threading.Lock()
         self._tokens: Any = None
         self._compiled: OrderedDict[Constraint, Any] = OrderedDict()
 
     def compile(self, constraint: Constraint, stop_tokens: Collection[int]) -> TokenConstraint:
-        """A new sequence's state. A source that is seen for the first time takes some tenths of a
-        second. Raises ValueError if it is malformed, too large or too complex, or the tokenizer
-        cannot write it, or llguidance is not installed."""
+        """A new sequence's state; a new source takes some tenths of a second. Raises ValueError
+        if it is malformed, too large or too complex, or the tokenizer cannot write it, or
+        llguidance is not installed."""
         with self._lock:
             template = self._compiled.get(constraint)
         if template is None:
@@ -115,7 +110,7 @@ class ConstraintCompiler:
     def _template(self, constraint: Constraint) -> Any:
         name = _NAMES[constraint.kind]
         try:
-            from llguidance import LLMatcher, LLParserLimits
+            from llguidance import LLMatcher, LLParserLimits, LLTokenizer
         except ImportError:
             raise ValueError(
                 f"a {name} needs llguidance, which is not installed: "
@@ -128,27 +123,22 @@ class ConstraintCompiler:
             )
         grammar = _grammar(constraint)
         _check(grammar, name)
+        with self._lock:
+            if self._tokens is None:
+                adapter: Any = _Wrapper(self._tokenizer, self._vocab_size)
+                self._tokens = adapter.tokenizer = LLTokenizer(adapter)
         limits = LLParserLimits(**_LIMITS)
-        matcher = LLMatcher(self._all_tokens(), grammar, log_level=0, limits=limits)
+        matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise ValueError(f"the {name} cannot be used: {_first_line(matcher)}")
         TokenConstraint(matcher.deep_copy(), self._vocab_size, (), name).allowed()
         return matcher
 
-    def _all_tokens(self) -> Any:
-        from llguidance import LLTokenizer
-
-        with self._lock:
-            if self._tokens is None:
-                adapter: Any = _Wrapper(self._tokenizer, self._vocab_size)
-                self._tokens = adapter.tokenizer = LLTokenizer(adapter)
-            return self._tokens
-
 
 class _Wrapper:
-    """What llguidance asks of a tokenizer. Special tokens are not text, so that nothing matches
-    them. The vocabulary is followed by the end of a text and the bytes that are not tokens:
-    llguidance tokenizes texts that must come, and every text must have tokens."""
+    """A tokenizer for llguidance. Special tokens are not text, so that nothing matches them. The
+    vocabulary is followed by the end of a text and the bytes that are not tokens, since every text
+    that must come must have tokens."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -168,8 +158,8 @@ class _Wrapper:
         self._own = tokenizer
 
     def __call__(self, text: str) -> list[int]:
-        """Tokens of a text that must come; those that the tokenizer would make, if they are this
-        text and nothing else. It must not raise: that would end the process."""
+        """Tokens of a text that must come: those of the tokenizer, if they are this text alone. An
+        error would end the process."""
         try:
             ids = self._own.tokenize(text)
             tokens = [self.tokens[i] for i in ids]
@@ -181,7 +171,7 @@ class _Wrapper:
 
 
 def _grammar(constraint: Constraint) -> str:
-    """As llguidance wants it."""
+    """The grammar in llguidance's form."""
     from llguidance import LLMatcher
 
     name, source = _NAMES[constraint.kind], constraint.source
@@ -212,15 +202,10 @@ def _grammar(constraint: Constraint) -> str:
 
 
 def _check(grammar: str, name: str) -> None:
-    """Compiles it in another process. Raises ValueError if that fails or takes too much."""
+    """Compiles a grammar in another process. Raises ValueError if that fails or takes too much."""
     import llguidance
 
-    task = {
-        "grammar": grammar,
-        "limits": _LIMITS,
-        "seconds": _CPU_SECONDS,
-        "memory": _MEMORY,
-    }
+    limits = {"limits": _LIMITS, "seconds": _CPU_SECONDS, "memory": _MEMORY}
     folder = Path(llguidance.__file__).parent.parent
     command = [sys.executable, "-I", constraint_check.__file__, str(folder)]
     too_much = f"the {name} takes too much time or memory to compile; make it simpler"
@@ -228,7 +213,7 @@ def _check(grammar: str, name: str) -> None:
         with _CHECKS:
             done = subprocess.run(
                 command,
-                input=json.dumps(task),
+                input=json.dumps({"grammar": grammar, **limits}),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 text=True,

@@ -1,7 +1,7 @@
 """From logits to the next token.
 
-All of it happens on the CPU, in numpy and one row at a time: a row's result depends neither on the
-rows beside it nor on the number of threads. Shapes: V vocabulary, N tokens that are left.
+All of it happens on the CPU, in numpy and one row at a time: a row's result depends neither on
+other rows nor on the number of threads. Shapes: V vocabulary, N tokens that are left.
 """
 
 from __future__ import annotations
@@ -19,30 +19,24 @@ from megatron.apps.generation.request import Sampling, TokenScore
 from megatron.parallel.random import derive_seed
 from megatron.tokenizer import Tokenizer
 
-Row = npt.NDArray[np.float32]
-"""Logits, or probabilities times a common factor."""
-Mask = npt.NDArray[np.bool_]
-"""Whether each token of the vocabulary may come next, [V]."""
+Row = npt.NDArray[np.float32]  # logits, or probabilities times a common factor
+Mask = npt.NDArray[np.bool_]  # true for the tokens of the vocabulary that may come next, [V]
 Ids = npt.NDArray[np.int64]
 
 _BLOCK, _SMALL_BLOCK = 256, 32
 _BIN_BITS = 11
-_FEW = 4096
-"""So many numbers are sorted; of more, those that matter are looked for."""
+_FEW = 4096  # numbers that are sorted; more are searched for those that matter
 
 
 class TokenSampler:
-    """Chooses the tokens of one sequence, one after the other.
-
-    A draw depends on the seed, on the position of its token and on the logits there; so a sequence
-    gets the same tokens whenever and beside whatever it runs.
-    """
+    """Chooses the tokens of one sequence, one after the other. A draw depends on the seed, on the
+    position of its token and on the logits there, and on nothing else that runs."""
 
     def __init__(
         self, sampling: Sampling, prompt: Sequence[int], tokenizer: Tokenizer | None = None
     ) -> None:
-        """``tokenizer`` says which tokens are a newline; only ``prevent_newline_after_colon`` needs
-        it. Raises ValueError if that is wanted without."""
+        """``tokenizer`` knows the newlines of ``prevent_newline_after_colon``. Raises ValueError if
+        that is set without."""
         self.sampling = sampling
         self._seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         self._position = len(prompt)
@@ -55,9 +49,8 @@ class TokenSampler:
             raise ValueError("prevent_newline_after_colon needs a tokenizer")
 
     def choose(self, logits_V: Tensor, allowed: Mask | None = None) -> int:
-        """The next token, which joins the sequence; among those ``allowed``, where that is given.
-        ``logits_V`` are raw, float32 and on the CPU. Raises ValueError if there is nothing to
-        choose from, or a logit is not a number."""
+        """The next token, which joins the sequence, of raw float32 logits on the CPU. Raises
+        ValueError if every token is excluded, or a logit is not a number."""
         logits = self._penalized(logits_V.numpy())
         if allowed is not None:
             logits = np.where(allowed, logits, np.float32(-np.inf))
@@ -75,8 +68,7 @@ class TokenSampler:
         return token
 
     def kept(self, logits_V: Tensor) -> tuple[Ids, Row]:
-        """The tokens that a draw would be among, in ascending order, and the probability of each;
-        both [N]."""
+        """The tokens of a draw in ascending order, and the probability of each; both [N]."""
         ids, weights = self._candidates(self._penalized(logits_V.numpy()))
         if ids is None:
             ids = np.arange(len(weights))
@@ -93,25 +85,25 @@ class TokenSampler:
 
     def _penalized(self, logits: Row) -> Row:
         """Logits after the penalties and the bias, as transformers and vLLM define them."""
-        wanted, counts = self.sampling, self._counts
-        additive = wanted.presence_penalty != 0 or wanted.frequency_penalty != 0
-        if not (self._seen or (additive and counts) or wanted.bias):
+        sampling, counts = self.sampling, self._counts
+        additive = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+        if not (self._seen or (additive and counts) or sampling.bias):
             return logits
         logits = logits.copy()
         if self._seen:
             seen = np.fromiter(self._seen, np.int64, len(self._seen))
             seen = seen[seen < len(logits)]
-            factor = np.float32(wanted.repetition_penalty)
+            factor = np.float32(sampling.repetition_penalty)
             at = logits[seen]
             logits[seen] = np.where(at < 0, at * factor, at / factor)
         if additive and counts:
             tokens = np.fromiter(counts, np.int64, len(counts))
             times = np.fromiter(counts.values(), np.float32, len(counts))
-            logits[tokens] -= np.float32(wanted.frequency_penalty) * times
-            logits[tokens] -= np.float32(wanted.presence_penalty)
-        if wanted.bias:
-            tokens = np.fromiter(wanted.bias, np.int64, len(wanted.bias))
-            logits[tokens] += np.fromiter(wanted.bias.values(), np.float32, len(wanted.bias))
+            logits[tokens] -= np.float32(sampling.frequency_penalty) * times
+            logits[tokens] -= np.float32(sampling.presence_penalty)
+        if bias := sampling.bias:
+            tokens = np.fromiter(bias, np.int64, len(bias))
+            logits[tokens] += np.fromiter(bias.values(), np.float32, len(bias))
         return logits
 
     def _without_newline(self, logits: Row, tokenizer: Tokenizer) -> Row:
@@ -122,18 +114,18 @@ class TokenSampler:
         return logits
 
     def _candidates(self, logits: Row) -> tuple[Ids | None, Row]:
-        """Ids (None for all) and weights of the tokens that the filters keep. Each looks at what
-        the one before has left, in transformers' order."""
-        wanted, ids = self.sampling, None
-        logits = logits / np.float32(wanted.temperature)
-        if 0 < wanted.top_k < len(logits):
-            ids = at_least_kth(logits, wanted.top_k)
+        """Ids (None for all) and weights of the tokens that the filters keep, applied in
+        transformers' order."""
+        sampling, ids = self.sampling, None
+        logits = logits / np.float32(sampling.temperature)
+        if 0 < sampling.top_k < len(logits):
+            ids = at_least_kth(logits, sampling.top_k)
             logits = logits[ids]
         weights = np.exp(logits - logits.max())
         if self._top_p < 1:
             ids, weights = _chosen(ids, weights, nucleus(weights, self._top_p))
-        if wanted.min_p > 0:
-            ids, weights = _chosen(ids, weights, np.flatnonzero(weights >= wanted.min_p))
+        if sampling.min_p > 0:
+            ids, weights = _chosen(ids, weights, np.flatnonzero(weights >= sampling.min_p))
         return ids, weights
 
     def _draw(self, logits: Row) -> int:
@@ -167,8 +159,7 @@ def most_probable(logits: Row, count: int) -> list[int]:
 
 
 def at_least_kth(values: Row, k: int) -> Ids:
-    """Where values are at least as large as the ``k``-th largest (so more than k where some are
-    equal), in ascending order."""
+    """Places of the values that are at least the ``k``-th largest, in ascending order."""
     blocks = len(values) // _SMALL_BLOCK
     if 4 * k > blocks:
         return np.flatnonzero(values >= np.partition(values, len(values) - k)[len(values) - k])
@@ -181,14 +172,12 @@ def at_least_kth(values: Row, k: int) -> Ids:
 
 
 def nucleus(weights: Row, share: float) -> Ids:
-    """Places of the fewest weights whose sum is at least ``share`` of that of all, in ascending
-    order; one at least, and of equal weights the first (nucleus sampling, Holtzman et al. 2020,
-    arXiv:1904.09751)."""
+    """Places of the fewest weights (one or more, of equal ones the first) whose sum is at least
+    ``share`` of that of all, in ascending order (Holtzman et al. 2020, arXiv:1904.09751)."""
     total = float(weights.sum(dtype=np.float64))
-    # All weights below this sum up to less than what may be left out.
+    # All weights below this sum up to less than may be left out.
     some = weights[weights >= min((1 - share) * total / len(weights), float(weights.max()))]
-    wanted = share * total
-    count = 0
+    least, count = share * total, 0
     while len(some) > _FEW:
         # The bits of positive floats are in the order of the numbers.
         bits = some.view(np.int32)
@@ -198,12 +187,12 @@ def nucleus(weights: Row, share: float) -> Ids:
             break
         bins = below >> max(width - _BIN_BITS, 0)
         sums = np.cumsum(np.bincount(bins, some))
-        edge = min(int(np.searchsorted(sums, wanted)), len(sums) - 1)
+        edge = min(int(np.searchsorted(sums, least)), len(sums) - 1)
         count += int(np.count_nonzero(bins < edge))
-        wanted -= float(sums[edge - 1]) if edge else 0.0
+        least -= float(sums[edge - 1]) if edge else 0.0
         some = some[bins == edge]
     some = np.sort(some)[::-1]
-    last = min(int(np.searchsorted(np.cumsum(some, dtype=np.float64), wanted)), len(some) - 1)
+    last = min(int(np.searchsorted(np.cumsum(some, dtype=np.float64), least)), len(some) - 1)
     places = np.flatnonzero(weights >= some[last])
     surplus = len(places) - (count + last + 1)
     if surplus > 0:
@@ -213,7 +202,7 @@ def nucleus(weights: Row, share: float) -> Ids:
 
 
 def place_of(weights: Row, uniform: float) -> int:
-    """Where the running sum of weights first exceeds ``uniform`` (in [0, 1)) of their sum."""
+    """The place where the running sum of weights exceeds ``uniform`` (in [0, 1)) of their sum."""
     if len(weights) <= _FEW:
         return _first_above(np.cumsum(weights, dtype=np.float64), uniform)
     sums = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK)), dtype=np.float64)

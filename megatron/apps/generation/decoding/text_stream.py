@@ -1,23 +1,26 @@
-"""The text of tokens as they arrive.
+"""The text of tokens as they arrive, and its end.
 
-A character is written once it has all its bytes, so that nothing that was written changes. What is
-written in the end is the text of all tokens, however they were split; the work is linear in their
-number.
+A character is written once it has all its bytes, so that nothing that was written changes. In the
+end the text of all tokens is written, however they were split, in time linear in their number.
 """
 
 from __future__ import annotations
 
 import codecs
+from array import array
 from collections.abc import Iterable, Sequence
+from copy import copy
+from functools import lru_cache
 
+from megatron.apps.generation.request import Finish, StopRules
 from megatron.tokenizer import Tokenizer
 
 _LONGEST_WINDOW, _KEPT = 64, 8
 
 
 class TextStream:
-    """The text after a prompt, piece by piece. An id outside the tokenizer's vocabulary, which a
-    model with a larger one may give, has no text."""
+    """The text after a prompt, piece by piece. An id outside the tokenizer's vocabulary, of a model
+    with a larger one, has no text."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         joined = tokenizer.joins_bytes
@@ -35,15 +38,13 @@ class TextStream:
 
     @property
     def held(self) -> str:
-        """Whole characters that are held back only because a later token could complete bytes with
-        them that are not valid."""
+        """Whole characters that are held back only because later bytes may make them invalid."""
         return self._decoder.held
 
 
 def continuation_text(tokenizer: Tokenizer, prompt: Sequence[int], new: Sequence[int]) -> str:
-    """Text of the new tokens after the prompt; decoded alone they would lose the space that some
-    tokenizers omit at the start of a text. It begins with the character that they complete, if the
-    prompt ends inside of one."""
+    """Text of the new tokens after the prompt, from the character that they complete; decoded alone
+    they would lose the space that some tokenizers omit at the start of a text."""
     if not new:
         return ""
     start = len(_decided(tokenizer, prompt))
@@ -53,8 +54,8 @@ def continuation_text(tokenizer: Tokenizer, prompt: Sequence[int], new: Sequence
 def token_texts(
     tokenizer: Tokenizer, tokens: Sequence[int], prompt: Sequence[int] = ()
 ) -> list[str]:
-    """The text that each token adds after a prompt; joined, their text. A character of several
-    tokens belongs to that which completes it."""
+    """The text that each token adds after a prompt; a character of several tokens belongs to the
+    last one."""
     stream = TextStream(tokenizer, prompt)
     texts = [stream.add(token) for token in tokens]
     if texts:
@@ -63,7 +64,7 @@ def token_texts(
 
 
 def bytes_of_token(tokenizer: Tokenizer, token: int) -> bytes:
-    """What a token adds to a text, in UTF-8, possibly a part of a character."""
+    """The bytes that a token adds to a text in UTF-8, possibly a part of a character."""
     return tokenizer.token_bytes[token] if token < tokenizer.vocab_size else b""
 
 
@@ -91,17 +92,16 @@ class _Bytes:
 
 
 class _Windows:
-    """For all others. A token's text is what it adds to that of the tokens before it, of which a
-    few suffice: those from the last one that has a visible text. A run of byte pieces is decoded
-    once it has ended, since some tokenizers give U+FFFD for all of them if one does not fit."""
+    """For all others. A token's text is its addition to that of the tokens from the last one with
+    visible text. A run of byte pieces is decoded once it has ended, since some tokenizers give
+    U+FFFD for all of them if one does not fit."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         known = _known(tokenizer, prompt)
         visible = (n for n in range(len(known) - 1, 0, -1) if self._is_visible(known[n]))
         self._window = known[next(visible, 0) :]
-        self._text = _decided(tokenizer, self._window)
-        """Text of the window that is written already."""
+        self._text = _decided(tokenizer, self._window)  # the window's text that is written already
         self._run = _Run(tokenizer.token_bytes[i] for i in _byte_run(tokenizer, self._window))
         self._run_written = len(self._run.text)
 
@@ -140,8 +140,7 @@ class _Windows:
 
 
 class _Run:
-    """Consecutive byte pieces; ``text`` are their characters, as long as all of them are whole or
-    may become so."""
+    """Consecutive byte pieces; ``text`` are their characters, unless some are invalid."""
 
     def __init__(self, pieces: Iterable[bytes] = ()) -> None:
         self.text = ""
@@ -185,3 +184,129 @@ def _byte_run(tokenizer: Tokenizer, tokens: Sequence[int]) -> Sequence[int]:
 
 def _known(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[int]:
     return [token for token in tokens if token < tokenizer.vocab_size]
+
+
+class StopWatch:
+    """Sees the new tokens of one sequence, and says when they end it. A stop text ends it with the
+    token that completes it, which may bring text after it."""
+
+    def __init__(
+        self, stopping: StopRules, tokenizer: Tokenizer | None = None, prompt: Sequence[int] = ()
+    ) -> None:
+        """Raises ValueError for stop texts without a ``tokenizer``."""
+        self._stopping = stopping
+        self._count = 0
+        self._stream: TextStream | None = None
+        if stopping.texts:
+            if tokenizer is None:
+                raise ValueError("stop texts need a tokenizer")
+            self._stream = TextStream(tokenizer, prompt)
+        self._written = [_StopText(text) for text in stopping.texts]
+        _first_match(self._written, stopping.before)
+        # Text that the stream holds back, and the search after it.
+        self._held, self._ahead = "", self._written
+
+    def add(self, token: int) -> Finish | None:
+        """The reason why the sequence ends with this token; None if it continues."""
+        self._count += 1
+        if token in self._stopping.tokens:
+            return "stop"
+        if self._stream is not None and self._completes_stop(self._stream, token):
+            return "stop"
+        return "length" if self._count >= self._stopping.max_new_tokens else None
+
+    def _completes_stop(self, stream: TextStream, token: int) -> bool:
+        text, held = stream.add(token), stream.held
+        if _first_match(self._written, text) is not None:
+            return True
+        if not held:
+            self._held = ""
+            return False
+        if text or not self._held or not held.startswith(self._held):
+            self._held, self._ahead = "", [copy(stop) for stop in self._written]
+        new, self._held = held[len(self._held) :], held
+        return _first_match(self._ahead, new) is not None
+
+
+class TextBeforeStop:
+    """Passes on the text before the first stop text, as soon as it cannot belong to one; nothing
+    once that has ``stopped`` it."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._stops = [_StopText(text) for text in texts]
+        self._held = ""
+        self.stopped = False
+
+    def add(self, text: str) -> str:
+        """The text that is certain not to be, or follow, a stop text."""
+        if self.stopped:
+            return ""
+        before = len(self._held)
+        self._held += text
+        match = _first_match(self._stops, text)
+        if match is not None:
+            self.stopped = True
+            end, length = match
+            return self._passed(before + end - length, rest="")
+        begun = max((stop.matched for stop in self._stops), default=0)
+        count = len(self._held) - begun
+        return self._passed(count, rest=self._held[count:])
+
+    def close(self) -> str:
+        """The rest, which only began as a stop text does."""
+        return self._passed(len(self._held), rest="")
+
+    def _passed(self, count: int, rest: str) -> str:
+        text, self._held = self._held[:count], rest
+        return text
+
+
+class _StopText:
+    """A stop text that is searched in a text of pieces, in time linear in both (Knuth, Morris and
+    Pratt): its first ``matched`` characters end what was seen."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.matched, self._borders = text, 0, _borders(text)
+
+    def end_in(self, piece: str) -> int:
+        """The place after the text in what follows; 0 if it does not end there."""
+        text, rest = self.text, piece
+        if not self.matched and text[0] not in piece:
+            return 0
+        if len(piece) >= len(text):  # which str.find searches faster
+            start = (text[: self.matched] + piece).find(text)
+            if start >= 0:
+                return start + len(text) - self.matched
+            self.matched, rest = 0, piece[len(piece) - len(text) + 1 :]
+        matched, borders = self.matched, self._borders
+        for end, character in enumerate(rest, 1):
+            while matched and text[matched] != character:
+                matched = borders[matched - 1]
+            matched += text[matched] == character
+            if matched == len(text):
+                return end
+        self.matched = matched
+        return 0
+
+
+def _first_match(stops: Sequence[_StopText], piece: str) -> tuple[int, int] | None:
+    """The end, in this piece, and the length of the stop text that is complete first; of several,
+    the longest. Nothing can be searched after it."""
+    ends = [(end, -len(stop.text)) for stop in stops if (end := stop.end_in(piece))]
+    if not ends:
+        return None
+    end, length = min(ends)
+    return end, -length
+
+
+@lru_cache(maxsize=256)
+def _borders(text: str) -> array[int]:
+    """For each beginning of a text, the length of the longest shorter one that it ends with."""
+    borders = array("q", [0])
+    length = 0
+    for character in text[1:]:
+        while length and text[length] != character:
+            length = borders[length - 1]
+        length += text[length] == character
+        borders.append(length)
+    return borders

@@ -1,7 +1,7 @@
-"""Several adapters on one model: each token's row gets the addition of its request's.
+"""Several adapters on one model: each token's row gets the addition of its request's adapter.
 
-An addition is computed for all rows of a pass and taken for those of its adapter, so that a row's
-result does not depend on how many others have the same one.
+An addition is computed for all rows of a pass and used for those of its adapter, so that a row's
+result does not depend on the other rows.
 
 Shapes: T rows of a pass, I inputs, O outputs, R the ranks of a layer's additions together; a width
 followed by P is one rank's share of it.
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.apps.generation.step import SequencePart
+from megatron.apps.generation.request import SequencePart
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import locate_checkpoint
 from megatron.config import ConfigError
@@ -30,10 +30,9 @@ from megatron.parallel.shard import Shard, shard_of
 
 @dataclass(frozen=True)
 class ServedAddition:
-    """What an adapter adds to one layer, a rank's share.
+    """A rank's share of an adapter's addition to one layer.
 
     Attributes:
-        down_RI: of the layer's input.
         ups: for each of the layer's maps, [OP, R], times the scale.
         factors: with DoRA, of the outputs [OP] of each map before the bias; 1 for rows without.
     """
@@ -48,16 +47,15 @@ class ServedAddition:
 
 
 class ServedAdapters:
-    """The adapters of a runner by name, and which rows of the current pass have which."""
+    """The adapters of a runner by name, and their rows in the current pass."""
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self.names, self._device = tuple(names), device
         self.matrices: list[Tensor] = []
-        self.rows: dict[str, Tensor] = {}
-        """Of the adapters in this pass: bool [T, 1]."""
+        self.rows: dict[str, Tensor] = {}  # bool [T, 1] of each adapter in this pass
 
     def begin(self, parts: Sequence[SequencePart], rows: int) -> None:
-        """Notes whose the rows of a pass are; those after the parts are nobody's."""
+        """Notes the adapters of a pass's rows; rows after the parts have none."""
         owners = [part.adapter for part in parts for _ in part.tokens]
         self.rows = {
             name: torch.tensor(
@@ -79,15 +77,15 @@ class _LayerAdditions:
         self, layer: ParallelLinear, x_BSI: Tensor, maps: Sequence[LinearMap]
     ) -> tuple[Tensor, ...]:
         if shard_of(maps[0].weight).over("tensor").dim == 0:  # type: ignore[union-attr,arg-type]
-            found = list(column_linear(x_BSI, maps, layer.tp))
+            outputs = list(column_linear(x_BSI, maps, layer.tp))
             for rows_T1, addition in self._present():
                 z_BSR = F.linear(x_BSI, addition.down_RI)
                 for place, (each, up_OR) in enumerate(zip(maps, addition.ups, strict=True)):
-                    added = found[place] + F.linear(z_BSR, up_OR)
+                    added = outputs[place] + F.linear(z_BSR, up_OR)
                     if addition.factors is not None:
                         added = _scaled(added, addition.factors[place], each.bias)
-                    found[place] = torch.where(rows_T1, added, found[place])
-            return tuple(found)
+                    outputs[place] = torch.where(rows_T1, added, outputs[place])
+            return tuple(outputs)
         (each,) = maps
         # Addends of the ranks' sum, and the bias after it.
         y_BSO = linear(x_BSI, each.weight, None, each.kernel, each.kept)
@@ -102,7 +100,7 @@ class _LayerAdditions:
 
     def _present(self) -> list[tuple[Tensor, ServedAddition]]:
         rows = self._served.rows
-        return [(rows[name], own) for name, own in self._additions.items() if name in rows]
+        return [(rows[name], one) for name, one in self._additions.items() if name in rows]
 
 
 def _scaled(y_BSO: Tensor, factor_O: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -110,27 +108,28 @@ def _scaled(y_BSO: Tensor, factor_O: Tensor, bias_O: Tensor | None) -> Tensor:
 
 
 def named_folders(flags: Sequence[str]) -> dict[str, str]:
-    """Folders by name, from ``--adapter NAME=FOLDER``; without a name the folder's own is taken.
-    Raises ConfigError if two have one name."""
-    found: dict[str, str] = {}
+    """Folders by name, from ``--adapter NAME=FOLDER``, or else by the folder's name. Raises
+    ConfigError if two have one name."""
+    folders: dict[str, str] = {}
     for flag in flags:
         name, equals, folder = flag.partition("=")
         if not equals:
             name, folder = Path(flag).resolve().name, flag
         if not name or not folder:
             raise ConfigError(f"--adapter {flag}: expected NAME=FOLDER")
-        if name in found:
-            raise ConfigError(f"--adapter {flag}: {name} is {found[name]} already; give it a name")
-        found[name] = folder
-    return found
+        if name in folders:
+            known = folders[name]
+            raise ConfigError(f"--adapter {flag}: {name} is {known} already; give it a name")
+        folders[name] = folder
+    return folders
 
 
 def served_adapters(
     engine: ModelEngine, folders: Mapping[str, str], base: Path
 ) -> ServedAdapters | None:
-    """Loads adapters by name onto the layers of an engine whose weights are those of the checkpoint
-    ``base``; every rank must call it. None without any. Raises ConfigError or CheckpointError
-    if a folder has no adapters of this model, or ones that must be merged."""
+    """Loads adapters by name onto the layers of an engine with the weights of the checkpoint
+    ``base``; all ranks must call it. None without any. Raises ConfigError or CheckpointError if a
+    folder has no adapters of this model, or ones that must be merged."""
     if not folders:
         return None
     served = ServedAdapters(list(folders), engine.device)
@@ -145,23 +144,23 @@ def served_adapters(
         for adapted in source.adapted:
             place = adapted.removesuffix(".weight")
             if place in layers:
-                own = _addition(source, adapted, layers[place], engine.mesh.coordinates)
-                additions.setdefault(place, {})[name] = own
+                addition = _addition(source, adapted, layers[place], engine.mesh.coordinates)
+                additions.setdefault(place, {})[name] = addition
     for place, of_layer in additions.items():
         layers[place].adapters = _LayerAdditions(served, of_layer)
-        served.matrices += [each for own in of_layer.values() for each in own.matrices]
+        served.matrices += [each for one in of_layer.values() for each in one.matrices]
     return served
 
 
 def _opened(name: str, folder: str, base: Path) -> AdaptedSource:
     flag = f"--adapter {name}={folder}"
-    found = locate_checkpoint(folder) if Path(folder).exists() else None
-    if found is None or not found.form.on_base:
+    location = locate_checkpoint(folder) if Path(folder).exists() else None
+    if location is None or not location.form.on_base:
         raise ConfigError(
             f"{flag}: neither a folder of peft (adapter_config.json) nor a checkpoint of a run "
             "with --lora"
         )
-    source = found._replace(base=str(base)).open()
+    source = location._replace(base=str(base)).open()
     assert isinstance(source, AdaptedSource)
     if source.beside:
         raise ConfigError(
@@ -182,22 +181,22 @@ def _addition(
     parts = source.adapted[weight]
     whole = source.base.tensor(weight)
     rows = {part: rows_of_part(source.model, part, whole.shape[0]) for part in parts}
-    downs = {part: source.additions.tensor(found["a"]) for part, found in parts.items()}
+    downs = {part: source.additions.tensor(names["a"]) for part, names in parts.items()}
     ranks = sum(len(down) for down in downs.values())
     up_OR, factor_O, first = torch.zeros(whole.shape[0], ranks), torch.ones(whole.shape[0]), 0
-    for part, found in parts.items():
-        own, down_rI = rows[part], downs[part]
-        up_Or = source.additions.tensor(found["b"]) * source.scale_of(weight, part)
-        if down_rI.shape[1] != whole.shape[1] or len(up_Or) != own.stop - own.start:
+    for part, names in parts.items():
+        place, down_rI = rows[part], downs[part]
+        up_Or = source.additions.tensor(names["b"]) * source.scale_of(weight, part)
+        if down_rI.shape[1] != whole.shape[1] or len(up_Or) != place.stop - place.start:
             raise CheckpointError(f"{source.folder}: the adapter of {weight} does not fit it")
-        up_OR[own, first : first + len(down_rI)] = up_Or
-        if "magnitude" in found:
-            changed = torch.addmm(whole[own], up_Or, down_rI)
+        up_OR[place, first : first + len(down_rI)] = up_Or
+        if "magnitude" in names:
+            changed = torch.addmm(whole[place], up_Or, down_rI)
             length = torch.linalg.vector_norm(changed, dim=1)
-            factor_O[own] = source.additions.tensor(found["magnitude"]) / length
+            factor_O[place] = source.additions.tensor(names["magnitude"]) / length
         first += len(down_rI)
     down_RI = torch.cat(list(downs.values()))
-    dora = any("magnitude" in found for found in parts.values())
+    dora = any("magnitude" in names for names in parts.values())
     ups, factors = [], []
     weights = [layer.weight, getattr(layer, "kv_weight", None)]
     for each in (each for each in weights if isinstance(each, nn.Parameter)):

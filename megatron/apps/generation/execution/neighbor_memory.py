@@ -1,5 +1,4 @@
-"""What a page holds of retrieved text, of a model that attends to the neighbours of chunks: a page
-is a chunk.
+"""Retrieved text of a model that attends to the neighbours of chunks; a page is a chunk.
 
 Shapes: X pages, P positions of a page, H hidden, K key and value heads, E tokens of a chunk's
 neighbours together, D head width, T tokens of a pass, C chunks that end in it, N query heads, G =
@@ -17,15 +16,15 @@ import torch
 from torch import Tensor
 
 from megatron.apps.generation.execution.paged_attention import scaled_scores
-from megatron.apps.generation.step import SequencePart
+from megatron.apps.generation.request import SequencePart
 from megatron.families import NeighborSpec
 from megatron.model.attention_masks import AttentionScoring
 
 
 @dataclass(frozen=True)
 class NeighborShape:
-    """What a page holds of neighbours on one rank: their keys and values in the blocks with these
-    numbers, and, with ``states``, the hidden states that their encoder reads of the chunk."""
+    """The neighbours of a page on one rank: their keys and values in the blocks with these numbers,
+    and, with ``states``, the hidden states that their encoder reads of the chunk."""
 
     blocks: tuple[int, ...]
     states: bool
@@ -45,7 +44,7 @@ class NeighborShape:
 
 
 class NeighborMemory:
-    """The neighbours in all pages of a process: keys and values [blocks, 2, X, K, E, D], and the
+    """Keys and values [blocks, 2, X, K, E, D] of the neighbours in all pages of a process, and the
     states of chunks [X, P, H]."""
 
     def __init__(self, shape: NeighborShape, pages: int, device: torch.device) -> None:
@@ -66,8 +65,8 @@ class NeighborMemory:
 
 
 class _Tile(NamedTuple):
-    """Rows of a pass that read the neighbours of one chunk, which is in ``page``; the first is at
-    ``offset`` of the positions that do."""
+    """Rows of a pass that read the neighbours of the chunk in ``page``; the first is at ``offset``
+    of the positions that do."""
 
     rows: slice
     offset: int
@@ -76,12 +75,8 @@ class _Tile(NamedTuple):
 
 
 class NeighborCache:
-    """The neighbours of one pass (`megatron.model.layer_list.NeighborStore`).
-
-    Attributes:
-        ended: the pages of the chunks that end in this pass.
-        neighbors_BLKR: tokens of their neighbours, [1, C, neighbours, R].
-    """
+    """The neighbours of one pass (`megatron.model.layer_list.NeighborStore`): the pages of the
+    chunks that ``ended`` in it, and the tokens [1, C, neighbours, R] of their neighbours."""
 
     def __init__(self, memory: NeighborMemory, parts: Sequence[SequencePart]) -> None:
         self._memory, spec = memory, memory.shape.spec
@@ -102,9 +97,8 @@ class NeighborCache:
         self.ended = tuple(ended)
         self._written_T = torch.from_numpy(np.concatenate(written)).to(memory.device)
         shape = (1, len(ended), spec.neighbors, spec.neighbor_length)
-        self.neighbors_BLKR = torch.tensor(tokens, dtype=torch.int64, device=memory.device).reshape(
-            shape
-        )
+        self.neighbors_BLKR = torch.tensor(tokens, dtype=torch.int64, device=memory.device)
+        self.neighbors_BLKR = self.neighbors_BLKR.reshape(shape)
 
     def chunk_states(self, x_1TH: Tensor) -> Tensor:
         """See `NeighborStore.chunk_states`; states of this pass are written first."""
@@ -128,9 +122,9 @@ class NeighborCache:
         keys_and_values: Callable[[Tensor], tuple[Tensor, Tensor]],
         scores: AttentionScoring,
     ) -> Tensor:
-        """See `NeighborStore.attend`. The queries of a prompt that read the neighbours of a chunk
-        are one GEMM, filled up with zeros to as many as can be: the same however a prompt is cut. A
-        generated token is a GEMM of its own."""
+        """See `NeighborStore.attend`. Queries of a prompt to the neighbours of a chunk are one
+        GEMM, padded with zeros to a chunk: the same however a prompt is cut. A generated token is a
+        GEMM of its own."""
         keys, values = self._memory.pool[self._memory.places[layer]]
         for page, encoder_1EH in zip(self.ended, self.by_chunk(encoder_1TH), strict=True):
             # A GEMM of one shape for every chunk.
@@ -159,15 +153,15 @@ def ending(part: SequencePart, chunk_length: int) -> range:
 
 
 def _tiles(part: SequencePart, row: int, chunk_length: int) -> list[_Tile]:
-    """Those of a part whose first token is in a row. The neighbours of a chunk are read from its
+    """Tiles of a part whose first token is in a row. The neighbours of a chunk are read from its
     last token on, by as many tokens as a chunk has."""
-    found, position, end = [], part.start, part.start + len(part.tokens)
+    tiles, position, end = [], part.start, part.start + len(part.tokens)
     while position < end:
         chunk, offset = divmod(position + 1, chunk_length)
         stop = min(end, (chunk + 1) * chunk_length - 1)
         if chunk:
             first = row + position - part.start
             rows = slice(first, first + stop - position)
-            found.append(_Tile(rows, offset, part.pages[chunk - 1], part.decoding))
+            tiles.append(_Tile(rows, offset, part.pages[chunk - 1], part.decoding))
         position = stop
-    return found
+    return tiles

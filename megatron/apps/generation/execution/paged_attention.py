@@ -1,7 +1,7 @@
 """Attention of the parts of a step to the pages of their sequences.
 
-What a token gets depends on its own sequence only, to the last bit, where GEMMs of one shape give
-the same whatever else is computed:
+A token's result depends on its own sequence only, to the last bit, where GEMMs of one shape do not
+depend on other work:
 
 - Queries of a prompt go in tiles of a page's positions, aligned with the pages and filled up with
   zeros, to all keys up to the end of the tile: the same GEMMs however a prompt is cut into parts.
@@ -27,13 +27,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.apps.generation.execution.page_memory import PageMemory
-from megatron.apps.generation.step import SequencePart
+from megatron.apps.generation.memory import PageMemory
+from megatron.apps.generation.request import SequencePart
 from megatron.model.attention_masks import AttentionScoring, slopes_on
 from megatron.model.layer_list import NeighborStore
 
-_VECTORS = 64
-"""Columns that kernels of sums take at a time."""
+_VECTORS = 64  # columns that kernels of sums take at a time
 
 
 class EncodedPrompt:
@@ -73,16 +72,16 @@ class _Run(NamedTuple):
 
 @dataclass(frozen=True)
 class _Reading:
-    """Which pages the generated tokens of a step read, within a window: those of the first token in
-    order, then those of the next.
+    """The pages that the generated tokens of a step read within a window: those of the first token
+    in order, then those of the next.
 
     Attributes:
-        runs: the pages as runs, which a CPU reads where they are.
-        pages_U: their numbers, of which an accelerator, where many calls cost more, makes a copy.
-        owners_U: which of the B tokens reads each.
+        runs: the pages as runs, which a CPU reads in place.
+        pages_U: their numbers; an accelerator, where many calls cost more, copies them.
+        owners_U: the reader of each among the B tokens.
         mask_UP: addend of scores.
         distances_UP: from the token back to each key.
-        places_BC: where in U the pages of each token are, in order; any for missing ones.
+        places_BC: places in U of the pages of each token, in order; any for missing ones.
         missing_BC: -infinity for missing pages, else 0.
     """
 
@@ -97,14 +96,7 @@ class _Reading:
 
 class PagedCache:
     """The cache of one step (`megatron.model.layer_list.LayerCache`): B is 1, and S all tokens of
-    all parts, then rows of padding.
-
-    Args:
-        rows: tokens with the padding.
-        positions: the most of a sequence.
-        encoded: the encoded prompts that the parts name.
-        neighbors: of the parts' chunks; None where the model reads none.
-    """
+    all parts, then padding, ``rows`` together. ``positions`` are the most of a sequence."""
 
     def __init__(
         self,
@@ -166,10 +158,10 @@ class PagedCache:
             bias_NT = -slopes_on(scores.slopes, self._device)[:, None] * distances
         y_TKGD = torch.zeros_like(q_TKGD)
         if self._decoding:
-            reading = self._reading(scores.window)
-            y_BKGD = _read(
-                q_TKGD.index_select(0, self._rows_B), keys, values, scores, bias_NT, reading
-            )
+            if scores.window not in self._readings:
+                self._readings[scores.window] = self._planned(scores.window)
+            q_BKGD, reading = q_TKGD.index_select(0, self._rows_B), self._readings[scores.window]
+            y_BKGD = _read(q_BKGD, keys, values, scores, bias_NT, reading)
             y_TKGD.index_copy_(0, self._rows_B, y_BKGD)
         for prompt in self._prompts:
             y_TKGD[prompt.rows] = _prompt(q_TKGD, prompt, keys, values, scores, bias_NT)
@@ -198,22 +190,14 @@ class PagedCache:
             row = end
         return y_BSND
 
-    def _reading(self, window: int | None) -> _Reading:
-        if window not in self._readings:
-            self._readings[window] = self._planned(window)
-        return self._readings[window]
-
     def _planned(self, window: int | None) -> _Reading:
         P = self._memory.shape.positions
         queries = [part.start for _, part in self._decoding]
         firsts = [0 if window is None else max(0, q - window + 1) // P for q in queries]
         counts = [q // P + 1 - first for q, first in zip(queries, firsts, strict=True)]
-        pages_U = np.concatenate(
-            [
-                part.pages[f : f + c]
-                for (_, part), f, c in zip(self._decoding, firsts, counts, strict=True)
-            ]
-        ).astype(np.int64)
+        read = zip(self._decoding, firsts, counts, strict=True)
+        pages = [part.pages[first : first + count] for (_, part), first, count in read]
+        pages_U = np.concatenate(pages).astype(np.int64)
         owners_U = np.repeat(np.arange(len(queries)), counts)
         order_U = np.concatenate([np.arange(f, f + c) for f, c in zip(firsts, counts, strict=True)])
         keys_UP = order_U[:, None] * P + np.arange(P)
@@ -259,7 +243,7 @@ def _read(
     bias_NT: Tensor | None,
     reading: _Reading,
 ) -> Tensor:
-    """[B, K, G, D], float32 sums of what each page gives."""
+    """[B, K, G, D], float32 sums over the pages."""
     K = keys.shape[1]
     q_UKGD = q_BKGD.index_select(0, reading.owners_U)
     scores_UKGP = _products(q_UKGD, keys.transpose(2, 3), reading)
@@ -282,17 +266,17 @@ def _read(
 
 
 def _sum_of_pages(x_BCKGE: Tensor) -> Tensor:
-    """The sum over C, whose order depends neither on B nor on pages that are zero at the end: other
-    code adds columns that do not fill vectors."""
+    """The sum over C, whose order depends neither on B nor on zero pages at the end: other code
+    adds columns that do not fill vectors."""
     columns = x_BCKGE[0, 0].numel()
     whole = F.pad(x_BCKGE.flatten(2), (0, -columns % _VECTORS)).sum(1)
     return whole[:, :columns].unflatten(1, x_BCKGE.shape[2:])
 
 
 def _taken(x_U: Tensor, reading: _Reading) -> Tensor:
-    """[U, ...] to the pages of each sequence, [B, C, ...]; index_select takes a third of the time
-    of indexing."""
+    """[U, ...] to the pages of each sequence, [B, C, ...]."""
     places_BC = reading.places_BC
+    # A third of the time of indexing.
     return x_U.index_select(0, places_BC.flatten()).unflatten(0, places_BC.shape)
 
 
@@ -300,21 +284,22 @@ def _products(left_UKGA: Tensor, right_XKAB: Tensor, reading: _Reading) -> Tenso
     """[U, K, G, B]: a GEMM for each page that is read and head."""
     pages, K, G = left_UKGA.shape[:3]
     left, right = left_UKGA.flatten(0, 1), right_XKAB.flatten(0, 1)
-    found = left.new_empty(pages * K, G, right.shape[-1])
+    products = left.new_empty(pages * K, G, right.shape[-1])
     if left.device.type == "cpu":
         for begin, first, end in reading.runs:
             at = slice(begin * K, (begin + end - first) * K)
-            torch.bmm(left[at], right[first * K : end * K], out=found[at])
+            torch.bmm(left[at], right[first * K : end * K], out=products[at])
     else:
-        torch.bmm(left, right_XKAB[reading.pages_U].flatten(0, 1), out=found)
-    return found.unflatten(0, (pages, K))
+        torch.bmm(left, right_XKAB[reading.pages_U].flatten(0, 1), out=products)
+    return products.unflatten(0, (pages, K))
 
 
 def scaled_scores(products: Tensor, q: Tensor, scores: AttentionScoring) -> Tensor:
     """Scores in float32 or better, before what is added to them."""
     scale = 1 / math.sqrt(q.shape[-1]) if scores.scale is None else scores.scale
-    found = products.to(torch.promote_types(products.dtype, torch.float32)) * scale
-    return found if scores.softcap is None else scores.softcap * torch.tanh(found / scores.softcap)
+    scaled = products.to(torch.promote_types(products.dtype, torch.float32)) * scale
+    cap = scores.softcap
+    return scaled if cap is None else cap * torch.tanh(scaled / cap)
 
 
 def _prompt(
@@ -368,7 +353,7 @@ def _first_page(tile: int, positions: int, window: int | None) -> int:
 
 @functools.lru_cache(maxsize=32)
 def _mask(before: int, positions: int, window: int | None, device: torch.device) -> Tensor:
-    """What is added to the scores [P, L] of a tile and of so many keys before it."""
+    """The addend of the scores [P, L] of a tile and of so many keys before it."""
     distances = _distances(before, positions, device)
     hidden = distances < 0
     if window is not None:

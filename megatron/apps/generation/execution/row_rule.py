@@ -1,44 +1,46 @@
-"""How many rows go through a model together, so that a row's results do not depend on the others.
+"""Row counts and weight layouts with which a row's results do not depend on the other rows.
 
-On CPUs a row of a GEMM usually has the same bits in every product of four or more rows. Whether it
-has here is tried with the model's own shapes; where it has not, all products have one number of
-rows. On other devices nothing is promised.
+On CPUs a row of a GEMM usually has the same bits in every product of four or more rows. This is
+tried with the model's own shapes; where it fails, all products have one number of rows. On other
+devices nothing is promised.
+
+Float32 weights on CPUs are packed in the layout of oneDNN's kernels: products of few rows take half
+the time, and differ from others by rounding. Evaluations read the plain weights.
 
 Shapes: M rows of a product, I inputs, O outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, ClassVar
 
+import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.parallel.mesh import Group
 
 _FEWEST = 4
 _TILE = 32
 _TRIED = (4, 5, 7, 8, 13, 16, 31, 33, 64)
-_OUTPUTS = 4096
-"""Of a product that is tried."""
+_OUTPUTS = 4096  # of a product that is tried
+# Numbers that elementwise kernels of CPUs take at a time; other code computes the rest of a tensor.
 _VECTOR = 32
-"""Numbers that elementwise kernels of CPUs take at a time; the rest of a tensor, at its end, is
-computed by other code."""
+LEAST = 2**18  # numbers of a packed weight: calling this kernel takes longer than others
+SHARE = 0.25  # of the free memory for packed weights; none is packed if they need more
+_ROWS = 64  # for which the layout is chosen
 
 
 @dataclass(frozen=True)
 class RowRule:
-    """The rows of a pass.
-
-    Attributes:
-        fewest: others are added to fewer.
-        most: of a pass; None for any number.
-        spare: rows that are added to any number, so that no row that counts is the last.
-    """
+    """The rows of a pass: ``fewest`` to ``most`` (None for any number), and ``spare`` ones that are
+    added, so that no row that counts is the last."""
 
     fewest: int = _FEWEST
     most: int | None = None
@@ -49,8 +51,7 @@ class RowRule:
         return max(self.fewest, rows) + self.spare
 
     def agreed(self, group: Group) -> RowRule:
-        """The strictest rule of the ranks of a replica, whose stages have other weights: all of
-        them must have the same rows."""
+        """The strictest rule of the ranks of a replica, which must have the same rows."""
         rules: list[RowRule] = [self] * group.size
         if group.size > 1:
             dist.all_gather_object(rules, self, group=group.handle)
@@ -84,7 +85,7 @@ def some_weight(outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
 
 @torch.inference_mode()
 def independent(product: Callable[[Tensor], Tensor], inputs: int, dtype: torch.dtype) -> bool:
-    """Whether rows of a product do not depend on their number."""
+    """True if rows of a product do not depend on their number."""
     x_MI = some_weight(max(_TRIED) + 1, inputs, dtype)
     whole_MO = product(x_MI)
     return all(
@@ -92,3 +93,75 @@ def independent(product: Callable[[Tensor], Tensor], inputs: int, dtype: torch.d
         for rows in _TRIED
         for first in (0, 1)
     )
+
+
+class PackedWeight(nn.Parameter):
+    """A weight [O, I] whose products are those of a packed copy while this is ``active``; the first
+    product makes the copy. Elsewhere it is a parameter like any other."""
+
+    active: ClassVar[bool] = False
+    copy: Tensor | None = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is not F.linear or not cls.active:
+                return func(*args, **(kwargs or {}))
+            x, weight, *bias = args
+            if weight.copy is None:
+                weight.copy = packed(weight)
+            return packed_linear(x, weight.copy, *bias, **(kwargs or {}))
+
+
+class PackedWeights:
+    """Within this context products of float32 matrices on CPUs are those of packed copies, if rows
+    do not depend on each other and there is memory. Not for several threads at a time."""
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        chosen = [weight for weight in weights if _suits(weight)]
+        if sum(weight.nbytes for weight in chosen) > SHARE * psutil.virtual_memory().available:
+            return
+        for weight in chosen:
+            # In its place: modules and tables hold the parameter itself.
+            weight.__class__ = PackedWeight  # type: ignore[assignment]
+
+    def __enter__(self) -> None:
+        PackedWeight.active = True
+
+    def __exit__(self, *_: object) -> None:
+        PackedWeight.active = False
+
+
+def is_packed(weight: Tensor) -> bool:
+    """True if a :class:`PackedWeights` multiplies by a packed copy of it."""
+    return isinstance(weight, PackedWeight)
+
+
+def _suits(weight: Tensor) -> bool:
+    if is_packed(weight):
+        return False
+    plain = (
+        isinstance(weight, nn.Parameter)
+        and weight.device.type == "cpu"
+        and weight.dtype == torch.float32
+    )
+    if not plain or weight.numel() < LEAST or not torch.backends.mkldnn.is_available():
+        return False
+    return _independent(*weight.shape)
+
+
+@functools.cache
+def _independent(outputs: int, inputs: int) -> bool:
+    weight = packed(some_weight(outputs, inputs, torch.float32))
+    return independent(lambda x_MI: packed_linear(x_MI, weight), inputs, torch.float32)
+
+
+@torch.inference_mode()
+def packed(weight_OI: Tensor) -> Tensor:
+    """The weight in oneDNN's layout, for :func:`packed_linear`."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach(), _ROWS)
+
+
+def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x A^T + b, [..., O]."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

@@ -1,9 +1,9 @@
 """A model over the ranks of a layout that computes the steps of generation, with paged keys and
 values.
 
-Every rank makes a :class:`PagedRunner`; the main one gets the steps (`run`), the others
-:meth:`PagedRunner.follow` it until it closes. Results do not depend on what else is in a step where
-rows of a GEMM do not (see :mod:`megatron.apps.generation.execution.paged_attention`).
+Every rank makes a :class:`PagedRunner`; the main one runs the steps, the others
+:meth:`PagedRunner.follow` it until it closes. Results depend on nothing else in a step, unless rows
+of a GEMM do (see :mod:`megatron.apps.generation.execution.paged_attention`).
 
 Shapes: S tokens of an encoded prompt, T tokens of a pass, H hidden.
 """
@@ -13,9 +13,10 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,17 +29,21 @@ from megatron.apps.generation.execution.neighbor_memory import (
     NeighborShape,
     ending,
 )
-from megatron.apps.generation.execution.outputs import (
+from megatron.apps.generation.execution.paged_attention import EncodedPrompt, PagedCache
+from megatron.apps.generation.execution.row_rule import (
+    PackedWeights,
+    RowRule,
+    is_packed,
+)
+from megatron.apps.generation.execution.stages import (
+    EncoderOutput,
     Head,
     Numbers,
+    StagedLayers,
     WantedRows,
 )
-from megatron.apps.generation.execution.packed_weights import PackedWeights, is_packed
-from megatron.apps.generation.execution.page_memory import PageMemory, PageShape
-from megatron.apps.generation.execution.paged_attention import EncodedPrompt, PagedCache
-from megatron.apps.generation.execution.row_rule import RowRule
-from megatron.apps.generation.execution.stages import EncoderOutput, StagedLayers
-from megatron.apps.generation.step import (
+from megatron.apps.generation.memory import PageMemory, PageShape
+from megatron.apps.generation.request import (
     SequencePart,
     StepInput,
     StepOutput,
@@ -53,18 +58,15 @@ PAGE_SIZE = 64
 
 
 class PagedRunner:
-    """See `megatron.apps.generation.step.Runner`; every rank makes one, with the same arguments.
+    """See `megatron.apps.generation.request.Runner`; every rank makes one, with the same arguments.
+    ``main`` is true on the rank that runs the steps of its replica of the model.
 
     Args:
         stages: the layers, in evaluation mode.
-        pages: how many there are.
+        pages: number of pages.
         page_size: positions of a page; None for :func:`page_size_of` the generation.
         in_training: the weights change between passes, and so no copy of them is kept.
-        steps: of :func:`step_group`, where one of an earlier runner is used again.
-        adapters: what parts may have besides the weights.
-
-    Attributes:
-        main: whether this rank gets the steps of its replica of the model.
+        steps: :func:`step_group` of an earlier runner.
     """
 
     def __init__(
@@ -113,16 +115,21 @@ class PagedRunner:
 
     def run(self, step: StepInput) -> StepOutput:
         """See `Runner.run`."""
-        with _deferring_ctrl_c() if self._steps is not None else nullcontext():
+        came: list[int] = []
+        # Ctrl-C waits: the other ranks would wait for one that leaves in the middle.
+        signals = () if self._steps is None else (signal.SIGINT,)
+        with _handling(lambda number, frame: came.append(number), *signals):
             self._announce(step)
             result = self._computed(step)
+        if came:
+            signal.raise_signal(signal.SIGINT)
         assert result is not None
         return result
 
     def follow(self) -> None:
         """Computes this rank's part of all steps until the main rank closes; signals to stop are
-        for that one, which may have requests to end first."""
-        with _ignoring(signal.SIGINT, signal.SIGTERM):
+        for that rank, which may have requests to end first."""
+        with _handling(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
             while True:
                 box: list[StepInput | None] = [None]
                 dist.broadcast_object_list(box, self._group.ranks[0], group=self._steps)
@@ -141,33 +148,29 @@ class PagedRunner:
     def _computed(self, step: StepInput) -> StepOutput | None:
         """The result on the main rank."""
         with self._without_gradients():
-            return self._result(step)
-
-    def _result(self, step: StepInput) -> StepOutput | None:
-        self.memory.copy(step.copies)
-        if self.neighbors is not None:
-            self.neighbors.copy(step.copies)
-        for number, tokens in step.encode:
-            self._encoded[number] = EncodedPrompt(self._encode(tokens))
-        for number in step.forget:
-            del self._encoded[number]
-        if not step.parts:
-            return StepOutput(torch.empty(0, self.vocab_size), ())
-        P = self.page_size
-        self.memory.clear(
-            [page for part in step.parts for page in part.pages[-(-part.start // P) :]]
-        )
-        wanted, numbers = WantedRows.of(step.parts), None
-        with self._packed:
-            passes = [self._hidden(parts) for parts in cut(step.parts, self._rows.most, P)]
-            if self._head is not None:
-                hidden = torch.cat([each for each in passes if each is not None], dim=1)
-                numbers = self._head.numbers(LayerState(hidden), wanted)
-        numbers = self._to_main(numbers, wanted)
-        return None if numbers is None else wanted.result(numbers)
+            self.memory.copy(step.copies)
+            if self.neighbors is not None:
+                self.neighbors.copy(step.copies)
+            for number, tokens in step.encode:
+                self._encoded[number] = EncodedPrompt(self._encode(tokens))
+            for number in step.forget:
+                del self._encoded[number]
+            if not step.parts:
+                return StepOutput(torch.empty(0, self.vocab_size), ())
+            P, rows, numbers = self.page_size, WantedRows.of(step.parts), None
+            self.memory.clear(
+                [page for part in step.parts for page in part.pages[-(-part.start // P) :]]
+            )
+            with self._packed:
+                passes = [self._hidden(parts) for parts in cut(step.parts, self._rows.most, P)]
+                if self._head is not None:
+                    hidden = torch.cat([each for each in passes if each is not None], dim=1)
+                    numbers = self._head.numbers(LayerState(hidden), rows)
+            numbers = self._to_main(numbers, rows)
+            return None if numbers is None else rows.result(numbers)
 
     def _hidden(self, parts: Sequence[SequencePart]) -> Tensor | None:
-        """What the head reads, [1, T, H], on the last stage."""
+        """The input of the head, [1, T, H], on the last stage."""
         tokens = [token for part in parts for token in part.tokens]
         rows = self._rows.padded(len(tokens))
         near, encoded = None, None
@@ -192,15 +195,15 @@ class PagedRunner:
         hidden = None if state is None else state.hidden
         return self._stages.broadcast(hidden, len(tokens), layers - 1)
 
-    def _to_main(self, numbers: Numbers | None, wanted: WantedRows) -> Numbers | None:
+    def _to_main(self, numbers: Numbers | None, rows: WantedRows) -> Numbers | None:
         """The numbers on the main rank, wherever the last stage is; None on the others."""
         source, main = self._stages.last_rank, self._group.ranks[0]
-        own = self._mesh.world.rank
-        if own == main and source != main:
-            numbers = wanted.empty(self.vocab_size)
+        rank = self._mesh.world.rank
+        if rank == main and source != main:
+            numbers = rows.empty(self.vocab_size)
             for each in numbers:
                 dist.recv(each, source, group=self._steps)
-        elif own == source != main and not self._mesh.tensor.rank:
+        elif rank == source != main and not self._mesh.tensor.rank:
             assert numbers is not None
             for each in numbers:
                 dist.send(each, main, group=self._steps)
@@ -225,10 +228,9 @@ def cut(
             tokens, start = part.tokens[first:end], part.start + first
             piece = replace(part, tokens=tokens, start=start)
             if part.neighbors:
-                places = (
-                    chunk - ending(part, page_size).start for chunk in ending(piece, page_size)
-                )
-                piece = replace(piece, neighbors=tuple(part.neighbors[n] for n in places))
+                chunks, of_part = ending(piece, page_size), ending(part, page_size).start
+                neighbors = part.neighbors[chunks.start - of_part : chunks.stop - of_part]
+                piece = replace(piece, neighbors=neighbors)
             passes[-1].append(piece)
             room -= end - first
             first = end
@@ -236,33 +238,17 @@ def cut(
 
 
 @contextmanager
-def _deferring_ctrl_c() -> Iterator[None]:
-    """Delays Ctrl-C until the end of the block: the other ranks would wait for one that leaves in
-    the middle."""
+def _handling(handler: Any, *signals: signal.Signals) -> Iterator[None]:
+    """A block with another handler of some signals, in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    before = {number: signal.signal(number, handler) for number in signals}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-    if came:
-        signal.raise_signal(signal.SIGINT)
-
-
-@contextmanager
-def _ignoring(*signals: signal.Signals) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in signals}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 def step_group(mesh: Mesh) -> dist.ProcessGroup | None:
@@ -273,8 +259,8 @@ def step_group(mesh: Mesh) -> dist.ProcessGroup | None:
     for ranks in memberships(mesh.sizes, MODEL):
         handle = dist.new_group(ranks, backend="gloo", timeout=timedelta(days=365))
         if mesh.world.rank in ranks:
-            found = handle
-    return found
+            group = handle
+    return group
 
 
 def cached_layers(stages: StagedLayers) -> list[int]:
@@ -298,22 +284,21 @@ def page_shape(
     page_size: int = PAGE_SIZE,
     neighbors: NeighborSpec | None = None,
 ) -> PageShape:
-    """Of a page on this rank."""
-    attention, heads = model.attention, _kv_heads(stages, model)
-    blocks = len(cached_layers(stages))
+    """The keys and values of a page on this rank, and the bytes of its neighbours."""
+    heads, width = _kv_heads(stages, model), model.attention.kv_channels
     others = 0 if neighbors is None else neighbor_shape(stages, model, neighbors).bytes
-    return PageShape(blocks, heads, page_size, attention.kv_channels, stages.dtype, others)
+    return PageShape(len(cached_layers(stages)), heads, page_size, width, stages.dtype, others)
 
 
 def neighbor_shape(
     stages: StagedLayers, model: ModelConfig, neighbors: NeighborSpec
 ) -> NeighborShape:
-    """What a page holds of neighbours on this rank."""
-    own = set(cached_layers(stages))
-    blocks = tuple(layer for layer in neighbors.layers if layer in own)
+    """The neighbours of a page on this rank."""
+    cached = set(cached_layers(stages))
+    blocks = tuple(layer for layer in neighbors.layers if layer in cached)
     return NeighborShape(
         blocks,
-        neighbors.layers[0] in own,
+        neighbors.layers[0] in cached,
         _kv_heads(stages, model),
         model.attention.kv_channels,
         stages.hidden,

@@ -1,7 +1,8 @@
 """A model's layers over the ranks of a layout, as generation runs them: forward only, any run of
-consecutive layers, one batch at a time.
+consecutive layers, one batch at a time; and the results of the last one.
 
-Shapes: S tokens, H hidden.
+Shapes: H hidden, R rows whose logits are wanted, T targets, A most probable tokens of a target, V
+vocabulary, P one tensor-parallel rank's columns of the padded vocabulary, C rows of a chunk.
 """
 
 from __future__ import annotations
@@ -14,6 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.apps.generation.execution.row_rule import RowRule
+from megatron.apps.generation.request import (
+    SequencePart,
+    StepOutput,
+    TargetScores,
+)
 from megatron.engine.pipeline_module import StageModule
 from megatron.engine.train_engine import ModelEngine
 from megatron.model.layer_list import LayerSequence, LayerStack, LayerState
@@ -21,8 +28,8 @@ from megatron.parallel.mesh import Group, Mesh
 
 
 class EncoderOutput(NamedTuple):
-    """What layers of a pass compute for layers of later stages: so many tokens, for stages that
-    begin at certain layers."""
+    """An encoder's output of a pass: its ``tokens``, and the first layers of the stages to which it
+    ``crosses``."""
 
     tokens: int
     crosses: Callable[[int], bool]
@@ -30,14 +37,9 @@ class EncoderOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class StagedLayers:
-    """The stages of a pipeline, of which this process has some.
-
-    Attributes:
-        bounds: index of the first layer of each stage, and the number of layers.
-        owners: rank in the pipeline of each stage.
-        own: this process's stages by number.
-        weights: the matrices of their layers.
-    """
+    """The stages of a pipeline: the first layer of each, and the number of layers (``bounds``), the
+    pipeline rank of each, this process's ``own`` stages by number and the matrices of their
+    layers."""
 
     bounds: Sequence[int]
     owners: Sequence[int]
@@ -61,12 +63,12 @@ class StagedLayers:
 
     @classmethod
     def alone(cls, model: LayerStack, hidden: int, mesh: Mesh | None = None) -> StagedLayers:
-        """Those of a pipeline of one rank."""
+        """The stages of a pipeline of one rank."""
         weights = _matrices(model)
-        bounds, own = (0, len(model.layers)), {0: model.sequence}
+        bounds, stages = (0, len(model.layers)), {0: model.sequence}
         first = next(model.parameters())
         dtype, device = first.dtype, first.device
-        return cls(bounds, (0,), own, weights, mesh or Mesh(), hidden, dtype, device)
+        return cls(bounds, (0,), stages, weights, mesh or Mesh(), hidden, dtype, device)
 
     @property
     def layers(self) -> int:
@@ -74,7 +76,7 @@ class StagedLayers:
 
     @property
     def last(self) -> bool:
-        """Whether this process has the last layer."""
+        """True if this process has the last layer."""
         return self.owners[-1] == self._pipeline.rank
 
     @property
@@ -100,7 +102,8 @@ class StagedLayers:
     ) -> LayerState | None:
         """The state after the layers ``first`` to ``end`` - 1, on the rank with the last of them;
         None on the others. Hidden states [1, ``tokens``, H] travel, and an encoder's output."""
-        pipeline, found, holder = self._pipeline, state, None
+        pipeline, holder = self._pipeline, None
+        reached = state
         for stage, owner in enumerate(self.owners):
             begin, stop = max(first, self.bounds[stage]), min(end, self.bounds[stage + 1])
             if begin >= stop:
@@ -108,21 +111,21 @@ class StagedLayers:
             if holder not in (None, owner):
                 length = 0 if encoded is None or not encoded.crosses(begin) else encoded.tokens
                 if holder == pipeline.rank:
-                    self._send(found.hidden, owner)
+                    self._send(reached.hidden, owner)
                     if length:
-                        assert found.encoder is not None
-                        self._send(found.encoder, owner)
+                        assert reached.encoder is not None
+                        self._send(reached.encoder, owner)
                 elif owner == pipeline.rank:
-                    found = state.changed(hidden=self._received(tokens, holder))
+                    reached = state.changed(hidden=self._received(tokens, holder))
                     if length:
-                        found = found.changed(encoder=self._received(length, holder))
+                        reached = reached.changed(encoder=self._received(length, holder))
             if owner == pipeline.rank:
-                found = self.own[stage].part(begin, stop)(found)
+                reached = self.own[stage].part(begin, stop)(reached)
             holder = owner
-        return found if holder == pipeline.rank else None
+        return reached if holder == pipeline.rank else None
 
     def broadcast(self, hidden: Tensor | None, tokens: int, layer: int) -> Tensor:
-        """What the rank with a layer has, [1, ``tokens``, H], on all ranks of the pipeline."""
+        """States [1, ``tokens``, H] of the rank with a layer, on all ranks of the pipeline."""
         pipeline = self._pipeline
         stage = max(s for s, start in enumerate(self.bounds[:-1]) if start <= layer)
         if hidden is None:
@@ -148,3 +151,145 @@ class StagedLayers:
 
 def _matrices(model: nn.Module) -> list[Tensor]:
     return [param for param in model.parameters() if param.ndim == 2]
+
+
+_CHUNK_BYTES = 64 * 2**20  # of float32 logits at a time
+Numbers = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Logits float32 [R, V]; of the targets log-probabilities float32 [T], most probable tokens int64
+[T, A] and their log-probabilities float32 [T, A]."""
+
+
+@dataclass(frozen=True)
+class WantedRows:
+    """Rows among the tokens of all parts: ``rows`` of logits, ``scored`` rows of the targets, and
+    the numbers of targets and of most probable tokens of each part that has any."""
+
+    rows: tuple[int, ...]
+    scored: tuple[int, ...]
+    targets: tuple[int, ...]
+    counts: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, parts: Sequence[SequencePart]) -> WantedRows:
+        rows: list[int] = []
+        scored: list[int] = []
+        begin = 0
+        for part in parts:
+            scored += range(begin, begin + len(part.targets))
+            begin += len(part.tokens)
+            if part.logits:
+                rows.append(begin - 1)
+        targets = tuple(token for part in parts for token in part.targets)
+        counts = tuple((len(part.targets), part.top) for part in parts if part.targets)
+        return cls(tuple(rows), tuple(scored), targets, counts)
+
+    @property
+    def top(self) -> int:
+        return max((top for _, top in self.counts), default=0)
+
+    def empty(self, vocab_size: int) -> Numbers:
+        """Memory for the numbers, on the CPU."""
+        count, top = len(self.scored), self.top
+        return (
+            torch.empty(len(self.rows), vocab_size),
+            torch.empty(count),
+            torch.empty(count, top, dtype=torch.int64),
+            torch.empty(count, top),
+        )
+
+    def result(self, numbers: Numbers) -> StepOutput:
+        logits_RV, logprobs_T, tokens_TA, top_TA = (each.cpu() for each in numbers)
+        scores, begin = [], 0
+        for count, top in self.counts:
+            at = slice(begin, begin + count)
+            scores.append(TargetScores(logprobs_T[at], tokens_TA[at, :top], top_TA[at, :top]))
+            begin += count
+        return StepOutput(logits_RV, tuple(scores))
+
+
+class Head:
+    """The last layer of the last pipeline stage, for some rows at a time."""
+
+    def __init__(self, stages: StagedLayers, vocab_size: int, rule: RowRule) -> None:
+        self._layer = stages.own[max(stages.own)].part(stages.layers - 1, stages.layers)
+        self._group, self._device = stages.mesh.tensor, stages.device
+        self._vocab_size, self._rule = vocab_size, rule
+        fits = max(rule.fewest, _CHUNK_BYTES // (4 * vocab_size))
+        self._most = fits if rule.most is None else rule.most
+
+    def numbers(self, state: LayerState, asked: WantedRows) -> Numbers:
+        """Results of the state before the head, the same on all tensor-parallel ranks."""
+        logits_RV, *scores = asked.empty(self._vocab_size)
+        for at in self._chunks(len(asked.rows)):
+            logits_CP = self._logits(state, asked.rows[at])
+            whole_CV = whole_logits(logits_CP, self._vocab_size, self._group)
+            logits_RV[at] = whole_CV[: len(asked.rows[at])].cpu()
+        for at in self._chunks(len(asked.scored)):
+            count = len(asked.scored[at])
+            logits_CP = self._logits(state, asked.scored[at])
+            targets_C = torch.zeros(len(logits_CP), dtype=torch.int64)
+            targets_C[:count] = torch.tensor(asked.targets[at])
+            results = score_rows(
+                logits_CP, targets_C.to(self._device), asked.top, self._vocab_size, self._group
+            )
+            for place, each in zip(scores, results, strict=True):
+                place[at] = each[:count].cpu()
+        return logits_RV, scores[0], scores[1], scores[2]
+
+    def _chunks(self, rows: int) -> list[slice]:
+        return [slice(first, first + self._most) for first in range(0, rows, self._most)]
+
+    def _logits(self, state: LayerState, rows: Sequence[int]) -> Tensor:
+        """[C or more, P]"""
+        padded = [*rows, *[rows[0]] * (self._rule.padded(len(rows)) - len(rows))]
+        hidden = state.hidden.index_select(1, torch.tensor(padded, device=self._device))
+        return self._layer(state.with_hidden(hidden)).hidden[0]
+
+
+def whole_logits(logits_RP: Tensor, vocab_size: int, group: Group) -> Tensor:
+    """float32 [R, V] on every rank."""
+    return torch.cat(_gathered(logits_RP, group), dim=1)[:, :vocab_size].float()
+
+
+def score_rows(
+    logits_RP: Tensor, targets_R: Tensor, top: int, vocab_size: int, group: Group
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The log-probability float32 [R] of a target in each row, and the ``top`` most probable tokens
+    with theirs, best first, int64 and float32 [R, top]; the same on every rank."""
+    columns = logits_RP.shape[1]
+    first = group.rank * columns
+    logits_RP = logits_RP.float()
+    # In whole rows: their sums are the same whatever other rows there are.
+    logits_RP[:, max(0, min(columns, vocab_size - first)) :] = -torch.inf
+    own_R = targets_R - first
+    absent_R = (own_R < 0) | (own_R >= columns)
+    target_R = logits_RP.gather(1, own_R.masked_fill(absent_R, 0)[:, None])[:, 0]
+    target_R = target_R.masked_fill(absent_R, -torch.inf)
+    best = logits_RP.topk(min(top, columns), -1)
+    largest_R = logits_RP.amax(-1)
+    # A rank may have padding only.
+    finite_R1 = largest_R.clamp(min=torch.finfo(torch.float32).min)[:, None]
+    sums_R = (logits_RP - finite_R1).exp_().sum(-1)
+    # The rest in float64, where the rounding of what differs between batches does not show.
+    norms_R = sums_R.double().log() + largest_R.double()
+    if group.size > 1:
+        norms_R = torch.stack(_gathered(norms_R, group)).logsumexp(0)
+        target_R = torch.stack(_gathered(target_R, group)).amax(0)
+        values_RK = torch.cat(_gathered(best.values, group), 1)
+        tokens_RK = torch.cat(_gathered(best.indices + first, group), 1)
+    else:
+        values_RK, tokens_RK = best
+    # Stable: of equal ones the first token, as in the logits of one rank.
+    order_RK = values_RK.sort(dim=-1, descending=True, stable=True).indices[:, :top]
+    top_logprobs = (values_RK.gather(1, order_RK).double() - norms_R[:, None]).float()
+    logprobs = (target_R.double() - norms_R).float()
+    return logprobs, tokens_RK.gather(1, order_RK), top_logprobs
+
+
+def _gathered(x: Tensor, group: Group) -> list[Tensor]:
+    if group.size == 1:
+        return [x]
+    x = x.contiguous()
+    parts = [torch.empty_like(x) for _ in range(group.size)]
+    dist.all_gather(parts, x, group=group.handle)
+    return parts

@@ -6,20 +6,30 @@ import errno
 import itertools
 import json
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
-from megatron.apps.generation.generation.config import GenerateConfig, unused_flags
-from megatron.apps.generation.generation.prompt_files import prompts_of
-from megatron.apps.generation.generation.text_generator import TextGenerator, Tokens
+from megatron.apps.generation.decoding.text_stream import TextStream, continuation_text
+from megatron.apps.generation.generation.config import (
+    GenerateConfig,
+    prompts_of,
+    unused_flags,
+)
 from megatron.apps.generation.opening import opened_runner
+from megatron.apps.generation.request import (
+    Completion,
+    GenerationRequest,
+    Runner,
+    StopRules,
+    prompt_tokens,
+)
 from megatron.apps.generation.scheduling.engine import GenerationEngine
 from megatron.apps.generation.scheduling.schedule import EngineLimits
-from megatron.apps.generation.step import Runner
 from megatron.config import ConfigError, Setting, Settings
 from megatron.data.samples import NeighborText, Piece
+from megatron.parallel.random import derive_seed
 from megatron.run.folders import check_output
 from megatron.run.launch import start_processes
 from megatron.run.run import RunToolParser
@@ -30,14 +40,13 @@ from megatron.util.progress import progress_bar, say
 
 PROMPT = "Context prompt (stop to exit) >>> "
 Row = dict[str, Any]
+Tokens = tuple[int, ...]
 Sources = Callable[[Sequence[int]], Sequence[NeighborText]]
-"""What a model that retrieves has read beside the tokens of a text."""
-RETRIEVAL = "megatron.apps.retro.generation:with_retrieval"
-"""Imported for --retro."""
+"""The texts that a retrieving model reads with some tokens."""
 
 
 def run_generation(description: str | None, argv: Sequence[str] | None = None) -> None:
-    """Generates what a command line asks for, on all ranks of its layout. Raises ValueError or
+    """Generates the texts of a command line, on all ranks of its layout. Raises ValueError or
     OSError if a flag, a file or a checkpoint cannot be used; the message names it."""
     options, settings = RunToolParser(GenerateConfig, description).parse(argv)
     texts = None
@@ -46,29 +55,29 @@ def run_generation(description: str | None, argv: Sequence[str] | None = None) -
         for flag, path in options.outputs.items():
             check_output(flag, path)
     processes = start_processes(settings, argv)
-    for line in unused_flags(options) if is_main_process() else ():
-        say(line)
-    if options.num_samples == 0 and options.genfile is not None and is_main_process():
-        say(
-            f"--num-samples 0: nothing is sampled without a prompt; --genfile {options.genfile} is "
-            "not written"
-        )
+    if is_main_process():
+        for line in unused_flags(options):
+            say(line)
+        if options.num_samples == 0 and options.genfile is not None:
+            say(
+                f"--num-samples 0: nothing is sampled without a prompt; --genfile "
+                f"{options.genfile} is not written"
+            )
     of_run = _of_run(options, settings)
     with opened_runner(of_run, processes, options, options.adapter, options.retro) as opened:
-        if opened is None:  # the others compute what the main rank asks for
+        if opened is None:  # the others compute the steps of the main rank
             return
-        limits = EngineLimits(running=options.micro_batch_size)
         runner: Runner = opened.runner
         sources: Sources | None = None
         if options.retro:
-            runner, sources = resolve_name(RETRIEVAL)(opened, options.retro_project_dir)
+            from megatron.apps.retro.generation import with_retrieval
+
+            runner, sources = with_retrieval(opened, options.retro_project_dir)
+        limits = EngineLimits(running=options.micro_batch_size)
         engine = GenerationEngine(runner, opened.tokenizer, limits)
-        generator = TextGenerator(
-            engine, opened.tokenizer, options.max_new_tokens, options.sampling(),
-            opened.ends, next(iter(opened.runner.adapters), None),
-        )  # fmt: skip
+        generator = TextGenerator(engine, options, opened.ends, sources)
         try:
-            _generate(generator, options, texts, sources)
+            _generate(generator, options, texts)
         except KeyboardInterrupt:
             print()
             sys.exit(130)
@@ -76,149 +85,185 @@ def run_generation(description: str | None, argv: Sequence[str] | None = None) -
 
 def _of_run(options: GenerateConfig, settings: Settings) -> Settings:
     """The settings of the run that has the model."""
-    found = settings | {"load": Setting(options.load, "flag --load")}
+    of_run = settings | {"load": Setting(options.load, "flag --load")}
     if options.iteration is None:
-        return found
+        return of_run
     if "load_tag" in settings:
         raise ConfigError(
             f"--iteration {options.iteration} and --load-tag {settings['load_tag'].value}: give "
             "one of them"
         )
-    return found | {"load_tag": Setting(str(options.iteration), "flag --iteration")}
+    return of_run | {"load_tag": Setting(str(options.iteration), "flag --iteration")}
 
 
-def _generate(
-    generator: TextGenerator,
-    options: GenerateConfig,
-    texts: list[str] | None,
-    sources: Sources | None,
-) -> None:
+def _generate(generator: TextGenerator, options: GenerateConfig, texts: list[str] | None) -> None:
+    samples = options.num_samples or 1
     if texts is None:
-        interact(generator, options.num_samples or 1, sources)
+        generator.interact(samples)
     elif options.genfile is not None or options.sample_input_file is not None:
-        wanted = texts[: options.num_samples or None]
+        chosen = texts[: options.num_samples or None]
         if options.num_samples is not None and options.num_samples > len(texts):
             say(f"--sample-input-file {options.sample_input_file} has {len(texts)} prompts")
-        write(options, megatron_rows(generator, wanted, sources), len(wanted))
+        _write(options, generator.megatron_rows(chosen), len(chosen))
     elif options.output is not None:
-        count = options.num_samples or 1
-        write(options, rows(generator, texts, count, sources=sources), len(texts) * count)
+        _write(options, generator.rows(texts, samples), len(texts) * samples)
     else:
-        show(generator, texts, options.num_samples or 1, sources=sources)
+        generator.show(texts, samples)
 
 
-def interact(generator: TextGenerator, samples: int, sources: Sources | None = None) -> None:
-    """Continues one line after another until the line "stop" or the end of the input."""
-    for number in itertools.count():
-        try:
-            text = input(PROMPT)
-        except EOFError:
-            print()
-            return
-        except OSError as error:
-            if error.errno != errno.EIO:
-                raise
-            # A process that a launcher has put into a session of its own may not read a terminal.
-            raise ConfigError(
-                "the launcher does not let this program read the terminal: start it as "
-                "cat | torchrun ..., or give --prompt or --prompt-file"
-            ) from None
-        if text.strip() == "stop":
-            return
-        try:
-            # A line that comes again gets another text.
-            show(generator, [text], samples, number, sources=sources)
-        except ValueError as error:
-            print(f"error: {one_line(error)}", file=sys.stderr)
-
-
-def show(
-    generator: TextGenerator,
-    texts: Sequence[str],
-    samples: int,
-    *place: int,
-    sources: Sources | None = None,
-) -> None:
-    """Prints all texts, a single one while it is generated; each with what the model has read
-    beside it."""
-    if len(texts) * samples > 1:
-        for row in rows(generator, texts, samples, *place, sources=sources):
-            read = "".join(f"\n{line}" for line in _shown(row.get("neighbors", [])))
-            say(f"{row['prompt']}{row['text']}{read}\n{'-' * 8}")
-        return
-    prompt = generator.encode(texts[0])
-    print(texts[0], end="", flush=True)
-    tokens = _printed(generator.stream(prompt, *place, 0))
-    print()
-    for line in _shown(_neighbors(sources, (*prompt, *tokens)).get("neighbors", [])):
-        print(line)
-
-
-def _printed(pieces: Generator[str, None, Tokens]) -> Tokens:
-    while True:
-        try:
-            print(next(pieces), end="", flush=True)
-        except StopIteration as end:
-            tokens: Tokens = end.value
-            return tokens
-
-
-def _neighbors(sources: Sources | None, tokens: Sequence[int]) -> Row:
-    """What the model has read beside a text, as a part of its row."""
-    if sources is None:
-        return {}
-    read = [each._asdict() | {"piece": each.piece._asdict()} for each in sources(tokens)]
-    return {"neighbors": read}
-
-
-def _shown(neighbors: Sequence[Row]) -> Iterator[str]:
-    for each in neighbors:
-        piece = Piece(**each["piece"])
-        place = f"document {piece.sequence}, tokens {piece.start} to {piece.stop - 1}"
-        yield f"  {each['name']}: {piece.source}: {place}"
-        yield from (f"    | {line}" for line in each["text"].splitlines())
-
-
-def write(options: GenerateConfig, found: Iterable[Row], total: int) -> None:
+def _write(options: GenerateConfig, rows: Iterable[Row], total: int) -> None:
     """Writes rows as JSON lines; the file appears when it is complete."""
     (path,) = map(Path, options.outputs.values())
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as part, part.open("x", encoding="utf-8") as file:
-        for row in progress_bar("generating", found, total, " texts"):
+        for row in progress_bar("generating", rows, total, " texts"):
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
         sync(file)
     say(f"{path}: {total} texts")
 
 
-def rows(
-    generator: TextGenerator,
-    texts: Sequence[str],
-    samples: int,
-    *place: int,
-    sources: Sources | None = None,
-) -> Iterator[Row]:
-    """A row for each sample of each prompt."""
-    prompts = [generator.encode(text) for text in texts]
-    each = [prompt for prompt in prompts for _ in range(samples)]
-    for number, found in enumerate(generator.continuations(each, *place)):
-        yield {
-            "prompt": texts[number // samples],
-            "sample": number % samples,
-            "text": found.text,
-            "tokens": found.tokens,
-            "ended": found.ended,
-            **_neighbors(sources, found.read),
-        }
+class TextGenerator:
+    """Continues texts up to a number of new tokens, or to one of ``ends``, all with the model's
+    first adapter. A seed and the place of a prompt determine the draws. With ``sources`` texts come
+    with those that the model has read."""
+
+    def __init__(
+        self,
+        engine: GenerationEngine,
+        options: GenerateConfig,
+        ends: frozenset[int],
+        sources: Sources | None,
+    ) -> None:
+        self._engine, self._tokenizer, self._sources = engine, engine.tokenizer, sources
+        self._sampling = options.sampling()
+        self._stopping = StopRules(options.max_new_tokens, ends)
+        self._adapter = next(iter(engine.runner.adapters), None)
+
+    def interact(self, samples: int) -> None:
+        """Continues one line after another until the line "stop" or the end of the input."""
+        for number in itertools.count():
+            try:
+                text = input(PROMPT)
+            except EOFError:
+                print()
+                return
+            except OSError as error:
+                if error.errno != errno.EIO:
+                    raise
+                # A process that a launcher has put into its own session may not read a terminal.
+                raise ConfigError(
+                    "the launcher does not let this program read the terminal: start it as "
+                    "cat | torchrun ..., or give --prompt or --prompt-file"
+                ) from None
+            if text.strip() == "stop":
+                return
+            try:
+                self.show([text], samples, number)  # a repeated line gets another text
+            except ValueError as error:
+                print(f"error: {one_line(error)}", file=sys.stderr)
+
+    def show(self, texts: Sequence[str], samples: int, *place: int) -> None:
+        """Prints all texts, a single one while it is generated."""
+        if len(texts) * samples > 1:
+            for row in self.rows(texts, samples, *place):
+                read = "".join(f"\n{line}" for line in _shown(row))
+                say(f"{row['prompt']}{row['text']}{read}\n{'-' * 8}")
+            return
+        prompt = self._encode(texts[0])
+        print(texts[0], end="", flush=True)
+        number = self._engine.submit(self._request(prompt, *place, 0))
+        text = TextStream(self._tokenizer, self._before(prompt))
+        finish, added = None, list[int]()
+        while finish is None:
+            for update in self._engine.step():
+                assert update.number == number
+                if update.error is not None:
+                    raise update.error
+                finish = update.finish
+                added += update.tokens
+                tokens = update.tokens[:-1] if finish == "stop" else update.tokens
+                print("".join(map(text.add, tokens)), end="", flush=True)
+        print(text.close(), flush=True)
+        for line in _shown(self._neighbors((*prompt, *added))):
+            print(line)
+
+    def rows(self, texts: Sequence[str], samples: int, *place: int) -> Iterator[Row]:
+        """A row for each sample of each prompt."""
+        prompts = [self._encode(text) for text in texts]
+        prompts = [prompt for prompt in prompts for _ in range(samples)]
+        for number, (prompt, completion) in enumerate(self._completions(prompts, *place)):
+            ended, before = completion.finish == "stop", self._before(prompt)
+            tokens = completion.tokens[:-1] if ended else completion.tokens
+            yield {
+                "prompt": texts[number // samples],
+                "sample": number % samples,
+                "text": continuation_text(self._tokenizer, before, tokens),
+                "tokens": tokens,
+                "ended": ended,
+                **self._neighbors((*before, *completion.tokens)),
+            }
+
+    def megatron_rows(self, texts: Sequence[str]) -> Iterator[Row]:
+        """A row for each prompt with the fields of Megatron's generate_samples_gpt.py. As there,
+        the end token is part of a text, and a new document begins with it."""
+        prompts = [self._encode(text) for text in texts]
+        for number, (prompt, completion) in enumerate(self._completions(prompts)):
+            before = self._before(prompt)
+            written = continuation_text(self._tokenizer, before, completion.tokens)
+            whole = self._tokenizer.detokenize(before) + written
+            yield {
+                "text": written if texts[number] else whole,
+                "all_text": whole,
+                "prompt": texts[number],
+                "id": number,
+                **self._neighbors((*before, *completion.tokens)),
+            }
+
+    def _encode(self, text: str) -> Tokens:
+        """Ids of a prompt. Raises ValueError also if it leaves no room for the new tokens."""
+        runner, new = self._engine.runner, self._stopping.max_new_tokens
+        prompt = prompt_tokens(self._tokenizer, text, runner)
+        if runner.max_prompt is not None and len(prompt) > runner.max_prompt:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens is longer than the {runner.max_prompt} that the "
+                "encoder reads: shorten the prompt"
+            )
+        before = len(prompt) if runner.max_prompt is None else 1
+        room = runner.max_positions - before
+        if new > room:
+            advice = f"at most --max-new-tokens {room}" if room > 0 else "shorten the prompt"
+            raise ValueError(
+                f"--max-new-tokens {new} after a prompt of {before} tokens is more than the "
+                f"model's {runner.max_positions} positions (--max-position-embeddings): {advice}"
+            )
+        return prompt
+
+    def _before(self, prompt: Tokens) -> Tokens:
+        """The tokens before the new ones; those that an encoder reads are not."""
+        return prompt if self._engine.runner.max_prompt is None else ()
+
+    def _request(self, prompt: Tokens, *place: int) -> GenerationRequest:
+        """The request of a prompt; another place gives other draws."""
+        sampling = replace(self._sampling, seed=derive_seed(self._sampling.seed, *place))
+        return GenerationRequest(prompt, self._stopping, sampling, adapter=self._adapter)
+
+    def _completions(
+        self, prompts: Sequence[Tokens], *place: int
+    ) -> Iterator[tuple[Tokens, Completion]]:
+        requests = (self._request(prompt, *place, n) for n, prompt in enumerate(prompts))
+        return zip(prompts, self._engine.completions(requests), strict=True)
+
+    def _neighbors(self, tokens: Sequence[int]) -> Row:
+        """The texts that the model has read with some tokens, as a part of their row."""
+        if self._sources is None:
+            return {}
+        read = self._sources(tokens)
+        return {"neighbors": [each._asdict() | {"piece": each.piece._asdict()} for each in read]}
 
 
-def megatron_rows(
-    generator: TextGenerator, texts: Sequence[str], sources: Sources | None = None
-) -> Iterator[Row]:
-    """A row for each prompt with the fields of Megatron's generate_samples_gpt.py. Like there, what
-    ended a text is part of it, and a new document begins with the token that ends one."""
-    prompts = [generator.encode(text) for text in texts]
-    for number, found in enumerate(generator.continuations(prompts)):
-        whole = found.before + found.written
-        text = found.written if texts[number] else whole
-        row = {"text": text, "all_text": whole, "prompt": texts[number], "id": number}
-        yield row | _neighbors(sources, found.read)
+def _shown(row: Row) -> Iterator[str]:
+    for each in row.get("neighbors", []):
+        piece = Piece(**each["piece"])
+        place = f"document {piece.sequence}, tokens {piece.start} to {piece.stop - 1}"
+        yield f"  {each['name']}: {piece.source}: {place}"
+        yield from (f"    | {line}" for line in each["text"].splitlines())

@@ -1,14 +1,18 @@
-"""The flags of ``tools/generate.py`` besides those of training."""
+"""Flags of ``tools/generate.py`` besides those of training, and the prompts of its files."""
 
 from __future__ import annotations
 
+import io
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from megatron.apps.generation.memory import ServedConfig
 from megatron.apps.generation.request import Sampling
 from megatron.config import ConfigError
 from megatron.config.flags import NOT_NEGATIVE, POSITIVE, Bounds, flag_of, option
+from megatron.tokenizer.base import read_text
+from megatron.util.json_text import parse_json
 
 _TEMPERATURE = Bounds(
     lambda value: value > 0, "must be positive; --greedy always takes the most probable token"
@@ -143,7 +147,7 @@ class GenerateConfig(ServedConfig):
         return {}
 
     def sampling(self) -> Sampling:
-        """How tokens are chosen, with the seed of all texts."""
+        """The sampling of all texts, with one seed."""
         return Sampling(
             greedy=self.greedy,
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -162,3 +166,44 @@ def unused_flags(options: Any) -> list[str]:
         for field in fields(options)
         if field.metadata.get("note") and getattr(options, field.name) != field.default
     ]
+
+
+def prompts_of(options: GenerateConfig) -> list[str] | None:
+    """The prompts of the flags; None without any. Raises ValueError or OSError if a file cannot be
+    used."""
+    if options.prompt is not None:
+        return [options.prompt]
+    if options.prompt_file is not None:
+        is_json = Path(options.prompt_file).suffix == ".jsonl"
+        return _read("--prompt-file", options.prompt_file, '{"prompt": "..."}', is_json)
+    if options.sample_input_file is not None:
+        form = '{"prompt": {"text": "..."}}'
+        return _read("--sample-input-file", options.sample_input_file, form)
+    if options.genfile is not None and options.num_samples != 0:
+        return [""] * (options.num_samples or 1)
+    return None
+
+
+def _read(flag: str, path: str, form: str, is_json: bool | None = None) -> list[str]:
+    """The lines of a file, or their prompts, if they are JSON (None: if the first line is)."""
+    # str.splitlines would also cut at characters that JSON may contain.
+    lines = [line.rstrip("\n") for line in io.StringIO(read_text(path, flag), newline=None)]
+    if is_json is None and lines:
+        is_json = isinstance(_json(lines[0]), dict)
+    prompts = [] if is_json else lines
+    for number, line in enumerate(lines if is_json else [], 1):
+        match _json(line):
+            case {"prompt": str(text)} | {"prompt": {"text": str(text)}}:
+                prompts.append(text)
+            case _ if line.strip():
+                raise ValueError(f"{flag} {path}, line {number} is not of the form {form}")
+    if not prompts:
+        raise ValueError(f"{flag} {path} has no prompt")
+    return prompts
+
+
+def _json(line: str) -> Any:
+    try:
+        return parse_json(line, "a line", lenient=True)
+    except ValueError:
+        return None

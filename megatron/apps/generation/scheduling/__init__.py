@@ -1,1 +1,1 @@
-"""Which texts a step continues, in which pages, and what becomes of its results."""
+"""The texts that a step continues, their pages, and its results."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 
 from torch import Tensor
@@ -12,20 +13,21 @@ from megatron.apps.generation.decoding.constraints import ConstraintCompiler, To
 from megatron.apps.generation.request import (
     Completion,
     GenerationRequest,
+    Runner,
+    StepOutput,
     Update,
 )
-from megatron.apps.generation.scheduling.beam_job import BeamJob
-from megatron.apps.generation.scheduling.check import check_request, check_room
-from megatron.apps.generation.scheduling.engine_stats import EngineStats, EngineSums
-from megatron.apps.generation.scheduling.job import Job
+from megatron.apps.generation.scheduling.jobs import (
+    BeamJob,
+    Job,
+    TextJob,
+)
 from megatron.apps.generation.scheduling.pages import PagePool
 from megatron.apps.generation.scheduling.schedule import (
     EngineLimits,
     PlannedPart,
     Scheduler,
 )
-from megatron.apps.generation.scheduling.text_job import TextJob
-from megatron.apps.generation.step import Runner, StepOutput
 from megatron.tokenizer import Tokenizer
 
 
@@ -36,9 +38,40 @@ class QueueFull(RuntimeError):
         super().__init__(f"{limits.waiting:,} requests wait already; try again later")
 
 
+@dataclass
+class EngineStats:
+    """Work of an engine: what it has done, and does now.
+
+    Attributes:
+        prompt_tokens: of the requests that were started.
+        prefix_hit_tokens: of the prompts, found computed.
+        new_tokens: generated; of a beam search those of its best text.
+        finished: requests that ended, cancelled and failed ones too.
+        failed: requests that ended by an error of their own.
+        steps: passes through the model, and their time with the choice of tokens.
+        running: requests, as ``waiting``.
+        pages: of the model's memory: used by running requests, cached (with prompts that may come
+            again), and free.
+    """
+
+    prompt_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    new_tokens: int = 0
+    finished: int = 0
+    failed: int = 0
+    steps: int = 0
+    step_seconds: float = 0.0
+    running: int = 0
+    waiting: int = 0
+    pages: int = 0
+    pages_used: int = 0
+    pages_cached: int = 0
+    pages_free: int = 0
+
+
 class GenerationEngine:
-    """Continues the texts of many requests together, which come and go at every step. What one of
-    them gets does not depend on the others. Not thread-safe; see
+    """Continues the texts of many requests together, which come and go at every step; their results
+    do not depend on each other. Not thread-safe; see
     :class:`~megatron.apps.generation.scheduling.engine_thread.EngineThread`."""
 
     def __init__(
@@ -50,21 +83,34 @@ class GenerationEngine:
         self._schedule = Scheduler(self.limits, self._pool, runner.start_token is not None)
         self._constraints = ConstraintCompiler(tokenizer, runner.vocab_size)
         self._ended: list[Update] = []
-        self._sums = EngineSums()
+        self._stats = EngineStats()
         self._next_number = 0
 
     def job(self, request: GenerationRequest) -> Job:
-        """A request as it can be put in the queue, for a thread that may take its time: a
+        """A request as it can be put in the queue; may be called in other threads, since a
         constraint takes a while to prepare. Raises ValueError if it can never run: its prompt is
         empty, has an unknown token or, with the new tokens, needs more positions or pages than
         there are."""
-        check_request(request, self.runner)
+        _check_request(request, self.runner)
         job: Job
         if request.beams is not None:
             job = BeamJob(request, self.runner, self.tokenizer)
         else:
-            job = TextJob(request, self.runner, self.tokenizer, self._constraint(request))
-        check_room(request, job.rows, job.pages_needed, self.runner, self.limits)
+            constraint: TokenConstraint | None = None
+            if request.constraint is not None:
+                constraint = self._constraints.compile(request.constraint, request.stopping.tokens)
+            job = TextJob(request, self.runner, self.tokenizer, constraint)
+        if job.rows > self.limits.running:
+            raise ValueError(
+                f"{job.rows} beams are more than the {self.limits.running} texts that may run at "
+                "once"
+            )
+        if job.pages_needed > self.runner.pages:
+            raise ValueError(
+                f"a prompt of {len(request.prompt):,} tokens and "
+                f"{request.stopping.max_new_tokens:,} new ones need {job.pages_needed:,} pages of "
+                f"{self.runner.page_size} positions; there is memory for {self.runner.pages:,}"
+            )
         return job
 
     def submit(self, request: GenerationRequest) -> int:
@@ -75,7 +121,7 @@ class GenerationEngine:
         return self.add(self.job(request))
 
     def add(self, job: Job) -> int:
-        """`submit` for those who have asked for `room` themselves."""
+        """`submit` without a check of `room`."""
         job.number = self._next_number
         self._next_number += 1
         self._schedule.waiting.append(job)
@@ -83,7 +129,7 @@ class GenerationEngine:
 
     @property
     def room(self) -> int:
-        """How many more requests may come: what can run at the next step does not wait."""
+        """The number of further requests: what can run at the next step does not wait."""
         return self.limits.running + self.limits.waiting - self._schedule.rows
 
     def cancel(self, number: int) -> None:
@@ -96,47 +142,47 @@ class GenerationEngine:
 
     @property
     def busy(self) -> bool:
-        """Whether a step has anything to do."""
+        """True if a step has anything to do."""
         return bool(self._ended or self._schedule.waiting or self._schedule.running)
 
     def step(self) -> list[Update]:
         """Gives every running text its next token, and computes more of prompts, in one pass
         through the model. An error of the runner leaves its memory unknown: no step may follow."""
-        started = time.perf_counter()
+        started, stats = time.perf_counter(), self._stats
         updates, self._ended = self._ended, []
         for job in self._schedule.admit():
-            self._sums.prompt_tokens += len(job.request.prompt)
+            stats.prompt_tokens += len(job.request.prompt)
         step, planned = self._schedule.plan()
         assert planned or not (self._schedule.running or self._schedule.waiting)
         if planned:
             for job, update in self._results(planned, self.runner.run(step)):
-                self._sums.new_tokens += len(update.tokens)
-                self._sums.prefix_hit_tokens += update.cached
+                stats.new_tokens += len(update.tokens)
+                stats.prefix_hit_tokens += update.cached
                 if update.finish is not None:
                     self._end(job, update)
                 updates.append(update)
-            self._sums.steps += 1
-            self._sums.step_seconds += time.perf_counter() - started
+            stats.steps += 1
+            stats.step_seconds += time.perf_counter() - started
         return updates
 
     def completions(self, requests: Iterable[GenerationRequest]) -> Iterator[Completion]:
-        """What each request gets, in their order, as soon as it is there; requests are taken from
-        the iterable as there is room. Raises ValueError if one can never run, or what makes one
-        fail."""
+        """Results of requests, in their order, as soon as they are complete; requests are taken
+        from the iterable as there is room. Raises ValueError if one can never run, or the error of
+        one that fails."""
         assert not self.busy
-        coming, found = iter(requests), dict[int, list[Update]]()
+        coming, open_updates = iter(requests), dict[int, list[Update]]()
         try:
             while True:
                 for request in islice(coming, self.room):
-                    found[self.submit(request)] = []
-                if not found:
+                    open_updates[self.submit(request)] = []
+                if not open_updates:
                     return
                 for update in self.step():
-                    found[update.number].append(update)
-                while (number := next(iter(found), None)) is not None and _complete(found[number]):
-                    yield completion_of(found.pop(number))
+                    open_updates[update.number].append(update)
+                while (updates := next(iter(open_updates.values()), None)) and updates[-1].finish:
+                    yield completion_of(open_updates.pop(updates[-1].number))
         finally:
-            for number in found:
+            for number in open_updates:
                 self.cancel(number)
             self._ended = []
 
@@ -146,21 +192,16 @@ class GenerationEngine:
 
     @property
     def stats(self) -> EngineStats:
-        """Numbers for those who watch."""
-        return EngineStats(
+        """A snapshot."""
+        return replace(
+            self._stats,
             running=len(self._schedule.running),
             waiting=len(self._schedule.waiting),
             pages=self._pool.pages,
             pages_used=self._pool.used,
             pages_cached=self._pool.cached,
             pages_free=self._pool.available - self._pool.cached,
-            **vars(self._sums),
         )
-
-    def _constraint(self, request: GenerationRequest) -> TokenConstraint | None:
-        if request.constraint is None:
-            return None
-        return self._constraints.compile(request.constraint, request.stopping.tokens)
 
     def _results(
         self, planned: Sequence[PlannedPart], result: StepOutput
@@ -187,8 +228,8 @@ class GenerationEngine:
 
     def _end(self, job: Job, update: Update) -> None:
         self._schedule.end(job)
-        self._sums.finished += 1
-        self._sums.failed += update.finish == "failed"
+        self._stats.finished += 1
+        self._stats.failed += update.finish == "failed"
 
 
 def _taken(job: Job, logits_RV: Tensor) -> Update | None:
@@ -198,12 +239,8 @@ def _taken(job: Job, logits_RV: Tensor) -> Update | None:
         return job.update(finish="failed", error=error)
 
 
-def _complete(updates: Sequence[Update]) -> bool:
-    return bool(updates) and updates[-1].finish is not None
-
-
 def completion_of(updates: Sequence[Update]) -> Completion:
-    """All updates of a request together. Raises what made it fail."""
+    """All updates of a request together. Raises the error that made it fail."""
     last = updates[-1]
     assert last.finish is not None
     if last.error is not None:
@@ -216,3 +253,57 @@ def completion_of(updates: Sequence[Update]) -> Completion:
         last.beams,
         sum(update.cached for update in updates),
     )
+
+
+def _check_request(request: GenerationRequest, runner: Runner) -> None:
+    """Raises ValueError if a model can never do it: an empty prompt, an unknown token, more
+    positions than it has, or contradicting fields."""
+    if not request.prompt:
+        raise ValueError("the prompt is empty; start from the end-of-document token instead")
+    _check_tokens("the prompt", request.prompt, runner.vocab_size)
+    _check_tokens("the bias", request.sampling.bias, runner.vocab_size)
+    for name in ("logprobs", "prompt_logprobs"):
+        count = getattr(request, name)
+        if count is not None and not 0 <= count <= runner.vocab_size:
+            raise ValueError(f"{name} {count} must be from 0 to {runner.vocab_size:,}")
+    if request.adapter is not None and request.adapter not in runner.adapters:
+        known = ", ".join(runner.adapters) or "no adapters"
+        raise ValueError(f"there is no adapter {request.adapter!r}; the model has {known}")
+    _check_positions(request, runner)
+
+
+def _check_tokens(where: str, tokens: Collection[int], vocab_size: int) -> None:
+    if tokens and (min(tokens) < 0 or max(tokens) >= vocab_size):
+        foreign = next(token for token in tokens if not 0 <= token < vocab_size)
+        raise ValueError(
+            f"{where} has token id {foreign}, outside the model's vocabulary of {vocab_size:,}"
+        )
+
+
+def _check_positions(request: GenerationRequest, runner: Runner) -> None:
+    prompt, new, long = len(request.prompt), request.stopping.max_new_tokens, runner.long_after
+    asked = f"a prompt of {prompt:,} tokens and {new:,} new ones"
+    if runner.max_prompt is None and prompt + new > runner.max_positions:
+        raise ValueError(f"{asked} are more than the model's {runner.max_positions:,} positions")
+    if runner.max_prompt is not None:
+        if prompt > runner.max_prompt:
+            raise ValueError(
+                f"a prompt of {prompt:,} tokens is longer than the {runner.max_prompt:,} that the "
+                "model's encoder takes"
+            )
+        if 1 + new > runner.max_positions:
+            raise ValueError(
+                f"a start token and {new:,} new ones are more than the {runner.max_positions:,} "
+                "positions of the model's decoder"
+            )
+        if request.prompt_logprobs is not None:
+            raise ValueError(
+                "an encoder reads the prompt and does not predict it: it has no log-probabilities"
+            )
+    if request.beams is not None and request.constraint is not None:
+        raise ValueError("a beam search cannot be constrained")
+    if request.beams is not None and long is not None and prompt <= long < prompt + new - 1:
+        raise ValueError(
+            f"{asked} pass the {long:,} positions after which this model computes otherwise, which "
+            f"a beam search cannot; ask for at most {long - prompt + 1:,} new ones"
+        )

@@ -4,18 +4,44 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Hashable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Hashable
 
 import torch
 
 from megatron.apps.generation.request import GenerationRequest, Update
-from megatron.apps.generation.scheduling.engine import GenerationEngine, QueueFull
-from megatron.apps.generation.scheduling.engine_stats import EngineStats
-from megatron.apps.generation.scheduling.job import Job
+from megatron.apps.generation.scheduling.engine import (
+    EngineStats,
+    GenerationEngine,
+    QueueFull,
+)
+from megatron.apps.generation.scheduling.jobs import Job
 
 
 class EngineStopped(RuntimeError):
-    """The engine takes no more requests: it is being drained, or has failed."""
+    """The engine refuses requests: it is being drained, or has failed."""
+
+
+class _Stream:
+    """A job and the updates that its event loop was told."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.ended = job, False
+        self.loop = asyncio.get_running_loop()
+        self.updates: asyncio.Queue[Update | EngineStopped] = asyncio.Queue()
+
+    async def next(self) -> Update:
+        """The next update. Raises the error that made the request, or the engine, fail."""
+        update = await self.updates.get()
+        if isinstance(update, EngineStopped):
+            self.ended = True
+            raise update
+        self.ended = update.finish is not None
+        if update.error is not None:
+            raise update.error
+        return update
+
+
+_Told = list[tuple[_Stream, Update | EngineStopped]]
 
 
 class EngineThread:
@@ -25,8 +51,7 @@ class EngineThread:
         self.engine = engine
         self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
         self._torch_threads = torch.get_num_threads()
-        # Guards what follows, which other threads change too.
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # guards the rest, which other threads change too
         self._came: list[_Stream] = []
         self._left: list[_Stream] = []
         self._draining = self._closing = False
@@ -35,42 +60,51 @@ class EngineThread:
 
     @property
     def failed(self) -> BaseException | None:
-        """What has ended the thread, other than `drain` and `close`."""
+        """The error that has ended the thread."""
         return self._failed
 
     @property
     def stats(self) -> EngineStats:
-        """The engine's; what came during its present step is not in them yet."""
+        """Numbers of the engine without its present step."""
         return self.engine.stats
 
     def start(self) -> None:
-        """Starts the thread."""
         self._thread.start()
 
     async def stream(
         self, request: GenerationRequest, source: tuple[Hashable, Hashable] = (None, None)
     ) -> AsyncGenerator[Update, None]:
-        """What a request gets, as it comes; the last update has ``finish``. Whoever stops
-        iterating cancels it. Sources (see `Job`) take turns. The first ``anext`` raises ValueError
-        if the request can never run, QueueFull if too many wait, EngineStopped; any may raise what
-        made it fail."""
+        """Updates of a request, as they come; the last one has ``finish``. To stop iterating
+        cancels it. Sources (see `Job`) take turns. The first ``anext`` raises ValueError if the
+        request can never run, QueueFull if too many wait, EngineStopped; any may raise the error
+        that made it fail."""
         if request.constraint is None:
             job = self.engine.job(request)
         else:  # takes long enough to delay other texts
             job = await asyncio.to_thread(self.engine.job, request)
         job.source = source
         stream = _Stream(job)
-        self._enter(stream)
+        with self._changed:
+            if self._failed is not None:
+                raise self._failure()
+            if self._draining:
+                raise EngineStopped("generation is being shut down: it takes no more requests")
+            if len(self._came) >= self.engine.room:
+                raise QueueFull(self.engine.limits)
+            self._came.append(stream)
+            self._changed.notify()
         try:
             while not stream.ended:
                 yield await stream.next()
         finally:
             if not stream.ended:
-                self._leave(stream)
+                with self._changed:
+                    self._left.append(stream)
+                    self._changed.notify()
 
     async def drain(self, timeout: float) -> bool:
-        """Takes no more requests, waits until the others have ended, cancels those that have not
-        after ``timeout`` seconds, and ends the thread. Returns whether all ended by themselves."""
+        """Refuses requests, waits until the others have ended, cancels those that have not after
+        ``timeout`` seconds, and ends the thread. Returns whether all ended by themselves."""
         with self._changed:
             self._draining = True
             self._changed.notify()
@@ -90,25 +124,6 @@ class EngineThread:
         if self._thread.ident is not None:
             self._thread.join(timeout)
 
-    def _enter(self, stream: _Stream) -> None:
-        with self._changed:
-            self._raise_if_stopped()
-            if len(self._came) >= self.engine.room:
-                raise QueueFull(self.engine.limits)
-            self._came.append(stream)
-            self._changed.notify()
-
-    def _leave(self, stream: _Stream) -> None:
-        with self._changed:
-            self._left.append(stream)
-            self._changed.notify()
-
-    def _raise_if_stopped(self) -> None:
-        if self._failed is not None:
-            raise self._failure()
-        if self._draining:
-            raise EngineStopped("generation is being shut down: it takes no more requests")
-
     def _failure(self) -> EngineStopped:
         stopped = EngineStopped(f"generation has failed: {self._failed}")
         stopped.__cause__ = self._failed
@@ -119,15 +134,20 @@ class EngineThread:
         torch.set_num_threads(self._torch_threads)
         try:
             while self._receive():
-                self._tell(self.engine.step())
-        except BaseException as error:  # whatever it is, those who wait are told
+                updates = self.engine.step()
+                told: _Told = [(self._streams[update.number], update) for update in updates]
+                for update in updates:
+                    if update.finish is not None:
+                        del self._streams[update.number]
+                self._send(told)
+        except BaseException as error:  # any: the clients that wait are told
             with self._changed:
                 self._failed = error
                 streams = [*self._streams.values(), *self._came]
-            self._send((stream, self._failure()) for stream in streams)
+            self._send([(stream, self._failure()) for stream in streams])
 
     def _receive(self) -> bool:
-        """Waits for something to do, and hands new requests on; False if there will be nothing."""
+        """Waits for work, and takes new requests; False at the end of all work."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._came or self._left or self._draining or self.engine.busy
@@ -142,16 +162,9 @@ class EngineThread:
             self.engine.cancel(stream.job.number)
         return self.engine.busy or not self._draining
 
-    def _tell(self, updates: Sequence[Update]) -> None:
-        found = [(self._streams[update.number], update) for update in updates]
-        for update in updates:
-            if update.finish is not None:
-                del self._streams[update.number]
-        self._send(found)
-
-    def _send(self, found: Iterable[tuple[_Stream, Update | EngineStopped]]) -> None:
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, Update | EngineStopped]]] = {}
-        for stream, update in found:
+    def _send(self, told: _Told) -> None:
+        by_loop: dict[asyncio.AbstractEventLoop, _Told] = {}
+        for stream, update in told:
             by_loop.setdefault(stream.loop, []).append((stream, update))
         for loop, pairs in by_loop.items():
             try:
@@ -160,30 +173,6 @@ class EngineThread:
                 self._left += [stream for stream, _ in pairs]
 
 
-class _Stream:
-    """What an event loop has been told of a job."""
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.loop = asyncio.get_running_loop()
-        self.ended = False
-        self._updates: asyncio.Queue[Update | EngineStopped] = asyncio.Queue()
-
-    def put(self, update: Update | EngineStopped) -> None:
-        self._updates.put_nowait(update)
-
-    async def next(self) -> Update:
-        """The next update. Raises what made the request, or the engine, fail."""
-        update = await self._updates.get()
-        if isinstance(update, EngineStopped):
-            self.ended = True
-            raise update
-        self.ended = update.finish is not None
-        if update.error is not None:
-            raise update.error
-        return update
-
-
-def _put(pairs: Sequence[tuple[_Stream, Update | EngineStopped]]) -> None:
-    for stream, update in pairs:
-        stream.put(update)
+def _put(told: _Told) -> None:
+    for stream, update in told:
+        stream.updates.put_nowait(update)

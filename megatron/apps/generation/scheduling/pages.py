@@ -1,10 +1,11 @@
-"""Which pages of a model's memory are in use, and which contain the start of a prompt."""
+"""Pages of a model's memory: users, and the pages that contain the start of a prompt."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import takewhile
 
 import numpy as np
 
@@ -12,9 +13,9 @@ import numpy as np
 def prefix_digests(
     prompt: Sequence[int], page_size: int, long: bool = False, adapter: str | None = None
 ) -> list[bytes]:
-    """For each full page of a prompt a digest of the tokens up to its end, which identifies what
-    the page contains: keys and values depend on all tokens before them, on the ``adapter``, and on
-    whether they are those of a ``long`` sequence (`SequencePart`)."""
+    """Digests of the tokens up to the end of each full page of a prompt, which identify its
+    contents: keys and values depend on all tokens before them, on the ``adapter``, and on
+    `SequencePart.long`."""
     whole = len(prompt) // page_size
     pages = np.asarray(prompt[: whole * page_size], np.int64).reshape(whole, page_size)
     digests, before = [], b"long" if long else b""
@@ -60,16 +61,11 @@ class PagePool:
 
     def find(self, digests: Sequence[bytes]) -> list[int]:
         """The pages of the longest known part of a prompt."""
-        found = []
-        for digest in digests:
-            page = self._by_digest.get(digest)
-            if page is None:
-                break
-            found.append(page)
-        return found
+        known = takewhile(self._by_digest.__contains__, digests)
+        return [self._by_digest[digest] for digest in known]
 
     def idle_among(self, pages: Sequence[int]) -> int:
-        """How many of the pages have no users; `share` makes so many fewer available."""
+        """The number of pages without users; `share` makes so many fewer available."""
         return sum(page in self._idle for page in pages)
 
     def share(self, pages: Sequence[int]) -> None:
@@ -99,21 +95,21 @@ class PagePool:
             self._claims[page] = owner
 
     def claim(self, page: int, owner: int) -> bool:
-        """Whether a page that is not filled is for this owner to fill."""
+        """True if this owner must fill a page that is not filled."""
         if page not in self._digests:
             return True
         return self._claims.setdefault(page, owner) == owner
 
     def is_filled(self, page: int) -> bool:
-        """Whether a published page has its contents."""
+        """True if a published page has its contents."""
         return page in self._filled
 
     def is_private(self, page: int) -> bool:
-        """Whether a page is not published."""
+        """True if a page is not published."""
         return page not in self._digests
 
     def fill(self, page: int) -> None:
-        """Says that a page has its contents now."""
+        """Notes that a page has its contents."""
         if page in self._digests:
             self._filled.add(page)
             del self._claims[page]

@@ -1,28 +1,26 @@
-"""Which requests run, and what a step computes for each."""
+"""The requests that run, and the parts of each step."""
 
 from __future__ import annotations
 
-from collections import deque
+import itertools
+from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from megatron.apps.generation.scheduling.job import Job
+from megatron.apps.generation.request import SequencePart, StepInput
+from megatron.apps.generation.scheduling.jobs import Job
 from megatron.apps.generation.scheduling.pages import PagePool
-from megatron.apps.generation.step import SequencePart, StepInput
 
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """How much is done at once.
+    """Limits of the work at once. Raises ValueError if prompts would have no room in a step.
 
     Attributes:
         running: texts; each beam is one.
-        step_tokens: of one pass through the model: those that were generated, and as many of
-            prompts as there is room for. An encoder's prompt is one piece, which may be longer.
-        waiting: requests, besides what runs; one more is refused.
-
-    Raises ValueError if prompts would have no room in a step.
+        step_tokens: of one pass: generated ones, and as many of prompts as there is room for. An
+            encoder's prompt is one piece, which may be longer.
+        waiting: requests in addition to those that run.
     """
 
     running: int = 64
@@ -40,11 +38,8 @@ class EngineLimits:
             )
 
 
-class PlannedPart(NamedTuple):
-    """A part of a step and whose it is."""
-
-    job: Job
-    part: SequencePart
+PlannedPart = tuple[Job, SequencePart]
+"""A part of a step and its job."""
 
 
 class FairQueue:
@@ -129,7 +124,7 @@ class Scheduler:
         return admitted
 
     def end(self, job: Job) -> None:
-        """Takes a request out, and gives back what it holds."""
+        """Takes a request out, and releases its pages and prompt."""
         if self.running.pop(job.number, None) is None:
             self.waiting.remove(job)
             return
@@ -149,8 +144,7 @@ class Scheduler:
         return running or next((job for job in self.waiting if job.number == number), None)
 
     def plan(self) -> tuple[StepInput, list[PlannedPart]]:
-        """The next step, and whose its parts are, in order. Without parts there is nothing to
-        compute."""
+        """The next step, and its parts in order; there may be none."""
         planned: list[PlannedPart] = []
         copies: list[tuple[int, int]] = []
         reading = []
@@ -159,40 +153,30 @@ class Scheduler:
                 reading.append(job)
             else:
                 copies += job.copies()
-                planned += [PlannedPart(job, part) for part in job.parts()]
-        encode, forget = self._plan_prompts(planned, reading)
-        step = StepInput(tuple(each.part for each in planned), tuple(copies), encode, forget)
+                planned += [(job, part) for part in job.parts()]
+        self._plan_prompts(planned, reading)
+        encode, forget = ((), ()) if self._prompts is None else self._prompts.changes()
+        step = StepInput(tuple(part for _, part in planned), tuple(copies), encode, forget)
         return step, planned
 
-    def _plan_prompts(
-        self, planned: list[PlannedPart], reading: Iterable[Job]
-    ) -> tuple[tuple[tuple[int, tuple[int, ...]], ...], tuple[int, ...]]:
+    def _plan_prompts(self, planned: list[PlannedPart], reading: Iterable[Job]) -> None:
         budget = self.limits.step_tokens - len(planned)
-        encode: dict[int, tuple[int, ...]] = {}
         first: dict[tuple[tuple[int, ...], str | None], Job] = {}
         self.followers = {}
         for job in reading:
             if budget <= 0:
                 break
-            other = job if self._prompts is not None else first.setdefault(_what_is_read(job), job)
+            key = job.prompt, job.request.adapter
+            other = job if self._prompts is not None else first.setdefault(key, job)
             if other is not job and job.follows(other, self.pool):
                 self.followers.setdefault(other, []).append(job)
                 continue
             if self._prompts is not None and job.encoded is None:
-                number, new = self._prompts.of(job)
-                if new:
-                    encode[number] = job.request.prompt
-                    budget -= len(job.request.prompt)
+                budget -= self._prompts.add(job)
             part = job.read(self.pool, max(budget, 1))
             if part is not None:
-                planned.append(PlannedPart(job, part))
+                planned.append((job, part))
                 budget -= len(part.tokens)
-        forget = () if self._prompts is None else self._prompts.forgotten()
-        return tuple(encode.items()), forget
-
-
-def _what_is_read(job: Job) -> tuple[tuple[int, ...], str | None]:
-    return job.prompt, job.request.adapter
 
 
 class EncodedPrompts:
@@ -200,20 +184,21 @@ class EncodedPrompts:
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, ...], int] = {}
-        self._users: dict[int, int] = {}
-        self._forgotten: list[int] = []
-        self._next = 0
+        self._users: Counter[int] = Counter()
+        self._next = itertools.count()
+        self._encode: list[tuple[int, tuple[int, ...]]] = []
+        self._forget: list[int] = []
 
-    def of(self, job: Job) -> tuple[int, bool]:
-        """Gives a job the number of its prompt; whether it must be encoded first."""
+    def add(self, job: Job) -> int:
+        """Gives a job the number of its prompt; returns the number of tokens to encode first."""
         prompt = job.request.prompt
         new = prompt not in self._numbers
         if new:
-            self._numbers[prompt] = self._next
-            self._next += 1
+            self._numbers[prompt] = next(self._next)
+            self._encode.append((self._numbers[prompt], prompt))
         job.encoded = self._numbers[prompt]
-        self._users[job.encoded] = self._users.get(job.encoded, 0) + 1
-        return job.encoded, new
+        self._users[job.encoded] += 1
+        return len(prompt) if new else 0
 
     def release(self, job: Job) -> None:
         """Removes a user of a job's prompt."""
@@ -222,9 +207,10 @@ class EncodedPrompts:
         self._users[job.encoded] -= 1
         if not self._users[job.encoded]:
             del self._users[job.encoded], self._numbers[job.request.prompt]
-            self._forgotten.append(job.encoded)
+            self._forget.append(job.encoded)
 
-    def forgotten(self) -> tuple[int, ...]:
-        """The prompts that have lost their last user since the last call."""
-        forgotten, self._forgotten = tuple(self._forgotten), []
-        return forgotten
+    def changes(self) -> tuple[tuple[tuple[int, tuple[int, ...]], ...], tuple[int, ...]]:
+        """The prompts to encode, and those that lost their last user, since the last call."""
+        changes = tuple(self._encode), tuple(self._forget)
+        self._encode, self._forget = [], []
+        return changes

@@ -1,27 +1,165 @@
-"""The server as an ASGI application."""
+"""The server as an ASGI application: its routes, and the checks that every request passes."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import hmac
+import time
+import traceback
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
+from urllib.parse import SplitResult, urlsplit
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
 
-from megatron.apps.generation.server.errors import RequestError
-from megatron.apps.generation.server.exchange import JSON
-from megatron.apps.generation.server.guard import Access, Guard
+from megatron.apps.generation.server.exchange import (
+    JSON,
+    ClientGone,
+    RequestError,
+)
 from megatron.apps.generation.server.megatron_api import megatron_router
-from megatron.apps.generation.server.metrics import CONTENT_TYPE
+from megatron.apps.generation.server.metrics import (
+    Metrics,
+    RequestRecord,
+    current_record,
+)
 from megatron.apps.generation.server.openai_api import openai_router
-from megatron.apps.generation.server.page_files import page_router
 from megatron.apps.generation.server.service import Service
+from megatron.util.pages import PAGE_HEADERS, page_files
+
+# Endpoints of the metrics; all other paths are one.
+ENDPOINTS = frozenset(
+    f"{prefix}/{name}"
+    for prefix in ("", "/v1")
+    for name in ("completions", "chat/completions", "models")
+) | {"/api", "/health", "/metrics", "/"}
+_GONE = 499  # the status that is logged when the client went away
+_SECURITY = (
+    (b"content-security-policy", b"default-src 'self'; frame-ancestors 'none'; base-uri 'none'"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"x-frame-options", b"DENY"),
+)
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may use a server: ``key`` is what clients must send (None for nothing), ``host`` the
+    address of the server, ``origins`` the other sites whose pages may use it ("*" for all)."""
+
+    key: str | None = None
+    host: str = "127.0.0.1"
+    origins: Collection[str] = ()
+
+    def check(self, path: str, headers: dict[bytes, bytes]) -> None:
+        """Raises RequestError for a client without access."""
+        site = headers.get(b"host", b"localhost").decode("latin-1")
+        name = _split(f"//{site}").hostname
+        # A page of another site, whose name leads to this machine, sends that name.
+        if self.key is None and name not in {"localhost", "127.0.0.1", "::1", self.host}:
+            text = f"Host {site[:200]!r} is not this server's; it takes others with --api-key only"
+            raise RequestError(text, 403, code="wrong_host")
+        # A browser sends the site whose page asks; other clients send none.
+        origin = headers.get(b"origin", b"").decode("latin-1")
+        is_own = _split(origin).netloc == headers.get(b"host", b"").decode("latin-1")
+        if origin and not is_own and not {origin, "*"} & set(self.origins):
+            text = f"pages of {origin[:200]} may not use this server; --allow-origin says which may"
+            raise RequestError(text, 403, code="wrong_origin")
+        is_open = path in ("/", "/health", "/favicon.ico") or path.startswith("/page/")
+        if self.key is not None and not is_open:
+            scheme, _, sent = headers.get(b"authorization", b"").partition(b" ")
+            same = hmac.compare_digest(sent.strip(), self.key.encode())
+            if scheme.lower() != b"bearer" or not same:
+                text = "a key is needed: send the header Authorization: Bearer KEY"
+                raise RequestError(text, 401, code="invalid_api_key")
+
+
+def _split(url: str) -> SplitResult:
+    """The parts of a URL; empty ones of a text that is not a URL, such as ``//[``."""
+    try:
+        return urlsplit(url)
+    except ValueError:
+        return SplitResult("", "", "", "", "")
+
+
+class Guard:
+    """ASGI middleware that checks access, adds security headers, answers errors and logs a line."""
+
+    def __init__(self, app: Any, access: Access, metrics: Metrics, log: Any) -> None:
+        self._app, self._access, self._metrics, self._log = app, access, metrics, log
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answers one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        call = _Call(scope, receive, send)
+        token = current_record.set(call.record)
+        try:
+            headers = dict(scope["headers"])
+            if {b"content-length", b"transfer-encoding"} <= headers.keys():
+                # A proxy may use the one length where the server uses the other, and so take
+                # requests that it did not check for part of a body.
+                lengths = "Content-Length and Transfer-Encoding"
+                raise RequestError(f"{lengths} contradict each other; send one of them", close=True)
+            self._access.check(scope["path"], headers)
+            await self._app(scope, receive, call.send)
+        except RequestError as error:
+            await call.refuse(error)
+        except ClientGone:
+            call.status = _GONE
+        except Exception as error:
+            text = "".join(traceback.format_exception(error))
+            self._log(f"error: {scope['method']} {scope['path']!r} failed\n{text}")
+            if call.status:
+                raise  # too late for an answer: the connection is closed
+            await call.refuse(RequestError("the server failed to answer this request", 500))
+        finally:
+            current_record.reset(token)
+            endpoint = scope["path"] if scope["path"] in ENDPOINTS else "other"
+            self._metrics.requests.labels(endpoint, str(call.status or _GONE)).inc()
+            self._metrics.seconds.observe(time.perf_counter() - call.begun)
+            self._log(call.line())
+
+
+class _Call:
+    """One request and the beginning of its answer."""
+
+    def __init__(self, scope: Any, receive: Any, send: Any) -> None:
+        self._scope, self._receive, self._send = scope, receive, send
+        self.record = RequestRecord(client=(scope.get("client") or ("",))[0])
+        self.begun, self._first_byte, self.status = time.perf_counter(), 0.0, 0
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self.status, self._first_byte = message["status"], time.perf_counter()
+            present = {name for name, _ in message["headers"]}
+            added = [pair for pair in _SECURITY if pair[0] not in present]
+            message = {**message, "headers": [*message["headers"], *added]}
+        await self._send(message)
+
+    async def refuse(self, error: RequestError) -> None:
+        answer = JSON(error.body(self._scope["path"]), error.status, error.headers)
+        await answer(self._scope, self._receive, self.send)
+
+    def line(self) -> str:
+        """The request's line in the log."""
+        took, record = time.perf_counter() - self.begun, self.record
+        first = f", first byte after {self._first_byte - self.begun:.3f} s" if self.status else ""
+        tokens = ""
+        if record.prompt_tokens:
+            tokens = f" {record.prompt_tokens} + {record.new_tokens} tokens,"
+        path = ascii(self._scope["path"][:200])[1:-1]
+        return f"{self._scope['method']} {path} {self.status or _GONE}{tokens} {took:.3f} s{first}"
 
 
 def build_app(service: Service, access: Access | None = None) -> FastAPI:
-    """All that a server answers: Megatron's and OpenAI's API, ``/health``, ``/metrics``, and the
-    page at ``/``."""
+    """The application: Megatron's and OpenAI's API, ``/health``, ``/metrics``, and the page at
+    ``/``."""
     access = access or Access()
     # The pages that describe an API load scripts from elsewhere.
     app = FastAPI(title="Text generation", docs_url=None, redoc_url=None, openapi_url=None)
@@ -38,7 +176,7 @@ def build_app(service: Service, access: Access | None = None) -> FastAPI:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(service.metrics.text(), media_type=CONTENT_TYPE)
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     app.add_middleware(Guard, access=access, metrics=service.metrics, log=service.log)
     if access.origins:  # around the guard, whose refusals such a page may read
@@ -52,8 +190,27 @@ def build_app(service: Service, access: Access | None = None) -> FastAPI:
 
 
 async def _refused(request: Request, error: Any) -> Response:
-    """What has no route, in the form of the other errors."""
+    """The answer to a request without a route, in the form of the other errors."""
     texts = {404: "there is nothing at this path", 405: "this path has no such method"}
     refused = RequestError(texts.get(error.status_code, str(error.detail)), error.status_code)
     headers = {**refused.headers, **(error.headers or {})}
     return JSON(refused.body(request.url.path), status_code=error.status_code, headers=headers)
+
+
+def page_router() -> APIRouter:
+    """Routes of the page for trying a model, ``/`` and ``/page/NAME``; its files are read once."""
+    files = page_files(Path(__file__).parent / "page")
+    router = APIRouter(include_in_schema=False)
+
+    @router.api_route("/page/{name}", methods=["GET", "HEAD"])
+    async def file(name: str) -> Response:
+        if name not in files:
+            raise HTTPException(404, "the page has no such file")
+        page = files[name]
+        return Response(page.content, media_type=page.media_type, headers=PAGE_HEADERS)
+
+    @router.api_route("/", methods=["GET", "HEAD"])
+    async def first() -> Response:
+        return await file("index.html")
+
+    return router

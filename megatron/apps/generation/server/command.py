@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,22 +31,23 @@ if TYPE_CHECKING:
     from megatron.apps.generation.server.listening import HTTPThread
     from megatron.apps.generation.server.service import Service
 
-EXTRA = "serve"
 _PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Ctrl-C reaches a process from its terminal and, within this time, again from its launcher.
 _TWICE_SECONDS = 1.0
-"""Ctrl-C reaches a process from its terminal and again from its launcher; what comes later than
-this is another one."""
 _POLL_SECONDS = 0.2
-_NOTICE_SECONDS = 1.0
-"""How long a failed server says so before it ends."""
+_NOTICE_SECONDS = 1.0  # in which a failed server answers so before it ends
 
 
 def run_server(description: str | None, argv: Sequence[str] | None = None) -> None:
     """Serves the checkpoint of a command line until a signal ends it. Raises ValueError or OSError
     if a flag, a file or a checkpoint cannot be used; the message names it."""
     config, settings = RunToolParser(ServerConfig, description).parse(argv)
-    _require_packages()
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"not installed: {', '.join(missing)}; run pip install -e '.[serve]' in the checkout"
+        )
     if "load" not in settings:
         raise ConfigError("--load is missing: the checkpoint to serve")
     processes = start_processes(settings, argv)
@@ -59,17 +60,9 @@ def run_server(description: str | None, argv: Sequence[str] | None = None) -> No
         pass
 
 
-def _require_packages() -> None:
-    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"not installed: {', '.join(missing)}; run pip install -e '.[{EXTRA}]' in the checkout"
-        )
-
-
 class StopSignals:
-    """SIGTERM and Ctrl-C: the first asks this process to end, a second one ends it; one that comes
-    before there is anything to end well does so at once."""
+    """SIGTERM and Ctrl-C: the first asks this process to end, a second one, and any before it
+    serves, ends it at once."""
 
     def __init__(self) -> None:
         self.event = threading.Event()
@@ -88,9 +81,8 @@ class StopSignals:
 
 
 def _serve(config: ServerConfig, settings: Settings, processes: int) -> None:
-    from megatron.apps.generation.server.app import build_app
+    from megatron.apps.generation.server.app import Access, build_app
     from megatron.apps.generation.server.config import RequestDefaults
-    from megatron.apps.generation.server.guard import Access
     from megatron.apps.generation.server.listening import (
         ConnectionLimits,
         HTTPThread,
@@ -141,19 +133,21 @@ def _drain(service: Service, thread: EngineThread, http: HTTPThread, seconds: fl
     """Lets running requests end, and refuses others."""
     service.drain()
     _log(f"ending: {service.active} requests have {seconds:g} s; a second signal ends it now")
-    end = time.monotonic() + seconds
-    while service.active and thread.failed is None and time.monotonic() < end:
-        time.sleep(_POLL_SECONDS / 10)
+    _wait_until(lambda: not service.active or thread.failed is not None, seconds)
     ended = not service.active
     http.submit(lambda: thread.drain(0)).result()
     http.submit(service.end).result()
     if thread.failed is not None:
         _check(service, thread, http)
-    end = time.monotonic() + _NOTICE_SECONDS
-    while service.active and time.monotonic() < end:
-        time.sleep(_POLL_SECONDS / 10)
+    _wait_until(lambda: not service.active, _NOTICE_SECONDS)
     http.close()
     _log("all requests have ended" if ended else "the requests that remained were cancelled")
+
+
+def _wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(_POLL_SECONDS / 10)
 
 
 def _check(service: Service, thread: EngineThread, http: HTTPThread) -> None:
@@ -173,6 +167,6 @@ def _check(service: Service, thread: EngineThread, http: HTTPThread) -> None:
 
 
 def _log(line: str) -> None:
-    # Nobody may read it any more; requests are answered all the same.
+    # Requests are answered also if the reader of the output is gone.
     with contextlib.suppress(OSError, ValueError):
         print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)

@@ -1,5 +1,5 @@
-"""The flags of ``tools/run_text_generation_server.py`` besides those of training, and what they say
-of single requests."""
+"""Flags of ``tools/run_text_generation_server.py`` besides those of training, and the limits and
+defaults of single requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TOP_K = Bounds(lambda value: 0 <= value <= 1000, "must be in [0, 1000]")
 
 @dataclass(frozen=True)
 class ServiceLimits:
-    """What a single client may ask for; fields as the flags of a server."""
+    """Limits of a single client; fields as the flags of a server."""
 
     tokens: int = 12000
     request_seconds: float = 600.0
@@ -30,13 +30,13 @@ class ServiceLimits:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all clients' large bodies that are being read, or are not tokens yet."""
+        """Bytes of all clients' large bodies until they are tokens."""
         return 16 * self.request_bytes
 
 
 @dataclass(frozen=True)
 class RequestDefaults:
-    """What requests get that do not say how to sample; as in Megatron's API 0 is for all tokens."""
+    """Sampling of requests without their own; as in Megatron's API 0 is for all tokens."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -135,7 +135,7 @@ class ServerConfig(ServedConfig):
 
     @property
     def limits(self) -> ServiceLimits:
-        """What a single client may ask for."""
+        """Limits of a single client."""
         return ServiceLimits(
             self.max_tokens_to_oom, self.request_timeout, self.max_request_bytes, self.read_timeout
         )
@@ -148,7 +148,7 @@ class ServerConfig(ServedConfig):
 
     @property
     def notes(self) -> list[str]:
-        """Of the flags that were given and change nothing, why."""
+        """Reasons why flags of this command line change nothing."""
         return [
             f"{flag_of(field)} {value} changes nothing: {field.metadata['note']}"
             for field in fields(self)
@@ -157,7 +157,7 @@ class ServerConfig(ServedConfig):
 
     @property
     def key(self) -> str | None:
-        """What clients must send; None for nothing."""
+        """The key that clients must send; None for none."""
         if self.api_key_file is None:
             flag = "--api-key" if self.api_key is not None else KEY_VARIABLE
             key = self.api_key if self.api_key is not None else os.environ.get(KEY_VARIABLE)
@@ -170,7 +170,7 @@ class ServerConfig(ServedConfig):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address or name is reached from this machine only."""
+    """True if an address or name is reached from this machine only."""
     if host == "localhost":
         return True
     try:

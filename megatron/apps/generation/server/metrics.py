@@ -1,33 +1,29 @@
-"""What is counted: the tokens of a request, for the log, and a server's numbers, for Prometheus."""
+"""Tokens of a request, for the log, and a server's numbers, for Prometheus."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
-CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-_GAUGES = {
-    "running": "Requests that are being generated.",
-    "waiting": "Requests in the queue.",
-    "pages_used": "Pages of keys and values that running requests use.",
-    "pages_cached": "Pages of prompts that may come again.",
-    "pages_free": "Other pages.",
-}
-_COUNTERS = {
-    "prompt_tokens": "Tokens of the prompts that were started.",
-    "prefix_hit_tokens": "Tokens of prompts that were found computed.",
-    "new_tokens": "Tokens that were generated.",
-    "steps": "Passes through the model.",
-    "step_seconds": "How long the passes took.",
+_OF_ENGINE = {
+    "running": (GaugeMetricFamily, "Requests that are being generated."),
+    "waiting": (GaugeMetricFamily, "Requests in the queue."),
+    "pages_used": (GaugeMetricFamily, "Pages of keys and values that running requests use."),
+    "pages_cached": (GaugeMetricFamily, "Pages of prompts that may come again."),
+    "pages_free": (GaugeMetricFamily, "Other pages."),
+    "prompt_tokens": (CounterMetricFamily, "Tokens of the prompts that were started."),
+    "prefix_hit_tokens": (CounterMetricFamily, "Tokens of prompts that were found computed."),
+    "new_tokens": (CounterMetricFamily, "Tokens that were generated."),
+    "steps": (CounterMetricFamily, "Passes through the model."),
+    "step_seconds": (CounterMetricFamily, "How long the passes took."),
 }
 
 
@@ -42,14 +38,14 @@ class RequestRecord:
 
 
 current_record: ContextVar[RequestRecord] = ContextVar("record")
-"""Of the request that this task answers."""
+"""The record of the request that this task answers."""
 
 
 class Metrics:
     """The numbers of one server; names begin with ``megatron_``."""
 
     def __init__(self, stats: Callable[[], Any]) -> None:
-        """``stats`` gives the engine's numbers, None before there is one."""
+        """``stats`` gives the engine's numbers, None before there is an engine."""
         self._registry = CollectorRegistry()
         self.requests = Counter(
             "megatron_requests",
@@ -66,7 +62,7 @@ class Metrics:
         return Histogram(f"megatron_{name}", text, buckets=_SECONDS, registry=self._registry)
 
     def text(self) -> bytes:
-        """In Prometheus' text format."""
+        """The numbers in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
@@ -76,12 +72,6 @@ class _EngineNumbers(Collector):
 
     def collect(self) -> Iterator[Any]:
         stats = self._stats()
-        if stats is None:
-            return
-        yield from _families(GaugeMetricFamily, _GAUGES, stats)
-        yield from _families(CounterMetricFamily, _COUNTERS, stats)
-
-
-def _families(kind: Any, texts: dict[str, str], stats: Any) -> Iterable[Any]:
-    for name, text in texts.items():
-        yield kind(f"megatron_{name}", text, value=getattr(stats, name))
+        if stats is not None:
+            for name, (kind, text) in _OF_ENGINE.items():
+                yield kind(f"megatron_{name}", text, value=getattr(stats, name))

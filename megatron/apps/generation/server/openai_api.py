@@ -14,19 +14,20 @@ from fastapi.responses import StreamingResponse
 
 from megatron.apps.generation.decoding.text_stream import bytes_of_token
 from megatron.apps.generation.request import TokenScore, Update
-from megatron.apps.generation.server.errors import RequestError
-from megatron.apps.generation.server.exchange import JSON, while_connected
+from megatron.apps.generation.server.exchange import (
+    JSON,
+    RequestError,
+    while_connected,
+)
 from megatron.apps.generation.server.openai_requests import (
+    BodyReader,
     TextsAsked,
-    chat_asked,
-    completion_asked,
+    check_model_name,
 )
 from megatron.apps.generation.server.service import (
-    Answer,
     ServedModel,
     Service,
     TextReader,
-    prepared,
 )
 from megatron.apps.generation.server.texts import (
     ChoiceText,
@@ -39,7 +40,6 @@ from megatron.apps.generation.server.texts import (
 from megatron.tokenizer import Tokenizer
 
 Json = dict[str, Any]
-_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 class _Completions:
@@ -48,38 +48,38 @@ class _Completions:
     whole = part = "text_completion"
     prefix = "cmpl"
 
-    def __init__(self, tokenizer: Tokenizer, asked: TextsAsked) -> None:
-        self._tokenizer, self._asked = tokenizer, asked
+    def __init__(self, tokenizer: Tokenizer, top: int | None) -> None:
+        self._tokenizer, self._top = tokenizer, top
 
     def choice(self, index: int, piece: TextPiece) -> Json:
-        logprobs = None if self._asked.top is None else self._logprobs(piece.tokens)
-        return _choice(index, {"text": piece.text}, logprobs, piece)
+        return _choice(index, {"text": piece.text}, self._logprobs(piece.tokens), piece)
 
     chunk = choice
 
     def first(self, index: int, echo: TextPiece | None) -> Json | None:
-        """What a stream begins with; ``echo`` is the prompt, if it is part of the text."""
+        """The beginning of a stream; ``echo`` is the prompt, if it is part of the text."""
         return None if echo is None else self.chunk(index, echo)
 
-    def _logprobs(self, placed: tuple[PlacedToken, ...]) -> Json:
-        names = [name_there(self._tokenizer, p) for p in placed]
+    def _logprobs(self, placed: tuple[PlacedToken, ...]) -> Json | None:
+        if self._top is None:
+            return None
         return {
-            "tokens": names,
+            "tokens": [name_there(self._tokenizer, p) for p in placed],
             "token_logprobs": [None if p.score is None else p.score.logprob for p in placed],
-            "top_logprobs": [self._top(p) for p in placed] if self._asked.top else None,
+            "top_logprobs": [self._most_probable(p) for p in placed] if self._top else None,
             "text_offset": [p.offset for p in placed],
         }
 
-    def _top(self, placed: PlacedToken) -> dict[str, float] | None:
+    def _most_probable(self, placed: PlacedToken) -> dict[str, float] | None:
         if placed.score is None:
             return None
-        here, found = name_there(self._tokenizer, placed), dict[str, float]()
+        here, logprobs = name_there(self._tokenizer, placed), dict[str, float]()
         for token, logprob in placed.score.top:
             name = here if token == placed.token else token_name(self._tokenizer, token)
-            found.setdefault(name, logprob)
+            logprobs.setdefault(name, logprob)
         # As OpenAI: the token itself is always there.
-        found.setdefault(here, placed.score.logprob)
-        return found
+        logprobs.setdefault(here, placed.score.logprob)
+        return logprobs
 
 
 class _Chat:
@@ -88,8 +88,8 @@ class _Chat:
     whole, part = "chat.completion", "chat.completion.chunk"
     prefix = "chatcmpl"
 
-    def __init__(self, tokenizer: Tokenizer, asked: TextsAsked) -> None:
-        self._tokenizer, self._asked = tokenizer, asked
+    def __init__(self, tokenizer: Tokenizer, top: int | None) -> None:
+        self._tokenizer, self._top = tokenizer, top
 
     def choice(self, index: int, piece: TextPiece) -> Json:
         message = {"role": "assistant", "content": piece.text, "refusal": None}
@@ -100,27 +100,23 @@ class _Chat:
         return _choice(index, {"delta": delta}, self._logprobs(piece), piece)
 
     def first(self, index: int, echo: TextPiece | None) -> Json | None:
-        """What a stream begins with."""
+        """The beginning of a stream."""
         delta = {"role": "assistant", "content": ""}
         return _choice(index, {"delta": delta}, None, TextPiece("", (), None))
 
     def _logprobs(self, piece: TextPiece) -> Json | None:
-        if self._asked.top is None:
+        if self._top is None:
             return None
         content = []
         for placed in piece.tokens:
             assert placed.score is not None
-            top = [self._one(*pair) for pair in placed.score.top]
             one = self._one(placed.token, placed.score.logprob, placed.name)
-            content.append({**one, "top_logprobs": top})
+            content.append(one | {"top_logprobs": [self._one(*top) for top in placed.score.top]})
         return {"content": content, "refusal": None}
 
-    def _one(self, token: int, logprob: float, placed_as: str | None = None) -> Json:
-        found = bytes_of_token(self._tokenizer, token)
-        if placed_as is not None:
-            found = placed_as.encode()
-        name = found.decode("utf-8", "replace")
-        return {"token": name, "logprob": logprob, "bytes": list(found)}
+    def _one(self, token: int, logprob: float, name: str | None = None) -> Json:
+        text = bytes_of_token(self._tokenizer, token) if name is None else name.encode()
+        return {"token": text.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(text)}
 
 
 _Form = _Completions | _Chat
@@ -136,31 +132,30 @@ class _Exchange:
     def __init__(
         self, service: Service, model: ServedModel, asked: TextsAsked, form: type[_Form]
     ) -> None:
-        self.service, self.asked, self._model = service, asked, model
-        self.form, self._tokenizer = form(model.tokenizer, asked), model.tokenizer
+        self._service, self._asked, self._model = service, asked, model
+        self._form = form(model.tokenizer, asked.top)
         self._id = f"{form.prefix}-{secrets.token_hex(12)}"
         self._created = int(time.time())
 
     def _envelope(self, kind: str, choices: list[Json]) -> Json:
-        name = self.asked.template.adapter or self.service.name
         return {
             "id": self._id,
             "object": kind,
             "created": self._created,
-            "model": name,
+            "model": self._asked.template.adapter or self._service.name,
             "choices": choices,
         }
 
     def _text(self, index: int) -> ChoiceText:
-        shown = self.asked.shown[index // self.asked.choices] if self.asked.echo else ""
-        stops = self.asked.template.stopping.texts
-        # Of an encoder the prompt is no part of the text.
-        encoded = self._model.has_encoder
-        prompt = () if encoded else self.asked.prompts[index // self.asked.choices]
-        return ChoiceText(self._tokenizer, prompt, stops, self.asked.hidden, len(shown))
+        number = index // self._asked.choices
+        shown = self._asked.shown[number] if self._asked.echo else ""
+        # The prompt of an encoder is no part of the text.
+        prompt = () if self._model.has_encoder else self._asked.prompts[number]
+        stops, hidden = self._asked.template.stopping.texts, self._asked.hidden
+        return ChoiceText(self._model.tokenizer, prompt, stops, hidden, len(shown))
 
     def _usage(self, new: int, cached: int) -> Json:
-        prompt = sum(map(len, self.asked.prompts))
+        prompt = sum(map(len, self._asked.prompts))
         return {
             "prompt_tokens": prompt,
             "completion_tokens": new,
@@ -170,67 +165,62 @@ class _Exchange:
 
     async def whole(self) -> Json:
         """The answer at once."""
-        answers = await self.service.complete(self.asked.requests())
-        choices = [self._whole_choice(index, answer) for index, answer in enumerate(answers)]
+        answers = await self._service.complete(self._asked.requests())
+        choices = []
+        for index, answer in enumerate(answers):
+            piece, echo = self._text(index).add(answer), self._echo(index, answer.prompt_scores)
+            if echo is not None:
+                piece = TextPiece(echo.text + piece.text, echo.tokens + piece.tokens, piece.finish)
+            choices.append(self._form.choice(index, piece))
         new = sum(len(answer.tokens) for answer in answers)
-        cached = sum(answer.cached for answer in answers[:: self.asked.choices])
-        return self._envelope(self.form.whole, choices) | {"usage": self._usage(new, cached)}
-
-    def _whole_choice(self, index: int, answer: Answer) -> Json:
-        piece = self._text(index).add(answer)
-        echo = self._echo(index, answer.prompt_scores)
-        if echo is not None:
-            piece = TextPiece(echo.text + piece.text, echo.tokens + piece.tokens, piece.finish)
-        return self.form.choice(index, piece)
+        cached = sum(answer.cached for answer in answers[:: self._asked.choices])
+        return self._envelope(self._form.whole, choices) | {"usage": self._usage(new, cached)}
 
     def _echo(self, index: int, scores: tuple[TokenScore, ...]) -> TextPiece | None:
         """The prompt with the scores of its tokens, if it is part of the text."""
-        if not self.asked.echo:
+        if not self._asked.echo:
             return None
-        number = index // self.asked.choices
-        prompt, shown = self.asked.prompts[number], self.asked.shown[number]
-        if self.asked.top is None or not shown:  # an empty prompt has a token that is not shown
+        number = index // self._asked.choices
+        prompt, shown = self._asked.prompts[number], self._asked.shown[number]
+        if self._asked.top is None or not shown:  # an empty prompt has a token that is not shown
             return TextPiece(shown, (), None)
-        found = placed_prompt(self._tokenizer, prompt, (None, *scores), shown)
-        return TextPiece(shown, tuple(found), None)
+        placed = placed_prompt(self._model.tokenizer, prompt, (None, *scores), shown)
+        return TextPiece(shown, tuple(placed), None)
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events. Raises RequestError before the first one only."""
-        new, cached = 0, 0
-        texts = [self._text(i) for i in range(len(self.asked.prompts) * self.asked.choices)]
+        asked, new, cached = self._asked, 0, 0
+        texts = [self._text(i) for i in range(len(asked.prompts) * asked.choices)]
         begun: set[int] = set()
+        extra = {"usage": None} if asked.include_usage else {}
         try:
-            async with aclosing(self.service.updates(self.asked.requests())) as updates:
+            async with aclosing(self._service.updates(asked.requests())) as updates:
                 async for index, update in updates:
                     new += len(update.tokens)
-                    if index % self.asked.choices == 0:
+                    if index % asked.choices == 0:
                         cached += update.cached
                     for choice in self._chunks(index, update, texts[index], begun):
-                        yield self._event(choice)
+                        yield _event(self._envelope(self._form.part, [choice]) | extra)
         except RequestError as error:
             if not begun:
                 raise
             yield _event(error.openai())
         else:
-            if self.asked.include_usage:
+            if asked.include_usage:
                 usage = {"usage": self._usage(new, cached)}
-                yield _event(self._envelope(self.form.part, []) | usage)
+                yield _event(self._envelope(self._form.part, []) | usage)
         yield b"data: [DONE]\n\n"
 
     def _chunks(self, index: int, update: Update, text: ChoiceText, begun: set[int]) -> list[Json]:
         chunks = []
         if index not in begun:
             begun.add(index)
-            first = self.form.first(index, self._echo(index, update.prompt_scores))
+            first = self._form.first(index, self._echo(index, update.prompt_scores))
             chunks += [] if first is None else [first]
         piece = text.add(update)
         if piece.text or piece.tokens or piece.finish is not None:
-            chunks.append(self.form.chunk(index, piece))
+            chunks.append(self._form.chunk(index, piece))
         return chunks
-
-    def _event(self, choice: Json) -> bytes:
-        usage = {"usage": None} if self.asked.include_usage else {}
-        return _event(self._envelope(self.form.part, [choice]) | usage)
 
 
 def _event(content: Json) -> bytes:
@@ -238,9 +228,13 @@ def _event(content: Json) -> bytes:
 
 
 async def _streamed(request: Request, events: AsyncGenerator[bytes, None]) -> Response:
-    """Begins with the first event, so that errors before it have their status."""
+    """A response that begins with the first event, so that errors before it have their status."""
+
+    async def next_event() -> bytes:
+        return await anext(events)
+
     try:
-        first = await while_connected(request, _next(events))
+        first = await while_connected(request, next_event())
     except BaseException:  # a cancelled request, too, must end its generation
         await events.aclose()
         raise
@@ -253,11 +247,8 @@ async def _streamed(request: Request, events: AsyncGenerator[bytes, None]) -> Re
         finally:
             await events.aclose()
 
-    return StreamingResponse(all_events(), headers=_HEADERS, media_type="text/event-stream")
-
-
-async def _next(events: AsyncGenerator[bytes, None]) -> bytes:
-    return await anext(events)
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return StreamingResponse(all_events(), headers=headers, media_type="text/event-stream")
 
 
 def openai_router(service: Service) -> APIRouter:
@@ -266,50 +257,50 @@ def openai_router(service: Service) -> APIRouter:
 
     async def answer(
         request: Request,
-        read: Callable[[Service, ServedModel, Json, TextReader], Awaitable[TextsAsked]],
+        read: Callable[[BodyReader], Awaitable[TextsAsked]],
         form: type[_Form],
     ) -> Response:
         async def make(fields: Json, texts: TextReader) -> TextsAsked:
             if service.log_prompts:
                 service.log(f"prompts: {fields.get('prompt', fields.get('messages'))}")
-            return await read(service, model, fields, texts)
+            return await read(BodyReader(service, model, fields, texts))
 
         with service.admitted() as model:
-            asked = await prepared(request, service, model, make)
+            asked = await service.prepared(request, model, make)
             exchange = _Exchange(service, model, asked, form)
             if asked.stream:
                 return await _streamed(request, exchange.stream())
             return JSON(await while_connected(request, exchange.whole()))
 
     def described(name: str) -> Json:
-        found = {"id": name, "object": "model", "created": service.created}
-        if name != service.name:
-            found["parent"] = service.name
-        positions = service.model().positions
-        return {**found, "owned_by": "megatron-deepspeed", "max_model_len": positions}
+        parent = {} if name == service.name else {"parent": service.name}
+        return {
+            "id": name,
+            "object": "model",
+            "created": service.created,
+            **parent,
+            "owned_by": "megatron-deepspeed",
+            "max_model_len": service.model().runner.max_positions,
+        }
 
     for prefix in ("/v1", ""):
 
         @router.post(f"{prefix}/completions")
         async def completions(request: Request) -> Response:
-            return await answer(request, completion_asked, _Completions)
+            return await answer(request, BodyReader.completion, _Completions)
 
         @router.post(f"{prefix}/chat/completions")
         async def chat(request: Request) -> Response:
-            return await answer(request, chat_asked, _Chat)
+            return await answer(request, BodyReader.chat, _Chat)
 
         @router.get(f"{prefix}/models")
         async def models() -> JSON:
-            names = service.name, *service.model().adapters
+            names = service.name, *service.model().runner.adapters
             return JSON({"object": "list", "data": [described(name) for name in names]})
 
         @router.get(f"{prefix}/models/{{name:path}}")
         async def model(name: str) -> JSON:
-            names = service.name, *service.model().adapters
-            if name not in names:
-                known = ", ".join(map(repr, names))
-                text = f"the model {name[:200]!r} does not exist here; there is {known}"
-                raise RequestError(text, 404, param="model", code="model_not_found")
+            check_model_name(service, service.model(), name, "there is")
             return JSON(described(name))
 
     return router

@@ -21,22 +21,25 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from fastapi import Request
 
-from megatron.apps.generation.prompts import prompt_tokens
 from megatron.apps.generation.request import (
-    BeamResult,
-    Finish,
+    Completion,
     GenerationRequest,
-    TokenScore,
+    Runner,
     Update,
+    prompt_tokens,
 )
-from megatron.apps.generation.scheduling.engine import QueueFull
-from megatron.apps.generation.scheduling.engine_stats import EngineStats
+from megatron.apps.generation.scheduling.engine import (
+    EngineStats,
+    QueueFull,
+    completion_of,
+)
 from megatron.apps.generation.scheduling.engine_thread import EngineStopped, EngineThread
 from megatron.apps.generation.server.config import RequestDefaults, ServiceLimits
-from megatron.apps.generation.server.errors import RequestError
 from megatron.apps.generation.server.exchange import (
+    SMALL_BODY,
     Body,
     HeldBodies,
+    RequestError,
     while_connected,
 )
 from megatron.apps.generation.server.metrics import (
@@ -44,11 +47,7 @@ from megatron.apps.generation.server.metrics import (
     RequestRecord,
     current_record,
 )
-from megatron.apps.generation.server.turns import (
-    SMALL_BODY,
-    RequestTurn,
-    Turns,
-)
+from megatron.apps.generation.server.turns import RequestTurn, Turns
 from megatron.parallel.random import derive_seed
 from megatron.tokenizer import Tokenizer
 
@@ -57,17 +56,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Tokens = tuple[int, ...]
-State = Literal["loading", "ok", "draining", "failed"]
-_SHORT = 4096
-"""Characters that are split into tokens in less than a millisecond or two."""
+Make = Callable[[dict[str, Any], "TextReader"], Awaitable[T]]
+"""Builds a request of the fields of its body."""
+_SHORT = 4096  # characters that are split into tokens in less than a millisecond or two
+# Characters of a token, at least, for a bound of texts: some tokenizers leave out white space.
 _LEAST_LONGEST = 64
-"""Characters of a token, at least, for a bound of texts: some tokenizers leave out white space."""
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A running engine and what else belongs to its model; ``ends`` are the tokens that end a
-    text."""
+    """A running engine with the tokenizer, chat format and end tokens of its model."""
 
     thread: EngineThread
     tokenizer: Tokenizer
@@ -75,36 +73,30 @@ class ServedModel:
     ends: frozenset[int]
 
     @property
-    def positions(self) -> int:
-        """The longest sequence, prompt and new tokens together; of an encoder its prompt."""
-        return self.thread.engine.runner.max_positions
+    def runner(self) -> Runner:
+        return self.thread.engine.runner
+
+    @property
+    def has_encoder(self) -> bool:
+        """True if an encoder reads the prompt, and only the answer is in the sequence."""
+        return self.runner.max_prompt is not None
 
     @property
     def longest_prompt(self) -> int:
         """Tokens that a prompt has at most."""
-        runner = self.thread.engine.runner
+        runner = self.runner
         return runner.max_positions if runner.max_prompt is None else runner.max_prompt
-
-    @property
-    def has_encoder(self) -> bool:
-        """Whether the prompt is read by an encoder, and only the answer is in the sequence."""
-        return self.thread.engine.runner.max_prompt is not None
-
-    @property
-    def adapters(self) -> tuple[str, ...]:
-        """Names of the adapters that requests may have."""
-        return self.thread.engine.runner.adapters
 
     def room(self, prompt: Sequence[int]) -> int:
         """The most new tokens after a prompt."""
-        runner = self.thread.engine.runner
+        runner = self.runner
         longest = min(runner.max_positions, runner.pages * runner.page_size)
         # A decoder begins with a token of its own.
         return longest - (1 if self.has_encoder else len(prompt))
 
     def prompt(self, text: str) -> Tokens:
         """Ids of a prompt; see :func:`prompt_tokens`."""
-        return prompt_tokens(self.tokenizer, text, self.thread.engine.runner)
+        return prompt_tokens(self.tokenizer, text, self.runner)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> Tokens:
         """Ids of a conversation. Raises ValueError if the chat template refuses it."""
@@ -117,35 +109,10 @@ class ServedModel:
         """Characters that a token has at most."""
         return max(_LEAST_LONGEST, *map(len, self.tokenizer.token_bytes))
 
-    @property
-    def eod(self) -> int | None:
-        """The end-of-document token, if there is one."""
-        return self.tokenizer.special_ids.eod
-
-
-@dataclass
-class Answer:
-    """What a request has got so far."""
-
-    tokens: tuple[int, ...] = ()
-    scores: tuple[TokenScore, ...] = ()
-    prompt_scores: tuple[TokenScore, ...] = ()
-    finish: Finish | None = None
-    beams: tuple[BeamResult, ...] = ()
-    cached: int = 0
-
-    def add(self, update: Update) -> None:
-        """Appends what a step has added."""
-        self.tokens += update.tokens
-        self.scores += update.scores
-        self.prompt_scores += update.prompt_scores
-        self.finish, self.beams = update.finish, update.beams
-        self.cached += update.cached
-
 
 class Service:
-    """The state of a server. All methods but :meth:`open` and :meth:`fail` are called in the thread
-    of its event loop."""
+    """The state of a server. All methods except :meth:`open` and :meth:`fail` are called in the
+    thread of its event loop."""
 
     def __init__(
         self,
@@ -169,11 +136,11 @@ class Service:
         self._has_ended = False
 
     def open(self, model: ServedModel) -> None:
-        """Takes requests from now on."""
+        """Begins to accept requests."""
         self._model = model
 
     def drain(self) -> None:
-        """Takes no more requests; those that were admitted continue."""
+        """Refuses further requests; those that were admitted continue."""
         self._draining = True
 
     async def end(self) -> None:
@@ -183,29 +150,28 @@ class Service:
             task.cancel()
 
     def fail(self, reason: str) -> None:
-        """The engine will answer nothing more."""
+        """Notes that the engine will answer nothing more."""
         self._failure = reason
 
     @property
-    def state(self) -> State:
-        failed = self._failure is not None or (self._model and self._model.thread.failed)
-        if failed:
+    def state(self) -> Literal["loading", "ok", "draining", "failed"]:
+        if self._failure is not None or (self._model and self._model.thread.failed):
             return "failed"
         if self._draining:
             return "draining"
         return "loading" if self._model is None else "ok"
 
     def stats(self) -> EngineStats | None:
-        """The engine's; None before the model is loaded."""
+        """Numbers of the engine; None before the model is loaded."""
         return None if self._model is None else self._model.thread.stats
 
     @property
     def active(self) -> int:
-        """Requests that were admitted, and have no whole answer yet."""
+        """Admitted requests without a whole answer."""
         return len(self._active)
 
     def model(self) -> ServedModel:
-        """Raises RequestError while requests are not taken."""
+        """Raises RequestError while requests are refused."""
         if self.state == "ok" and self._model is not None:
             return self._model
         reason = {
@@ -216,8 +182,8 @@ class Service:
 
     @contextmanager
     def admitted(self) -> Iterator[ServedModel]:
-        """Within it a request is answered, also after :meth:`drain`. Raises RequestError while
-        requests are not taken, and if the server ends before the answer."""
+        """A block in which a request is answered, also after :meth:`drain`. Raises RequestError
+        while requests are refused, and if the server ends before the answer."""
         model, task = self.model(), asyncio.current_task()
         assert task is not None
         self._admitted.add(task)
@@ -244,59 +210,63 @@ class Service:
             if not self._active[id(record)]:
                 del self._active[id(record)]
 
-    async def in_turn(
-        self,
-        body: Body,
-        client: str,
-        model: ServedModel,
-        make: Callable[[dict[str, Any], TextReader], Awaitable[T]],
-    ) -> T:
-        """The request that ``make`` builds of a body, in the turn of its client. Raises
-        RequestError."""
+    async def prepared(self, request: Request, model: ServedModel, make: Make[T]) -> T:
+        """The request that ``make`` builds of a body in the turn of its client, as long as that
+        waits. Raises RequestError, ClientGone."""
+        client = "" if request.client is None else request.client.host
 
         async def work() -> T:
             async with self.turns.of(client, body.size) as turn:
                 parse = body.parsed
-                is_small = body.size <= SMALL_BODY
-                fields = parse() if is_small else await turn.work(parse)
+                fields = parse() if body.size <= SMALL_BODY else await turn.work(parse)
                 return await make(fields, TextReader(model, turn, self.limits.tokens))
 
-        try:
-            return await asyncio.wait_for(_without_frames(work()), self._seconds_left())
-        except asyncio.TimeoutError as error:
-            raise self._error(error) from None
+        async def in_time() -> T:
+            try:
+                return await asyncio.wait_for(_without_frames(work()), self._seconds_left())
+            except asyncio.TimeoutError as error:
+                raise self._error(error) from None
+
+        with Body(self.bodies) as body:
+            await body.read(request, self.limits)
+            return await while_connected(request, in_time())
 
     def _seconds_left(self) -> float:
-        """Place of this task's request."""
         record = current_record.get(None) or RequestRecord()
         return record.begun + self.limits.request_seconds - time.monotonic()
 
-    async def complete(self, requests: Sequence[GenerationRequest]) -> list[Answer]:
-        """What each request gets, in their order. Raises RequestError."""
-        answers = [Answer() for _ in requests]
-        async with aclosing(self.updates(requests)) as updates:
-            async for index, update in updates:
-                answers[index].add(update)
-        return answers
+    async def complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """The results of requests, in their order. Raises RequestError."""
+        updates: list[list[Update]] = [[] for _ in requests]
+        async with aclosing(self.updates(requests)) as coming:
+            async for index, update in coming:
+                updates[index].append(update)
+        return [completion_of(each) for each in updates]
 
     async def updates(
         self, requests: Sequence[GenerationRequest]
     ) -> AsyncGenerator[tuple[int, Update], None]:
-        """What the requests get, as it comes, with their indices; whoever stops iterating cancels
-        them. Raises RequestError, which ends all of them; if they cannot run at all, before the
-        first update."""
+        """Updates of the requests, as they come, with their indices; who stops iterating cancels
+        all requests. Raises RequestError, which ends all of them; if they cannot run at all, before
+        the first update."""
         thread = (self._model or self.model()).thread
         queue: asyncio.Queue[tuple[int, Update] | BaseException | None] = asyncio.Queue()
 
         async def follow(index: int, request: GenerationRequest) -> None:
-            clock = _Clock(self.metrics)
+            last, first = time.perf_counter(), True
             try:
                 async with aclosing(thread.stream(request, source)) as stream:
                     async for update in stream:
-                        clock.note(update)
+                        if update.tokens:
+                            now = time.perf_counter()
+                            if first:
+                                self.metrics.first_token.observe(now - last)
+                            else:
+                                self.metrics.next_token.observe((now - last) / len(update.tokens))
+                            last, first = now, False
                         queue.put_nowait((index, update))
                 queue.put_nowait(None)
-            except Exception as error:  # to be raised by whoever reads the queue
+            except Exception as error:  # raised by the reader of the queue
                 queue.put_nowait(error)
 
         seconds, loop = self._seconds_left(), asyncio.get_running_loop()
@@ -308,16 +278,16 @@ class Service:
             try:
                 running = len(tasks)
                 while running:
-                    found = await queue.get()
-                    if isinstance(found, BaseException):
-                        raise self._error(found) from None
-                    if found is None:
+                    event = await queue.get()
+                    if isinstance(event, BaseException):
+                        raise self._error(event) from None
+                    if event is None:
                         running -= 1
-                    elif found[1].finish == "cancelled":
+                    elif event[1].finish == "cancelled":
                         raise _stopped()
                     else:
-                        record.new_tokens += len(found[1].tokens)
-                        yield found
+                        record.new_tokens += len(event[1].tokens)
+                        yield event
             finally:
                 timer.cancel()
                 for task in tasks:
@@ -327,12 +297,8 @@ class Service:
     def _error(self, error: BaseException) -> RequestError:
         match error:
             case asyncio.TimeoutError():
-                seconds = f"{self.limits.request_seconds:g}"
-                return RequestError(
-                    f"not finished within {seconds} seconds (--request-timeout)",
-                    504,
-                    code="timeout",
-                )
+                text = f"not finished within {self.limits.request_seconds:g} seconds"
+                return RequestError(f"{text} (--request-timeout)", 504, code="timeout")
             case QueueFull():
                 return RequestError(str(error), 429, code="queue_full", retry_after=1)
             case EngineStopped():
@@ -351,7 +317,7 @@ def _stopped() -> RequestError:
 
 
 class TextReader:
-    """From the texts of a request to tokens, in its turn. All methods raise RequestError for a
+    """Splits the texts of a request into tokens, in its turn. All methods raise RequestError for a
     text that is too long, or that the tokenizer or the chat template refuses."""
 
     def __init__(self, model: ServedModel, turn: RequestTurn, most_tokens: int) -> None:
@@ -367,25 +333,19 @@ class TextReader:
 
     async def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> Tokens:
         """Ids of a conversation, up to the model's next message."""
-        self._check([sum(len(message["content"]) for message in messages)])
+        size = sum(len(message["content"]) for message in messages)
         # A template is rendered in another process, which this thread must not wait for.
-        with _refusals():
-            return await self._turn.work(self._model.chat_prompt, messages)
+        return await self._result([size], False, lambda: self._model.chat_prompt(messages))
 
     async def _split(
         self, texts: Sequence[str], split: Callable[[str], Iterable[int]]
     ) -> list[Tokens]:
-        def work() -> list[Tokens]:
-            return [tuple(split(text)) for text in texts]
-
         sizes = [len(text) for text in texts]
-        self._check(sizes)
-        with _refusals():
-            return work() if sum(sizes) <= _SHORT else await self._turn.work(work)
+        is_short = sum(sizes) <= _SHORT
+        return await self._result(sizes, is_short, lambda: [tuple(split(text)) for text in texts])
 
-    def _check(self, sizes: Sequence[int]) -> None:
-        """Refuses, before they are split, texts of these characters that must be too many
-        tokens."""
+    async def _result(self, sizes: Sequence[int], at_once: bool, work: Callable[[], T]) -> T:
+        """The result of work on texts of these characters, unless they must be too many tokens."""
         model, most = self._model, self._most_tokens
         longest = min(model.longest_prompt, most) * model.longest_token
         if max(sizes, default=0) > longest or sum(sizes) > most * model.longest_token:
@@ -395,6 +355,10 @@ class TextReader:
                 f"characters: {sum(sizes):,} characters are too many"
             )
             raise RequestError(text, code="context_length_exceeded")
+        try:
+            return work() if at_once else await self._turn.work(work)
+        except ValueError as error:  # of the tokenizer or the chat template
+            raise RequestError(str(error)) from None
 
 
 async def _without_frames(work: Awaitable[T]) -> T:
@@ -407,48 +371,7 @@ async def _without_frames(work: Awaitable[T]) -> T:
     raise refusal
 
 
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """Raises the errors of a tokenizer or chat template as RequestError."""
-    try:
-        yield
-    except ValueError as error:
-        raise RequestError(str(error)) from None
-
-
-async def prepared(
-    request: Request,
-    service: Service,
-    model: ServedModel,
-    make: Callable[[dict[str, Any], TextReader], Awaitable[T]],
-) -> T:
-    """Reads a request's body, and makes of it, as long as its client waits, what the engine is to
-    do. Raises RequestError, ClientGone."""
-    client = "" if request.client is None else request.client.host
-    with Body(service.bodies) as body:
-        await body.read(request, service.limits)
-        return await while_connected(request, service.in_turn(body, client, model, make))
-
-
-class _Clock:
-    """Times the tokens of a request."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics, self._last, self._first = metrics, time.perf_counter(), True
-
-    def note(self, update: Update) -> None:
-        if not update.tokens:
-            return
-        now = time.perf_counter()
-        waited, self._last = now - self._last, now
-        if self._first:
-            self._metrics.first_token.observe(waited)
-        else:
-            self._metrics.next_token.observe(waited / len(update.tokens))
-        self._first = False
-
-
 def seed_of(seed: int | None, index: int) -> int | None:
-    """The seed of one of several texts that a client wants of one seed: the first one's is this
-    seed, so that it is the text that the client would get alone."""
+    """The seed of one of several texts of a request with a seed: the first one has the seed itself,
+    so that it is the text that the client would get alone."""
     return seed if seed is None or index == 0 else derive_seed(seed, "text", index)

@@ -1,4 +1,4 @@
-"""Tokens as the text that a client gets."""
+"""The text of tokens for a client, and the places of the tokens in it."""
 
 from __future__ import annotations
 
@@ -8,36 +8,27 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Protocol
 
-from megatron.apps.generation.decoding.stopping import TextBeforeStop
 from megatron.apps.generation.decoding.text_stream import (
+    TextBeforeStop,
     TextStream,
     bytes_of_token,
     token_texts,
 )
-from megatron.apps.generation.request import Finish, TokenScore
+from megatron.apps.generation.request import (
+    Completion,
+    Finish,
+    TokenScore,
+    Update,
+)
 from megatron.tokenizer import Tokenizer
-
-
-class Gain(Protocol):
-    """New tokens of a text, their scores or none, and why it ended if it did."""
-
-    @property
-    def tokens(self) -> tuple[int, ...]: ...
-
-    @property
-    def scores(self) -> tuple[TokenScore, ...]: ...
-
-    @property
-    def finish(self) -> Finish | None: ...
 
 
 @dataclass(frozen=True)
 class PlacedToken:
-    """A token of a text, and the character at which what it stands for begins, or of which it is a
-    part. ``name`` is its text there, where it has another one elsewhere: the first word of a text
-    has no space, and a token that the tokenizer puts around a text is not in it at all."""
+    """A token, and the character at which it begins, or of which it is a part. ``name`` is its text
+    there, where it differs: the first word of a text has no space, and a token that the tokenizer
+    puts around a text has none."""
 
     token: int
     offset: int
@@ -47,7 +38,7 @@ class PlacedToken:
 
 @dataclass(frozen=True)
 class TextPiece:
-    """What a text has got: never again changed, whatever comes after it."""
+    """A piece of a text that does not change, whatever comes after it."""
 
     text: str
     tokens: tuple[PlacedToken, ...]
@@ -57,11 +48,11 @@ class TextPiece:
 def token_name(tokenizer: Tokenizer, token: int) -> str:
     """The text of a token; of a part of a character its bytes, as OpenAI writes them, so that two
     tokens have two names."""
-    found = bytes_of_token(tokenizer, token)
+    text = bytes_of_token(tokenizer, token)
     try:
-        return found.decode()
+        return text.decode()
     except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in text)
 
 
 def name_there(tokenizer: Tokenizer, placed: PlacedToken) -> str:
@@ -80,26 +71,26 @@ class TokenPlaces:
         self._run: list[tuple[int, TokenScore | None]] = []
 
     def add(self, token: int, score: TokenScore | None, text: str) -> list[PlacedToken]:
-        """The tokens whose places are known now that a token has added a text. Those of a run of
-        byte pieces are once it has ended, because then its text is known."""
+        """The tokens whose places are known once a token has added a text. Those of a run of byte
+        pieces are known at its end."""
         start, self._next = self._next, self._next + len(text)
-        own = bytes_of_token(self._tokenizer, token)
+        token_bytes = bytes_of_token(self._tokenizer, token)
         if self._tokenizer.joins_bytes:
             # Bytes that do not continue a character come after the U+FFFD that it becomes.
-            fits = _continues(self._begun, own)
-            self._begun = _unfinished(self._begun + own if fits else own)
+            fits = _continues(self._begun, token_bytes)
+            self._begun = _unfinished(self._begun + token_bytes if fits else token_bytes)
             return [PlacedToken(token, start + (not fits), score)]
         if token in self._tokenizer.byte_pieces:
             self._run.append((token, score))
             return []
-        name = own.decode(errors="replace")
+        name = token_bytes.decode(errors="replace")
         before = len(text) - len(name) if text.endswith(name) else 0
-        found = self._placed_run(start, before)
-        other = text if not found and text != name and name.endswith(text) else None
-        return [*found, PlacedToken(token, start + before, score, other)]
+        ended = self._placed_run(start, before)
+        other = text if not ended and text != name and name.endswith(text) else None
+        return [*ended, PlacedToken(token, start + before, score, other)]
 
     def close(self, text: str) -> list[PlacedToken]:
-        """Candidates that remain, given the rest of the text."""
+        """The tokens that remain, given the rest of the text."""
         return self._placed_run(self._next, len(text))
 
     def _placed_run(self, start: int, length: int) -> list[PlacedToken]:
@@ -110,18 +101,18 @@ class TokenPlaces:
 
 
 def _places(pieces: Sequence[bytes], length: int) -> list[int]:
-    """The character of a text of that length in which each of some bytes is, or begins."""
-    found, count, begun = list[int](), 0, b""
+    """The character, in a text of that length, in which each of some bytes is, or begins."""
+    places, count, begun = list[int](), 0, b""
     for piece in pieces:
         fits = _continues(begun, piece)
         count += not fits
-        found.append(count)
+        places.append(count)
         begun = begun + piece if fits else piece
         if begun and not _unfinished(begun):
             count, begun = count + 1, b""
     if count + bool(begun) != length == len(pieces):
         return list(range(length))  # the tokenizer writes U+FFFD for each byte of such a run
-    return [min(place, max(0, length - 1)) for place in found]
+    return [min(place, max(0, length - 1)) for place in places]
 
 
 def _unfinished(text: bytes) -> bytes:
@@ -154,21 +145,22 @@ def placed_prompt(
     around every text."""
     special = tokenizer.special_tokens
     around = next((n for n, token in enumerate(prompt) if token not in special), len(prompt))
-    cuts = ((cut, _text(tokenizer, prompt[cut:])) for cut in range(around + 1))
+    cuts = ((cut, "".join(token_texts(tokenizer, prompt[cut:]))) for cut in range(around + 1))
     fitting = ((cut, lead) for cut, text in cuts if (lead := _lead(text, shown)) is not None)
     cut, lead = next(fitting, (0, 0))
-    found = [PlacedToken(prompt[n], 0, scores[n], "") for n in range(cut)]
+    placed = [PlacedToken(prompt[n], 0, scores[n], "") for n in range(cut)]
     places, stream = TokenPlaces(tokenizer, 0), TextStream(tokenizer)
     for token, score in zip(prompt[cut:], scores[cut:], strict=True):
-        found += places.add(token, score, stream.add(token))
-    found += places.close(stream.close())
-    end, moved = len(shown), (_moved(tokenizer, p, lead) if lead else p for p in found)
-    return [p if p.offset < end or not shown else _outside(p, end) for p in moved]
+        placed += places.add(token, score, stream.add(token))
+    placed += places.close(stream.close())
+    end, moved = len(shown), (_moved(tokenizer, p, lead) if lead else p for p in placed)
+    # The tokenizer puts the last ones after every text.
+    return [p if p.offset < end or not shown else replace(p, offset=end, name="") for p in moved]
 
 
 def _lead(text: str, shown: str) -> int | None:
-    """How many more spaces the text of a prompt's tokens begins with than the prompt, some of which
-    a tokenizer adds or drops; None if the two differ otherwise."""
+    """Spaces at the beginning of the text of a prompt's tokens beyond those of the prompt, some of
+    which a tokenizer adds or drops; None if the two differ otherwise."""
     bare, theirs = text.lstrip(" "), shown.lstrip(" ")
     if text.startswith(shown):
         return 0
@@ -183,19 +175,9 @@ def _moved(tokenizer: Tokenizer, placed: PlacedToken, lead: int) -> PlacedToken:
     return replace(placed, offset=max(0, placed.offset - lead), name=name)
 
 
-def _text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    return "".join(token_texts(tokenizer, tokens))
-
-
-def _outside(placed: PlacedToken, end: int) -> PlacedToken:
-    """A token that is put after every text."""
-    return replace(placed, offset=end, name="")
-
-
 class ChoiceText:
-    """The text of new tokens as it becomes certain: characters once they have all their bytes, what
-    may be the beginning of a stop text once it is not. Neither that text nor a token that ends it
-    (``ends``) is part of it."""
+    """The text of new tokens as it becomes certain: whole characters that cannot begin a stop text.
+    Neither a stop text nor a token that ends it (``ends``) is part of it."""
 
     def __init__(
         self,
@@ -211,8 +193,8 @@ class ChoiceText:
         self._sent = offset  # where the text that the client has ends
         self._tokens: deque[PlacedToken] = deque()
 
-    def add(self, gain: Gain) -> TextPiece:
-        """What has become certain with new tokens."""
+    def add(self, gain: Update | Completion) -> TextPiece:
+        """The text that becomes certain with new tokens."""
         text = ""
         for token, score in zip_longest(gain.tokens, gain.scores):
             if self._before.stopped:
@@ -232,8 +214,8 @@ class ChoiceText:
         return TextPiece(text, self._placed(self._sent), gain.finish)
 
     def _placed(self, end: float) -> tuple[PlacedToken, ...]:
-        """The tokens that begin before a character, and were not given yet."""
-        found = []
+        """The next tokens that begin before a character."""
+        placed = []
         while self._tokens and self._tokens[0].offset < end:
-            found.append(self._tokens.popleft())
-        return tuple(found)
+            placed.append(self._tokens.popleft())
+        return tuple(placed)

@@ -10,22 +10,19 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from megatron.apps.generation.server.errors import RequestError
+from megatron.apps.generation.server.exchange import SMALL_BODY, RequestError
 
 T = TypeVar("T")
-SMALL_BODY = 2**16
-"""Bytes up to which a body waits for no larger one."""
 _TINY_BODY = 2**12
-_MOST_OVERDUE = 4
-"""Threads of a lane that may still work on a text whose time is over."""
+_MOST_OVERDUE = 4  # threads of a lane that may still work on a text whose time is over
 
 
 class Lane:
-    """Lets one request at a time work. Clients take turns, each with the oldest of its requests, so
-    that the many requests of one do not delay those of another. To be used in one event loop."""
+    """Lets one request at a time work, each at most ``seconds`` on a text. Clients take turns, each
+    with the oldest of its requests, so that the many requests of one do not delay those of another.
+    For use in one event loop."""
 
     def __init__(self, seconds: float) -> None:
-        """``seconds``: the longest work on a text."""
         self.seconds = seconds
         self.overdue = 0
         self._is_taken = False
@@ -59,7 +56,7 @@ class Lane:
         self._is_taken = False
 
     def background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs what no request waits for."""
+        """Runs work that no request waits for."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -89,7 +86,21 @@ class RequestTurn:
         loop, seconds = asyncio.get_running_loop(), self._lane.seconds
         self._end = loop.time() + seconds
         self._working = working = loop.create_future()
-        _Work(work, arguments, loop, working).start()
+
+        def fail(error: BaseException) -> None:
+            working.set_exception(error)
+            working.exception()  # counts as seen, if the client has left
+
+        def run() -> None:
+            put: Callable[[Any], None] = working.set_result
+            try:
+                value: Any = work(*arguments)
+            except BaseException as error:  # also of a library in Rust
+                put, value = fail, error
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
+                loop.call_soon_threadsafe(put, value)
+
+        threading.Thread(target=run, name="texts", daemon=True).start()
         await asyncio.wait({working}, timeout=seconds)
         if working.done():
             return working.result()
@@ -97,7 +108,8 @@ class RequestTurn:
         raise RequestError(f"{text}; send less at once", code="text_takes_too_long")
 
     async def _leave_later(self, working: asyncio.Future[Any]) -> None:
-        """A thread cannot be ended: the next request waits for it, unless its time is over."""
+        """Leaves when the thread, which cannot be ended, has ended, or else when its time is over
+        and few others are overdue."""
         lane = self._lane
         await asyncio.wait({working}, timeout=self._end - asyncio.get_running_loop().time())
         if working.done() or lane.overdue == _MOST_OVERDUE:
@@ -108,34 +120,6 @@ class RequestTurn:
         lane.leave()
         await asyncio.wait({working})
         lane.overdue -= 1
-
-
-class _Work(threading.Thread):
-    """Brings the result of work, or its error, to an event loop."""
-
-    def __init__(
-        self,
-        work: Callable[..., T],
-        arguments: tuple[Any, ...],
-        loop: asyncio.AbstractEventLoop,
-        future: asyncio.Future[T],
-    ) -> None:
-        super().__init__(name="texts", daemon=True)
-        self._work, self._arguments, self._loop, self._future = work, arguments, loop, future
-
-    def run(self) -> None:
-        put: Callable[[Any], None] = self._future.set_result
-        value: Any
-        try:
-            value = self._work(*self._arguments)
-        except BaseException as error:  # also what a library in Rust raises
-            put, value = self._fail, error
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
-            self._loop.call_soon_threadsafe(put, value)
-
-    def _fail(self, error: BaseException) -> None:
-        self._future.set_exception(error)
-        self._future.exception()  # counts as seen, if the client has left
 
 
 class Turns:

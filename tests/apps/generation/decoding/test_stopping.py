@@ -6,8 +6,12 @@ import time
 import pytest
 from small_tokenizers import small_tokenizers
 
-from megatron.apps.generation.decoding.stopping import StopWatch, TextBeforeStop
-from megatron.apps.generation.decoding.text_stream import TextStream, continuation_text
+from megatron.apps.generation.decoding.text_stream import (
+    StopWatch,
+    TextBeforeStop,
+    TextStream,
+    continuation_text,
+)
 from megatron.apps.generation.request import StopRules
 from megatron.config import TokenizerConfig
 from megatron.tokenizer.byte import ByteLevelTokenizer

@@ -5,9 +5,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from megatron.apps.generation.execution import packed_weights
-from megatron.apps.generation.execution.packed_weights import PackedWeights, is_packed
-from megatron.apps.generation.execution.row_rule import independent
+from megatron.apps.generation.execution import row_rule
+from megatron.apps.generation.execution.row_rule import (
+    PackedWeights,
+    independent,
+    is_packed,
+)
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="this torch is built without oneDNN"
@@ -16,8 +19,8 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def layer(monkeypatch):
-    monkeypatch.setattr(packed_weights, "LEAST", 0)
-    packed_weights._independent.cache_clear()
+    monkeypatch.setattr(row_rule, "LEAST", 0)
+    row_rule._independent.cache_clear()
     torch.manual_seed(1)
     return nn.Linear(48, 40).requires_grad_(False)
 
@@ -25,9 +28,9 @@ def layer(monkeypatch):
 @pytest.fixture
 def products(monkeypatch):
     """The calls of oneDNN's kernel."""
-    found, product = [], packed_weights.packed_linear
+    found, product = [], row_rule.packed_linear
     noted = lambda *args: found.append(args) or product(*args)  # noqa: E731
-    monkeypatch.setattr(packed_weights, "packed_linear", noted)
+    monkeypatch.setattr(row_rule, "packed_linear", noted)
     return found
 
 
@@ -54,17 +57,15 @@ def test_only_where_they_are_asked_for(layer, products):
 
 
 def test_a_shape_whose_rows_depend_on_others_stays_as_it_is(layer, monkeypatch):
-    product = packed_weights.packed_linear
-    monkeypatch.setattr(
-        packed_weights, "packed_linear", lambda x, *rest: product(x, *rest) + len(x)
-    )
+    product = row_rule.packed_linear
+    monkeypatch.setattr(row_rule, "packed_linear", lambda x, *rest: product(x, *rest) + len(x))
     weights = PackedWeights([layer.weight])
     assert not is_packed(layer.weight)
     x = torch.randn(8, 48)
     expected = layer(x)
     with weights:
         assert torch.equal(layer(x), expected)
-    packed_weights._independent.cache_clear()
+    row_rule._independent.cache_clear()
 
 
 def test_the_trial_sees_a_dependence():
@@ -73,7 +74,7 @@ def test_the_trial_sees_a_dependence():
 
 
 def test_where_memory_is_short_none_is_packed(layer, monkeypatch):
-    monkeypatch.setattr(packed_weights, "SHARE", 0.0)
+    monkeypatch.setattr(row_rule, "SHARE", 0.0)
     PackedWeights([layer.weight])
     assert not is_packed(layer.weight)
 
@@ -82,6 +83,6 @@ def test_other_dtypes_and_small_weights_stay_as_they_are(layer, monkeypatch):
     half = nn.Linear(8, 8, dtype=torch.bfloat16)
     PackedWeights([half.weight, torch.zeros(48, 40)])
     assert not is_packed(half.weight)
-    monkeypatch.setattr(packed_weights, "LEAST", 48 * 40 + 1)
+    monkeypatch.setattr(row_rule, "LEAST", 48 * 40 + 1)
     PackedWeights([layer.weight])
     assert not is_packed(layer.weight)

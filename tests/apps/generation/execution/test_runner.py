@@ -14,11 +14,11 @@ from generation_models import their_model as make_theirs
 from gpt_forward import forward
 
 from megatron.apps.generation import opening
-from megatron.apps.generation.execution import packed_weights, paged_attention
+from megatron.apps.generation.execution import paged_attention, row_rule
 from megatron.apps.generation.execution.runner import PagedRunner, page_shape
 from megatron.apps.generation.execution.stages import StagedLayers
 from megatron.apps.generation.memory import CacheConfig
-from megatron.apps.generation.step import SequencePart, StepInput
+from megatron.apps.generation.request import SequencePart, StepInput
 from megatron.config import ConfigError
 from megatron.families import family_of
 from megatron.formats.conversion.whole_model import model_of
@@ -215,11 +215,11 @@ def test_packed_weights(kind, gpt_config, random_gpt, monkeypatch):
     config = gpt_config(**kind)
     model = random_gpt(config)
     expected = play(runner_of(config, model), GPT_PROMPTS, 8)
-    monkeypatch.setattr(packed_weights, "LEAST", 0)
+    monkeypatch.setattr(row_rule, "LEAST", 0)
     calls = []
-    product = packed_weights.packed_linear
+    product = row_rule.packed_linear
     counted = lambda *args: calls.append(args) or product(*args)  # noqa: E731
-    monkeypatch.setattr(packed_weights, "packed_linear", counted)
+    monkeypatch.setattr(row_rule, "packed_linear", counted)
     runner = runner_of(config, model)
     crowd = play(runner, GPT_PROMPTS, 8, chunk=3)
     assert calls

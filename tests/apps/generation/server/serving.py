@@ -11,9 +11,8 @@ from fake_runner import FakeRunner
 from megatron.apps.generation.scheduling.engine import GenerationEngine
 from megatron.apps.generation.scheduling.engine_thread import EngineThread
 from megatron.apps.generation.scheduling.schedule import EngineLimits
-from megatron.apps.generation.server.app import build_app
+from megatron.apps.generation.server.app import Access, build_app
 from megatron.apps.generation.server.config import RequestDefaults, ServiceLimits
-from megatron.apps.generation.server.guard import Access
 from megatron.apps.generation.server.listening import (
     ConnectionLimits,
     HTTPThread,

@@ -15,12 +15,15 @@ from urllib.parse import urlsplit
 import pytest
 from serving import PlainChat, TextRunner, served
 
-from megatron.apps.generation.server import connections, turns
+from megatron.apps.generation.server import listening, turns
 from megatron.apps.generation.server.command import _drain
 from megatron.apps.generation.server.config import ServiceLimits
-from megatron.apps.generation.server.connections import BoundedConnection, most_connections
-from megatron.apps.generation.server.errors import RequestError
-from megatron.apps.generation.server.listening import ConnectionLimits
+from megatron.apps.generation.server.exchange import RequestError
+from megatron.apps.generation.server.listening import (
+    BoundedConnection,
+    ConnectionLimits,
+    most_connections,
+)
 from megatron.apps.generation.server.service import _without_frames
 from megatron.apps.generation.server.turns import Lane, RequestTurn
 from megatron.util.errors import RareLog
@@ -267,7 +270,7 @@ def test_a_burst_of_idle_connections_is_cut(monkeypatch):
 
 def test_connections_leave_descriptors(monkeypatch):
     limits = {"most": 1024}
-    monkeypatch.setattr(connections.resource, "getrlimit", lambda kind: (limits["most"], 4096))
+    monkeypatch.setattr(listening.resource, "getrlimit", lambda kind: (limits["most"], 4096))
     assert 128 < most_connections() < 1024 - 128
     limits["most"] = 64
     assert 1 <= most_connections() <= 16
@@ -295,8 +298,8 @@ def test_errors_of_accepting_are_logged_rarely():
 
 
 def test_answers_that_nobody_reads_are_bounded(monkeypatch):
-    monkeypatch.setattr(connections, "_UNREAD", 30_000_000)
-    monkeypatch.setattr(connections, "_CHECKS", 300)
+    monkeypatch.setattr(listening, "_UNREAD", 30_000_000)
+    monkeypatch.setattr(listening, "_CHECKS", 300)
     limits = ConnectionLimits(read_seconds=60.0, write_seconds=60.0)
     with served(connections=limits) as server, ExitStack() as stack:
         for _ in range(4):

@@ -3,7 +3,7 @@
 import pytest
 from serving import served
 
-from megatron.apps.generation.server.guard import Access
+from megatron.apps.generation.server.app import Access
 
 BODY = {"prompt": "a secret", "max_tokens": 2, "ignore_eos": True}
 

@@ -13,7 +13,7 @@ from megatron.apps.generation.request import (
 )
 from megatron.apps.generation.scheduling.engine import GenerationEngine
 from megatron.apps.generation.server.config import RequestDefaults
-from megatron.apps.generation.server.errors import RequestError
+from megatron.apps.generation.server.exchange import RequestError
 from megatron.apps.generation.server.megatron_api import MegatronRequest, parsed
 from megatron.apps.generation.server.service import seed_of
 

@@ -19,8 +19,8 @@ pytest.importorskip("fastapi", reason="pip install -e '.[serve]'")
 from serving import served  # noqa: E402
 
 from megatron.apps.generation.decoding.chat import ChatFormat  # noqa: E402
+from megatron.apps.generation.server.app import Access  # noqa: E402
 from megatron.apps.generation.server.config import ServiceLimits  # noqa: E402
-from megatron.apps.generation.server.guard import Access  # noqa: E402
 
 KEY = "correct horse battery staple"
 RESET = 0
