@@ -305,11 +305,6 @@ class Feature:
         to the JSON lines; ``iteration`` and ``samples`` are those before its first row."""
         return ()
 
-    def step_numbers(self, config: Any, plan: Any) -> Any:
-        """Numbers of single steps, which every rank measures, a
-        :class:`~megatron.training.report.StepNumbers`; None for none."""
-        return None
-
 
 @cache
 def features() -> Mapping[str, Feature]:

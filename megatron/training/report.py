@@ -10,12 +10,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from megatron.config import Resolved, RunConfig
-from megatron.config.features import features, taking_part
+from megatron.config.features import taking_part
 from megatron.config.parallel import ParallelConfig
 from megatron.data.build import PortionSize
 from megatron.families import family_of
@@ -65,24 +65,6 @@ def say(text: str) -> None:
         print(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {text}", flush=True)
 
 
-class StepNumbers(Protocol):
-    """Numbers of single steps, measured on every rank and written with the next log line.
-
-    Attributes:
-        params_norm: 2-norm of the weights after the last step, if its log line shows it.
-    """
-
-    params_norm: torch.Tensor | None
-
-    def before_step(self, trainer: Trainer) -> None: ...
-
-    def after_step(self, trainer: Trainer, step: Step) -> None: ...
-
-    def went_back(self) -> None: ...
-
-    def write(self, writer: RunWriter) -> None: ...
-
-
 class Reporter(Callback):
     """Log lines and metrics; only the main process prints and writes."""
 
@@ -103,6 +85,8 @@ class Reporter(Callback):
         """FLOPs of a step that are no work of the model."""
         self.at_line: list[Callable[[float], Mapping[str, float | None]]] = []
         """Further numbers of a log line, given the seconds that are left. Every rank calls them."""
+        self.after_line: list[Callable[[RunWriter], None]] = []
+        """Writers of numbers that follow a log line, and the last one."""
         self.time_left = TimeLeft()
         self.log_interval = config.logging.log_interval
         self.meter: IntervalMeter | None = None
@@ -120,8 +104,6 @@ class Reporter(Callback):
                 resume_samples=begin.consumed_samples,
                 configuration=config.to_dict(),
             )
-        several = (feature.step_numbers(config, plan) for feature in features().values())
-        self._numbers: list[StepNumbers] = [each for each in several if each is not None]
         self._write_resume(begin.iteration, begin.consumed_samples)
         self._announce(resolved, begin, sizes)
         self._bar = progress_bar(
@@ -234,14 +216,10 @@ class Reporter(Callback):
             self.meter = IntervalMeter(
                 self.plan.full_iters, self.device, self.mesh.world.size, self.peak
             )
-        for each in self._numbers:
-            each.before_step(trainer)
 
     def went_back(self, trainer: Trainer) -> None:
         """As at a resume, of the same process."""
         self.meter = None
-        for each in self._numbers:
-            each.went_back()
         self.writer.went_back(trainer.iteration, trainer.consumed_samples)
         self._write_resume(trainer.iteration, trainer.consumed_samples)
 
@@ -255,10 +233,6 @@ class Reporter(Callback):
         )
         recomputed = step.samples * step.seq_length * again
         self.meter.add(step, flops, recomputed, self.plan.lengths.grows)
-        for each in self._numbers:
-            each.after_step(trainer, step)
-            if each.params_norm is not None:
-                self.record("params_norm", each.params_norm)
         self._bar.update()
         if self._early and not trainer.at_end:
             self._say_early(step)
@@ -311,8 +285,8 @@ class Reporter(Callback):
             metrics.values.update(numbers(left))
         self.say(metrics.short_line() if self._brief else metrics.line().strip())
         self._write("train", iteration, samples, metrics.row())
-        for each in self._numbers:
-            each.write(self.writer)
+        for write in self.after_line:
+            write(self.writer)
 
     def evaluated(self, trainer: Trainer, evaluation: Reported) -> None:
         self.say(evaluation.line().strip())
@@ -331,8 +305,8 @@ class Reporter(Callback):
 
     def training_ended(self, trainer: Trainer, reason: str | None) -> None:
         self._bar.close()
-        for each in self._numbers:
-            each.write(self.writer)
+        for write in self.after_line:
+            write(self.writer)
         if reason is not None:
             self.say(f"stopped by {reason} after iteration {trainer.iteration}")
 

@@ -38,14 +38,15 @@ class Trackers(Feature):
             for name in logging.trackers
         ]
 
-    def step_numbers(self, config: Any, plan: Any) -> Any:
-        logging = config.logging
+    def ready(self, context: Any) -> None:
+        logging = context.config.logging
         norms = logging.log_params_norm or logging.log_num_zeros_in_grad
         if not norms and "tensorboard" not in logging.trackers:
-            return None
+            return
         from megatron.features.trackers.tensorboard import StepPoints
+        from megatron.training.context import Order
 
-        return StepPoints(config, plan)
+        context.add(Order.REPORT, StepPoints(context.config, context.plan, context.report))
 
 
 FEATURE = Trackers()

@@ -23,7 +23,8 @@ from megatron.features.trackers.tags import (
 from megatron.training.intervals import numbers
 from megatron.training.plan import TrainingPlan
 from megatron.training.registry import WrittenTexts
-from megatron.training.trainer import Step, Trainer
+from megatron.training.report import Reporter
+from megatron.training.trainer import Callback, Step, Trainer
 from megatron.training.writers import STEP, RunWriter, Values
 
 
@@ -152,17 +153,16 @@ class _Point(NamedTuple):
     marks: Sequence[Any]
 
 
-class StepPoints:
+class StepPoints(Callback):
     """The numbers of a run's steps; every rank has one. They are TensorBoard's points under
     Megatron-DeepSpeed's tags, every ``--tensorboard-log-interval`` steps, and the norms and counts
     of ``--log-params-norm`` and ``--log-num-zeros-in-grad``, which log lines have too. Tensors stay
     on the device until the next log line, so that no step waits for it."""
 
-    def __init__(self, config: RunConfig, plan: TrainingPlan) -> None:
-        self._config, self._plan = config, plan
+    def __init__(self, config: RunConfig, plan: TrainingPlan, report: Reporter) -> None:
+        self._config, self._plan, self._report = config, plan, report
         self._points: list[_Point] = []
-        self.params_norm: Tensor | None = None
-        """2-norm of the weights after the last step, if its log line or its point has it."""
+        report.after_line.append(self.write)
 
     def before_step(self, trainer: Trainer) -> None:
         """Lets the engine count zeros where the step shows them."""
@@ -179,10 +179,12 @@ class StepPoints:
             norms = state_norms(trainer.engine)
         elif logging.log_params_norm and self._shown(step.iteration):
             norms = state_norms(trainer.engine, ["weight"])
-        self.params_norm = norms.get("weight_l2") if logging.log_params_norm else None
+        params_norm = norms.get("weight_l2") if logging.log_params_norm else None
+        if params_norm is not None:
+            self._report.record("params_norm", params_norm)
         if not point:
             return
-        values = dict(self._values(trainer, step))
+        values = dict(self._values(trainer, step, params_norm))
         if logging.log_optimizer_states_to_tensorboard:
             values |= {f"optimizer/{name}": value for name, value in norms.items()}
         samples = trainer.consumed_samples
@@ -200,7 +202,7 @@ class StepPoints:
             read |= dict(zip(("forward-backward-time", "optimizer-time"), between, strict=False))
             writer.scalars(STEP, iteration, read, samples=samples, tokens=tokens)
 
-    def went_back(self) -> None:
+    def went_back(self, trainer: Trainer) -> None:
         """Forgets points of steps that are void."""
         self._points = []
 
@@ -214,7 +216,9 @@ class StepPoints:
         logged = not iteration % self._config.logging.log_interval
         return logged or iteration >= self._plan.train_iters or self._is_point(iteration)
 
-    def _values(self, trainer: Trainer, step: Step) -> Iterator[tuple[str, Tensor | float]]:
+    def _values(
+        self, trainer: Trainer, step: Step, params_norm: Tensor | None
+    ) -> Iterator[tuple[str, Tensor | float]]:
         logging, result = self._config.logging, step.result
         for name, loss in result.losses.items():
             yield f"lm-loss-training/{name}", loss
@@ -232,8 +236,8 @@ class StepPoints:
         yield "grad-norm/grad-norm", result.grad_norm
         if result.zeros is not None:
             yield "num-zeros/num-zeros", result.zeros
-        if self.params_norm is not None:
-            yield "params-norm/params-norm", self.params_norm
+        if params_norm is not None:
+            yield "params-norm/params-norm", params_norm
         if logging.log_memory_to_tensorboard:
             yield from _memory(trainer.engine.device)
 
