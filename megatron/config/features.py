@@ -298,6 +298,18 @@ class Feature:
         None if all are there."""
         return None
 
+    def writers(
+        self, logging: Any, configuration: Mapping[str, Any], iteration: int, samples: int
+    ) -> Sequence[Any]:
+        """Each :class:`~megatron.training.writers.RunWriter` of the main process for metrics, next
+        to the JSON lines; ``iteration`` and ``samples`` are those before its first row."""
+        return ()
+
+    def step_numbers(self, config: Any, plan: Any) -> Any:
+        """Numbers of single steps, which every rank measures, a
+        :class:`~megatron.training.report.StepNumbers`; None for none."""
+        return None
+
 
 @cache
 def features() -> Mapping[str, Feature]:

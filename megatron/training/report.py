@@ -10,42 +10,28 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from pkgutil import resolve_name
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from megatron.config import Resolved, RunConfig
-from megatron.config.features import taking_part
+from megatron.config.features import features, taking_part
 from megatron.config.parallel import ParallelConfig
 from megatron.data.build import PortionSize
 from megatron.families import family_of
 from megatron.parallel.mesh import Mesh, first_reason
-from megatron.training.metrics import (
-    Evaluation,
-    IntervalMeter,
-    RankTimes,
-    Reported,
-    Spending,
-    StepMetrics,
-    TimeLeft,
-    measure_matmul_peak,
-    peak_flops,
-)
+from megatron.training.intervals import IntervalMeter, TimeLeft, Value
+from megatron.training.metrics import Evaluation, Reported, measure_matmul_peak, peak_flops
 from megatron.training.plan import TrainingPlan
+from megatron.training.registry import Reduce, WrittenTexts
 from megatron.training.resume import ResumePoint
 from megatron.training.trainer import Callback, Step, Trainer
-from megatron.training.writers import RunWriter, TeeWriter, build_writers
-from megatron.training.written import WrittenTexts
+from megatron.training.writers import RunWriter, TeeWriter, build_writers, read_metrics
 from megatron.util.processes import is_main_process
 from megatron.util.progress import above_bars, progress_bar
 
 FIRST_STEPS = 2
 """Steps of a start with a line of their own, where log lines are further apart."""
-POINTS = "megatron.features.trackers.points:StepPoints"
-"""Numbers of single steps; imported for runs that show them."""
-READ_METRICS = "megatron.features.pictures.plots:read_metrics"
-"""Reads the metrics of an earlier start; imported where a run has nothing left to train."""
 
 
 class _LogHandler(logging.StreamHandler[Any]):
@@ -79,6 +65,24 @@ def say(text: str) -> None:
         print(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {text}", flush=True)
 
 
+class StepNumbers(Protocol):
+    """Numbers of single steps, measured on every rank and written with the next log line.
+
+    Attributes:
+        params_norm: 2-norm of the weights after the last step, if its log line shows it.
+    """
+
+    params_norm: torch.Tensor | None
+
+    def before_step(self, trainer: Trainer) -> None: ...
+
+    def after_step(self, trainer: Trainer, step: Step) -> None: ...
+
+    def went_back(self) -> None: ...
+
+    def write(self, writer: RunWriter) -> None: ...
+
+
 class Reporter(Callback):
     """Log lines and metrics; only the main process prints and writes."""
 
@@ -97,10 +101,8 @@ class Reporter(Callback):
         self.plan, self.mesh, self.device = plan, mesh, device
         self.extra_flops: list[Callable[[Step], float]] = []
         """FLOPs of a step that are no work of the model."""
-        self.rank_times: Callable[[], RankTimes | None] = lambda: None
-        """What the ranks needed for the steps since the last log line, if that is compared."""
-        self.spending: Callable[[float], Spending | None] = lambda seconds_left: None
-        """What the run has spent, given the seconds that are left. Every rank calls it."""
+        self.at_line: list[Callable[[float], Mapping[str, float | None]]] = []
+        """Further numbers of a log line, given the seconds that are left. Every rank calls them."""
         self.time_left = TimeLeft()
         self.log_interval = config.logging.log_interval
         self.meter: IntervalMeter | None = None
@@ -108,7 +110,6 @@ class Reporter(Callback):
         self.shape = family_of(config.model.family).shape(config.model, config)
         for feature in taking_part():
             self.shape = feature.shape(self.shape, config)
-        self.flops_per_token = self.shape.flops_per_token(causal=True)
         self.recompute, self.recomputed_blocks = _recomputed(config.parallel)
         self.peak = _peak(config, device)
         self.writer: RunWriter = TeeWriter(())
@@ -119,11 +120,8 @@ class Reporter(Callback):
                 resume_samples=begin.consumed_samples,
                 configuration=config.to_dict(),
             )
-        logging = config.logging
-        shown = logging.log_params_norm or logging.log_num_zeros_in_grad
-        self._points = None
-        if shown or "tensorboard" in logging.trackers:
-            self._points = resolve_name(POINTS)(config, plan)
+        several = (feature.step_numbers(config, plan) for feature in features().values())
+        self._numbers: list[StepNumbers] = [each for each in several if each is not None]
         self._write_resume(begin.iteration, begin.consumed_samples)
         self._announce(resolved, begin, sizes)
         self._bar = progress_bar(
@@ -134,7 +132,7 @@ class Reporter(Callback):
         self._last_step = time.monotonic()
 
     def _write_resume(self, iteration: int, consumed_samples: int) -> None:
-        """Where the rows before were written by another process, or before a step back."""
+        """Marks that the rows before are of another process, or of before a step back."""
         if iteration:
             self._write("resume", iteration, consumed_samples, {})
 
@@ -142,8 +140,8 @@ class Reporter(Callback):
         self, resolved: Resolved, begin: ResumePoint, sizes: Callable[[], Sequence[PortionSize]]
     ) -> None:
         config, origins = resolved.config, resolved.origins.values()
-        given = sum(origin.startswith(("flag", "derived")) for origin in origins)
-        self.say(f"{given} values given or derived; --explain-config prints all")
+        count = sum(origin.startswith(("flag", "derived")) for origin in origins)
+        self.say(f"{count} values given or derived; --explain-config prints all")
         for note in resolved.notes:
             self.say(note)
         self.say(f"layout: {_layout(config)} on {self.device.type}")
@@ -214,7 +212,7 @@ class Reporter(Callback):
             due += [Evaluation(iteration, {}, name, test=True).kind for name in test]
         file, rows = config.logging.metrics_file, []
         if file is not None and os.path.exists(file):
-            rows = resolve_name(READ_METRICS)(file)
+            rows = read_metrics(file)
         kinds = [row["kind"] for row in rows if row.get("iteration") == iteration]
         missing = (feature.missing_evaluation(config, kinds) for feature in taking_part())
         return next(
@@ -234,61 +232,53 @@ class Reporter(Callback):
             self._bar.n = trainer.iteration  # after a step back it is a lower one
             self.time_left.begin(trainer.iteration)
             self.meter = IntervalMeter(
-                train_iters=self.plan.full_iters,
-                flops_per_token=self.flops_per_token,
-                device=self.device,
-                devices=self.mesh.world.size,
-                peak_flops=self.peak,
+                self.plan.full_iters, self.device, self.mesh.world.size, self.peak
             )
-        if self._points is not None:
-            self._points.before_step(trainer)
+        for each in self._numbers:
+            each.before_step(trainer)
 
     def went_back(self, trainer: Trainer) -> None:
         """As at a resume, of the same process."""
         self.meter = None
-        if self._points is not None:
-            self._points.went_back()
+        for each in self._numbers:
+            each.went_back()
         self.writer.went_back(trainer.iteration, trainer.consumed_samples)
         self._write_resume(trainer.iteration, trainer.consumed_samples)
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
         assert self.meter is not None
-        result = step.result
-        if self._points is not None:
-            self._points.after_step(trainer, step)
         shape = dataclasses.replace(self.shape, seq_length=step.seq_length)
-        tokens = step.samples * step.seq_length
+        flops = shape.flops_per_step(step.samples, causal=True)
+        flops += sum(extra(step) for extra in self.extra_flops)
         again = shape.recomputed_flops_per_token(
             self.recompute, causal=True, blocks=self.recomputed_blocks
         )
-        self.meter.add(
-            StepMetrics(
-                loss=result.loss,
-                losses=result.losses,
-                samples=step.samples,
-                tokens=tokens,
-                flops=shape.flops_per_step(step.samples, causal=True)
-                + sum(extra(step) for extra in self.extra_flops),
-                recomputed_flops=tokens * again,
-                seq_length=step.seq_length if self.plan.lengths.grows else None,
-                learning_rate=step.learning_rate,
-                weight_decay=step.weight_decay,
-                grad_norm=result.grad_norm,
-                loss_scale=result.loss_scale,
-                skipped=result.skipped,
-                fed_tokens=None if step.counts is None else step.counts.fed,
-                trained_tokens=None if step.counts is None else step.counts.trained,
-                num_zeros=result.zeros,
-                params_norm=None if self._points is None else self._points.params_norm,
-            )
-        )
+        recomputed = step.samples * step.seq_length * again
+        self.meter.add(step, flops, recomputed, self.plan.lengths.grows)
+        for each in self._numbers:
+            each.after_step(trainer, step)
+            if each.params_norm is not None:
+                self.record("params_norm", each.params_norm)
         self._bar.update()
         if self._early and not trainer.at_end:
             self._say_early(step)
 
+    def record(
+        self,
+        name: str,
+        value: Value,
+        reduce: Reduce = "last",
+        unit: str = "",
+        over_ranks: bool = False,
+    ) -> None:
+        """Adds a number to the next log line; see :meth:`IntervalMeter.record`."""
+        assert self.meter is not None, f"{name} is recorded before the first step"
+        self.meter.record(name, value, reduce, unit, over_ranks)
+
     def _say_early(self, step: Step) -> None:
         """Prints the time of the first steps, which waits for them."""
-        losses = ", ".join(f"{name} {loss:.4g}" for name, loss in _read(step.result.losses))
+        values = {name: float(loss) for name, loss in step.result.losses.items()}
+        losses = ", ".join(f"{name} {loss:.4g}" for name, loss in values.items())
         now = time.monotonic()
         seconds, self._last_step = now - self._last_step, now
         text = f"step {step.iteration}: {seconds:.3g} s, {losses}"
@@ -316,19 +306,13 @@ class Reporter(Callback):
             consumed_tokens=self.plan.lengths.tokens(samples),
         )
         left = self.time_left.seconds(iteration, self.plan.train_iters)
-        metrics = dataclasses.replace(
-            metrics,
-            rank_times=self.rank_times(),
-            seconds_left=left,
-            spending=self.spending(left),
-        )
+        metrics.values["seconds_left"] = left
+        for numbers in self.at_line:
+            metrics.values.update(numbers(left))
         self.say(metrics.short_line() if self._brief else metrics.line().strip())
         self._write("train", iteration, samples, metrics.row())
-        self._write_points()
-
-    def _write_points(self) -> None:
-        if self._points is not None:
-            self._points.write(self.writer)
+        for each in self._numbers:
+            each.write(self.writer)
 
     def evaluated(self, trainer: Trainer, evaluation: Reported) -> None:
         self.say(evaluation.line().strip())
@@ -347,7 +331,8 @@ class Reporter(Callback):
 
     def training_ended(self, trainer: Trainer, reason: str | None) -> None:
         self._bar.close()
-        self._write_points()
+        for each in self._numbers:
+            each.write(self.writer)
         if reason is not None:
             self.say(f"stopped by {reason} after iteration {trainer.iteration}")
 
@@ -372,10 +357,6 @@ class Reporter(Callback):
         self.writer.close()
 
 
-def _read(losses: Mapping[str, torch.Tensor]) -> list[tuple[str, float]]:
-    return [(name, float(loss)) for name, loss in losses.items()]
-
-
 def _layout(config: RunConfig) -> str:
     layout = config.parallel
     pipeline, data = layout.pipeline_model_parallel_size, layout.data_parallel_size
@@ -394,7 +375,8 @@ def _layout(config: RunConfig) -> str:
 
 
 def _recomputed(parallel: ParallelConfig) -> tuple[str | None, int | None]:
-    """What is recomputed (selective, uniform, block), and of how many blocks if not of all."""
+    """Return the kind of recomputation (selective, uniform, block), and the number of blocks if
+    not all are recomputed."""
     if parallel.recompute_granularity != "full":
         return parallel.recompute_granularity, None
     if parallel.recompute_method == "block":

@@ -20,7 +20,7 @@ from megatron.engine.train_engine import StepResult, TrainEngine
 from megatron.parallel.mesh import Mesh
 from megatron.training.metrics import Evaluation, Reported
 from megatron.training.plan import TrainingPlan
-from megatron.training.written import WrittenTexts
+from megatron.training.registry import WrittenTexts
 from megatron.util.phases import ending, moved, phase
 from megatron.util.progress import counted, progress_bar
 

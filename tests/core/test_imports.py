@@ -1,4 +1,4 @@
-"""Imports point one way, and DeepSpeed lives in one package."""
+"""Imports point one way, DeepSpeed lives in one package, and no string names a module."""
 
 import ast
 import graphlib
@@ -10,46 +10,25 @@ from pathlib import Path
 import pytest
 from import_statements import ROOT, file_of, imports, sources
 
-BELOW = {
-    "util": set(),
-    "config": {"util"},
-    "parallel": {"config", "util"},
-    "resilience": {"config", "util", "parallel"},
-    "tokenizer": {"config", "util"},
-    "data": {"config", "util", "parallel", "tokenizer"},
-    "corpus": {"config", "util", "tokenizer", "data"},
-    "model": {"config", "util", "parallel", "tokenizer"},
-    "checkpoint": {"config", "util", "parallel", "tokenizer", "model"},
-    "engine": {"config", "util", "parallel", "tokenizer", "data", "model", "checkpoint"},
-}
-BELOW["families"] = set(BELOW["engine"])
-BELOW["profiling"] = BELOW["dashboard"] = {"util"}
-BELOW["objectives"] = BELOW["engine"] | {"families"}
-BELOW["training"] = BELOW["engine"] | {
-    "engine",
-    "families",
-    "objectives",
-    "profiling",
-    "resilience",
-}
-BELOW["inference"] = BELOW["training"] | {"training"}
-BELOW["planning"] = BELOW["parity"] = BELOW["training"] | {"training"}
-BELOW["formats"] = BELOW["training"] | {"training", "inference"}
-BELOW["tasks"] = BELOW["training"] | {"training", "inference"}
-BELOW["finetune"] = BELOW["tasks"] | {"tasks", "formats"}
-"""What each package may import of megatron, besides itself. Packages that are not named here are
-programs: nothing imports them, and they may import all."""
+ORDER = (
+    {"util", "config"},
+    {"tokenizer", "parallel"},
+    {"model", "data", "checkpoint"},
+    {"families", "engine"},
+    {"run", "training"},
+    {"formats"},
+    {"features"},
+    {"apps"},
+)
+"""Packages of megatron: each imports those of its own level and of earlier ones."""
+LEVEL = {package: level for level, packages in enumerate(ORDER) for package in packages}
 
 NAME = re.compile(r"megatron(\.\w+)+(:\w+)?")
-REGISTRIES = {
-    "megatron/checkpoint/source.py": frozenset({"formats"}),
-    "megatron/features/adapters/model.py": frozenset({"formats"}),
-    "megatron/training/build.py": frozenset({"tasks", "planning"}),
-    "megatron/training/evaluation.py": frozenset({"planning"}),
-    "megatron/features/epochs/passes.py": frozenset({"planning"}),
-    "megatron/apps/generation/generation/command.py": frozenset({"retro"}),
+TABLES = {
+    "megatron/config/features.py": {"megatron.features", "megatron.apps"},
+    "megatron/checkpoint/source.py": {"megatron.formats"},
 }
-"""Files that name modules of packages above them, which are imported when they are needed."""
+"""The only files that name modules in strings: the folders of the features, and of the formats."""
 
 
 def names(source: str) -> Iterator[str]:
@@ -70,25 +49,45 @@ def faults(package: str | None, source: str, may_name: frozenset[str] = frozense
     Args:
         package: where the source is.
         source: the text.
-        may_name: packages whose modules it may name, besides those that it may import.
+        may_name: modules that it may name in strings.
     """
-    found = [m for m in imports(source) if m.split(".")[0] == "deepspeed" and package != "engine"]
-    if package in BELOW:
-        allowed = BELOW[package] | {package}
-        found += [m for m in imports(source) if not points_down(m, allowed)]
-        found += [m for m in names(source) if not points_down(m, allowed | may_name)]
+    modules = list(imports(source))
+    found = [m for m in modules if m.split(".")[0] == "deepspeed" and package != "engine"]
+    if package is not None:
+        found += [m for m in modules if not points_down(m, package)]
+        found += [m for m in names(source) if m not in may_name]
     return found
 
 
-def points_down(module: str, allowed: set[str]) -> bool:
+def points_down(module: str, package: str) -> bool:
     first, *rest = module.split(".")
-    return first != "megatron" or not rest or rest[0] in allowed
+    return first != "megatron" or not rest or LEVEL.get(rest[0], -1) <= LEVEL[package]
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_point_one_way(path):
-    may_name = REGISTRIES.get(str(path.relative_to(ROOT)), frozenset())
-    assert faults(package_of(path), path.read_text(), may_name) == []
+    may_name = TABLES.get(str(path.relative_to(ROOT)), set())
+    assert faults(package_of(path), path.read_text(), frozenset(may_name)) == []
+
+
+def needed(feature: Path) -> set[str]:
+    """Folders of features that a feature says it needs."""
+    tree = ast.parse(feature.read_text())
+    assigned = [n for n in ast.walk(tree) if isinstance(n, ast.Assign)]
+    values = [n.value for n in assigned if getattr(n.targets[0], "id", "") == "needs"]
+    return {name for value in values for name in ast.literal_eval(value)}
+
+
+@pytest.mark.parametrize("folder", sorted((ROOT / "megatron/features").glob("*/feature.py")))
+def test_a_feature_imports_those_that_it_needs(folder):
+    folder = folder.parent
+    used = {
+        name.split(".")[2]
+        for path in folder.rglob("*.py")
+        for name in imports(path.read_text())
+        if name.startswith("megatron.features.")
+    }
+    assert used - {folder.name} <= needed(folder / "feature.py")
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:
@@ -133,43 +132,37 @@ def test_helpers_need_neither_torch_nor_numpy():
 
 
 def test_every_package_has_a_place_in_the_order():
-    packages = {p.parent.name for p in (ROOT / "megatron").glob("*/__init__.py")}
-    imported = {
-        name.split(".")[1]
-        for path in sources()
-        if (package := package_of(path))
-        for name in imports(path.read_text())
-        if name.startswith("megatron.") and name.split(".")[1] != package
-    }
-    assert imported & packages <= set(BELOW)
+    assert {p.parent.name for p in (ROOT / "megatron").glob("*/__init__.py")} == set(LEVEL)
 
 
 @pytest.mark.parametrize(
     "package, source",
     [
-        ("util", "from megatron.config import ConfigError"),
+        ("util", "from megatron.model import gpt"),
         ("config", "import megatron.parallel.shard"),
         ("model", "from megatron import engine"),
         ("data", "def f():\n    from megatron.training.plan import TrainingPlan"),
         ("data", "from megatron.apps.corpus.preprocessing.inputs import open_text"),
-        ("corpus", "import megatron.training.plan"),
-        ("training", "from megatron.apps.corpus import preprocessing"),
+        ("formats", "from megatron.features import adapters"),
+        ("training", "from megatron.features.resilience import watchdog"),
         ("training", "from megatron.apps.tasks import anything"),
+        ("features", "import megatron.apps.generation"),
         ("training", "def f():\n    import deepspeed.comm"),
         (None, "from deepspeed import zero"),
         ("data", "import importlib\nimportlib.import_module('deepspeed')"),
         ("checkpoint", "from megatron.formats.huggingface import export"),
         ("engine", "def f():\n    import megatron.formats.unpickle"),
         ("engine", "resolve_name('megatron.formats.huggingface.export:write_model')"),
-        ("engine", "from megatron.families import gpt"),
+        ("apps", "resolve_name('megatron.formats.huggingface.export:write_model')"),
+        ("model", "from megatron.families import gpt"),
     ],
 )
 def test_the_check_finds(package, source):
     assert faults(package, source)
 
 
-def test_a_registry_names_what_it_may_not_import():
-    may_name = frozenset({"formats"})
-    assert not faults("checkpoint", "NAMES = ['megatron.formats.unpickle:Inert']", may_name)
+def test_a_table_names_its_folders_alone():
+    may_name = frozenset({"megatron.formats"})
+    assert not faults("checkpoint", "FORMATS = 'megatron.formats'", may_name)
     assert faults("checkpoint", "NAMES = ['megatron.engine.build:build_engine']", may_name)
     assert faults("checkpoint", "import megatron.formats.unpickle", may_name)

@@ -49,7 +49,7 @@ def collected(*options: str) -> set[str]:
             self.found = {item.nodeid for item in session.items}
 
     names = Names()
-    files = [ROOT / "tests/unit" / name for name in ("test_parts.py", "test_structure.py")]
+    files = [ROOT / "tests/core" / name for name in ("test_parts.py", "test_structure.py")]
     quiet = "--collect-only -q -p no:cacheprovider -p no:faulthandler -p no:unraisableexception"
     pytest.main([*quiet.split(), *options, *map(str, files)], plugins=[names])
     return names.found
@@ -64,20 +64,20 @@ def test_pytest_selects_parts(capfd):
 
 
 def test_seconds_of_junit_files(tmp_path, monkeypatch):
-    (tmp_path / "seconds.txt").write_text("2 tests/unit\n5 tests/core/test_parts.py\n")
+    (tmp_path / "seconds.txt").write_text("2 tests/core\n5 tests/core/test_parts.py\n")
     (tmp_path / "junit.xml").write_text(
         """<testsuites><testsuite>
-        <testcase classname="tests.unit.test_parts" name="test_a[1]" time="0.5"/>
-        <testcase classname="tests.unit.test_parts" name="test_b@tests/unit/x.py-1" time="0.1"/>
-        <testcase classname="tests.unit.test_parts.TestC" name="test_c[x.y]" time="3"/>
-        <testcase classname="tests.unit.test_parts.TestC" name="test_c[z]" time="5"/>
+        <testcase classname="tests.core.test_parts" name="test_a[1]" time="0.5"/>
+        <testcase classname="tests.core.test_parts" name="test_b@tests/core/x.py-1" time="0.1"/>
+        <testcase classname="tests.core.test_parts.TestC" name="test_c[x.y]" time="3"/>
+        <testcase classname="tests.core.test_parts.TestC" name="test_c[z]" time="5"/>
         </testsuite></testsuites>"""
     )
     monkeypatch.setattr(parts, "RECORDED", tmp_path / "seconds.txt")
     monkeypatch.setattr(sys, "argv", ["parts.py", str(tmp_path / "junit.xml")])
     parts.main()
     assert parts.recorded() == {
-        "tests/unit": 2.0,
+        "tests/core": 2.0,
         "tests/core/test_parts.py": 0.3,
         "tests/core/test_parts.py::TestC::test_c": 4.0,
     }

@@ -44,7 +44,6 @@ from megatron.apps.finetune.summary import TuningSummary
 from megatron.config import Setting, Settings
 from megatron.config.command_line import versions
 from megatron.features.keep_best.callback import stopped_early
-from megatron.features.pictures.plots import Rows, read_metrics
 from megatron.run.launch import start_processes
 from megatron.run.process import connected
 from megatron.run.run import (
@@ -55,6 +54,7 @@ from megatron.run.run import (
 )
 from megatron.training.build import build_trainer
 from megatron.training.plan import Epochs, TrainingPlan
+from megatron.training.writers import Rows, read_metrics
 from megatron.util.files import write_whole
 from megatron.util.processes import is_main_process
 from megatron.util.progress import say

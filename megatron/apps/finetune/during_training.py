@@ -17,8 +17,8 @@ from megatron.apps.generation.writing import TextWriter
 from megatron.parallel.mesh import Mesh
 from megatron.run.run import Run
 from megatron.tokenizer import Tokenizer
+from megatron.training.registry import WrittenText, WrittenTexts
 from megatron.training.trainer import Callback, Trainer
-from megatron.training.written import WrittenText, WrittenTexts
 
 
 class Baseline(Callback):

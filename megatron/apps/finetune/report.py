@@ -5,23 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from html import escape
 from itertools import groupby
 
 from megatron.apps.finetune.summary import TuningSummary, numbers
-from megatron.training.metrics import Spending
+from megatron.training.registry import METRICS
 
-_LEFT_OUT = frozenset(
-    {
-        *("weight_decay", "global_batch_size", "loss_scale", "skipped_steps", "nan_steps"),
-        *("seconds_per_iteration", "samples_per_second", "tflops_per_device", "mfu", "hfu"),
-        *("memory_allocated_bytes", "memory_reserved_bytes", "seq_length"),
-        *("tokens_per_second_per_device", "trained_tokens_per_second", "seconds_left"),
-        *("slowest_rank", "own_seconds_slowest", "own_seconds_median", "own_seconds_fastest"),
-        *(field.name for field in fields(Spending)),
-    }
-)
+_LEFT_OUT = frozenset(name for name, metric in METRICS.items() if not metric.curve)
 """Values of training steps without a curve here; metrics.jsonl has them."""
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 440, 220, 56, 28, 12
 _COLOURS = ("#1f6feb", "#d1242f", "#1a7f37", "#8250df")

@@ -11,8 +11,8 @@ from megatron.apps.finetune.provenance import TuningRecord
 from megatron.config import RunConfig
 from megatron.features.adapters.flags import AdapterConfig
 from megatron.features.instruction.flags import InstructionConfig
-from megatron.features.pictures.plots import Rows
 from megatron.features.preference.flags import PreferenceConfig
+from megatron.training.writers import Rows
 
 PREFERENCES = {
     "dpo": "DPO",

@@ -35,6 +35,7 @@ from megatron.apps.parity.runs import (
     rounding_noise,
     watched_trainer,
 )
+from megatron.apps.profiling.flags import ProfilingConfig
 from megatron.config import (
     FLAG_CLASSES,
     CheckpointConfig,
@@ -51,7 +52,6 @@ from megatron.engine.deepspeed_json import merge
 from megatron.engine.environment import distributed
 from megatron.engine.train_engine import StepResult
 from megatron.families import trained_spec
-from megatron.features.profiling.flags import ProfilingConfig
 from megatron.features.resilience.flags import ResilienceConfig
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.run.run import parse_run

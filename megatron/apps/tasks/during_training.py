@@ -15,8 +15,8 @@ from megatron.config import ConfigError, RunConfig
 from megatron.engine.train_engine import ModelEngine
 from megatron.features.raw_text.flags import RawTextConfig
 from megatron.tokenizer import Tokenizer
+from megatron.training.registry import TASK_COSTS
 from megatron.training.trainer import Callback, Trainer
-from megatron.training.writers import TASK_COSTS
 
 
 class EvaluatedTask(Protocol):

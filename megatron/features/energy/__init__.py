@@ -1,5 +1,1 @@
-"""What a run spends: joules by the counters of its devices and processors, money, CO2.
-
-``nvml`` and ``rapl`` read counters, ``meter`` adds up those of all ranks, ``totals`` makes money
-and CO2 of them and keeps them over the starts of a run, ``callback`` is called by the training.
-"""
+"""Energy, time of devices, money and CO2 that a run spends."""

@@ -5,20 +5,16 @@ from __future__ import annotations
 import io
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron.training.writers import TASK_COSTS
+from megatron.training.registry import CLOCKS, TASK_COSTS
+from megatron.training.writers import Rows, read_metrics
 from megatron.util.files import write_whole
-from megatron.util.json_text import parse_json
 
-Rows = Sequence[Mapping[str, Any]]
-"""Rows of a JSON-lines file of metrics."""
 Points = tuple[list[float], list[float]]
 """Consumed tokens and values; NaN is a gap in the line."""
-_CLOCKS = frozenset({"kind", "iteration", "consumed_samples", "consumed_tokens"})
-_DRAWN = frozenset({"train", "validation", "task"})
 _VALIDATION_COLOURS = ("#c8442f", "#e08a3c", "#8c3b6f", "#6b6b1e", "#444444") * 9
 _TASK_COLOURS = ("#7b4fa3", "#c77f1a", "#2a8f8f", "#b0426a", "#4f6f2f", "#555555") * 9
 
@@ -101,33 +97,6 @@ def save_picture(figure: Any, output_png: str | os.PathLike[str]) -> None:
     write_whole(output, picture.getvalue())
 
 
-def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The rows of a run's JSON-lines file. Raises FileNotFoundError; ValueError for a line that is
-    no row."""
-    rows = []
-    with Path(path).open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            # A process that still runs, or was killed, may have left half a line at the end.
-            if not line.endswith(b"\n"):
-                break
-            where = f"{path}, line {number}"
-            row = parse_json(line, where)
-            if not _is_row(row):
-                raise ValueError(f"{where} is not a row of metrics: a kind, and numbers by name")
-            rows.append(row)
-    return rows
-
-
-def _is_row(row: Any) -> bool:
-    if not isinstance(row, dict) or not isinstance(row.get("kind"), str):
-        return False
-    if row["kind"].partition(" ")[0] not in _DRAWN:
-        return True
-    numbers = (value for name, value in row.items() if name != "kind")
-    counted = isinstance(row.get("consumed_tokens"), int)
-    return counted and all(value is None or isinstance(value, int | float) for value in numbers)
-
-
 def points(rows: Rows, kind: str, name: str) -> Points:
     """The values of a name in the rows of a kind that have it; null becomes NaN."""
     chosen = [row for row in rows if row["kind"] == kind and name in row]
@@ -144,23 +113,23 @@ def validation_losses(rows: Rows) -> dict[str, Points]:
 
 
 def task_metrics(rows: Rows) -> dict[str, dict[str, Points]]:
-    """What the tasks of a run measured: curves by metric and task, bits per byte first."""
+    """Return the metrics of a run's tasks: curves by metric and task, bits per byte first."""
     names: dict[str, dict[str, None]] = {}
     for row in rows:
         kind, _, task = row["kind"].partition(" ")
         if kind == "task":
-            found = (n for n in row if n not in _CLOCKS and n not in TASK_COSTS)
-            names.setdefault(task, {}).update(dict.fromkeys(found))
+            metrics = (name for name in row if name not in {"kind", *CLOCKS, *TASK_COSTS})
+            names.setdefault(task, {}).update(dict.fromkeys(metrics))
     curves: dict[str, dict[str, Points]] = {}
-    for task, metrics in names.items():
-        for metric in shown_metrics(metrics):
+    for task, measured in names.items():
+        for metric in shown_metrics(measured):
             curves.setdefault(metric, {})[task] = points(rows, f"task {task}", metric)
     return dict(sorted(curves.items(), key=lambda item: item[0] != "bits_per_byte"))
 
 
 def shown_metrics(names: Iterable[str]) -> list[str]:
     """The metrics of a task that pictures show: without ratios, which depend on the text alone, and
-    without loss and perplexity beside bits per byte, which say the same."""
+    without loss and perplexity next to bits per byte, which say the same."""
     names = [name for name in names if not name.endswith("ratio")]
     said = ("loss", "perplexity") if "bits_per_byte" in names else ()
     return [name for name in names if not name.endswith(said)]

@@ -14,13 +14,12 @@ from typing import Any
 
 from megatron.features.pictures.plots import (
     Points,
-    Rows,
     decorate,
-    read_metrics,
     save_picture,
     task_metrics,
     validation_losses,
 )
+from megatron.training.writers import Rows, read_metrics
 from megatron.util.files import write_whole
 
 _LAYOUT = re.compile(r"tp_?(\d+).*?pp_?(\d+).*?dp_?(\d+).*?sp_?(\d+)")
@@ -47,7 +46,7 @@ def read_curves(folder: str | os.PathLike[str], tag: str) -> list[RunCurve]:
     # Imported late: it takes seconds.
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found, seen = [], set()
+    runs, seen = [], set()
     for path in sorted({file.parent for file in Path(folder).rglob("events.out.tfevents.*")}):
         events: Any = EventAccumulator(str(path), size_guidance={"scalars": 0})
         events.Reload()
@@ -56,12 +55,12 @@ def read_curves(folder: str | os.PathLike[str], tag: str) -> list[RunCurve]:
         alike = (name for name in tags if name.rpartition("/")[2] == tag.rpartition("/")[2])
         if name := tag if tag in tags else next(alike, None):
             scalars = events.Scalars(name)
-            found.append((path, [e.step for e in scalars], [e.value for e in scalars]))
-    if not found:
+            runs.append((path, [e.step for e in scalars], [e.value for e in scalars]))
+    if not runs:
         known = f"; there are {', '.join(sorted(seen))}" if seen else ": no TensorBoard events"
         raise ValueError(f"{folder}: no run has the scalar {tag!r}{known}")
     curves: list[RunCurve] = []
-    for path, steps, values in sorted(found, key=lambda run: (run[1][0], run[0])):
+    for path, steps, values in sorted(runs, key=lambda run: (run[1][0], run[0])):
         name = _name(path.relative_to(folder))
         same = sum(curve.name == name or curve.name.startswith(f"{name}-") for curve in curves)
         curves.append(RunCurve(f"{name}-{same + 1}" if same else name, steps, values))
@@ -168,17 +167,17 @@ def draw_panels(
 
 
 def read_evaluations(runs: Mapping[str, str | os.PathLike[str]]) -> list[Panel]:
-    """What runs evaluated, by the paths of their JSON-lines metrics: validation losses and the
-    metrics of tasks over consumed tokens, a panel for each. Raises FileNotFoundError; ValueError if
-    a file is broken, or has no evaluations."""
-    found: dict[str, list[RunCurve]] = {}
+    """Return the evaluations of runs, by the paths of their JSON-lines metrics: validation losses
+    and the metrics of tasks over consumed tokens, a panel for each. Raises FileNotFoundError;
+    ValueError if a file is broken, or has no evaluations."""
+    panels: dict[str, list[RunCurve]] = {}
     for name, path in runs.items():
         curves = list(_evaluations(read_metrics(path)))
         if not curves:
             raise ValueError(f"{path}: no evaluations, so nothing to draw")
         for y, curve in curves:
-            found.setdefault(y, []).append(RunCurve(name, *curve))
-    return [Panel(y, each) for y, each in found.items()]
+            panels.setdefault(y, []).append(RunCurve(name, *curve))
+    return [Panel(y, each) for y, each in panels.items()]
 
 
 def _evaluations(rows: Rows) -> Iterator[tuple[str, Points]]:

@@ -1,2 +1,1 @@
-"""What a run's folder says of each of its starts, so that a person can repeat it: see
-``folder`` for the files, ``callback`` for when they are written."""
+"""The record of each start of a run, so that a person can repeat it."""

@@ -1,4 +1,4 @@
-"""Where the ranks of a run are: hosts, their devices, processors and memory."""
+"""Places of the ranks of a run: hosts, their devices, processors and memory."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ import torch.distributed as dist
 
 from megatron.parallel.mesh import Mesh
 
+_MOST_LINES = 64
+
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where a rank is. ``device`` is the name of its accelerator, or of its processor; ``number``
-    which accelerator of its host it is by :mod:`torch`'s count, None without one."""
+    """Place of a rank. ``device`` is the name of its accelerator, or of its processor; ``number``
+    counts the accelerators of its host as :mod:`torch` does, None without one."""
 
     host: str
     device: str
@@ -31,7 +33,7 @@ class RankPlace:
 
 
 def own_place(device: torch.device) -> RankPlace:
-    """Where this process is."""
+    """Return the place of this process."""
     on_gpu = device.type == "cuda"
     number = (device.index or 0) if on_gpu else None
     return RankPlace(
@@ -44,7 +46,7 @@ def own_place(device: torch.device) -> RankPlace:
 
 
 def places_of_ranks(mesh: Mesh, device: torch.device) -> list[RankPlace]:
-    """Where all ranks are, in their order. Every rank calls it."""
+    """Return the places of all ranks, in their order. Every rank calls it."""
     places: list[RankPlace] = [own_place(device)] * mesh.world.size
     if mesh.world.size > 1:
         dist.all_gather_object(places, places[mesh.world.rank])
@@ -52,7 +54,7 @@ def places_of_ranks(mesh: Mesh, device: torch.device) -> list[RankPlace]:
 
 
 def rank_map(places: Sequence[RankPlace]) -> list[str]:
-    """A line for each host, for the log; the last hosts of very many are only counted."""
+    """Return a line for each host, for the log; the last hosts of very many are only counted."""
     lines = []
     for host in by_host(places):
         devices = Counter(host["devices"])
@@ -62,11 +64,8 @@ def rank_map(places: Sequence[RankPlace]) -> list[str]:
     return lines if more <= 0 else [*lines[:_MOST_LINES], f"and {more} hosts more"]
 
 
-_MOST_LINES = 64
-
-
 def _ranks(ranks: Sequence[int]) -> str:
-    """In words: rank 5, ranks 0 to 3, ranks 0, 2, 4."""
+    """Return words: rank 5, ranks 0 to 3, ranks 0, 2, 4."""
     first, last = ranks[0], ranks[-1]
     if first == last:
         return f"rank {first}"
@@ -76,23 +75,21 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def by_host(places: Sequence[RankPlace]) -> list[dict[str, Any]]:
-    """The ranks of each host, as JSON values."""
-    hosts = dict.fromkeys(place.host for place in places)
-    found = []
-    for host in hosts:
-        here = {rank: place for rank, place in enumerate(places) if place.host == host}
-        first = next(iter(here.values()))
-        found.append(
-            {
-                "host": host,
-                "ranks": list(here),
-                "devices": [place.device for place in here.values()],
-                "numbers": [place.number for place in here.values()],
-                "processors": first.processors,
-                "memory_bytes": first.memory_bytes,
-            }
-        )
-    return found
+    """Return the ranks of each host, as JSON values."""
+    hosts: dict[str, dict[int, RankPlace]] = {}
+    for rank, place in enumerate(places):
+        hosts.setdefault(place.host, {})[rank] = place
+    return [
+        {
+            "host": host,
+            "ranks": list(here),
+            "devices": [place.device for place in here.values()],
+            "numbers": [place.number for place in here.values()],
+            "processors": next(iter(here.values())).processors,
+            "memory_bytes": next(iter(here.values())).memory_bytes,
+        }
+        for host, here in hosts.items()
+    ]
 
 
 def _processor() -> str:

@@ -1,4 +1,5 @@
-"""The state of the source tree that a run computes with, as git sees it."""
+"""The state of the source tree that a run computes with, as git sees it, and its patch without the
+values of secret names, such as ``password = ...`` in a file of settings."""
 
 from __future__ import annotations
 
@@ -9,6 +10,9 @@ import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from megatron.util.secrets import HIDDEN, is_secret
 
 _SECONDS = 10.0
 """For a command of git: a run must not wait longer for a slow file system."""
@@ -34,6 +38,16 @@ class SourceTree:
     remote: str
     patch: bytes
     left_out: tuple[str, ...]
+
+    def state(self) -> dict[str, Any]:
+        """JSON values for the record."""
+        return {
+            "commit": self.commit,
+            "branch": self.branch,
+            "remote": self.remote,
+            "changed": bool(self.patch or self.left_out),
+            "left_out": list(self.left_out),
+        }
 
 
 def source_tree(folder: Path, private: Collection[Path] = ()) -> SourceTree | None:
@@ -109,8 +123,9 @@ def _is_private(path: Path, root: Path, private: Collection[Path]) -> bool:
 
 
 def _git(folder: Path, *arguments: str, ends: int = 0) -> bytes:
-    """What a command prints. It takes no lock, so that another git in the folder is not disturbed,
-    and starts no program that the folder's settings name. ``ends``: its exit status, if not 0."""
+    """Return the output of a command. It takes no lock, so that another git in the folder is not
+    disturbed, and starts no program that the folder's settings name. ``ends``: its exit status, if
+    not 0."""
     done = subprocess.run(
         ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments],
         stdin=subprocess.DEVNULL,
@@ -122,3 +137,84 @@ def _git(folder: Path, *arguments: str, ends: int = 0) -> bytes:
     if done.returncode not in (0, ends):
         raise subprocess.CalledProcessError(done.returncode, "git")
     return done.stdout
+
+
+_EXPRESSIONS = tuple(".c .cc .cpp .cu .cuh .go .h .hpp .java .js .py .pyi .pyx .rs .ts".split())
+"""Files in which a word without quotes is an expression, which is no secret."""
+_JSON = (".ipynb", ".json", ".jsonl")
+_WORDS = tuple(".bash .md .rst .sbatch .sh .txt .zsh Dockerfile Makefile".split())
+"""Files in which a value without quotes is one word. In all others it is the rest of the line."""
+
+_HINT = r"(?=[\w.-]*(?:auth|cookie|cred|jwt|key|pass|pat|pwd|secret|sig|token))"
+"""Part of every secret name: no time is spent on others."""
+_NAME = rf"(?<![\w$.-])(?P<opened>[\"']?){_HINT}(?P<name>-{{0,3}}[a-z_][\w.-]{{0,100}})(?P=opened)"
+_ANNOTATION = r"(?::[\w.\[\]| \t]{1,60}(?==))?"
+_QUOTED = r"""(?P<quote>"{3}|'{3}|["'])(?P<quoted>(?:\\.|(?!(?P=quote))[^\\\n])*)"""
+_SCHEME = r"(?:(?:basic|bearer|digest|token)[ \t]+)?"
+
+_CODE_NAME, _ANY_NAME = (
+    re.compile(rf"{_NAME}\]?[ \t]*{pattern}[ \t]*", re.IGNORECASE)
+    for pattern in (
+        rf"{_ANNOTATION}(?:=>|:=|[:=])(?!=)[ \t]*[bru]{{0,2}}",
+        r"(?:=>|:=|:[-=]|:(?!\?)|=(?!=)|(?<=[ \t])(?![-=:]))",
+    )
+)
+"""Names up to their values. That of a flag may be without "="."""
+_CODE_VALUE, _JSON_VALUE, _WORD, _LINE = (
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        _QUOTED,
+        rf"{_QUOTED}|(?P<bare>[^\s,\"'}}\]]+)",
+        rf"{_QUOTED}|(?P<bare>{_SCHEME}[^\s\"'`$;&|(){{}}<>]+)",
+        rf"{_QUOTED}|(?P<bare>[^\s\"'][^\n]*)",
+    )
+)
+_NO_SECRET = re.compile(
+    r"(?:true|false|null|none|yes|no|on|off|~|-?\d{1,4}|\\|[|>][-+\d]*)?,?|\*{3}.*"
+    r"|\$(?:\w+|[{(].*)|[{\[](?:.*[}\],])?|\{[\w.]+\}|<\w+>|%\(\w+\)s",
+    re.IGNORECASE,
+)
+"""Values that say nothing, or where the secret is."""
+_KEY_OF_CODE = re.compile(r"(?=.*\d)[\w+/=.-]{16,}")
+"""A secret in ``key = "..."`` of code, where most keys are names of something."""
+
+
+def without_values(patch: str) -> str:
+    """A patch of git with ``***`` in place of the values of secret names: those in quotes, and in
+    files other than code also those without."""
+    return "".join(map(_section, re.split(r"^(?=diff --git )", patch, flags=re.M)))
+
+
+def _section(section: str) -> str:
+    """The part for one file, which begins with its name."""
+    title = section.partition("\n")[0].rstrip('"')
+    text, binary, rest = section.partition("\nGIT binary patch\n")
+    code = title.endswith(_EXPRESSIONS)
+    names = _CODE_NAME if code else _ANY_NAME
+    plain = ((_JSON, _JSON_VALUE), (_WORDS, _WORD))
+    values = next((value for ends, value in plain if title.endswith(ends)), _LINE)
+    values = _CODE_VALUE if code else values
+    pieces, done = [], 0
+    match = names.search(text)
+    while match is not None:
+        end = match.end()
+        value = values.match(text, end) if _has_value(match) else None
+        if value is not None and not _is_known(match["name"], value, code):
+            pieces += [text[done:end], value["quote"] or "", HIDDEN]
+            done = end = value.end()
+        match = names.search(text, max(end, match.start() + 1))
+    return "".join(pieces) + text[done:] + binary + rest
+
+
+def _has_value(match: re.Match[str]) -> bool:
+    assigned = match[0].rstrip()[-1] in ":=>-"
+    return is_secret(match["name"]) and (assigned or match["name"].startswith("--"))
+
+
+def _is_known(name: str, value: re.Match[str], code: bool) -> bool:
+    """Return True for a value that may be seen."""
+    quoted = value["quote"] is not None
+    text = value["quoted"] if quoted else value["bare"]
+    if code and name.lower() in ("key", "pat", "token") and not _KEY_OF_CODE.fullmatch(text):
+        return True
+    return bool(_NO_SECRET.fullmatch(text.strip()))

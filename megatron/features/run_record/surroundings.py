@@ -4,7 +4,6 @@ what is listed here is recorded."""
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shlex
@@ -86,19 +85,19 @@ def shell_script(
 def installed_packages() -> list[str]:
     """Lines for pip, as ``pip freeze`` writes them, from the names of folders: to read the
     description of each package takes a second."""
-    found: dict[str, str] = {}
+    lines: dict[str, str] = {}
     for folder in dict.fromkeys(sys.path):
         with contextlib.suppress(OSError):
             for entry in os.scandir(folder or "."):
                 match = re.fullmatch(r"(.+?)-(.+)\.dist-info", entry.name)
                 if match is not None:
                     name = match[1].replace("_", "-").lower()
-                    found.setdefault(name, _requirement(name, match[2], Path(entry.path)))
-    return [found[name] for name in sorted(found)]
+                    lines.setdefault(name, _requirement(name, match[2], Path(entry.path)))
+    return [lines[name] for name in sorted(lines)]
 
 
 def _requirement(name: str, version: str, folder: Path) -> str:
-    """With where it came from, if that was an address or a folder (PEP 610)."""
+    """Return a line with the origin of a package, if that was an address or a folder (PEP 610)."""
     try:
         origin = parse_json((folder / "direct_url.json").read_text(), "direct_url.json")
         url = origin["url"]
@@ -110,8 +109,3 @@ def _requirement(name: str, version: str, folder: Path) -> str:
     if isinstance(directory := origin.get("dir_info"), dict) and directory.get("editable"):
         return f"-e {url}  # {name}=={version}"
     return f"{name} @ {url}"
-
-
-def as_json(value: object) -> bytes:
-    """For people: indented, in the order given."""
-    return json.dumps(value, indent=1, default=str).encode() + b"\n"

@@ -1,39 +1,39 @@
-"""A writer whose program may take its time: it is called in a thread, for which training does not
-wait."""
+"""Writers between a run and a tracker: one keeps the tracker's failures away from the run, and one
+calls a program that may be slow in a thread, for which training does not wait."""
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 
+from megatron.training.registry import WrittenTexts
 from megatron.training.writers import Values, Writer
-from megatron.training.written import WrittenTexts
 
 MOST_WAITING = 10_000
 """Rows that wait for a program."""
 SECONDS_TO_OPEN = 30.0
-"""For which a new run waits for a program; it may open later, or fail then."""
+"""Longest wait of a new run for a program; it may open later, or fail then."""
 SECONDS_TO_CLOSE = 30.0
-"""For which the end of a run waits for the last rows."""
+"""Longest wait of the end of a run for the last rows."""
+
+logger = logging.getLogger(__name__)
 
 
 class BackgroundWriter:
-    """Calls a writer in a thread, in the order of the calls here. What it raises is raised by the
-    next call here, and so is that too many calls wait.
+    """Calls a writer in a thread, in the order of the calls here. Its errors are raised by the next
+    call here, as is an error if too many calls wait.
 
     Args:
         open: makes the writer, in the thread.
-        wait: whether to wait for ``open`` and raise its errors, though not longer than some
-            seconds.
+        wait: whether to wait for ``open`` and raise its errors, for a limited time.
         seconds: to wait for the last calls in :meth:`close`, by default ``SECONDS_TO_CLOSE``.
     """
 
     def __init__(
-        self,
-        open: Callable[[], Writer],
-        wait: bool,
-        seconds: float | None = None,
+        self, open: Callable[[], Writer], wait: bool, seconds: float | None = None
     ) -> None:
         self.taken: int | None = None
         """The last step that the program took."""
@@ -58,7 +58,7 @@ class BackgroundWriter:
         self._put((step, lambda to: to.texts(written, samples=samples, tokens=tokens)))
 
     def close(self) -> None:
-        """Waits for what was written, but not longer than some seconds: TimeoutError then."""
+        """Waits for the last calls; raises TimeoutError after some seconds."""
         self._put(None)
         seconds = SECONDS_TO_CLOSE if self._seconds is None else self._seconds
         self._thread.join(seconds)
@@ -90,3 +90,108 @@ class BackgroundWriter:
             writer.close()
         except Exception as error:  # each library has classes of its own
             self._error = error
+
+
+class LastingWriter:
+    """Passes everything to a writer that may fail, and tries to open another one a minute later.
+
+    Args:
+        name: of the output, for messages.
+        open: makes a writer; its arguments are the last iteration and number of samples before what
+            it gets. The errors of the first one are raised, except in a run that is resumed.
+        iteration: the last before the run; above 0 in a run that is resumed.
+        samples: consumed before the run.
+        pause: seconds after a failure until the next attempt.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        open: Callable[[int, int], Writer],
+        iteration: int = 0,
+        samples: int = 0,
+        pause: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._name, self._open, self._pause, self._clock = name, open, pause, clock
+        self._writer: Writer | None = None
+        self._written = iteration, samples
+        self._begun = iteration
+        self._failures: list[str] = []
+        self._retry_at = 0.0
+        try:
+            self._writer = open(iteration, samples)
+        except Exception as error:
+            if not iteration:
+                raise
+            self._failed(error)
+
+    def scalars(self, kind: str, step: int, values: Values, *, samples: int, tokens: int) -> None:
+        self._pass(
+            step, samples, lambda to: to.scalars(kind, step, values, samples=samples, tokens=tokens)
+        )
+
+    def texts(self, written: WrittenTexts, *, samples: int, tokens: int) -> None:
+        self._pass(
+            written.iteration, samples, lambda to: to.texts(written, samples=samples, tokens=tokens)
+        )
+
+    def went_back(self, iteration: int, samples: int) -> None:
+        """Closes the writer, and opens another one, which drops the later steps."""
+        self._close()
+        self._written = iteration, samples
+        try:
+            self._begin_again(iteration)
+        except Exception as error:
+            self._failed(error)
+
+    def close(self) -> None:
+        self._close()
+        if self._failures:
+            logger.warning(
+                "%s: what was reported %s is missing there, or a part of it",
+                self._name,
+                " and ".join(self._failures),
+            )
+
+    def _close(self) -> None:
+        try:
+            if self._writer is not None:
+                self._writer.close()
+        except Exception as error:
+            self._failed(error)
+
+    def _begin_again(self, step: int) -> None:
+        had_failed = self._writer is None
+        self._writer = self._open(*self._written)
+        self._begun = self._written[0]
+        if had_failed:
+            self._failures[-1] += f" to {step}"
+            logger.warning("%s is written again from iteration %d on", self._name, step)
+
+    def _pass(self, step: int, samples: int, write: Callable[[Writer], None]) -> None:
+        try:
+            if self._writer is None:
+                if self._clock() < self._retry_at:
+                    return
+                self._begin_again(step)
+            assert self._writer is not None
+            write(self._writer)
+        except Exception as error:  # each library has classes of its own
+            self._failed(error)
+        self._written = step, samples
+
+    def _failed(self, error: Exception) -> None:
+        """Closes the writer for a while; its rows before the error may still have been in
+        memory."""
+        if self._writer is not None or not self._failures:
+            since = self._written[0]
+            if isinstance(self._writer, BackgroundWriter):
+                since = self._begun if self._writer.taken is None else self._writer.taken
+            self._failures.append(f"from about iteration {since}")
+            reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+            logger.warning(
+                "%s cannot be written (%s); training continues without it", self._name, reason
+            )
+        self._writer, self._retry_at = None, self._clock() + self._pause

@@ -1,41 +1,15 @@
-"""What the values of a run are called in the trackers, and texts for people in them."""
+"""Names of the values of a run in the trackers, and texts for people in them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron.training.registry import METRICS, TAG_ORDER, WrittenText
 from megatron.training.writers import STEP, Values
-from megatron.training.written import WrittenText
 
 TAGS: dict[str, dict[str, str]] = {
-    "train": {
-        "loss": "lm loss",
-        "grad_norm": "grad-norm",
-        "num_zeros": "num-zeros",
-        "params_norm": "params-norm",
-        "learning_rate": "learning-rate",
-        "weight_decay": "weight-decay",
-        "global_batch_size": "batch-size",
-        "loss_scale": "loss-scale",
-        "seconds_per_iteration": "iteration-time",
-        "samples_per_second": "samples-per-second",
-        "tokens_per_second_per_device": "tokens-per-second-per-device",
-        "tflops_per_device": "throughput",
-        "mfu": "mfu",
-        "hfu": "hfu",
-        "memory_allocated_bytes": "mem-max-allocated-bytes",
-        "memory_reserved_bytes": "mem-max-reserved-bytes",
-        "energy_joules": "energy-joules",
-        "co2_grams": "co2-grams",
-        "cost": "cost",
-        "cost_left": "cost-left",
-        "seconds_left": "seconds-left",
-        "slowest_rank": "slowest-rank",
-        "own_seconds_slowest": "own-time-slowest-rank",
-        "own_seconds_median": "own-time-median-rank",
-        "own_seconds_fastest": "own-time-fastest-rank",
-    },
+    "train": {name: tag for name in TAG_ORDER if (tag := METRICS[name].tracker_tag)},
     "validation": {"loss": "lm loss validation", "perplexity": "lm loss validation ppl"},
     "test": {"loss": "lm loss test", "perplexity": "lm loss test ppl"},
 }
@@ -58,9 +32,13 @@ def tagged(kind: str, values: Values) -> Iterator[tuple[str, float]]:
     if any(name.endswith(" loss") for name in values):
         # A run with several losses: their sum is not its "lm loss".
         tags = tags | {"loss": f"loss{after}"}
-    # What a run reports under names of its own, with spaces or a group before a slash.
-    named = (name for name in values if set(name) & set(" /") and not name.endswith(" PPL"))
-    tags = tags | {name: f"{name}{after}" for name in named}
+    # Losses and the like have names with spaces, or with a group before a slash; other numbers of
+    # training may be recorded without a place in the table.
+    for name in values:
+        if set(name) & set(" /"):
+            tags = tags if name.endswith(" PPL") else tags | {name: f"{name}{after}"}
+        elif kind == "train" and name not in METRICS:
+            tags = tags | {name: name.replace("_", "-")}
     for name, tag in tags.items():
         value = values.get(name)
         if value is not None:
@@ -98,10 +76,10 @@ def as_markdown(text: WrittenText) -> str:
 
 def flat(configuration: Mapping[str, Any]) -> dict[str, str]:
     """The values of a configuration by their dotted names, as texts."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for name, value in configuration.items():
         if isinstance(value, Mapping):
-            found |= {f"{name}.{inner}": text for inner, text in flat(value).items()}
+            texts |= {f"{name}.{inner}": text for inner, text in flat(value).items()}
         else:
-            found[name] = str(value)
-    return found
+            texts[name] = str(value)
+    return texts

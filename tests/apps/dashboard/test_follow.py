@@ -1,19 +1,22 @@
 """Runs in a terminal."""
 
 import io
+import re
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megatron.apps.dashboard import follow as module
 from megatron.apps.dashboard.follow import (
     follow,
     printable,
     report,
     sparkline,
 )
-from megatron.apps.dashboard.runs import WatchedRun
+from megatron.apps.dashboard.runs import POWER, WatchedRun
+from megatron.training.registry import METRICS
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "e2e"))
 from dashboards import row, train_row, write_run  # noqa: E402
@@ -92,3 +95,12 @@ def test_sparkline():
     gap = np.where((x > 300) & (x < 700), np.nan, x)
     assert sparkline(x, gap, 10)[4:6] == "  "
     assert printable("a\x1b[31m\nb") == "a?[31m?b"
+
+
+def test_terminal_and_page_show_numbers_of_the_registry():
+    page = (Path(module.__file__).parent / "page" / "panels.js").read_text()
+    table = page.partition("const TRAINING = [")[2].partition("];\nconst SECTIONS")[0]
+    lists = re.findall(r"\[\s*((?:\"\w+\",?\s*)+)\]", table)
+    names = {name for each in lists for name in re.findall(r"\w+", each)}
+    assert len(names) > 20 and names - METRICS.keys() == {POWER}
+    assert module._SHOWN.keys() < METRICS.keys()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.apps.profiling.flags import ProfilingConfig
 from megatron.config import (
     FLAG_CLASSES,
     ConfigError,
@@ -21,7 +22,6 @@ from megatron.config import (
     explain,
     resolve,
 )
-from megatron.features.profiling.flags import ProfilingConfig
 
 OLD = Path(__file__).parents[2] / "golden" / "config_of_0.1.json"
 """Flags, and what a version that saved all of them made of them."""

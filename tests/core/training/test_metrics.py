@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 
 import pytest
 import torch
 
-from megatron.training.metrics import (
-    Evaluation,
-    IntervalMeter,
-    RankTimes,
-    StepMetrics,
-    memory_use,
-    perplexity,
-)
+from megatron.engine.train_engine import StepResult
+from megatron.training.intervals import IntervalMeter, memory_use
+from megatron.training.metrics import Evaluation, perplexity
+from megatron.training.trainer import Step
 
 CPU = torch.device("cpu")
 
@@ -29,29 +24,24 @@ class Clock:
         return self.now
 
 
-def meter(clock: Clock, **changes) -> IntervalMeter:
-    values = {
-        "train_iters": 100,
-        "flops_per_token": 1e9,
-        "device": CPU,
-        "devices": 2,
-        "peak_flops": 4e12,
-        "clock": clock,
-    }
-    return IntervalMeter(**(values | changes))
+def meter(clock: Clock, peak_flops: float | None = 4e12) -> IntervalMeter:
+    return IntervalMeter(100, CPU, 2, peak_flops, clock)
 
 
-def step(loss: float | torch.Tensor = 2.0, **changes) -> StepMetrics:
-    values = {
-        "loss": torch.as_tensor(loss),
-        "losses": {"lm loss": torch.as_tensor(loss)},
-        "samples": 16,
-        "tokens": 16 * 128,
-        "learning_rate": 1.5e-4,
-        "weight_decay": 0.1,
-        "grad_norm": 1.234,
-    }
-    return StepMetrics(**(values | changes))
+def add(interval: IntervalMeter, loss: float | torch.Tensor = 2.0, **changes) -> None:
+    """Adds a step of 1e9 FLOPs a token."""
+    values = {"samples": 16, "seq_length": 128, "flops": None, "again": 0.0, "grows": False}
+    values |= {"losses": {"lm loss": torch.as_tensor(loss)}, "grad_norm": 1.234, "zeros": None}
+    values |= {"skipped": False, "loss_scale": 1.0, "learning_rate": 1.5e-4} | changes
+    samples, length = values["samples"], values["seq_length"]
+    result = StepResult(
+        torch.as_tensor(loss),
+        *(values[name] for name in ("losses", "grad_norm", "skipped", "loss_scale")),
+        zeros=values["zeros"],
+    )
+    step = Step(result, 1, 0, samples, length, values["learning_rate"], 0.1)
+    flops = samples * length * 1e9 if values["flops"] is None else values["flops"]
+    interval.add(step, flops, values["again"], values["grows"])
 
 
 def finish(interval: IntervalMeter):
@@ -62,27 +52,27 @@ def test_steps_whose_tokens_take_more_each():
     """Longer sequences: 1e9 FLOPs a token, then 3e9, of half as many."""
     clock = Clock()
     interval = meter(clock)
-    interval.add(step(tokens=1000, flops=1000 * 1e9, seq_length=8))
-    interval.add(step(tokens=500, flops=500 * 3e9, seq_length=4))
+    add(interval, samples=125, seq_length=8, flops=1000 * 1e9, grows=True)
+    add(interval, samples=125, seq_length=4, flops=500 * 3e9, grows=True)
     clock.now += 2
     metrics = finish(interval)
-    assert metrics.tokens_per_second_per_device == pytest.approx(1500 / 2 / 2)
-    assert metrics.tflops_per_device == pytest.approx(2500 * 1e9 / 2 / 2 / 1e12)
+    assert metrics.values["tokens_per_second_per_device"] == pytest.approx(1500 / 2 / 2)
+    assert metrics.values["tflops_per_device"] == pytest.approx(2500 * 1e9 / 2 / 2 / 1e12)
     assert "curriculum seqlen:     4 |" in metrics.line() and metrics.row()["seq_length"] == 4.0
-    interval.add(step())
+    add(interval)
     metrics = finish(interval)
     assert "curriculum" not in metrics.line() and "seq_length" not in metrics.row()
 
 
 def test_norms_and_counts_have_megatrons_places_in_the_line():
     interval = meter(Clock())
-    numbers = {"num_zeros": torch.tensor(7.0), "params_norm": torch.tensor(8.5)}
-    interval.add(step(seq_length=4, loss_scale=16.0, **numbers))
+    add(interval, seq_length=4, grows=True, loss_scale=16.0, zeros=torch.tensor(7.0))
+    interval.record("params_norm", torch.tensor(8.5))
     metrics = finish(interval)
     line = "loss scale: 16.0 | grad norm: 1.234 | num zeros: 7.0 | params norm: 8.500 | "
     assert f" {line}curriculum seqlen:     4 | number of skipped" in metrics.line()
     assert (metrics.row()["num_zeros"], metrics.row()["params_norm"]) == (7.0, 8.5)
-    interval.add(step())
+    add(interval)
     assert not {"num_zeros", "params_norm"} & finish(interval).row().keys()
 
 
@@ -91,15 +81,14 @@ def test_rates_against_numbers_by_hand():
     interval = meter(clock)
     for loss in (1.0, 2.0, 6.0, 3.0):
         clock.now += 0.5
-        interval.add(step(loss))
+        add(interval, loss)
     metrics = finish(interval)
-    assert metrics.steps == 4
-    assert metrics.loss == 3.0
-    assert metrics.seconds == pytest.approx(2.0)
-    assert metrics.samples_per_second == pytest.approx(4 * 16 / 2)
-    assert metrics.tokens_per_second_per_device == pytest.approx(4 * 16 * 128 / 2 / 2)
-    assert metrics.tflops_per_device == pytest.approx(2048 * 1e9 / 1e12)
-    assert metrics.mfu == metrics.hfu == pytest.approx(2.048 / 4)
+    assert metrics.values["loss"] == 3.0
+    assert 4 * metrics.values["seconds_per_iteration"] == pytest.approx(2.0)
+    assert metrics.values["samples_per_second"] == pytest.approx(4 * 16 / 2)
+    assert metrics.values["tokens_per_second_per_device"] == pytest.approx(4 * 16 * 128 / 2 / 2)
+    assert metrics.values["tflops_per_device"] == pytest.approx(2048 * 1e9 / 1e12)
+    assert metrics.values["mfu"] == metrics.values["hfu"] == pytest.approx(2.048 / 4)
     assert metrics.row()["seconds_per_iteration"] == pytest.approx(0.5)
 
 
@@ -107,36 +96,37 @@ def test_recomputed_work_keeps_devices_busy_and_is_not_the_models():
     clock = Clock()
     interval = meter(clock)
     clock.now += 2.0
-    interval.add(step(recomputed_flops=4e12))
-    interval.add(step())
+    add(interval, again=4e12)
+    add(interval)
     metrics = finish(interval)
-    assert metrics.mfu == pytest.approx(2 * 2.048e12 / 2 / 2 / 4e12)
-    assert metrics.hfu == pytest.approx(metrics.mfu + 4e12 / 2 / 2 / 4e12)
-    assert metrics.row()["hfu"] == metrics.hfu and "HFU: 50.6%" in metrics.line()
+    assert metrics.values["mfu"] == pytest.approx(2 * 2.048e12 / 2 / 2 / 4e12)
+    assert metrics.values["hfu"] == pytest.approx(metrics.values["mfu"] + 4e12 / 2 / 2 / 4e12)
+    assert metrics.row()["hfu"] == metrics.values["hfu"] and "HFU: 50.6%" in metrics.line()
 
 
 def test_last_step_counts_for_rates_and_norm():
     interval = meter(Clock())
-    interval.add(step(grad_norm=9.0, learning_rate=1.0, samples=8))
-    interval.add(step(grad_norm=torch.tensor(0.5), learning_rate=2.0, loss_scale=64.0))
+    add(interval, grad_norm=9.0, learning_rate=1.0, samples=8)
+    add(interval, grad_norm=torch.tensor(0.5), learning_rate=2.0, loss_scale=64.0)
     metrics = finish(interval)
-    assert (metrics.grad_norm, metrics.learning_rate) == (0.5, 2.0)
-    assert (metrics.global_batch_size, metrics.loss_scale) == (16, 64.0)
+    assert (metrics.values["grad_norm"], metrics.values["learning_rate"]) == (0.5, 2.0)
+    assert (metrics.values["global_batch_size"], metrics.values["loss_scale"]) == (16, 64.0)
 
 
 def test_bad_and_skipped_steps_are_counted_and_stay_out_of_the_mean():
     interval = meter(Clock())
     for loss, skipped in ((1.0, False), (math.nan, True), (math.inf, False), (3.0, True)):
-        interval.add(step(loss, skipped=skipped))
+        add(interval, loss, skipped=skipped)
     metrics = finish(interval)
-    assert (metrics.loss, metrics.nan_steps, metrics.skipped_steps) == (2.0, 2, 2)
+    counted = [metrics.values[name] for name in ("loss", "nan_steps", "skipped_steps")]
+    assert counted == [2.0, 2, 2]
 
 
 def test_interval_of_nan_losses_only():
     interval = meter(Clock())
-    interval.add(step(math.nan))
+    add(interval, math.nan)
     metrics = finish(interval)
-    assert math.isnan(metrics.loss)
+    assert math.isnan(metrics.values["loss"])
     assert "lm loss: NAN |" in metrics.line()
 
 
@@ -144,13 +134,13 @@ def test_next_interval_starts_where_the_last_ended():
     clock = Clock()
     interval = meter(clock)
     clock.now += 3
-    interval.add(step(1.0))
-    assert finish(interval).seconds == pytest.approx(3)
+    add(interval, 1.0)
+    assert finish(interval).values["seconds_per_iteration"] == pytest.approx(3)
     clock.now += 1
-    interval.add(step(5.0))
+    add(interval, 5.0)
     second = finish(interval)
-    assert (second.steps, second.loss) == (1, 5.0)
-    assert second.seconds == pytest.approx(1)
+    assert second.values["loss"] == 5.0
+    assert second.values["seconds_per_iteration"] == pytest.approx(1)
 
 
 def test_pauses_do_not_count():
@@ -160,47 +150,48 @@ def test_pauses_do_not_count():
     with interval.paused():
         clock.now += 50
     clock.now += 1
-    interval.add(step())
-    assert finish(interval).seconds == pytest.approx(2)
+    add(interval)
+    assert finish(interval).values["seconds_per_iteration"] == pytest.approx(2)
 
 
 def test_steps_are_added_without_reading_the_device():
     """A meta tensor has no value to read: adding it works, ending the interval cannot."""
     interval = meter(Clock())
-    interval.add(step(torch.empty((), device="meta"), grad_norm=torch.empty((), device="meta")))
+    add(interval, torch.empty((), device="meta"), grad_norm=torch.empty((), device="meta"))
     with pytest.raises((NotImplementedError, RuntimeError)):
         finish(interval)
 
 
 def test_losses_keep_no_graph_and_may_be_half_precision():
     interval = meter(Clock())
-    interval.add(step(torch.tensor([2.5], dtype=torch.bfloat16, requires_grad=True) * 2))
-    assert finish(interval).loss == 5.0
+    add(interval, torch.tensor([2.5], dtype=torch.bfloat16, requires_grad=True) * 2)
+    assert finish(interval).values["loss"] == 5.0
 
 
 def test_a_terminals_line_is_short_with_the_same_names():
     clock = Clock()
     interval = meter(clock)
     clock.now += 0.1234
-    interval.add(step(10.0))
+    add(interval, 10.0)
     metrics = finish(interval)
+    rate = metrics.values["tokens_per_second_per_device"]
     assert metrics.short_line() == (
         "iteration       10/     100 | lm loss: 1.000000E+01 | learning rate: 1.500E-04 | "
         "consumed samples: 160 | grad norm: 1.234 | elapsed time per iteration (ms): 123.4 | "
-        f"tokens per second: {metrics.tokens_per_second_per_device * 2:,.0f} | MFU: 207.5% |"
+        f"tokens per second: {2 * rate:,.0f} | MFU: 207.5% |"
     )
     names = {field.partition(":")[0] for field in metrics.short_line().split(" | ")[1:6]}
     assert names <= {field.partition(":")[0] for field in metrics.line().split(" | ")}
-    skipped = dataclasses.replace(metrics, skipped_steps=2, seconds_left=3661.0)
-    assert "number of skipped iterations: 2 |" in skipped.short_line()
-    assert skipped.short_line().endswith("time left: 1:01:01 |")
+    metrics.values.update(skipped_steps=2, seconds_left=3661.0)
+    assert "number of skipped iterations: 2 |" in metrics.short_line()
+    assert metrics.short_line().endswith("time left: 1:01:01 |")
 
 
 def test_line_has_megatrons_key_texts():
     clock = Clock()
     interval = meter(clock)
     clock.now += 0.1234
-    interval.add(step(10.0))
+    add(interval, 10.0)
     line = finish(interval).line()
     assert line.startswith(
         " iteration       10/     100 | consumed samples:          160 | "
@@ -219,7 +210,7 @@ def test_line_has_megatrons_key_texts():
 
 def test_unknown_values_are_left_out_of_the_line_and_null_in_the_row():
     interval = meter(Clock(), peak_flops=None)
-    interval.add(step(grad_norm=None))
+    add(interval, grad_norm=None)
     metrics = finish(interval)
     assert "MFU" not in metrics.line() and "HFU" not in metrics.line()
     assert "grad norm" not in metrics.line()
@@ -251,10 +242,10 @@ def test_several_losses_are_reported_by_their_names():
     interval = meter(Clock())
     for lm, sop in ((3.0, 1.0), (5.0, math.nan)):
         losses = {"lm loss": torch.tensor(lm), "sop loss": torch.tensor(sop)}
-        interval.add(step(lm + sop, losses=losses))
+        add(interval, lm + sop, losses=losses)
     metrics = finish(interval)
     assert "| lm loss: 4.000000E+00 | sop loss: 1.000000E+00 |" in metrics.line()
-    assert metrics.nan_steps == 1
+    assert metrics.values["nan_steps"] == 1
     row = metrics.row()
     assert (row["loss"], row["lm loss"], row["sop loss"]) == (4.0, 4.0, 1.0)
     evaluation = Evaluation(3, {"lm loss": 0.0, "sop loss": 1.0})
@@ -298,11 +289,22 @@ def test_memory_on_cuda_is_the_allocators_peak():
 
 def test_own_times_of_ranks_are_at_the_end_of_the_line():
     interval = meter(Clock())
-    interval.add(step())
+    add(interval)
     metrics = finish(interval)
     assert "slowest_rank" not in metrics.row()
-    metrics = dataclasses.replace(metrics, rank_times=RankTimes(3, 0.4, 0.3, 0.2))
+    metrics.values.update(slowest_rank=3, own_seconds_slowest=0.4)
+    metrics.values.update(own_seconds_median=0.3, own_seconds_fastest=0.2)
     assert metrics.line().endswith("| slowest rank: 3 | own time of ranks (ms): 200.0 to 400.0 |")
     row = metrics.row()
     assert (row["slowest_rank"], row["own_seconds_slowest"]) == (3, 0.4)
     assert (row["own_seconds_median"], row["own_seconds_fastest"]) == (0.3, 0.2)
+
+
+def test_a_number_that_is_only_recorded_has_a_text_and_a_name():
+    interval = meter(Clock())
+    for seconds in (1.0, 2.0):
+        add(interval)
+        interval.record("queue_seconds", torch.tensor(seconds), "mean", "s")
+    metrics = finish(interval)
+    assert metrics.line().endswith(" | queue seconds (s): 1.5 |")
+    assert list(metrics.row().items())[-1] == ("queue_seconds", 1.5)

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from training_jobs import TINY
 
-from megatron.features.energy import meter
-from megatron.features.energy.meter import Joules, RunEnergy
+from megatron.features.energy import counters as meter
+from megatron.features.energy.counters import Joules, RunEnergy
 from megatron.parallel.mesh import Mesh
 from megatron.run.run import parse_run
 from megatron.training.build import train

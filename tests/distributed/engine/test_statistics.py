@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from samples import sampled
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_jobs import TINY, train
@@ -15,8 +16,11 @@ from training_jobs import TINY, train
 from megatron.apps.parity.runs import PlainTraining, watched_trainer
 from megatron.engine.environment import deterministic_kernels, distributed
 from megatron.engine.statistics import state_norms
+from megatron.engine.train_engine import StepResult
 from megatron.parallel.shard import shard_of
 from megatron.run.run import parse_run
+from megatron.training.intervals import IntervalMeter
+from megatron.training.trainer import Step
 
 STEPS = 3
 FLAGS = [
@@ -183,3 +187,23 @@ def events(folder: Path) -> dict[str, list[float]]:
     reader.Reload()
     named = {tag: reader.Scalars(tag) for tag in reader.Tags()["scalars"]}
     return {tag: [event.value for event in events] for tag, events in named.items()}
+
+
+def recorded() -> dict[str, Any]:
+    """Numbers that ranks record of two steps; for the pool."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    meter = IntervalMeter(9, torch.device("cpu"), dist.get_world_size(), None)
+    loss = torch.tensor(1.0)
+    for extra in (0.0, 2.0):
+        meter.add(
+            Step(StepResult(loss, {"lm loss": loss}, 1.0, False, 1.0), 1, 0, 4, 8, 0.1, 0.1), 1
+        )
+        for reduce in ("mean", "sum", "max"):
+            meter.record(f"a {reduce}", torch.tensor(rank + extra), reduce, over_ranks=True)
+    row = meter.finish(iteration=2, consumed_samples=8, consumed_tokens=64).row()
+    return {name: value for name, value in row.items() if name.startswith("a ")}
+
+
+def test_recorded_numbers_are_reduced_over_steps_and_ranks(pool):
+    assert pool.run(2, recorded) == [{"a mean": 1.5, "a sum": 6.0, "a max": 3.0}] * 2

@@ -66,7 +66,7 @@ def tune_among_private_things(argv: list[str], tree: Path) -> None:
         patch.dict(sys.modules, {"plugin_of_a_test": plugin}),
         patch.object(sys, "argv", words),
         patch.object(sys, "orig_argv", ["python", "-c", MARK, *words]),
-        patch("megatron.features.run_record.folder.megatron", package),
+        patch("megatron.features.run_record.callback.megatron", package),
     ):
         tune(argv)
 

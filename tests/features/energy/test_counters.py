@@ -9,8 +9,7 @@ import os
 
 import pytest
 
-from megatron.features.energy.nvml import NvmlCounter
-from megatron.features.energy.rapl import RaplCounter
+from megatron.features.energy.counters import NvmlCounter, RaplCounter
 
 RANGE = 262143328850
 

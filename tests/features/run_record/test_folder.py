@@ -10,8 +10,7 @@ import pytest
 
 from megatron.config import RunConfig
 from megatron.data.build import DataFile
-from megatron.features.run_record.callback import RunRecorder
-from megatron.features.run_record.folder import StartRecord
+from megatron.features.run_record.callback import RunRecorder, StartRecord
 from megatron.features.run_record.hosts import (
     RankPlace,
     by_host,
@@ -97,7 +96,7 @@ def lines(record, name):
 def test_the_patch_has_no_values_of_secret_names(run, tmp_path, monkeypatch):
     patch = b"diff --git a/a.ini b/a.ini\n+password = hunter2 \xe9\n+user = me \xe9\n"
     tree = SourceTree("0" * 40, "main", "", patch, ())
-    monkeypatch.setattr("megatron.features.run_record.folder.source_tree", lambda *_: tree)
+    monkeypatch.setattr("megatron.features.run_record.callback.source_tree", lambda *_: tree)
     written = (start(run, tmp_path).folder / "changes.patch").read_bytes()
     assert written == b"diff --git a/a.ini b/a.ini\n+password = ***\n+user = me \xe9\n"
 
@@ -121,7 +120,7 @@ def test_what_cannot_be_written_leaves_nothing(run, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("megatron.features.run_record.folder.sync_path", full)
+    monkeypatch.setattr("megatron.features.run_record.callback.sync_path", full)
     with pytest.raises(OSError, match="No space left"):
         start(run, tmp_path)
     assert list((tmp_path / "run").iterdir()) == []

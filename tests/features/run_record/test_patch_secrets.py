@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from megatron.features.run_record.patch_secrets import without_values
+from megatron.features.run_record.source_tree import without_values
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 

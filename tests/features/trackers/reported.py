@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.config.output import LoggingConfig
+from megatron.training.registry import WrittenText, WrittenTexts
 from megatron.training.writers import build_writers
-from megatron.training.written import WrittenText, WrittenTexts
 
 FLAGS = {"tracker_project": "tests", "run_name": "small"}
 CONFIGURATION = {"model": {"hidden_size": 32}, "training": {"lr": [1, 2], "long": "x" * 9000}}

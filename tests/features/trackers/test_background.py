@@ -11,11 +11,11 @@ import types
 import pytest
 
 from megatron.config.output import LoggingConfig
-from megatron.features.trackers import background, package
-from megatron.features.trackers.background import BackgroundWriter
-from megatron.features.trackers.mlflow import MlflowWriter
-from megatron.training.writers import LastingWriter, build_writers
-from megatron.training.written import WrittenTexts
+from megatron.features.trackers import background
+from megatron.features.trackers.background import BackgroundWriter, LastingWriter
+from megatron.features.trackers.services import MlflowWriter, package
+from megatron.training.registry import WrittenTexts
+from megatron.training.writers import build_writers
 
 
 class Recorder:

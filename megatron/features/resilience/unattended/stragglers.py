@@ -24,7 +24,6 @@ from megatron.features.resilience.stragglers import (
     StragglerRule,
 )
 from megatron.parallel.mesh import Mesh, memberships
-from megatron.training.metrics import RankTimes
 from megatron.training.report import Reporter
 from megatron.training.stopping import DelayedReads
 from megatron.training.trainer import Callback, Trainer
@@ -64,7 +63,7 @@ class Stragglers(Callback):
         self._shown = 0, [StepTimes(0.0, 0.0) for _ in mesh.world.ranks]
         """Steps since the last log line, and their sums, or those of the line before."""
         self._said = False
-        report.rank_times = self._times
+        report.at_line.append(self._times)
 
     def before_step(self, trainer: Trainer) -> None:
         self._began = time.monotonic()
@@ -84,10 +83,10 @@ class Stragglers(Callback):
                 self._take(trainer, steps, values)
         yield
 
-    def _times(self) -> RankTimes | None:
+    def _times(self, seconds_left: float) -> dict[str, float]:
         """For the log line."""
         self._said = True
-        return _times_of(*self._shown) if self._shown[0] else None
+        return _times_of(*self._shown) if self._shown[0] else {}
 
     def _begin(self, trainer: Trainer) -> None:
         self._meter.take()
@@ -147,8 +146,13 @@ class Stragglers(Callback):
         self._meter.close()
 
 
-def _times_of(steps: int, pieces: Sequence[StepTimes]) -> RankTimes:
-    """What the ranks needed for a step, given their sums over some steps."""
+def _times_of(steps: int, pieces: Sequence[StepTimes]) -> dict[str, float]:
+    """Seconds that the ranks needed for a step, given their sums over some steps."""
     owns = [piece.own / steps for piece in pieces]
     most = max(owns)
-    return RankTimes(owns.index(most), most, median(owns), min(owns))
+    return {
+        "slowest_rank": owns.index(most),
+        "own_seconds_slowest": most,
+        "own_seconds_median": median(owns),
+        "own_seconds_fastest": min(owns),
+    }

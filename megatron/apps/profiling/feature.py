@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.apps.profiling.flags import ProfilingConfig, resolve_profiling
 from megatron.config.features import Feature
 from megatron.config.flags import ConfigResolver
-from megatron.features.profiling.flags import ProfilingConfig, resolve_profiling
 
 
 class ProfilingFeature(Feature):
@@ -23,7 +23,7 @@ class ProfilingFeature(Feature):
         options = context.config.section(ProfilingConfig)
         if not (options.profile or options.record_memory_history):
             return
-        from megatron.features.profiling.callback import profiling
+        from megatron.apps.profiling.callback import profiling
         from megatron.training.context import Order
 
         for callback in profiling(context.config, context.engine, context.origin.iteration):

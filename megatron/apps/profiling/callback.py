@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from megatron.apps.profiling.breakdown import break_down
+from megatron.apps.profiling.flags import ProfilingConfig
 from megatron.apps.profiling.tables import breakdown_text
 from megatron.apps.profiling.trace import read_trace
 from megatron.config import RunConfig
 from megatron.engine.train_engine import TrainEngine
-from megatron.features.profiling.flags import ProfilingConfig
 from megatron.training.metrics import measure_matmul_peak
 from megatron.training.report import say
 from megatron.training.trainer import Callback, Trainer
@@ -53,11 +53,11 @@ def profiling(config: RunConfig, engine: TrainEngine, iteration: int) -> list[Ca
 
 
 def under_nsys(options: ProfilingConfig, on_gpu: bool) -> bool:
-    """Whether nsys records this process, and torch's profiler is not requested."""
+    """Return True if nsys records this process, and torch's profiler is not requested."""
     # The variable by which nsys informs its processes; NVTX.jl and GROMACS look for it as well.
-    found = "NSYS_PROFILING_SESSION_ID" in os.environ
+    recorded = "NSYS_PROFILING_SESSION_ID" in os.environ
     plain = options.profile == "auto" and not options.use_pytorch_profiler
-    return found and on_gpu and plain
+    return recorded and on_gpu and plain
 
 
 class Recorder:

@@ -12,11 +12,9 @@ import torch
 from configs import run_config
 from torch.profiler import record_function
 
+from megatron.apps.profiling import callback as module
 from megatron.apps.profiling.breakdown import break_down
-from megatron.apps.profiling.trace import read_trace
-from megatron.config import PART_FLAGS, FlagParser, RunConfig, resolve
-from megatron.features.profiling import callback as module
-from megatron.features.profiling.callback import (
+from megatron.apps.profiling.callback import (
     MemoryHistory,
     NsysRange,
     Profiler,
@@ -25,7 +23,9 @@ from megatron.features.profiling.callback import (
     profiling,
     under_nsys,
 )
-from megatron.features.profiling.flags import ProfilingConfig
+from megatron.apps.profiling.flags import ProfilingConfig
+from megatron.apps.profiling.trace import read_trace
+from megatron.config import PART_FLAGS, FlagParser, RunConfig, resolve
 from megatron.parallel.mesh import Mesh
 
 

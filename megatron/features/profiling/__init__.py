@@ -1,1 +1,0 @@
-"""Profiles of chosen steps."""

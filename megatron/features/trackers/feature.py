@@ -1,0 +1,51 @@
+"""Programs for experiments: TensorBoard, Weights & Biases, MLflow, Trackio."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron.config.features import Feature
+
+
+class Trackers(Feature):
+    def writers(
+        self, logging: Any, configuration: Mapping[str, Any], iteration: int, samples: int
+    ) -> Sequence[Any]:
+        """The writers of the trackers that the flags name. The errors of a new run are raised;
+        training continues without a tracker that fails later."""
+        if not logging.trackers:
+            return ()
+        from megatron.features.trackers.background import LastingWriter
+        from megatron.features.trackers.services import opener
+        from megatron.util.secrets import without_secrets
+
+        project, folder = logging.wandb_project, logging.tensorboard_dir
+        flags = {"tensorboard": f"--tensorboard-dir {folder}"}
+        if project:
+            flags["wandb"] = f"--wandb-project {project}"
+        shown = without_secrets(configuration)
+        return [
+            LastingWriter(
+                flags.get(name, f"--report-to {name}"),
+                opener(name, logging, shown),
+                iteration,
+                samples,
+                # Weights & Biases waits for its server for minutes when it starts.
+                pause=math.inf if name == "wandb" else 60.0,
+            )
+            for name in logging.trackers
+        ]
+
+    def step_numbers(self, config: Any, plan: Any) -> Any:
+        logging = config.logging
+        norms = logging.log_params_norm or logging.log_num_zeros_in_grad
+        if not norms and "tensorboard" not in logging.trackers:
+            return None
+        from megatron.features.trackers.tensorboard import StepPoints
+
+        return StepPoints(config, plan)
+
+
+FEATURE = Trackers()

@@ -1,0 +1,239 @@
+"""Numbers of a log interval: of its steps, its memory, and the time that is left after it."""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron.training.registry import METRICS, IntervalMetrics, Reduce, RunMetric
+from megatron.training.trainer import Step
+
+Value = torch.Tensor | float | None
+
+
+class TimeLeft:
+    """Seconds that a run still takes: the remaining iterations at the mean speed of the last log
+    intervals, evaluations and saves included, without the first interval, which compiles."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lines: deque[tuple[int, float]] = deque(maxlen=_INTERVALS)
+
+    def begin(self, iteration: int) -> None:
+        """At the first step of a process, and after the training went back."""
+        self._lines.clear()
+        self._lines.append((iteration, self._clock()))
+        self._first = True
+
+    def seconds(self, iteration: int, train_iters: int) -> float:
+        """At a log line."""
+        self._lines.append((iteration, self._clock()))
+        (earlier, then), (_, now) = self._lines[0], self._lines[-1]
+        speed = (now - then) / max(iteration - earlier, 1)
+        if self._first:
+            self._lines.popleft()
+            self._first = False
+        return speed * max(train_iters - iteration, 0)
+
+
+_INTERVALS = 20
+"""Whose speed counts."""
+
+
+class MemoryUse(NamedTuple):
+    """Peak memory of one process since its start, in bytes: of tensors on a CUDA device (on CPU the
+    resident set), and what torch's allocator reserved on a CUDA device."""
+
+    allocated: int
+    reserved: int | None
+
+
+def memory_use(device: torch.device) -> MemoryUse:
+    """Peak memory of this process on ``device``."""
+    if device.type == "cuda":
+        return MemoryUse(
+            allocated=torch.cuda.max_memory_allocated(device),
+            reserved=torch.cuda.max_memory_reserved(device),
+        )
+    # Linux counts in KiB, macOS in bytes.
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return MemoryUse(allocated=peak * unit, reserved=None)
+
+
+class IntervalMeter:
+    """Collects the numbers of a log interval; the clock of the first one starts at construction.
+
+    Args:
+        devices: of the run, one for each rank.
+        peak_flops: FLOP/s of one device; None if not known.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        train_iters: int,
+        device: torch.device,
+        devices: int,
+        peak_flops: float | None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._train_iters, self._device, self._devices = train_iters, device, devices
+        self._peak_flops, self._clock = peak_flops, clock
+        self._metrics = dict(METRICS)
+        self._recorded: dict[str, list[Value]] = {}
+        self._over_ranks: set[str] = set()
+        self._losses: tuple[str, ...] = ()
+        self._steps = 0
+        self._started = clock()
+
+    def record(
+        self,
+        name: str,
+        value: Value,
+        reduce: Reduce = "last",
+        unit: str = "",
+        over_ranks: bool = False,
+    ) -> None:
+        """Adds a number of a step; a tensor stays on the device until the interval ends.
+
+        Args:
+            value: a scalar, the same on all ranks unless ``over_ranks``; None if not known.
+            reduce: over the steps of the interval, for a name that :data:`METRICS` does not list.
+            unit: likewise, for the console.
+            over_ranks: takes the mean, the sum or the greatest over the ranks as well. Every rank
+                must then record the number.
+        """
+        metric = self._metrics.get(name)
+        if metric is None:
+            label = name.replace("_", " ") + (f" ({unit})" if unit else "")
+            metric = self._metrics[name] = RunMetric(name, unit, reduce, label, curve=True)
+        if over_ranks:
+            assert metric.reduce in _OVER_RANKS, f"{name}: no reduction {reduce} over ranks"
+            self._over_ranks.add(name)
+        values = self._recorded.setdefault(name, [])
+        if metric.reduce == "last":
+            values.clear()
+        values.append(value)
+
+    def add(
+        self, step: Step, flops: float, recomputed_flops: float = 0.0, grows: bool = False
+    ) -> None:
+        """Counts an optimizer step; reads nothing from the device. FLOPs are the model's, and those
+        of recomputed activations, with samples that are as long as can be; the length of samples is
+        recorded where it ``grows`` over the run."""
+        record, result = self.record, step.result
+        fed: torch.Tensor | float = step.samples * step.seq_length
+        share: torch.Tensor | float = 1.0
+        if step.counts is not None:
+            # Attention of short samples costs less than their share of the tokens.
+            share, fed = step.counts.fed / fed, step.counts.fed
+            record("trained_tokens_per_second", step.counts.trained)
+        if grows:
+            record("seq_length", float(step.seq_length))
+        self._steps += 1
+        self._losses = tuple(result.losses)
+        # Losses are logged in float32, whatever they are added up in.
+        record("loss", result.loss.float())
+        for name, loss in result.losses.items() if len(result.losses) > 1 else ():
+            record(name, loss.float(), "mean")
+        record("grad_norm", result.grad_norm)
+        record("learning_rate", step.learning_rate)
+        record("weight_decay", step.weight_decay)
+        record("global_batch_size", step.samples)
+        record("loss_scale", result.loss_scale)
+        record("skipped_steps", result.skipped)
+        record("nan_steps", result.loss.float())
+        record("samples_per_second", step.samples)
+        record("tokens_per_second_per_device", fed / self._devices)
+        work, every = flops * share / self._devices, (flops + recomputed_flops) * share
+        record("tflops_per_device", work / 1e12)
+        peak = self._peak_flops
+        record("mfu", work / peak if peak else None)
+        record("hfu", every / self._devices / peak if peak else None)
+        if result.zeros is not None:
+            record("num_zeros", result.zeros)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves the time spent inside, on an evaluation or a save, out of the interval."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._started += self._clock() - start
+
+    def finish(
+        self, *, iteration: int, consumed_samples: int, consumed_tokens: int
+    ) -> IntervalMetrics:
+        """Ends the interval, waits for its last step, and starts the next one. Every rank calls
+        it."""
+        assert self._steps, "an interval without steps"
+        read = iter(numbers([value for values in self._recorded.values() for value in values]))
+        now = self._clock()
+        # A clock too coarse for a tiny step must not divide by zero.
+        seconds = max(now - self._started, 1e-9)
+        values = {
+            name: _reduced(self._metrics[name].reduce, [next(read) for _ in recorded], seconds)
+            for name, recorded in self._recorded.items()
+        }
+        if self._devices > 1:
+            for name in sorted(self._over_ranks & values.keys()):
+                values[name] = self._reduced_over_ranks(name, values[name])
+        memory = memory_use(self._device)
+        values["memory_allocated_bytes"] = memory.allocated
+        values["memory_reserved_bytes"] = memory.reserved
+        values["seconds_per_iteration"] = seconds / self._steps
+        losses = {name: values.pop(name, values["loss"]) for name in self._losses}
+        self._recorded, self._steps, self._started = {}, 0, now
+        return IntervalMetrics(
+            iteration,
+            self._train_iters,
+            consumed_samples,
+            consumed_tokens,
+            self._devices,
+            losses,
+            values,
+            self._metrics,
+        )
+
+    def _reduced_over_ranks(self, name: str, value: Any) -> float:
+        total = torch.tensor(value, dtype=torch.float64, device=self._device)
+        reduce = self._metrics[name].reduce
+        dist.all_reduce(total, dist.ReduceOp.MAX if reduce == "max" else dist.ReduceOp.SUM)
+        return float(total) / (self._devices if reduce == "mean" else 1)
+
+
+_OVER_RANKS = frozenset({"mean", "sum", "max", "rate"})
+
+
+def _reduced(reduce: Reduce, values: Sequence[Any], seconds: float) -> Any:
+    if reduce == "last" or values[-1] is None:
+        return values[-1]
+    if reduce == "mean":
+        finite = [value for value in values if math.isfinite(value)]
+        return math.fsum(finite) / len(finite) if finite else math.nan
+    if reduce == "not finite":
+        return sum(not math.isfinite(value) for value in values)
+    if reduce == "max":
+        return max(values)
+    total = sum(values)
+    return round(total) if reduce == "count" else total / seconds if reduce == "rate" else total
+
+
+def numbers(values: Sequence[Value]) -> list[Any]:
+    """Return the values with numbers in place of tensors, which are read together, once."""
+    tensors = [value.detach().reshape(()) for value in values if torch.is_tensor(value)]
+    # float32 and float64 become float64, exactly; so do counts.
+    wide = [each if each.dtype == torch.float32 else each.double() for each in tensors]
+    read = iter(torch.stack([each.to(wide[0].device) for each in wide]).tolist() if wide else ())
+    return [next(read) if torch.is_tensor(value) else value for value in values]

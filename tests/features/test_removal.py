@@ -1,0 +1,115 @@
+"""Without the folder of a feature the rest trains a GPT, and lacks that feature's flags alone."""
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from import_statements import ROOT
+
+from megatron.config import FLAG_CLASSES, FlagParser
+from megatron.config.features import features
+
+FOLDERS = {path.parent.name: path.parent for path in (ROOT / "megatron").glob("*/*/feature.py")}
+SAMPLE = ("adapters", "resilience")
+"""Those of `make test`; `make proof` removes each feature."""
+
+PROGRAM = """
+import contextlib, io, json, sys
+import pretrain_gpt
+from megatron.config import FLAG_CLASSES, FlagParser
+
+print("FLAGS", json.dumps(sorted(FlagParser(*FLAG_CLASSES)._option_string_actions)))
+sys.argv = ["pretrain_gpt.py", *sys.argv[1:]]
+pretrain_gpt.main()
+"""
+
+TRAIN = (
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --lr 1e-3 --mock-data "
+    "--micro-batch-size 2 --tokenizer-type NullTokenizer --vocab-size 9 --num-workers 0 "
+    "--eval-iters 1 --eval-interval 2 --peak-tflops 1 --train-iters 4 --save saved "
+    "--save-interval 2"
+).split()
+
+
+@cache
+def needs(name: str) -> frozenset[str]:
+    """Features that one says it needs, and those that these need."""
+    feature = features().get(name)
+    direct = frozenset(getattr(feature, "needs", ()))
+    return direct.union(*map(needs, direct))
+
+
+def removed_with(name: str) -> set[str]:
+    """A feature and those that need it."""
+    return {name} | {other for other in FOLDERS if name in needs(other)}
+
+
+def options(*classes: type) -> set[str]:
+    return set(FlagParser(*classes)._option_string_actions) - {"-h", "--help", "--version"}
+
+
+def without(name: str, folder: Path) -> Path:
+    """A copy of the project without a feature and those that need it."""
+    listed = ("megatron", "tests", "docs", "tools", "benchmarks", "deepspeed_configs")
+    for part in listed:
+        if (ROOT / part).exists():
+            ignore = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / part, folder / part, symlinks=True, ignore=ignore)
+    for file in [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]:
+        shutil.copy(file, folder)
+    for each in removed_with(name):
+        shutil.rmtree(folder / FOLDERS[each].relative_to(ROOT))
+        tests = folder / "tests" / FOLDERS[each].parent.name / each
+        shutil.rmtree(tests, ignore_errors=True)
+    return folder
+
+
+def run(folder: Path, *words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n in SAMPLE else pytest.param(n, marks=pytest.mark.proof) for n in sorted(FOLDERS)],
+)
+def test_a_gpt_is_trained_without(name, tmp_path):
+    folder = without(name, tmp_path)
+    told = run(folder, "-c", PROGRAM, *TRAIN)
+    assert "iteration        4/       4" in told, told
+    line = next(line for line in told.splitlines() if line.startswith("FLAGS "))
+    lost = [cls for each in removed_with(name) for cls in features()[each].sections.values()]
+    flags = options(*FLAG_CLASSES) - options(*lost)
+    assert (
+        set(ast.literal_eval(line.removeprefix("FLAGS "))) - {"-h", "--help", "--version"} == flags
+    )
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("name", sorted(FOLDERS))
+def test_the_core_passes_its_tests_without(name, tmp_path):
+    folder = without(name, tmp_path)
+    run(
+        folder,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-m",
+        "not proof",
+        "-p",
+        "no:cacheprovider",
+        "tests/core",
+    )
