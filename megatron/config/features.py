@@ -235,7 +235,7 @@ class Feature:
         return None
 
     def kernels(self, blocks: Sequence[Any], config: Any) -> None:
-        """Set the :class:`~megatron.parallel.layers.LinearKernel` of layers of these blocks."""
+        """Set the :class:`~megatron.parallel.linear.LinearKernel` of layers of these blocks."""
 
     def kernel_states(
         self,
@@ -245,7 +245,7 @@ class Feature:
         mesh: Any,
         partitioned: bool,
     ) -> Any:
-        """The :class:`~megatron.parallel.layers.KernelStates` of those kernels, where the feature
+        """The :class:`~megatron.parallel.linear.KernelStates` of those kernels, where the feature
         has set any; ``names``: of each parameter; ``partitioned``: whether processes have parts of
         the weights (ZeRO 3). None for none."""
         return None
