@@ -341,7 +341,7 @@ def _without_autocast(x: Tensor) -> torch.autocast:
 
 
 class _Float8Linear(torch.autograd.Function):
-    # A weight that is not kept in 8 bits is saved as it came; see _ColumnLinear in parallel/linear.py.
+    # A weight that is not kept in 8 bits is saved as it came; see _ColumnLinear of the core.
 
     @staticmethod
     def forward(
