@@ -125,12 +125,14 @@ class Feature:
     called, so that a run pays for the features that it uses.
 
     Attributes:
+        needs: names of the features without which this one does not exist.
         sections: the class of flags of each section of a saved configuration.
         model_parts: classes of flags of the network.
         families: names of the model families that :meth:`family` returns.
         tokenizers: values of ``--tokenizer-type`` that :meth:`tokenizer` returns.
     """
 
+    needs: ClassVar[tuple[str, ...]] = ()
     sections: ClassVar[Mapping[str, type[FlagSection]]] = {}
     model_parts: ClassVar[tuple[type[ModelPart], ...]] = ()
     families: ClassVar[tuple[str, ...]] = ()
@@ -322,7 +324,8 @@ def features() -> Mapping[str, Feature]:
             name = f"{parent}.{module.name}.feature"
             if module.ispkg and find_spec(name) is not None:
                 found[module.name] = import_module(name).FEATURE
-    return MappingProxyType(dict(sorted(found.items())))
+    complete = {name: one for name, one in found.items() if found.keys() >= set(one.needs)}
+    return MappingProxyType(dict(sorted(complete.items())))
 
 
 @cache
