@@ -29,7 +29,7 @@ from megatron.engine.update.gradient_norm import clipping_factor, gradient_norm
 from megatron.engine.update.optimizer import set_rates
 from megatron.model.layer_list import LayerSequence
 from megatron.model.spec import Batch, Measure, ModelSpec
-from megatron.parallel.layers import KernelStates
+from megatron.parallel.linear import KernelStates
 from megatron.parallel.mesh import Group, Mesh
 from megatron.parallel.random import dropout_seed
 from megatron.parallel.shard import shard_of

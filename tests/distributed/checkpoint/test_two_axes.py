@@ -21,7 +21,7 @@ from megatron.engine.update.async_step import AsyncOptimizerStep
 from megatron.engine.update.gradient_norm import average_gradients, gradient_norm
 from megatron.engine.update.optimizer import build_optimizer
 from megatron.model.layer_list import initialise
-from megatron.parallel.layers import KernelStates
+from megatron.parallel.linear import KernelStates
 from megatron.parallel.mesh import AXES, build_mesh, coordinates_of
 from megatron.parallel.random import generator
 from megatron.parallel.shard import Cut, Init, Shard, parameter, shard_of
