@@ -22,7 +22,7 @@ from megatron.apps.tasks.fine_tuning.examples import clean_text
 from megatron.apps.tasks.fine_tuning.squad import metrics, windows
 from megatron.apps.tasks.zeroshot.detokenizers import detokenizer_of
 from megatron.data.json_lines import ArrayReader, texts_of_line
-from megatron.data.sentences import build_splitter
+from megatron.data.text_encoder import build_splitter
 from megatron.features.instruction.conversations import read_examples
 from megatron.util.normalization import LONGEST_RUN, normalized
 

@@ -28,7 +28,7 @@ from megatron.apps.corpus.collection.line_job import (
 )
 from megatron.config import ConfigError
 from megatron.config.flags import option
-from megatron.data.sentences import available_splitter, build_splitter
+from megatron.data.text_encoder import available_splitter, build_splitter
 from megatron.util.digests import hash64
 
 PARTS = ("train", "valid", "test")

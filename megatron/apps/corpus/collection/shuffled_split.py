@@ -13,8 +13,7 @@ import numpy as np
 from megatron.apps.corpus.collection.line_job import required
 from megatron.config import ConfigError
 from megatron.config.flags import option
-from megatron.data.json_lines import long_line, read_lines
-from megatron.data.paths import expand
+from megatron.data.json_lines import expand, long_line, read_lines
 from megatron.util.files import replacing, sync
 
 FILES = ("train.json", "dev.json", "test.json")

@@ -17,8 +17,7 @@ from xopen import xopen
 
 from megatron.apps.corpus.preprocessing.config import STDIN, PreprocessConfig
 from megatron.config import ConfigError
-from megatron.data.json_lines import BYTE_ORDER_MARK, LONGEST_RECORD
-from megatron.data.paths import expand
+from megatron.data.json_lines import BYTE_ORDER_MARK, LONGEST_RECORD, expand
 
 if sys.version_info >= (3, 14):
     from compression.zstd import ZstdError

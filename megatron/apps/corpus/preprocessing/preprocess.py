@@ -32,8 +32,7 @@ from megatron.apps.corpus.preprocessing.reporting import (
 )
 from megatron.config import TokenizerConfig
 from megatron.data.indexed.dataset_writer import merge_datasets, publish
-from megatron.data.sentences import available_splitter
-from megatron.data.text_encoder import TextSettings
+from megatron.data.text_encoder import TextSettings, available_splitter
 from megatron.util.processes import usable_processors
 
 MERGED = "merged"
