@@ -49,7 +49,7 @@ from megatron.training.report import Reporter, say
 from megatron.training.resume import ResumePoint, ResumeSource
 from megatron.training.stopping import NonFiniteGuard, Stopping, StopRequest
 from megatron.training.trainer import Callback, Position, Trainer
-from megatron.util.locks import Lock
+from megatron.util.files import Lock
 
 BEST_EVALUATION = "megatron.features.keep_best.callback:BestEvaluation"
 """The callback of ``--keep-best`` and ``--early-stopping-patience``, imported for them only."""

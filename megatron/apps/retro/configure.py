@@ -32,8 +32,7 @@ from megatron.features.retro.project import (
 from megatron.features.retro.run_settings import project_of
 from megatron.run.run import Run
 from megatron.training.plan import TrainingPlan
-from megatron.util.files import remove_partial
-from megatron.util.locks import Lock, LockTakenError
+from megatron.util.files import Lock, LockTakenError, remove_partial
 from megatron.util.processes import is_main_process
 
 LOCK = ".lock"

@@ -45,8 +45,7 @@ from megatron.apps.corpus.preprocessing.reporting import (
 from megatron.data.indexed.dataset_writer import Spool, index_parts
 from megatron.data.json_lines import lines_in
 from megatron.util.digests import digest
-from megatron.util.files import naming, sync, write_whole
-from megatron.util.locks import Lock, LockTakenError
+from megatron.util.files import Lock, LockTakenError, naming, sync, write_whole
 from megatron.util.processes import map_in_order
 
 SECONDS_BETWEEN_SAVES = 10.0
