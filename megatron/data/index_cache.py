@@ -27,8 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron.util.digests import digest, digest_of_parts
-from megatron.util.files import naming, sync
-from megatron.util.locks import Lock, LockTakenError
+from megatron.util.files import Lock, LockTakenError, naming, sync
 
 logger = logging.getLogger(__name__)
 

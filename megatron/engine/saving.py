@@ -36,7 +36,7 @@ from megatron.engine.update.gradient_norm import owned
 from megatron.parallel.mesh import AXES, MODEL, Group, any_rank, first_reason
 from megatron.parallel.random import random_state
 from megatron.parallel.shard import shard_of
-from megatron.util.locks import Lock
+from megatron.util.files import Lock
 from megatron.util.phases import background_groups, phase
 
 

@@ -35,7 +35,7 @@ from megatron.training.report import Reporter, say
 from megatron.training.resume import ResumePoint
 from megatron.training.stopping import NonFiniteGuard, Stopping, StopRequest
 from megatron.training.trainer import Callback, Position, Trainer
-from megatron.util.locks import Lock
+from megatron.util.files import Lock
 
 MARK_FILE = "tokenizer/mark.json"
 """Tells the tokenizer of a checkpoint apart from others."""
