@@ -272,7 +272,7 @@ class Feature:
 
     def check_source(self, config: Any, source: Any) -> None:
         """Raise ConfigError where a run cannot start from the
-        :class:`~megatron.training.resume.ResumeSource` that its flags name, or None."""
+        :class:`~megatron.training.resume_source.ResumeSource` that its flags name, or None."""
 
     def begin(self, context: Any) -> None:
         """Called with the :class:`~megatron.training.context.RunContext` before data are read."""
