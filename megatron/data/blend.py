@@ -14,8 +14,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from megatron.data.gpt_dataset import find_numba
-from megatron.data.index_cache import IndexCache, StoredArrays
+from megatron.data.index_cache import IndexCache, StoredArrays, find_numba
 from megatron.data.samples import Piece, SampleDataset, checked_index
 
 # Part of every cache entry's name: raise it when the meaning of the arrays changes.

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.index_cache import Blocks, IndexCache, Layout, StoredArrays
+from megatron.data.index_cache import Blocks, IndexCache, Layout, StoredArrays, find_numba
 from megatron.data.samples import TRAINING, Documents, Piece, check_ids, checked_index
 
 # Shorter arrays are shuffled before numba has compiled anything.
@@ -57,15 +57,6 @@ def shuffle(rng: np.random.RandomState, array: np.ndarray) -> None:
 @functools.cache
 def _compiled(numba: ModuleType) -> tuple[Callable[..., tuple[int, int]], Callable[..., None]]:
     return numba.njit(_draw), numba.njit(_swap)
-
-
-def find_numba() -> ModuleType | None:
-    """The numba package, None if it is not installed."""
-    try:
-        import numba
-    except ImportError:
-        return None
-    return numba
 
 
 def _draw(numbers: np.ndarray, last: int, chosen: np.ndarray) -> tuple[int, int]:
