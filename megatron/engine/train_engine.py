@@ -25,8 +25,7 @@ from megatron.engine.deepspeed_patches import (
 )
 from megatron.engine.update.adam import StateStore
 from megatron.engine.update.async_step import AsyncOptimizerStep
-from megatron.engine.update.gradient_norm import clipping_factor, gradient_norm
-from megatron.engine.update.optimizer import set_rates
+from megatron.engine.update.optimizer import clipping_factor, gradient_norm, set_rates
 from megatron.model.layer_list import LayerSequence
 from megatron.model.spec import Batch, Measure, ModelSpec
 from megatron.parallel.linear import KernelStates

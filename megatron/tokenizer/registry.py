@@ -39,11 +39,11 @@ def type_of(name: str | None) -> TokenizerType | None:
 
             return TokenizerType(HFTokenizer.from_config)
         case "ByteLevelTokenizer" | "ByteLevel" | "CharacterLevelTokenizer":
-            from megatron.tokenizer.byte import ByteLevelTokenizer
+            from megatron.tokenizer.plain import ByteLevelTokenizer
 
             return TokenizerType(ByteLevelTokenizer.from_config)
         case "NullTokenizer" | "IdTokenizer":
-            from megatron.tokenizer.null import IdTokenizer, NullTokenizer
+            from megatron.tokenizer.plain import IdTokenizer, NullTokenizer
 
             cls = NullTokenizer if name == "NullTokenizer" else IdTokenizer
             return TokenizerType(cls.from_config, sized=True)

@@ -14,7 +14,7 @@ from megatron.checkpoint.source import open_checkpoint
 from megatron.formats.conversion.commands import export_hf, write_adapters
 from megatron.formats.inspection import model_of
 from megatron.model.layer_list import LayerState
-from megatron.tokenizer.null import NullTokenizer
+from megatron.tokenizer.plain import NullTokenizer
 
 peft = pytest.importorskip("peft", reason="the numbers are peft's")
 
