@@ -218,7 +218,7 @@ class LabelledTextTask(MaskedLM):
 
     def inputs(self, model: ModelConfig, seed: int) -> Inputs:
         """Two texts of two segments, the second padded; of questions two with as many choices."""
-        from megatron.data.labelled_text import LabelledBatch
+        from megatron.data.texts import LabelledBatch
 
         choices = 3 if model.head == "multiple_choice" else 1
         theirs, positions_BS = _texts(model, seed, 2 * choices)
