@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.config import RunConfig
 from megatron.config.output import LoggingConfig
-from megatron.engine.update.optimizer import state_norms, zeros_in_gradients
+from megatron.engine.statistics import state_norms, zeros_in_gradients
 from megatron.features.trackers.tags import (
     as_markdown,
     evaluation_tagged,
