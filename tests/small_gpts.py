@@ -7,6 +7,7 @@ from megatron.config import ModelConfig, ParallelConfig
 from megatron.families import build_model
 from megatron.features.float8.linear import Float8
 from megatron.model.layer_list import LayerStack
+from megatron.parallel.layers import ParallelLinear
 
 BATCH, LENGTH, VOCAB, PADDED = 2, 32, 120, 128
 LLAMA = {
@@ -70,6 +71,6 @@ def small_gpt(
         stack = build_model(small_config(**changes), parallel).to(dtype)
     for block in stack.blocks():
         for module in block.modules():
-            if hasattr(module, "float8"):
+            if float8 is not None and isinstance(module, ParallelLinear):
                 module.kernel = float8
     return stack

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -54,7 +55,8 @@ def options(*classes: type) -> set[str]:
 
 
 def without(name: str, folder: Path) -> Path:
-    """A copy of the project without a feature and those that need it."""
+    """A copy of the project without a feature, those that need it, and the tests of these: their
+    folders, and those of the core that import them."""
     listed = ("megatron", "tests", "docs", "tools", "benchmarks", "deepspeed_configs")
     for part in listed:
         if (ROOT / part).exists():
@@ -62,10 +64,14 @@ def without(name: str, folder: Path) -> Path:
             shutil.copytree(ROOT / part, folder / part, symlinks=True, ignore=ignore)
     for file in [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]:
         shutil.copy(file, folder)
+    modules = [f"megatron.{FOLDERS[n].parent.name}.{n}" for n in removed_with(name)]
     for each in removed_with(name):
         shutil.rmtree(folder / FOLDERS[each].relative_to(ROOT))
         tests = folder / "tests" / FOLDERS[each].parent.name / each
         shutil.rmtree(tests, ignore_errors=True)
+    for test in (folder / "tests" / "core").rglob("*.py"):
+        if any(re.search(rf"\b{name}\b", test.read_text()) for name in modules):
+            test.unlink()
     return folder
 
 

@@ -36,6 +36,7 @@ from megatron.model.layer_list import LayerStack, initialise
 from megatron.model.torch_kernels import CUDNN_FIRST, KernelOrder
 from megatron.parallel import softmax_loss
 from megatron.parallel.compiler import missing_compiler
+from megatron.parallel.layers import ParallelLinear
 from megatron.parallel.mesh import Mesh
 
 BLOCKS, LENGTH, VOCAB = 4, 16, 64
@@ -81,7 +82,7 @@ def build(kind: str, recompute: str | None = None, float8: Float8 | None = None)
     for name, param in stack.canonical_parameters():
         initialise(name, param, 1)
     for module in stack.modules():
-        if hasattr(module, "float8"):
+        if float8 is not None and isinstance(module, ParallelLinear):
             module.kernel = float8
     return stack
 
