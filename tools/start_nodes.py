@@ -33,7 +33,7 @@ from itertools import accumulate
 
 from megatron.config import ConfigError, FlagParser
 from megatron.config.flags import POSITIVE, build, option
-from megatron.features.resilience.nodes import (
+from megatron.features.resilience.restart.nodes import (
     ask,
     keep_alive,
     stop,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.features.resilience.coordinator import (
+from megatron.features.resilience.restart.coordinator import (
     JUDGING_SECONDS,
     MOST_ALIKE,
     REPLACE_SECONDS,

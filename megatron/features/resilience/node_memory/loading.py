@@ -35,12 +35,13 @@ from megatron.checkpoint.source import FoundCheckpoint, locate_checkpoint
 from megatron.engine.deepspeed_patches import partition_range
 from megatron.engine.state import owned_slices
 from megatron.engine.train_engine import TrainEngine
-from megatron.features.resilience.file_transfer import (
+from megatron.features.resilience.node_memory.folders import (
     FileTransfer,
+    NodeFolders,
     exchange,
+    free_bytes,
     remove_unreceived,
 )
-from megatron.features.resilience.node_memory.node_folders import NodeFolders, free_bytes
 from megatron.parallel.shard import shard_of
 from megatron.util.digests import digest
 

@@ -24,21 +24,22 @@ from datetime import timedelta
 from typing import Any, NoReturn
 
 from megatron.config import ConfigError
-from megatron.features.resilience import generation
-from megatron.features.resilience.coordinator import (
+from megatron.features.resilience.restart.coordinator import (
     Coordinator,
     Member,
     Rules,
     hello,
 )
-from megatron.features.resilience.generation import RunGeneration, TrainerProgress
-from megatron.features.resilience.peers import (
+from megatron.features.resilience.restart.peers import (
     Message,
     Peer,
+    RunGeneration,
+    TrainerProgress,
+    begin_generation,
     connect,
     listen,
 )
-from megatron.features.resilience.process_states import state_of
+from megatron.features.resilience.watch.processes import state_of
 from megatron.util.errors import RESTART_STATUS, one_line
 from megatron.util.processes import die_with_parent
 
@@ -90,7 +91,7 @@ def guard(rules: Rules, flags: Mapping[str, str], prepare: Callable[[], None]) -
     )
     guardian = Guardian(place, rules, flags)
     started = guardian.run()
-    generation.begin(started)
+    begin_generation(started)
     return int(os.environ["WORLD_SIZE"])
 
 

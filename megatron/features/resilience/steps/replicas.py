@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,15 +32,11 @@ from megatron.engine.state import (
     owned_slices,
 )
 from megatron.engine.train_engine import TrainEngine
-from megatron.features.resilience.checksum import bits_of, checksum
-from megatron.features.resilience.replica_verdict import (
-    OTHERS_DIFFER,
-    OWN_DIFFERS,
-    Holder,
-    ReplicaVerdict,
-)
+from megatron.features.resilience.steps.checksum import bits_of, checksum
 from megatron.parallel.mesh import SHARDED, any_rank
 from megatron.parallel.shard import Shard, shard_of
+from megatron.training.trainer import Callback, Trainer
+from megatron.util.errors import FaultError
 
 WEIGHT, GATHERED, MAIN = "weight", "gathered weight", "main weight"
 
@@ -337,3 +333,123 @@ def _compared(
         f"{here:g} instead of {there:g}"
     )
     return words, start + first
+
+
+OTHERS_DIFFER, OWN_DIFFERS = 1, 2
+"""Marks of a rank's copy of the model's weights: they are not the main weights of all ranks,
+rounded; or not the main weights in the part that this rank updates itself."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A rank with a copy: the copy's checksum, and what the main weights say of it."""
+
+    rank: int
+    host: str
+    value: int
+    mark: int = 0
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.host})"
+
+
+@dataclass(frozen=True)
+class ReplicaVerdict:
+    """Who has a wrong copy.
+
+    Attributes:
+        wrong: in the order of ranks.
+        right: those that it differs from; nobody if a rank's main weights differ from the weights
+            that it shares with all others.
+        sure: whether it is known that these are the wrong ones: of two copies nobody knows.
+    """
+
+    wrong: tuple[Holder, ...]
+    right: tuple[Holder, ...]
+    sure: bool = True
+
+    @classmethod
+    def of(cls, holders: Sequence[Holder], partitioned: bool) -> ReplicaVerdict:
+        """By the main weights, where there are any, else by the majority. ``partitioned``: ranks
+        have parts of the weights, whose checksums were added up, so that a rank's mark is that of
+        all (ZeRO 3)."""
+        values = [holder.value for holder in holders]
+        marked = [holder for holder in holders if holder.mark]
+        if marked:
+            own = tuple(h for h in marked if h.mark & OWN_DIFFERS) or tuple(marked)
+            if len(set(values)) == 1 or partitioned:
+                return cls(own, ())
+            if len(marked) < len(holders):
+                right = [h for h in holders if not h.mark and h.value != marked[0].value]
+                return cls(tuple(marked), tuple(right)) if right else cls(own, ())
+        classes = sorted(set(values), key=lambda value: (-values.count(value), values.index(value)))
+        right = [holder for holder in holders if holder.value == classes[0]]
+        wrong = [holder for holder in holders if holder.value != classes[0]]
+        return cls(tuple(wrong), tuple(right), 2 * len(right) > len(holders))
+
+    @property
+    def of_main(self) -> bool:
+        """Whether a rank differs from itself."""
+        return not self.right
+
+    def among(self, ranks: Collection[int]) -> ReplicaVerdict:
+        """The same about these ranks, where some of them are wrong."""
+        wrong = tuple(holder for holder in self.wrong if holder.rank in ranks)
+        right = tuple(holder for holder in self.right if holder.rank in ranks)
+        return replace(self, wrong=wrong or self.wrong, right=right or self.right)
+
+    def words(self, how: str) -> str:
+        """Who differs from whom; ``how`` says in what."""
+        wrong, right = joined(self.wrong), joined(self.right)
+        verb = "differs" if len(self.wrong) == 1 else "differ"
+        how = f" {how}" if how else ""
+        if self.of_main:
+            return f"on {wrong} the model's weights are not its main weights{how}"
+        unsure = "" if self.sure else "; no majority has one of them, so either may be wrong"
+        return f"{wrong} {verb} from {right}{how}{unsure}"
+
+
+def joined(holders: Sequence[Holder]) -> str:
+    """The ranks in words, with their hosts."""
+    *first, last = map(str, holders) if holders else [""]
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+class ReplicaCheck(Callback):
+    """Compares what several ranks have copies of: before every save, and after every ``interval``
+    steps; never with 0. ``newest`` says on every rank which checkpoint is the last good one."""
+
+    def __init__(
+        self,
+        engine: TrainEngine,
+        interval: int | None = None,
+        newest: Callable[[], str] = lambda: "there is no earlier checkpoint",
+    ) -> None:
+        self._engine, self._interval, self._newest = engine, interval, newest
+        self._replicas: Replicas | None = None
+        self._equal_after: int | None = None
+
+    def between_steps(self, trainer: Trainer) -> None:
+        """Compares if it is due."""
+        if self._interval and trainer.iteration % self._interval == 0:
+            trainer.settle()  # a step that was not finite is named first
+            self.check(trainer.iteration)
+
+    def went_back(self, trainer: Trainer) -> None:
+        self._equal_after = None
+
+    def check(self, iteration: int) -> None:
+        """Raises FaultError, on every rank, if copies differ after so many steps; once for each."""
+        if self._interval == 0 or self._equal_after == iteration:
+            return
+        if self._replicas is None:
+            self._replicas = Replicas(self._engine)
+        found = self._replicas.difference()
+        if found is not None:
+            raise FaultError(
+                f"after iteration {iteration} what several ranks have copies of differs: {found}; "
+                "a processor or its memory has changed numbers, or ranks have not computed the "
+                f"same: {self._newest()}, and this state is not saved; if it comes again on the "
+                "same machine, leave that out"
+            )
+        self._equal_after = iteration

@@ -23,19 +23,19 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.features.resilience.machines import Door, SilentMachines
-from megatron.features.resilience.process_states import (
+from megatron.features.resilience.watch.processes import (
     GONE,
+    Door,
+    SilentMachines,
     process_space,
     state_letter,
     state_of,
 )
-from megatron.features.resilience.reports import Report
-from megatron.features.resilience.verdict import (
+from megatron.features.resilience.watch.reports import Report, Silent
+from megatron.features.resilience.watch.verdict import (
     LOST,
     HangQuestion,
     HangVerdict,
-    Silent,
     judge,
 )
 from megatron.parallel import agreement

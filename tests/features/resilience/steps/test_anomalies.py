@@ -2,7 +2,7 @@
 
 import math
 
-from megatron.features.resilience.unattended.anomalies import (
+from megatron.features.resilience.steps.second_look import (
     Computed,
     changed,
     odd_batches,

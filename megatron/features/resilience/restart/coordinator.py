@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.features.resilience.peers import (
+from megatron.features.resilience.restart.peers import (
     UNANSWERED_MILLISECONDS,
     Message,
     Peer,

@@ -17,10 +17,10 @@ from megatron.data.sampler import continued_ranges
 from megatron.engine.saving import SaveResult
 from megatron.engine.train_engine import StepResult
 from megatron.features.resilience.flags import ResilienceConfig
-from megatron.features.resilience.unattended.rollback import Rollback
-from megatron.features.resilience.unattended.spikes import (
+from megatron.features.resilience.steps.spikes import (
     LEVEL,
     PATIENCE,
+    Rollback,
     SpikeGuard,
     SpikeRule,
     stop_at_spike,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron.features.resilience.flags import ResilienceConfig
-from megatron.features.resilience.unattended import stragglers
+from megatron.features.resilience.steps import stragglers
 from megatron.parallel.mesh import Group, Mesh
 from megatron.training.stopping import DelayedReads
 
@@ -22,7 +23,9 @@ class Course:
         self.now, self.iteration = 0.0, 0
         self.sent: list[int] = []
         self.read: list[int] = []
-        monkeypatch.setattr(stragglers, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(
+            stragglers, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=time.sleep)
+        )
         monkeypatch.setattr(stragglers.dist, "all_reduce", self.all_reduce)
         self.report = SimpleNamespace()
         options = ResilienceConfig(), TWO_RANKS, torch.device("cpu"), self.report

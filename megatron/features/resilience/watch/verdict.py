@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron.features.resilience.process_states import GONE
-from megatron.features.resilience.reports import Report
+from megatron.features.resilience.watch.processes import GONE
+from megatron.features.resilience.watch.reports import Report, Silent
 from megatron.util.errors import RESTART_STATUS
 
 LIMIT, SIGNAL, LOST = "limit", "signal", "lost"
@@ -29,26 +29,6 @@ class HangQuestion:
 
     reason: str
     grace: int = 0
-
-
-@dataclass(frozen=True)
-class Silent:
-    """A rank that does not answer, with what it said last; ``state`` is what a rank in the same
-    ``space`` (``process_states.process_space``) knows of its process, empty if none answers."""
-
-    rank: int
-    host: str
-    pid: int
-    phase: str
-    iteration: int
-    state: str = ""
-    space: str = ""
-
-    @property
-    def name(self) -> str:
-        return (
-            f"rank {self.rank} ({self.host}, pid {self.pid})" if self.pid else f"rank {self.rank}"
-        )
 
 
 @dataclass(frozen=True)

@@ -21,34 +21,36 @@ from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 
 from megatron.config import ConfigError, RunConfig
-from megatron.features.resilience.exchange import (
+from megatron.features.resilience.flags import ResilienceConfig
+from megatron.features.resilience.watch.exchange import (
     PATIENCE,
     RankExchange,
     several_ranks,
 )
-from megatron.features.resilience.flags import ResilienceConfig
-from megatron.features.resilience.hang_report import (
+from megatron.features.resilience.watch.processes import (
+    GONE,
+    collectives_begun,
+    device_is_busy,
+    failed_to_meet,
+    is_gone,
+    state_of,
+    where_it_waits,
+)
+from megatron.features.resilience.watch.reports import (
+    Report,
     described,
     record_collectives,
+    report_of,
     write_collectives,
     write_report,
 )
-from megatron.features.resilience.machines import is_gone
-from megatron.features.resilience.process_states import GONE, state_of
-from megatron.features.resilience.reports import Report, report_of
-from megatron.features.resilience.verdict import (
+from megatron.features.resilience.watch.verdict import (
     LIMIT,
     LOST,
     SIGNAL,
     HangQuestion,
     HangVerdict,
     judge,
-)
-from megatron.features.resilience.waiting import (
-    collectives_begun,
-    device_is_busy,
-    failed_to_meet,
-    where_it_waits,
 )
 from megatron.util.errors import FaultError, monitor_thread, one_line
 from megatron.util.phases import PHASES, Activity, activity, background, phase
