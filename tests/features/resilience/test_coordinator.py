@@ -9,8 +9,8 @@ from megatron.features.resilience.restart.coordinator import (
     STOP_SECONDS,
     Coordinator,
     Rules,
-    hello,
 )
+from megatron.features.resilience.restart.peers import hello
 
 
 class Wire:

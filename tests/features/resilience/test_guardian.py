@@ -19,10 +19,9 @@ from megatron.features.resilience.restart import guardian as guardian_module
 from megatron.features.resilience.restart.coordinator import (
     Coordinator,
     Rules,
-    hello,
 )
 from megatron.features.resilience.restart.guardian import Guardian
-from megatron.features.resilience.restart.peers import Peer
+from megatron.features.resilience.restart.peers import Peer, hello
 
 GUARDS = (
     "import importlib, sys, time\n"

@@ -8,40 +8,31 @@ loop: while a whole job is suspended it does not pass.
 from __future__ import annotations
 
 import logging
-import os
-import socket
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any
 
 from megatron.features.resilience.restart.peers import (
     UNANSWERED_MILLISECONDS,
     Message,
     Peer,
+    differences,
 )
-from megatron.util.digests import digest
 from megatron.util.errors import RESTART_STATUS, one_line
 from megatron.util.processes import death
 
 logger = logging.getLogger(__name__)
 
-USER_MISTAKE = 2
-"""Exit status after which another start ends in the same way."""
-JUDGING_SECONDS = 0.3
-"""After a failure: the rank that fails first is not always the first that is heard of."""
-REPORT_SECONDS = 5.0
-"""That the other ranks have to write what they know, if one has found that the run hangs."""
-STOP_SECONDS = 30.0
-"""Within which a guardian has ended its trainer, or counts as lost."""
-REPLACE_SECONDS = 2 * UNANSWERED_MILLISECONDS / 1000
-"""That a guardian which was started again waits until the one before it is found to be gone."""
-MOST_ALIKE = {"error": 3, "signal": 10}
-"""Failures in a row with the same exit status or signal at the same step: they come again."""
-GONE = -1
-"""Takes the place of a trainer's status where its guardian is gone, too."""
-MOST_WITHOUT_SAVE = 30
-"""Failures in a row between which nothing was saved."""
+USER_MISTAKE = 2  # exit status after which another start ends in the same way
+GONE = -1  # status of a trainer whose guardian is gone, too
+JUDGING_SECONDS = 0.3  # the rank that fails first is not always the first that is heard of
+REPORT_SECONDS = 5.0  # for the reports of the other ranks, after one has found a hang
+STOP_SECONDS = 30.0  # within which a guardian has ended its trainer, or counts as lost
+REPLACE_SECONDS = 2 * UNANSWERED_MILLISECONDS / 1000  # until the guardian before is found gone
+MOST_ALIKE = {"error": 3, "signal": 10}  # same failures in a row at the same step
+MOST_WITHOUT_SAVE = 30  # failures in a row between which nothing was saved
 
 
 @dataclass(frozen=True)
@@ -67,7 +58,6 @@ class Member:
         rank: that the launcher gave it; its trainer may have a smaller one.
         port: free on its host, for the trainers' meeting.
         running: whether it has a trainer.
-        status: of the trainer that has ended by itself; None before.
         barred: its trainers fail again and again, and it gets no more of them.
         until: when it is refused if another guardian of its rank still lives.
     """
@@ -78,7 +68,6 @@ class Member:
     process: int
     port: int
     running: bool = False
-    status: int | None = None
     barred: bool = False
     trainer: int = 0
     until: float = 0.0
@@ -127,8 +116,35 @@ class _Failures:
         return None
 
 
+class State(str, Enum):
+    """What the guardians of a run do."""
+
+    GATHERING = "gathering"
+    """They come, until all are there."""
+    RUNNING = "running"
+    """Their trainers train."""
+    STOPPING = "stopping"
+    """They end their trainers, so that all start again."""
+    OVER = "over"
+
+
+class Event(Enum):
+    """What a guardian says, or what follows from its connection or from time."""
+
+    JOINED = auto()
+    SIGNAL = auto()
+    """The run is asked to stop."""
+    ENDED = auto()
+    """A trainer has ended by itself."""
+    SAVED = auto()
+    LOST = auto()
+    """A guardian is gone, with a trainer that ran."""
+    TICK = auto()
+
+
 class Coordinator:
-    """The decisions of a run, whose guardians reach this one at ``address``.
+    """The decisions of a run, whose guardians reach this one at ``address``: :data:`ACTIONS` lists
+    them by state and event.
 
     Args:
         own: the :func:`hello` of rank 0.
@@ -141,7 +157,7 @@ class Coordinator:
         self._own = own
         self._waiting: list[Member] = []
         """For the place of a guardian that may be gone."""
-        self.state = "gathering"
+        self.state = State.GATHERING
         self.generation = -1
         self.stopped_by: int | None = None
         self._seconds = self._deadline = 0.0
@@ -150,58 +166,44 @@ class Coordinator:
         self._reports: list[tuple[Member, int, str]] = []
         self._iteration, self._saved, self._active = 0, False, 0
 
+    def _handle(self, event: Event, *facts: Any) -> None:
+        """Do what the table says; an event that it does not list in this state changes nothing."""
+        if (action := ACTIONS.get((self.state, event))) is not None:
+            action(self, *facts)
+
     # What guardians say -------------------------------------------------------------------------
 
     def joined(self, peer: Peer, hello: Message) -> Member | None:
-        """A guardian has come, perhaps again; None if it cannot take part. Only before the run has
-        begun can the mistake of one end it. Raises KeyError or ValueError for what no guardian
-        says."""
+        """Return the guardian that has come, perhaps again; None if it cannot take part. Only
+        before the run has begun can the mistake of one end it. Raises KeyError or ValueError for
+        what no guardian says."""
         host = one_line(hello["host"])[:256]
         member = Member(peer, hello["rank"], host, hello["process"], hello["port"])
-        size = hello["size"]
+        size, begun = hello["size"], self.generation >= 0
         if not 0 <= member.rank < size:
             raise ValueError(f"rank {member.rank} of {size}")
-        if other := _differences(self._own, hello):
+        holder = self._holder(member.rank)
+        if other := differences(self._own, hello):
             self._refuse(member, f"started with another {one_line(', '.join(other[:4]))[:300]}")
-            return None
-        if self.generation < 0:
-            mistake = None
-            if size != self.size:
-                mistake = (
-                    f"WORLD_SIZE is {size} on rank {member.rank} and {self.size} on rank 0; "
-                    "start all processes with the same number"
-                )
-            elif self._holder(member.rank):
-                mistake = f"two processes have RANK={member.rank}; give each its own"
-            if mistake:
-                self._finish(USER_MISTAKE, mistake, [*self.members, member])
-                return None
-        elif size != self.size:
+        elif size != self.size and begun:
             self._refuse(member, f"WORLD_SIZE is {self.size} there and {size} here")
-            return None
-        if self._holder(member.rank):
+        elif size != self.size:
+            mistake = (
+                f"WORLD_SIZE is {size} on rank {member.rank} and {self.size} on rank 0; "
+                "start all processes with the same number"
+            )
+            self._finish(USER_MISTAKE, mistake, [*self.members, member])
+        elif holder and not begun:
+            mistake = f"two processes have RANK={member.rank}; give each its own"
+            self._finish(USER_MISTAKE, mistake, [*self.members, member])
+        elif holder:
             member.until = self._seconds + REPLACE_SECONDS
             self._waiting.append(member)
+            return member
         else:
             self._admit(member)
-        return member
-
-    def _holder(self, rank: int) -> Member | None:
-        """The guardian of a rank whose connection has not ended."""
-        return next((member for member in self.members if member.rank == rank), None)
-
-    def _admit(self, member: Member) -> None:
-        self.members.append(member)
-        if self.state == "running":
-            logger.warning(
-                f"{member.name} is back and waits for the next checkpoint, after which all ranks "
-                "start again with it"
-            )
-
-    def _refuse(self, member: Member, why: str) -> None:
-        """Ends a process that has no place in this run, and nothing else."""
-        logger.warning(f"{member.name} wanted to join this run, and is refused: {why}")
-        self._send(member, {"kind": "finish", "status": USER_MISTAKE, "why": why})
+            return member
+        return None
 
     def received(self, member: Member, message: Message) -> None:
         """A message of a guardian; those of an earlier generation are too late."""
@@ -211,68 +213,57 @@ class Coordinator:
                 self._send(member, {"kind": "finish", "status": 128 + message["signal"]})
             return
         if kind == "stopping":
-            self._stop_requested(message["signal"])
+            self.stopped_by = self.stopped_by or message["signal"]
+            self._handle(Event.SIGNAL, message["signal"])
         if message.get("generation") != self.generation:
             return
         member.trainer = message.get("trainer", member.trainer)
         self._learn(message)
-        if kind == "ended":
-            member.running, member.status = False, message["status"]
-            member.port = message["port"]
-            if message.get("killed"):
-                if state := message.get("state"):
-                    # One that is stopped has held up the others; one that works was only slow.
-                    tell = logger.warning if "stopped" in state else logger.info
-                    tell(f"{member.name} {state}; it was killed, since it had not ended in time")
-            elif self.state == "running":
-                self._ended(member, message["status"])
-        elif kind == "saved" and self.state == "running":
-            self._saved = True
-            more = self._usable()
-            if more is not None and more > self._active:
-                self._stop(f"{more} ranks are there again, after {self._active}")
+        if kind == "saved":
+            self._handle(Event.SAVED)
+        elif kind == "ended":
+            member.running, member.port = False, message["port"]
+            if not message.get("killed"):
+                self._handle(Event.ENDED, member, message["status"])
+            elif state := message.get("state"):
+                # One that is stopped has held up the others; one that works was only slow.
+                tell = logger.warning if "stopped" in state else logger.info
+                tell(f"{member.name} {state}; it was killed, since it had not ended in time")
 
     def left(self, member: Member, how: str) -> None:
         """The connection of a guardian has ended."""
         member.peer.close()
         if member in self._waiting:
             self._waiting.remove(member)
-        if member not in self.members:
-            return
-        self.members.remove(member)
-        if self.state == "running" and member.running:
-            self._report(member, GONE, f"{member.name}: its guardian {how}")
-        member.running = False
+        if member in self.members:
+            self.members.remove(member)
+            if member.running:
+                self._handle(Event.LOST, member, GONE, f"{member.name}: its guardian {how}")
+            member.running = False
 
     def tick(self, seconds: float) -> None:
         """So much time has passed."""
         self._seconds += seconds
         self._replace()
-        if self.state == "gathering":
-            if len(self.members) == self.size:
-                self._start(self.size, None)
-            elif self._seconds > self.rules.patience:
-                came = {member.rank for member in self.members}
-                missing = [rank for rank in range(self.size) if rank not in came]
-                self._finish(
-                    RESTART_STATUS,
-                    f"waited {self.rules.patience / 60:g} minutes (--distributed-timeout-minutes) "
-                    f"for ranks {', '.join(map(str, missing[:8]))} to start; see what they print",
-                )
-        elif self.state == "running" and self._reports and self._seconds >= self._deadline:
-            self._judge()
-        elif self.state == "stopping":
-            late = [member for member in self.members if member.running]
-            if late and self._seconds >= self._deadline:
-                for member in late:
-                    logger.warning(f"{member.name}: its guardian has not ended it in time")
-                    self.left(member, "does not answer")
-                late = []
-            if not late:
-                self._again()
+        self._handle(Event.TICK)
+
+    # Who takes part -----------------------------------------------------------------------------
+
+    def _holder(self, rank: int) -> Member | None:
+        """The guardian of a rank whose connection has not ended."""
+        return next((member for member in self.members if member.rank == rank), None)
+
+    def _admit(self, member: Member) -> None:
+        self.members.append(member)
+        self._handle(Event.JOINED, member)
+
+    def _refuse(self, member: Member, why: str) -> None:
+        """Ends a process that has no place in this run, and nothing else."""
+        logger.warning(f"{member.name} wanted to join this run, and is refused: {why}")
+        self._send(member, {"kind": "finish", "status": USER_MISTAKE, "why": why})
 
     def _replace(self) -> None:
-        """Guardians that were started again take the places of those that are gone by now."""
+        """Admits guardians that were started again, if those before them are gone by now."""
         for member in list(self._waiting):
             holder = self._holder(member.rank)
             if holder is None:
@@ -281,8 +272,6 @@ class Coordinator:
             elif self._seconds >= member.until:
                 self._refuse(member, f"its {holder.name} is alive")
                 self.left(member, "is refused")
-
-    # What follows -------------------------------------------------------------------------------
 
     def _learn(self, message: Message) -> None:
         self._iteration = max(self._iteration, message.get("iteration", 0))
@@ -293,79 +282,105 @@ class Coordinator:
                 message["replica"], message["micro_batch"], known or message["global_batch"]
             )
 
-    def _ended(self, member: Member, status: int) -> None:
-        if status == 0:
-            running = [other for other in self.members if other.running]
-            if not running and not self._reports:
-                self._finish(0)
-            return
-        found = "has found that the run hangs or a rank is lost (exit status 3)"
-        how = found if status == RESTART_STATUS else death(status)
-        self._report(member, status, f"{member.name} {how}")
+    # Actions of the table -----------------------------------------------------------------------
+
+    def _gather(self) -> None:
+        if len(self.members) == self.size:
+            self._start(self.size, None)
+        elif self._seconds > self.rules.patience:
+            came = {member.rank for member in self.members}
+            missing = [rank for rank in range(self.size) if rank not in came]
+            self._finish(
+                RESTART_STATUS,
+                f"waited {self.rules.patience / 60:g} minutes (--distributed-timeout-minutes) "
+                f"for ranks {', '.join(map(str, missing[:8]))} to start; see what they print",
+            )
+
+    def _stop_by_signal(self, number: int) -> None:
+        self._finish(128 + number)
+
+    def _announce_return(self, member: Member) -> None:
+        logger.warning(
+            f"{member.name} is back and waits for the next checkpoint, after which all ranks "
+            "start again with it"
+        )
+
+    def _grow(self) -> None:
+        """After a save: start again with ranks that are back."""
+        self._saved = True
+        more = self._usable()
+        if more is not None and more > self._active:
+            self._stop(f"{more} ranks are there again, after {self._active}")
+
+    def _note_end(self, member: Member, status: int) -> None:
+        if status:
+            hung = "has found that the run hangs or a rank is lost (exit status 3)"
+            how = hung if status == RESTART_STATUS else death(status)
+            self._report(member, status, f"{member.name} {how}")
+        elif not self._reports and not any(other.running for other in self.members):
+            self._finish(0)
 
     def _report(self, member: Member, status: int, what: str) -> None:
-        if not self._reports:
-            self._deadline = self._seconds + JUDGING_SECONDS
-        self._reports.append((member, status, what))
+        """Note a failure, which is judged once others have had time to report theirs."""
         if status < 0:
             self._deadline = self._seconds
+        elif not self._reports:
+            self._deadline = self._seconds + JUDGING_SECONDS
+        self._reports.append((member, status, what))
 
     def _judge(self) -> None:
-        """Which failure is the cause of the others, and what to do about it."""
+        """Finds which failure is the cause of the others, and what to do about it."""
+        if not self._reports or self._seconds < self._deadline:
+            return
         member, status, what = min(self._reports, key=lambda report: _consequence(report[1]))
         self._reports.clear()
         if self.stopped_by is not None:
             self._finish(128 + self.stopped_by)
-            return
-        if status == USER_MISTAKE:
-            if self._active > (self.rules.least or self._active) and not self._iteration:
-                self._most = self._active - 1
-                self._stop(f"{self._active} ranks cannot train this model; fewer are tried")
-            else:
-                self._finish(USER_MISTAKE)
-            return
-        hopeless = self._failures.add(status, self._iteration, member.rank, self._saved)
-        if hopeless and self._failures.culprits == {member.rank} and self.rules.least:
-            member.barred = True
-            logger.warning(f"{member.name} gets no more work: {hopeless}")
-            self._failures, hopeless = _Failures(), None
-        if hopeless:
+        elif status == USER_MISTAKE and self._may_be_too_many():
+            self._most = self._active - 1
+            self._stop(f"{self._active} ranks cannot train this model; fewer are tried")
+        elif status == USER_MISTAKE:
+            self._finish(USER_MISTAKE)
+        elif hopeless := self._hopeless(member, status):
             self._finish(RESTART_STATUS, f"{what}; the run ends, since {hopeless}")
+        else:
+            self._stop(what, REPORT_SECONDS if status == RESTART_STATUS else 0.0)
+
+    def _may_be_too_many(self) -> bool:
+        return self._active > (self.rules.least or self._active) and not self._iteration
+
+    def _hopeless(self, member: Member, status: int) -> str | None:
+        """Return why no restart helps, if it looks so. A rank that fails alone is barred."""
+        why = self._failures.add(status, self._iteration, member.rank, self._saved)
+        if why and self._failures.culprits == {member.rank} and self.rules.least:
+            member.barred = True
+            logger.warning(f"{member.name} gets no more work: {why}")
+            self._failures = _Failures()
+            return None
+        return why
+
+    def _start_again(self) -> None:
+        """Once every trainer has ended, or its guardian is too late and counts as lost."""
+        late = [member for member in self.members if member.running]
+        if late and self._seconds < self._deadline:
             return
-        self._stop(what, REPORT_SECONDS if status == RESTART_STATUS else 0.0)
-
-    def _stop(self, why: str, grace: float = 0.0) -> None:
-        self.state, self._why = "stopping", why
-        self._deadline = self._seconds + grace + STOP_SECONDS
-        for member in [member for member in self.members if member.running]:
-            self._send(member, {"kind": "stop", "generation": self.generation, "grace": grace})
-
-    def _again(self) -> None:
-        restarts = self.rules.restarts
+        for member in late:
+            logger.warning(f"{member.name}: its guardian has not ended it in time")
+            self.left(member, "does not answer")
+        restarts, size = self.rules.restarts, self._usable()
         if self.stopped_by is not None:
             self._finish(128 + self.stopped_by)
-            return
-        if restarts is not None and self.generation >= restarts:
+        elif restarts is not None and self.generation >= restarts:
             self._finish(
                 RESTART_STATUS,
                 f"{self._why}; the run ends after --inprocess-max-iterations {restarts}",
             )
-            return
-        size = self._usable()
-        if size is None:
-            there = sum(not member.barred for member in self.members)
-            least = self.rules.least
-            needed = (
-                f"of {self.size} ranks {there} are left; --inprocess-min-world-size continues "
-                "with fewer"
-                if least is None
-                else f"the {there} ranks that are left are not enough for a size of at least "
-                f"{least} (--inprocess-min-world-size) that the layout and "
-                f"--global-batch-size {self._layout.global_batch} allow"
-            )
-            self._finish(RESTART_STATUS, f"{self._why}; {needed}")
-            return
-        self._start(size, self._why)
+        elif size is None:
+            self._finish(RESTART_STATUS, f"{self._why}; {self._shortage()}")
+        else:
+            self._start(size, self._why)
+
+    # Starting and ending ------------------------------------------------------------------------
 
     def _usable(self) -> int | None:
         """The most ranks that can train with those that are there; None if they are too few."""
@@ -375,15 +390,27 @@ class Coordinator:
         sizes = range(there, self.rules.least - 1, -1)
         return next((size for size in sizes if self._layout.allows(size)), None)
 
+    def _shortage(self) -> str:
+        there, least = sum(not member.barred for member in self.members), self.rules.least
+        if least is None:
+            return (
+                f"of {self.size} ranks {there} are left; --inprocess-min-world-size continues "
+                "with fewer"
+            )
+        return (
+            f"the {there} ranks that are left are not enough for a size of at least {least} "
+            "(--inprocess-min-world-size) that the layout and "
+            f"--global-batch-size {self._layout.global_batch} allow"
+        )
+
     def _start(self, size: int, why: str | None) -> None:
         self.generation += 1
         chosen = choose(self.members, size)
-        first = chosen[0]
         shared = {
             "generation": self.generation,
             "size": size,
-            "address": self._address_of(first),
-            "port": first.port,
+            "address": self._address_of(chosen[0]),
+            "port": chosen[0].port,
             "failure": why,
             "iteration": self._iteration,
             "batch": self._layout.global_batch,
@@ -391,11 +418,26 @@ class Coordinator:
         if why is not None:
             fewer = "" if size == self.size else f" with {size} of {self.size} ranks"
             logger.warning(f"{why}; all ranks start again{fewer} (restart {self.generation})")
-        self.state, self._active, self._saved = "running", size, False
+        self.state, self._active, self._saved = State.RUNNING, size, False
         self._iteration = 0
         for rank, member in enumerate(chosen):
-            member.running, member.status = True, None
+            member.running = True
             self._send(member, {"kind": "start", "rank": rank, **shared})
+
+    def _stop(self, why: str, grace: float = 0.0) -> None:
+        self.state, self._why = State.STOPPING, why
+        self._deadline = self._seconds + grace + STOP_SECONDS
+        for member in [member for member in self.members if member.running]:
+            self._send(member, {"kind": "stop", "generation": self.generation, "grace": grace})
+
+    def _finish(
+        self, status: int, why: str | None = None, members: Sequence[Member] | None = None
+    ) -> None:
+        self.state = State.OVER
+        if why is not None:
+            logger.error(f"error: {why}")
+        for member in members or [*self.members, *self._waiting]:
+            self._send(member, {"kind": "finish", "status": status})
 
     def _address_of(self, member: Member) -> str:
         """By which the other trainers reach that of a guardian."""
@@ -404,25 +446,25 @@ class Coordinator:
             return self.address  # on the same host as this one
         return address
 
-    def _stop_requested(self, number: int) -> None:
-        self.stopped_by = self.stopped_by or number
-        if self.state in ("gathering", "stopping"):
-            self._finish(128 + number)
-
-    def _finish(
-        self, status: int, why: str | None = None, members: Sequence[Member] | None = None
-    ) -> None:
-        self.state = "over"
-        if why is not None:
-            logger.error(f"error: {why}")
-        for member in members or [*self.members, *self._waiting]:
-            self._send(member, {"kind": "finish", "status": status})
-
     def _send(self, member: Member, message: dict[str, Any]) -> None:
         try:
             member.peer.send(message)
         except OSError:
             self.left(member, "does not answer")
+
+
+ACTIONS: dict[tuple[State, Event], Callable[..., None]] = {
+    (State.GATHERING, Event.TICK): Coordinator._gather,
+    (State.GATHERING, Event.SIGNAL): Coordinator._stop_by_signal,
+    (State.RUNNING, Event.JOINED): Coordinator._announce_return,
+    (State.RUNNING, Event.SAVED): Coordinator._grow,
+    (State.RUNNING, Event.ENDED): Coordinator._note_end,
+    (State.RUNNING, Event.LOST): Coordinator._report,
+    (State.RUNNING, Event.TICK): Coordinator._judge,
+    (State.STOPPING, Event.SIGNAL): Coordinator._stop_by_signal,
+    (State.STOPPING, Event.TICK): Coordinator._start_again,
+}
+"""What happens at an event. States change in ``_start``, ``_stop`` and ``_finish`` alone."""
 
 
 def _consequence(status: int) -> int:
@@ -434,36 +476,9 @@ def _consequence(status: int) -> int:
 
 
 def choose(members: Sequence[Member], size: int) -> list[Member]:
-    """The guardians that get a trainer, in the order of their ranks: first all of the hosts that
-    have most, so that what tensor parallelism connects stays together."""
+    """Return the guardians that get a trainer, by rank: those of the fullest hosts first, so that
+    what tensor parallelism connects stays together."""
     able = [member for member in members if not member.barred]
     on_host = Counter(member.host for member in able)
     preferred = sorted(able, key=lambda member: (-on_host[member.host], member.rank))
     return sorted(preferred[:size], key=lambda member: member.rank)
-
-
-def hello(
-    rank: int, size: int, port: int, process: int, flags: Mapping[str, str]
-) -> dict[str, Any]:
-    """The first message of a guardian. It tells runs apart by flags, of which it has digests: they
-    can be long, and secret."""
-    save = flags.get("--save")
-    return {
-        "rank": rank,
-        "size": size,
-        "host": socket.gethostname(),
-        "process": process,
-        "port": port,
-        "flags": {name: digest(value) for name, value in flags.items()},
-        "folder": "" if save is None else digest(os.path.abspath(save)),
-    }
-
-
-def _differences(one: Message, other: Message) -> list[str]:
-    """What guardians of the same run have in common and these have not. Hosts may have different
-    paths of the same folder."""
-    ours, theirs = one["flags"], other["flags"]
-    found = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
-    if not found and one["host"] == other["host"] and one["folder"] != other["folder"]:
-        return ["folder of --save"]
-    return found

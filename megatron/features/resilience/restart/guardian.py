@@ -28,7 +28,6 @@ from megatron.features.resilience.restart.coordinator import (
     Coordinator,
     Member,
     Rules,
-    hello,
 )
 from megatron.features.resilience.restart.peers import (
     Message,
@@ -37,6 +36,7 @@ from megatron.features.resilience.restart.peers import (
     TrainerProgress,
     begin_generation,
     connect,
+    hello,
     listen,
 )
 from megatron.features.resilience.watch.processes import state_of

@@ -6,12 +6,14 @@ import contextlib
 import ctypes
 import json
 import mmap
+import os
 import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.util.digests import digest
 from megatron.util.json_text import parse_json
 
 Message = Mapping[str, Any]
@@ -114,6 +116,32 @@ def connect(address: str, port: int, seconds: float) -> Peer:
             if time.monotonic() >= end:
                 raise
         time.sleep(_RETRY_SECONDS)
+
+
+def hello(
+    rank: int, size: int, port: int, process: int, flags: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the first message of a guardian, which tells runs apart by digests of their flags."""
+    save = flags.get("--save")
+    return {
+        "rank": rank,
+        "size": size,
+        "host": socket.gethostname(),
+        "process": process,
+        "port": port,
+        "flags": {name: digest(value) for name, value in flags.items()},
+        "folder": "" if save is None else digest(os.path.abspath(save)),
+    }
+
+
+def differences(one: Message, other: Message) -> list[str]:
+    """Return the names of flags that differ between two hellos; hosts may have different paths of
+    one folder."""
+    ours, theirs = one["flags"], other["flags"]
+    found = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
+    if not found and one["host"] == other["host"] and one["folder"] != other["folder"]:
+        return ["folder of --save"]
+    return found
 
 
 class TrainerProgress(ctypes.Structure):

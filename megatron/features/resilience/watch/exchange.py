@@ -27,6 +27,7 @@ from megatron.features.resilience.watch.processes import (
     GONE,
     Door,
     SilentMachines,
+    is_gone,
     process_space,
     state_letter,
     state_of,
@@ -49,6 +50,7 @@ PATIENCE = 5.0
 _PAUSE = 0.2
 _LINGERS = 10.0
 """Seconds, counted likewise, for which a store stays after a verdict for ranks that are slow."""
+_STORE_PATIENCE = 8  # ticks for which the store may be silent
 _COUNTS = ("heard", "answers")
 _CONNECTING = timedelta(minutes=10)
 _EVERY = 1.0
@@ -347,6 +349,67 @@ class RankExchange:
         first = self.rank - int(os.environ.get("LOCAL_RANK", "0")) if local < self.size else 0
         found = range(max(0, first), min(first + local, self.size))
         return [rank for rank in found if rank != self.rank][:_NEIGHBOURS]
+
+
+class StoreWatch:
+    """Whether the store at which the ranks meet still answers; counted by the watchdog's ticks.
+
+    Attributes:
+        machine_gone: whether the machine with the store does not answer.
+    """
+
+    def __init__(self, exchange: RankExchange) -> None:
+        self._exchange = exchange
+        self._silence, self._rounds = 0, 0
+        self.machine_gone = False
+        self._looking: threading.Thread | None = None
+
+    @property
+    def silent(self) -> bool:
+        """Whether the other ranks cannot be asked."""
+        return bool(self._exchange.error) or self._silence >= _STORE_PATIENCE
+
+    def count(self) -> None:
+        """A tick."""
+        rounds = self._exchange.rounds
+        self._silence = self._silence + 1 if rounds == self._rounds else 0
+        self._rounds = rounds
+
+    def look(self) -> None:
+        """Learns, in a thread of its own, whether the machine of a silent store still answers."""
+        busy = self._looking is not None and self._looking.is_alive()
+        if self._silence >= _STORE_PATIENCE and not busy:
+            self._looking = threading.Thread(target=self._look, daemon=True)
+            self._looking.start()
+
+    def _look(self) -> None:
+        self.machine_gone = is_gone(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+
+    def judge_without(self, own: Report, question: HangQuestion) -> HangVerdict:
+        """Judge by this rank's report alone, and by what is known of the process with the store."""
+        exchange = self._exchange
+        alone = judge({own.rank: own}, [], question)
+        if alone.ranks and not own.lost and not own.device:
+            return alone
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        failed = f"{own.name} has lost its connections at iteration {own.iteration}"
+        waits = failed if own.error else f"{own.name} waits in {own.place}: {own.site}"
+        if not exchange.connected:
+            line = f"the store at {address}, where the ranks meet, was never reached; {waits}"
+            return HangVerdict((), line)
+        owner = exchange.owner
+        ranks = (0,) if owner is not None else ()
+        name = owner.name if owner is not None else f"the launcher at {address}"
+        here = owner is not None and owner.space == own.space
+        state = state_of(owner.pid) if owner is not None and here else ""
+        what = "does not answer" + (f": its process {state}" if state else "")
+        if owner is not None and not here and self.machine_gone:
+            what += f": machine or network of {owner.host} is gone"
+        elif owner is not None and not here:
+            what += f": it is stopped, or machine or network of {owner.host} is gone"
+        if state == GONE or (exchange.error and not state):
+            what = "has ended"
+        return HangVerdict(ranks, f"{name}, which has the store of the ranks, {what}; {waits}")
 
 
 def several_ranks() -> tuple[int, int]:

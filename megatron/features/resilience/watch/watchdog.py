@@ -18,22 +18,20 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
+from enum import Enum, auto
 
 from megatron.config import ConfigError, RunConfig
 from megatron.features.resilience.flags import ResilienceConfig
 from megatron.features.resilience.watch.exchange import (
     PATIENCE,
     RankExchange,
+    StoreWatch,
     several_ranks,
 )
 from megatron.features.resilience.watch.processes import (
-    GONE,
     collectives_begun,
     device_is_busy,
     failed_to_meet,
-    is_gone,
-    state_of,
     where_it_waits,
 )
 from megatron.features.resilience.watch.reports import (
@@ -56,17 +54,11 @@ from megatron.util.errors import FaultError, monitor_thread, one_line
 from megatron.util.phases import PHASES, Activity, activity, background, phase
 
 START_SECONDS = 3600
-"""Limit of the phase ``start`` of a rank that works, unless ``--hang-limits`` has another: indexes
-are built, and models compiled."""
-_TICK = 1.0
-_LOOKS_AROUND = 3
-"""Ticks of waiting after which a rank looks whether a process beside it has ended."""
-_STORE_PATIENCE = 8
-"""Ticks for which the store may be silent."""
-_SHORTEST_GRACE, _LONGEST_GRACE = 10, 25
-"""Ticks that a signal to end leaves to a step; schedulers kill after 30 s."""
-_BESIDE = 5
-"""Ticks for which a rank may still end by an error of its own when another has."""
+"""Least limit of the phase ``start``, in which indexes are built, and models compiled, unless
+``--hang-limits`` has another."""
+_LOOKS_AROUND = 3  # ticks of waiting until a rank looks whether a process of its machine has ended
+_SHORTEST_GRACE, _LONGEST_GRACE = 10, 25  # ticks from a signal to the end; schedulers kill at 30 s
+_YIELD_TICKS = 5
 
 
 class LostRankError(FaultError):
@@ -130,8 +122,33 @@ class Idleness:
         self.ticks = 0
 
 
+class State(Enum):
+    """What a watchdog does about its main thread."""
+
+    WATCHING = auto()
+    YIELDING = auto()
+    """Another rank has ended by an error; usually all ranks find the same one, and each ends by its
+    own within :data:`_YIELD_TICKS`."""
+    FAILED = auto()
+    """The main thread ends by an error, and waits to learn whether another rank is the cause."""
+    OVER = auto()
+
+
+class Event(Enum):
+    ASK_LATER = auto()
+    """The ranks have answered, and nothing is wrong yet."""
+    RANK_ERROR = auto()
+    """A rank has ended by an error of its own."""
+    RUN_ENDS = auto()
+    """The ranks have found who holds the run up."""
+    TIME_UP = auto()
+    FAILURE = auto()
+    """The main thread raises an error."""
+
+
 class Watchdog:
-    """The thread of one rank, within its context.
+    """The thread of one rank, within its context: :data:`ACTIONS` lists what it does, by state and
+    event.
 
     Args:
         limits: ticks that each phase may take.
@@ -145,29 +162,25 @@ class Watchdog:
         limits: Mapping[str, int],
         save: str | None = None,
         end: Callable[[int], None] = os._exit,
-        tick: float = _TICK,
+        tick: float = 1.0,
     ) -> None:
         self._limits, self._save, self._end, self._tick = dict(limits), save, end, tick
         self._rank, size = several_ranks()
         together = size > 1 and "MASTER_PORT" in os.environ
         self._exchange = RankExchange(self._report, self._rank, size) if together else None
+        self._store = None if self._exchange is None else StoreWatch(self._exchange)
+        self._state = State.WATCHING
         self._main = Idleness(activity)
-        self._beside: dict[int, Idleness] = {}
-        """Of the threads in the background."""
-        self._tries_again = 0
+        self._background: dict[int, Idleness] = {}
+        self._ask_after = 0
         """Ticks before which it does not ask again."""
-        self._silence, self._rounds = 0, 0
-        """Ticks in which the store has said nothing, and what it had said before."""
-        self._looking: threading.Thread | None = None
-        self._store_gone = False
-        """Whether the machine with the store does not answer."""
         self._signal, self._since_signal = "", 0
         self._failure: Exception | None = None
         """By which the main thread ends."""
-        self._explanation: HangVerdict | None = None
+        self._verdict: HangVerdict | None = None
+        """That of a rank's error, while yielding, and the one that explains a failure."""
+        self._yield_ticks = 0
         self._explained = threading.Event()
-        self._ending: tuple[HangVerdict, int] | None = None
-        """What ends the run in so many ticks."""
         self._thread = monitor_thread(
             self._run, "watchdog", "hangs are no longer found by this rank"
         )
@@ -185,12 +198,7 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.part()
         self._stopping = True
         self._wake()
@@ -224,8 +232,7 @@ class Watchdog:
             return None
         self._failure = error
         self._wake()
-        self._explained.wait(4 * PATIENCE)
-        return self._explanation
+        return self._verdict if self._explained.wait(4 * PATIENCE) else None
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):
@@ -253,49 +260,59 @@ class Watchdog:
         """A tick."""
         self._main.count()
         self._since_signal = self._since_signal + 1 if self._main.ticks else 0
-        self._tries_again = max(0, self._tries_again - 1) if self._main.ticks else 0
-        if self._exchange is not None:
-            self._silence = self._silence + 1 if self._exchange.rounds == self._rounds else 0
-            self._rounds = self._exchange.rounds
-        if self._ending is not None:
-            self._ending = self._ending[0], self._ending[1] - 1
+        self._ask_after = max(0, self._ask_after - 1) if self._main.ticks else 0
+        self._yield_ticks -= 1
+        if self._store is not None:
+            self._store.count()
         self._watch_background()
 
     def _act(self) -> None:
-        exchange = self._exchange
-        verdict = exchange.take_verdict() if exchange is not None else None
-        if self._failure is not None and self._ending is not None and self._explanation is None:
-            # Another rank has said why it ends, before its connections broke.
-            self._explained_by(self._ending[0])
-        elif verdict is not None:
-            self._obey(verdict)
-        elif self._ending is not None and self._ending[1] <= 0:
-            self._finish(self._ending[0])
+        """One turn: the first event that there is, or else a question to the other ranks."""
+        if self._failure is not None and self._state is State.YIELDING:
+            self._handle(Event.FAILURE, self._verdict)
+            return
+        if self._failure is not None:
+            self._handle(Event.FAILURE, None)
+        verdict = self._exchange.take_verdict() if self._exchange is not None else None
+        if verdict is not None:
+            self._handle(_event_of(verdict), verdict)
+        elif self._state is State.YIELDING and self._yield_ticks <= 0:
+            self._handle(Event.TIME_UP, self._verdict)
         elif (question := self._question()) is not None:
-            if exchange is None:
-                self._obey(judge({self._rank: self._report()}, [], question))
-            elif exchange.error or self._silence >= _STORE_PATIENCE:
-                self._finish(self._without_store(exchange, question))
-            else:
-                exchange.ask(question)
+            self._ask(question)
+
+    def _handle(self, event: Event, verdict: HangVerdict | None) -> None:
+        """Do what the table says; an event that it does not list in this state changes nothing."""
+        if (action := ACTIONS.get((self._state, event))) is not None:
+            action(self, verdict)
+
+    def _ask(self, question: HangQuestion) -> None:
+        """Ask the other ranks, or judge without them where there are none or no store answers."""
+        if self._exchange is None or self._store is None:
+            verdict = judge({self._rank: self._report()}, [], question)
+        elif self._store.silent:
+            verdict = self._store.judge_without(self._report(), question)
+        else:
+            self._exchange.ask(question)
+            return
+        self._handle(_event_of(verdict), verdict)
 
     def _question(self) -> HangQuestion | None:
         """Why to ask the other ranks now, if there is a reason."""
         if self._failure is not None:
-            return None if self._explanation is not None else HangQuestion(LOST)
+            return HangQuestion(LOST) if self._state is State.FAILED else None
         idle = self._main.ticks
-        if not idle or self._tries_again:
+        if not idle or self._ask_after:
             return None
         waits = where_it_waits() is not None
-        if self._exchange is not None and idle >= _LOOKS_AROUND:
+        if self._exchange is not None and self._store is not None and idle >= _LOOKS_AROUND:
             waits = waits or device_is_busy()
-        if waits and idle == _LOOKS_AROUND and self._exchange is not None:
-            self._exchange.look_at_neighbours()
-        if waits and idle >= _LOOKS_AROUND and self._exchange is not None:
-            self._exchange.look_at_machines()
-            if self._silence >= _STORE_PATIENCE:
-                self._look_at_store()
-        if self._store_gone:
+            if waits and idle == _LOOKS_AROUND:
+                self._exchange.look_at_neighbours()
+            if waits:
+                self._exchange.look_at_machines()
+                self._store.look()
+        if self._store is not None and self._store.machine_gone:
             return HangQuestion(LOST)
         # Who waits for a rank that builds an index does not know that; the answers say so.
         limit = self._limits["step" if waits else activity.phase]
@@ -304,15 +321,6 @@ class Watchdog:
         if self._signal and self._since_signal >= self._grace:
             return HangQuestion(SIGNAL, self._grace)
         return None
-
-    def _look_at_store(self) -> None:
-        """Learns, in a thread of its own, whether the machine with the store still answers."""
-        if self._looking is None or not self._looking.is_alive():
-            self._looking = threading.Thread(target=self._ask_for_store, daemon=True)
-            self._looking.start()
-
-    def _ask_for_store(self) -> None:
-        self._store_gone = is_gone(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 
     @property
     def _grace(self) -> int:
@@ -327,59 +335,36 @@ class Watchdog:
         limit = self._limits[activity.phase]
         return report_of(activity, self._rank, self._main.ticks, limit, mine, self._failure)
 
-    def _obey(self, verdict: HangVerdict) -> None:
-        if not verdict.ends:
-            self._tries_again = verdict.again
-        elif verdict.by_error and self._failure is None:
-            # Usually all ranks find the same error, and each ends by its own.
-            self._ending = self._ending or (verdict, _BESIDE)
-        else:
-            self._finish(verdict)
+    # Actions of the table.
 
-    def _without_store(self, exchange: RankExchange, question: HangQuestion) -> HangVerdict:
-        """What this rank makes of a store that does not answer, and so of the others."""
-        own = self._report()
-        alone = judge({self._rank: own}, [], question)
-        if alone.ranks and not own.lost and not own.device:
-            return alone
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        failed = f"{own.name} has lost its connections at iteration {own.iteration}"
-        waits = failed if own.error else f"{own.name} waits in {own.place}: {own.site}"
-        if not exchange.connected:
-            line = f"the store at {address}, where the ranks meet, was never reached; {waits}"
-            return HangVerdict((), line)
-        owner = exchange.owner
-        ranks = (0,) if owner is not None else ()
-        name = owner.name if owner is not None else f"the launcher at {address}"
-        here = owner is not None and owner.space == own.space
-        state = state_of(owner.pid) if owner is not None and here else ""
-        what = "does not answer" + (f": its process {state}" if state else "")
-        if owner is not None and not here and self._store_gone:
-            what += f": machine or network of {owner.host} is gone"
-        elif owner is not None and not here:
-            what += f": it is stopped, or machine or network of {owner.host} is gone"
-        if state == GONE or (exchange.error and not state):
-            what = "has ended"
-        return HangVerdict(ranks, f"{name}, which has the store of the ranks, {what}; {waits}")
+    def _ask_later(self, verdict: HangVerdict) -> None:
+        self._ask_after = verdict.again
+
+    def _yield(self, verdict: HangVerdict) -> None:
+        self._state, self._verdict, self._yield_ticks = State.YIELDING, verdict, _YIELD_TICKS
+
+    def _fail(self, _: HangVerdict | None) -> None:
+        self._state = State.FAILED
+
+    def _explain(self, verdict: HangVerdict) -> None:
+        """Tells the main thread, which ends by an error, what is the matter."""
+        self._state, self._verdict = State.OVER, verdict
+        self._explained.set()
 
     def _finish(self, verdict: HangVerdict) -> None:
         """Says what is the matter, writes the report, and ends the process."""
-        exchange = self._exchange
-        answers = exchange.answers if exchange is not None else {}
-        if self._failure is not None:
-            self._explained_by(verdict)
-            return
+        exchange, store = self._exchange, self._store
         if self._data_given_up(verdict):
             return
+        answers = exchange.answers if exchange is not None else {}
         who = f"rank {self._rank}: " if exchange is not None else ""
         note = f"{self._signal} cannot be obeyed: " if self._signal else ""
         line = f"{who}error: {note}{one_line(verdict.line)}; {_newest()}"
+        body = ""
         # One rank has the answers of all; without a store each has its own.
-        if answers or exchange is None or exchange.error or self._silence >= _STORE_PATIENCE:
+        if answers or store is None or store.silent:
             silent = exchange.silent if exchange is not None else []
             body = described(answers or {self._rank: self._report()}, silent)
-        else:
-            body = ""
         try:
             write_report(line, body, self._save)
             if exchange is not None and self._save is not None:
@@ -391,12 +376,7 @@ class Watchdog:
                 exchange.wait_until_heard()
         finally:  # whatever a report fails by, the launcher must start the run again
             self._end(verdict.status)
-            self._stopping = True
-
-    def _explained_by(self, verdict: HangVerdict) -> None:
-        """Tells the main thread, which ends by an error, what is the matter."""
-        self._explanation = verdict
-        self._explained.set()
+            self._stopping, self._state = True, State.OVER
 
     def _data_given_up(self, verdict: HangVerdict) -> bool:
         """Whether the main thread shall save what it has instead: its data do not come, and no
@@ -406,16 +386,16 @@ class Watchdog:
             return False
         note = f"{self._signal}: " if self._signal else ""
         activity.give_up = f"{note}{verdict.line}"
-        self._tries_again = _LONGEST_GRACE
+        self._ask_after = _LONGEST_GRACE
         return True
 
     def _watch_background(self) -> None:
         """Says once that a save in the background does not advance; the training does."""
-        for ident in set(self._beside) - set(background):
-            del self._beside[ident]
+        for ident in set(self._background) - set(background):
+            del self._background[ident]
         limit = self._limits["save"]
         for ident, found in list(background.items()):
-            idle = self._beside.setdefault(ident, Idleness(found))
+            idle = self._background.setdefault(ident, Idleness(found))
             idle.count()
             if not limit or idle.ticks != limit:
                 continue
@@ -427,6 +407,27 @@ class Watchdog:
                     f"advanced for {limit} s{file}; the training continues until the next save"
                 )
                 write_report(line, "", None)
+
+
+ACTIONS: dict[tuple[State, Event], Callable[..., None]] = {
+    (State.WATCHING, Event.ASK_LATER): Watchdog._ask_later,
+    (State.WATCHING, Event.RANK_ERROR): Watchdog._yield,
+    (State.WATCHING, Event.RUN_ENDS): Watchdog._finish,
+    (State.WATCHING, Event.FAILURE): Watchdog._fail,
+    (State.YIELDING, Event.ASK_LATER): Watchdog._ask_later,
+    (State.YIELDING, Event.RUN_ENDS): Watchdog._finish,
+    (State.YIELDING, Event.TIME_UP): Watchdog._finish,
+    (State.YIELDING, Event.FAILURE): Watchdog._explain,
+    (State.FAILED, Event.RANK_ERROR): Watchdog._explain,
+    (State.FAILED, Event.RUN_ENDS): Watchdog._explain,
+}
+"""What happens at an event; nothing where a pair is not listed."""
+
+
+def _event_of(verdict: HangVerdict) -> Event:
+    if not verdict.ends:
+        return Event.ASK_LATER
+    return Event.RANK_ERROR if verdict.by_error else Event.RUN_ENDS
 
 
 def _newest() -> str:
