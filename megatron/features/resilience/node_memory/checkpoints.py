@@ -1,13 +1,13 @@
-"""Saves checkpoints in the memory of the nodes, in the background, with copies on other nodes.
+"""Checkpoints in the memory of the nodes (``--non-persistent-save-interval``).
 
-Every node has a folder of checkpoints in this project's format. It has the files of its own ranks
-and copies of those of other nodes; index, manifest and the other JSON files are complete on each.
+A node has the files of its own ranks and copies of those of other nodes; index, manifest and the
+other JSON files are complete on each.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.checkpoint.files import CheckpointError, Facts
+from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.folder import step_of
 from megatron.checkpoint.writer import PROCESS
 from megatron.config import CheckpointConfig
@@ -26,7 +26,6 @@ from megatron.features.resilience.flags import ResilienceConfig
 from megatron.features.resilience.node_memory.folders import (
     FileTransfer,
     NodeFolders,
-    exchange,
     free_bytes,
     open_folders,
 )
@@ -37,14 +36,12 @@ from megatron.training.resume import ResumeSource
 from megatron.training.trainer import Callback, Trainer
 from megatron.util.phases import phase
 
-_SMALL_FILES_BYTES = 2**24
-"""For index, configuration and tokenizer of a checkpoint, roughly."""
+_SMALL_FILES_BYTES = 2**24  # for index, configuration and tokenizer of a checkpoint, roughly
 
 
 class NodeWriter(CheckpointWriter):
-    """Writes the checkpoints of a run to the folders of its nodes. ``factor`` nodes have what each
-    rank saves, as far as there are so many. Whenever processes or nodes end, those that are left
-    have this checkpoint or the one before it, which is deleted when the new one is whole on all."""
+    """Writes checkpoints to the folders of the nodes; ``factor`` nodes keep what each rank saves.
+    The one before is deleted when the new one is whole on all."""
 
     def __init__(
         self,
@@ -95,33 +92,19 @@ class NodeWriter(CheckpointWriter):
         """Gives every node the lists of all ranks, and the files that it keeps copies of."""
         folders, rank = self._in_thread, self.folders.rank
         texts = folders.gather((job.folder / PROCESS.format(rank)).read_text())
-        wanted = [
-            transfer
+        transfers = [
+            FileTransfer.of(source, _counterpart(folders, source, node), name, facts)
             for source, text in enumerate(texts)
             for node in folders.copies_of(folders.node_of(source), self.factor)
-            for transfer in transfers(
-                source, _counterpart(folders, source, node), json.loads(text)["files"]
-            )
+            for name, facts in json.loads(text)["files"].items()
         ]
-        failed = exchange(
-            wanted,
-            rank,
-            folders.group,
-            sent=lambda each: job.folder / each.name,
-            received=lambda each: job.folder / each.name,
-        )
+        failed = folders.exchange(transfers, sent=job.folder, received=job.folder)
         if failed:
             raise CheckpointError(failed[0][1])
         if folders.leads:
             for source, text in enumerate(texts):
                 if source not in folders.members:
                     (job.folder / PROCESS.format(source)).write_text(text)
-
-
-def transfers(source: int, target: int, files: Mapping[str, Facts]) -> Iterable[FileTransfer]:
-    """What brings files, by their entries in a manifest, from one rank to another."""
-    for name, facts in files.items():
-        yield FileTransfer(source, target, name, facts["bytes"], facts["sha256"])
 
 
 def _counterpart(folders: NodeFolders, source: int, node: int) -> int:
@@ -132,10 +115,8 @@ def _counterpart(folders: NodeFolders, source: int, node: int) -> int:
 
 
 class NodeCheckpoints(Callback):
-    """The checkpoints of a run in the memory of its nodes, between those in ``--save``. Every rank
-    must create one, and call the methods in the same order. They are deleted at the end of a run
-    that ends without an error. ``check`` gets the iteration before every save, on every rank, and
-    raises an error if the state must not be saved."""
+    """The checkpoints in memory between those in ``--save``; every rank calls the same methods in
+    the same order. ``check`` raises an error, on every rank, if the state must not be saved."""
 
     def __init__(
         self, engine: TrainEngine, check: Callable[[int], None] = lambda iteration: None
@@ -154,13 +135,12 @@ class NodeCheckpoints(Callback):
         self._writer: NodeWriter | None = None
         self._samples: dict[int, int] = {}
         self._announced = self._failing = False
-        self._last = 0
-        """The iteration of the newest one."""
+        self._last = 0  # the iteration of the newest one
 
     def newest(self, origin: ResumeSource | None) -> ResumeSource | None:
-        """What the run continues from: the newest checkpoint that is whole over the nodes, if it is
-        newer than ``origin``, which the flags name. Later ones in memory, of which too much is
-        lost, are deleted, and so are all if the run does not continue that of ``--save``."""
+        """Return the newest checkpoint that is whole over the nodes, if it is newer than
+        ``origin``. Later ones in memory are deleted, and all if the run does not continue that of
+        ``--save``."""
         options = self.engine.config.checkpoint
         begins = -1
         if continues(options):
@@ -187,8 +167,7 @@ class NodeCheckpoints(Callback):
         return origin
 
     def discard_after(self, iteration: int) -> None:
-        """Deletes the checkpoints that are later than this one, which a run that was set back must
-        not continue from; every rank must call it."""
+        """Deletes checkpoints that are later than this one; every rank must call it."""
         self._finished(wait=True)
         self._last = min(self._last, iteration)
         self.folders.discard_after(iteration)
@@ -267,8 +246,7 @@ class NodeCheckpoints(Callback):
 
 
 def continues(options: CheckpointConfig) -> bool:
-    """Whether a run continues the newest checkpoint of the folder that it saves in, so that one in
-    memory may take its place."""
+    """Whether a run continues the newest checkpoint of the folder that it saves in."""
     other = (options.load_tag, options.finetune, options.reset_iteration)
     if options.load is None or options.save is None or any(other):
         return False

@@ -17,13 +17,12 @@ from typing import BinaryIO, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.files import CheckpointError, write_text
+from megatron.checkpoint.files import CheckpointError, Facts, write_text
 from megatron.checkpoint.folder import complete_tags, discard, iteration_of, remove_incomplete
 from megatron.parallel.mesh import Group
 
 RUN_ID = ".run-id"
-"""File in ``--save`` with the name of the run's folders in memory. A run whose ``--save`` was
-deleted is another run, and finds nothing of the one before."""
+"""File in ``--save`` with the name of the folders in memory; without it a run is another one."""
 
 _SHARED_MEMORY = Path("/dev/shm")
 _FLAG = "--non-persistent-local-ckpt-dir"
@@ -32,14 +31,12 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 
 @dataclass(frozen=True)
 class NodeFolders:
-    """This rank's view of the folders: ``folder`` is that of its node, ``nodes`` are the ranks of
-    every node, in the order of their first ones."""
+    """Folder of this node, and the ranks of every node, in the order of their first ones."""
 
     folder: Path
     nodes: tuple[tuple[int, ...], ...]
     rank: int
-    group: dist.ProcessGroup | None
-    """Of all ranks, over gloo."""
+    group: dist.ProcessGroup | None  # of all ranks, over gloo
 
     @cached_property
     def node(self) -> int:
@@ -77,9 +74,20 @@ class NodeFolders:
             if found is not None:
                 raise CheckpointError(f"rank {rank}: {found}")
 
+    def exchange(
+        self, transfers: Sequence[FileTransfer], sent: Path, received: Path
+    ) -> list[tuple[FileTransfer, str]]:
+        """Run :func:`exchange` from the folder ``sent`` to the folder ``received``."""
+        return exchange(
+            transfers,
+            self.rank,
+            self.group,
+            sent=lambda each: sent / each.name,
+            received=lambda each: received / each.name,
+        )
+
     def discard_after(self, iteration: int) -> None:
-        """Deletes the checkpoints in memory that are later than this one, and what killed saves
-        left; every rank must call it. Nothing waits for the deletion."""
+        """Deletes later checkpoints and what killed saves left; every rank must call it."""
         if not self.leads or not self.folder.is_dir():
             return
         remove_incomplete(self.folder)
@@ -98,9 +106,8 @@ def open_folders(
     given: str | None, save: Path, world: Group, group: dist.ProcessGroup | None
 ) -> NodeFolders:
     """Makes the folder of the run on every node, below ``given`` or in the shared memory; every
-    rank must call it. Ranks that see each other's files there are a node, whatever the names of
-    their hosts. ``group`` has all ranks, over gloo. Raises CheckpointError on every rank if one
-    cannot write there, or the folder is another user's."""
+    rank must call it. Ranks that see each other's files there are a node. Raises CheckpointError on
+    every rank if one cannot write there, or the folder is another user's."""
     alone = NodeFolders(Path(), (tuple(range(world.size)),), world.rank, group)
     reason, run = None, ""
     try:
@@ -147,8 +154,8 @@ def _run_id(save: Path) -> str:
 
 
 def _make_own(folder: Path) -> None:
-    """Makes a folder that only this user can write to. Anybody can make one in shared memory under
-    this name: raises CheckpointError if another user did, or it is a link."""
+    """Makes a folder that only this user can write to. Raises CheckpointError if another user has
+    made it, or it is a link."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
@@ -167,8 +174,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def _memory_left() -> Sequence[int]:
-    """Bytes of memory that the node, and the group of processes that this one is limited with, have
-    left; those that the system says."""
+    """Bytes of memory that are left to the node and to the control groups of this process."""
     left = []
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -208,6 +214,11 @@ class FileTransfer(NamedTuple):
     bytes: int
     sha256: str
 
+    @classmethod
+    def of(cls, source: int, target: int, name: str, facts: Facts) -> FileTransfer:
+        """With the facts of a file in a manifest."""
+        return cls(source, target, name, facts["bytes"], facts["sha256"])
+
 
 def exchange(
     transfers: Sequence[FileTransfer],
@@ -218,14 +229,10 @@ def exchange(
 ) -> list[tuple[FileTransfer, str]]:
     """Sends and receives files; every rank of the group must call it with the same list.
 
-    A file appears under its name when it is complete and has its SHA-256. What cannot be read or
-    written ends no exchange, since other ranks would wait: this rank sends zeros, or throws away
-    what it receives, and the files that did not arrive whole are returned on their targets, each
-    with the reason. Raises RuntimeError if a rank has ended.
-
-    Args:
-        sent: where this rank has a file that it sends.
-        received: where a file is to appear.
+    A file appears under its name when it is complete and has its SHA-256. A rank that cannot read
+    or write sends zeros, or drops what it receives, since other ranks would wait. Return the files
+    that this rank did not receive whole, each with the reason. Raises RuntimeError if a rank has
+    ended.
     """
     out_buffer, in_buffer = (torch.empty(_CHUNK_BYTES, dtype=torch.uint8) for _ in range(2))
     failed = []
@@ -258,8 +265,8 @@ def exchange(
 
 
 def rounds(transfers: Iterable[FileTransfer]) -> Iterator[list[FileTransfer]]:
-    """Transfers that can run at the same time: each rank sends at most one file and receives at
-    most one. The same on every rank."""
+    """Yield transfers that can run at once: a rank sends one file at most and receives one at
+    most."""
     waiting = list(transfers)
     while waiting:
         now, later = list[FileTransfer](), list[FileTransfer]()

@@ -1,5 +1,5 @@
-"""Checkpoints in the memory of the nodes, from which a run continues: which are whole over the
-nodes that are left, and what each node needs of the files of others."""
+"""Which checkpoints in memory are whole over the nodes that are left, and what each node needs of
+the files of others."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ from megatron.engine.train_engine import TrainEngine
 from megatron.features.resilience.node_memory.folders import (
     FileTransfer,
     NodeFolders,
-    exchange,
     free_bytes,
     remove_unreceived,
 )
@@ -49,8 +48,7 @@ _TENSORS = ".safetensors"
 
 
 class ComparedCheckpoint(FoundCheckpoint):
-    """A checkpoint of which a node has the files that its ranks read, compared with their checksums
-    already, and perhaps no others."""
+    """A checkpoint of which a node has what its ranks read, already compared with the checksums."""
 
     def verify(self, share: int = 0, shares: int = 1) -> None:
         """Compares what it is based on."""
@@ -79,8 +77,8 @@ class NodeCheckpoint:
 
 
 class _Held(NamedTuple):
-    """What a node has of one checkpoint. Saves of the same step are of one checkpoint if their
-    tensors have the same ``digest``."""
+    """What a node has of one checkpoint; the ``digest`` of its tensors tells saves of one step
+    apart."""
 
     iteration: int
     digest: str
@@ -123,9 +121,9 @@ def _held(folders: NodeFolders) -> list[_Held]:
 
 
 def fetch(engine: TrainEngine, folders: NodeFolders, wanted: NodeCheckpoint) -> FoundCheckpoint:
-    """Gives every node what its ranks read of a checkpoint, compared with the checksums; every rank
-    must call it. A damaged copy is deleted, and another node's is taken. Raises CheckpointError on
-    every rank, with the reason, if that is not possible."""
+    """Gives every node what its ranks read of a checkpoint; every rank must call it. A damaged copy
+    is deleted, and another node's is used. Raises CheckpointError on every rank if that is not
+    possible."""
     folder = folders.folder / tag(wanted.iteration)
     if wanted.missing:
         raise CheckpointError(
@@ -163,8 +161,7 @@ def fetch(engine: TrainEngine, folders: NodeFolders, wanted: NodeCheckpoint) -> 
 
 
 def needed_files(engine: TrainEngine, folder: Path, files: Mapping[str, Facts]) -> set[str]:
-    """The files with tensors that this rank reads when it loads a checkpoint, whose index is in
-    ``folder``; other ranks' moments and weights of other layers are not among them."""
+    """Return the files with tensors that this rank reads when it loads a checkpoint."""
     if (folder / BASE).is_file() or engine.quantised:
         return set(files)  # additions are small, and read whole
     index = read_index(folder, manifest(folder))
@@ -210,17 +207,11 @@ def _copy_small_files(
             reason = f"{written}: {error.strerror}"
     folders.require(reason)
     transfers = [
-        FileTransfer(giver, target, name, facts["bytes"], facts["sha256"])
+        FileTransfer.of(giver, target, name, facts)
         for target in without
         for name, facts in small.items()
     ]
-    failed = exchange(
-        transfers,
-        folders.rank,
-        folders.group,
-        sent=lambda each: folder / each.name,
-        received=lambda each: written / each.name,
-    )
+    failed = folders.exchange(transfers, sent=folder, received=written)
     reason = failed[0][1] if failed else None
     if folders.rank in without and not failed:
         try:
@@ -239,8 +230,7 @@ def _damaged_here(
     needs: list[list[str]],
     held: dict[int, dict[str, Facts]],
 ) -> list[str]:
-    """Of the files that this node has and needs, those of this rank's share that are damaged, which
-    are deleted."""
+    """Delete and return damaged files that this node needs; the ranks of a node share the work."""
     members, have = folders.members, held[folders.members[0]]
     names = sorted({name for rank in members for name in needs[rank]} & have.keys())
     bad = []
@@ -261,8 +251,8 @@ def _plan(
     needs: list[list[str]],
     held: dict[int, dict[str, Facts]],
 ) -> list[FileTransfer]:
-    """What nodes need and do not have, from nodes that have it; the same on every rank. The ranks
-    of a node share the work. Raises CheckpointError if no node has a file."""
+    """Return what nodes need of other nodes, the same on every rank. Raises CheckpointError if no
+    node has a file."""
     found = []
     for target in folders.nodes:
         missing = {name for rank in target for name in needs[rank]} - held[target[0]].keys()
@@ -272,8 +262,7 @@ def _plan(
                 raise CheckpointError(f"no node has an undamaged {name}")
             giver = givers[number % len(givers)]
             source, to = (ranks[number % len(ranks)] for ranks in (giver, target))
-            facts = wanted.files[name]
-            found.append(FileTransfer(source, to, name, facts["bytes"], facts["sha256"]))
+            found.append(FileTransfer.of(source, to, name, wanted.files[name]))
     return found
 
 
@@ -293,15 +282,9 @@ def _require_room(folders: NodeFolders, transfers: list[FileTransfer]) -> None:
 def _exchange(
     folders: NodeFolders, folder: Path, transfers: list[FileTransfer]
 ) -> set[tuple[int, str]]:
-    """Runs transfers; returns sender and name of those whose file turned out to be damaged. Raises
-    CheckpointError on every rank if one cannot write."""
-    failed = exchange(
-        transfers,
-        folders.rank,
-        folders.group,
-        sent=lambda each: folder / each.name,
-        received=lambda each: folder / each.name,
-    )
+    """Return sender and name of files that were damaged. Raises CheckpointError on every rank if
+    one cannot write."""
+    failed = folders.exchange(transfers, sent=folder, received=folder)
     damaged = {(each.source, each.name) for each, reason in failed if "damaged" in reason}
     written = [reason for each, reason in failed if (each.source, each.name) not in damaged]
     folders.require(written[0] if written else None)

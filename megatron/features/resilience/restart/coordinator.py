@@ -1,8 +1,7 @@
-"""Decides for all guardians of a run when its trainers start, why they failed, and how many start
-again.
+"""Decides when the trainers of a run start, why they failed, and how many start again.
 
-It runs in the guardian of rank 0, beside its own trainer, and never waits. Time is that of its own
-loop: while a whole job is suspended it does not pass.
+It runs in the guardian of rank 0 and never waits. Its time is that of the guardian's loop: while a
+whole job is suspended it does not pass.
 """
 
 from __future__ import annotations
@@ -37,13 +36,8 @@ MOST_WITHOUT_SAVE = 30  # failures in a row between which nothing was saved
 
 @dataclass(frozen=True)
 class Rules:
-    """What the flags say.
-
-    Attributes:
-        restarts: how many are allowed; None for any number.
-        least: ranks with which the run continues; None if it needs all.
-        patience: seconds to wait for all guardians at the start.
-    """
+    """The flags: restarts (None for any number), ranks with which the run continues (None for all),
+    and seconds to wait for all guardians at the start."""
 
     restarts: int | None = None
     least: int | None = None
@@ -55,9 +49,8 @@ class Member:
     """A guardian, and its trainer.
 
     Attributes:
-        rank: that the launcher gave it; its trainer may have a smaller one.
-        port: free on its host, for the trainers' meeting.
-        running: whether it has a trainer.
+        rank: from the launcher; its trainer may have a smaller one.
+        port: free on its host, where the trainers can meet.
         barred: its trainers fail again and again, and it gets no more of them.
         until: when it is refused if another guardian of its rank still lives.
     """
@@ -116,48 +109,37 @@ class _Failures:
         return None
 
 
-class State(str, Enum):
+class RunState(str, Enum):
     """What the guardians of a run do."""
 
-    GATHERING = "gathering"
-    """They come, until all are there."""
-    RUNNING = "running"
-    """Their trainers train."""
-    STOPPING = "stopping"
-    """They end their trainers, so that all start again."""
+    GATHERING = "gathering"  # they come, until all are there
+    RUNNING = "running"  # their trainers train
+    STOPPING = "stopping"  # they end their trainers, so that all start again
     OVER = "over"
 
 
-class Event(Enum):
+class RunEvent(Enum):
     """What a guardian says, or what follows from its connection or from time."""
 
     JOINED = auto()
-    SIGNAL = auto()
-    """The run is asked to stop."""
-    ENDED = auto()
-    """A trainer has ended by itself."""
+    SIGNAL = auto()  # the run is asked to stop
+    ENDED = auto()  # a trainer has ended by itself
     SAVED = auto()
-    LOST = auto()
-    """A guardian is gone, with a trainer that ran."""
+    LOST = auto()  # a guardian is gone, with a trainer that ran
     TICK = auto()
 
 
 class Coordinator:
-    """The decisions of a run, whose guardians reach this one at ``address``: :data:`ACTIONS` lists
-    them by state and event.
-
-    Args:
-        own: the :func:`hello` of rank 0.
-    """
+    """The decisions of a run, listed in :data:`ACTIONS` by state and event. ``own`` is the
+    :func:`hello` of rank 0, whose guardian the others reach at ``address``."""
 
     def __init__(self, own: Message, address: str, rules: Rules) -> None:
         self.size: int = own["size"]
         self.address, self.rules = address, rules
         self.members: list[Member] = []
         self._own = own
-        self._waiting: list[Member] = []
-        """For the place of a guardian that may be gone."""
-        self.state = State.GATHERING
+        self._waiting: list[Member] = []  # for the place of a guardian that may be gone
+        self.state = RunState.GATHERING
         self.generation = -1
         self.stopped_by: int | None = None
         self._seconds = self._deadline = 0.0
@@ -166,7 +148,7 @@ class Coordinator:
         self._reports: list[tuple[Member, int, str]] = []
         self._iteration, self._saved, self._active = 0, False, 0
 
-    def _handle(self, event: Event, *facts: Any) -> None:
+    def _handle(self, event: RunEvent, *facts: Any) -> None:
         """Do what the table says; an event that it does not list in this state changes nothing."""
         if (action := ACTIONS.get((self.state, event))) is not None:
             action(self, *facts)
@@ -174,9 +156,8 @@ class Coordinator:
     # What guardians say -------------------------------------------------------------------------
 
     def joined(self, peer: Peer, hello: Message) -> Member | None:
-        """Return the guardian that has come, perhaps again; None if it cannot take part. Only
-        before the run has begun can the mistake of one end it. Raises KeyError or ValueError for
-        what no guardian says."""
+        """Return the guardian that has come; None if it cannot take part. Raises KeyError or
+        ValueError for what no guardian says."""
         host = one_line(hello["host"])[:256]
         member = Member(peer, hello["rank"], host, hello["process"], hello["port"])
         size, begun = hello["size"], self.generation >= 0
@@ -214,17 +195,17 @@ class Coordinator:
             return
         if kind == "stopping":
             self.stopped_by = self.stopped_by or message["signal"]
-            self._handle(Event.SIGNAL, message["signal"])
+            self._handle(RunEvent.SIGNAL, message["signal"])
         if message.get("generation") != self.generation:
             return
         member.trainer = message.get("trainer", member.trainer)
         self._learn(message)
         if kind == "saved":
-            self._handle(Event.SAVED)
+            self._handle(RunEvent.SAVED)
         elif kind == "ended":
             member.running, member.port = False, message["port"]
             if not message.get("killed"):
-                self._handle(Event.ENDED, member, message["status"])
+                self._handle(RunEvent.ENDED, member, message["status"])
             elif state := message.get("state"):
                 # One that is stopped has held up the others; one that works was only slow.
                 tell = logger.warning if "stopped" in state else logger.info
@@ -238,14 +219,14 @@ class Coordinator:
         if member in self.members:
             self.members.remove(member)
             if member.running:
-                self._handle(Event.LOST, member, GONE, f"{member.name}: its guardian {how}")
+                self._handle(RunEvent.LOST, member, GONE, f"{member.name}: its guardian {how}")
             member.running = False
 
     def tick(self, seconds: float) -> None:
         """So much time has passed."""
         self._seconds += seconds
         self._replace()
-        self._handle(Event.TICK)
+        self._handle(RunEvent.TICK)
 
     # Who takes part -----------------------------------------------------------------------------
 
@@ -255,7 +236,7 @@ class Coordinator:
 
     def _admit(self, member: Member) -> None:
         self.members.append(member)
-        self._handle(Event.JOINED, member)
+        self._handle(RunEvent.JOINED, member)
 
     def _refuse(self, member: Member, why: str) -> None:
         """Ends a process that has no place in this run, and nothing else."""
@@ -418,14 +399,14 @@ class Coordinator:
         if why is not None:
             fewer = "" if size == self.size else f" with {size} of {self.size} ranks"
             logger.warning(f"{why}; all ranks start again{fewer} (restart {self.generation})")
-        self.state, self._active, self._saved = State.RUNNING, size, False
+        self.state, self._active, self._saved = RunState.RUNNING, size, False
         self._iteration = 0
         for rank, member in enumerate(chosen):
             member.running = True
             self._send(member, {"kind": "start", "rank": rank, **shared})
 
     def _stop(self, why: str, grace: float = 0.0) -> None:
-        self.state, self._why = State.STOPPING, why
+        self.state, self._why = RunState.STOPPING, why
         self._deadline = self._seconds + grace + STOP_SECONDS
         for member in [member for member in self.members if member.running]:
             self._send(member, {"kind": "stop", "generation": self.generation, "grace": grace})
@@ -433,7 +414,7 @@ class Coordinator:
     def _finish(
         self, status: int, why: str | None = None, members: Sequence[Member] | None = None
     ) -> None:
-        self.state = State.OVER
+        self.state = RunState.OVER
         if why is not None:
             logger.error(f"error: {why}")
         for member in members or [*self.members, *self._waiting]:
@@ -453,23 +434,23 @@ class Coordinator:
             self.left(member, "does not answer")
 
 
-ACTIONS: dict[tuple[State, Event], Callable[..., None]] = {
-    (State.GATHERING, Event.TICK): Coordinator._gather,
-    (State.GATHERING, Event.SIGNAL): Coordinator._stop_by_signal,
-    (State.RUNNING, Event.JOINED): Coordinator._announce_return,
-    (State.RUNNING, Event.SAVED): Coordinator._grow,
-    (State.RUNNING, Event.ENDED): Coordinator._note_end,
-    (State.RUNNING, Event.LOST): Coordinator._report,
-    (State.RUNNING, Event.TICK): Coordinator._judge,
-    (State.STOPPING, Event.SIGNAL): Coordinator._stop_by_signal,
-    (State.STOPPING, Event.TICK): Coordinator._start_again,
+ACTIONS: dict[tuple[RunState, RunEvent], Callable[..., None]] = {
+    (RunState.GATHERING, RunEvent.TICK): Coordinator._gather,
+    (RunState.GATHERING, RunEvent.SIGNAL): Coordinator._stop_by_signal,
+    (RunState.RUNNING, RunEvent.JOINED): Coordinator._announce_return,
+    (RunState.RUNNING, RunEvent.SAVED): Coordinator._grow,
+    (RunState.RUNNING, RunEvent.ENDED): Coordinator._note_end,
+    (RunState.RUNNING, RunEvent.LOST): Coordinator._report,
+    (RunState.RUNNING, RunEvent.TICK): Coordinator._judge,
+    (RunState.STOPPING, RunEvent.SIGNAL): Coordinator._stop_by_signal,
+    (RunState.STOPPING, RunEvent.TICK): Coordinator._start_again,
 }
 """What happens at an event. States change in ``_start``, ``_stop`` and ``_finish`` alone."""
 
 
 def _consequence(status: int) -> int:
-    """How likely a failure is the consequence of another one: a signal, or the end of a guardian,
-    hardly; a mistake of the user is found by all ranks, and can be that another rank is gone."""
+    """Rank failures by how likely they follow from another one: a signal hardly, a mistake of the
+    user, which all ranks report, most."""
     if status < 0:
         return 0
     return {RESTART_STATUS: 1, USER_MISTAKE: 3}.get(status, 2)

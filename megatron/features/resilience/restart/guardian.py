@@ -19,7 +19,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -39,42 +38,22 @@ from megatron.features.resilience.restart.peers import (
     hello,
     listen,
 )
-from megatron.features.resilience.watch.processes import state_of
+from megatron.features.resilience.watch.processes import address_towards, state_of
 from megatron.util.errors import RESTART_STATUS, one_line
 from megatron.util.processes import die_with_parent
 
 logger = logging.getLogger(__name__)
 
-LOOP_SECONDS = 0.1
-"""How long a guardian sleeps at most; signals wait as long."""
-MOST_STRANGERS = 64
-"""Connections that have not said yet whose they are, besides one for each rank."""
+LOOP_SECONDS = 0.1  # how long a guardian sleeps at most; signals wait as long
+MOST_STRANGERS = 64  # connections that have not said yet whose they are, besides one for each rank
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-FROM_TERMINAL = 0x80
-"""``SI_KERNEL``: all processes of the terminal's group have got the signal."""
-
-
-@dataclass(frozen=True)
-class LauncherPlace:
-    """Where the launcher has put this rank."""
-
-    rank: int
-    size: int
-    address: str
-    port: int
-    agent: bool
-    """Whether a store of torchrun's agent listens there."""
+FROM_TERMINAL = 0x80  # SI_KERNEL: all processes of the terminal's group have got the signal
 
 
 def guard(rules: Rules, flags: Mapping[str, str], prepare: Callable[[], None]) -> int:
     """Makes this process a guardian, which ends with the run, and returns in each of its trainers
-    the number of processes. Raises ConfigError if the system cannot do that, or the guardians do
-    not meet.
-
-    Args:
-        flags: those of the run by name, the same on all ranks.
-        prepare: imports what a trainer needs.
-    """
+    the number of processes. Raises ConfigError if the guardians do not meet. ``prepare`` imports
+    what a trainer needs."""
     if not sys.platform.startswith("linux"):
         raise ConfigError("--inprocess-restart needs Linux")
     # Or else torch asks CUDA for GPUs, which then cannot be used in a forked process.
@@ -82,24 +61,16 @@ def guard(rules: Rules, flags: Mapping[str, str], prepare: Callable[[], None]) -
     prepare()
     gc.collect()
     gc.freeze()  # pages that the collector does not write stay shared
-    place = LauncherPlace(
-        int(os.environ.get("RANK", "0")),
-        int(os.environ.get("WORLD_SIZE", "1")),
-        os.environ.get("MASTER_ADDR", "127.0.0.1"),
-        int(os.environ.get("MASTER_PORT", "0")),
-        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-    )
-    guardian = Guardian(place, rules, flags)
-    started = guardian.run()
-    begin_generation(started)
+    begin_generation(Guardian(rules, flags).run())
     return int(os.environ["WORLD_SIZE"])
 
 
 class Guardian:
     """One guardian; that of rank 0 has the coordinator, too."""
 
-    def __init__(self, place: LauncherPlace, rules: Rules, flags: Mapping[str, str]) -> None:
-        self._rank, self._size = place.rank, place.size
+    def __init__(self, rules: Rules, flags: Mapping[str, str]) -> None:
+        self._rank = int(os.environ.get("RANK", "0"))
+        self._size = int(os.environ.get("WORLD_SIZE", "1"))
         self._started = time.monotonic()
         self._selector = selectors.DefaultSelector()
         self._reserved = _reserve()
@@ -109,7 +80,7 @@ class Guardian:
         self._listener: socket.socket | None = None
         self._strangers: list[Peer] = []
         with _interrupted_at_once():
-            self._peer = self._meet(place, rules, greeting)
+            self._peer = self._meet(rules, greeting)
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         self._peer.send(greeting)
         self._selector.register(self._peer, selectors.EVENT_READ, self._heard)
@@ -117,27 +88,26 @@ class Guardian:
         self._start: Message | None = None
         self._kill_at: float | None = None
         self._killed = self._late = False
-        self._state = ""
-        """What the trainer did when it was killed."""
+        self._state = ""  # what the trainer did when it was killed
         self._told, self._stopped_at = (0, 0), 0.0
 
     # Meeting ------------------------------------------------------------------------------------
 
-    def _meet(self, place: LauncherPlace, rules: Rules, greeting: Message) -> Peer:
-        """Finds the guardian of rank 0. Until then signals end the process, as those of any other:
-        it has neither a trainer nor others that could be told."""
-        address, port, store = place.address, place.port, None
-        if place.agent:
+    def _meet(self, rules: Rules, greeting: Message) -> Peer:
+        """Connects to the guardian of rank 0. Until then signals end the process."""
+        address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        port, store = int(os.environ.get("MASTER_PORT", "0")), None
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             import torch.distributed as dist
 
             store = dist.TCPStore(
                 address, port, is_master=False, timeout=timedelta(seconds=rules.patience)
             )
         key = f"guardians/{os.environ.get('TORCHELASTIC_RUN_ID', '')}"
-        if place.rank == 0:
+        if self._rank == 0:
             local = address in ("127.0.0.1", "localhost", "::1")
             try:
-                own = 0 if place.agent else port
+                own = port if store is None else 0
                 self._listener = listen("127.0.0.1" if local else "", own)
             except OSError as error:
                 raise ConfigError(
@@ -152,7 +122,7 @@ class Guardian:
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         end = time.monotonic() + rules.patience
         while True:
-            if store is not None and place.rank:
+            if store is not None and self._rank:
                 # It may still name that of an earlier start, where nobody listens.
                 found = store.get(key).decode()
                 address, _, text = found.rpartition(" ")
@@ -165,7 +135,7 @@ class Guardian:
             except OSError as error:
                 if time.monotonic() >= end:
                     raise ConfigError(
-                        f"rank {place.rank} could not reach the guardian of rank 0 at "
+                        f"rank {self._rank} could not reach the guardian of rank 0 at "
                         f"{address}:{port} within {rules.patience / 60:g} minutes "
                         "(--distributed-timeout-minutes); see what rank 0 prints"
                     ) from error
@@ -426,8 +396,7 @@ class Guardian:
 
 @contextlib.contextmanager
 def _interrupted_at_once() -> Iterator[None]:
-    """Ctrl-C ends the process also while torch's store waits, where Python's handler does not
-    run."""
+    """Ctrl-C ends the process also in torch's store, where Python's handler does not run."""
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
@@ -436,8 +405,7 @@ def _interrupted_at_once() -> Iterator[None]:
 
 
 def _reserve() -> socket.socket:
-    """A socket bound to a free port, which nobody else is given until it is closed. It does not
-    listen, so that the trainer can."""
+    """A socket bound to a free port; it does not listen, so that the trainer can."""
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind(("", 0))
@@ -447,9 +415,6 @@ def _reserve() -> socket.socket:
 def _own_address(other: str) -> str:
     """By which hosts that reach another address reach this one."""
     with contextlib.suppress(OSError):
-        for family, kind, *_, place in socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM):
-            with socket.socket(family, kind) as probe:
-                probe.connect(place)  # sends nothing
-                found = str(probe.getsockname()[0])
-                return other if found.startswith("127.") or found == "::1" else found
+        own = address_towards(other)[1]
+        return other if own.startswith("127.") or own == "::1" else own
     return other

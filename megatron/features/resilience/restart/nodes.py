@@ -1,5 +1,4 @@
-"""The nodes of a run over ssh, by which launchers start processes there: whether they can take
-part, and how their processes are asked to stop."""
+"""Nodes of a run over ssh: can they take part, and how are their processes asked to stop."""
 
 from __future__ import annotations
 
@@ -10,14 +9,13 @@ import time
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 
-_NO_FOLDER, _NO_PYTHON, _NO_EXPORT = 41, 42, 43
-"""Exit statuses of the question that a node answers."""
+_NO_FOLDER, _NO_PYTHON, _NO_EXPORT = 41, 42, 43  # exit statuses of the question that a node answers
 
 
 @dataclass(frozen=True)
 class _Saying:
-    """What ssh says in a certain case, in small letters, and what to do; ``gone`` if the machine
-    may come back by itself, otherwise it is a mistake."""
+    """Words of ssh, in small letters, and the remedy; ``gone`` if the machine may come back by
+    itself."""
 
     words: str
     remedy: str
@@ -47,8 +45,7 @@ _SAYINGS = (
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a node cannot take part, and what to do about it; ``gone`` if it may come back by
-    itself."""
+    """Why a node cannot take part, and the remedy; ``gone`` if it may come back by itself."""
 
     name: str
     reason: str
@@ -62,16 +59,8 @@ class Refusal:
 def ask(
     names: Sequence[str], folder: str, python: str, seconds: int, options: Sequence[str] = ()
 ) -> list[Refusal]:
-    """Asks all nodes at once, and returns those that cannot take part, in their order.
-
-    Args:
-        folder: in which processes start, the same on every node.
-        python: the program that they run.
-        seconds: for which a node may think.
-        options: further words for ssh, such as ``-p 2222``.
-
-    Raises FileNotFoundError if there is no ssh.
-    """
+    """Asks all nodes at once, and returns those that cannot take part, in their order. ``options``
+    are further words for ssh. Raises FileNotFoundError without ssh."""
     if shutil.which("ssh") is None:
         raise FileNotFoundError(
             "ssh is not installed here: install OpenSSH's client, by which the nodes are reached"
@@ -92,11 +81,8 @@ def ask(
 
 
 def stop(names: Sequence[str], launcher: str, seconds: int, options: Sequence[str] = ()) -> None:
-    """Asks the processes of a run on all nodes to save and end, by SIGTERM, and does not wait.
-
-    Args:
-        launcher: a regular expression for the command line of their parent, which hears nothing.
-    """
+    """Sends SIGTERM to the processes of a run on all nodes, and does not wait. ``launcher`` is a
+    regular expression for the command line of their parent."""
     script = f'for parent in $(pgrep -f "{launcher}"); do pkill -P $parent; done'
     _on_all(names, f"sh -c {shlex.quote(script)}", seconds, options)
 
@@ -144,8 +130,7 @@ def _refusal(name: str, status: int, said: str, folder: str, python: str) -> Ref
 
 
 def keep_alive(variables: MutableMapping[str, str]) -> None:
-    """Makes pdsh notice within a quarter of a minute that a node is gone, unless the user's options
-    say when; by default it would wait for many."""
+    """Makes pdsh notice within 16 s that a node is gone, unless the user's options say when."""
     given = variables.get("PDSH_SSH_ARGS_APPEND", "")
     if "ServerAlive" not in given:
         ours = "-o ServerAliveInterval=4 -o ServerAliveCountMax=3 -o ConnectTimeout=10"

@@ -19,11 +19,9 @@ from megatron.util.json_text import parse_json
 Message = Mapping[str, Any]
 
 KEEP_ALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5))
-"""A host that does not answer for a quarter of a minute is gone. The system answers for processes
-that are stopped: a suspended job is not lost."""
+"""A host that does not answer for 15 s is gone; a process that is stopped is not."""
 UNANSWERED_MILLISECONDS = 15_000
-LONGEST_MESSAGE = 2**20
-"""Bytes; no guardian sends a longer one."""
+LONGEST_MESSAGE = 2**20  # bytes; no guardian sends a longer one
 _TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("rank", "size", "port", "process", "trainer", "generation"), (int,)),
     **dict.fromkeys(("iteration", "saves", "replica", "micro_batch", "global_batch"), (int,)),
@@ -62,8 +60,8 @@ class Peer:
         self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[dict[str, Any]]:
-        """What has come since the last time. Raises OSError if the other end is gone, and
-        ValueError if it is no guardian."""
+        """Return the messages that have come. Raises OSError if the other end is gone, and
+        ValueError if it is not a guardian."""
         try:
             found = self.connection.recv(2**16)
         except BlockingIOError:

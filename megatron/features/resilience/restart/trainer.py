@@ -28,8 +28,8 @@ _BEGINNINGS = (
 
 
 def from_own_checkpoint(settings: Settings) -> Settings:
-    """The settings of a trainer that takes the place of another one: once the run has saved, it
-    continues from its newest checkpoint, whatever it began with."""
+    """Settings of a restarted trainer: once the run has saved, it continues from that
+    checkpoint."""
     generation, save = current_generation(), settings.get("save")
     # Trainers that were built had found no checkpoint of another run in the folder.
     built = generation is not None and generation.batch > 0
@@ -47,8 +47,8 @@ def from_own_checkpoint(settings: Settings) -> Settings:
 def restarted(
     config: RunConfig, checkpoints: CheckpointManager, report: Reporter, begin: ResumePoint
 ) -> list[Callback]:
-    """The callback of a trainer that a guardian has started. Raises ConfigError if it would train
-    with another global batch size than the first one."""
+    """Return the callback of a trainer under a guardian. Raises ConfigError for another global
+    batch size than that of the first trainer."""
     generation = current_generation()
     if generation is None:
         return []
@@ -68,8 +68,7 @@ def restarted(
 
 
 class Restarted(Callback):
-    """Counts steps and checkpoints for the guardian; after the first step it reports what the
-    restart has cost."""
+    """Counts steps and checkpoints for the guardian; reports the cost of a restart after a step."""
 
     def __init__(
         self,
@@ -117,8 +116,8 @@ class NodeLeftError(FaultError):
 
 
 def is_elastic() -> bool:
-    """Whether nodes may leave the torchrun that has started this process, and return: it was given
-    ``--nnodes MIN:MAX``, in its command line or in ``PET_NNODES``."""
+    """Whether torchrun was started with ``--nnodes MIN:MAX`` (or ``PET_NNODES``), so that nodes may
+    leave."""
     try:
         line = Path(f"/proc/{launcher_chain()[0]}/cmdline").read_text(errors="replace")
     except OSError:
@@ -146,12 +145,11 @@ def is_range(nodes: str) -> bool:
 
 
 class ElasticNodes(Callback):
-    """After the last step and its save: where signals have stopped some ranks of an elastic run and
-    not others, the others end as after a fault, so that their launchers continue without them."""
+    """Ends the ranks of an elastic run that were not asked to leave as after a fault, so that their
+    launchers continue without the others."""
 
     def training_ended(self, trainer: Trainer, reason: str | None) -> None:
-        """Raises NodeLeftError on ranks that continue, and SystemExit on those that leave: they do
-        not wait for each other any more."""
+        """Raises NodeLeftError on ranks that continue, and SystemExit on those that leave."""
         reasons: list[str | None] = [reason] * dist.get_world_size()
         dist.all_gather_object(reasons, reason)
         leaving = [n for n, why in enumerate(reasons) if why is not None and _is_leaving(why)]

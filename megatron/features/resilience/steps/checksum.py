@@ -7,8 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-_BLOCK = 2**14
-"""Elements that share a table of factors: one that stays in a core's cache."""
+_BLOCK = 2**14  # elements that share a table of factors: one that stays in a core's cache
 
 _ROWS = {"cpu": 4}
 """Blocks per operation: on CPUs as many as stay in a cache, elsewhere 16 million elements."""
@@ -23,11 +22,9 @@ def bits_of(values: Tensor) -> Tensor:
 
 @torch.no_grad()
 def checksum(values: Tensor, start: int = 0) -> Tensor:
-    """64 bits, an int64 scalar on the tensor's device, without waiting for it: the sum, modulo
-    2**64, of every element's bits times an odd number that depends on its place. So one changed bit
-    always shows, and several of them do not cancel, except once in 2**32 times. ``start`` is the
-    place of the first element: the checksums of consecutive ranges add up to that of the whole, and
-    elements of zero bits add nothing."""
+    """Return an int64 scalar on the tensor's device: the sum, modulo 2**64, of every element's bits
+    times an odd number that depends on its place. ``start`` is the place of the first element:
+    checksums of consecutive ranges add up to that of the whole, and zeros add nothing."""
     bits = bits_of(values)
     if bits.dtype == torch.int64:  # the factor of a sign would always be the same, 2**63
         bits, start = bits.view(torch.int32), 2 * start

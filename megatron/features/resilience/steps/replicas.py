@@ -1,13 +1,9 @@
-"""Whether what several ranks have copies of is still equal, bit by bit, and who differs if not.
+"""Compares, bit by bit, what several ranks have copies of, and finds who differs.
 
 Which ranks have copies follows from the mesh, each parameter's ``Shard`` and the ZeRO stage: model
-weights over data-parallel ranks (stages 0 to 2), what is not cut over tensor-parallel ranks, tied
-layers over pipeline stages, and the optimizer's state of all these. Main weights, which the
-optimizer updates at stages 1 to 3 and in fp16, are a copy too: rounded, they are the model's.
-What exists once, such as the moments of a part that one rank alone updates, cannot be compared.
-
-A comparison reads every copy once where it is and exchanges 24 bytes for each; names and values are
-exchanged when copies differ.
+weights over data-parallel ranks (stages 0 to 2), uncut ones over tensor-parallel ranks, tied layers
+over pipeline stages, and the optimizer's state of all these. Main weights are a copy too: rounded,
+they are the model's. A comparison reads every copy once and exchanges 24 bytes for each.
 """
 
 from __future__ import annotations
@@ -40,8 +36,7 @@ from megatron.util.errors import FaultError
 
 WEIGHT, GATHERED, MAIN = "weight", "gathered weight", "main weight"
 
-_SHOWN = 3
-"""Differing tensors that a message describes."""
+_SHOWN = 3  # differing tensors that a message describes
 
 
 @dataclass(frozen=True)
@@ -100,8 +95,8 @@ class Replicas:
 
     @torch.no_grad()
     def difference(self) -> str | None:
-        """None if all copies are equal; else, the same on every rank, which tensors differ, on
-        which ranks, and in how many elements. Waits for the device."""
+        """Return None if all copies are equal; else, the same on every rank, which tensors differ,
+        on which ranks. Waits for the device."""
         if not self.compares:
             return None
         self._own = {own.param: own for own in owned_slices(self._engine)}
@@ -319,8 +314,7 @@ class Replicas:
 def _compared(
     mine: Tensor, other: Tensor, param: nn.Parameter | None, start: int
 ) -> tuple[str, int]:
-    """How many elements of a flat tensor differ, with the first of them, in words, and its place
-    in the parameter's share; ``start`` is the place of the first element."""
+    """Return how many elements differ, in words, and the place of the first."""
     differ = (bits_of(mine) != bits_of(other.to(mine.device))).nonzero().view(-1)
     first = int(differ[0]) if len(differ) else 0
     place: tuple[int, ...] = (start + first,)
@@ -336,8 +330,8 @@ def _compared(
 
 
 OTHERS_DIFFER, OWN_DIFFERS = 1, 2
-"""Marks of a rank's copy of the model's weights: they are not the main weights of all ranks,
-rounded; or not the main weights in the part that this rank updates itself."""
+"""Marks of a rank's weights: they differ from the rounded main weights of all ranks, or from its
+own main weights."""
 
 
 @dataclass(frozen=True)
@@ -370,9 +364,8 @@ class ReplicaVerdict:
 
     @classmethod
     def of(cls, holders: Sequence[Holder], partitioned: bool) -> ReplicaVerdict:
-        """By the main weights, where there are any, else by the majority. ``partitioned``: ranks
-        have parts of the weights, whose checksums were added up, so that a rank's mark is that of
-        all (ZeRO 3)."""
+        """By the main weights, where there are any, else by the majority. ``partitioned``:
+        checksums are sums over ranks (ZeRO 3), so that a mark concerns all."""
         values = [holder.value for holder in holders]
         marked = [holder for holder in holders if holder.mark]
         if marked:
@@ -416,8 +409,7 @@ def joined(holders: Sequence[Holder]) -> str:
 
 
 class ReplicaCheck(Callback):
-    """Compares what several ranks have copies of: before every save, and after every ``interval``
-    steps; never with 0. ``newest`` says on every rank which checkpoint is the last good one."""
+    """Compares replicas before every save, and after every ``interval`` steps; never with 0."""
 
     def __init__(
         self,

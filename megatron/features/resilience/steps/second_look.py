@@ -35,8 +35,8 @@ _SHOWN, _CHARACTERS = 4, 200
 
 
 class SecondLook(Callback):
-    """Computes the steps of a run, those that are anomalies several times. ``rule``
-    says what is out of bounds; without one only numbers that are not finite are."""
+    """Computes steps that are anomalies several times, by ``rule`` or because they are not
+    finite."""
 
     def __init__(
         self,
@@ -65,8 +65,8 @@ class SecondLook(Callback):
         self._usual = None
 
     def compute(self, batches: list[Any], seeds: list[int | None], consumed_samples: int) -> Tensor:
-        """The sums of a step's losses; its gradients are left for the update. Raises FaultError, on
-        every rank, if a rank computes wrongly."""
+        """Return the sums of a step's losses. Raises FaultError, on every rank, if one computes
+        wrongly."""
         sums, own = self._attempt(batches, seeds)
         loss = self._engine.mean_losses(sums, len(batches))
         total = float(self._engine.spec.total(loss))
@@ -238,13 +238,11 @@ class SecondLook(Callback):
 
 
 TOLERANCE = 1e-3
-"""Relative difference of two computations of one number: kernels of GPUs add up in orders that
-differ. What makes a step an anomaly is far larger."""
+"""Relative difference of two computations of one number: GPUs add up in orders that differ."""
 
 FAR, NEAR, TIMES = 0.5, 0.15, 6.0
-"""How far the logarithm of a micro batch's loss must be from that of the usual loss to stand out:
-more than :data:`NEAR`, and than :data:`TIMES` as far as most of its step. Where most of the step
-are farther than :data:`FAR`, so are all that are."""
+"""Distance of the logarithm of a micro batch's loss from the usual that stands out: more than
+:data:`NEAR` and :data:`TIMES` that of most of its step, or :data:`FAR`."""
 
 
 @dataclass(frozen=True)
@@ -299,9 +297,8 @@ def changed(first: Sequence[Computed], again: Sequence[Computed]) -> list[Comput
 def wrong_ranks(
     own: Sequence[Computed], exchanged: Sequence[Computed], usual: float
 ) -> list[Computed]:
-    """The ranks that compute micro batches otherwise than other data-parallel ranks do: their own
-    as well as those of the next. Of two ranks that differ, the one whose losses are farther from
-    what is ``usual`` is wrong; both where neither is."""
+    """Return the ranks that compute micro batches otherwise than other data-parallel ranks do. Of
+    two that differ, it is the one whose losses are farther from ``usual``, or both."""
     by = {(each.place, each.of): each for each in own}
     suspects: dict[int, int] = {}
     pairs = [(by[each.place, each.of], each) for each in exchanged]
@@ -326,8 +323,8 @@ def wrong_ranks(
 
 @dataclass(frozen=True)
 class OddBatches:
-    """The micro batches, as (data-parallel rank, number), whose losses stand out in a step, and the
-    median of all."""
+    """Micro batches (data-parallel rank, number) with losses that stand out, and the median of
+    all."""
 
     batches: tuple[tuple[int, int], ...]
     total: int
@@ -340,8 +337,7 @@ class OddBatches:
 
 
 def odd_batches(computed: Sequence[Computed], usual: float | None) -> OddBatches:
-    """Those whose loss is far from what is usual: the losses of the steps before, or the median of
-    this step's."""
+    """Those whose loss is far from ``usual``, by default the median of this step."""
     losses: Mapping[tuple[int, int], float] = {
         (each.of, number): loss for each in computed for number, loss in enumerate(each.losses)
     }

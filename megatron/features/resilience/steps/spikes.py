@@ -31,30 +31,22 @@ from megatron.training.trainer import Callback, GoBack, Step, Trainer
 from megatron.util.files import write_whole
 from megatron.util.json_text import parse_json
 
-LEVEL = 7
-"""Steps whose median and trend the next one is compared with."""
+LEVEL = 7  # steps whose median and trend the next one is compared with
 
-PATIENCE = 10
-"""Spikes in a row after which their level is the new one."""
+PATIENCE = 10  # spikes in a row after which their level is the new one
 
 _LEAST_LOSS = 0.01
-"""Added to losses before the logarithm: where a model knows its data by heart, noise of this size
-means nothing."""
+"""Added to losses before the logarithm, so that noise near 0 means nothing."""
 
 TAIL = 2.0
-"""How many times the largest distance is still no spike: by the deviation alone the tail of a
-skewed distribution would be spikes. A single step makes the largest distance at most so many times
-larger."""
+"""The largest distance times this is still no spike, which a skewed distribution needs."""
 
 RARE = 3.5
-"""The same up to a limit, that of a loss or a norm which nobody calls ordinary: one batch in 10,000
-is of a kind that none was before."""
+"""The same up to a limit: one batch in 10,000 is of a kind that none was before."""
 
-FORGETS = 0.9999
-"""What remains of the largest distance after a step: half after 7,000."""
+FORGETS = 0.9999  # what remains of the largest distance after a step: half after 7,000
 
-MOST_KEPT = 3
-"""Checkpoints that are kept since a spike followed them."""
+MOST_KEPT = 3  # checkpoints that are kept since a spike followed them
 
 
 @dataclass(frozen=True)
@@ -118,8 +110,7 @@ class _Range:
         return max(least, 0.0), math.exp(high + width) - self._offset
 
     def _expected(self) -> tuple[float, float]:
-        """From where the next logarithm would be expected if the last steps had no trend to where
-        it would be with their trend: a curve may fall on, or flatten."""
+        """Range of the next logarithm: from no trend in the last steps to their trend."""
         level = self.level
         middle = median(level)
         # Between the middles of the first and the last steps are as many as from the middle of all
@@ -166,13 +157,8 @@ class _Range:
 class SpikeRule:
     """Which steps are spikes, by those before them; the same numbers give the same answers.
 
-    After a change of ``seq_length`` the next :data:`LEVEL` steps are not judged. Where
-    :data:`PATIENCE` steps of a window were spikes, that is how the run is now, and the rule learns
-    from the next half of a window. A loss that is not above 0 is not judged.
-
-    Args:
-        sigma: see ``--spike-sigma``.
-        window: see ``--spike-window``.
+    After a change of ``seq_length`` the next :data:`LEVEL` steps are not judged. After
+    :data:`PATIENCE` spikes in a window the rule learns from the next half of one.
     """
 
     def __init__(self, sigma: float, window: int) -> None:
@@ -233,8 +219,8 @@ class SpikeRule:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state`; without one, as of an older checkpoint, it has learned
-        nothing yet."""
+        """The inverse of :meth:`state`; an empty one, of an older checkpoint, means nothing
+        learned."""
         self._loss.forget()
         self._norm.forget()
         self._seq_length, self._since = None, []
@@ -245,19 +231,13 @@ class SpikeRule:
 
 
 OnSpike = Callable[[Trainer, Step, Spike], None]
-"""What is done about the first spike of a burst, on every rank; if it returns, the training
-continues."""
+"""Reaction to the first spike of a burst, on every rank; if it returns, the training continues."""
 
 
 class SpikeGuard(Callback):
-    """Judges the steps of a run as their numbers arrive, and warns of spikes. The checkpoint before
-    a spike is kept from ``--keep-last``, until :data:`MOST_KEPT` later spikes.
-
-    Args:
-        steps: reads the numbers, and passes those of steps that were not skipped.
-        rule: which steps are spikes; it learns from them.
-        act: what follows a warning; None for nothing.
-    """
+    """Judges steps as ``steps`` reads their numbers, and warns of spikes; ``act`` follows a
+    warning. The checkpoint before a spike is kept from ``--keep-last``, until :data:`MOST_KEPT`
+    later spikes."""
 
     def __init__(
         self,
@@ -303,8 +283,7 @@ class SpikeGuard(Callback):
             self._act(trainer, step, spike)
 
     def _keep(self, iteration: int, text: str) -> str:
-        """Writes into the file :data:`~megatron.checkpoint.folder.KEPT` which checkpoint has the
-        state before the spike; returns words about it."""
+        """Adds the checkpoint before the spike to the file KEPT; returns words about it."""
         save = self._checkpoints.writer.options.save
         before = self._checkpoints.saved_before(iteration)
         if before is None or save is None:
@@ -332,8 +311,7 @@ def _samples(step: Step) -> str:
 
 
 def stop_at_spike(checkpoints: CheckpointManager) -> OnSpike:
-    """For ``--on-spike stop``: ends the run. Nothing is saved after a spike. Started again, the
-    same steps have the same spike."""
+    """For ``--on-spike stop``: ends the run. Nothing is saved after a spike."""
 
     def stop(trainer: Trainer, step: Step, spike: Spike) -> None:
         raise TrainingStopped(
@@ -346,15 +324,9 @@ def stop_at_spike(checkpoints: CheckpointManager) -> OnSpike:
 
 
 class Rollback(Callback):
-    """What follows a spike. What is skipped follows from the steps alone, so that a run that is
-    killed on its way, and repeats the steps, skips the same samples.
-
-    Args:
-        most: see ``--spike-rollbacks``.
-        rule: that of the run's steps, which learns from them.
-        begin: where the process began.
-        origin: the checkpoint of ``begin``.
-    """
+    """``--on-spike rollback``: back to the last checkpoint, without the samples of the spike. What
+    is skipped follows from the steps alone, so that a run that is killed and repeats them skips the
+    same samples."""
 
     def __init__(
         self,
@@ -375,7 +347,7 @@ class Rollback(Callback):
         checkpoints.counted[SKIPPED] = lambda: list(self._skipped)
 
     def __call__(self, trainer: Trainer, step: Step, spike: Spike) -> None:
-        """Raises GoBack, or TrainingStopped if that has not helped; returns if there is no
+        """Raises GoBack, or TrainingStopped after too many rollbacks; returns without a
         checkpoint."""
         world = trainer.engine.mesh.world
         # Where a save ended badly on one rank alone, the others know of another one.
@@ -445,9 +417,8 @@ class Rollback(Callback):
         return found._replace(base=base)
 
     def _first_skipped(self, step: Step, consumed_samples: int) -> int:
-        """The first sample to skip: that of the step, or where the steps about it were spikes
-        before, so that its own samples are not the cause, an earlier one: of one step before it,
-        of three, of seven."""
+        """First sample to skip: that of the step, or if the steps around it were spikes before, of
+        one, three, seven steps earlier."""
         again = 0
         for one, next_one in zip(self._spikes[-2::-1], self._spikes[:0:-1], strict=True):
             if abs(next_one - one) > LEVEL:

@@ -32,16 +32,13 @@ BLOCKS = 5
 """Parts of a window; a rank must be slow in every one, so that a single pause names nobody."""
 
 SECONDS = 60.0
-"""Of steps that a window has at least, whatever their number: processes of a busy machine take
-turns at being slow for shorter times, and a part of it needs forty looks at the main thread: with
-fifteen, equal ranks looked different once in a thousand windows."""
+"""Seconds of steps in a window, at least: with fewer looks at the main thread equal ranks looked
+different once in a thousand windows."""
 
 BUSY = 0.2
-"""Of the others' own time without a processor: the machine has too few of them for all its ranks,
-and which of them gets none for how long means nothing."""
+"""Share of time without a processor above which the machine has too few of them."""
 
-LEAST_SHARE = 0.1
-"""Of a step that a rank must be behind the median: less is hardly worth a message."""
+LEAST_SHARE = 0.1  # of a step that a rank must be behind the median: less is hardly worth a message
 
 
 class StepTimes(NamedTuple):
@@ -203,14 +200,11 @@ def _reason(piece: StepTimes) -> str:
 
 
 PERIOD = 0.3
-"""Seconds from one look at the main thread to the next. To wake up and look costs a tenth of a
-millisecond of a processor, twice that where processes share one."""
+"""Seconds between looks at the main thread; one costs 0.1 ms of a processor."""
 
-_LATE = 0.02
-"""Seconds beyond the period that the thread may wake up late on a busy machine."""
+_LATE = 0.02  # seconds beyond the period that the thread may wake up late on a busy machine
 
-_DEVICE_WAITS = "/torch/cuda/streams.py"
-"""Where the main thread waits for its device."""
+_DEVICE_WAITS = "/torch/cuda/streams.py"  # where the main thread waits for its device
 
 
 class OwnTime(NamedTuple):
@@ -228,12 +222,10 @@ class OwnTime(NamedTuple):
 
 
 class OwnTimeMeter:
-    """Measures :class:`OwnTime` in a thread of its own, while the main thread is in a step: from
-    :meth:`resume` to :meth:`pause`.
+    """Measures :class:`OwnTime` in a thread, from :meth:`resume` to :meth:`pause`.
 
-    The thread looks at random intervals, or steps that are as long as one of these would always be
-    seen in the same place. Where it wakes up late the process was stopped, had no processor, or
-    held the interpreter's lock: none of that is waiting for others.
+    The thread looks at random intervals, since steps may be as long as a fixed one. Where it wakes
+    up late the process was stopped, had no processor, or held the interpreter's lock.
     """
 
     def __init__(self, period: float = PERIOD) -> None:
@@ -292,8 +284,7 @@ class OwnTimeMeter:
 
 
 def _waits() -> bool:
-    """Whether the main thread waits for other ranks or its device. A function of its own, as frames
-    keep the tensors of calls that have returned meanwhile."""
+    """Whether the main thread waits for ranks or its device; a function, as frames keep tensors."""
     frames = frames_of_others()
     main = frames[threading.main_thread().ident or 0]
     waits = where_it_waits(frames) is not None
@@ -301,8 +292,7 @@ def _waits() -> bool:
 
 
 def _run_delay() -> float:
-    """Seconds that the main thread has been ready to run and had no processor, where Linux counts
-    them; 0 elsewhere."""
+    """Seconds that the main thread was ready and had no processor, on Linux; else 0."""
     try:
         return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
@@ -310,13 +300,11 @@ def _run_delay() -> float:
 
 
 _SIDE = 2048
-_PRODUCTS = 4
-"""Together 69 GFLOP: a tenth of a millisecond on an H100, half of one on a V100."""
+_PRODUCTS = 4  # together 69 GFLOP: a tenth of a millisecond on an H100, half of one on a V100
 
 
 class DeviceProbe:
-    """Queues products of matrices beside the steps, and reads later how long they took, so that
-    nothing waits for the device. On a CPU it does nothing."""
+    """Queues products of matrices, and reads later how long they took; on a CPU it does nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
@@ -352,17 +340,14 @@ class DeviceProbe:
 
 
 _SECONDS = 2.0
-"""Of steps between two exchanges: one costs as much as a small collective. A window of fast steps
-has one too, or steps that become slow would not be seen for long."""
+"""Seconds of steps between two exchanges, or a window of fast steps."""
 
-_SAME_WORK = ("data", "context", "expert", "tensor")
-"""The axes along which ranks do the same work."""
+_SAME_WORK = ("data", "context", "expert", "tensor")  # the axes along which ranks do the same work
 
 
 class Stragglers(Callback):
     """Exchanges the own times of all ranks every two seconds or so, without waiting for the device,
-    and tells ``report`` of them, and of ranks that become slow or no longer are. It must be called
-    before ``report``; for several ranks only."""
+    and tells ``report`` of ranks that become slow or no longer are. For several ranks only."""
 
     def __init__(
         self, config: ResilienceConfig, mesh: Mesh, device: torch.device, report: Reporter
@@ -381,8 +366,7 @@ class Stragglers(Callback):
         self._due: float | None = None
         """Iteration after which the next exchange is; None before the first step."""
         self._arrived: float = math.inf
-        """Iteration after which the exchange is read, the same on every rank: what follows from it
-        is done together."""
+        """Iteration after which the exchange is read, the same on every rank."""
         self._shown = 0, [StepTimes(0.0, 0.0) for _ in mesh.world.ranks]
         """Steps since the last log line, and their sums, or those of the line before."""
         self._said = False

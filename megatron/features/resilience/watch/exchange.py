@@ -45,8 +45,7 @@ from megatron.util.phases import activity
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 5.0
-"""Seconds, counted in pauses of the thread, for which an answer is waited for."""
+PATIENCE = 5.0  # seconds, counted in pauses of the thread, for which an answer is waited for
 _PAUSE = 0.2
 _LINGERS = 10.0
 """Seconds, counted likewise, for which a store stays after a verdict for ranks that are slow."""
@@ -54,24 +53,16 @@ _STORE_PATIENCE = 8  # ticks for which the store may be silent
 _COUNTS = ("heard", "answers")
 _CONNECTING = timedelta(minutes=10)
 _EVERY = 1.0
-_LOOKED_AT = 1.0
-"""Seconds for which ranks on a machine may look at the processes of others there."""
-_NEIGHBOURS = 64
-"""Processes of its own machine that a rank that waits looks at, at most."""
-_RANKS_PER_SECOND = 2000
-"""Signs of life that the store takes in a second, at most."""
+_LOOKED_AT = 1.0  # seconds for which ranks on a machine may look at the processes of others there
+_NEIGHBOURS = 64  # processes of its own machine that a rank that waits looks at, at most
+_RANKS_PER_SECOND = 2000  # signs of life that the store takes in a second, at most
 
 
 class RankExchange:
-    """The thread, from :meth:`start` to :meth:`stop`.
-
-    Args:
-        report: makes this rank's answer.
-        rank, size: of all.
+    """The thread, from :meth:`start` to :meth:`stop`; ``report`` makes this rank's answer.
 
     Attributes:
         rounds: grows as long as the store answers.
-        verdict: the last one; None until there is one.
         answers: the reports of all ranks, where this one has asked.
     """
 
@@ -81,20 +72,17 @@ class RankExchange:
         self.verdict: HangVerdict | None = None
         self.answers: dict[int, Report] = {}
         self.silent: list[Silent] = []
-        self.owner: Silent | None = None
-        """The rank that has the store; None for a launcher's."""
+        self.owner: Silent | None = None  # the rank that has the store; None for a launcher's
         if not agreement.of_launcher():
             self.owner = Silent(0, "", 0, "", 0)
-        self.error = ""
-        """Why the store cannot be used any more."""
+        self.error = ""  # why the store cannot be used any more
         self._report = report
         self._host, self._space = socket.gethostname(), process_space()
         self._question: HangQuestion | None = None
         self._look = False
         self._far = False
         self._machines = SilentMachines()
-        self._firsts: dict[str, int] = {}
-        """A rank on each other machine."""
+        self._firsts: dict[str, int] = {}  # a rank on each other machine
         self._beats = 0
         self._asked = 0
         self._stopping = threading.Event()
@@ -126,8 +114,8 @@ class RankExchange:
             self._thread.join(2.0)
 
     def wait_until_heard(self) -> None:
-        """Before this process ends by a verdict: if it has the store, until all ranks that answered
-        have read the verdict. Without the store a slow one would take this end for the cause."""
+        """Waits, if this process has the store, until all ranks that answered have read the
+        verdict."""
         self._heard.wait(2 * _LINGERS)
 
     def ask(self, question: HangQuestion) -> None:
@@ -310,8 +298,8 @@ class RankExchange:
             self._heard.set()
 
     def _pauses(self, seconds: float) -> Iterator[None]:
-        """Begins a round of its loop every fifth of a second for so long; pauses are counted, so
-        that a process that was stopped meanwhile has not waited."""
+        """Pauses of a fifth of a second; they are counted, as a process that was stopped has not
+        waited."""
         for _ in range(max(1, round(seconds / _PAUSE))):
             yield
             self.rounds += 1
@@ -326,8 +314,7 @@ class RankExchange:
                 if one.space == self._space
             }
         if any(state_letter(pid) in (None, "Z", "X") for pid in self._neighbours.values()):
-            self._question = self._question or HangQuestion(LOST)
-            self._woken.set()
+            self.ask(HangQuestion(LOST))
 
     def _look_far(self) -> None:
         """Asks, if a machine with other ranks of the run does not answer."""
@@ -341,8 +328,7 @@ class RankExchange:
             *_, address, port, beats = self._said(f"life/{rank}")
             said[there] = (beats, (address, port))
         if self._machines.look(said):
-            self._question = self._question or HangQuestion(LOST)
-            self._woken.set()
+            self.ask(HangQuestion(LOST))
 
     def _likely_neighbours(self) -> list[int]:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or self.size
@@ -352,11 +338,7 @@ class RankExchange:
 
 
 class StoreWatch:
-    """Whether the store at which the ranks meet still answers; counted by the watchdog's ticks.
-
-    Attributes:
-        machine_gone: whether the machine with the store does not answer.
-    """
+    """Whether the store at which the ranks meet, and its machine, still answer."""
 
     def __init__(self, exchange: RankExchange) -> None:
         self._exchange = exchange

@@ -1,4 +1,4 @@
-"""What the system knows of processes and threads: whether they run, and what they wait for."""
+"""Which processes and threads run, what they wait for, and which machines answer."""
 
 from __future__ import annotations
 
@@ -55,8 +55,7 @@ _LONGEST = 4096
 
 
 def process_space() -> str:
-    """Where this process's ids mean something: its host, which may have the name of another, since
-    it was started, and its namespace, as containers on one machine have their own."""
+    """Where process ids mean something: host, its boot, and namespace."""
     try:
         started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {started} {os.readlink('/proc/self/ns/pid')}"
@@ -65,8 +64,7 @@ def process_space() -> str:
 
 
 def state_letter(pid: int, thread: int | None = None) -> str | None:
-    """The system's letter for the state of a process, or of one of its threads; None where there
-    is no such process, or the system does not say."""
+    """Letter of the state of a process or thread; None if it does not exist."""
     file = f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat"
     try:
         # The name is in brackets and may contain anything; the state follows.
@@ -93,9 +91,8 @@ def state_of(pid: int) -> str:
 
 
 def awaited_file(pid: int, thread: int | None = None) -> str | None:
-    """The call and the path of the file for which a thread waits inside the system, such as
-    ``fsync of /data/x.safetensors``; None where it waits for something else, or it cannot be
-    told. Nothing here touches the file."""
+    """Return call and path of the file for which a thread waits, such as ``fsync of /data/x``; None
+    if it waits for something else. Nothing here touches the file."""
     task = f"/proc/{pid}/task/{pid if thread is None else thread}"
     try:
         words = Path(f"{task}/syscall").read_text().split()
@@ -153,16 +150,11 @@ _PASSES_ON = (
 
 
 def where_it_waits(frames: Mapping[int, FrameType] | None = None) -> FrameType | None:
-    """The frame in which this process waits for other ranks, in a collective, a transfer or the
-    store at which they meet; None where its main thread works, or waits for something else. Costs
-    some microseconds.
+    """Return the frame in which this process waits for other ranks, in a collective, a transfer or
+    the store; None where it works. Costs some microseconds.
 
-    Where the main thread has left its work to others of its threads, as a backward pass on a GPU
-    and the end of a save do, these are looked at. What a thread does beside a main thread that
-    works, such as a save in the background, does not count.
-
-    Args:
-        frames: innermost frame of each thread by its identifier; those of now by default.
+    Where the main thread waits for others of its threads, as in a backward pass on a GPU, these are
+    looked at, but not for data. ``frames``: innermost frame of each thread by its identifier.
     """
     frames = frames_of_others() if frames is None else frames
     main = frames.get(threading.main_thread().ident or 0)
@@ -178,8 +170,8 @@ def where_it_waits(frames: Mapping[int, FrameType] | None = None) -> FrameType |
 
 
 def frames_of_others() -> dict[int, FrameType]:
-    """Innermost frame of each other thread by its identifier. They keep what the functions have in
-    their variables: a caller lets go of them at once."""
+    """Innermost frame of each other thread. They keep what functions have in variables: drop them
+    soon."""
     frames = sys._current_frames()
     # A frame in one of its own variables lives, with all others, until cycles are looked for.
     frames.pop(threading.get_ident())
@@ -187,9 +179,8 @@ def frames_of_others() -> dict[int, FrameType]:
 
 
 def device_is_busy() -> bool:
-    """Whether this process's GPU has not done all that was queued: it computes, or waits for the
-    GPUs of other ranks. Where the main thread hangs by itself, its GPU soon has nothing to do. A
-    driver that does not answer within a second counts as busy."""
+    """Whether this process's GPU computes or waits for those of other ranks. A driver that does not
+    answer within a second counts as busy."""
     asked, answers = activity.device_busy, list[bool]()
     if asked is None:
         return False
@@ -207,9 +198,7 @@ def device_is_busy() -> bool:
 
 
 def collectives_begun() -> int:
-    """How many collectives this process has begun in all its groups but those of threads in the
-    background: some are a library's own, such as those in which an engine is set up. Costs some
-    microseconds, and does not wait."""
+    """Return the number of collectives begun in all groups but those of background threads."""
     torch = sys.modules.get("torch.distributed.distributed_c10d")
     begun = 0
     if torch is not None:
@@ -221,8 +210,7 @@ def collectives_begun() -> int:
 
 
 def failed_to_meet(error: BaseException | None) -> bool:
-    """Whether an error, or what caused it, says that other ranks did not answer: a collective, a
-    transfer or the store raised it."""
+    """Whether an error, or its cause, says that other ranks did not answer."""
     while error is not None:
         trace = error.__traceback__
         while trace is not None and trace.tb_next is not None:
@@ -243,8 +231,7 @@ def outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def call_site(frame: FrameType) -> str:
-    """The function of this project that a frame belongs to or was called from, with what it calls:
-    ``all_reduce in megatron/parallel/mesh.py:97 any_rank``."""
+    """Return a call and where: ``all_reduce in megatron/parallel/mesh.py:97 any_rank``."""
     name = frame.f_code.co_name
     for outer in outwards(frame):
         file = _normal(outer.f_code.co_filename)
@@ -274,9 +261,8 @@ def _is_imported(frame: FrameType) -> bool:
 
 
 class _Identity:
-    """A code object as a key of a cache. Hashing the code itself hashes its constants, and those of
-    code that torch's compiler makes can be dictionaries. The key keeps the code alive, so that its
-    identity is not used again."""
+    """A code object as a key of a cache, by identity: constants of compiled code may not be
+    hashable."""
 
     __slots__ = ("code",)
 
@@ -292,8 +278,7 @@ class _Identity:
 
 @lru_cache(4096)
 def _calls_wait(key: _Identity, line: int) -> bool:
-    """True if a line calls a method ``wait``. Methods of threads, processes and futures have their
-    own frames, so that the innermost frame is not here."""
+    """True if a line calls a method ``wait`` that has no frame of its own."""
     lines, here = dict(dis.findlinestarts(key.code)), None
     for instruction in dis.get_instructions(key.code):
         here = lines.get(instruction.offset, here)
@@ -313,31 +298,22 @@ def _normal(file: str) -> str:
     return file.replace("\\", "/")
 
 
-SECONDS = 4.0
-"""For which a machine may not answer: three tries of the system's."""
-_STALE = 5
-"""Looks after which a process that says nothing new is looked into."""
+SECONDS = 4.0  # for which a machine may not answer: three tries of the system's
+_STALE = 5  # looks after which a process that says nothing new is looked into
 _UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ETIMEDOUT}
 _ANY_PORT = 9
 
 
 class Door:
-    """A port of this process. Connections to it succeed while the machine lives, also while the
-    process is stopped; nothing is said over them.
-
-    Args:
-        towards: an address of the network in which others look for it.
-    """
+    """A port of this process, in the network of ``towards``. Connections to it succeed while the
+    machine lives, also while the process is stopped."""
 
     def __init__(self, towards: str) -> None:
         self.address: tuple[str, int] = ("", 0)
         """Host and port; port 0 where there can be none, which says nothing about the machine."""
         self._socket: socket.socket | None = None
         with contextlib.suppress(OSError):
-            family = _family(towards)
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect((towards, _ANY_PORT))  # sends nothing
-                own = probe.getsockname()[0]
+            family, own = address_towards(towards)
             self._socket = socket.create_server((own, 0), family=family)
             self._socket.setblocking(False)
             self.address = self._socket.getsockname()[:2]
@@ -353,13 +329,16 @@ class Door:
             self._socket.close()
 
 
-def _family(address: str) -> int:
-    return socket.getaddrinfo(address, _ANY_PORT, type=socket.SOCK_DGRAM)[0][0]
+def address_towards(host: str) -> tuple[int, str]:
+    """Return the family and this machine's address in the network of a host. Raises OSError."""
+    family, _, _, _, place = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(place)  # sends nothing
+        return family, str(probe.getsockname()[0])
 
 
 def is_gone(host: str, port: int, seconds: float = SECONDS) -> bool:
-    """Whether nothing answers there. A refusal is an answer; an unknown name, or port 0, says
-    nothing."""
+    """Whether nothing answers there; a refusal is an answer, an unknown name says nothing."""
     if port == 0:
         return False
     try:
@@ -370,11 +349,7 @@ def is_gone(host: str, port: int, seconds: float = SECONDS) -> bool:
 
 
 class SilentMachines:
-    """Which of some machines are gone. It costs nothing while they say something new.
-
-    Args:
-        gone: whether nothing answers at an address.
-    """
+    """Finds machines that are gone. It costs nothing while they say something new."""
 
     def __init__(self, gone: Callable[[str, int], bool] = is_gone) -> None:
         self._gone = gone
@@ -382,11 +357,8 @@ class SilentMachines:
         """What each has said last, and for how many looks."""
 
     def look(self, said: Mapping[str, tuple[Hashable, tuple[str, int]]]) -> str:
-        """A machine that is gone, or an empty text; looked for again and again.
-
-        Args:
-            said: by each machine, and the address of a door there.
-        """
+        """Return a machine that is gone, or an empty text. ``said``: the words of each machine, and
+        the address of a door there."""
         for name, (words, address) in said.items():
             last, looks = self._heard.get(name, (None, 0))
             looks = looks + 1 if words == last else 0

@@ -95,8 +95,8 @@ class Report:
 
 @dataclass(frozen=True)
 class Silent:
-    """A rank that does not answer, with what it said last; ``state`` is what a rank in the same
-    ``space`` (``process_states.process_space``) knows of its process, empty if none answers."""
+    """A rank that does not answer, with its last sign of life; ``state`` is that of its process, as
+    a rank in the same ``space`` sees it."""
 
     rank: int
     host: str
@@ -122,12 +122,8 @@ def report_of(
     error: Exception | None = None,
     thread: int | None = None,
 ) -> Report:
-    """What this process says of the activity of its main thread, or of another ``thread``.
-
-    Args:
-        without: threads whose stacks are left out.
-        error: by which it ends.
-    """
+    """Report of this process's main thread, or of another ``thread``; ``error`` is that by which it
+    ends."""
     frames = sys._current_frames()
     main = threading.main_thread().ident or 0
     watched = main if thread is None else thread
@@ -197,8 +193,7 @@ def _short(file: str) -> str:
 
 
 def stacks_of(frames: Mapping[int, FrameType], without: Collection[int | None] = ()) -> str:
-    """The calls of each thread, the innermost first; without source lines, because the storage on
-    which they are may be what does not answer."""
+    """Calls of each thread, innermost first; no source lines, since their storage may hang."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     lines = []
     first = threading.main_thread().ident
@@ -217,10 +212,8 @@ def stacks_of(frames: Mapping[int, FrameType], without: Collection[int | None] =
 
 COLLECTIVES = "collectives"
 """Folder in ``--save`` with a pickle ``rank_N`` of each rank; ``torchfrtrace`` reads NCCL's."""
-_RECORDED = "2000"
-"""Collectives of a rank."""
-_SECONDS = 5.0
-"""For which it may take to be written; its storage may be what hangs."""
+_RECORDED = "2000"  # collectives of a rank
+_SECONDS = 5.0  # for which it may take to be written; its storage may be what hangs
 
 
 def described(reports: Mapping[int, Report], silent: Sequence[Silent]) -> str:
@@ -249,8 +242,8 @@ def described(reports: Mapping[int, Report], silent: Sequence[Silent]) -> str:
 
 
 def write_report(line: str, body: str, save: str | None) -> None:
-    """Writes a line and what follows to the console and, with ``save``, to a file
-    ``hang-<time>.txt`` in that folder; without waiting long for either."""
+    """Writes a line and what follows to the console and, with ``save``, to ``hang-<time>.txt``,
+    without waiting long for either."""
 
     def show() -> None:
         print(f"{line}\n{body}" if body else line, file=sys.stderr, flush=True)
@@ -278,9 +271,8 @@ def in_time(*works: Callable[[], None]) -> None:
 
 
 def record_collectives(save: str | None) -> None:
-    """Lets NCCL record its collectives, and write them to :data:`COLLECTIVES` at a timeout of its
-    own, unless the environment says otherwise; gloo always records. Before the first process
-    group; without GPUs nothing happens."""
+    """Lets NCCL record its collectives, and write them to :data:`COLLECTIVES` at a timeout, unless
+    the environment says otherwise. To be called before the first process group."""
     import torch
 
     if not torch.cuda.is_available():

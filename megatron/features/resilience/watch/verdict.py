@@ -12,20 +12,16 @@ from megatron.features.resilience.watch.reports import Report, Silent
 from megatron.util.errors import RESTART_STATUS
 
 LIMIT, SIGNAL, LOST = "limit", "signal", "lost"
-"""Why a rank asks: it has not advanced for too long; it shall end and cannot; or its connections to
-others failed."""
+"""It has not advanced for too long; it shall end and cannot; its connections failed."""
 
 _SHOWN = 4
-_SOON = 2
-"""Ticks between questions at least."""
-_NO_LIMIT = 60
-"""Ticks after which a rank without a limit is asked about again."""
+_SOON = 2  # ticks between questions at least
+_NO_LIMIT = 60  # ticks after which a rank without a limit is asked about again
 
 
 @dataclass(frozen=True)
 class HangQuestion:
-    """Why a rank asks; ``grace``, for :data:`SIGNAL`, is after how many ticks a rank that works is
-    too late."""
+    """Why a rank asks; ``grace``: ticks after a signal that a rank which works may take."""
 
     reason: str
     grace: int = 0
@@ -61,14 +57,9 @@ class HangVerdict:
 def judge(
     reports: Mapping[int, Report], silent: Sequence[Silent], question: HangQuestion
 ) -> HangVerdict:
-    """Who holds up a run of which some ranks report and the others are silent; the same whoever
-    asks. In this order: ranks that end by an error of their own; those that do not answer; those
-    that work while others wait; those behind the others; ranks that wait in different calls.
-
-    Args:
-        reason: why somebody asks.
-        grace: ticks after which a rank that works is too late for :data:`SIGNAL`.
-    """
+    """Judge who holds up a run of which some ranks report and the others are silent. In this order:
+    ranks that end by an error of their own; silent ones; those that work while others wait; those
+    behind the others; ranks that wait in different calls."""
     failed = [r for r in reports.values() if r.error and not r.lost]
     if failed:
         line = _listed([f"{r.name} has ended: {r.error}" for r in failed])

@@ -1,11 +1,9 @@
 """Watches the main thread of a rank, and ends the run where it does not advance.
 
-A thread counts ticks of a second. Time is what it counts, never the clock: a process that was
-stopped and continued, or a machine that slept, is not late. Where the main thread has not advanced
-(:data:`megatron.util.phases.activity`) for as many ticks as its phase may take, or a signal to end
-is not obeyed, it asks the other ranks (:class:`RankExchange`). If their answers say who holds the
-run up, it writes that and what every rank does, and ends the process, so that the launcher starts
-the run again.
+Time is ticks that a thread counts, so that a process that was stopped is not late. Where the main
+thread has not advanced for as many ticks as its phase may take, or does not obey a signal to end,
+it asks the other ranks (:class:`RankExchange`). If their answers say who holds the run up, it
+writes that and what every rank does, and ends the process; the launcher starts the run again.
 """
 
 from __future__ import annotations
@@ -62,8 +60,7 @@ _YIELD_TICKS = 5
 
 
 class LostRankError(FaultError):
-    """Another rank has ended or does not answer; the message names it, ``status`` is the exit
-    status of this process."""
+    """Another rank has ended or does not answer; ``status`` is the exit status of this process."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -71,8 +68,8 @@ class LostRankError(FaultError):
 
 
 def hang_limits(config: RunConfig) -> dict[str, int]:
-    """Ticks that each phase may take; 0 for no limit. Raises ConfigError if ``--hang-limits`` names
-    an unknown phase, or a value is not a number of seconds."""
+    """Ticks that each phase may take; 0 for no limit. Raises ConfigError for wrong
+    ``--hang-limits``."""
     given = config.section(ResilienceConfig)
     seconds = given.hang_seconds
     if seconds is None:
@@ -122,7 +119,7 @@ class Idleness:
         self.ticks = 0
 
 
-class State(Enum):
+class WatchState(Enum):
     """What a watchdog does about its main thread."""
 
     WATCHING = auto()
@@ -134,28 +131,17 @@ class State(Enum):
     OVER = auto()
 
 
-class Event(Enum):
-    ASK_LATER = auto()
-    """The ranks have answered, and nothing is wrong yet."""
-    RANK_ERROR = auto()
-    """A rank has ended by an error of its own."""
-    RUN_ENDS = auto()
-    """The ranks have found who holds the run up."""
+class WatchEvent(Enum):
+    ASK_LATER = auto()  # the ranks have answered, and nothing is wrong yet
+    RANK_ERROR = auto()  # a rank has ended by an error of its own
+    RUN_ENDS = auto()  # the ranks have found who holds the run up
     TIME_UP = auto()
-    FAILURE = auto()
-    """The main thread raises an error."""
+    FAILURE = auto()  # the main thread raises an error
 
 
 class Watchdog:
     """The thread of one rank, within its context: :data:`ACTIONS` lists what it does, by state and
-    event.
-
-    Args:
-        limits: ticks that each phase may take.
-        save: folder for the report of a hang; None for none.
-        end: ends the process with an exit status.
-        tick: seconds between looks.
-    """
+    event. ``limits`` are the ticks that each phase may take, ``tick`` their seconds."""
 
     def __init__(
         self,
@@ -169,14 +155,12 @@ class Watchdog:
         together = size > 1 and "MASTER_PORT" in os.environ
         self._exchange = RankExchange(self._report, self._rank, size) if together else None
         self._store = None if self._exchange is None else StoreWatch(self._exchange)
-        self._state = State.WATCHING
+        self._state = WatchState.WATCHING
         self._main = Idleness(activity)
         self._background: dict[int, Idleness] = {}
-        self._ask_after = 0
-        """Ticks before which it does not ask again."""
+        self._ask_after = 0  # ticks before which it does not ask again
         self._signal, self._since_signal = "", 0
-        self._failure: Exception | None = None
-        """By which the main thread ends."""
+        self._failure: Exception | None = None  # by which the main thread ends
         self._verdict: HangVerdict | None = None
         """That of a rank's error, while yielding, and the one that explains a failure."""
         self._yield_ticks = 0
@@ -199,7 +183,8 @@ class Watchdog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.part()
+        if self._exchange is not None:
+            self._exchange.stop()
         self._stopping = True
         self._wake()
         self._thread.join(2 * PATIENCE)
@@ -209,15 +194,10 @@ class Watchdog:
             self._reader.close()
             self._writer.close()
 
-    def part(self) -> None:
-        """Leaves the other ranks, as before the store ends; this one is still watched."""
-        if self._exchange is not None:
-            self._exchange.stop()
-
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """Within it the other ranks hear of an error of the main thread. One that says that others
-        do not answer becomes a :class:`LostRankError` that names them."""
+        """Tells the other ranks of an error of the main thread. One that says that others do not
+        answer becomes a :class:`LostRankError` that names them."""
         try:
             yield
         except Exception as error:
@@ -268,26 +248,26 @@ class Watchdog:
 
     def _act(self) -> None:
         """One turn: the first event that there is, or else a question to the other ranks."""
-        if self._failure is not None and self._state is State.YIELDING:
-            self._handle(Event.FAILURE, self._verdict)
+        if self._failure is not None and self._state is WatchState.YIELDING:
+            self._handle(WatchEvent.FAILURE, self._verdict)
             return
         if self._failure is not None:
-            self._handle(Event.FAILURE, None)
+            self._handle(WatchEvent.FAILURE, None)
         verdict = self._exchange.take_verdict() if self._exchange is not None else None
         if verdict is not None:
             self._handle(_event_of(verdict), verdict)
-        elif self._state is State.YIELDING and self._yield_ticks <= 0:
-            self._handle(Event.TIME_UP, self._verdict)
+        elif self._state is WatchState.YIELDING and self._yield_ticks <= 0:
+            self._handle(WatchEvent.TIME_UP, self._verdict)
         elif (question := self._question()) is not None:
             self._ask(question)
 
-    def _handle(self, event: Event, verdict: HangVerdict | None) -> None:
+    def _handle(self, event: WatchEvent, verdict: HangVerdict | None) -> None:
         """Do what the table says; an event that it does not list in this state changes nothing."""
         if (action := ACTIONS.get((self._state, event))) is not None:
             action(self, verdict)
 
     def _ask(self, question: HangQuestion) -> None:
-        """Ask the other ranks, or judge without them where there are none or no store answers."""
+        """Ask the other ranks, or judge alone without other ranks or without a store that answers."""
         if self._exchange is None or self._store is None:
             verdict = judge({self._rank: self._report()}, [], question)
         elif self._store.silent:
@@ -300,7 +280,7 @@ class Watchdog:
     def _question(self) -> HangQuestion | None:
         """Why to ask the other ranks now, if there is a reason."""
         if self._failure is not None:
-            return HangQuestion(LOST) if self._state is State.FAILED else None
+            return HangQuestion(LOST) if self._state is WatchState.FAILED else None
         idle = self._main.ticks
         if not idle or self._ask_after:
             return None
@@ -341,14 +321,14 @@ class Watchdog:
         self._ask_after = verdict.again
 
     def _yield(self, verdict: HangVerdict) -> None:
-        self._state, self._verdict, self._yield_ticks = State.YIELDING, verdict, _YIELD_TICKS
+        self._state, self._verdict, self._yield_ticks = WatchState.YIELDING, verdict, _YIELD_TICKS
 
     def _fail(self, _: HangVerdict | None) -> None:
-        self._state = State.FAILED
+        self._state = WatchState.FAILED
 
     def _explain(self, verdict: HangVerdict) -> None:
         """Tells the main thread, which ends by an error, what is the matter."""
-        self._state, self._verdict = State.OVER, verdict
+        self._state, self._verdict = WatchState.OVER, verdict
         self._explained.set()
 
     def _finish(self, verdict: HangVerdict) -> None:
@@ -376,11 +356,10 @@ class Watchdog:
                 exchange.wait_until_heard()
         finally:  # whatever a report fails by, the launcher must start the run again
             self._end(verdict.status)
-            self._stopping, self._state = True, State.OVER
+            self._stopping, self._state = True, WatchState.OVER
 
     def _data_given_up(self, verdict: HangVerdict) -> bool:
-        """Whether the main thread shall save what it has instead: its data do not come, and no
-        other rank waits."""
+        """Whether the main thread is to save instead: its data do not come, and no rank waits."""
         giving_up = self._exchange is None and activity.phase == "data" and activity.helpers
         if not giving_up or activity.give_up:
             return False
@@ -409,25 +388,25 @@ class Watchdog:
                 write_report(line, "", None)
 
 
-ACTIONS: dict[tuple[State, Event], Callable[..., None]] = {
-    (State.WATCHING, Event.ASK_LATER): Watchdog._ask_later,
-    (State.WATCHING, Event.RANK_ERROR): Watchdog._yield,
-    (State.WATCHING, Event.RUN_ENDS): Watchdog._finish,
-    (State.WATCHING, Event.FAILURE): Watchdog._fail,
-    (State.YIELDING, Event.ASK_LATER): Watchdog._ask_later,
-    (State.YIELDING, Event.RUN_ENDS): Watchdog._finish,
-    (State.YIELDING, Event.TIME_UP): Watchdog._finish,
-    (State.YIELDING, Event.FAILURE): Watchdog._explain,
-    (State.FAILED, Event.RANK_ERROR): Watchdog._explain,
-    (State.FAILED, Event.RUN_ENDS): Watchdog._explain,
+ACTIONS: dict[tuple[WatchState, WatchEvent], Callable[..., None]] = {
+    (WatchState.WATCHING, WatchEvent.ASK_LATER): Watchdog._ask_later,
+    (WatchState.WATCHING, WatchEvent.RANK_ERROR): Watchdog._yield,
+    (WatchState.WATCHING, WatchEvent.RUN_ENDS): Watchdog._finish,
+    (WatchState.WATCHING, WatchEvent.FAILURE): Watchdog._fail,
+    (WatchState.YIELDING, WatchEvent.ASK_LATER): Watchdog._ask_later,
+    (WatchState.YIELDING, WatchEvent.RUN_ENDS): Watchdog._finish,
+    (WatchState.YIELDING, WatchEvent.TIME_UP): Watchdog._finish,
+    (WatchState.YIELDING, WatchEvent.FAILURE): Watchdog._explain,
+    (WatchState.FAILED, WatchEvent.RANK_ERROR): Watchdog._explain,
+    (WatchState.FAILED, WatchEvent.RUN_ENDS): Watchdog._explain,
 }
 """What happens at an event; nothing where a pair is not listed."""
 
 
-def _event_of(verdict: HangVerdict) -> Event:
+def _event_of(verdict: HangVerdict) -> WatchEvent:
     if not verdict.ends:
-        return Event.ASK_LATER
-    return Event.RANK_ERROR if verdict.by_error else Event.RUN_ENDS
+        return WatchEvent.ASK_LATER
+    return WatchEvent.RANK_ERROR if verdict.by_error else WatchEvent.RUN_ENDS
 
 
 def _newest() -> str:
@@ -437,8 +416,7 @@ def _newest() -> str:
 
 @contextlib.contextmanager
 def watchdog_of(config: RunConfig) -> Iterator[Watchdog]:
-    """The watchdog of a run that begins in this process, until the block ends. Raises what
-    :func:`hang_limits` raises."""
+    """The watchdog of a run, until the block ends. Raises what :func:`hang_limits` raises."""
     record_collectives(config.checkpoint.save)
     with phase("start"), Watchdog(hang_limits(config), config.checkpoint.save) as watchdog:
         activity.saved = activity.give_up = ""
