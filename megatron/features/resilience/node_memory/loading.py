@@ -124,36 +124,21 @@ def fetch(engine: TrainEngine, folders: NodeFolders, wanted: NodeCheckpoint) -> 
     """Gives every node what its ranks read of a checkpoint; every rank must call it. A damaged copy
     is deleted, and another node's is used. Raises CheckpointError on every rank if that is not
     possible."""
-    folder = folders.folder / tag(wanted.iteration)
     if wanted.missing:
         raise CheckpointError(
             f"no node has {wanted.missing[0]}"
             + (f" and {len(wanted.missing) - 1} more of its files" if wanted.missing[1:] else "")
         )
-    held = {rank: dict(files) for rank, files in wanted.held.items()}
-    _copy_small_files(folders, folder, held)
+    folder = folders.folder / tag(wanted.iteration)
+    fetching = _Fetch(folders, folder, wanted)
+    fetching.copy_small_files()
     reason, needed = None, set[str]()
     try:
         needed = needed_files(engine, folder, wanted.files)
     except CheckpointError as error:
         reason = str(error)
     folders.require(reason)
-    while True:
-        needs = folders.gather(sorted(needed))
-        bad = _damaged_here(folders, folder, wanted, needs, held)
-        for rank, names in enumerate(folders.gather(bad)):
-            for name in names:
-                held[_leader(folders, rank)].pop(name, None)
-        transfers = _plan(folders, wanted, needs, held)
-        if not transfers:
-            break
-        _require_room(folders, transfers)
-        failed = _exchange(folders, folder, transfers)
-        for source, name in failed:
-            held[_leader(folders, source)].pop(name, None)
-        for each in transfers:
-            if (each.source, each.name) not in failed:
-                held[_leader(folders, each.target)][each.name] = wanted.files[each.name]
+    fetching.copy_tensors(needed)
     found = locate_checkpoint(folder)
     assert found is not None, "its manifest has been read"
     base = engine.config.checkpoint.pretrained_checkpoint
@@ -191,105 +176,117 @@ def _overlap(wanted: Slice, entry: IndexEntry) -> bool:
     return wanted.shape != entry.slice.shape or wanted.overlap(entry.slice) is not None
 
 
-def _copy_small_files(
-    folders: NodeFolders, folder: Path, held: dict[int, dict[str, Facts]]
-) -> None:
-    """Gives nodes without this checkpoint its index, configuration and manifest."""
-    giver = next(iter(held))
-    small = {name: facts for name, facts in held[giver].items() if not name.endswith(_TENSORS)}
-    without = [ranks[0] for ranks in folders.nodes if ranks[0] not in held]
-    written, reason = incomplete_folder(folders.folder, iteration_of(folder.name) or 0), None
-    if folders.rank in without:
-        try:
-            for name in small:
-                (written / name).parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            reason = f"{written}: {error.strerror}"
-    folders.require(reason)
-    transfers = [
-        FileTransfer.of(giver, target, name, facts)
-        for target in without
-        for name, facts in small.items()
-    ]
-    failed = folders.exchange(transfers, sent=folder, received=written)
-    reason = failed[0][1] if failed else None
-    if folders.rank in without and not failed:
-        try:
-            trackers = {MEGATRON_TRACKER: f"{iteration_of(folder.name)}", TRACKER: folder.name}
-            replace_folder(written, folder, trackers)
-        except OSError as error:
-            reason = f"{folder}: {error.strerror}"
-    folders.require(reason)
-    held |= {rank: dict(small) for rank in without}
+class _Fetch:
+    """The transfers of one checkpoint; every rank does the same in the same order."""
 
+    def __init__(self, folders: NodeFolders, folder: Path, wanted: NodeCheckpoint) -> None:
+        self._folders, self._folder, self._wanted = folders, folder, wanted
+        self._held = {rank: dict(files) for rank, files in wanted.held.items()}
+        self._needs: list[list[str]] = []  # of each rank
 
-def _damaged_here(
-    folders: NodeFolders,
-    folder: Path,
-    wanted: NodeCheckpoint,
-    needs: list[list[str]],
-    held: dict[int, dict[str, Facts]],
-) -> list[str]:
-    """Delete and return damaged files that this node needs; the ranks of a node share the work."""
-    members, have = folders.members, held[folders.members[0]]
-    names = sorted({name for rank in members for name in needs[rank]} & have.keys())
-    bad = []
-    for name in names[members.index(folders.rank) :: len(members)]:
-        try:
-            check_file(folder / name, wanted.files[name])
-        except CheckpointError as error:
-            print(f"WARNING: rank {folders.rank}: {error}; it is deleted", flush=True)
-            with contextlib.suppress(OSError):
-                (folder / name).unlink()
-            bad.append(name)
-    return bad
+    def copy_small_files(self) -> None:
+        """Gives nodes without this checkpoint its index, configuration and manifest."""
+        folders, folder = self._folders, self._folder
+        giver = next(iter(self._held))
+        small = {
+            name: facts for name, facts in self._held[giver].items() if not name.endswith(_TENSORS)
+        }
+        without = [ranks[0] for ranks in folders.nodes if ranks[0] not in self._held]
+        written, reason = incomplete_folder(folders.folder, iteration_of(folder.name) or 0), None
+        if folders.rank in without:
+            try:
+                for name in small:
+                    (written / name).parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                reason = f"{written}: {error.strerror}"
+        folders.require(reason)
+        transfers = [
+            FileTransfer.of(giver, target, name, facts)
+            for target in without
+            for name, facts in small.items()
+        ]
+        failed = folders.exchange(transfers, sent=folder, received=written)
+        reason = failed[0][1] if failed else None
+        if folders.rank in without and not failed:
+            try:
+                trackers = {MEGATRON_TRACKER: f"{iteration_of(folder.name)}", TRACKER: folder.name}
+                replace_folder(written, folder, trackers)
+            except OSError as error:
+                reason = f"{folder}: {error.strerror}"
+        folders.require(reason)
+        self._held |= {rank: dict(small) for rank in without}
 
+    def copy_tensors(self, needed: set[str]) -> None:
+        """Gives nodes the files that their ranks need, until each has undamaged ones."""
+        self._needs = self._folders.gather(sorted(needed))
+        while True:
+            for rank, names in enumerate(self._folders.gather(self._damaged_here())):
+                for name in names:
+                    self._of_node(rank).pop(name, None)
+            transfers = self._plan()
+            if not transfers:
+                return
+            self._require_room(transfers)
+            damaged = self._exchange(transfers)
+            for source, name in damaged:
+                self._of_node(source).pop(name, None)
+            for each in transfers:
+                if (each.source, each.name) not in damaged:
+                    self._of_node(each.target)[each.name] = self._wanted.files[each.name]
 
-def _plan(
-    folders: NodeFolders,
-    wanted: NodeCheckpoint,
-    needs: list[list[str]],
-    held: dict[int, dict[str, Facts]],
-) -> list[FileTransfer]:
-    """Return what nodes need of other nodes, the same on every rank. Raises CheckpointError if no
-    node has a file."""
-    found = []
-    for target in folders.nodes:
-        missing = {name for rank in target for name in needs[rank]} - held[target[0]].keys()
-        for number, name in enumerate(sorted(missing)):
-            givers = [ranks for ranks in folders.nodes if name in held[ranks[0]]]
-            if not givers:
-                raise CheckpointError(f"no node has an undamaged {name}")
-            giver = givers[number % len(givers)]
-            source, to = (ranks[number % len(ranks)] for ranks in (giver, target))
-            found.append(FileTransfer.of(source, to, name, wanted.files[name]))
-    return found
+    def _of_node(self, rank: int) -> dict[str, Facts]:
+        """The files that the node of a rank has."""
+        folders = self._folders
+        return self._held[folders.nodes[folders.node_of(rank)][0]]
 
+    def _damaged_here(self) -> list[str]:
+        """Delete and return damaged files that this node needs; its ranks share the work."""
+        members, rank = self._folders.members, self._folders.rank
+        needed = {name for member in members for name in self._needs[member]}
+        names, bad = sorted(needed & self._of_node(rank).keys()), []
+        for name in names[members.index(rank) :: len(members)]:
+            try:
+                check_file(self._folder / name, self._wanted.files[name])
+            except CheckpointError as error:
+                print(f"WARNING: rank {rank}: {error}; it is deleted", flush=True)
+                with contextlib.suppress(OSError):
+                    (self._folder / name).unlink()
+                bad.append(name)
+        return bad
 
-def _require_room(folders: NodeFolders, transfers: list[FileTransfer]) -> None:
-    reason = None
-    if folders.leads:
-        needed = sum(each.bytes for each in transfers if each.target in folders.members)
-        free = free_bytes(folders.folder)
-        if needed > free:
-            reason = (
-                f"{folders.folder} needs {needed / 1e6:,.0f} MB of other nodes, and "
-                f"{free / 1e6:,.0f} MB are free"
-            )
-    folders.require(reason)
+    def _plan(self) -> list[FileTransfer]:
+        """Return what nodes need of other nodes, the same on every rank. Raises CheckpointError if
+        no node has a file."""
+        planned, nodes = [], self._folders.nodes
+        for target in nodes:
+            needed = {name for rank in target for name in self._needs[rank]}
+            for number, name in enumerate(sorted(needed - self._held[target[0]].keys())):
+                givers = [ranks for ranks in nodes if name in self._held[ranks[0]]]
+                if not givers:
+                    raise CheckpointError(f"no node has an undamaged {name}")
+                giver = givers[number % len(givers)]
+                source, to = (ranks[number % len(ranks)] for ranks in (giver, target))
+                planned.append(FileTransfer.of(source, to, name, self._wanted.files[name]))
+        return planned
 
+    def _require_room(self, transfers: list[FileTransfer]) -> None:
+        reason, folders = None, self._folders
+        if folders.leads:
+            needed = sum(each.bytes for each in transfers if each.target in folders.members)
+            free = free_bytes(folders.folder)
+            if needed > free:
+                reason = (
+                    f"{folders.folder} needs {needed / 1e6:,.0f} MB of other nodes, and "
+                    f"{free / 1e6:,.0f} MB are free"
+                )
+        folders.require(reason)
 
-def _exchange(
-    folders: NodeFolders, folder: Path, transfers: list[FileTransfer]
-) -> set[tuple[int, str]]:
-    """Return sender and name of files that were damaged. Raises CheckpointError on every rank if
-    one cannot write."""
-    failed = folders.exchange(transfers, sent=folder, received=folder)
-    damaged = {(each.source, each.name) for each, reason in failed if "damaged" in reason}
-    written = [reason for each, reason in failed if (each.source, each.name) not in damaged]
-    folders.require(written[0] if written else None)
-    return {one for several in folders.gather(damaged) for one in several}
-
-
-def _leader(folders: NodeFolders, rank: int) -> int:
-    return folders.nodes[folders.node_of(rank)][0]
+    def _exchange(self, transfers: list[FileTransfer]) -> set[tuple[int, str]]:
+        """Return sender and name of files that were damaged. Raises CheckpointError on every rank
+        if one cannot write."""
+        folders = self._folders
+        failed = folders.exchange(transfers, sent=self._folder, received=self._folder)
+        damaged = {(each.source, each.name) for each, reason in failed if "damaged" in reason}
+        written = [reason for each, reason in failed if (each.source, each.name) not in damaged]
+        folders.require(written[0] if written else None)
+        return {one for several in folders.gather(damaged) for one in several}

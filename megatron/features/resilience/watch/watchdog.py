@@ -267,7 +267,7 @@ class Watchdog:
             action(self, verdict)
 
     def _ask(self, question: HangQuestion) -> None:
-        """Ask the other ranks, or judge alone without other ranks or without a store that answers."""
+        """Ask the other ranks, or judge alone where the run has one rank or its store is silent."""
         if self._exchange is None or self._store is None:
             verdict = judge({self._rank: self._report()}, [], question)
         elif self._store.silent:
