@@ -183,8 +183,7 @@ class Watchdog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._exchange is not None:
-            self._exchange.stop()
+        self.part()
         self._stopping = True
         self._wake()
         self._thread.join(2 * PATIENCE)
@@ -193,6 +192,11 @@ class Watchdog:
         if not self._thread.is_alive():
             self._reader.close()
             self._writer.close()
+
+    def part(self) -> None:
+        """Leaves the other ranks, as before the store ends; this one is still watched."""
+        if self._exchange is not None:
+            self._exchange.stop()
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
