@@ -72,7 +72,7 @@ def rank_main(model: str, rounds: int, save: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from megatron.features.resilience.unattended.replicas import ReplicaCheck
+    from megatron.features.resilience.steps.replicas import ReplicaCheck
     from megatron.run.process import connected
     from megatron.run.run import parse_run
     from megatron.training.build import build_trainer

@@ -41,7 +41,9 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def warm():
-    runs = WarmRuns("shm_nodes", "deepspeed", "megatron.features.resilience.unattended.node_memory")
+    runs = WarmRuns(
+        "shm_nodes", "deepspeed", "megatron.features.resilience.node_memory.checkpoints"
+    )
     yield runs
     runs.stop()
 

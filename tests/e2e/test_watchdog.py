@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from warm_runs import WarmRuns, alive, kill, output_of, wait
 
-from megatron.features.resilience.process_states import state_letter
+from megatron.features.resilience.watch.processes import state_letter
 
 sys.path.insert(0, str(Path(__file__).parent))
 LIMIT = 5

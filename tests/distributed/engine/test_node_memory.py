@@ -18,7 +18,7 @@ from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.folder import complete_tags
 from megatron.checkpoint.manifest import verify
 from megatron.checkpoint.source import open_checkpoint
-from megatron.features.resilience.node_memory import node_folders
+from megatron.features.resilience.node_memory import folders as node_folders
 from megatron.parallel.mesh import Group
 from megatron.training.trainer import Trainer
 

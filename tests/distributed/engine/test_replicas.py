@@ -15,8 +15,8 @@ from megatron.checkpoint.folder import complete_tags
 from megatron.config.layouts import parse_layout
 from megatron.engine.state import owned_slices
 from megatron.engine.train_engine import TrainEngine
-from megatron.features.resilience.checksum import bits_of
-from megatron.features.resilience.replicas import Replicas
+from megatron.features.resilience.steps.checksum import bits_of
+from megatron.features.resilience.steps.replicas import Replicas
 from megatron.model.mlp import MLP
 from megatron.training.stopping import TrainingStopped
 from megatron.util.errors import FaultError

@@ -16,7 +16,7 @@ from megatron.checkpoint.folder import complete_tags
 from megatron.config.layouts import parse_layout
 from megatron.data.indexed import IndexedDatasetWriter
 from megatron.engine.train_engine import TrainEngine
-from megatron.features.resilience.unattended import second_look
+from megatron.features.resilience.steps import second_look
 from megatron.model.mlp import MLP
 from megatron.util.errors import FaultError
 

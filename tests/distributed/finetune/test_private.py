@@ -13,7 +13,7 @@ import pytest
 from finetune_cases import QUICK, save_base, save_data, tune
 
 from megatron.apps.dashboard.records import newest_record, read_record
-from megatron.features.resilience.hang_report import write_report
+from megatron.features.resilience.watch.reports import write_report
 
 pytest.importorskip("transformers")
 MARK = "c4n4ry"

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from megatron.features.resilience.checksum import bits_of, checksum
+from megatron.features.resilience.steps.checksum import bits_of, checksum
 
 NUMEL = 40_003
 """Two whole blocks and a part of a third."""

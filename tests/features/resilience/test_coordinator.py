@@ -2,15 +2,15 @@
 
 import pytest
 
-from megatron.features.resilience.coordinator import (
+from megatron.features.resilience.restart.coordinator import (
     JUDGING_SECONDS,
     MOST_ALIKE,
     REPLACE_SECONDS,
     STOP_SECONDS,
     Coordinator,
     Rules,
-    hello,
 )
+from megatron.features.resilience.restart.peers import hello
 
 
 class Wire:

@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from megatron.features.resilience.elastic import (
+from megatron.features.resilience.restart.trainer import (
     ElasticNodes,
     NodeLeftError,
     given_nodes,

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron.features.resilience import exchange
-from megatron.features.resilience.exchange import RankExchange
-from megatron.features.resilience.process_states import GONE, process_space
-from megatron.features.resilience.reports import Report
-from megatron.features.resilience.verdict import LOST, HangQuestion
+from megatron.features.resilience.watch import exchange
+from megatron.features.resilience.watch.exchange import RankExchange
+from megatron.features.resilience.watch.processes import GONE, process_space
+from megatron.features.resilience.watch.reports import Report
+from megatron.features.resilience.watch.verdict import LOST, HangQuestion
 
 
 def report(rank: int) -> Report:

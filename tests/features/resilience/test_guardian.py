@@ -15,19 +15,18 @@ from selectors import DefaultSelector
 
 import pytest
 
-from megatron.features.resilience import guardian as guardian_module
-from megatron.features.resilience.coordinator import (
+from megatron.features.resilience.restart import guardian as guardian_module
+from megatron.features.resilience.restart.coordinator import (
     Coordinator,
     Rules,
-    hello,
 )
-from megatron.features.resilience.guardian import Guardian
-from megatron.features.resilience.peers import Peer
+from megatron.features.resilience.restart.guardian import Guardian
+from megatron.features.resilience.restart.peers import Peer, hello
 
 GUARDS = (
     "import importlib, sys, time\n"
-    "from megatron.features.resilience.coordinator import Rules\n"
-    "from megatron.features.resilience.guardian import guard\n"
+    "from megatron.features.resilience.restart.coordinator import Rules\n"
+    "from megatron.features.resilience.restart.guardian import guard\n"
     "importlib.import_module(sys.argv[1])\n"
     "guard(Rules(), {}, lambda: print('prepared', flush=True))\n"
     "print('trains', flush=True)\n"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.features.resilience.hang_report import (
+from megatron.features.resilience.watch.reports import (
     COLLECTIVES,
     record_collectives,
     write_collectives,
@@ -86,7 +86,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron.features.resilience.hang_report import write_collectives
+from megatron.features.resilience.watch.reports import write_collectives
 
 save, rank = sys.argv[1], int(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{save}/meet", rank=rank, world_size=2)

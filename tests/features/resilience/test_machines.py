@@ -6,14 +6,14 @@ import socket
 import subprocess
 import sys
 
-from megatron.features.resilience.machines import (
+from megatron.features.resilience.watch.processes import (
     Door,
     SilentMachines,
     is_gone,
 )
 
 HOLDS_A_DOOR = (
-    "import time; from megatron.features.resilience.machines import Door\n"
+    "import time; from megatron.features.resilience.watch.processes import Door\n"
     "print(Door('127.0.0.1').address[1], flush=True); time.sleep(60)"
 )
 

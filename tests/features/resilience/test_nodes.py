@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.features.resilience.nodes import ask
+from megatron.features.resilience.restart.nodes import ask
 
 BOOTING = '"System is booting up. Unprivileged users are not permitted to log in yet."'
 CHANGED = "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed."

@@ -6,8 +6,8 @@ import ctypes
 import time
 import weakref
 
-from megatron.features.resilience import own_time
-from megatron.features.resilience.own_time import OwnTime, OwnTimeMeter
+from megatron.features.resilience.steps import stragglers as own_time
+from megatron.features.resilience.steps.stragglers import OwnTime, OwnTimeMeter
 from megatron.util.phases import phase
 
 # A function as in the package in which ranks wait for each other.

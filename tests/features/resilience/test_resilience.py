@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, resolve
-from megatron.features.resilience.watchdog import hang_limits
+from megatron.features.resilience.watch.watchdog import hang_limits
 from megatron.run.launch import start_processes
 
 MINIMAL = (

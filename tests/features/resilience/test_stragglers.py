@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from megatron.features.resilience.stragglers import (
+from megatron.features.resilience.steps.stragglers import (
     SECONDS,
     Change,
     StepTimes,

@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 
-from megatron.features.resilience.reports import Report
-from megatron.features.resilience.verdict import (
+from megatron.features.resilience.watch.reports import Report, Silent
+from megatron.features.resilience.watch.verdict import (
     LIMIT,
     LOST,
     SIGNAL,
     HangQuestion,
     HangVerdict,
-    Silent,
     judge,
 )
 

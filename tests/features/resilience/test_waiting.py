@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.features.resilience import waiting
-from megatron.features.resilience.waiting import (
+from megatron.features.resilience.watch import processes as waiting
+from megatron.features.resilience.watch.processes import (
     call_site,
     collectives_begun,
     where_it_waits,
 )
-from megatron.features.resilience.watchdog import Idleness
+from megatron.features.resilience.watch.watchdog import Idleness
 from megatron.util import phases
 from megatron.util.phases import activity
 

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 
 from megatron.config import ConfigError
-from megatron.features.resilience import watchdog
-from megatron.features.resilience.process_states import (
+from megatron.features.resilience.watch import watchdog
+from megatron.features.resilience.watch.processes import (
     GONE,
     awaited_file,
     state_of,
 )
-from megatron.features.resilience.watchdog import (
+from megatron.features.resilience.watch.watchdog import (
     Idleness,
     Watchdog,
     hang_limits,

@@ -1,0 +1,1 @@
+"""Steps that are judged: spikes, faulty ranks, slow ranks, copies that differ."""

@@ -1,0 +1,465 @@
+"""Which rank the others wait for, judged by what each computes and reads itself."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import random
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron.features.resilience.flags import ResilienceConfig
+from megatron.features.resilience.watch.processes import frames_of_others, where_it_waits
+from megatron.parallel.mesh import Mesh, memberships
+from megatron.training.report import Reporter
+from megatron.training.stopping import DelayedReads
+from megatron.training.trainer import Callback, Trainer
+from megatron.util.errors import monitor_thread
+from megatron.util.phases import activity
+
+BLOCKS = 5
+"""Parts of a window; a rank must be slow in every one, so that a single pause names nobody."""
+
+SECONDS = 60.0
+"""Seconds of steps in a window, at least: with fewer looks at the main thread equal ranks looked
+different once in a thousand windows."""
+
+BUSY = 0.2
+"""Share of time without a processor above which the machine has too few of them."""
+
+LEAST_SHARE = 0.1  # of a step that a rank must be behind the median: less is hardly worth a message
+
+
+class StepTimes(NamedTuple):
+    """Some steps, as one rank measured them; sums over the steps, in seconds.
+
+    Attributes:
+        wall: from the beginnings of the steps to their ends.
+        own: of that, without waiting for other ranks.
+        reading: of ``own``, waiting for the next batch.
+        unscheduled: of ``own``, stopped or without a processor.
+        device: of a product of matrices on the rank's GPU; 0 where that is not measured.
+    """
+
+    wall: float
+    own: float
+    reading: float = 0.0
+    unscheduled: float = 0.0
+    device: float = 0.0
+
+    def plus(self, other: StepTimes) -> StepTimes:
+        """Both, one after the other; of the device what was faster."""
+        both = self.device and other.device
+        return StepTimes(
+            self.wall + other.wall,
+            self.own + other.own,
+            self.reading + other.reading,
+            self.unscheduled + other.unscheduled,
+            min(self.device, other.device) if both else self.device or other.device,
+        )
+
+
+@dataclass(frozen=True)
+class Change:
+    """A rank is slow from now on, or no longer is.
+
+    Attributes:
+        slow: whether it is.
+        own, others: seconds of its own for a step, and those of the median rank; with ``by_device``
+            of a product of matrices on its GPU.
+        reason: what most of ``own`` is; empty if that is not known.
+        before: in a stage of a single rank, ``others`` is what it needed itself, in proportion to
+            the other stages.
+    """
+
+    rank: int
+    slow: bool
+    own: float
+    others: float
+    reason: str = ""
+    by_device: bool = False
+    before: bool = False
+
+    def __str__(self) -> str:
+        what = "the product of matrices by which GPUs are compared" if self.by_device else "its own"
+        times = f"{1000 * self.own:.3g} ms and {1000 * self.others:.3g} ms"
+        whom = "in proportion to the other pipeline stages" if self.before else "the median rank"
+        if not self.slow:
+            return f"takes about as long as {'before' if self.before else whom} again ({times})"
+        ratio = self.own / self.others if self.others else math.inf
+        text = f"takes {ratio:.3g} times as long for {what}"
+        text += "" if self.by_device else " part of a step"
+        text += f" as {'before, ' if self.before else ''}{whom} ({times}): the others wait for it"
+        return f"{text}; {self.reason}" if self.reason else text
+
+
+@dataclass
+class _Stage:
+    """Ranks that do the same work."""
+
+    ranks: Sequence[int]
+    usual: list[float] = field(default_factory=list)
+    """Of a single rank: its own time relative to the median of all, in its first blocks."""
+
+
+class StragglerRule:
+    """Finds ranks that are slower than others of their pipeline stage, and for long.
+
+    Args:
+        stages: the ranks of each pipeline stage; only those of one do the same work. One that is
+            alone is compared with what it needed at first, relative to the other stages.
+        factor: how many times as long as the median of the others is slow; 0 names nobody.
+        window: number of steps over which a rank must be; also :data:`SECONDS` at least.
+    """
+
+    def __init__(self, stages: Sequence[Sequence[int]], factor: float, window: int) -> None:
+        self._stages = [_Stage(ranks) for ranks in stages]
+        self._factor, self._window = factor, window
+        self._all = sorted(rank for ranks in stages for rank in ranks)
+        self._steps, self._sums = 0, [StepTimes(0.0, 0.0) for _ in self._all]
+        self._verdicts: dict[tuple[int, bool], deque[bool]] = {}
+        self._named: set[tuple[int, bool]] = set()
+
+    def add(self, steps: int, pieces: Sequence[StepTimes]) -> list[Change]:
+        """Takes the same steps of every rank, in order; returns what changes with them."""
+        self._steps += steps
+        sums = self._sums = [a.plus(b) for a, b in zip(self._sums, pieces, strict=True)]
+        wall = max(piece.wall for piece in sums)
+        if not self._factor or wall * BLOCKS < SECONDS or self._steps * BLOCKS < self._window:
+            return []
+        steps, self._steps = self._steps, 0
+        self._sums = [StepTimes(0.0, 0.0) for _ in self._all]
+        changes = []
+        for stage in self._stages:
+            for rank in stage.ranks:
+                changes += self._judge(stage, rank, sums, steps)
+        return changes
+
+    def _judge(
+        self, stage: _Stage, rank: int, sums: Sequence[StepTimes], steps: int
+    ) -> list[Change]:
+        found = sums[rank]
+        own, others = found.own / steps, self._expected(stage, rank, sums) / steps
+        step = max(piece.wall for piece in sums) / steps
+        behind = own > self._factor * others and own - others > LEAST_SHARE * step
+        rest = [piece for other, piece in enumerate(sums) if other != rank and piece.own]
+        if found.unscheduled > found.own / 2 and rest:
+            behind = behind and median(piece.unscheduled / piece.own for piece in rest) < BUSY
+        alone = len(stage.ranks) == 1
+        changes = [Change(rank, behind, own, others, _reason(found), before=alone)]
+        devices = [sums[other].device for other in self._all if other != rank]
+        if found.device and devices and all(devices):
+            usual = median(devices)
+            slow = found.device > self._factor * usual
+            changes.append(Change(rank, slow, found.device, usual, by_device=True))
+        return [change for change in changes if self._is_new(change)]
+
+    def _expected(self, stage: _Stage, rank: int, sums: Sequence[StepTimes]) -> float:
+        """Seconds that the rank should have needed."""
+        mates = stage.ranks if len(stage.ranks) > 1 else self._all
+        usual = median(sums[other].own for other in mates if other != rank)
+        if len(stage.ranks) > 1:
+            return usual
+        if len(stage.usual) < BLOCKS:
+            stage.usual.append(sums[rank].own / usual if usual else 1.0)
+            return sums[rank].own
+        return usual * median(stage.usual)
+
+    def _is_new(self, change: Change) -> bool:
+        key = change.rank, change.by_device
+        verdicts = self._verdicts.setdefault(key, deque(maxlen=BLOCKS))
+        verdicts.append(change.slow)
+        if len(verdicts) < BLOCKS or any(slow != change.slow for slow in verdicts):
+            return False
+        if change.slow == (key in self._named):
+            return False
+        (self._named.add if change.slow else self._named.discard)(key)
+        return True
+
+
+def _reason(piece: StepTimes) -> str:
+    if piece.reading > piece.own / 2:
+        return "most of that is reading its data"
+    if piece.unscheduled > piece.own / 2:
+        return (
+            "most of that it is stopped or waits for a processor, which other programs or a limit "
+            "keep from it"
+        )
+    return ""
+
+
+PERIOD = 0.3
+"""Seconds between looks at the main thread; one costs 0.1 ms of a processor."""
+
+_LATE = 0.02  # seconds beyond the period that the thread may wake up late on a busy machine
+
+_DEVICE_WAITS = "/torch/cuda/streams.py"  # where the main thread waits for its device
+
+
+class OwnTime(NamedTuple):
+    """Seconds of this process; the last two are parts of ``own``, and 0 where they are not known.
+
+    Attributes:
+        own: that were not spent waiting for other ranks.
+        reading: of them, waiting for the next batch.
+        unscheduled: of them, stopped, or ready to run on a processor that others had.
+    """
+
+    own: float = 0.0
+    reading: float = 0.0
+    unscheduled: float = 0.0
+
+
+class OwnTimeMeter:
+    """Measures :class:`OwnTime` in a thread, from :meth:`resume` to :meth:`pause`.
+
+    The thread looks at random intervals, since steps may be as long as a fixed one. Where it wakes
+    up late the process was stopped, had no processor, or held the interpreter's lock.
+    """
+
+    def __init__(self, period: float = PERIOD) -> None:
+        self._period, self._random = period, random.Random(0)
+        self._counting = self._closed = False
+        self._own = self._reading = self._late = 0.0
+        """Since the beginning; only the thread writes them."""
+        self._taken = OwnTime(0.0, 0.0, 0.0)
+        self._run_delay = _run_delay()
+        self._thread: threading.Thread | None = None
+
+    def resume(self) -> None:
+        """A step begins."""
+        self._counting = True
+        if self._thread is None:  # after the processes that read data were forked
+            lost = "this rank can no longer be found to be slow"
+            self._thread = monitor_thread(self._look, "own time", lost)
+            self._thread.start()
+
+    def pause(self) -> None:
+        """The step has ended."""
+        self._counting = False
+
+    def take(self) -> OwnTime:
+        """What was measured since the last call."""
+        total, before = OwnTime(self._own, self._reading, self._late), self._taken
+        self._taken = total
+        delay, self._run_delay = self._run_delay, _run_delay()
+        own, reading, late = (now - then for now, then in zip(total, before, strict=True))
+        return OwnTime(own, reading, min(own, max(late, self._run_delay - delay)))
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._closed = True
+        if self._thread is not None:
+            self._thread.join(timeout=5)
+
+    def _look(self) -> None:
+        before = time.monotonic()
+        while True:
+            pause = self._period * self._random.uniform(0.5, 1.5)
+            time.sleep(pause)  # an event with a timeout costs a quarter more
+            if self._closed:
+                return
+            now = time.monotonic()
+            passed, before = now - before, now
+            if not self._counting:
+                continue
+            late = max(0.0, passed - pause - _LATE)
+            if _waits():
+                self._own, self._late = self._own + late, self._late + late
+                continue
+            self._own, self._late = self._own + passed, self._late + late
+            if activity.phase == "data":
+                self._reading += passed - late
+
+
+def _waits() -> bool:
+    """Whether the main thread waits for ranks or its device; a function, as frames keep tensors."""
+    frames = frames_of_others()
+    main = frames[threading.main_thread().ident or 0]
+    waits = where_it_waits(frames) is not None
+    return waits or main.f_code.co_filename.endswith(_DEVICE_WAITS)
+
+
+def _run_delay() -> float:
+    """Seconds that the main thread was ready and had no processor, on Linux; else 0."""
+    try:
+        return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+_SIDE = 2048
+_PRODUCTS = 4  # together 69 GFLOP: a tenth of a millisecond on an H100, half of one on a V100
+
+
+class DeviceProbe:
+    """Queues products of matrices, and reads later how long they took; on a CPU it does nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._factors: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        if device.type == "cuda":
+            # Not from the global random state, which a resumed run must find as it was.
+            generator = torch.Generator(device).manual_seed(0)
+            shape = (_SIDE, _SIDE)
+            one, other = (
+                torch.randn(shape, generator=generator, device=device).half() for _ in range(2)
+            )
+            self._factors = one, other, torch.empty_like(one)
+
+    def queue(self) -> None:
+        """Queues the products on the current stream."""
+        if self._factors is None:
+            return
+        one, other, product = self._factors
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.mm(one, other, out=product)  # the clock of a GPU that was idle rises with the first
+        start.record()
+        for _ in range(_PRODUCTS):
+            torch.mm(one, other, out=product)
+        end.record()
+        self._events = start, end
+
+    def seconds(self) -> float:
+        """Of the products that were queued last; 0 if they are not done, and before the first."""
+        if self._events is None or not self._events[1].query():
+            return 0.0
+        start, end = self._events
+        return start.elapsed_time(end) / 1000
+
+
+_SECONDS = 2.0
+"""Seconds of steps between two exchanges, or a window of fast steps."""
+
+_SAME_WORK = ("data", "context", "expert", "tensor")  # the axes along which ranks do the same work
+
+
+class Stragglers(Callback):
+    """Exchanges the own times of all ranks every two seconds or so, without waiting for the device,
+    and tells ``report`` of ranks that become slow or no longer are. For several ranks only."""
+
+    def __init__(
+        self, config: ResilienceConfig, mesh: Mesh, device: torch.device, report: Reporter
+    ) -> None:
+        self._mesh, self._device, self._report = mesh, device, report
+        self._rule = StragglerRule(
+            memberships(mesh.sizes, _SAME_WORK),
+            config.straggler_factor,
+            config.straggler_window,
+        )
+        self._window = config.straggler_window
+        self._meter, self._probe = OwnTimeMeter(), DeviceProbe(device)
+        self._reads: DelayedReads[int] = DelayedReads.on(device)
+        """Of what the ranks exchanged, with the number of steps."""
+        self._began, self._wall, self._steps = math.nan, 0.0, 0
+        self._due: float | None = None
+        """Iteration after which the next exchange is; None before the first step."""
+        self._arrived: float = math.inf
+        """Iteration after which the exchange is read, the same on every rank."""
+        self._shown = 0, [StepTimes(0.0, 0.0) for _ in mesh.world.ranks]
+        """Steps since the last log line, and their sums, or those of the line before."""
+        self._said = False
+        report.at_line.append(self._times)
+
+    def before_step(self, trainer: Trainer) -> None:
+        self._began = time.monotonic()
+        self._meter.resume()
+
+    @contextlib.contextmanager
+    def paused(self, trainer: Trainer) -> Iterator[None]:
+        """Ends the step, and exchanges what was measured if that is due."""
+        self._meter.pause()
+        self._wall, self._steps = self._wall + time.monotonic() - self._began, self._steps + 1
+        if self._due is None:  # the first step compiles, allocates, and starts processes
+            self._begin(trainer)
+        elif trainer.iteration >= self._due:
+            self._exchange(trainer)
+        if trainer.iteration >= self._arrived:
+            for steps, values in self._reads.due(everything=True):
+                self._take(trainer, steps, values)
+        yield
+
+    def _times(self, seconds_left: float) -> dict[str, float]:
+        """For the log line."""
+        self._said = True
+        return _times_of(*self._shown) if self._shown[0] else {}
+
+    def _begin(self, trainer: Trainer) -> None:
+        self._meter.take()
+        self._wall, self._steps, self._due = 0.0, 0, trainer.iteration + 1
+        self._arrived = math.inf
+
+    def went_back(self, trainer: Trainer) -> None:
+        """Steps that are done again count again."""
+        for _ in self._reads.due(everything=True):
+            pass
+        self._begin(trainer)
+
+    def _exchange(self, trainer: Trainer) -> None:
+        own = self._meter.take()
+        piece = StepTimes(self._wall, *own, self._probe.seconds())
+        self._probe.queue()
+        rows = torch.zeros(self._mesh.world.size, len(piece), dtype=torch.float64)
+        rows[self._mesh.world.rank] = torch.tensor(piece)
+        if self._device.type == "cuda":
+            rows = rows.pin_memory().to(self._device, non_blocking=True)
+        dist.all_reduce(rows)
+        self._reads.add(self._steps, rows.flatten())
+        self._wall, self._steps, self._due = 0.0, 0, math.inf
+        self._arrived = trainer.iteration + self._reads.lag
+
+    def _take(self, trainer: Trainer, steps: int, values: list[float]) -> None:
+        width = len(StepTimes._fields)
+        pieces = [StepTimes(*values[at : at + width]) for at in range(0, len(values), width)]
+        step = max(piece.wall for piece in pieces) / steps
+        until = min(math.ceil(_SECONDS / max(step, 1e-9)), self._window)
+        self._due, self._arrived = trainer.iteration + max(1, until), math.inf
+        shown, sums = self._shown
+        if self._said:
+            shown, sums, self._said = 0, [StepTimes(0.0, 0.0) for _ in sums], False
+        self._shown = shown + steps, [a.plus(b) for a, b in zip(sums, pieces, strict=True)]
+        if changes := self._rule.add(steps, pieces):
+            self._tell(trainer, changes)
+
+    def _tell(self, trainer: Trainer, changes: list[Change]) -> None:
+        """Every rank has found the same changes."""
+        names: list[Any] = [None] * self._mesh.world.size
+        dist.all_gather_object(names, f"{socket.gethostname()}, process {os.getpid()}")
+        for change in changes:
+            kind = "WARNING: " if change.slow else ""
+            rank = f"rank {change.rank} ({names[change.rank]})"
+            self._report.say(f"{kind}iteration {trainer.iteration}: {rank} {change}")
+            values = {
+                "rank": change.rank,
+                "slow": change.slow,
+                "by_device": change.by_device,
+                "own_seconds": change.own,
+                "median_seconds": change.others,
+            }
+            self._report.event("straggler", trainer.iteration, trainer.consumed_samples, values)
+
+    def __exit__(self, *_: Any) -> None:
+        self._meter.close()
+
+
+def _times_of(steps: int, pieces: Sequence[StepTimes]) -> dict[str, float]:
+    """Seconds that the ranks needed for a step, given their sums over some steps."""
+    owns = [piece.own / steps for piece in pieces]
+    most = max(owns)
+    return {
+        "slowest_rank": owns.index(most),
+        "own_seconds_slowest": most,
+        "own_seconds_median": median(owns),
+        "own_seconds_fastest": min(owns),
+    }

@@ -1,0 +1,1 @@
+"""Hangs: ranks that do not advance, and who holds them up."""

@@ -1,0 +1,401 @@
+"""What the watchdogs of the ranks tell each other, through the store at which the ranks meet.
+
+Each rank writes a sign of life every second and looks whether somebody asks why the run does not
+advance. To a question every rank answers with a :class:`Report`; the one that asked collects them,
+has the processes of those that do not answer looked at by ranks on their machines, and publishes
+its verdict, which all ranks act on. A thread of its own does this, because a store that does not
+answer blocks its caller without limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.features.resilience.watch.processes import (
+    GONE,
+    Door,
+    SilentMachines,
+    is_gone,
+    process_space,
+    state_letter,
+    state_of,
+)
+from megatron.features.resilience.watch.reports import Report, Silent
+from megatron.features.resilience.watch.verdict import (
+    LOST,
+    HangQuestion,
+    HangVerdict,
+    judge,
+)
+from megatron.parallel import agreement
+from megatron.util.json_text import parse_json
+from megatron.util.phases import activity
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = 5.0  # seconds, counted in pauses of the thread, for which an answer is waited for
+_PAUSE = 0.2
+_LINGERS = 10.0
+"""Seconds, counted likewise, for which a store stays after a verdict for ranks that are slow."""
+_STORE_PATIENCE = 8  # ticks for which the store may be silent
+_COUNTS = ("heard", "answers")
+_CONNECTING = timedelta(minutes=10)
+_EVERY = 1.0
+_LOOKED_AT = 1.0  # seconds for which ranks on a machine may look at the processes of others there
+_NEIGHBOURS = 64  # processes of its own machine that a rank that waits looks at, at most
+_RANKS_PER_SECOND = 2000  # signs of life that the store takes in a second, at most
+
+
+class RankExchange:
+    """The thread, from :meth:`start` to :meth:`stop`; ``report`` makes this rank's answer.
+
+    Attributes:
+        rounds: grows as long as the store answers.
+        answers: the reports of all ranks, where this one has asked.
+    """
+
+    def __init__(self, report: Callable[[], Report], rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.rounds = 0
+        self.verdict: HangVerdict | None = None
+        self.answers: dict[int, Report] = {}
+        self.silent: list[Silent] = []
+        self.owner: Silent | None = None  # the rank that has the store; None for a launcher's
+        if not agreement.of_launcher():
+            self.owner = Silent(0, "", 0, "", 0)
+        self.error = ""  # why the store cannot be used any more
+        self._report = report
+        self._host, self._space = socket.gethostname(), process_space()
+        self._question: HangQuestion | None = None
+        self._look = False
+        self._far = False
+        self._machines = SilentMachines()
+        self._firsts: dict[str, int] = {}  # a rank on each other machine
+        self._beats = 0
+        self._asked = 0
+        self._stopping = threading.Event()
+        self._woken = threading.Event()
+        self._heard = threading.Event()
+        self._heard.set()
+        self._thread = threading.Thread(target=self._run, name="exchange", daemon=True)
+        self._neighbours: dict[int, int] = {}
+        self._every = max(_EVERY, size / _RANKS_PER_SECOND)
+
+    @property
+    def ident(self) -> int | None:
+        return self._thread.ident
+
+    @property
+    def connected(self) -> bool:
+        """Whether the store has ever answered."""
+        return self.rounds > 0
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Leaves the others alone from now on, as before the store ends."""
+        self.wait_until_heard()
+        self._stopping.set()
+        self._woken.set()
+        if self._thread.is_alive():
+            self._thread.join(2.0)
+
+    def wait_until_heard(self) -> None:
+        """Waits, if this process has the store, until all ranks that answered have read the
+        verdict."""
+        self._heard.wait(2 * _LINGERS)
+
+    def ask(self, question: HangQuestion) -> None:
+        """Asks all ranks, unless somebody does already."""
+        if self._question is None:
+            self._question = question
+            self._woken.set()
+
+    def take_verdict(self) -> HangVerdict | None:
+        """The verdict, once."""
+        found, self.verdict = self.verdict, None
+        return found
+
+    def look_at_neighbours(self) -> None:
+        """Asks soon, if a process of another rank on this machine has ended."""
+        self._look = True
+        self._woken.set()
+
+    def look_at_machines(self) -> None:
+        """Asks soon, if the machine of other ranks does not answer; rank 0 looks for all."""
+        self._far = self.rank == 0
+
+    def _run(self) -> None:
+        self._door = Door(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+        try:
+            self._store = self._connect()
+            while not self._stopping.is_set():
+                self._round()
+                self._woken.wait(_PAUSE if self._owner_unknown else self._every)
+                self._woken.clear()
+        except Exception as error:  # of any kind: the store has ended, or its network
+            self.error = str(error).partition("\n")[0] or repr(error)
+            logger.debug("the watchdog's store ended", exc_info=True)
+        finally:
+            self._door.close()
+
+    def _connect(self) -> Any:
+        """A connection of this thread's own: one that another thread waits in would block it."""
+        # Woken at once: a rank may be stopped in its first steps, and is named by its sign of life.
+        while not agreement.met(_PAUSE):
+            if self._stopping.is_set():
+                raise ConnectionError("the ranks have not met")
+        return dist.PrefixStore("watchdog", agreement.connect(_CONNECTING))
+
+    def _round(self) -> None:
+        self._beat()
+        if self._store.check([f"{self._asked}/question"]):
+            self._answer(self._asked)
+        elif self._question is not None:
+            own = json.dumps([self.rank, self._question.reason, self._question.grace])
+            first = self._store.compare_set(f"{self._asked}/question", "", own).decode()
+            if first == own:
+                self._lead(self._asked, self._question)
+            else:
+                self._answer(self._asked)
+        elif self._look:
+            self._look = False
+            self._look_around()
+        elif self._far:
+            self._far = False
+            self._look_far()
+        self.rounds += 1
+
+    def _beat(self) -> None:
+        self._beats += 1
+        self._door.clear()
+        life = [self._host, self._space, os.getpid(), activity.phase, activity.iteration]
+        life += [*self._door.address, self._beats]
+        self._store.set(f"life/{self.rank}", json.dumps(life))
+        if self._owner_unknown:
+            self.owner = self._last_of(0)
+
+    @property
+    def _owner_unknown(self) -> bool:
+        return self.owner is not None and not self.owner.pid
+
+    def _last_of(self, rank: int) -> Silent:
+        """What a rank has said last."""
+        if not self._store.check([f"life/{rank}"]):
+            return Silent(rank, "", 0, "", 0)
+        host, space, pid, phase, iteration, *_ = self._said(f"life/{rank}")
+        return Silent(rank, host, pid, phase, iteration, space=space)
+
+    def _said(self, key: str) -> Any:
+        """Return what a rank has written. Raises ValueError for what none writes."""
+        return parse_json(self._store.get(key), f"{key} in the watchdog's store", lenient=True)
+
+    def _hand_in(self, number: int) -> None:
+        place = self._store.add(f"{number}/answers", 1)
+        content = json.dumps(self._report().to_json())
+        self._store.set(f"{number}/answer/{place}", content)
+
+    def _answer(self, number: int) -> None:
+        """Answers a question, looks at processes of this machine, and waits for the verdict."""
+        self._hand_in(number)
+        looked = False
+        for _ in self._pauses(4 * PATIENCE):
+            if self._store.check([f"{number}/verdict"]):
+                found = self._said(f"{number}/verdict")
+                self._store.add(f"{number}/heard", 1)
+                self._close(number, HangVerdict.of_json(found))
+                return
+            if not looked and self._store.check([f"{number}/silent"]):
+                looked = True
+                for rank, space, pid in self._said(f"{number}/silent"):
+                    if space == self._space and pid:
+                        self._store.set(f"{number}/state/{rank}", state_of(pid))
+        # The rank that asked has ended, or was stopped; whoever still waits asks again.
+        self._close(number, HangVerdict((), "", ends=False, again=1))
+
+    def _lead(self, number: int, question: HangQuestion) -> None:
+        """Collects the answers and publishes the verdict."""
+        self._hand_in(number)
+        answers: dict[int, Report] = {}
+        read = 0
+        for _ in self._pauses(PATIENCE):
+            read = self._read_answers(number, read, answers)
+            if len(answers) == self.size or self._all_others_gone(answers):
+                break
+        silent = [self._last_of(rank) for rank in range(self.size) if rank not in answers]
+        if silent:
+            asked = [[one.rank, one.space, one.pid] for one in silent]
+            self._store.set(f"{number}/silent", json.dumps(asked))
+            silent = self._with_states(number, silent, answers)
+            self._read_answers(number, read, answers)  # one that was only slow
+            silent = [one for one in silent if one.rank not in answers]
+        verdict = judge(answers, silent, question)
+        self.answers, self.silent = answers, silent
+        self._store.set(f"{number}/verdict", json.dumps(verdict.to_json()))
+        self._store.add(f"{number}/heard", 1)
+        self._close(number, verdict)
+
+    def _read_answers(self, number: int, read: int, answers: dict[int, Report]) -> int:
+        there = self._store.add(f"{number}/answers", 0)
+        while read < there and self._store.check([f"{number}/answer/{read + 1}"]):
+            read += 1
+            found = Report.of_json(self._said(f"{number}/answer/{read}"))
+            answers[found.rank] = found
+        return read
+
+    def _all_others_gone(self, answers: Mapping[int, Report]) -> bool:
+        """Whether no more answers come, because the processes, which are known here, have ended."""
+        missing = [rank for rank in range(self.size) if rank not in answers]
+        if len(missing) > _NEIGHBOURS:
+            return False
+        last = [self._last_of(rank) for rank in missing]
+        return all(one.space == self._space and state_of(one.pid) == GONE for one in last)
+
+    def _with_states(
+        self, number: int, silent: Sequence[Silent], answers: Mapping[int, Report]
+    ) -> list[Silent]:
+        spaces = {report.space for report in answers.values()}
+        for one in silent:
+            if one.space == self._space and one.pid:
+                self._store.set(f"{number}/state/{one.rank}", state_of(one.pid))
+        expected = [f"{number}/state/{one.rank}" for one in silent if one.space in spaces]
+        for _ in self._pauses(_LOOKED_AT if expected else 0):
+            if self._store.check(expected):
+                break
+        found = []
+        for one in silent:
+            key = f"{number}/state/{one.rank}"
+            known = self._store.get(key).decode() if self._store.check([key]) else ""
+            found.append(replace(one, state=known))
+        return found
+
+    def _close(self, number: int, verdict: HangVerdict) -> None:
+        self._asked, self._question = number + 1, None
+        if not (verdict.ends and self.owner is not None and self.rank == 0):
+            self.verdict = verdict
+            return
+        self._heard.clear()
+        self.verdict = verdict
+        try:
+            for _ in self._pauses(_LINGERS):
+                heard, answers = (self._store.add(f"{number}/{what}", 0) for what in _COUNTS)
+                if heard >= answers:
+                    break
+        finally:
+            self._heard.set()
+
+    def _pauses(self, seconds: float) -> Iterator[None]:
+        """Pauses of a fifth of a second; they are counted, as a process that was stopped has not
+        waited."""
+        for _ in range(max(1, round(seconds / _PAUSE))):
+            yield
+            self.rounds += 1
+            time.sleep(_PAUSE)
+
+    def _look_around(self) -> None:
+        """Asks, if a process of this machine that belongs to the run has ended."""
+        if not self._neighbours:
+            self._neighbours = {
+                one.rank: one.pid
+                for one in map(self._last_of, self._likely_neighbours())
+                if one.space == self._space
+            }
+        if any(state_letter(pid) in (None, "Z", "X") for pid in self._neighbours.values()):
+            self.ask(HangQuestion(LOST))
+
+    def _look_far(self) -> None:
+        """Asks, if a machine with other ranks of the run does not answer."""
+        if not self._firsts:
+            spaces = {rank: self._last_of(rank).space for rank in reversed(range(self.size))}
+            if not all(spaces.values()):
+                return  # a rank has not begun
+            self._firsts = {there: rank for rank, there in spaces.items() if there != self._space}
+        said = {}
+        for there, rank in self._firsts.items():
+            *_, address, port, beats = self._said(f"life/{rank}")
+            said[there] = (beats, (address, port))
+        if self._machines.look(said):
+            self.ask(HangQuestion(LOST))
+
+    def _likely_neighbours(self) -> list[int]:
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or self.size
+        first = self.rank - int(os.environ.get("LOCAL_RANK", "0")) if local < self.size else 0
+        found = range(max(0, first), min(first + local, self.size))
+        return [rank for rank in found if rank != self.rank][:_NEIGHBOURS]
+
+
+class StoreWatch:
+    """Whether the store at which the ranks meet, and its machine, still answer."""
+
+    def __init__(self, exchange: RankExchange) -> None:
+        self._exchange = exchange
+        self._silence, self._rounds = 0, 0
+        self.machine_gone = False
+        self._looking: threading.Thread | None = None
+
+    @property
+    def silent(self) -> bool:
+        """Whether the other ranks cannot be asked."""
+        return bool(self._exchange.error) or self._silence >= _STORE_PATIENCE
+
+    def count(self) -> None:
+        """A tick."""
+        rounds = self._exchange.rounds
+        self._silence = self._silence + 1 if rounds == self._rounds else 0
+        self._rounds = rounds
+
+    def look(self) -> None:
+        """Learns, in a thread of its own, whether the machine of a silent store still answers."""
+        busy = self._looking is not None and self._looking.is_alive()
+        if self._silence >= _STORE_PATIENCE and not busy:
+            self._looking = threading.Thread(target=self._look, daemon=True)
+            self._looking.start()
+
+    def _look(self) -> None:
+        self.machine_gone = is_gone(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+
+    def judge_without(self, own: Report, question: HangQuestion) -> HangVerdict:
+        """Judge by this rank's report alone, and by what is known of the process with the store."""
+        exchange = self._exchange
+        alone = judge({own.rank: own}, [], question)
+        if alone.ranks and not own.lost and not own.device:
+            return alone
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        failed = f"{own.name} has lost its connections at iteration {own.iteration}"
+        waits = failed if own.error else f"{own.name} waits in {own.place}: {own.site}"
+        if not exchange.connected:
+            line = f"the store at {address}, where the ranks meet, was never reached; {waits}"
+            return HangVerdict((), line)
+        owner = exchange.owner
+        ranks = (0,) if owner is not None else ()
+        name = owner.name if owner is not None else f"the launcher at {address}"
+        here = owner is not None and owner.space == own.space
+        state = state_of(owner.pid) if owner is not None and here else ""
+        what = "does not answer" + (f": its process {state}" if state else "")
+        if owner is not None and not here and self.machine_gone:
+            what += f": machine or network of {owner.host} is gone"
+        elif owner is not None and not here:
+            what += f": it is stopped, or machine or network of {owner.host} is gone"
+        if state == GONE or (exchange.error and not state):
+            what = "has ended"
+        return HangVerdict(ranks, f"{name}, which has the store of the ranks, {what}; {waits}")
+
+
+def several_ranks() -> tuple[int, int]:
+    """This process's rank and the number of all."""
+    with contextlib.suppress(ValueError, KeyError):
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return 0, 1

@@ -1,0 +1,201 @@
+"""Who holds a run up, from what its ranks say and who says nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megatron.features.resilience.watch.processes import GONE
+from megatron.features.resilience.watch.reports import Report, Silent
+from megatron.util.errors import RESTART_STATUS
+
+LIMIT, SIGNAL, LOST = "limit", "signal", "lost"
+"""It has not advanced for too long; it shall end and cannot; its connections failed."""
+
+_SHOWN = 4
+_SOON = 2  # ticks between questions at least
+_NO_LIMIT = 60  # ticks after which a rank without a limit is asked about again
+
+
+@dataclass(frozen=True)
+class HangQuestion:
+    """Why a rank asks; ``grace``: ticks after a signal that a rank which works may take."""
+
+    reason: str
+    grace: int = 0
+
+
+@dataclass(frozen=True)
+class HangVerdict:
+    """What is the matter.
+
+    Attributes:
+        ranks: those that hold the run up; none if that is not known.
+        line: says so, for users.
+        ends: whether the run ends; if not, the ranks ask again after ``again`` ticks.
+        status: the exit status.
+        by_error: whether a rank has ended by an error of its own.
+    """
+
+    ranks: tuple[int, ...]
+    line: str
+    ends: bool = True
+    again: int = 0
+    status: int = RESTART_STATUS
+    by_error: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of_json(cls, found: Mapping[str, Any]) -> HangVerdict:
+        return cls(**{**found, "ranks": tuple(found["ranks"])})
+
+
+def judge(
+    reports: Mapping[int, Report], silent: Sequence[Silent], question: HangQuestion
+) -> HangVerdict:
+    """Judge who holds up a run of which some ranks report and the others are silent. In this order:
+    ranks that end by an error of their own; silent ones; those that work while others wait; those
+    behind the others; ranks that wait in different calls."""
+    failed = [r for r in reports.values() if r.error and not r.lost]
+    if failed:
+        line = _listed([f"{r.name} has ended: {r.error}" for r in failed])
+        return HangVerdict(_ranks(failed), line, status=failed[0].status, by_error=True)
+    if silent:
+        return HangVerdict(tuple(s.rank for s in silent), _of_silent(silent, reports))
+    if question.reason == LOST:
+        return _lost(reports)
+    waiting = [r for r in reports.values() if r.waits or (r.device and len(reports) > 1)]
+    working = {r.rank: _left(r, question) for r in reports.values() if r not in waiting}
+    late = [reports[rank] for rank, left in working.items() if left <= 0]
+    if late:
+        return HangVerdict(_ranks(late), _of_late(late, waiting))
+    # A device that is busy may compute what is long.
+    lefts = [*working.values()] or [_left(r, question) for r in waiting if not r.waits]
+    if any(left > 0 for left in lefts):
+        again = min(max(_SOON, left) for left in lefts if left > 0)
+        return HangVerdict((), "", ends=False, again=again)
+    return _all_wait(waiting)
+
+
+def _left(report: Report, question: HangQuestion) -> int:
+    """Ticks that a rank which works may still take."""
+    limit = report.limit or report.idle + _NO_LIMIT
+    if question.reason == SIGNAL and report.phase in ("step", "data", "evaluation"):
+        limit = min(limit, question.grace)
+    return limit - report.idle
+
+
+def _lost(reports: Mapping[int, Report]) -> HangVerdict:
+    """Ranks that lost a connection to others, all of which answer."""
+    failed = [r for r in reports.values() if r.error]
+    if not failed:  # what did not answer does so again
+        return HangVerdict((), "", ends=False, again=_SOON)
+    hosts = sorted({r.host for r in reports.values()})
+    line = f"all ranks answer, but a connection between them failed (network of {', '.join(hosts)})"
+    return HangVerdict((), f"{line}: {failed[0].name}: {failed[0].error}")
+
+
+def _of_silent(silent: Sequence[Silent], reports: Mapping[int, Report]) -> str:
+    hosts = {r.host for r in reports.values()}
+    said = []
+    for one in silent:
+        if one.state == GONE:
+            what = "has ended"
+        elif one.state and one.state.startswith(("runs", "sleeps")):
+            what = (
+                f"does not answer: its process {one.state}, but none of its Python code does (a "
+                "library holds the interpreter's lock)"
+            )
+        elif one.state:
+            what = f"does not answer: its process {one.state}"
+        elif one.host and one.host not in hosts:
+            what = f"does not answer, nor does any other on {one.host}: machine or network is gone"
+        else:
+            what = "does not answer"
+        last = f", last seen in phase {one.phase}" if one.phase else ", never seen"
+        if one.iteration:
+            last += f" at iteration {one.iteration}"
+        said.append(f"{one.name} {what}{last}")
+    return _listed(said) + _waiting([r for r in reports.values() if r.waits or r.device])
+
+
+def _of_late(late: Sequence[Report], waiting: Sequence[Report]) -> str:
+    said = []
+    for one in late:
+        what = f"{one.name} has not advanced for {one.idle} s in {one.place}"
+        if one.waited_for:
+            what += f", waiting for {one.waited_for}"
+        elif one.detail:
+            what += f" ({one.detail})"
+        said.append(f"{what}: {one.site}" if one.site else what)
+    return _listed(said) + _waiting(waiting)
+
+
+def _all_wait(waiting: Sequence[Report]) -> HangVerdict:
+    if any(r.device and not r.waits for r in waiting):
+        # Ranks run ahead of their devices, each as far as it can: where they are says nothing.
+        nodes = ", ".join(sorted({r.host for r in waiting})[:_SHOWN])
+        line = (
+            f"all {len(waiting)} ranks wait, {_named([r for r in waiting if r.device])} for what "
+            f"is queued on their devices: a transfer or a kernel does not end ({nodes}); the "
+            "collectives that each has recorded tell whose"
+        )
+        return HangVerdict((), line)
+    places = Counter((r.iteration, r.phase) for r in waiting)
+    if len(places) > 1:
+        first = min(r.iteration for r in waiting)
+        behind = [r for r in waiting if r.iteration == first]
+        if len(behind) == len(waiting):
+            usual = places.most_common(1)[0][0]
+            behind = [r for r in waiting if (r.iteration, r.phase) != usual]
+        said = [f"{r.name} waits in {r.place}: {r.site}" for r in behind]
+        others = [r for r in waiting if r not in behind]
+        return HangVerdict(_ranks(behind), _listed(said) + _waiting(others))
+    sites: dict[str, list[Report]] = {}
+    for report in waiting:
+        sites.setdefault(report.site, []).append(report)
+    where = waiting[0].place
+    if len(sites) > 1:
+        said = [f"{_named(found)} in {site}" for site, found in sites.items()]
+        line = f"all ranks wait for each other in {where}, in different calls: {_listed(said)}"
+        fewest = min(len(found) for found in sites.values())
+        culprits = [r for found in sites.values() if len(found) == fewest for r in found]
+        return HangVerdict(_ranks(culprits), line)
+    hosts = sorted({r.host for r in waiting})
+    line = (
+        f"all {len(waiting)} ranks wait for each other in {where}, in {waiting[0].site}: a "
+        f"transfer between them does not arrive (network of {', '.join(hosts[:_SHOWN])})"
+    )
+    return HangVerdict((), line)
+
+
+def _waiting(reports: Sequence[Report]) -> str:
+    if not reports:
+        return ""
+    verb = "waits" if len(reports) == 1 else "wait"
+    if all(r.device and not r.waits for r in reports):
+        whose = "its device" if len(reports) == 1 else "their devices"
+        return f"; {_named(reports)} {verb} for what is queued on {whose}"
+    site = f" in {reports[0].site}" if len({r.site for r in reports}) == 1 else ""
+    return f"; {_named(reports)} {verb} for others{site}"
+
+
+def _named(reports: Sequence[Report]) -> str:
+    ranks = sorted(r.rank for r in reports)
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = f" and {len(ranks) - 2 * _SHOWN} more" if len(ranks) > 2 * _SHOWN else ""
+    return f"ranks {', '.join(map(str, ranks[: 2 * _SHOWN]))}{more}"
+
+
+def _listed(said: Sequence[str]) -> str:
+    more = len(said) - _SHOWN
+    return "; ".join(said[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+
+
+def _ranks(reports: Sequence[Report]) -> tuple[int, ...]:
+    return tuple(r.rank for r in reports)
