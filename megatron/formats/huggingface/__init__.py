@@ -14,11 +14,7 @@ from torch import Tensor
 from megatron.checkpoint.files import CheckpointError
 from megatron.config import ModelConfig
 from megatron.config.flags import flag_of
-from megatron.features.adapters.model import (
-    LINEAR,
-    LinearTarget,
-    layer_names,
-)
+from megatron.formats import LINEAR, LinearTarget, layer_names
 from megatron.formats.huggingface.architecture import (
     GATE_AND_UP,
     GROUPED_QKV,
