@@ -166,10 +166,9 @@ setup(
     ],
     package_data={
         "megatron.config": ["*.txt"],
-        "megatron.apps.dashboard": ["page/*"],
+        "megatron.apps.dashboard": ["page/*", "shared/*"],
         "megatron.formats": ["*.txt"],
         "megatron.apps.generation.server": ["page/*"],
-        "megatron.util": ["page/*"],
     },
     package_dir={"megatron.tools": "tools", **{name: f"compat/{name}" for name in COMPAT}},
     py_modules=[

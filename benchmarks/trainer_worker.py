@@ -97,7 +97,7 @@ class Worker:
 
     def parameters(self, _: None = None) -> int:
         """Elements of the parameters that this process's copy counts for."""
-        from megatron.engine.update.gradient_norm import owned
+        from megatron.engine.update.optimizer import owned
         from megatron.parallel.mesh import MODEL
 
         engine = self.trainer.engine

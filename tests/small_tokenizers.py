@@ -16,10 +16,9 @@ from megatron.features.tokenizers.train import (
     train_wordpiece,
 )
 from megatron.tokenizer import Tokenizer
-from megatron.tokenizer.byte import ByteLevelTokenizer
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from megatron.tokenizer.huggingface import HFTokenizer
-from megatron.tokenizer.null import IdTokenizer, NullTokenizer
+from megatron.tokenizer.plain import ByteLevelTokenizer, IdTokenizer, NullTokenizer
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog, and then it sleeps. " * 3,

@@ -41,7 +41,7 @@ from megatron.apps.doctor.session import (
 )
 from megatron.config import ConfigError, FlagParser
 from megatron.config.flags import POSITIVE, build, option
-from megatron.data.paths import READ_IN_PLACE, expand
+from megatron.data.json_lines import READ_IN_PLACE, expand
 from megatron.features.resilience.nodes import ask
 from megatron.util.errors import one_line
 from megatron.util.hostfile import chosen, read_hostfile

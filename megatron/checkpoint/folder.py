@@ -37,9 +37,8 @@ from pathlib import Path
 
 from megatron.checkpoint.files import CheckpointError, Facts, stage_text, write_text
 from megatron.checkpoint.manifest import INDEX, MANIFEST, STATE, write_manifest
-from megatron.util.files import sync_path
+from megatron.util.files import Lock, LockTakenError, sync_path
 from megatron.util.json_text import parse_json
-from megatron.util.locks import Lock, LockTakenError
 
 TRACKER = "latest"
 MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"

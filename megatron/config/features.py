@@ -125,12 +125,14 @@ class Feature:
     called, so that a run pays for the features that it uses.
 
     Attributes:
+        needs: names of the features without which this one does not exist.
         sections: the class of flags of each section of a saved configuration.
         model_parts: classes of flags of the network.
         families: names of the model families that :meth:`family` returns.
         tokenizers: values of ``--tokenizer-type`` that :meth:`tokenizer` returns.
     """
 
+    needs: ClassVar[tuple[str, ...]] = ()
     sections: ClassVar[Mapping[str, type[FlagSection]]] = {}
     model_parts: ClassVar[tuple[type[ModelPart], ...]] = ()
     families: ClassVar[tuple[str, ...]] = ()
@@ -244,7 +246,7 @@ class Feature:
         return None
 
     def kernels(self, blocks: Sequence[Any], config: Any) -> None:
-        """Set the :class:`~megatron.parallel.layers.LinearKernel` of layers of these blocks."""
+        """Set the :class:`~megatron.parallel.linear.LinearKernel` of layers of these blocks."""
 
     def kernel_states(
         self,
@@ -254,7 +256,7 @@ class Feature:
         mesh: Any,
         partitioned: bool,
     ) -> Any:
-        """The :class:`~megatron.parallel.layers.KernelStates` of those kernels, where the feature
+        """The :class:`~megatron.parallel.linear.KernelStates` of those kernels, where the feature
         has set any; ``names``: of each parameter; ``partitioned``: whether processes have parts of
         the weights (ZeRO 3). None for none."""
         return None
@@ -279,7 +281,7 @@ class Feature:
 
     def check_source(self, config: Any, source: Any) -> None:
         """Raise ConfigError where a run cannot start from the
-        :class:`~megatron.training.resume.ResumeSource` that its flags name, or None."""
+        :class:`~megatron.training.resume_source.ResumeSource` that its flags name, or None."""
 
     def begin(self, context: Any) -> None:
         """Called with the :class:`~megatron.training.context.RunContext` before data are read."""
@@ -326,7 +328,8 @@ def features() -> Mapping[str, Feature]:
             name = f"{parent}.{module.name}.feature"
             if module.ispkg and find_spec(name) is not None:
                 found[module.name] = import_module(name).FEATURE
-    return MappingProxyType(dict(sorted(found.items())))
+    complete = {name: one for name, one in found.items() if found.keys() >= set(one.needs)}
+    return MappingProxyType(dict(sorted(complete.items())))
 
 
 @cache

@@ -14,9 +14,8 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from megatron.data.index_cache import IndexCache, StoredArrays
+from megatron.data.index_cache import IndexCache, StoredArrays, find_numba
 from megatron.data.samples import Piece, SampleDataset, checked_index
-from megatron.data.shuffle import find_numba
 
 # Part of every cache entry's name: raise it when the meaning of the arrays changes.
 INDEX_VERSION = 1

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from megatron.data.blend import BlendedDataset, normalised_weights, part_samples
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed import IndexedDataset
-from megatron.data.paths import READ_IN_PLACE, expand
+from megatron.data.json_lines import READ_IN_PLACE, expand
 from megatron.data.samples import TRAINING, Documents, SampleDataset, SampleRecipe
 from megatron.data.sources import PARTS, Blend, DataSource, Parts, split_documents
 from megatron.util.digests import digest_of_parts, digest_of_sample

@@ -22,13 +22,13 @@ from dataclasses import dataclass
 from glob import has_magic
 from itertools import chain
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron.util.digests import digest, digest_of_parts
-from megatron.util.files import naming, sync
-from megatron.util.locks import Lock, LockTakenError
+from megatron.util.files import Lock, LockTakenError, naming, sync
 
 logger = logging.getLogger(__name__)
 
@@ -325,3 +325,12 @@ def single_writer(entry: Path) -> Iterator[None]:
         lock = Lock(path, -1)
     with lock:
         yield
+
+
+def find_numba() -> ModuleType | None:
+    """The numba package, None if it is not installed."""
+    try:
+        import numba
+    except ImportError:
+        return None
+    return numba

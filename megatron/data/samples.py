@@ -1,4 +1,4 @@
-"""The interfaces between the parts of the data pipeline.
+"""The interfaces between the parts of the data pipeline, and samples as text.
 
 documents -> recipe -> samples -> loader: a recipe makes samples of one type (GPT, BERT, T5 ...)
 from documents in indexed files, raw text or elsewhere; a blend mixes the samples of several.
@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron.data.index_cache import IndexCache
+from megatron.tokenizer import Tokenizer
 
 Sample_co = TypeVar("Sample_co", covariant=True)
 
@@ -229,3 +230,51 @@ class PackedSample(NamedTuple):
     document_ids_S: npt.NDArray[np.int64]
     """Non-decreasing. A token attends to earlier ones with the same id, and its position counts
     from the first of them. Padding has the last id."""
+
+
+def segments_of(
+    tokenizer: Tokenizer, tokens: npt.NDArray[np.integer], counted: npt.NDArray[np.bool_]
+) -> Iterator[Segment]:
+    """The text of tokens, [n], in runs that count or do not."""
+    changes = np.flatnonzero(np.diff(counted)) + 1
+    for part in np.split(np.arange(len(tokens)), changes):
+        if len(part):
+            yield Segment(tokenizer.detokenize(tokens[part].tolist()), bool(counted[part[0]]))
+
+
+def bracketed(segments: Sequence[Segment]) -> str:
+    """Text with [[double brackets]] around what does not count; line breaks between documents stand
+    alone."""
+    return "".join(
+        segment.text if segment.counted or segment.text == "\n" else f"[[{segment.text}]]"
+        for segment in segments
+    )
+
+
+def causal_view(
+    tokenizer: Tokenizer,
+    tokens_S: np.ndarray,
+    labels_S: np.ndarray,
+    loss_mask_S: np.ndarray,
+    document_ids_S: np.ndarray | None,
+    answers: bool,
+) -> SampleView:
+    """A row of which each token is predicted from those before it; documents that attention keeps
+    apart are on separate lines. Of ``answers`` the last label is shown too."""
+    starts = np.empty(0, np.int64)
+    if document_ids_S is not None:
+        starts = np.flatnonzero(np.diff(document_ids_S)) + 1
+    # Position i of the mask is about token i + 1; the first token ends the previous sample.
+    predicted_S = np.concatenate((loss_mask_S[:1], loss_mask_S[:-1])) > 0
+    shown_S = tokens_S
+    if answers and loss_mask_S[-1] > 0:
+        # The end of the last answer is predicted, and never read.
+        shown_S = np.append(tokens_S, labels_S[-1])
+        predicted_S = np.append(predicted_S, True)
+    segments: list[Segment] = []
+    for tokens, predicted in zip(
+        np.split(shown_S, starts), np.split(predicted_S, starts), strict=True
+    ):
+        segments += [Segment("\n", False)] * bool(segments)
+        segments += segments_of(tokenizer, tokens, predicted)
+    return SampleView(tokens_S, loss_mask_S, bracketed(segments), segments)

@@ -39,7 +39,7 @@ from megatron.model.layer_list import canonical_parameters
 from megatron.model.spec import ModelSpec
 from megatron.model.torch_kernels import describe_attention
 from megatron.parallel.compiler import missing_compiler
-from megatron.parallel.layers import KernelStates
+from megatron.parallel.linear import KernelStates
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import shard_of
 from megatron.util.processes import is_main_process

@@ -32,11 +32,11 @@ from megatron.engine.deepspeed_json import Json
 from megatron.engine.state import OwnedSlice, loss_scaler_state, optimizer_step, owned_slices
 from megatron.engine.train_engine import TrainEngine
 from megatron.engine.update.adam import StateStore
-from megatron.engine.update.gradient_norm import owned
+from megatron.engine.update.optimizer import owned
 from megatron.parallel.mesh import AXES, MODEL, Group, any_rank, first_reason
 from megatron.parallel.random import random_state
 from megatron.parallel.shard import shard_of
-from megatron.util.locks import Lock
+from megatron.util.files import Lock
 from megatron.util.phases import background_groups, phase
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.engine.state import OwnedSlice, owned_gradients, owned_slices
 from megatron.engine.train_engine import TrainEngine
-from megatron.engine.update.gradient_norm import owned
+from megatron.engine.update.optimizer import owned
 from megatron.parallel.mesh import AXES, MODEL
 
 KINDS = ("variance", "variance_sqrt", "momentum", "weight")

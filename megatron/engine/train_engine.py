@@ -25,11 +25,10 @@ from megatron.engine.deepspeed_patches import (
 )
 from megatron.engine.update.adam import StateStore
 from megatron.engine.update.async_step import AsyncOptimizerStep
-from megatron.engine.update.gradient_norm import clipping_factor, gradient_norm
-from megatron.engine.update.optimizer import set_rates
+from megatron.engine.update.optimizer import clipping_factor, gradient_norm, set_rates
 from megatron.model.layer_list import LayerSequence
 from megatron.model.spec import Batch, Measure, ModelSpec
-from megatron.parallel.layers import KernelStates
+from megatron.parallel.linear import KernelStates
 from megatron.parallel.mesh import Group, Mesh
 from megatron.parallel.random import dropout_seed
 from megatron.parallel.shard import shard_of
@@ -52,7 +51,7 @@ class StepResult:
         own_loss: sum of the losses of this rank's micro batches, a scalar on the device; 0 on
             stages of a pipeline that do not compute them.
         zeros: number of elements of the gradients that are zero, a scalar on the device; None
-            unless :attr:`TrainEngine.counts_zeros`.
+            without :attr:`TrainEngine.count_zeros`.
     """
 
     loss: Tensor
@@ -193,14 +192,15 @@ class TrainEngine(ModelEngine):
             these as they are.
         judge: calls :meth:`Backend.accumulate` for a step, perhaps several times; gets its micro
             batches, their seeds, and the number of samples before, and returns the sums.
-        counts_zeros: whether the next step counts zeros in its gradients; the same on every rank.
+        count_zeros: counts zeros in the gradients of the next step, on every rank; None for none.
         timed: whether steps leave ``marks``: times before their passes, after them and after the
             update, in seconds, or events on a CUDA device, which it reaches later.
     """
 
     look_ahead: Callable[[Iterator[Any], int], Iterator[Any]] | None = None
     judge: Callable[[list[Any], list[int | None], int], Tensor] | None = None
-    counts_zeros = timed = False
+    count_zeros: Callable[[TrainEngine], Tensor] | None = None
+    timed = False
 
     def __init__(
         self,
@@ -271,18 +271,13 @@ class TrainEngine(ModelEngine):
         self._mark()
         scale_before = float(getattr(self.optimizer_wrapper, "loss_scale", 1.0))
         at_smallest = self._scale_is_smallest()
-        zeros = self._count_zeros() if self.counts_zeros else None
+        zeros = None if self.count_zeros is None else self.count_zeros(self)
         norm, held = self.update()
         self._mark()
         losses = self.mean_losses(sums, micro_batches)
         exhausted = at_smallest and held is True
         total, of_rank = self.spec.total(losses), sums.sum()
         return StepResult(total, losses, norm, held, scale_before, exhausted, of_rank, zeros)
-
-    def _count_zeros(self) -> Tensor:
-        from megatron.engine.statistics import zeros_in_gradients
-
-        return zeros_in_gradients(self)
 
     def _mark(self) -> None:
         if not self.timed:

@@ -23,11 +23,10 @@ from megatron.config import (
 from megatron.config.engine import GRAPH_MODES
 from megatron.config.features import DOCUMENTS, PACKED, KindConfig, kind_classes
 from megatron.config.flags import build
-from megatron.data.gpt_batch import GPTBatch, GPTCollator, Padding
+from megatron.data.gpt_batch import GPTBatch, GPTCollator, Padding, padding_token
 from megatron.data.gpt_dataset import GPTRecipe, MockGPTDataset
-from megatron.data.packing import padding_token
 from megatron.data.pipeline import DataPipeline, SampleTokens
-from megatron.data.samples import PackedSample, SampleRecipe, SampleView
+from megatron.data.samples import PackedSample, SampleRecipe, SampleView, causal_view
 from megatron.data.scored_text import ScoredText, check_lengths, fitted, too_long
 from megatron.families.family import Family, GenerationSpec
 from megatron.model.attention_flex import block_masks
@@ -187,8 +186,6 @@ class GPTData(DataPipeline):
 
     def view(self, sample: Any, length: int) -> SampleView:
         """See `DataPipeline.view`; documents that attention keeps apart are on separate lines."""
-        from megatron.data.sample_views import causal_view  # training does not need it
-
         batch = self.collator()([sample])
         tokens, labels, mask, documents = (
             None if each is None else each[0, :length].numpy()

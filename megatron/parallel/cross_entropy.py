@@ -76,9 +76,9 @@ def linear_scores(
 ) -> TokenScores:
     """The score of every target, with the arguments of :func:`linear_cross_entropy`; the same on
     every rank."""
-    whole, *params = as_computed(x_BPH, weight, bias, head.tp)
+    whole, weight, bias = as_computed(x_BPH, weight, bias, head.tp)
     with torch.autocast(x_BPH.device.type, enabled=False):
-        run = LogitChunks(whole.flatten(0, 1), *params, targets, head, compiled=False)
+        run = LogitChunks(whole.flatten(0, 1), weight, bias, targets, head, compiled=False)
         log_probs_T, best_T = run.scores()
     counts_BP = targets.mask_BS > 0
     correct_BP = (best_T == targets.labels_BS.flatten()).view(counts_BP.shape) & counts_BP

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.parallel.cross_entropy import linear_cross_entropy, linear_scores
-from megatron.parallel.layers import LinearMap, column_linear
+from megatron.parallel.linear import LinearMap, column_linear
 from megatron.parallel.loss_head import LossHead, Targets
 from megatron.parallel.shard import Cut, Init, Shard, parameter
 from megatron.parallel.tensor_parallel import TensorParallel

@@ -14,7 +14,7 @@ from megatron.checkpoint.source import FoundCheckpoint, locate_checkpoint
 from megatron.config import RunConfig
 from megatron.config.features import features
 from megatron.run.fingerprint import checkpoint_digest, tokenizer_digest
-from megatron.training.resume import ResumeSource
+from megatron.training.resume_source import ResumeSource
 from megatron.util.digests import digest_of_sample
 
 INPUTS = "inputs"

@@ -14,9 +14,9 @@ from megatron.data.indexed.dataset import read_mark
 from megatron.data.indexed.dataset_checks import verify_checksums
 from megatron.data.loader import TrainingData
 from megatron.engine.build import build_engine
-from megatron.engine.deepspeed_folder import checkpoint_writer
 from megatron.engine.environment import training_device
 from megatron.engine.saving import hold_folder, ruined
+from megatron.engine.universal import checkpoint_writer
 from megatron.families import trained_spec
 from megatron.parallel.mesh import Mesh
 from megatron.run.process import (
@@ -35,7 +35,7 @@ from megatron.training.report import Reporter, say
 from megatron.training.resume import ResumePoint
 from megatron.training.stopping import NonFiniteGuard, Stopping, StopRequest
 from megatron.training.trainer import Callback, Position, Trainer
-from megatron.util.locks import Lock
+from megatron.util.files import Lock
 
 MARK_FILE = "tokenizer/mark.json"
 """Tells the tokenizer of a checkpoint apart from others."""

@@ -18,7 +18,8 @@ from megatron.run.run import Run
 from megatron.training.checkpoints import CheckpointManager
 from megatron.training.plan import TrainingPlan
 from megatron.training.report import Reporter
-from megatron.training.resume import ResumePoint, ResumeSource
+from megatron.training.resume import ResumePoint
+from megatron.training.resume_source import ResumeSource
 from megatron.training.stopping import NonFiniteGuard
 from megatron.training.trainer import Callback
 

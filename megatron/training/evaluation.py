@@ -35,7 +35,8 @@ from megatron.run.run import (
     run_of,
     show_configuration,
 )
-from megatron.training.resume import ResumeSource, find_origin
+from megatron.training.resume import find_origin
+from megatron.training.resume_source import ResumeSource
 from megatron.util.processes import is_main_process
 from megatron.util.progress import say
 

@@ -32,12 +32,18 @@ from megatron.config.flags import build, names_of
 from megatron.config.layouts import StateDtypes
 from megatron.data.build import DataFile, changed_files
 from megatron.data.sampler import check_skipped, continued_ranges
-from megatron.engine.loading import load_checkpoint
-from megatron.engine.saving import check_writable, ruined, shareable
+from megatron.engine.saving import check_writable, shareable
 from megatron.engine.train_engine import TrainEngine
 from megatron.families import family_names, family_of
-from megatron.parallel.mesh import first_reason
 from megatron.training.plan import TrainingPlan
+from megatron.training.resume_source import (
+    ResumeSource,
+    load_finite,
+    load_older,
+    newest_older,
+    saves_beside,
+    set_damaged_aside,
+)
 
 SKIPPED = "skip_samples"
 """In ``state.json``: the ranges that the run skips, if they are more than its flags say."""
@@ -73,18 +79,6 @@ class ResumePoint:
     spikes: Mapping[str, Any] = field(default_factory=dict)
     generation: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: TokenizerConfig | None = None
-
-
-@dataclass(frozen=True)
-class ResumeSource:
-    """The checkpoint that a run starts from, and the flag and value that named it; ``continues``
-    its run, or else loads only weights. ``damaged`` are newer ones that are damaged, with what is
-    wrong with them, a line each by folder."""
-
-    found: FoundCheckpoint
-    flag: str
-    continues: bool
-    damaged: Mapping[Path, str] = field(default_factory=dict)
 
 
 def locate(config: RunConfig) -> ResumeSource | None:
@@ -168,8 +162,6 @@ def _newest_opened(options: CheckpointConfig) -> ResumeSource | None:
             if options.on_damaged_checkpoint == "previous":
                 found.open(verify=False)
     except CheckpointError as error:
-        from megatron.training.damaged import newest_older
-
         named, older = newest_older(options, found, error)
         return ResumeSource(older, flag, continues, {named: str(error)})
     return None if found is None else ResumeSource(found, flag, continues)
@@ -206,12 +198,6 @@ def _protect_other_run(options: CheckpointConfig, origin: ResumeSource | None) -
         )
 
 
-def saves_beside(save: Path, origin: ResumeSource, options: CheckpointConfig) -> bool:
-    """Whether a run saves beside the checkpoint that it continues."""
-    continues = origin.continues and not options.reset_iteration
-    return continues and origin.found.folder.parent.samefile(save)
-
-
 def load(
     engine: TrainEngine,
     plan: TrainingPlan,
@@ -226,14 +212,10 @@ def load(
     try:
         source = load_finite(engine, origin)
     except DamagedError as error:
-        from megatron.training.damaged import load_older
-
         source, origin = load_older(engine, origin, error)
     point = _resume_point(engine, plan, origin, source, files)
     point = replace(point, generation=source.generation, tokenizer=source.tokenizer)
     if origin.damaged:
-        from megatron.training.damaged import set_damaged_aside
-
         lines = set_damaged_aside(engine, origin)
         point = replace(point, notes=(*lines, *point.notes))
     return point if point.iteration else replace(point, skip_samples=flags)
@@ -299,17 +281,6 @@ def _changed_data(source: Source, config: RunConfig, files: Sequence[DataFile]) 
             + "; restore the files, or give --allow-changed-data to continue with those of now"
         )
     return found
-
-
-def load_finite(engine: TrainEngine, origin: ResumeSource) -> Source:
-    """Loads a checkpoint. Raises DamagedError also if it would be continued from weights or moments
-    that are not finite: earlier versions saved such."""
-    source = load_checkpoint(engine, origin.found, weights_only=not origin.continues)
-    if origin.continues and source.state:
-        found = first_reason(ruined(engine), engine.device)
-        if found is not None:
-            raise DamagedError(f"{source.folder}: {found}")
-    return source
 
 
 def _check_position(plan: TrainingPlan, loaded: ResumePoint) -> None:

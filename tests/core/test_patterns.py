@@ -15,7 +15,7 @@ NOISE = 0.1
 """Seconds below which a time says nothing."""
 
 BOUNDED = {
-    "megatron/data/sentences.py:_LAST_WORD": "is applied to 40 characters",
+    "megatron/data/text_encoder.py:_LAST_WORD": "is applied to 40 characters",
     "megatron/engine/environment.py": "reads torch's own message",
     "megatron/apps/profiling/": "reads names of at most 1,000 characters",
     "megatron/features/pictures/run_curves.py:_LAYOUT": "reads the names of folders",

@@ -13,7 +13,7 @@ from megatron.checkpoint.manifest import file_facts, manifest, verify, write_man
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.source import copy_tokenizer_files
 from megatron.formats.huggingface.source import HuggingFaceFolder
-from megatron.tokenizer.null import NullTokenizer
+from megatron.tokenizer.plain import NullTokenizer
 
 SECRET = "-----BEGIN OPENSSH PRIVATE KEY-----"
 

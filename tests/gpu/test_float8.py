@@ -9,7 +9,7 @@ from megatron.features.float8.linear import (
     Float8,
     Kept,
 )
-from megatron.parallel.layers import linear
+from megatron.parallel.linear import linear
 
 if ON_GPU and torch.cuda.get_device_capability() < FIRST_CAPABILITY:
     pytest.skip("needs a GPU with 8-bit products", allow_module_level=True)

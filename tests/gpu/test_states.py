@@ -12,8 +12,7 @@ from megatron.config.layouts import StateDtypes
 from megatron.engine.update import partition_update
 from megatron.engine.update.adam import ElementwiseAdam
 from megatron.engine.update.partition_update import PartitionUpdate
-from megatron.features.low_bit_states.random_bits import more_bits, random_bits
-from megatron.features.low_bit_states.stored_states import StoredStates
+from megatron.features.low_bit_states.stored_states import StoredStates, more_bits, random_bits
 from megatron.parallel.compiler import missing_compiler
 
 BETAS, EPS = (0.9, 0.999), 1e-8

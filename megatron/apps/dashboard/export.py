@@ -11,9 +11,9 @@ from typing import Any
 
 import orjson
 
+from megatron.apps.dashboard.pages import PageFile, page_files
 from megatron.apps.dashboard.runs import AXES, WatchedRun
 from megatron.apps.dashboard.tables import Column
-from megatron.util.pages import PageFile, page_files
 
 PAGE = Path(__file__).parent / "page"
 POINTS = 1500  # points of a curve, about

@@ -27,8 +27,14 @@ from megatron.apps.dashboard.tables import (
     MetricTableState,
 )
 from megatron.util.digests import digest, digest_of_parts
-from megatron.util.files import open_regular, read_regular, remove_partial, replacing
-from megatron.util.locks import Lock, LockTakenError
+from megatron.util.files import (
+    Lock,
+    LockTakenError,
+    open_regular,
+    read_regular,
+    remove_partial,
+    replacing,
+)
 
 FORMAT = 3
 MOST_KINDS = 500

@@ -23,10 +23,10 @@ from megatron.apps.dashboard.connections import (
     StrictHandler,
 )
 from megatron.apps.dashboard.export import PAGE, export
+from megatron.apps.dashboard.pages import PAGE_HEADERS, page_files
 from megatron.apps.dashboard.runs import AXES, WatchedRun
 from megatron.util.digests import hash64, sha256
 from megatron.util.errors import one_line
-from megatron.util.pages import PAGE_HEADERS, page_files
 
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 _COOKIE = "megatron_dashboard_{}"

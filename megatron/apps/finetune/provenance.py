@@ -26,7 +26,8 @@ from megatron.run.inputs import (
     model_input,
     recorded_inputs,
 )
-from megatron.training.resume import ResumeSource, find_origin
+from megatron.training.resume import find_origin
+from megatron.training.resume_source import ResumeSource
 from megatron.util.secrets import without_secrets
 
 TUNING = "tuning"

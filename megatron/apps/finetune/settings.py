@@ -20,7 +20,8 @@ from megatron.engine.deepspeed_file import read_json
 from megatron.features.instruction.record_files import HELD_OUT as HELD_OUT_SPLITS
 from megatron.features.instruction.record_files import TRAIN as TRAIN_SPLITS
 from megatron.features.instruction.record_files import split_of
-from megatron.training.resume import ResumeSource, find_origin
+from megatron.training.resume import find_origin
+from megatron.training.resume_source import ResumeSource
 
 ORIGIN = "finetune.py"
 CHECKPOINTS = "checkpoints"

@@ -27,7 +27,7 @@ from megatron.engine.deepspeed_patches import average_by
 from megatron.engine.environment import distributed, training_device
 from megatron.engine.state import owned_slices
 from megatron.engine.train_engine import TrainEngine
-from megatron.engine.update.gradient_norm import average_gradients, gradient_norm, owned
+from megatron.engine.update.optimizer import average_gradients, gradient_norm, owned
 from megatron.families import trained_spec
 from megatron.features.preference import reference
 from megatron.features.preference.flags import PreferenceConfig

@@ -8,7 +8,9 @@ from typing import Any
 from megatron.config.features import Feature
 
 
-class Planning(Feature):
+class PlanningFeature(Feature):
+    needs = ("adapters", "float8", "low_bit_states")
+
     def check_run(self, run: Any, mesh: Any, device: Any) -> None:
         from megatron.apps.planning.fit import check_fits
 
@@ -22,4 +24,4 @@ class Planning(Feature):
         return extent(config, plan, sizes())
 
 
-FEATURE = Planning()
+FEATURE = PlanningFeature()

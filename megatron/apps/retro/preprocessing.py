@@ -58,8 +58,7 @@ from megatron.run.run import (
 from megatron.tokenizer import Tokenizer
 from megatron.training.plan import TrainingPlan
 from megatron.training.report import show_log
-from megatron.util.files import remove_partial
-from megatron.util.locks import Lock, LockTakenError
+from megatron.util.files import Lock, LockTakenError, remove_partial
 from megatron.util.processes import is_main_process
 
 STAGES = {

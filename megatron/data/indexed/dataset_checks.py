@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron.data.indexed.dataset import IndexedDataset, bin_path, idx_path
-from megatron.data.paths import READ_IN_PLACE, expand
+from megatron.data.json_lines import READ_IN_PLACE, expand
 from megatron.util.digests import sha256_of_file
 from megatron.util.files import write_whole
 from megatron.util.progress import progress_bar

@@ -22,7 +22,7 @@ from megatron.config import RunConfig
 from megatron.engine.deepspeed_json import Json, offloads, stage_of
 from megatron.engine.deepspeed_patches import queues, take_clipping_over, take_step_over
 from megatron.engine.update.adam import Float32States, StateFormat
-from megatron.engine.update.gradient_norm import (
+from megatron.engine.update.optimizer import (
     clipping_factor,
     gradient_norm,
     norm_of_groups,

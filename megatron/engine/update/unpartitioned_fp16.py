@@ -18,7 +18,7 @@ from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from torch import Tensor, nn
 
 from megatron.config import RunConfig
-from megatron.engine.update.gradient_norm import norm_of_groups, owned
+from megatron.engine.update.optimizer import norm_of_groups, owned
 from megatron.parallel.mesh import SHARDED, Mesh
 
 

@@ -30,7 +30,8 @@ from megatron.features.adapters.low_rank import (
     UpPlace,
     low_rank_linear,
 )
-from megatron.parallel.layers import LinearMap, ParallelLinear, column_linear
+from megatron.parallel.layers import ParallelLinear
+from megatron.parallel.linear import LinearMap, column_linear
 from megatron.parallel.mesh import Group
 from megatron.parallel.random import tensor_parallel_random
 from megatron.parallel.shard import Cut, Init, Shard, parameter, shard_of

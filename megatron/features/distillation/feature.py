@@ -11,6 +11,7 @@ from megatron.features.distillation.flags import DistillationConfig
 
 
 class DistillationFeature(Feature):
+    needs = ("adapters",)
     after = ("instruction", "preference")
     sections = {"distillation": DistillationConfig}
 

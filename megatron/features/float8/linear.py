@@ -167,7 +167,7 @@ class Float8:
         """g^T x, [O, I]."""
         return self._multiply(grad.columns, x.columns, dtype)
 
-    # The steps of a layer that is cut over ranks; see LinearKernel in parallel/layers.py.
+    # The steps of a layer that is cut over ranks; see LinearKernel in parallel/linear.py.
 
     def leaf(self, kept: Kept | None) -> Tensor | None:
         return None if kept is None else kept.largest
@@ -341,7 +341,7 @@ def _without_autocast(x: Tensor) -> torch.autocast:
 
 
 class _Float8Linear(torch.autograd.Function):
-    # A weight that is not kept in 8 bits is saved as it came; see _ColumnLinear in layers.py.
+    # A weight that is not kept in 8 bits is saved as it came; see _ColumnLinear of the core.
 
     @staticmethod
     def forward(

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from megatron.config.engine import FastPathsConfig
 from megatron.features.float8.linear import NOTHING_KEPT, Float8, Kept
-from megatron.parallel.layers import KernelStates, ParallelLinear
+from megatron.parallel.layers import ParallelLinear
+from megatron.parallel.linear import KernelStates
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import shard_of
 

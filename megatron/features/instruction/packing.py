@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from megatron.data.gpt_batch import best_fit, padding_token
 from megatron.data.index_cache import IndexCache, StoredArrays
-from megatron.data.packing import best_fit, padding_token
 from megatron.data.samples import Documents, PackedSample, Piece, checked_index
 from megatron.features.instruction.examples import InstructionExamples
 from megatron.features.instruction.flags import InstructionConfig

@@ -7,6 +7,7 @@ per element or per :data:`~megatron.engine.update.adam.BLOCK` elements of the pa
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from megatron.config.layouts import StateDtypes
 from megatron.engine.update.adam import BLOCK, Arranged, Decoded
-from megatron.features.low_bit_states.random_bits import key_of, more_bits, random_bits
+from megatron.engine.update.partition_update import wrapped
 from megatron.features.low_bit_states.state_formats import state_formats
 from megatron.parallel.mesh import Coordinates
 from megatron.parallel.shard import Shard
@@ -211,3 +212,38 @@ class StoredPartition:
         if tensor.numel() == self._model.numel():
             return tensor[first:end].view(-1, min(BLOCK, end - first))
         return tensor[first // BLOCK : -(-end // BLOCK)]
+
+
+_MULTIPLIERS = (0x7FEB352D, -0x7B935975)
+"""Of the hash "lowbias32" (the second is 0x846ca68b), as int32."""
+_GOLDEN = -0x61C8864F
+"""2**32 over the golden ratio, as int32."""
+
+
+def key_of(seed: int, name: str, shard: Shard, coordinates: Coordinates) -> int:
+    """The identifier (int32) of the first element of a rank's share of a parameter."""
+    words = f"{seed} {name} {sorted(shard.ranges(coordinates).items())}"
+    return wrapped(zlib.crc32(words.encode()))
+
+
+def random_bits(elements: Tensor, step: Tensor) -> Tensor:
+    """Random bits of elements in an update, 32 of each.
+
+    Args:
+        elements: identifiers, int32 [numel]: a key and the place in the share, added up.
+        step: number of the update, an int32 scalar.
+    """
+    first, second = _MULTIPLIERS
+    counted = _folded(step * _GOLDEN, 16) * second
+    bits = _folded(elements, 16) * first
+    return _folded(_folded(bits ^ counted, 15) * second, 16)
+
+
+def more_bits(bits: Tensor) -> Tensor:
+    """As many random bits again, of those of the same elements."""
+    return _folded((bits ^ _GOLDEN) * _MULTIPLIERS[0], 15)
+
+
+def _folded(bits: Tensor, shift: int) -> Tensor:
+    """``bits ^ (bits >> shift)``, shifted without the sign."""
+    return bits ^ ((bits >> shift) & ((1 << (32 - shift)) - 1))

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megatron.data.gpt_batch import positions_within
 from megatron.data.loader import mapped
-from megatron.data.packing import positions_within
 from megatron.data.scored_text import ScoredText, padded
 
 NO_LABEL = -1

@@ -23,7 +23,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.packing import best_fit
+from megatron.data.gpt_batch import best_fit
 from megatron.data.samples import Documents
 from megatron.features.masked.sentence_numbers import Sentences
 

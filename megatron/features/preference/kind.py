@@ -12,8 +12,7 @@ from megatron.config import ConfigError
 from megatron.data.build import SourceReader
 from megatron.data.indexed import idx_path
 from megatron.data.pipeline import DataKind, DataPipeline
-from megatron.data.sample_views import bracketed, segments_of
-from megatron.data.samples import SampleView
+from megatron.data.samples import SampleView, bracketed, segments_of
 from megatron.data.scored_text import ScoredText
 from megatron.data.sources import DataSource
 from megatron.features.curriculum.flags import CurriculumConfig, sequence_lengths

@@ -59,9 +59,9 @@ class _LinearLogProbs(torch.autograd.Function):
         if head.chunk_bytes is None and x.device.type == "cpu":
             head = dataclasses.replace(head, chunk_bytes=KEPT_MIB * 2**20)
         counted = Targets(targets.labels_BS, targets.mask_BS > 0, *targets[2:])
-        whole, *params = as_computed(x, weight, bias, head.tp)
+        whole, weight_VH, bias_V = as_computed(x, weight, bias, head.tp)
         with torch.autocast(x.device.type, enabled=False):
-            run = LogitChunks(whole.flatten(0, 1), *params, counted, head)
+            run = LogitChunks(whole.flatten(0, 1), weight_VH, bias_V, counted, head)
             training = training and any(ctx.needs_input_grad[:3])
             log_probs_T = torch.zeros_like(run.mask_T)
             for chunk in reversed(run.chunks):

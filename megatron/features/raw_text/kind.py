@@ -10,9 +10,8 @@ from megatron.config import RunConfig, TokenizerConfig
 from megatron.data.build import SourceReader
 from megatron.data.index_cache import IndexCache
 from megatron.data.pipeline import DataKind, DataPipeline
-from megatron.data.sentences import available_splitter
 from megatron.data.sources import DataSource
-from megatron.data.text_encoder import TextEncoder, TextSettings
+from megatron.data.text_encoder import TextEncoder, TextSettings, available_splitter
 from megatron.features.raw_text.documents import RawTextDocuments
 from megatron.features.raw_text.flags import RawTextConfig
 from megatron.features.raw_text.scan import batches

@@ -18,11 +18,11 @@ from megatron.data.json_lines import (
     BYTE_ORDER_MARK,
     LONGEST_RECORD,
     BadLine,
+    expand,
     long_line,
     read_lines,
     texts_of_line,
 )
-from megatron.data.paths import expand
 from megatron.features.raw_text.flags import PACKED_ENDINGS, TEXT_ENDINGS
 from megatron.util.digests import digest_of_sample
 

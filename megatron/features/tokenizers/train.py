@@ -24,7 +24,7 @@ from megatron.features.tokenizers.wordpiece import (
 )
 from megatron.tokenizer.base import TextSource, Tokenizer, write_text
 from megatron.tokenizer.gpt2_bpe import END_OF_TEXT, GPT2BPETokenizer
-from megatron.util.locks import Lock
+from megatron.util.files import Lock
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.config import RunConfig
 from megatron.config.output import LoggingConfig
-from megatron.engine.statistics import state_norms
+from megatron.engine.statistics import state_norms, zeros_in_gradients
 from megatron.features.trackers.tags import (
     as_markdown,
     evaluation_tagged,
@@ -167,7 +167,8 @@ class StepPoints(Callback):
     def before_step(self, trainer: Trainer) -> None:
         """Lets the engine count zeros where the step shows them."""
         logging, following = self._config.logging, trainer.iteration + 1
-        trainer.engine.counts_zeros = logging.log_num_zeros_in_grad and self._shown(following)
+        counted = logging.log_num_zeros_in_grad and self._shown(following)
+        trainer.engine.count_zeros = zeros_in_gradients if counted else None
         timed = logging.log_timers_to_tensorboard and logging.timing_log_level > 0
         trainer.engine.timed = timed and self._is_point(following)
 

@@ -17,14 +17,14 @@ from megatron.apps.corpus.collection import (
     urls,
     wikipedia,
 )
+from megatron.apps.corpus.normalization import LONGEST_RUN, normalized
 from megatron.apps.corpus.preprocessing.inputs import LineBatch
 from megatron.apps.tasks.fine_tuning import squad, squad_files
 from megatron.apps.tasks.fine_tuning.examples import clean_text
 from megatron.apps.tasks.zeroshot.texts import detokenizer_of
 from megatron.data.json_lines import ArrayReader, texts_of_line
-from megatron.data.sentences import build_splitter
+from megatron.data.text_encoder import build_splitter
 from megatron.features.instruction.conversations import read_examples
-from megatron.util.normalization import LONGEST_RUN, normalized
 
 SIZE = 1_000_000
 """Bytes of UTF-8, about."""

@@ -17,7 +17,7 @@ from megatron.config import PrecisionConfig
 from megatron.formats import huggingface
 from megatron.formats.conversion.output import parse_size
 from megatron.formats.huggingface.architecture import SAME
-from megatron.tokenizer.null import NullTokenizer
+from megatron.tokenizer.plain import NullTokenizer
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from megatron.checkpoint.writer import write_checkpoint
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.features.tokenizers.train import train_byte_level_bpe
 from megatron.features.tokenizers.wordpiece import WordPieceTokenizer
-from megatron.tokenizer.null import NullTokenizer
+from megatron.tokenizer.plain import NullTokenizer
 
 
 @pytest.fixture(scope="module")

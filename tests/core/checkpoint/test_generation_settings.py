@@ -15,7 +15,7 @@ from megatron.checkpoint.generation_settings import (
 )
 from megatron.checkpoint.source import open_checkpoint, tokenizer_in
 from megatron.checkpoint.writer import write_checkpoint
-from megatron.tokenizer.null import NullTokenizer
+from megatron.tokenizer.plain import NullTokenizer
 
 ROWS = 61
 

@@ -15,7 +15,7 @@ from megatron.checkpoint.source import Source, locate_checkpoint, open_checkpoin
 from megatron.checkpoint.writer import SliceWriter, finish_checkpoint
 from megatron.checkpoint.writer import write_checkpoint as write
 from megatron.config import TokenizerConfig
-from megatron.tokenizer.null import NullTokenizer
+from megatron.tokenizer.plain import NullTokenizer
 
 
 class InMemory(Source):

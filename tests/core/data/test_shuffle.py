@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from megatron.data import shuffle as shuffle_module
-from megatron.data.shuffle import shuffle
+from megatron.data import gpt_dataset as shuffle_module
+from megatron.data.gpt_dataset import shuffle
 
 
 @pytest.mark.parametrize("seed", [0, 1234, 2**32 - 1])

@@ -17,7 +17,7 @@ from megatron.features.instruction.flags import InstructionConfig
 from megatron.features.preference.flags import PreferenceConfig
 from megatron.features.retro.flags import RetroDataConfig
 from megatron.run.inputs import compared_inputs
-from megatron.training.resume import ResumeSource
+from megatron.training.resume_source import ResumeSource
 
 
 def save_model(folder, value):

@@ -9,7 +9,7 @@ from megatron.features.tokenizers.tik_token import TikTokenizer
 from megatron.features.tokenizers.wordpiece import WordPieceTokenizer
 from megatron.tokenizer.base import SpecialIds, Tokenizer, sentinel_ids
 from megatron.tokenizer.huggingface import HFTokenizer
-from megatron.tokenizer.null import NullTokenizer
+from megatron.tokenizer.plain import NullTokenizer
 
 NAMES = ("cls", "sep", "pad", "mask", "bos", "eos", "eod")
 

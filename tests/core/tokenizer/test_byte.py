@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config import TokenizerConfig
-from megatron.tokenizer.byte import ByteLevelTokenizer
+from megatron.tokenizer.plain import ByteLevelTokenizer
 
 CONFIG = TokenizerConfig(tokenizer_type="ByteLevelTokenizer", vocab_extra_ids=2)
 BYTES = ByteLevelTokenizer.from_config(CONFIG)

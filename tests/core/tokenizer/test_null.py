@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.tokenizer.null import IdTokenizer, NullTokenizer
+from megatron.tokenizer.plain import IdTokenizer, NullTokenizer
 
 
 def test_integers_between_white_space():

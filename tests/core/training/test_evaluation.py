@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from megatron.config import Setting, TokenizerConfig
-from megatron.tokenizer.null import NullTokenizer
+from megatron.tokenizer.plain import NullTokenizer
 from megatron.training.evaluation import checkpoint_settings, evaluated_run, evaluation_settings
 
 

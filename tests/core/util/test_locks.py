@@ -11,11 +11,11 @@ import time
 
 import pytest
 
-from megatron.util.locks import Lock, LockTakenError
+from megatron.util.files import Lock, LockTakenError
 
 HOLD = """
 import os, sys, time
-from megatron.util.locks import Lock
+from megatron.util.files import Lock
 lock = Lock(sys.argv[1])
 if not os.fork():
     print("held", flush=True)

@@ -18,10 +18,9 @@ from megatron.engine.saving import CheckpointWriter
 from megatron.engine.state import owned_slices
 from megatron.engine.train_engine import TrainEngine
 from megatron.engine.update.async_step import AsyncOptimizerStep
-from megatron.engine.update.gradient_norm import average_gradients, gradient_norm
-from megatron.engine.update.optimizer import build_optimizer
+from megatron.engine.update.optimizer import average_gradients, build_optimizer, gradient_norm
 from megatron.model.layer_list import initialise
-from megatron.parallel.layers import KernelStates
+from megatron.parallel.linear import KernelStates
 from megatron.parallel.mesh import AXES, build_mesh, coordinates_of
 from megatron.parallel.random import generator
 from megatron.parallel.shard import Cut, Init, Shard, parameter, shard_of

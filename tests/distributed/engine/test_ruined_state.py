@@ -13,7 +13,7 @@ from megatron.checkpoint.folder import complete_tags
 from megatron.checkpoint.source import open_checkpoint
 from megatron.engine.state import owned_slices
 from megatron.engine.train_engine import TrainEngine
-from megatron.engine.update.gradient_norm import owned
+from megatron.engine.update.optimizer import owned
 from megatron.parallel.mesh import MODEL
 
 STEPS, BAD = 6, 4

@@ -20,8 +20,8 @@ from megatron.engine import deepspeed_replacements
 from megatron.engine.environment import distributed
 from megatron.engine.state import holders, owned_slices
 from megatron.features.low_bit_states import stored_states
-from megatron.features.low_bit_states.random_bits import key_of
 from megatron.features.low_bit_states.state_formats import Remainder
+from megatron.features.low_bit_states.stored_states import key_of
 from megatron.parallel.shard import shard_of
 from megatron.run.run import parse_run
 

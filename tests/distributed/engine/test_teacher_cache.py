@@ -16,7 +16,7 @@ from training_jobs import TINY, train
 from megatron.config import ConfigError
 from megatron.config.layouts import parse_layout
 from megatron.features.distillation import teacher as teachers
-from megatron.features.distillation.teacher_cache import TeacherCache, identity_of
+from megatron.features.distillation.teacher import TeacherCache, identity_of
 
 STEPS = 4
 STUDENT = [*TINY, "--train-iters", str(STEPS), "--num-layers", "4"]
@@ -134,7 +134,7 @@ def test_teachers_with_the_same_norms_differ(tmp_path, monkeypatch):
     """As those of which adapters were merged, whose smallest weights are the same."""
     from megatron.checkpoint.source import locate_checkpoint
 
-    monkeypatch.setattr("megatron.features.distillation.teacher_cache._DIGESTED", 3)
+    monkeypatch.setattr("megatron.features.distillation.teacher._DIGESTED", 3)
 
     found = []
     for name in "ab":

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from generation_models import VOCAB, save_theirs
 
-from megatron.tokenizer.null import NullTokenizer
+from megatron.tokenizer.plain import NullTokenizer
 
 LAYOUTS = {
     "tp2": (2, ["--tensor-model-parallel-size", "2"]),

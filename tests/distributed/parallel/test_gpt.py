@@ -15,7 +15,7 @@ from samples import sampled
 from torch import Tensor
 
 from megatron.config import ParallelConfig
-from megatron.engine.update.gradient_norm import gradient_norm
+from megatron.engine.update.optimizer import gradient_norm
 from megatron.families import build_model
 from megatron.model.layer_list import LayerStack, initialise
 from megatron.parallel.loss_head import Targets

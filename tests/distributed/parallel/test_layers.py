@@ -24,11 +24,10 @@ from megatron.parallel.embeddings import VocabParallelEmbedding, WholeEmbedding
 from megatron.parallel.layers import (
     ColumnParallelLinear,
     Dropout,
-    LinearMap,
     QKVParallelLinear,
     RowParallelLinear,
-    column_linear,
 )
+from megatron.parallel.linear import LinearMap, column_linear
 from megatron.parallel.loss_head import LossHead, Targets
 from megatron.parallel.mesh import Group, build_mesh
 from megatron.parallel.shard import Init, shard_of

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.features.float8 import casts as float8_casts
 from megatron.features.float8.linear import Float8, Kept
 from megatron.parallel.compiler import missing_compiler
-from megatron.parallel.layers import linear
+from megatron.parallel.linear import linear
 
 TOKENS, INPUTS, OUTPUTS = 32, 64, 48
 KINDS = {

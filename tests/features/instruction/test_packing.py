@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from megatron.config import TokenizerConfig
 from megatron.data.blend import BlendedDataset
-from megatron.data.gpt_batch import GPTCollator
+from megatron.data.gpt_batch import GPTCollator, best_fit
 from megatron.data.gpt_dataset import GPTRecipe
 from megatron.data.index_cache import IndexCache
-from megatron.data.packing import best_fit
 from megatron.data.samples import PackedSample
 from megatron.features.instruction.example_encoder import EncodedExample, ExampleEncoder
 from megatron.features.instruction.examples import InstructionExamples

@@ -6,12 +6,6 @@ import pytest
 import torch
 
 from megatron.config.layouts import StateDtypes
-from megatron.features.low_bit_states.random_bits import (
-    key_of,
-    more_bits,
-    random_bits,
-    wrapped,
-)
 from megatron.features.low_bit_states.state_formats import (
     BLOCK,
     BFloat16,
@@ -21,6 +15,12 @@ from megatron.features.low_bit_states.state_formats import (
     Rounded,
     state_formats,
     to_bfloat16,
+)
+from megatron.features.low_bit_states.stored_states import (
+    key_of,
+    more_bits,
+    random_bits,
+    wrapped,
 )
 from megatron.parallel.shard import Cut, Shard
 

@@ -10,7 +10,7 @@ import sentencepiece
 
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
-from megatron.data.sentences import build_splitter
+from megatron.data.text_encoder import build_splitter
 from megatron.features.masked.bert_samples import BertRecipe
 from megatron.features.masked.flags import MaskedDataConfig
 from megatron.features.masked.t5_samples import T5Recipe

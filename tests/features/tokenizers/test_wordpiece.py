@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from megatron.features.tokenizers import wordpiece
 from megatron.features.tokenizers.wordpiece import WordPieceTokenizer
 from megatron.tokenizer.huggingface import HFTokenizer
-from megatron.tokenizer.null import NullTokenizer
+from megatron.tokenizer.plain import NullTokenizer
 
 
 def references(vocab_file, tmp_path, lower_case):

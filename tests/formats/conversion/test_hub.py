@@ -16,7 +16,7 @@ from megatron.checkpoint.reader import CheckpointReader
 from megatron.config import ConfigError
 from megatron.formats.conversion.output import check_hub, push
 from megatron.formats.huggingface.export import write_model
-from megatron.tokenizer.null import NullTokenizer
+from megatron.tokenizer.plain import NullTokenizer
 
 TOKEN = "hf_standin"
 COMMIT = 40 * "a"

@@ -15,7 +15,7 @@ from megatron.formats.conversion.output import published
 from megatron.formats.huggingface import architecture_of
 from megatron.formats.huggingface.compare import compare_logits
 from megatron.formats.huggingface.export import plan_shards, write_model
-from megatron.tokenizer.null import NullTokenizer
+from megatron.tokenizer.plain import NullTokenizer
 
 
 @pytest.fixture

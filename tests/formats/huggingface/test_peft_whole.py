@@ -15,7 +15,7 @@ from megatron.features.adapters.to_peft import write_adapters
 from megatron.formats.conversion.commands import export_hf
 from megatron.formats.inspection import model_of
 from megatron.model.layer_list import LayerState
-from megatron.tokenizer.null import NullTokenizer
+from megatron.tokenizer.plain import NullTokenizer
 
 peft = pytest.importorskip("peft", reason="the numbers are peft's")
 

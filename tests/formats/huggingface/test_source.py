@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.slices import Slice
 from megatron.formats.huggingface.source import HuggingFaceFolder
-from megatron.tokenizer.null import NullTokenizer
+from megatron.tokenizer.plain import NullTokenizer
 
 
 @pytest.fixture

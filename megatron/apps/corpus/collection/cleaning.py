@@ -19,10 +19,10 @@ from megatron.apps.corpus.collection.line_job import (
     required,
     run_on_json,
 )
+from megatron.apps.corpus.normalization import normalized
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.config.flags import option
 from megatron.tokenizer import build_tokenizer
-from megatron.util.normalization import normalized
 
 # without normalisation, which `normalized` does in linear time
 _REPAIRS = ftfy.TextFixerConfig(normalization=None, explain=False)

@@ -16,8 +16,7 @@ import zstandard
 
 from megatron.apps.corpus.preprocessing.inputs import LineBatch, read_batches
 from megatron.data.json_lines import BadLine, is_too_deep, long_line, texts_of_line
-from megatron.util.files import naming, sync, write_whole
-from megatron.util.locks import Lock, LockTakenError
+from megatron.util.files import Lock, LockTakenError, naming, sync, write_whole
 
 _MAX_DEPTH = 500  # brackets inside brackets that Python still writes
 _PACKERS: dict[str, Callable[[], zlib._Compress | zstandard.ZstdCompressionObj]] = {

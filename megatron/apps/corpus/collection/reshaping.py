@@ -29,9 +29,8 @@ from megatron.apps.corpus.collection.line_job import (
 from megatron.apps.corpus.preprocessing.inputs import read_batches
 from megatron.config import ConfigError
 from megatron.config.flags import option
-from megatron.data.json_lines import long_line, read_lines
-from megatron.data.paths import expand
-from megatron.data.sentences import available_splitter, build_splitter
+from megatron.data.json_lines import expand, long_line, read_lines
+from megatron.data.text_encoder import available_splitter, build_splitter
 from megatron.util.digests import hash64
 from megatron.util.files import replacing, sync
 

@@ -17,8 +17,7 @@ from xopen import xopen
 
 from megatron.config import ConfigError
 from megatron.config.flags import option
-from megatron.data.json_lines import BYTE_ORDER_MARK, LONGEST_RECORD
-from megatron.data.paths import expand
+from megatron.data.json_lines import BYTE_ORDER_MARK, LONGEST_RECORD, expand
 
 STDIN = "-"
 

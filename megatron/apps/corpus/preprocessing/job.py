@@ -42,8 +42,7 @@ from megatron.apps.corpus.preprocessing.readers import (
 from megatron.data.indexed.dataset_writer import Spool, index_parts
 from megatron.data.json_lines import BadLine, lines_in
 from megatron.util.digests import digest
-from megatron.util.files import naming, sync, write_whole
-from megatron.util.locks import Lock, LockTakenError
+from megatron.util.files import Lock, LockTakenError, naming, sync, write_whole
 from megatron.util.processes import map_in_order
 
 _SHOWN = 5

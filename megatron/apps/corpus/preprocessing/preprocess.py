@@ -29,8 +29,7 @@ from megatron.apps.corpus.preprocessing.job import (
 from megatron.apps.corpus.preprocessing.readers import BlockEncoder, EncodeConfig
 from megatron.config import TokenizerConfig
 from megatron.data.indexed.dataset_writer import merge_datasets, publish
-from megatron.data.sentences import available_splitter
-from megatron.data.text_encoder import TextSettings
+from megatron.data.text_encoder import TextSettings, available_splitter
 from megatron.util.processes import usable_processors
 from megatron.util.progress import Progress
 

@@ -23,7 +23,8 @@ from megatron.checkpoint.source import locate_checkpoint
 from megatron.config import ConfigError
 from megatron.engine.train_engine import ModelEngine
 from megatron.features.adapters.checkpoint import AdaptedSource, rows_of_part
-from megatron.parallel.layers import LinearMap, ParallelLinear, column_linear, linear
+from megatron.parallel.layers import ParallelLinear
+from megatron.parallel.linear import LinearMap, column_linear, linear
 from megatron.parallel.mesh import Coordinates
 from megatron.parallel.shard import Shard, shard_of
 

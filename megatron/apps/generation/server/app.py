@@ -16,6 +16,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
 
+from megatron.apps.dashboard.pages import PAGE_HEADERS, page_files
 from megatron.apps.generation.server.exchange import (
     JSON,
     ClientGone,
@@ -29,7 +30,6 @@ from megatron.apps.generation.server.metrics import (
 )
 from megatron.apps.generation.server.openai_api import openai_router
 from megatron.apps.generation.server.service import Service
-from megatron.util.pages import PAGE_HEADERS, page_files
 
 # Endpoints of the metrics; all other paths are one.
 ENDPOINTS = frozenset(

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 import numpy.typing as npt
 
+from megatron.apps.corpus.normalization import normalized
 from megatron.apps.tasks.report import TaskResult, bits_per_byte
 from megatron.apps.tasks.zeroshot.texts import (
     Record,
@@ -30,7 +31,6 @@ from megatron.features.raw_text.flags import RawTextConfig
 from megatron.tokenizer import Tokenizer
 from megatron.training.measuring import measure_texts
 from megatron.training.metrics import perplexity
-from megatron.util.normalization import normalized
 from megatron.util.progress import move_to, progress_bar
 
 TASKS = ("wikitext", "lambada", "json")

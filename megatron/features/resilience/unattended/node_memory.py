@@ -21,7 +21,7 @@ from megatron.features.resilience.node_memory.node_loading import checkpoints_in
 from megatron.features.resilience.node_memory.node_saving import NodeWriter
 from megatron.training.checkpoints import CheckpointManager
 from megatron.training.report import say
-from megatron.training.resume import ResumeSource
+from megatron.training.resume_source import ResumeSource
 from megatron.training.trainer import Callback, Trainer
 from megatron.util.phases import phase
 

@@ -19,7 +19,8 @@ from megatron.features.resilience.unattended.spikes import (
 )
 from megatron.training import resume
 from megatron.training.checkpoints import CheckpointManager
-from megatron.training.resume import SKIPPED, ResumePoint, ResumeSource
+from megatron.training.resume import SKIPPED, ResumePoint
+from megatron.training.resume_source import ResumeSource
 from megatron.training.stopping import TrainingStopped
 from megatron.training.trainer import Callback, GoBack, Step, Trainer
 

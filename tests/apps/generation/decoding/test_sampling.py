@@ -23,7 +23,7 @@ from megatron.apps.generation.decoding.sampling import (
     token_score,
 )
 from megatron.apps.generation.request import Beams, Sampling
-from megatron.tokenizer.null import NullTokenizer
+from megatron.tokenizer.plain import NullTokenizer
 
 
 def logits(rows=16, vocab=97, seed=0, scale=3.0):

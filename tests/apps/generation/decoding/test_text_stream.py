@@ -12,7 +12,7 @@ from megatron.apps.generation.decoding.text_stream import (
     continuation_text,
     token_texts,
 )
-from megatron.tokenizer.null import NullTokenizer
+from megatron.tokenizer.plain import NullTokenizer
 
 KINDS = list(small_tokenizers(None))
 

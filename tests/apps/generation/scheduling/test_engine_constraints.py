@@ -15,7 +15,7 @@ from megatron.apps.generation.request import (
 from megatron.apps.generation.scheduling.engine import GenerationEngine
 from megatron.apps.generation.scheduling.engine_thread import EngineThread
 from megatron.apps.generation.scheduling.schedule import EngineLimits
-from megatron.tokenizer.byte import ByteLevelTokenizer
+from megatron.tokenizer.plain import ByteLevelTokenizer
 
 pytest.importorskip("llguidance", reason="constraints need the extra serve")
 

@@ -22,7 +22,7 @@ from megatron.apps.generation.scheduling.schedule import EngineLimits
 from megatron.families import family_of
 from megatron.formats.huggingface.source import HuggingFaceFolder
 from megatron.formats.inspection import model_of
-from megatron.tokenizer.null import NullTokenizer
+from megatron.tokenizer.plain import NullTokenizer
 
 GREEDY = Sampling(greedy=True)
 LONG = {"llama", "mistral"}

@@ -16,7 +16,7 @@ from megatron.apps.generation.request import (
 from megatron.apps.generation.scheduling.engine import GenerationEngine, QueueFull
 from megatron.apps.generation.scheduling.engine_thread import EngineStopped, EngineThread
 from megatron.apps.generation.scheduling.schedule import EngineLimits
-from megatron.tokenizer.null import NullTokenizer
+from megatron.tokenizer.plain import NullTokenizer
 
 VOCAB = 61
 

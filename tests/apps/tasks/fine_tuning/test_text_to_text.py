@@ -22,7 +22,7 @@ from megatron.apps.tasks.fine_tuning.text_to_text import (
 from megatron.config import ConfigError
 from megatron.families import family_of
 from megatron.features.tokenizers.wordpiece import WordPieceTokenizer
-from megatron.tokenizer.byte import ByteLevelTokenizer
+from megatron.tokenizer.plain import ByteLevelTokenizer
 
 ROWS = {
     "MNLI": ({"premise": "A man ran", "hypothesis": "He moved"}, 0, ("entailment", 1)),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.engine.update.gradient_norm import clipping_factor, gradient_norm, norm_of_groups
+from megatron.engine.update.optimizer import clipping_factor, gradient_norm, norm_of_groups
 from megatron.parallel.mesh import SINGLE, Mesh
 from megatron.parallel.shard import Shard
 

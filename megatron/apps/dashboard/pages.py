@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-SHARED = Path(__file__).parent / "page"
+SHARED = Path(__file__).parent / "shared"
 """What the pages have in common: colours and controls, their switch, how elements are made."""
 
 _TYPES = {

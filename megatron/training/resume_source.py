@@ -1,11 +1,11 @@
-"""What a run does if the checkpoint that it would continue from is damaged: it names the newest
-older one that is whole, or takes it and sets the damaged ones aside."""
+"""The checkpoint that a run starts from, and what the run does if it is damaged: name the newest
+older one that is whole, or take it and set the damaged ones aside."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -21,9 +21,39 @@ from megatron.checkpoint.folder import (
 )
 from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoint
 from megatron.config import CheckpointConfig
-from megatron.engine.loading import open_whole, together
+from megatron.engine.loading import load_checkpoint, open_whole, together
+from megatron.engine.saving import ruined
 from megatron.engine.train_engine import TrainEngine
-from megatron.training.resume import ResumeSource, load_finite, saves_beside
+from megatron.parallel.mesh import first_reason
+
+
+@dataclass(frozen=True)
+class ResumeSource:
+    """The checkpoint that a run starts from, and the flag and value that named it; ``continues``
+    its run, or else loads only weights. ``damaged`` are newer ones that are damaged, with what is
+    wrong with them, a line each by folder."""
+
+    found: FoundCheckpoint
+    flag: str
+    continues: bool
+    damaged: Mapping[Path, str] = field(default_factory=dict)
+
+
+def saves_beside(save: Path, origin: ResumeSource, options: CheckpointConfig) -> bool:
+    """Whether a run saves beside the checkpoint that it continues."""
+    continues = origin.continues and not options.reset_iteration
+    return continues and origin.found.folder.parent.samefile(save)
+
+
+def load_finite(engine: TrainEngine, origin: ResumeSource) -> Source:
+    """Loads a checkpoint. Raises DamagedError also if it would be continued from weights or moments
+    that are not finite: earlier versions saved such."""
+    source = load_checkpoint(engine, origin.found, weights_only=not origin.continues)
+    if origin.continues and source.state:
+        found = first_reason(ruined(engine), engine.device)
+        if found is not None:
+            raise DamagedError(f"{source.folder}: {found}")
+    return source
 
 
 def newest_older(

@@ -1,6 +1,6 @@
 """The files of a page: those with a media type, each once, read when the server starts."""
 
-from megatron.util.pages import PAGE_HEADERS, SHARED, page_files
+from megatron.apps.dashboard.pages import PAGE_HEADERS, SHARED, page_files
 
 
 def test_shared_files_and_the_page_s_own(tmp_path):

@@ -1,0 +1,320 @@
+"""The GEMM by which activations enter tensor-parallel layers, and the kernels that compute products
+of linear layers.
+
+With sequence parallelism the input is gathered for the GEMM and again in the backward pass, so that
+only a rank's slice of it is kept in between (Korthikanti et al. 2022, arXiv:2205.05198, section
+4.2.2). Collectives of the backward pass overlap with GEMMs that do not wait for them.
+
+Shapes: B batch, S sequence (outside the cut layers a rank's slice of it if the region is split), I
+input, O output, T tokens (B x S); a width followed by P is one rank's share of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.parallel.mesh import Group
+from megatron.parallel.tensor_parallel import (
+    Finish,
+    TensorParallel,
+    autocast_dtype,
+    start_all_reduce,
+    start_gather_sequence,
+    start_scatter_sequence,
+    start_sum_over_copies,
+)
+
+
+class LinearKernel(Protocol):
+    """The products of linear layers in another format than that of their tensors.
+
+    A layer keeps for each of its weights what the kernel wants to have of one step in the next
+    (``kept``, None at first). A factor is the kernel's own form of a matrix in a product, for which
+    the layers of several ranks let it compute step by step.
+    """
+
+    def linear(self, x_BSI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, kept: Any) -> Tensor:
+        """x A^T + b on one rank, [B, S, O], with its gradients."""
+        ...
+
+    def check_tokens(self, count: int) -> None:
+        """Raise ValueError if weight gradients cannot be summed over so many tokens."""
+        ...
+
+    def leaf(self, kept: Any) -> Tensor | None:
+        """The tensor as whose gradient a backward pass returns :meth:`measured`; None for none."""
+        ...
+
+    def outputs(
+        self,
+        x_BSI: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        kept: Sequence[Any],
+        save: bool,
+    ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
+        """Outputs [B, S, OP] of maps of one input, and what is saved of that; with ``save`` all
+        that the gradients of weights need."""
+        ...
+
+    def gradients(
+        self,
+        grads_BSO: Sequence[Tensor],
+        kept: Sequence[Any],
+        of_input: bool,
+        of_weights: Sequence[bool],
+    ) -> list[Any]:
+        """The gradients of outputs as factors for the gradient of the input and of weights."""
+        ...
+
+    def whole_input(self, x_BSI: Tensor | None, saved: Sequence[Any], kept: Sequence[Any]) -> Any:
+        """The input, gathered again or as it was saved, as a factor for gradients of weights."""
+        ...
+
+    def input_gradient_of(
+        self,
+        gradients: Sequence[Any],
+        weights: Sequence[Tensor],
+        kept: Sequence[Any],
+        grads_BSO: Sequence[Tensor],
+    ) -> Tensor:
+        """This rank's addend of the gradient of the whole input, [B, S, I]."""
+        ...
+
+    def weight_gradient(self, gradient: Any, x: Any, dtype: torch.dtype) -> Tensor:
+        """g^T x, [OP, I]."""
+        ...
+
+    def measured(self, gradient: Any, saved: Sequence[Any]) -> Tensor:
+        """The gradient of :meth:`leaf`."""
+        ...
+
+
+class KernelStates:
+    """What linear kernels keep from one optimizer step to the next; here they keep nothing.
+
+    Attributes:
+        file: prefix of the names of files in checkpoints; None where checkpoints keep nothing.
+    """
+
+    file: str | None = None
+
+    def refresh(self) -> None:
+        """Called before every forward pass that follows an update, a load or an initialisation."""
+
+    def invalidate(self) -> None:
+        """Called when weights have changed other than by a step."""
+
+    def forget_step(self) -> None:
+        """Forget what the backward passes since the last :meth:`end_step` measured."""
+
+    def end_step(self) -> None:
+        """Called on every rank after the last backward pass of a step."""
+
+    def state(self) -> dict[str, Tensor]:
+        """What checkpoints keep, by name, the same on all ranks that share layers."""
+        return {}
+
+    def load(self, state: Mapping[str, Tensor], folder: Path) -> str | None:
+        """Take the state of a checkpoint of any layout, or leave everything as it is and return a
+        line about a state that is missing."""
+
+
+class LinearMap(NamedTuple):
+    """One rank's share of y = x A^T + b: ``weight`` [OP, I], ``bias`` [OP]. The gradient is summed
+    over the ``copies`` neighbouring ranks that have this same share. ``kept`` is what ``kernel``
+    keeps for the weight."""
+
+    weight: Tensor
+    bias: Tensor | None
+    copies: int = 1
+    kernel: LinearKernel | None = None
+    kept: Any = None
+
+
+def linear(
+    x_BSI: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None,
+    kernel: LinearKernel | None,
+    kept: Any = None,
+) -> Tensor:
+    """x A^T + b on one rank, [B, S, O]. Raises ValueError if the kernel cannot sum weight gradients
+    over so many tokens."""
+    if kernel is None:
+        return F.linear(x_BSI, weight_OI, bias_O)
+    return kernel.linear(x_BSI, weight_OI, bias_O, kept)
+
+
+def column_linear(
+    x_BSI: Tensor, maps: Sequence[LinearMap], tp: TensorParallel
+) -> tuple[Tensor, ...]:
+    """Outputs of several maps of one input, each [B, S, OP], all by one kernel. The input is the
+    same on every rank; in a split region it is this rank's [B, S/t, I]. Raises ValueError as
+    :func:`linear` does."""
+    weights, biases, copies, kernels, kept = zip(*maps, strict=True)
+    if tp.group.size == 1:
+        return tuple(map(linear, repeat(x_BSI), weights, biases, kernels, kept))
+    kernel = kernels[0] or PLAIN
+    trained = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+    if trained:
+        kernel.check_tokens(x_BSI.shape[:-1].numel() * tp.slices)
+    leaves = [kernel.leaf(each) for each in kept]
+    return _ColumnLinear.apply(
+        x_BSI, tp.group, tp.split, copies, kernel, kept, trained, *weights, *biases, *leaves
+    )
+
+
+class PlainKernel:
+    """The :class:`LinearKernel` of matrix products in the dtype of the input, [B, S, I]."""
+
+    def linear(self, x_BSI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, kept: Any) -> Tensor:
+        return F.linear(x_BSI, weight_OI, bias_O)
+
+    def check_tokens(self, count: int) -> None:
+        pass
+
+    def leaf(self, kept: Any) -> Tensor | None:
+        return None
+
+    def outputs(
+        self,
+        x_BSI: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        kept: Sequence[Any],
+        save: bool,
+    ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
+        # F.linear, not a plain GEMM: DeepSpeed's profiler counts it.
+        outputs = [
+            F.linear(x_BSI, weight.to(x_BSI.dtype), bias)
+            for weight, bias in zip(weights, biases, strict=True)
+        ]
+        return outputs, (x_BSI if save else None,)
+
+    def gradients(
+        self,
+        grads_BSO: Sequence[Tensor],
+        kept: Sequence[Any],
+        of_input: bool,
+        of_weights: Sequence[bool],
+    ) -> list[Any]:
+        return list(grads_BSO)
+
+    def whole_input(self, x_BSI: Tensor | None, saved: Sequence[Any], kept: Sequence[Any]) -> Any:
+        return saved[0] if x_BSI is None else x_BSI
+
+    def input_gradient_of(
+        self,
+        gradients: Sequence[Any],
+        weights: Sequence[Tensor],
+        kept: Sequence[Any],
+        grads_BSO: Sequence[Tensor],
+    ) -> Tensor:
+        first, *rest = (g @ w.to(g.dtype) for g, w in zip(grads_BSO, weights, strict=True))
+        for addend in rest:
+            first += addend
+        return first
+
+    def weight_gradient(self, gradient: Any, x: Any, dtype: torch.dtype) -> Tensor:
+        return gradient.flatten(0, 1).t() @ x.flatten(0, 1)
+
+    def measured(self, gradient: Any, saved: Sequence[Any]) -> Tensor:
+        raise AssertionError("nothing is measured")
+
+
+PLAIN = PlainKernel()
+
+
+class _ColumnLinear(torch.autograd.Function):
+    # Parameters are saved as they came, not cast and not as views: ZeRO 3 frees their values after
+    # the forward pass and has them back before the backward pass.
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        group: Group,
+        sequence: bool,
+        copies: tuple[int, ...],
+        kernel: LinearKernel,
+        kept: tuple[Any, ...],
+        trained: bool,
+        *params: Any,
+    ) -> tuple[Tensor, ...]:
+        ctx.group, ctx.sequence, ctx.copies, ctx.input_dtype = group, sequence, copies, x.dtype
+        ctx.kernel, ctx.kept = kernel, kept
+        count = len(copies)
+        weights, biases = params[:count], params[count : 2 * count]
+        x = mine = x.to(autocast_dtype(x))
+        if sequence:
+            x = start_gather_sequence(x, group)()
+        biases = tuple(None if bias is None else bias.to(x.dtype) for bias in biases)
+        # Of a split sequence a rank saves its own part, which is smaller from two ranks on.
+        outputs, saved = kernel.outputs(x, weights, biases, kept, trained and not sequence)
+        ctx.saved = len(saved)
+        ctx.save_for_backward(mine if sequence else None, *saved, *params)
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads_BSO: Tensor) -> tuple[Tensor | None, ...]:
+        mine, *tensors = ctx.saved_tensors
+        saved, params = tensors[: ctx.saved], tensors[ctx.saved :]
+        kernel, kept, count = ctx.kernel, ctx.kept, len(ctx.copies)
+        weights, biases = params[:count], params[count : 2 * count]
+        x_needs, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[7:]
+        finish_x: Finish | None = None
+        if ctx.sequence and any(needs[:count]):
+            finish_x = start_gather_sequence(mine, ctx.group)
+        gradients = kernel.gradients(grads_BSO, kept, x_needs, needs[:count])
+        finish_x_grad: Finish | None = None
+        if x_needs:
+            start = start_scatter_sequence if ctx.sequence else start_all_reduce
+            addend = kernel.input_gradient_of(gradients, weights, kept, grads_BSO)
+            finish_x_grad = start(addend, ctx.group)
+        x: Any = None
+        if any(needs[:count]):
+            x = kernel.whole_input(None if finish_x is None else finish_x(), saved, kept)
+        pending = []
+        for place, (grad_BSO, copies) in enumerate(zip(grads_BSO, ctx.copies, strict=True)):
+            weight_grad = bias_grad = None
+            if needs[place]:
+                weight_grad = kernel.weight_gradient(gradients[place], x, grad_BSO.dtype)
+                weight_grad = weight_grad.to(weights[place].dtype)
+            if needs[count + place]:
+                bias_grad = grad_BSO.flatten(0, 1).sum(0).to(biases[place].dtype)
+            pending.append(_start_sums((weight_grad, bias_grad), copies, ctx.group))
+        weight_grads, bias_grads = zip(*(finish() for finish in pending), strict=True)
+        leaves = [
+            kernel.measured(gradient, saved) if needed else None
+            for gradient, needed in zip(gradients, needs[2 * count :], strict=True)
+        ]
+        x_grad = None if finish_x_grad is None else finish_x_grad().to(ctx.input_dtype)
+        return x_grad, *[None] * 6, *weight_grads, *bias_grads, *leaves
+
+
+def _start_sums(
+    grads: tuple[Tensor | None, Tensor | None], copies: int, group: Group
+) -> Callable[[], tuple[Tensor | None, Tensor | None]]:
+    found = [grad for grad in grads if grad is not None]
+    if copies == 1 or not found:
+        return lambda: grads
+    flat = torch.cat([grad.flatten() for grad in found])
+    finish_flat = start_sum_over_copies(flat, copies, group)
+
+    def finish() -> tuple[Tensor | None, Tensor | None]:
+        totals = finish_flat().split([grad.numel() for grad in found])
+        for grad, total in zip(found, totals, strict=True):
+            grad.copy_(total.view_as(grad))
+        return grads
+
+    return finish

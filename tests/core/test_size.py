@@ -1,0 +1,71 @@
+"""The project stays readable: lines and files of the core, of all of it, and of its spine."""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from import_statements import ROOT
+
+from .test_imports import LEVEL
+
+CORE = sorted(set(LEVEL) - {"formats", "features", "apps"})
+
+# Ceilings, which may only fall.
+CORE_LINES, CORE_FILES = 33_800, 145
+ALL_LINES, ALL_FILES = 102_600, 545
+SPINE_LINES, SPINE_FILES = 9_500, 40
+LONGEST, SHORTEST, MOST_IN_A_FOLDER = 500, 60, 30
+SHORT = {"megatron/util/collector.py"}
+"""Programs, which other processes run as they are."""
+
+PATH = re.compile(r"^\| `(\S+\.py)` \|", re.MULTILINE)
+
+
+def lines(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def files(*packages: str) -> list[Path]:
+    return [path for name in packages for path in (ROOT / "megatron" / name).rglob("*.py")]
+
+
+def shown(paths: list[Path]) -> str:
+    packages = Counter(path.relative_to(ROOT / "megatron").parts[0] for path in paths)
+    total = {p: sum(lines(f) for f in files(p)) for p in packages}
+    return "\n".join(f"{packages[p]:4} files {total[p]:6} lines {p}" for p in sorted(packages))
+
+
+@pytest.mark.parametrize(
+    "packages, most_lines, most_files",
+    [(CORE, CORE_LINES, CORE_FILES), (sorted(LEVEL), ALL_LINES, ALL_FILES)],
+    ids=["core", "all"],
+)
+def test_the_project_does_not_grow(packages, most_lines, most_files):
+    found = files(*packages)
+    assert sum(map(lines, found)) <= most_lines, shown(found)
+    assert len(found) <= most_files, shown(found)
+
+
+def test_files_have_a_readable_size():
+    sizes = {path.relative_to(ROOT): lines(path) for path in files(*LEVEL)}
+    assert [path for path, size in sizes.items() if size > LONGEST] == []
+    core = {p: n for p, n in sizes.items() if p.parts[1] in CORE and p.name != "__init__.py"}
+    assert {str(path) for path, size in core.items() if size < SHORTEST} <= SHORT
+
+
+def test_folders_have_few_files():
+    folders = Counter(p.parent for p in files(*LEVEL) if p.name != "__init__.py")
+    full = {str(f.relative_to(ROOT)): n for f, n in folders.items() if n > MOST_IN_A_FOLDER}
+    assert full == {}
+
+
+def test_the_spine_can_be_read_in_a_day():
+    named = PATH.findall((ROOT / "docs/design/spine.md").read_text(encoding="utf-8"))
+    assert len(set(named)) == len(named) >= 30
+    missing = [name for name in named if not (ROOT / name).is_file()]
+    assert missing == []
+    core = {"pretrain_gpt.py", *(str(path.relative_to(ROOT)) for path in files(*CORE))}
+    assert set(named) <= core
+    assert len(named) <= SPINE_FILES
+    assert sum(lines(ROOT / name) for name in named) <= SPINE_LINES
