@@ -183,6 +183,11 @@ class Feature:
         """Each :class:`~megatron.checkpoint.source.Format` of checkpoints that the feature adds."""
         return ()
 
+    def architectures(self) -> Sequence[Any]:
+        """Each :class:`~megatron.formats.huggingface.architecture.Architecture` of Hugging Face
+        that the feature adds."""
+        return ()
+
     def conversions(self) -> Mapping[str, Callable[[], Any]]:
         """Commands of ``tools/convert_checkpoint.py`` by name: each imports a function of the words
         that follow on the command line."""
