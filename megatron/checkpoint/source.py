@@ -45,10 +45,6 @@ TOKENIZER_FILES = (
     "chat_template.json", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
 """What the tokenizers of transformers are saved as, and settings of generation."""
-GENERATION = "megatron.checkpoint.generation_settings:read_generation"
-"""Reads how a model generates."""
-UNREADABLE = "megatron.checkpoint.unreadable:unreadable"
-"""Names what a folder contains that no format reads."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Dtypes in which other programs keep weights, as torch and config.json call them."""
 
@@ -156,7 +152,9 @@ class Source(ABC):
         """How the model generates, and where its texts end: the keys of its
         ``generation_config.json``; empty where nothing is known. Raises CheckpointError if they are
         malformed."""
-        return resolve_name(GENERATION)(self.folder / TOKENIZER, self.model.vocabulary.size)
+        from megatron.checkpoint.generation_settings import read_generation
+
+        return read_generation(self.folder / TOKENIZER, self.model.vocabulary.size)
 
     def copy_tokenizer(self, target: Path) -> bool:
         """Copies the tokenizer's files, in Hugging Face's form, and :attr:`generation` to a new
@@ -335,8 +333,11 @@ def locate_checkpoint(
             return FoundCheckpoint(form, folder)
     if refusal is not None:
         raise refusal
-    if not empty and not others and (content := resolve_name(UNREADABLE)(path)) is not None:
-        raise CheckpointError(f"{path} {'is' if path.is_file() else 'has'} {content}")
+    if not empty and not others:
+        from megatron.checkpoint.unreadable import unreadable
+
+        if (content := unreadable(path)) is not None:
+            raise CheckpointError(f"{path} {'is' if path.is_file() else 'has'} {content}")
     if wanted is not None:
         raise CheckpointError(f"{path} has no complete checkpoint {wanted}")
     for tracker in (path / TRACKER, path / MEGATRON_TRACKER):
