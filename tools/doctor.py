@@ -33,6 +33,7 @@ from megatron.apps.doctor.examination import (
     examine,
 )
 from megatron.apps.doctor.findings import NodeFinding, usual_link
+from megatron.apps.doctor.hostfile import chosen, read_hostfile
 from megatron.apps.doctor.session import (
     Session,
     by_srun,
@@ -44,7 +45,6 @@ from megatron.config.flags import POSITIVE, build, option
 from megatron.data.json_lines import READ_IN_PLACE, expand
 from megatron.features.resilience.nodes import ask
 from megatron.util.errors import one_line
-from megatron.util.hostfile import chosen, read_hostfile
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from megatron.apps.doctor.hostfile import Slots, as_include, chosen, read_hostfile
 from megatron.config import ConfigError, FlagParser
 from megatron.config.flags import POSITIVE, build, option
 from megatron.features.resilience.nodes import (
@@ -39,7 +40,6 @@ from megatron.features.resilience.nodes import (
     stop,
 )
 from megatron.util.errors import RESTART_STATUS, FaultError, one_line, outlive_output
-from megatron.util.hostfile import Slots, as_include, chosen, read_hostfile
 
 _MPI = ("openmpi", "mpich", "impi", "mvapich")
 """Launchers that take whole hostfiles only."""

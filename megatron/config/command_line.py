@@ -103,7 +103,7 @@ class CommandParser(argparse.ArgumentParser):
             other = another_trainers(name, known) if "=" in word else None
             hint = "" if other is None else f"; flags begin with --: {other}"
             self.error(f"'{word}' is not a value of any flag{hint}")
-        instead = instead_of(name, self.prog, known)
+        instead = instead_of(name, self.prog, known, _flags_of_training)
         if instead is not None:
             self.error(f"{name} {instead}")
         hint = nearest_flag(name, known)
@@ -324,3 +324,9 @@ def _with_blocks(text: str) -> str:
         return "\n    {}\n".format("\n        ".join(lines))
 
     return re.sub(r"\n{3,}", "\n\n", _EXAMPLE.sub(block, text)).strip()
+
+
+def _flags_of_training() -> set[str]:
+    from megatron.config.run import FLAG_CLASSES
+
+    return set(FlagParser(*FLAG_CLASSES)._option_string_actions) - {"-h", "--help", "--version"}

@@ -195,7 +195,7 @@ class Feature:
 
     def inputs(self, config: Any) -> Mapping[str, Mapping[str, str]]:
         """Inputs that a continued run must have in common with the run before; see
-        :mod:`megatron.run.inputs`."""
+        :mod:`megatron.run.fingerprint`."""
         return {}
 
     def folders(self, config: Any) -> Mapping[str, str | None]:

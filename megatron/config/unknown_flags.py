@@ -4,13 +4,10 @@ Megatron-DeepSpeed that means nothing here, or whose flag it is."""
 from __future__ import annotations
 
 import re
-from collections.abc import Container
+from collections.abc import Callable, Container
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-
-from megatron.config.command_line import FlagParser
-from megatron.config.run import FLAG_CLASSES
 
 
 def _read(file: Path) -> dict[str, dict[str, str]]:
@@ -46,14 +43,18 @@ _PATTERNS = {
 }
 
 
-def instead_of(flag: str, prog: str, known: Container[str]) -> str | None:
+def instead_of(
+    flag: str, prog: str, known: Container[str], of_training: Callable[[], Container[str]]
+) -> str | None:
     """Words about a flag that ``prog``, whose flags are ``known``, does not have; None if nothing
-    is known of it."""
+    is known of it. ``of_training`` returns the flags of pretrain_gpt.py."""
     instead = refused_flag(flag)
     if instead is not None:
         return f"is not supported here: {instead}"
     other = another_trainers(flag, known)
-    return another_program(flag, prog) if other is None else f"is another trainer's name: {other}"
+    if other is not None:
+        return f"is another trainer's name: {other}"
+    return another_program(flag, prog, of_training)
 
 
 def another_trainers(name: str, known: Container[str]) -> str | None:
@@ -89,10 +90,9 @@ def refused_flag(flag: str) -> str | None:
     return next((reason for p, reason in _PATTERNS.items() if fnmatchcase(flag, p)), None)
 
 
-def another_program(flag: str, prog: str) -> str | None:
+def another_program(flag: str, prog: str, of_training: Callable[[], Container[str]]) -> str | None:
     """Says whose flag it is, if it belongs to another program than ``prog``."""
     for program, flags in OWN_FLAGS.items():
         if flag in flags.split() and not program.endswith(prog):
             return f"is a flag of {program}"
-    training = set(FlagParser(*FLAG_CLASSES)._option_string_actions) - {"-h", "--help", "--version"}
-    return f"is a flag of {TRAINING}" if flag in training else None
+    return f"is a flag of {TRAINING}" if flag in of_training() else None

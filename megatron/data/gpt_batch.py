@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.data.samples import PackedSample
-from megatron.data.scored_text import ScoredText, padded
+from megatron.data.texts import ScoredText, padded
 from megatron.tokenizer import Tokenizer
 from megatron.util.digests import hash64
 

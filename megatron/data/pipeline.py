@@ -42,8 +42,8 @@ from megatron.data.indexed.dataset_checks import TokenExtremes
 from megatron.data.loader import TrainingData
 from megatron.data.sampler import parse_skipped, without_samples
 from megatron.data.samples import SampleDataset, SampleRecipe, SampleView
-from megatron.data.scored_text import ScoredText
 from megatron.data.sources import INDEXED, PARTS, DataSource, Parts, parts_of
+from megatron.data.texts import ScoredText
 from megatron.tokenizer import Tokenizer
 from megatron.util.progress import progress_bar
 

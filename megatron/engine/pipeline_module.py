@@ -19,8 +19,7 @@ from megatron.config import ParallelConfig
 from megatron.engine.deepspeed_patches import PlacedModule
 from megatron.model.layer_list import LayerSpec, LayerState, layer_sequence
 from megatron.parallel.mesh import Group, Mesh
-from megatron.parallel.partition import stage_bounds
-from megatron.parallel.pipeline_schedules import PipelineSchedule
+from megatron.parallel.pipeline_schedules import PipelineSchedule, stage_bounds
 
 
 class StageModule(PlacedModule):

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, Settings
 from megatron.config.features import kind_classes, model_parts
 from megatron.data.pipeline import DataPipeline
-from megatron.data.scored_text import ScoredText
+from megatron.data.texts import ScoredText
 from megatron.model.flops import TransformerShape
 from megatron.model.layer_list import LayerCache, LayerState
 from megatron.model.spec import ModelSpec

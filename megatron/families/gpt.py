@@ -27,7 +27,7 @@ from megatron.data.gpt_batch import GPTBatch, GPTCollator, Padding, padding_toke
 from megatron.data.gpt_dataset import GPTRecipe, MockGPTDataset
 from megatron.data.pipeline import DataPipeline, SampleTokens
 from megatron.data.samples import PackedSample, SampleRecipe, SampleView, causal_view
-from megatron.data.scored_text import ScoredText, check_lengths, fitted, too_long
+from megatron.data.texts import ScoredText, check_lengths, fitted, too_long
 from megatron.families.family import Family, GenerationSpec
 from megatron.model.attention_flex import block_masks
 from megatron.model.attention_masks import AttentionMasks

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from megatron.config import ModelConfig, ParallelConfig
 from megatron.model.layer_list import LayerSpec, LayerState
 from megatron.model.norm import build_norm
-from megatron.parallel.embeddings import VocabParallelEmbedding, WholeEmbedding
-from megatron.parallel.layers import Dropout
+from megatron.parallel.layers import Dropout, VocabParallelEmbedding, WholeEmbedding
 from megatron.parallel.loss_head import HeadInput, LossHead, Objective, Targets, TokenScores
 from megatron.parallel.shard import initial
 from megatron.parallel.tensor_parallel import TensorParallel

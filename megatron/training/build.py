@@ -111,7 +111,7 @@ def _open(context: RunContext, data: TrainingData | None, epochs: Epochs | None)
     compare_checkpoints([None if context.source is None else context.source.found], config)
     recorded = context.source is not None or bool(config.checkpoint.save)
     if recorded:
-        from megatron.run.inputs import compared_inputs
+        from megatron.run.fingerprint import compared_inputs
 
         inputs, context.changed = compared_inputs(config, context.source)
         context.notes |= {"inputs": inputs} if inputs else {}

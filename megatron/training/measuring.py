@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.data.samples import SampleDataset
-from megatron.data.scored_text import ScoredText
+from megatron.data.texts import ScoredText
 from megatron.engine.train_engine import ModelEngine
 from megatron.families import family_of
 from megatron.model.spec import TEXT_SCORES, Measure

@@ -15,7 +15,7 @@ from megatron import families
 from megatron.config import RunConfig
 from megatron.data.gpt_batch import GPTBatch
 from megatron.data.pipeline import DataPipeline, SampleView
-from megatron.data.scored_text import ScoredText
+from megatron.data.texts import ScoredText
 from megatron.families import family_names, family_of
 from megatron.families.gpt import GPT
 from megatron.features.masked.t5 import T5

@@ -12,8 +12,8 @@ import numpy as np
 
 from megatron import families
 from megatron.config import RunConfig, Setting, Settings
-from megatron.data.labelled_text import LabelledBatch, LabelledText, collate_labelled
 from megatron.data.pipeline import DataPipeline, SampleView
+from megatron.data.texts import LabelledBatch, LabelledText, collate_labelled
 from megatron.families import family_names
 from megatron.features.masked.bert import BERT
 from megatron.tokenizer import Tokenizer

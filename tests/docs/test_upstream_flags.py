@@ -107,11 +107,17 @@ def test_flags_of_other_programs_are_theirs():
 
 
 def test_tools_and_training_say_whose_flag_it_is():
+    def of_training() -> set[str]:
+        return flags_of(("pretrain_gpt.py",))
+
     assert (
-        another_program("--json-keys", "pretrain_gpt.py") == "is a flag of tools/preprocess_data.py"
+        another_program("--json-keys", "pretrain_gpt.py", of_training)
+        == "is a flag of tools/preprocess_data.py"
     )
-    assert another_program("--lr", "preprocess_data.py") == "is a flag of pretrain_gpt.py"
-    assert another_program("--learning-speed", "preprocess_data.py") is None
+    assert (
+        another_program("--lr", "preprocess_data.py", of_training) == "is a flag of pretrain_gpt.py"
+    )
+    assert another_program("--learning-speed", "preprocess_data.py", of_training) is None
 
 
 def test_a_value_that_asks_for_something_else_is_an_error(parser, capsys):

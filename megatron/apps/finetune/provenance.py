@@ -19,7 +19,7 @@ from megatron.config.features import kind_classes
 from megatron.config.flags import flag_of
 from megatron.data.build import DataFile, changed_files
 from megatron.data.loader import TrainingData
-from megatron.run.inputs import (
+from megatron.run.fingerprint import (
     BASE,
     changed_inputs,
     compared_inputs,

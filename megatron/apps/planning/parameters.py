@@ -15,7 +15,7 @@ from megatron.config.layouts import Layout
 from megatron.families import BlockLengths, build_model, family_of, spec_of, trained_spec
 from megatron.features.adapters.flags import AdapterConfig
 from megatron.parallel.mesh import Group
-from megatron.parallel.partition import stage_bounds
+from megatron.parallel.pipeline_schedules import stage_bounds
 from megatron.parallel.shard import shard_of
 from megatron.parallel.tensor_parallel import TensorParallel
 

@@ -52,7 +52,7 @@ class AdaptersFeature(Feature):
         return {"to-peft": _to_peft}
 
     def inputs(self, config: Any) -> Mapping[str, Mapping[str, str]]:
-        from megatron.run.inputs import located_model
+        from megatron.run.fingerprint import located_model
 
         return located_model("adapter that it began from", config.checkpoint.load_adapter)
 

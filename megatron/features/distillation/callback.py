@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
 
 from megatron.config import ConfigError
 from megatron.data.loader import TrainingData
@@ -24,7 +22,6 @@ from megatron.features.distillation.teacher import (
     find_teacher,
     identity_of,
 )
-from megatron.parallel.mesh import Group
 from megatron.run.run import Run
 from megatron.training.plan import TrainingPlan
 from megatron.training.trainer import Callback, Step, Trainer
@@ -117,40 +114,3 @@ class Distillation(Callback):
         shape = family_of(config.model.family).shape(config.model, config)
         shape = dataclasses.replace(shape, seq_length=step.seq_length)
         return shape.flops_per_step(step.samples, causal=True) / 3
-
-
-def partition_blocks(blocks: Iterable[nn.Module], data: Group) -> None:
-    """From now on each data-parallel rank holds an equal share of every block's weights, and all of
-    them only while the block runs; every rank must run it as often."""
-    for block in blocks:
-        _Partitioned(block, data)
-
-
-class _Partitioned:
-    """The weights of a block, one after the other in a flat tensor, of which this rank has
-    ``own``."""
-
-    def __init__(self, block: nn.Module, data: Group) -> None:
-        self._params, self._data = list(block.parameters()), data
-        self._shapes = [param.shape for param in self._params]
-        with torch.no_grad():
-            flat = torch.cat([param.view(-1) for param in self._params])
-            share = -(-len(flat) // data.size)
-            padded = nn.functional.pad(flat, (0, share * data.size - len(flat)))
-            self.own = padded[data.rank * share :][:share].clone()
-        self._free()
-        block.register_forward_pre_hook(self._gather)
-        block.register_forward_hook(self._free)
-
-    def _gather(self, *_: Any) -> None:
-        whole = self.own.new_empty(len(self.own) * self._data.size)
-        dist.all_gather(list(whole.chunk(self._data.size)), self.own, group=self._data.handle)
-        start = 0
-        for param, shape in zip(self._params, self._shapes, strict=True):
-            param.data = whole[start : start + shape.numel()].view(shape)
-            start += shape.numel()
-
-    def _free(self, *_: Any) -> Tensor | None:
-        for param in self._params:
-            param.data = self.own.new_empty(0)
-        return None

@@ -22,7 +22,7 @@ class DistillationFeature(Feature):
         return {"--load-teacher": config.section(DistillationConfig).load_teacher}
 
     def inputs(self, config: Any) -> Mapping[str, Mapping[str, str]]:
-        from megatron.run.inputs import located_model
+        from megatron.run.fingerprint import located_model
 
         return located_model("teacher", config.section(DistillationConfig).load_teacher)
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.checkpoint.files import CheckpointError, save_tensors
 from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoint, nothing_at
@@ -31,14 +31,13 @@ from megatron.engine.evaluator import Evaluator, build_evaluator
 from megatron.engine.loading import load_checkpoint
 from megatron.families import spec_of
 from megatron.features.adapters.flags import AdapterConfig
-from megatron.features.distillation.callback import partition_blocks
 from megatron.features.distillation.divergence import TeacherHead, TopTokens, linear_top_tokens
 from megatron.features.distillation.flags import DistillationConfig
 from megatron.features.distillation.objective import TaughtBatch
 from megatron.model.layer_list import LayerState
 from megatron.model.spec import Measure
 from megatron.parallel.loss_head import HeadInput
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.mesh import Group, Mesh
 from megatron.run.fingerprint import checkpoint_digest
 from megatron.util.digests import digest_of_parts
 from megatron.util.files import replacing, write_whole
@@ -441,3 +440,40 @@ def identity_of(source: Source, top_tokens: int, temperature: float) -> dict[str
     weights = digest_of_parts([json.dumps(sorted(shapes.items())), *read])
     found = {"weights": weights, "tokens": top_tokens, "temperature": temperature}
     return found | {"files": checkpoint_digest(source.folder)}
+
+
+def partition_blocks(blocks: Iterable[nn.Module], data: Group) -> None:
+    """Each data-parallel rank then holds an equal share of every block's weights, and all of
+    them only while the block runs; every rank must run it as often."""
+    for block in blocks:
+        _Partitioned(block, data)
+
+
+class _Partitioned:
+    """The weights of a block, one after the other in a flat tensor, of which this rank has
+    ``own``."""
+
+    def __init__(self, block: nn.Module, data: Group) -> None:
+        self._params, self._data = list(block.parameters()), data
+        self._shapes = [param.shape for param in self._params]
+        with torch.no_grad():
+            flat = torch.cat([param.view(-1) for param in self._params])
+            share = -(-len(flat) // data.size)
+            padded = nn.functional.pad(flat, (0, share * data.size - len(flat)))
+            self.own = padded[data.rank * share :][:share].clone()
+        self._free()
+        block.register_forward_pre_hook(self._gather)
+        block.register_forward_hook(self._free)
+
+    def _gather(self, *_: Any) -> None:
+        whole = self.own.new_empty(len(self.own) * self._data.size)
+        dist.all_gather(list(whole.chunk(self._data.size)), self.own, group=self._data.handle)
+        start = 0
+        for param, shape in zip(self._params, self._shapes, strict=True):
+            param.data = whole[start : start + shape.numel()].view(shape)
+            start += shape.numel()
+
+    def _free(self, *_: Any) -> Tensor | None:
+        for param in self._params:
+            param.data = self.own.new_empty(0)
+        return None

@@ -13,7 +13,7 @@ class InstructionFeature(Feature):
     sections = {"instruction": InstructionConfig}
 
     def inputs(self, config: Any) -> Mapping[str, Mapping[str, str]]:
-        from megatron.run.inputs import text_inputs
+        from megatron.run.fingerprint import text_inputs
 
         flags = config.section(InstructionConfig)
         return text_inputs(config, flags.chat_template) if flags.sft else {}

@@ -14,9 +14,9 @@ from torch import Tensor
 from megatron.config import ModelConfig, ParallelConfig, RunConfig
 from megatron.config.features import DOCUMENTS
 from megatron.config.model import HEADS
-from megatron.data.labelled_text import LabelledBatch
 from megatron.data.pipeline import DataPipeline
 from megatron.data.samples import SampleDataset, SampleView
+from megatron.data.texts import LabelledBatch
 from megatron.families.family import STREAM_FLAGS, Family
 from megatron.features.masked.bert_layers import SOP_LOSS, bert_layers
 from megatron.features.masked.bert_samples import BertRecipe

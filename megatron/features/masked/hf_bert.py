@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron.checkpoint.source import Source
 from megatron.config import ModelConfig
-from megatron.data.labelled_text import LabelledBatch
+from megatron.data.texts import LabelledBatch
 from megatron.families import spec_of
 from megatron.features.masked.masked_batch import BertBatch
 from megatron.formats.features import Requirement

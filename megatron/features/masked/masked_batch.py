@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.data.gpt_batch import positions_within
 from megatron.data.loader import mapped
-from megatron.data.scored_text import ScoredText, padded
+from megatron.data.texts import ScoredText, padded
 
 NO_LABEL = -1
 """The label of tokens that are not to be predicted, as in Megatron."""

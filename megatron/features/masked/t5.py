@@ -15,7 +15,7 @@ from megatron.config import ModelConfig, ParallelConfig, RunConfig, Setting, Set
 from megatron.config.flags import build
 from megatron.data.pipeline import DataPipeline
 from megatron.data.samples import SampleDataset, SampleView
-from megatron.data.scored_text import ScoredText, check_lengths, fitted, too_long
+from megatron.data.texts import ScoredText, check_lengths, fitted, too_long
 from megatron.families.family import (
     STREAM_FLAGS,
     BlockLengths,

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.data.scored_text import ScoredText
+from megatron.data.texts import ScoredText
 
 Rows = tuple[ScoredText, ScoredText]
 """The two rows of a sample: the context is the prompt, every token of the continuation counts."""

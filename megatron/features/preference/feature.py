@@ -26,7 +26,7 @@ class PreferenceFeature(Feature):
             return {}
         from megatron.features.instruction.flags import InstructionConfig
         from megatron.features.preference.reference import reference_checkpoint
-        from megatron.run.inputs import model_input, text_inputs
+        from megatron.run.fingerprint import model_input, text_inputs
 
         found: dict[str, Mapping[str, str]] = {}
         if flags.needs_reference:

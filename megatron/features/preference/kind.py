@@ -13,8 +13,8 @@ from megatron.data.build import SourceReader
 from megatron.data.indexed import idx_path
 from megatron.data.pipeline import DataKind, DataPipeline
 from megatron.data.samples import SampleView, bracketed, segments_of
-from megatron.data.scored_text import ScoredText
 from megatron.data.sources import DataSource
+from megatron.data.texts import ScoredText
 from megatron.features.curriculum.flags import CurriculumConfig, sequence_lengths
 from megatron.features.instruction.example_encoder import ExampleEncoder
 from megatron.features.instruction.flags import InstructionConfig

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from megatron.data.index_cache import IndexCache, StoredArrays
 from megatron.data.samples import Documents, Piece, checked_index
-from megatron.data.scored_text import ScoredText
+from megatron.data.texts import ScoredText
 from megatron.features.instruction.held_out import of_prompts
 from megatron.features.preference.batch import PreferenceSample, Rows
 from megatron.features.preference.examples import PreferenceExamples

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from megatron.config import ModelConfig, ParallelConfig, RunConfig, Settings
-from megatron.data.scored_text import ScoredText
+from megatron.data.texts import ScoredText
 from megatron.families import gpt
 from megatron.families.family import BlockLengths, GenerationSpec, NeighborSpec
 from megatron.families.gpt import GPT, GPTData

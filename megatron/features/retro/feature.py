@@ -19,8 +19,7 @@ class RetroFeature(Feature):
         project = config.section(RetroDataConfig).retro_project_dir
         if project is None:
             return {}
-        from megatron.run.fingerprint import digest_of_files
-        from megatron.run.inputs import file_input
+        from megatron.run.fingerprint import digest_of_files, file_input
 
         folder = Path(project)
         files = [*folder.glob("db/merged/*.hdf5"), *folder.glob("query/*/*.hdf5")]

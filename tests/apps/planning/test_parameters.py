@@ -17,7 +17,7 @@ from megatron.families import build_model, family_of, spec_of
 from megatron.families.gpt import gpt_layers
 from megatron.model.layer_list import LayerStack
 from megatron.parallel.mesh import Group
-from megatron.parallel.partition import stage_bounds
+from megatron.parallel.pipeline_schedules import stage_bounds
 from megatron.parallel.tensor_parallel import TensorParallel
 
 KINDS = (

@@ -33,7 +33,7 @@ from megatron.model.layer_list import LayerStack
 from megatron.model.rope import _table
 from megatron.model.torch_kernels import CUDNN_FIRST, KernelOrder
 from megatron.parallel import cross_entropy, softmax_loss
-from megatron.parallel.embeddings import VocabParallelEmbedding
+from megatron.parallel.layers import VocabParallelEmbedding
 from megatron.parallel.linear import linear
 from megatron.parallel.loss_head import Targets
 

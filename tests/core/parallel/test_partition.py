@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from megatron.parallel.partition import stage_bounds
+from megatron.parallel.pipeline_schedules import stage_bounds
 
 
 def layers(blocks, before=2, after=2):

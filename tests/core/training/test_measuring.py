@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.config import ConfigError
-from megatron.data.scored_text import ScoredText
+from megatron.data.texts import ScoredText
 from megatron.families import family_of
 from megatron.model.spec import Measure
 from megatron.training.measuring import ROUNDS, WASTE, measure_samples

@@ -12,7 +12,7 @@ from training_jobs import TINY, train
 
 from megatron.checkpoint.source import locate_checkpoint
 from megatron.config.layouts import parse_layout
-from megatron.data.scored_text import ScoredText
+from megatron.data.texts import ScoredText
 from megatron.engine.environment import distributed, training_device
 from megatron.engine.evaluator import build_evaluator
 from megatron.engine.loading import load_checkpoint

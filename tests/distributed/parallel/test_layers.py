@@ -20,12 +20,13 @@ from megatron.model.norm import build_norm
 from megatron.parallel import cross_entropy as cross_entropy_module
 from megatron.parallel import softmax_loss
 from megatron.parallel.cross_entropy import linear_cross_entropy
-from megatron.parallel.embeddings import VocabParallelEmbedding, WholeEmbedding
 from megatron.parallel.layers import (
     ColumnParallelLinear,
     Dropout,
     QKVParallelLinear,
     RowParallelLinear,
+    VocabParallelEmbedding,
+    WholeEmbedding,
 )
 from megatron.parallel.linear import LinearMap, column_linear
 from megatron.parallel.loss_head import LossHead, Targets

@@ -11,7 +11,7 @@ from configs import model_config
 
 from megatron.config import ConfigError
 from megatron.data.gpt_batch import GPTBatch
-from megatron.data.scored_text import ScoredText
+from megatron.data.texts import ScoredText
 from megatron.families import build_model, spec_of
 from megatron.features.masked.masked_batch import T5Batch
 from megatron.features.preference.batch import PreferenceBatch

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron.data.gpt_batch import GPTBatch
 from megatron.data.index_cache import IndexCache
-from megatron.data.scored_text import ScoredText
+from megatron.data.texts import ScoredText
 from megatron.features.instruction.example_encoder import ExampleEncoder
 from megatron.features.instruction.flags import InstructionConfig
 from megatron.features.preference.batch import (

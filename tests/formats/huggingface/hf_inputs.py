@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.config import ModelConfig
-from megatron.data.labelled_text import LabelledBatch
+from megatron.data.texts import LabelledBatch
 from megatron.families import spec_of
 from megatron.features.masked.masked_batch import (
     NO_LABEL,

@@ -14,7 +14,7 @@ from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, AutoToke
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.source import open_checkpoint
-from megatron.data.labelled_text import LabelledText, collate_labelled
+from megatron.data.texts import LabelledText, collate_labelled
 from megatron.families import build_model, spec_of
 from megatron.features.tokenizers.wordpiece import WordPieceTokenizer
 from megatron.formats.conversion.commands import export_hf, from_hf

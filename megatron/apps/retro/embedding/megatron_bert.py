@@ -30,7 +30,7 @@ from megatron.config import (
     TokenizerConfig,
 )
 from megatron.config.flags import names_of
-from megatron.data.labelled_text import LabelledBatch
+from megatron.data.texts import LabelledBatch
 from megatron.engine.environment import training_device
 from megatron.engine.evaluator import Evaluator, build_evaluator
 from megatron.engine.loading import load_checkpoint

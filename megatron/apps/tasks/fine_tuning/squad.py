@@ -39,8 +39,8 @@ from megatron.apps.tasks.fine_tuning.task import (
     TrainingSamples,
 )
 from megatron.config import ConfigError, Setting, Settings
-from megatron.data.labelled_text import LabelledText, collate_labelled
 from megatron.data.samples import MadeSamples
+from megatron.data.texts import LabelledText, collate_labelled
 from megatron.model.layer_list import LayerState
 from megatron.model.spec import Measure
 from megatron.run.run import Run

@@ -27,7 +27,7 @@ from megatron.apps.tasks.fine_tuning.task import (
 )
 from megatron.config import ConfigError, Settings
 from megatron.data.samples import MadeSamples
-from megatron.data.scored_text import ScoredText
+from megatron.data.texts import ScoredText
 from megatron.families import Family
 from megatron.model.spec import TEXT_SCORES
 from megatron.run.run import Run

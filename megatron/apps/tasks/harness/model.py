@@ -36,7 +36,7 @@ from megatron.apps.tasks.harness.scoring import (
     TokenRequest,
 )
 from megatron.config import ConfigError
-from megatron.data.scored_text import ScoredText
+from megatron.data.texts import ScoredText
 from megatron.families import family_of
 from megatron.features.tokenizers.chat_process import TemplateRefusalError
 from megatron.parallel.random import derive_seed

@@ -11,7 +11,7 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron.config import ConfigError
-from megatron.data.scored_text import ScoredText
+from megatron.data.texts import ScoredText
 from megatron.engine.train_engine import ModelEngine
 from megatron.model.spec import CHOICE_SCORES, TEXT_SCORES, Measure
 from megatron.tokenizer import Tokenizer

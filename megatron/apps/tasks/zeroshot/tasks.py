@@ -24,7 +24,7 @@ from megatron.apps.tasks.zeroshot.texts import (
     records_of,
 )
 from megatron.config import ConfigError, ModelConfig
-from megatron.data.scored_text import ScoredText
+from megatron.data.texts import ScoredText
 from megatron.engine.train_engine import ModelEngine
 from megatron.families import family_of
 from megatron.features.raw_text.flags import RawTextConfig

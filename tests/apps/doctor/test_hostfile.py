@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.util.hostfile import HostfileError, as_include, chosen, read_hostfile
+from megatron.apps.doctor.hostfile import HostfileError, as_include, chosen, read_hostfile
 
 GOOD = "# racks\nnode-1 slots=2\n\n  10.0.0.2\tslots=4 max_slots=4\nnode_3.lan slots=1  # new\n"
 
