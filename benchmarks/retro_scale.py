@@ -104,7 +104,8 @@ def write_corpus(prefix: Path, chunks: int) -> None:
 
 def build_database(argv: Sequence[str]) -> int:
     """The stage db-build; the number of its chunks."""
-    from megatron.apps.retro.preprocessing import configured, run_preprocessing
+    from megatron.apps.retro.command import run_preprocessing
+    from megatron.apps.retro.preprocessing import configured
 
     run_preprocessing(None, argv)
     return len(configured(settings_of(argv)).database)

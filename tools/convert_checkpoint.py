@@ -17,13 +17,17 @@ import sys
 from collections.abc import Sequence
 
 from megatron.config.command_line import run_command
+from megatron.config.features import features
 from megatron.formats import COMMANDS
 from megatron.util.errors import one_line
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    commands = dict(COMMANDS)
+    for feature in features().values():
+        commands |= feature.conversions()
     try:
-        run_command(COMMANDS, __doc__, argv)
+        run_command(commands, __doc__, argv)
     except (ValueError, OSError) as error:
         sys.exit(f"convert_checkpoint.py: error: {one_line(error)}")
 

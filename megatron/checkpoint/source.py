@@ -1,7 +1,6 @@
 """Checkpoints of any format, read as whole parameters with canonical names.
 
-A format is a :class:`Source` and a :class:`Format`, which says where it is; its module is imported
-when needed.
+A format is a :class:`Source` and a :class:`Format`, which imports it when it is needed.
 """
 
 from __future__ import annotations
@@ -9,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, ClassVar, NamedTuple
@@ -30,6 +29,7 @@ from megatron.config import (
     RunConfig,
     TokenizerConfig,
 )
+from megatron.config.features import features
 from megatron.util.files import MOST_BYTES, own_file
 from megatron.util.progress import progress_bar
 
@@ -45,10 +45,6 @@ TOKENIZER_FILES = (
     "chat_template.json", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
 """What the tokenizers of transformers are saved as, and settings of generation."""
-GENERATION = "megatron.checkpoint.generation_settings:read_generation"
-"""Reads how a model generates."""
-UNREADABLE = "megatron.checkpoint.unreadable:unreadable"
-"""Names what a folder contains that no format reads."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Dtypes in which other programs keep weights, as torch and config.json call them."""
 
@@ -68,6 +64,7 @@ class Source(ABC):
             files; else None.
         on_base: whether it has adapters of another model; the constructor and ``verify`` then take
             its path as ``base``.
+        base: the model without adapters, where this is one merged with them; else None.
         additions: the adapters alone, where this is a model merged with them; else None.
     """
 
@@ -81,6 +78,7 @@ class Source(ABC):
     notes: Sequence[str] = ()
     refusal: str | None = None
     end_of_text: int | None = None
+    base: Source | None = None
     additions: Source | None = None
 
     @classmethod
@@ -154,7 +152,9 @@ class Source(ABC):
         """How the model generates, and where its texts end: the keys of its
         ``generation_config.json``; empty where nothing is known. Raises CheckpointError if they are
         malformed."""
-        return resolve_name(GENERATION)(self.folder / TOKENIZER, self.model.vocabulary.size)
+        from megatron.checkpoint.generation_settings import read_generation
+
+        return read_generation(self.folder / TOKENIZER, self.model.vocabulary.size)
 
     def copy_tokenizer(self, target: Path) -> bool:
         """Copies the tokenizer's files, in Hugging Face's form, and :attr:`generation` to a new
@@ -227,17 +227,24 @@ def run_of(source: Source, moments: bool = True) -> RunConfig:
 
 
 class Format(NamedTuple):
-    """A format of checkpoints: the names, as ``module:name``, of its :class:`Source` and of a
-    function that writes a copy in it (see :func:`save_copy`), and the packages that they need."""
+    """A format of checkpoints.
+
+    Attributes:
+        reader: imports its :class:`Source`.
+        writer: imports a function that writes a copy in it; see :func:`save_copy`.
+        needs: packages without which it is left out.
+        after: of a feature's format, the one behind which it is tried, and without which it is
+            left out.
+    """
 
     name: str
-    reader: str
-    writer: str | None = None
+    reader: Callable[[], type[Source]]
+    writer: Callable[[], Callable[[Source, Path, int], Path]] | None = None
     needs: tuple[str, ...] = ()
+    after: str = "native"
 
 
-NATIVE = Format("native", "megatron.checkpoint.reader:CheckpointReader")
-ADAPTERS = Format("adapters", "megatron.features.adapters.checkpoint:AdaptedCheckpoint")
+NATIVE = Format("native", partial(resolve_name, "megatron.checkpoint.reader:CheckpointReader"))
 OTHERS = "megatron.formats:FORMATS"
 """The table of other programs' formats. Without that package only this project's are read."""
 
@@ -251,12 +258,18 @@ def formats() -> dict[str, Format]:
         if error.name != OTHERS.partition(":")[0]:
             raise
         others = ()
-    return {form.name: form for form in (NATIVE, ADAPTERS, *others)}
+    ordered = [NATIVE, *others]
+    for feature in features().values():
+        for form in feature.formats():
+            names = [each.name for each in ordered]
+            if form.after in names:
+                ordered.insert(names.index(form.after) + 1, form)
+    return {form.name: form for form in ordered}
 
 
 def reader(name: str) -> type[Source]:
     """The class of a format of :func:`formats`."""
-    return resolve_name(formats()[name].reader)
+    return formats()[name].reader()
 
 
 def save_copy(name: str, source: Source, save: Path, stage: int) -> Path:
@@ -265,7 +278,7 @@ def save_copy(name: str, source: Source, save: Path, stage: int) -> Path:
     if a file cannot be written; nothing is left behind."""
     writer = formats()[name].writer
     assert writer is not None
-    return resolve_name(writer)(source, save, stage)
+    return writer()(source, save, stage)
 
 
 class FoundCheckpoint(NamedTuple):
@@ -320,8 +333,11 @@ def locate_checkpoint(
             return FoundCheckpoint(form, folder)
     if refusal is not None:
         raise refusal
-    if not empty and not others and (content := resolve_name(UNREADABLE)(path)) is not None:
-        raise CheckpointError(f"{path} {'is' if path.is_file() else 'has'} {content}")
+    if not empty and not others:
+        from megatron.checkpoint.unreadable import unreadable
+
+        if (content := unreadable(path)) is not None:
+            raise CheckpointError(f"{path} {'is' if path.is_file() else 'has'} {content}")
     if wanted is not None:
         raise CheckpointError(f"{path} has no complete checkpoint {wanted}")
     for tracker in (path / TRACKER, path / MEGATRON_TRACKER):
@@ -340,7 +356,7 @@ def _tried(prefer: str) -> Iterator[type[Source]]:
     """The classes of all formats, that of ``prefer`` first; the table of others is not imported
     where the native format, if preferred, is enough."""
     if prefer == NATIVE.name:
-        yield resolve_name(NATIVE.reader)
+        yield NATIVE.reader()
     names = [name for name in formats() if (name, prefer) != (NATIVE.name, NATIVE.name)]
     yield from map(reader, sorted(names, key=lambda name: name != prefer))
 

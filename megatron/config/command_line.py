@@ -9,9 +9,8 @@ import os
 import re
 import sys
 import typing
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
-from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 import megatron
@@ -224,11 +223,12 @@ def parse_configs(
 
 
 def run_command(
-    commands: Mapping[str, str], description: str | None, argv: Sequence[str] | None = None
+    commands: Mapping[str, Callable[[], Callable[[Sequence[str]], None]]],
+    description: str | None,
+    argv: Sequence[str] | None = None,
 ) -> None:
-    """Calls the command that the first word names with the words that follow. ``commands`` are the
-    ``package.module:function`` of each, imported when it is called. Raises what the command
-    raises."""
+    """Calls the command that the first word names with the words that follow. ``commands`` import
+    the function of each when it is called. Raises what the command raises."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser = CommandParser(description, usage="%(prog)s COMMAND [flags]")
     parser.add_argument(
@@ -245,10 +245,10 @@ def run_command(
         raise ConfigError(
             f"{words[0] if words else 'no command'}: the commands are {', '.join(commands)}"
         )
-    resolve_name(commands[words[0]])(words[1:])
+    commands[words[0]]()(words[1:])
 
 
-def _completed_command(commands: Mapping[str, str]) -> str | None:
+def _completed_command(commands: Iterable[str]) -> str | None:
     start = int(os.environ.get("_ARGCOMPLETE", "0"))
     words = os.environ.get("COMP_LINE", "")[: int(os.environ.get("COMP_POINT", "0"))].split(" ")
     words = [word for word in words[:-1] if word]

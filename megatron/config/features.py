@@ -179,6 +179,20 @@ class Feature:
         """Paths of the checkpoints that a run reads besides that of ``--load``, by flag."""
         return {}
 
+    def formats(self) -> Sequence[Any]:
+        """Each :class:`~megatron.checkpoint.source.Format` of checkpoints that the feature adds."""
+        return ()
+
+    def architectures(self) -> Sequence[Any]:
+        """Each :class:`~megatron.formats.huggingface.architecture.Architecture` of Hugging Face
+        that the feature adds."""
+        return ()
+
+    def conversions(self) -> Mapping[str, Callable[[], Any]]:
+        """Commands of ``tools/convert_checkpoint.py`` by name: each imports a function of the words
+        that follow on the command line."""
+        return {}
+
     def inputs(self, config: Any) -> Mapping[str, Mapping[str, str]]:
         """Inputs that a continued run must have in common with the run before; see
         :mod:`megatron.run.fingerprint`."""

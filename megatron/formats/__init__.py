@@ -6,47 +6,50 @@ A format is left out where a package that it needs is deleted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import Any
 
 from megatron.checkpoint.source import Format
+from megatron.config import ModelConfig
 
 _MEGATRON = "megatron.formats.legacy_megatron"
 _DEEPSPEED = "megatron.formats.deepspeed_folders"
 _HUGGINGFACE = "megatron.formats.huggingface"
 
+
+def _imported(name: str) -> Callable[[], Any]:
+    return partial(resolve_name, name)
+
+
 _TABLE = (
     Format(
         "deepspeed",
-        reader="megatron.formats.deepspeed_folders.folder:DeepSpeedFolder",
+        reader=_imported("megatron.formats.deepspeed_folders.folder:DeepSpeedFolder"),
         needs=(_DEEPSPEED, _MEGATRON),
     ),
     Format(  # a copy, which may be older than its original
         "universal",
-        reader="megatron.formats.deepspeed_folders.universal:UniversalFolder",
-        writer="megatron.formats.deepspeed_folders.universal:save_universal",
+        reader=_imported("megatron.formats.deepspeed_folders.universal:UniversalFolder"),
+        writer=_imported("megatron.formats.deepspeed_folders.universal:save_universal"),
         needs=(_DEEPSPEED, _MEGATRON),
     ),
     Format(
         "legacy_megatron",
-        reader="megatron.formats.legacy_megatron.reader:MegatronCheckpoint",
+        reader=_imported("megatron.formats.legacy_megatron.reader:MegatronCheckpoint"),
         needs=(_MEGATRON,),
     ),
     Format(
         "huggingface",
-        reader="megatron.formats.huggingface.source:HuggingFaceFolder",
-        needs=(_HUGGINGFACE,),
-    ),
-    Format(
-        "peft",
-        reader="megatron.formats.huggingface.peft:PeftFolder",
+        reader=_imported("megatron.formats.huggingface.source:HuggingFaceFolder"),
         needs=(_HUGGINGFACE,),
     ),
     Format(
         "meta",
-        reader="megatron.formats.meta:MetaFolder",
+        reader=_imported("megatron.formats.meta:MetaFolder"),
         needs=("megatron.formats.meta", _HUGGINGFACE, _MEGATRON),
     ),
 )
@@ -60,19 +63,52 @@ def available(forms: Iterable[Format]) -> tuple[Format, ...]:
 FORMATS = available(_TABLE)
 """The formats that :mod:`megatron.checkpoint.source` tries after this project's, in this order."""
 
-COMMANDS = {
-    "to-hf": "megatron.formats.conversion.commands:to_hf",
-    "from-hf": "megatron.formats.conversion.commands:from_hf",
-    "to-megatron": "megatron.formats.conversion.commands:to_megatron",
-    "to-universal": "megatron.formats.conversion.commands:to_universal",
-    "to-peft": "megatron.formats.conversion.commands:to_peft",
+COMMANDS: dict[str, Callable[[], Any]] = {
+    "to-hf": _imported("megatron.formats.conversion.commands:to_hf"),
+    "from-hf": _imported("megatron.formats.conversion.commands:from_hf"),
+    "to-megatron": _imported("megatron.formats.conversion.commands:to_megatron"),
+    "to-universal": _imported("megatron.formats.conversion.commands:to_universal"),
 }
-"""The commands of ``tools/convert_checkpoint.py``, each a function of the command line."""
+"""Commands of ``tools/convert_checkpoint.py``: each imports a function of the command line. Those
+of features follow."""
+
+LINEAR = (
+    "attention.qkv", "attention.proj", "cross_attention.q", "cross_attention.kv",
+    "cross_attention.proj", "mlp.up", "mlp.down",
+)  # fmt: skip
+"""The linear layers of a block."""
 
 
-def linear_targets(model: Any) -> Any:
-    """The linear modules of the blocks of a :class:`ModelConfig` by their Hugging Face names, for
-    ``--lora-targets``; None where that format is deleted."""
+@dataclass(frozen=True)
+class LinearTarget:
+    """A linear module that can have an adapter: a layer of a block, or one of the matrices that are
+    fused in it. Names have ``{n}`` for the number of the block.
+
+    Attributes:
+        layer: canonical name of the layer, ``layers.{n}.attention.qkv``.
+        part: name of the matrix, ``q``; empty where the module is the whole layer.
+        index: its place among the fused ones.
+        module: another program's name, ``model.layers.{n}.self_attn.q_proj``, or the layer's.
+    """
+
+    layer: str
+    part: str
+    index: int
+    module: str
+
+
+def layer_names() -> list[str]:
+    """The names of the linear layers of all stacks of blocks that a model can have."""
+    stacks = ("layers", "encoder.layers", "decoder.layers")
+    return [f"{stack}.{{n}}.{layer}" for stack in stacks for layer in LINEAR]
+
+
+def linear_targets(model: ModelConfig) -> Sequence[LinearTarget]:
+    """The linear modules of a model's blocks by their Hugging Face names, or by the layers' where
+    that format is deleted."""
     if find_spec(_HUGGINGFACE) is None:
-        return None
-    return resolve_name("megatron.formats.huggingface:linear_targets")(model)
+        return [LinearTarget(name, "", 0, name) for name in layer_names()]
+    targets: Sequence[LinearTarget] = resolve_name("megatron.formats.huggingface:linear_targets")(
+        model
+    )
+    return targets

@@ -12,7 +12,7 @@ torchrun and deepspeed start several processes, on one node or several that shar
 was killed continues where it was when it is started again. Needs the extra "retro".
 """
 
-from megatron.apps.retro.preprocessing import run_preprocessing
+from megatron.apps.retro.command import run_preprocessing
 from megatron.run.process import ending_process, errors_for_users
 
 

@@ -47,8 +47,10 @@ from megatron.data.build import Datasets
 from megatron.data.loader import TrainingData
 from megatron.data.samples import RenumberedSamples, SampleDataset, checked_index
 from megatron.families import family_of
+from megatron.features.instruction.packing import logger as log_of_packing
 from megatron.features.keep_best.callback import stopped_early
 from megatron.features.pictures.plots import read_metrics
+from megatron.features.preference.samples import logger as log_of_pairs
 from megatron.run.launch import start_processes
 from megatron.run.process import connected
 from megatron.run.run import (
@@ -62,12 +64,6 @@ from megatron.training.plan import Epochs, TrainingPlan
 from megatron.util.files import write_whole
 from megatron.util.processes import is_main_process
 from megatron.util.progress import say
-
-_LOG_ORDERS = (
-    "megatron.features.instruction.packing",
-    "megatron.features.preference.samples",
-)
-"""Loggers of the orders of samples."""
 
 
 class ExampleCounts(NamedTuple):
@@ -217,7 +213,7 @@ def count_samples(run: Run) -> ExampleCounts:
     they make. Raises ValueError or OSError, naming flag and file, if data cannot be used."""
     data = family_of(run.config.model.family).data(run.config, run.tokenizer)
     # Orders of samples are made again once their number is known: the first ones are not logged.
-    loggers = [logging.getLogger(name) for name in _LOG_ORDERS]
+    loggers = (log_of_packing, log_of_pairs)
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)

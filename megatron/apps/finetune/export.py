@@ -17,6 +17,7 @@ from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoin
 from megatron.config import ConfigError
 from megatron.data.sources import parts_of
 from megatron.features.adapters.checkpoint import AdaptedSource
+from megatron.features.adapters.peft import write_peft
 from megatron.features.instruction.columns import RecordColumns
 from megatron.features.instruction.conversations import ALPACA_PREAMBLE, read_examples
 from megatron.features.instruction.flags import InstructionConfig
@@ -26,7 +27,6 @@ from megatron.features.preference.records import read_preferences
 from megatron.features.tokenizers.chat_process import read_template
 from megatron.formats.conversion.commands import export_hf
 from megatron.formats.conversion.output import parse_size, published_into
-from megatron.formats.huggingface.peft import write_peft
 from megatron.run.folders import check_output
 from megatron.run.run import Run
 from megatron.util.progress import say

@@ -11,11 +11,6 @@ MODEL_FILES = ("bert_load", "retro_bert_vocab_file")
 """Fields that name files, which may have moved: an embedder's identity says whether they are still
 the same."""
 INDEX_TYPES = ("faiss-par-add", "faiss-base")
-TASK_SPELLINGS = {
-    "query-pretraining-neighbors": "query-neighbors",
-    "pretraining-query-neighbors": "query-neighbors",
-}
-"""Other names of tasks: of 2023, and a slip in its documentation."""
 _FRACTION_LOADED = Bounds(lambda value: 0 < value <= 1, "must be in (0, 1]")
 
 

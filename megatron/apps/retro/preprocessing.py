@@ -1,28 +1,23 @@
-"""The command line of ``tools/retro/preprocess_data.py``, and what its stages work with: a project,
-whose first stage writes its configuration and whose others are compared with it, and the run of a
-GPT whose samples get neighbours."""
+"""What the stages of ``tools/retro/preprocess_data.py`` work with: a project, whose first stage
+writes its configuration and whose others are compared with it, and the run of a GPT whose samples
+get neighbours."""
 
 from __future__ import annotations
 
 import dataclasses
 import errno
 import os
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 from megatron.apps.retro.blocks import (
     barrier,
-    connected,
-    naming_full_disks,
 )
 from megatron.apps.retro.config import (
     MODEL_FILES,
-    TASK_SPELLINGS,
     RetroPreprocessConfig,
 )
 from megatron.apps.retro.embedding import (
@@ -33,11 +28,10 @@ from megatron.apps.retro.embedding import (
 from megatron.config import ConfigError, DataConfig, Setting, Settings, TokenizerConfig
 from megatron.config.data import SOURCE_FIELDS
 from megatron.config.features import kind_classes
-from megatron.config.flags import ConfigResolver, build, names_of, nearest
+from megatron.config.flags import build, names_of
 from megatron.data.indexed.dataset import idx_path
 from megatron.data.sources import PARTS
 from megatron.features.retro.chunks import ChunkDatabase
-from megatron.features.retro.hdf5 import needed_h5py
 from megatron.features.retro.project import (
     CONFIG_FILE,
     FILES,
@@ -49,26 +43,15 @@ from megatron.features.retro.project import (
     sample_fields,
     write_json,
 )
-from megatron.run.launch import start_processes
 from megatron.run.run import (
     Run,
-    RunToolParser,
     run_of,
 )
 from megatron.tokenizer import Tokenizer
 from megatron.training.plan import TrainingPlan
-from megatron.training.report import show_log
 from megatron.util.files import Lock, LockTakenError, remove_partial
 from megatron.util.processes import is_main_process
 
-STAGES = {
-    "db-build": "megatron.apps.retro.database:build_database",
-    "index-train": "megatron.apps.retro.index.stages:train_index",
-    "index-add": "megatron.apps.retro.index.stages:add_to_index",
-    "query-neighbors": "megatron.apps.retro.query:query_neighbors",
-}
-"""The stages in their order: functions of :class:`Preprocessing`, imported when they run."""
-GROUPS = {"build": tuple(STAGES), "index-build": ("index-train", "index-add")}
 _LOCK = ".lock"
 """The file that the run has locked that writes to a project."""
 _EMBEDDER = "retro_embedder"
@@ -94,35 +77,6 @@ _LISTS = frozenset(
 """Settings that name a file with the names of data."""
 _CACHES = ("data_cache_path", "object_storage_cache_path")
 """Flags that no sample depends on."""
-
-
-def run_preprocessing(description: str | None, argv: Sequence[str] | None = None) -> None:
-    """Runs the tasks of a command line. ValueError or OSError, naming flag or file, if one cannot
-    be used."""
-    show_log()
-    settings = RunToolParser(RetroPreprocessConfig, description).settings(argv)
-    ConfigResolver((RetroPreprocessConfig,), settings)
-    stages = stages_of(build(RetroPreprocessConfig, settings).retro_tasks)
-    needed_h5py()  # not after hours of work
-    processes = start_processes(settings, argv)
-    with connected(settings, processes), ExitStack() as locks:
-        work = configured(settings, locks)
-        for stage in stages:
-            with naming_full_disks(work.project.folder, stage):
-                resolve_name(STAGES[stage])(work)
-
-
-def stages_of(tasks: str) -> list[str]:
-    """The stages of ``--retro-tasks``, in the order given. ConfigError if one is unknown."""
-    stages: list[str] = []
-    for task in tasks.split(","):
-        name = TASK_SPELLINGS.get(task.strip(), task.strip())
-        if name not in STAGES and name not in GROUPS:
-            known = (*GROUPS, *STAGES)
-            hint = nearest(name, known, "; the nearest is {}")
-            raise ConfigError(f"--retro-tasks {task}: the tasks are {', '.join(known)}{hint}")
-        stages += GROUPS.get(name, (name,))
-    return stages
 
 
 @dataclass(frozen=True)

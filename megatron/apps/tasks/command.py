@@ -14,32 +14,44 @@ the results are the same for every layout.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pkgutil import resolve_name
 
 from megatron.apps.tasks.config import TaskConfig
-from megatron.config import ConfigError
+from megatron.config import ConfigError, Settings
 from megatron.config.flags import nearest, option
 from megatron.run.launch import start_processes
 from megatron.run.process import ending_process, errors_for_users
 from megatron.run.run import RunToolParser
 from megatron.training.evaluation import checkpoint_settings
 
-TASKS: dict[str, str] = {
-    **dict.fromkeys(
-        ("WIKITEXT103", "LAMBADA", "RAW"), "megatron.apps.tasks.zeroshot.command:run_zero_shot"
-    ),
-    **dict.fromkeys(
-        ("RACE", "MNLI", "QQP", "QNLI", "SST-2", "CoLA", "STS-B", "MRPC", "RTE", "SQUAD"),
-        "megatron.apps.tasks.fine_tuning.command:run_fine_tuning",
-    ),
-}
-"""``package.module:FUNCTION`` of every task by its name in ``--task``, imported when it is started.
-The function gets the flags of the task, the settings of training without them, completed by
+TaskFunction = Callable[[TaskConfig, Settings, int], None]
+"""Runs a task. It gets the flags of the task, the settings of training without them, completed by
 :func:`megatron.training.evaluation.checkpoint_settings`, and the number of processes, of which this
 is one. It raises ValueError or OSError, which names the flag, file or checkpoint, if one cannot be
 used."""
+
+
+def _zero_shot() -> TaskFunction:
+    from megatron.apps.tasks.zeroshot.command import run_zero_shot
+
+    return run_zero_shot
+
+
+def _fine_tuning() -> TaskFunction:
+    from megatron.apps.tasks.fine_tuning.command import run_fine_tuning
+
+    return run_fine_tuning
+
+
+TASKS: dict[str, Callable[[], TaskFunction]] = {
+    **dict.fromkeys(("WIKITEXT103", "LAMBADA", "RAW"), _zero_shot),
+    **dict.fromkeys(
+        ("RACE", "MNLI", "QQP", "QNLI", "SST-2", "CoLA", "STS-B", "MRPC", "RTE", "SQUAD"),
+        _fine_tuning,
+    ),
+}
+"""Imports the function of every task by its name in ``--task``."""
 
 
 def main() -> None:
@@ -59,7 +71,7 @@ def run_task(description: str | None, argv: Sequence[str] | None = None) -> None
         hint = nearest(config.task, TASKS, "; the nearest is {}")
         raise ConfigError(f"--task {config.task}: the tasks are {', '.join(TASKS)}{hint}")
     processes = start_processes(settings, argv)
-    run = resolve_name(TASKS[config.task])
+    run = TASKS[config.task]()
     run(config, checkpoint_settings(settings), processes)
 
 

@@ -11,6 +11,24 @@ from megatron.config.output import CheckpointConfig
 from megatron.features.adapters.flags import AdapterConfig
 
 
+def _adapted_checkpoint() -> Any:
+    from megatron.features.adapters.checkpoint import AdaptedCheckpoint
+
+    return AdaptedCheckpoint
+
+
+def _peft_folder() -> Any:
+    from megatron.features.adapters.peft import PeftFolder
+
+    return PeftFolder
+
+
+def _to_peft() -> Any:
+    from megatron.features.adapters.to_peft import to_peft
+
+    return to_peft
+
+
 class AdaptersFeature(Feature):
     after = ("instruction", "preference", "distillation", "planning")
     sections = {"adapters": AdapterConfig}
@@ -21,6 +39,17 @@ class AdaptersFeature(Feature):
 
     def checkpoints(self, config: Any) -> dict[str, str | None]:
         return {"--load-adapter": config.checkpoint.load_adapter}
+
+    def formats(self) -> Sequence[Any]:
+        from megatron.checkpoint.source import Format
+
+        return (
+            Format("adapters", _adapted_checkpoint),
+            Format("peft", _peft_folder, after="huggingface"),
+        )
+
+    def conversions(self) -> Mapping[str, Callable[[], Any]]:
+        return {"to-peft": _to_peft}
 
     def inputs(self, config: Any) -> Mapping[str, Mapping[str, str]]:
         from megatron.run.fingerprint import located_model

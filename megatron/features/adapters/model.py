@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from torch import nn
@@ -15,50 +15,14 @@ from megatron.config.flags import nearest
 from megatron.features.adapters.flags import ALL_LINEAR, AdapterConfig, is_adapter
 from megatron.features.adapters.layers import Addition, add_adapters
 from megatron.features.adapters.quantised import quantise_layer
-from megatron.formats import linear_targets
+from megatron.formats import LinearTarget, linear_targets
 from megatron.model.layer_list import LayerSpec
 from megatron.model.spec import ModelSpec
 from megatron.parallel.layers import ParallelLinear
 from megatron.parallel.tensor_parallel import TensorParallel
 
-LINEAR = (
-    "attention.qkv", "attention.proj", "cross_attention.q", "cross_attention.kv",
-    "cross_attention.proj", "mlp.up", "mlp.down",
-)  # fmt: skip
-"""The linear layers of a block."""
-
 Additions = Mapping[str, Sequence[Addition]]
 """By the canonical name of a layer with ``{n}`` for the number of its block."""
-
-
-@dataclass(frozen=True)
-class LinearTarget:
-    """A linear module that can have an adapter: a layer of a block, or one of the matrices that are
-    fused in it. Names have ``{n}`` for the number of the block.
-
-    Attributes:
-        layer: canonical name of the layer, ``layers.{n}.attention.qkv``.
-        part: name of the matrix, ``q``; empty where the module is the whole layer.
-        index: its place among the fused ones.
-        module: another program's name, ``model.layers.{n}.self_attn.q_proj``, or the layer's.
-    """
-
-    layer: str
-    part: str
-    index: int
-    module: str
-
-
-def layer_names() -> list[str]:
-    """The names of the linear layers of all stacks of blocks that a model can have."""
-    stacks = ("layers", "encoder.layers", "decoder.layers")
-    return [f"{stack}.{{n}}.{layer}" for stack in stacks for layer in LINEAR]
-
-
-def targets_of(model: ModelConfig) -> Sequence[LinearTarget]:
-    """The linear modules of a model's blocks by their Hugging Face names, or by the layers' where
-    that format is deleted."""
-    return linear_targets(model) or [LinearTarget(name, "", 0, name) for name in layer_names()]
 
 
 def with_adapters(spec: ModelSpec, config: RunConfig) -> ModelSpec:
@@ -104,7 +68,7 @@ def _build(
 def additions_of(model: ModelConfig, targets: Sequence[str]) -> Additions:
     """What ``--lora-targets`` names. Raises ConfigError if it is unknown in the model's Hugging
     Face architecture, or names nothing."""
-    known = targets_of(model)
+    known = linear_targets(model)
     wanted = set()
     for name in targets:
         chosen = {target for target in known if name == ALL_LINEAR or _matches(target, name)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.config.features import Feature
@@ -16,6 +17,12 @@ class MaskedFeature(Feature):
         from megatron.features.masked.kind import KIND
 
         return KIND
+
+    def architectures(self) -> Sequence[Any]:
+        from megatron.features.masked.hf_bert import BERT, MEGATRON_BERT
+        from megatron.features.masked.hf_t5 import T5
+
+        return MEGATRON_BERT, BERT, T5
 
     def family(self, name: str) -> Any:
         from megatron.features.masked import bert, t5

@@ -1,8 +1,7 @@
-"""``to-hf``, ``from-hf``, ``to-megatron``, ``to-universal`` and ``to-peft``."""
+"""``to-hf``, ``from-hf``, ``to-megatron`` and ``to-universal``."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,6 @@ from megatron.checkpoint.source import (
 from megatron.checkpoint.writer import write_checkpoint
 from megatron.config import ConfigError, parse_configs
 from megatron.config.flags import option
-from megatron.features.adapters.checkpoint import AdaptedSource
 from megatron.formats.conversion.output import check_hub, need, parse_size, published, push
 from megatron.formats.deepspeed_folders.folder import UNIVERSAL_TRACKER, is_universal
 from megatron.formats.deepspeed_folders.universal import write_universal
@@ -32,10 +30,10 @@ from megatron.formats.huggingface import architecture_of
 from megatron.formats.huggingface.compare import (
     Comparison,
     largest_difference,
+    peft_reads,
     reference_of,
 )
 from megatron.formats.huggingface.export import write_model
-from megatron.formats.huggingface.peft import CONFIG, PeftFolder, write_peft
 from megatron.formats.huggingface.source import HuggingFaceFolder
 from megatron.formats.inspection import counted, model_of
 from megatron.formats.legacy_megatron.reader import MegatronCheckpoint
@@ -146,17 +144,17 @@ def export_hf(
 def _check_reading(source: Source, name: str) -> None:
     """Compares a source with the folder of transformers or peft that it, or its base, was read
     from: a mistake of reading that is repeated in writing shows nowhere else."""
-    base = source.base if isinstance(source, AdaptedSource) else source
+    base = source.base or source
     if not isinstance(base, HuggingFaceFolder):
         return
-    adapters = None
-    if isinstance(source, PeftFolder) and importlib.util.find_spec("peft") is not None:
-        base, adapters = source, source.folder
-    folder = source.base.folder if isinstance(source, AdaptedSource) else source.folder
-    reference = reference_of(folder, base.model, strict=False, adapters=adapters)
-    result = reference.compared_with(model_of(base, torch.float32, torch.device("cpu")))
-    program = "transformers" if adapters is None else "peft"
-    what = f"{program} computes other logits with {base.folder} than the model that was read there"
+    read: Source = base
+    program = "transformers"
+    if base is not source and peft_reads(source.folder):
+        read, program = source, "peft"
+    adapters = None if read is base else source.folder
+    reference = reference_of(base.folder, read.model, strict=False, adapters=adapters)
+    result = reference.compared_with(model_of(read, torch.float32, torch.device("cpu")))
+    what = f"{program} computes other logits with {read.folder} than the model that was read there"
     _require_agreement(result, what, name)
 
 
@@ -287,7 +285,7 @@ def export_megatron(
 
     def check(folder: Path) -> None:
         if checking:
-            _require_equal(MegatronCheckpoint(folder), source, DTYPES[dtype], folder)
+            require_equal(MegatronCheckpoint(folder), source, DTYPES[dtype], folder)
 
     folder = write_megatron(source, output, *sizes, iteration, dtype, progress=say, check=check)
     result = "read back and equal, bit by bit" if checking else "not read back"
@@ -299,7 +297,7 @@ def export_megatron(
         print("it has weights only: load it with --no-load-optim --no-load-rng or --finetune")
 
 
-def _require_equal(written: Source, source: Source, dtype: torch.dtype, folder: Path) -> None:
+def require_equal(written: Source, source: Source, dtype: torch.dtype, folder: Path) -> None:
     """Raises CheckpointError if what was written to a folder is not a source, rounded."""
     for name in source.names():
         if not torch.equal(written.tensor(name), source.tensor(name).to(dtype).float()):
@@ -348,62 +346,6 @@ def to_universal(argv: Sequence[str]) -> None:
         f"{output}: {found.folder} for loaders of ZeRO stages {stages}; "
         f"{output.parent / UNIVERSAL_TRACKER} names it"
     )
-
-
-@dataclass(frozen=True)
-class ToPeftConfig:
-    """Conversion of adapters to peft."""
-
-    output: str | None = option(None)
-    """Folder for the adapters; it must be new or empty."""
-    base_model: str | None = option(None, derived="the base, if it is of Hugging Face")
-    """Name or path of the base that the result names, for example meta-llama/Llama-2-7b-hf."""
-    dtype: str = option("float32", choices=tuple(DTYPES))
-    """dtype of the adapters."""
-    overwrite: bool = option(False)
-    """Replace the adapters in --output."""
-
-
-def to_peft(argv: Sequence[str]) -> None:
-    """Writes the adapters, and reads them back, before the result gets its name. Raises
-    ConfigError, CheckpointError or OSError."""
-    checkpoint, config = parsed(
-        argv, "to-peft", "Writes the adapters of a checkpoint as a folder of peft.",
-        LoadConfig, ToPeftConfig,
-    )  # fmt: skip
-    load, output = required(checkpoint, "load"), Path(required(config, "output"))
-    found = located(load, checkpoint.iteration, checkpoint.pretrained_checkpoint)
-    if not found.form.on_base:
-        raise ConfigError(
-            f"--load {load} has a whole model, not adapters: to-hf writes it for transformers"
-        )
-    source = found.open()
-    assert isinstance(source, AdaptedSource)
-    with published(output, config.overwrite, found.folder, marks=(CONFIG,)) as folder:
-        count = write_adapters(source, folder, config.base_model, DTYPES[config.dtype])
-    print(
-        f"{output}: {count} tensors of {source.folder} in {config.dtype}, read back and equal; "
-        f"base: {source.base.folder}"
-    )
-
-
-def write_adapters(
-    source: AdaptedSource, folder: Path, base: str | None = None, dtype: torch.dtype = torch.float32
-) -> int:
-    """:func:`write_peft` with the tokenizer's files into an existing folder, read back. Raises
-    CheckpointError if what is read differs."""
-    count = write_peft(source, folder, base, dtype)
-    written = PeftFolder(folder, source.base.folder).additions
-    _require_equal(written, source.additions, dtype, folder)
-    place = folder / "tokenizer"
-    if source.copy_tokenizer(place):
-        for path in place.iterdir():
-            if path.name == "generation_config.json":
-                path.unlink()
-            else:
-                path.rename(folder / path.name)
-        place.rmdir()
-    return count
 
 
 def required(config: Any, field: str) -> str:

@@ -1,11 +1,12 @@
 """Models of Hugging Face: the known architectures, one table each, read in both directions. A new
-one is a file and a name here."""
+one is a file and a name here, or in its feature."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,9 @@ from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.config import ModelConfig
+from megatron.config.features import features
 from megatron.config.flags import flag_of
-from megatron.features.adapters.model import (
-    LINEAR,
-    LinearTarget,
-    layer_names,
-)
+from megatron.formats import LINEAR, LinearTarget, layer_names
 from megatron.formats.huggingface.architecture import (
     GATE_AND_UP,
     GROUPED_QKV,
@@ -29,7 +27,6 @@ from megatron.formats.huggingface.architecture import (
     Entry,
     Reordering,
 )
-from megatron.formats.huggingface.bert import BERT, MEGATRON_BERT
 from megatron.formats.huggingface.layer_norm_decoders import BLOOM, FALCON, GPT2, GPT_NEOX, OPT
 from megatron.formats.huggingface.llama import (
     GEMMA2,
@@ -40,13 +37,18 @@ from megatron.formats.huggingface.llama import (
     QWEN2,
     QWEN3,
 )
-from megatron.formats.huggingface.t5 import T5
 
-ARCHITECTURES: tuple[Architecture, ...] = (
+_OF_CORE: tuple[Architecture, ...] = (
     GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3, GPT_NEOX, OPT, FALCON, BLOOM,
-    MEGATRON_BERT, BERT, T5,
 )  # fmt: skip
-"""The known architectures, the plainer ones first: a model that fits several is the first."""
+
+
+@cache
+def architectures() -> tuple[Architecture, ...]:
+    """The known architectures, the plainer ones first: a model that fits several is the first.
+    Those of features follow."""
+    return (*_OF_CORE, *(form for each in features().values() for form in each.architectures()))
+
 
 _REASONS = {
     "gemma": "Gemma 1 differs from Gemma 2, and has no table",
@@ -72,8 +74,8 @@ def architecture_of(model: ModelConfig, wanted: str | None = None) -> Architectu
     origin = _find(model.hf_architecture)
     if wanted is None and origin is not None and not origin.misfits(model):
         return origin
-    family = [form for form in ARCHITECTURES if form.family == model.family]
-    known: Sequence[Architecture] = (_named(wanted),) if wanted else family or ARCHITECTURES
+    family = [form for form in architectures() if form.family == model.family]
+    known: Sequence[Architecture] = (_named(wanted),) if wanted else family or architectures()
     misfits = {architecture.title: architecture.misfits(model) for architecture in known}
     for architecture in known:
         if not misfits[architecture.title]:
@@ -114,12 +116,12 @@ def architecture_named(content: dict[str, Any], path: Path) -> Architecture:
     reason = f" ({_REASONS[name]})" if isinstance(name, str) and name in _REASONS else ""
     raise CheckpointError(
         f"{path}: model_type is {name!r:.100}{reason}; expected one of "
-        f"{', '.join(known.model_type for known in ARCHITECTURES)}"
+        f"{', '.join(known.model_type for known in architectures())}"
     )
 
 
 def _find(model_type: str | None) -> Architecture | None:
-    return next((known for known in ARCHITECTURES if known.model_type == model_type), None)
+    return next((known for known in architectures() if known.model_type == model_type), None)
 
 
 def _named(wanted: str) -> Architecture:
@@ -127,7 +129,7 @@ def _named(wanted: str) -> Architecture:
         return known
     raise ValueError(
         f"--architecture {wanted} is unknown; expected one of "
-        f"{', '.join(known.model_type for known in ARCHITECTURES)}"
+        f"{', '.join(known.model_type for known in architectures())}"
     )
 
 

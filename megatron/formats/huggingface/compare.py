@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,11 @@ def _load(folder: Path, class_name: str, strict: bool) -> Any:
             names = ", ".join(map(str, sorted(report[problem])[:5]))
             raise CheckpointError(f"transformers reports {problem} in {folder}: {names}")
     return theirs.eval()
+
+
+def peft_reads(folder: Path) -> bool:
+    """Whether a folder has adapters that the installed peft reads."""
+    return (folder / "adapter_config.json").is_file() and find_spec("peft") is not None
 
 
 def _adapted(base: Any, adapters: Path, vocabulary: int) -> Any:

@@ -8,8 +8,9 @@ import pytest
 import upstream_retro as upstream
 
 from megatron.apps.retro.blocks import naming_full_disks
+from megatron.apps.retro.command import run_preprocessing
 from megatron.apps.retro.config import RetroPreprocessConfig
-from megatron.apps.retro.preprocessing import configured, run_preprocessing
+from megatron.apps.retro.preprocessing import configured
 from megatron.run.run import RunToolParser
 
 pytest.importorskip("h5py")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import upstream_retro as upstream
 
-from megatron.apps.retro.preprocessing import run_preprocessing
+from megatron.apps.retro.command import run_preprocessing
 from megatron.data.indexed import IndexedDatasetWriter
 from megatron.features.retro.hdf5 import (
     array_shapes,

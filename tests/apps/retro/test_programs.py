@@ -9,8 +9,8 @@ import pytest
 import upstream_retro as upstream
 
 from megatron.apps.generation.generation.command import run_generation
+from megatron.apps.retro.command import run_preprocessing
 from megatron.apps.retro.evaluation import run_evaluation
-from megatron.apps.retro.preprocessing import run_preprocessing
 from megatron.apps.tasks.command import run_task
 from megatron.checkpoint.files import CheckpointError
 from megatron.config import ConfigError, TokenizerConfig

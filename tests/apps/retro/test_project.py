@@ -9,11 +9,8 @@ import pytest
 import upstream_retro as upstream
 
 import megatron.features.retro.project as project_module
-from megatron.apps.retro.preprocessing import (
-    STAGES,
-    project_run,
-    stages_of,
-)
+from megatron.apps.retro.command import STAGES, stages_of
+from megatron.apps.retro.preprocessing import project_run
 from megatron.config import ConfigError
 from megatron.features.retro.hdf5 import write_arrays
 from megatron.features.retro.project import RetroProject

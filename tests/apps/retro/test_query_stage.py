@@ -9,7 +9,8 @@ import pytest
 from upstream_retro import corpus, gpt_flags, write_corpora, write_project
 
 from megatron.apps.retro.blocks import FileBlock
-from megatron.apps.retro.preprocessing import existing, run_preprocessing
+from megatron.apps.retro.command import run_preprocessing
+from megatron.apps.retro.preprocessing import existing
 from megatron.apps.retro.query import (
     Retriever,
     SampleChunks,

@@ -93,7 +93,7 @@ def test_other_logits_are_refused(tool, saved, tmp_path, monkeypatch):
         for entry in huggingface.GPT2.entries
     )  # fmt: skip
     table = dataclasses.replace(huggingface.GPT2, entries=wrong)
-    monkeypatch.setattr(huggingface, "ARCHITECTURES", (table,))
+    monkeypatch.setattr(huggingface, "architectures", lambda: (table,))
     with pytest.raises(SystemExit, match="computes other logits .* largest difference is") as error:
         tool.main(["to-hf", "--load", saved(), "--output", str(tmp_path / "hf")])
     assert isinstance(error.value.code, str)  # printed to stderr, exit status 1
@@ -257,7 +257,7 @@ def test_from_hf_refuses_other_logits(tool, downloaded, tmp_path, monkeypatch):
     wrong = dataclasses.replace(
         huggingface.QWEN2, entries=tuple(exchanged(entry) for entry in huggingface.QWEN2.entries)
     )
-    monkeypatch.setattr(huggingface, "ARCHITECTURES", (wrong,))
+    monkeypatch.setattr(huggingface, "architectures", lambda: (wrong,))
     with pytest.raises(SystemExit, match="other logits than transformers .* is not written"):
         tool.main(
             ["from-hf", "--input", str(downloaded()), "--output", str(tmp_path / "a" / "ours")]

@@ -3,8 +3,8 @@
 import pytest
 from example_scripts import ROOT, printed, script
 
+from megatron.apps.retro.command import stages_of
 from megatron.apps.retro.config import RetroPreprocessConfig
-from megatron.apps.retro.preprocessing import stages_of
 from megatron.config import FLAG_CLASSES, FlagParser
 from megatron.run.run import RunToolParser
 

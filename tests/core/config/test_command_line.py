@@ -202,7 +202,7 @@ def test_a_misspelled_flag_of_a_plain_parser(capsys):
 
 
 def test_commands(capsys):
-    commands = {"show": "builtins:print", "fail": "builtins:int"}
+    commands = {"show": lambda: print, "fail": lambda: int}
     run_command(commands, "Text.", ["show", "--help"])
     assert capsys.readouterr().out == "['--help']\n"
     with pytest.raises(ValueError, match="shw: the commands are show, fail"):

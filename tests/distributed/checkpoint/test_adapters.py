@@ -20,7 +20,7 @@ from megatron.config import ConfigError
 from megatron.engine.environment import distributed
 from megatron.engine.state import owned_slices
 from megatron.features.adapters.checkpoint import check_base
-from megatron.formats.huggingface.peft import write_peft
+from megatron.features.adapters.peft import write_peft
 from megatron.run.run import parse_run
 
 STOP, END = 3, 6

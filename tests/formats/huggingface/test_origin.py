@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from megatron.checkpoint.source import open_checkpoint, save_copy
 from megatron.checkpoint.writer import write_checkpoint
-from megatron.formats.huggingface import ARCHITECTURES, architecture_of
+from megatron.formats.huggingface import architecture_of, architectures
 from megatron.formats.huggingface.export import write_model
 from megatron.formats.huggingface.source import HuggingFaceFolder
 
@@ -83,7 +83,7 @@ def test_checkpoints_without_an_origin(gpt_config, random_gpt, write_checkpoint,
 
 def test_the_origin_goes_before_plainer_ones(gpt_config):
     model = gpt_config(llama=True).model
-    fitting = [known for known in ARCHITECTURES if not known.misfits(model)]
+    fitting = [known for known in architectures() if not known.misfits(model)]
     assert len(fitting) > 2
     for known in fitting:
         read = dataclasses.replace(model, hf_architecture=known.model_type)

@@ -11,7 +11,8 @@ from samples import sampled
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import open_checkpoint
-from megatron.formats.conversion.commands import export_hf, write_adapters
+from megatron.features.adapters.to_peft import write_adapters
+from megatron.formats.conversion.commands import export_hf
 from megatron.formats.inspection import model_of
 from megatron.model.layer_list import LayerState
 from megatron.tokenizer.plain import NullTokenizer
@@ -146,7 +147,7 @@ def test_an_export_is_compared_with_peft(trained, tmp_path, monkeypatch):
             exported(TOKENS).logits, theirs(TOKENS).logits, rtol=2e-6, atol=2e-5
         )
     monkeypatch.setattr(
-        "megatron.formats.huggingface.peft_tensors.PeftTensors._stay_tied", lambda self: True
+        "megatron.features.adapters.peft_tensors.PeftTensors._stay_tied", lambda self: True
     )
     (tmp_path / "wrong").mkdir()
     with pytest.raises(CheckpointError, match="peft computes other logits with .*adapters than"):

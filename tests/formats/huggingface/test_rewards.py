@@ -14,12 +14,12 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from megatron.checkpoint.files import CheckpointError
 from megatron.data.gpt_batch import GPTBatch
 from megatron.families import spec_of
-from megatron.formats.huggingface import ARCHITECTURES
+from megatron.formats.huggingface import architectures
 from megatron.formats.huggingface.compare import compare_logits
 from megatron.formats.huggingface.export import write_model
 from megatron.formats.huggingface.source import HuggingFaceFolder
 
-CAUSAL = {each.model_type: each for each in ARCHITECTURES if each.family == "gpt"}
+CAUSAL = {each.model_type: each for each in architectures() if each.family == "gpt"}
 CHOSEN = [(kind, next(iter(CASES[kind]))) for kind in CAUSAL]
 
 

@@ -12,7 +12,7 @@ from megatron.checkpoint.files import CheckpointError
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, ModelFlags
 from megatron.features.retro.flags import RetrievalConfig
 from megatron.formats.features import FEATURES, spelled, without
-from megatron.formats.huggingface import ARCHITECTURES, architecture_named, architecture_of
+from megatron.formats.huggingface import architecture_named, architecture_of, architectures
 from megatron.formats.huggingface.config_reader import HFConfigReader
 
 PATH = Path("some/config.json")
@@ -119,8 +119,8 @@ def test_what_fits_nothing_says_what_would(changes, message, gpt_config):
 def test_every_flag_of_a_requirement_exists():
     """The messages name flags; they must be the flags of the command line."""
     flags = FlagParser(*FLAG_CLASSES)._option_string_actions
-    wanted = [need.wanted for known in ARCHITECTURES for need in known.requirements]
-    wanted += [spelled(*item) for known in ARCHITECTURES for item in known.fixed.items()]
+    wanted = [need.wanted for known in architectures() for need in known.requirements]
+    wanted += [spelled(*item) for known in architectures() for item in known.fixed.items()]
     for words in [*wanted, *map(without, FEATURES)]:
         for flag in re.findall(r"--[a-z0-9-]+", words):
             assert flag in flags, flag
@@ -246,7 +246,7 @@ NO_EFFECT = {
 
 
 def test_every_architecture_is_thought_of():
-    known = {architecture.model_type for architecture in ARCHITECTURES}
+    known = {architecture.model_type for architecture in architectures()}
     assert known == set(BASES) == set(NO_EFFECT)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import pkgutil
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -15,17 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.apps.retro.config import MODEL_FILES, EmbedderFlags
+from megatron.apps.retro.embedding.encoder import readable
 from megatron.config import ConfigError, Settings
 from megatron.tokenizer import Tokenizer
 from megatron.util.digests import hash64
 
 F = TypeVar("F", bound=EmbedderFlags)
 
-_BUILDERS = {
-    "megatron": "megatron.apps.retro.embedding.megatron_bert:build_megatron_embedder",
-    "huggingface": "megatron.apps.retro.embedding.transformers_encoder:build_transformers_embedder",
-}
-"""Functions of flags and settings, imported when they are needed."""
 _WORDS = re.compile(r"\w+|[^\w\s]")
 _ODD, _HALF = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
 """2**64 divided by the golden ratio, by which a product mixes the bits of a number; half of its
@@ -52,8 +47,14 @@ def build_embedder(config: EmbedderFlags, settings: Settings | None = None) -> E
     naming flag and file, if it cannot be used."""
     settings = settings or {}
     kind = embedder_type(config, settings)
-    if kind != "hashing":
-        return pkgutil.resolve_name(_BUILDERS[kind])(config, settings)  # type: ignore[no-any-return]
+    if kind == "megatron":
+        from megatron.apps.retro.embedding.megatron_bert import build_megatron_embedder
+
+        return build_megatron_embedder(config, settings)
+    if kind == "huggingface":
+        from megatron.apps.retro.embedding.transformers_encoder import build_transformers_embedder
+
+        return build_transformers_embedder(config, settings)
     if config.bert_load:
         raise ConfigError(
             f"--bert-load {config.bert_load}: --bert-embedder-type hashing reads no model; leave "
@@ -95,12 +96,6 @@ def chunk_texts(tokenizer: Tokenizer, tokens: Iterable[np.ndarray]) -> list[str]
     """The text of chunks of tokens, int64 [...] each, without end-of-document tokens."""
     eod = tokenizer.eod
     return [tokenizer.detokenize(row[row != eod].tolist()) for row in tokens]
-
-
-def readable(text: str) -> str:
-    """A text without the ends of documents that GPT-2's tokenizer writes, which no embedder
-    reads."""
-    return text.replace("<|endoftext|>", "")
 
 
 class HashingEmbedder:

@@ -23,6 +23,12 @@ Rows = Sequence[Sequence[int] | npt.NDArray[np.int32]]
 """The tokens of texts, without special ones."""
 
 
+def readable(text: str) -> str:
+    """A text without the ends of documents that GPT-2's tokenizer writes, which no embedder
+    reads."""
+    return text.replace("<|endoftext|>", "")
+
+
 class TokenBatch(NamedTuple):
     """Texts of similar lengths.
 

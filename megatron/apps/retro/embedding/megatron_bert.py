@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from megatron.apps.retro.config import EmbedderFlags
-from megatron.apps.retro.embedding import readable
 from megatron.apps.retro.embedding.encoder import (
     EncoderEmbedder,
     TokenBatch,
     mean_inside,
+    readable,
     weights_digest,
 )
 from megatron.checkpoint.source import FoundCheckpoint, locate_checkpoint, nothing_at

@@ -21,11 +21,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron.apps.retro.config import EmbedderFlags
-from megatron.apps.retro.embedding import readable
 from megatron.apps.retro.embedding.encoder import (
     EncoderEmbedder,
     TokenBatch,
     mean_inside,
+    readable,
     weights_digest,
 )
 from megatron.config import ConfigError, PrecisionConfig, Settings

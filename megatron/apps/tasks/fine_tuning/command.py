@@ -90,7 +90,7 @@ def as_text(config: TaskConfig, family: Family) -> FineTuning:
 
 def run_fine_tuning(config: TaskConfig, settings: Settings, processes: int) -> None:
     """Fine-tunes a model and evaluates after every epoch, or evaluates only. See
-    :data:`megatron.apps.tasks.command.TASKS`."""
+    :data:`megatron.apps.tasks.command.TaskFunction`."""
     task = with_head(config)
     head = task.settings()["head"].value
     if "family" not in settings:

@@ -41,7 +41,7 @@ _WIKITEXT_STRIDE = 32
 
 
 def run_zero_shot(config: TaskConfig, settings: Settings, processes: int) -> None:
-    """Evaluates ``--task``. See :data:`megatron.apps.tasks.command.TASKS`."""
+    """Evaluates ``--task``. See :data:`megatron.apps.tasks.command.TaskFunction`."""
     name = str(config.task)
     if not config.valid_data:
         raise ConfigError(f"--task {name} needs --valid-data, the file to evaluate on")

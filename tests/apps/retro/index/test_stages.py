@@ -10,6 +10,7 @@ import pytest
 import upstream_retro as upstream
 from samples import sampled
 
+from megatron.apps.retro.command import run_preprocessing
 from megatron.apps.retro.config import IndexFlags
 from megatron.apps.retro.embedding import HashingEmbedder, chunk_texts
 from megatron.apps.retro.index import (
@@ -17,7 +18,6 @@ from megatron.apps.retro.index import (
     open_index,
     stages,
 )
-from megatron.apps.retro.preprocessing import run_preprocessing
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.features.retro.hdf5 import read_array
 from megatron.features.retro.project import RetroProject

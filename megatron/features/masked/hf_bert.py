@@ -1,5 +1,6 @@
-"""BERT: an encoder with learned positions, LayerNorm and biases everywhere; the original, whose
-norms follow the residual sums, and Megatron's, whose norms precede attention and MLP.
+"""BERT in Hugging Face's form, and the tasks by which it is compared: an encoder with learned
+positions, LayerNorm and biases everywhere; the original, whose norms follow the residual sums, and
+Megatron's, whose norms precede attention and MLP.
 
 With ``--apply-residual-connection-post-layernorm`` a block here normalises the sum before it, so
 that the first block's norm is that of the original's embeddings, the norm of each further block
@@ -13,8 +14,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from megatron.checkpoint.source import Source
 from megatron.config import ModelConfig
+from megatron.data.texts import LabelledBatch
+from megatron.families import spec_of
+from megatron.features.masked.masked_batch import BertBatch
 from megatron.formats.features import Requirement
 from megatron.formats.huggingface.architecture import (
     SAME,
@@ -31,7 +37,101 @@ from megatron.formats.huggingface.architecture import (
     weight,
 )
 from megatron.formats.huggingface.config_reader import ACTIVATIONS, HFConfigReader
-from megatron.formats.huggingface.tasks import LABELLED_TEXT, MASKED_LM
+from megatron.formats.huggingface.tasks import Inputs, Task, compared_length
+from megatron.model.layer_list import LayerState
+
+
+class MaskedLM(Task):
+    """An encoder that predicts masked tokens, and with its second head whether two segments belong
+    together."""
+
+    def inputs(self, model: ModelConfig, seed: int) -> Inputs:
+        """Two samples of two segments; the second is padded."""
+        theirs, positions_BS = _texts(model, seed, 2)
+        tokens_BS, padding_mask_BS = theirs["input_ids"], theirs["attention_mask"]
+        batch = BertBatch(
+            tokens_BS,
+            theirs["token_type_ids"],
+            labels_BS=tokens_BS,
+            is_random_B=torch.zeros(2, dtype=torch.int64),
+            loss_mask_BS=padding_mask_BS.float(),
+            padding_mask_BS=padding_mask_BS,
+            positions_BP=torch.arange(tokens_BS.shape[1]).expand(2, -1),
+            position_ids_BS=positions_BS,
+        )
+        begin = spec_of(model).begin(batch).changed(targets=None)
+        return Inputs(begin, theirs, counted=padding_mask_BS.bool())
+
+    def outputs(self, state: LayerState, model: ModelConfig) -> dict[str, Tensor]:
+        logits_BSV = state.hidden[..., : model.vocabulary.size]
+        if not model.bert_binary_head:
+            return {"logits": logits_BSV}
+        assert state.pooled is not None
+        return {"prediction_logits": logits_BSV, "seq_relationship_logits": state.pooled}
+
+    def special_tokens(self, tokenizer: Any, source: Source) -> dict[str, Any]:
+        return {"pad_token_id": tokenizer.pad_token_id}
+
+    def end_only(self, source: Source) -> dict[str, Any]:
+        return {"pad_token_id": None}
+
+
+MASKED_LM = MaskedLM()
+
+
+def _texts(model: ModelConfig, seed: int, rows: int) -> tuple[dict[str, Tensor], Tensor]:
+    """Random texts of two segments, every second one padded and at the last positions: arguments of
+    `forward`, and our positions."""
+    length, last = compared_length(model), model.positions.max_position_embeddings
+    random = torch.Generator().manual_seed(seed)
+    tokens_BS = torch.randint(model.vocabulary.size, (rows, length), generator=random)
+    types_BS = torch.zeros_like(tokens_BS)
+    if model.token_types:
+        types_BS = torch.randint(model.token_types, (rows, length), generator=random)
+    padding_mask_BS = torch.ones_like(tokens_BS)
+    padding_mask_BS[1::2, length - length // 4 :] = 0
+    positions_BS = torch.arange(length).repeat(rows, 1)
+    positions_BS[1::2] += last - length
+    theirs = {
+        "input_ids": tokens_BS,
+        "token_type_ids": types_BS,
+        "attention_mask": padding_mask_BS,
+        "position_ids": positions_BS + model.positions.position_embedding_offset,
+    }
+    return theirs, positions_BS
+
+
+class LabelledTextTask(MaskedLM):
+    """An encoder that says which label a text has, which of several texts is the best, or where in
+    a text a span is."""
+
+    unit = "texts"
+
+    def inputs(self, model: ModelConfig, seed: int) -> Inputs:
+        """Two texts of two segments, the second padded; of questions two with as many choices."""
+        choices = 3 if model.head == "multiple_choice" else 1
+        theirs, positions_BS = _texts(model, seed, 2 * choices)
+        tokens_BS, types_BS, padding_mask_BS, _ = theirs.values()
+        labels_B = torch.zeros(2, dtype=torch.int64)
+        batch = LabelledBatch(tokens_BS, types_BS, padding_mask_BS, labels_B, choices)
+        begin = spec_of(model).begin(batch)
+        if choices > 1:
+            theirs = {name: values.view(2, choices, -1) for name, values in theirs.items()}
+        return Inputs(begin.changed(targets=None, position_ids=positions_BS), theirs)
+
+    def outputs(self, state: LayerState, model: ModelConfig) -> dict[str, Tensor]:
+        if model.head == "span":
+            start_BS, end_BS = state.hidden.unbind(-1)
+            return {"start_logits": start_BS, "end_logits": end_BS}
+        assert state.pooled is not None
+        return {"logits": state.pooled}
+
+    def count(self, logits: Tensor) -> int:
+        return len(logits)
+
+
+LABELLED_TEXT = LabelledTextTask()
+
 
 _TYPES = "bert.embeddings.token_type_embeddings.weight"
 _SECOND_HEAD = "cls.seq_relationship.weight"

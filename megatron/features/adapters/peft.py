@@ -21,8 +21,7 @@ from megatron.checkpoint.source import FoundCheckpoint
 from megatron.config import ModelConfig
 from megatron.features.adapters.checkpoint import AdaptedSource
 from megatron.features.adapters.flags import AdapterConfig
-from megatron.formats.huggingface import architecture_of
-from megatron.formats.huggingface.peft_tensors import (
+from megatron.features.adapters.peft_tensors import (
     EMBEDDING,
     KINDS,
     PREFIX,
@@ -32,6 +31,7 @@ from megatron.formats.huggingface.peft_tensors import (
     module_name,
     places,
 )
+from megatron.formats.huggingface import architecture_of
 from megatron.formats.huggingface.source import copy_tokenizer, tokenizer_in
 
 CONFIG = "adapter_config.json"
