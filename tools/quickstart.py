@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.apps.pictures.plots import plot_loss
 from megatron.apps.quickstart.commands import (
     SPLIT,
     VOCAB_SIZE,
@@ -35,7 +36,6 @@ from megatron.apps.quickstart.corpus import (
 )
 from megatron.config import ConfigError, parse_configs
 from megatron.config.flags import option
-from megatron.features.pictures.plots import plot_loss
 from megatron.util.errors import one_line
 
 

@@ -41,6 +41,7 @@ from megatron.apps.finetune.settings import (
     training_paths,
 )
 from megatron.apps.finetune.summary import TuningSummary
+from megatron.apps.pictures.plots import read_metrics
 from megatron.config import Setting, Settings
 from megatron.config.command_line import versions
 from megatron.data.build import Datasets
@@ -48,7 +49,6 @@ from megatron.data.loader import TrainingData
 from megatron.data.samples import RenumberedSamples, SampleDataset, checked_index
 from megatron.families import family_of
 from megatron.features.keep_best.callback import stopped_early
-from megatron.features.pictures.plots import read_metrics
 from megatron.run.launch import start_processes
 from megatron.run.process import connected
 from megatron.run.run import (
@@ -64,7 +64,7 @@ from megatron.util.processes import is_main_process
 from megatron.util.progress import say
 
 _LOG_ORDERS = (
-    "megatron.features.instruction.packing",
+    "megatron.features.instruction.examples",
     "megatron.features.preference.samples",
 )
 """Loggers of the orders of samples."""

@@ -17,13 +17,13 @@ from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoin
 from megatron.config import ConfigError
 from megatron.data.sources import parts_of
 from megatron.features.adapters.checkpoint import AdaptedSource
+from megatron.features.instruction.chat_process import read_template
 from megatron.features.instruction.columns import RecordColumns
 from megatron.features.instruction.conversations import ALPACA_PREAMBLE, read_examples
 from megatron.features.instruction.flags import InstructionConfig
 from megatron.features.instruction.record_files import example_files
 from megatron.features.preference.flags import PreferenceConfig
 from megatron.features.preference.records import read_preferences
-from megatron.features.tokenizers.chat_process import read_template
 from megatron.formats.conversion.commands import export_hf, parse_size
 from megatron.formats.conversion.output import published_into
 from megatron.formats.huggingface.peft import write_peft

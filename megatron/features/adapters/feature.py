@@ -69,6 +69,14 @@ class AdaptersFeature(Feature):
             if engine.mesh.world.rank == 0:
                 print(line, flush=True)
 
+    def base(self, spec: Any, config: Any) -> tuple[Any, int] | None:
+        flags = config.section(AdapterConfig)
+        if not flags.qlora:
+            return None
+        from megatron.features.adapters.model import with_adapters
+
+        return with_adapters(spec, config), 1 + flags.qlora_double_quant
+
     def load(self, engine: Any, source: Any, fresh: Sequence[str], continues: bool) -> Any:
         if not engine.config.section(AdapterConfig).lora:
             return None

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.config import ConfigError
+from megatron.config import ConfigError, RunConfig
 from megatron.data.build import SourceReader
 from megatron.data.indexed import idx_path
-from megatron.data.pipeline import DataKind, DataPipeline
+from megatron.data.pipeline import DataKind, DataPipeline, sequence_lengths
 from megatron.data.sources import DataSource
-from megatron.features.curriculum.flags import CurriculumConfig, sequence_lengths
+from megatron.features.instruction.columns import RecordColumns
+from megatron.features.instruction.conversations import Example, read_examples
 from megatron.features.instruction.example_encoder import ExampleEncoder
-from megatron.features.instruction.examples import InstructionExamples
+from megatron.features.instruction.examples import InstructionExamples, InstructionRecipe
 from megatron.features.instruction.flags import InstructionConfig
-from megatron.features.instruction.packing import InstructionRecipe
+from megatron.features.instruction.record_files import example_files
 
 
 class Instruction(DataKind):
@@ -21,7 +22,7 @@ class Instruction(DataKind):
 
     def reader(self, data: DataPipeline) -> SourceReader:
         config = data.config.section(InstructionConfig)
-        if sequence_lengths(data.config.section(CurriculumConfig)) is not None:
+        if sequence_lengths(data.config).grows:
             raise ConfigError(
                 "a curriculum of sequence lengths cuts samples, and would cut off the answers of "
                 "instruction data: use one or the other"
@@ -38,6 +39,11 @@ class Instruction(DataKind):
             return InstructionExamples.open(path, encoder, data.cache(path))
 
         return SourceReader(open_examples, recipe)
+
+    def conversation(self, config: RunConfig, path: str) -> Example | None:
+        columns = RecordColumns.of(config.section(InstructionConfig))
+        examples = read_examples(example_files(path)[0].path, columns)
+        return next((example for _, example in examples), None)
 
 
 KIND = Instruction()

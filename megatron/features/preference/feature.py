@@ -7,12 +7,11 @@ from typing import Any
 
 from megatron.config.features import Feature
 from megatron.config.flags import ConfigResolver
-from megatron.features.instruction.flags import InstructionConfig
 from megatron.features.preference.flags import PreferenceConfig
 
 
 class PreferenceFeature(Feature):
-    after = ("instruction",)
+    needs = after = ("instruction",)
     sections = {"preference": PreferenceConfig}
 
     def check(self, config: Any, processes: int, resolver: ConfigResolver) -> None:
@@ -25,6 +24,7 @@ class PreferenceFeature(Feature):
         flags = config.section(PreferenceConfig)
         if flags.preference is None:
             return {}
+        from megatron.features.instruction.flags import InstructionConfig
         from megatron.features.preference.reference import reference_checkpoint
         from megatron.run.inputs import model_input, text_inputs
 
@@ -54,7 +54,7 @@ class PreferenceFeature(Feature):
 
     def ready(self, context: Any) -> None:
         if context.config.section(PreferenceConfig).preference == "kto":
-            from megatron.features.preference.comparisons import compare_ahead
+            from megatron.features.preference.objective import compare_ahead
 
             compare_ahead(context.engine)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron.checkpoint.source import Source
 from megatron.config import ModelConfig
 from megatron.families import spec_of
-from megatron.features.masked.masked_batch import BertBatch
+from megatron.features.masked.batch import BertBatch
 from megatron.formats.huggingface.tasks import Inputs, Task, compared_length
 from megatron.model.layer_list import LayerState
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from megatron.apps.retro.evaluation.overlap import ChunkScores, ScoresByOverlap
-from megatron.apps.retro.evaluation.perplexity import EvaluatedText
-from megatron.apps.tasks.report import TaskResult, aligned
-from megatron.features.pictures.run_curves import (
+from megatron.apps.pictures.run_curves import (
     Panel,
     RunCurve,
     draw_panels,
 )
+from megatron.apps.retro.evaluation.overlap import ChunkScores, ScoresByOverlap
+from megatron.apps.retro.evaluation.perplexity import EvaluatedText
+from megatron.apps.tasks.report import TaskResult, aligned
 
 
 def scores_by_dataset(text: EvaluatedText, scores: ChunkScores) -> dict[str, ChunkScores]:
