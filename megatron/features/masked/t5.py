@@ -352,6 +352,7 @@ class T5Data(DataPipeline):
 
 class T5(Family):
     name = "t5"
+    batch = T5Batch
     tokenizer_type = "BertWordPieceLowerCase"
     generates = True
     context_reader = "encoder"

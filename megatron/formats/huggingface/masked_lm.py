@@ -9,8 +9,7 @@ from torch import Tensor
 
 from megatron.checkpoint.source import Source
 from megatron.config import ModelConfig
-from megatron.families import spec_of
-from megatron.features.masked.batch import BertBatch
+from megatron.families import family_of, spec_of
 from megatron.formats.huggingface.tasks import Inputs, Task, compared_length
 from megatron.model.layer_list import LayerState
 
@@ -30,7 +29,7 @@ class MaskedLM(Task):
         padding_mask_BS = torch.ones_like(tokens_BS)
         padding_mask_BS[1, length - length // 4 :] = 0
         positions_BS = torch.tensor([[0], [last - length]]) + torch.arange(length)
-        batch = BertBatch(
+        batch = family_of(model.family).batch(
             tokens_BS,
             types_BS,
             labels_BS=tokens_BS,

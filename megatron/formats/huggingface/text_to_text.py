@@ -12,9 +12,7 @@ from torch import Tensor
 from megatron.checkpoint.files import read_json, write_json
 from megatron.checkpoint.source import Source
 from megatron.config import ModelConfig, ParallelConfig
-from megatron.families import spec_of
-from megatron.features.masked.batch import T5Batch
-from megatron.features.masked.flags import MaskedDataConfig
+from megatron.families import family_of, spec_of
 from megatron.formats.huggingface.tasks import Inputs, Task
 from megatron.model.layer_list import LayerState
 from megatron.util.files import write_whole
@@ -41,7 +39,8 @@ class TextToText(Task):
         )
         mask_BE = (torch.arange(length) < torch.tensor([[length], [length - length // 3]])).long()
         mask_BD = torch.ones_like(tokens_BD)
-        batch = T5Batch(tokens_BE, tokens_BD, tokens_BD, mask_BD.float(), mask_BE, mask_BD)
+        batch_of = family_of(model.family).batch
+        batch = batch_of(tokens_BE, tokens_BD, tokens_BD, mask_BD.float(), mask_BE, mask_BD)
         begin = spec_of(model, ParallelConfig()).begin(batch)
         theirs = {
             "input_ids": tokens_BE, "attention_mask": mask_BE, "decoder_input_ids": tokens_BD
@@ -54,7 +53,7 @@ class TextToText(Task):
     def special_tokens(self, tokenizer: Any, source: Source) -> dict[str, Any]:
         start = "pad"
         if source.run is not None:
-            start = source.run.section(MaskedDataConfig).decoder_start_token
+            start = source.run.part("masked_data").decoder_start_token
         return {
             "pad_token_id": tokenizer.pad_token_id,
             "eos_token_id": tokenizer.eos_token_id,

@@ -35,7 +35,7 @@ class Run:
     def __init__(self, model, **options):
         self.model, self.options = model, options
 
-    def kind(self, cls):
+    def section(self, cls):
         assert cls is PreferenceConfig
         return cls(**self.options)
 
