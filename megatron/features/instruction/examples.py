@@ -1,4 +1,7 @@
-"""Tokenized examples: made once, kept in the cache, mapped into memory."""
+"""Instructions and answers as packed samples with a loss on the answers.
+
+Examples are tokenized once, kept in the cache and mapped into memory.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron.config import ConfigError, RunConfig
+from megatron.data.build import SourceReader
 from megatron.data.index_cache import IndexCache, StoredArrays
+from megatron.data.indexed import idx_path
 from megatron.data.packing import best_fit, padding_token
+from megatron.data.pipeline import DataKind, DataPipeline, sequence_lengths
 from megatron.data.samples import Documents, PackedSample, Piece, checked_index, checked_range
+from megatron.data.sources import DataSource
+from megatron.features.instruction.columns import RecordColumns
 from megatron.features.instruction.conversations import Example, read_examples
 from megatron.features.instruction.example_encoder import ExampleEncoder
 from megatron.features.instruction.flags import InstructionConfig
@@ -49,7 +59,7 @@ class InstructionExamples:
         cls, path: str, encoder: ExampleEncoder, cache: IndexCache | None = None
     ) -> InstructionExamples:
         """Tokenize the examples of a file, folder or glob, or take them from the cache, by default
-        `index-cache/` beside the data. Raises FileNotFoundError; ValueError if a record is
+        `index-cache/` next to the data. Raises FileNotFoundError; ValueError if a record is
         malformed, or none is found."""
         files = example_files(path)
         depends_on: dict[str, Any] = {
@@ -343,3 +353,35 @@ def of_prompts(hashes: npt.NDArray[np.uint64], units: range, part: str) -> npt.N
             "share in --split, or --split-by order"
         )
     return found
+
+
+class Instruction(DataKind):
+    """Files of instructions and answers instead of .bin/.idx."""
+
+    def reader(self, data: DataPipeline) -> SourceReader:
+        config = data.config.section(InstructionConfig)
+        if sequence_lengths(data.config).grows:
+            raise ConfigError(
+                "a curriculum of sequence lengths cuts samples, and would cut off the answers of "
+                "instruction data: use one or the other"
+            )
+        recipe = InstructionRecipe.from_config(config, data.seq_length, data.seed, data.tokenizer)
+
+        def open_examples(path: str, source: DataSource) -> InstructionExamples:
+            if idx_path(path).is_file() and not Path(path).exists():
+                raise ConfigError(
+                    f"{path} is the prefix of a .bin and an .idx; --sft, and the type instruction, "
+                    "read files of instructions and answers (JSON, JSON lines, Parquet, CSV)"
+                )
+            encoder = ExampleEncoder(config, data.tokenizer, data.config.tokenizer)
+            return InstructionExamples.open(path, encoder, data.cache(path))
+
+        return SourceReader(open_examples, recipe)
+
+    def conversation(self, config: RunConfig, path: str) -> Example | None:
+        columns = RecordColumns.of(config.section(InstructionConfig))
+        examples = read_examples(example_files(path)[0].path, columns)
+        return next((example for _, example in examples), None)
+
+
+KIND = Instruction()

@@ -20,7 +20,7 @@ class InstructionFeature(Feature):
         return text_inputs(config, flags.chat_template) if flags.sft else {}
 
     def data_kind(self, section: str) -> Any:
-        from megatron.features.instruction.kind import KIND
+        from megatron.features.instruction.examples import KIND
 
         return KIND
 

@@ -23,7 +23,7 @@ ACCURACY = "token accuracy"
 
 def with_instruction(spec: ModelSpec, config: RunConfig) -> ModelSpec:
     """A language model trained as the flags of instruction data say, and evaluated with its token
-    accuracy. Raises ConfigError if that is to be logged beside the losses of a teacher."""
+    accuracy. Raises ConfigError if that is to be logged next to the losses of a teacher."""
     flags = config.section(InstructionConfig)
     replaced = next(filter(None, (section.replaces_losses for section in config.sections)), None)
     if replaced is not None and flags.log_token_accuracy:

@@ -1,4 +1,4 @@
-"""Prompts with answers of which some are better than others, in place of .bin/.idx."""
+"""Prompts with answers of which some are better than others, instead of .bin/.idx."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Preference files in their various layouts, to one form: a prompt with its answers."""
+"""Preference files in their various layouts, to one form: a prompt with its answers; and
+their tokens, made once and mapped from the cache."""
 
 from __future__ import annotations
 
@@ -331,7 +332,7 @@ class PreferenceExamples:
         cls, path: str, encoder: ExampleEncoder, judged: bool, cache: IndexCache | None = None
     ) -> PreferenceExamples:
         """Tokenize the records of a file, folder or glob, or take them from the cache, by default
-        `index-cache/` beside the data; with ``judged`` pairs become two judged answers. Raises
+        `index-cache/` next to the data; with ``judged`` pairs become two judged answers. Raises
         FileNotFoundError; ValueError if a record is malformed or not a pair, or none is found."""
         files = example_files(path)
         depends_on: dict[str, Any] = {

@@ -1,9 +1,8 @@
 """Log-probabilities of a run's answers under a reference model, once and before training.
 
-The reference is evaluated on the layout of the run and then given up: a training has one model in
-memory. What it found is in the index cache beside the data, named by the content of the weights and
-of the answers, so that resuming, further epochs and other losses or learning rates need no second
-evaluation.
+The reference is evaluated on the layout of the run and then freed: a training has one model in
+memory. Its log-probabilities are in the index cache next to the data, named by the content of the
+weights and of the answers, so that resuming and other losses need no second evaluation.
 """
 
 from __future__ import annotations

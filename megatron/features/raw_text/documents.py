@@ -72,7 +72,7 @@ class RawTextDocuments:
         workers: int | None = None,
     ) -> RawTextDocuments:
         """Index the documents of a file, folder or glob, or take the index from the cache, by
-        default `index-cache/` beside the data. `delim` is None for a comma in .csv and a tab in
+        default `index-cache/` next to the data. `delim` is None for a comma in .csv and a tab in
         .tsv. Raises FileNotFoundError; ValueError if a record is malformed, or no document is
         found."""
         records = text_records(path, text_key, delim)

@@ -204,7 +204,7 @@ def specified(spec, source, options):
         model = source.model
 
         @staticmethod
-        def kind(cls):
+        def section(cls):
             return PreferenceConfig(**options)
 
     return with_preference(spec, Run)
