@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -36,20 +36,75 @@ from megatron.util.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 
-# Part of the cache entry's name: raise it when the meaning of the arrays changes.
+# Part of the names of cache entries, of preferences too: raise it when the meaning of the arrays
+# changes.
 INDEX_VERSION = 2
 _AT_ONCE = 1000
 
 
-class InstructionExamples:
-    """The examples of files of instructions; `Documents` of megatron/data/samples.py, with a loss
-    mask. An example is a document of one sequence. Pickles as the path of its cache entry."""
+class TokenizedExamples:
+    """The examples of files; `Documents` of megatron/data/samples.py, ``parts`` sequences each."""
 
-    def __init__(self, prefix: str, index: StoredArrays) -> None:
-        self.prefix, self._index = prefix, index
+    def __init__(self, prefix: str, index: StoredArrays, parts: int = 1) -> None:
+        self.prefix, self.parts, self._index = prefix, parts, index
         self._offsets = index["offsets"]
         self.sequence_lengths: npt.NDArray[np.int32] = np.diff(self._offsets).astype(np.int32)
-        self.document_indices: npt.NDArray[np.int64] = np.arange(len(self) + 1, dtype=np.int64)
+        self.document_indices: npt.NDArray[np.int64] = np.arange(
+            0, len(self) + 1, parts, dtype=np.int64
+        )
+
+    @staticmethod
+    def stored(
+        path: str,
+        name: str,
+        identity: Mapping[str, Any],
+        tokenize: Callable[[Iterator[str]], dict[str, np.ndarray]],
+        cache: IndexCache | None,
+    ) -> StoredArrays:
+        """Arrays of the examples of a file, folder or glob, which ``tokenize`` makes of the paths
+        of the files, or those of the cache entry of this name, by default in `index-cache/` next to
+        the data. Raises FileNotFoundError; ValueError if there is no example."""
+        files = example_files(path)
+        depends_on = {
+            "version": INDEX_VERSION,
+            "files": [file.identity for file in files],
+            **identity,
+        }
+        cache = cache or IndexCache.beside(files[0].path, None)
+        index = cache.arrays(name, depends_on, lambda: tokenize(file.path for file in files))
+        if len(index["offsets"]) == 1:
+            raise ValueError(f"{path} contains no example")
+        return index
+
+    @cached_property
+    def lengths_digest(self) -> str:
+        return digest(self.sequence_lengths.tobytes())
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def get(self, index: int, offset: int = 0, length: int | None = None, /) -> np.ndarray:
+        """`length` tokens (default: the rest) of a sequence, from token `offset` on. Raises
+        IndexError if there is no such sequence, or the range leaves it."""
+        return self._slice("tokens", index, offset, length)
+
+    def _slice(self, name: str, index: int, offset: int, length: int | None) -> np.ndarray:
+        index, stop = checked_range(self.sequence_lengths, index, offset, length, self.prefix)
+        start = int(self._offsets[index])
+        return self._index[name][start + offset : start + stop]
+
+    def _are_whole(self) -> bool:
+        """Whether the offsets are those of the tokens."""
+        rising = self._offsets[0] == 0 and (np.diff(self._offsets) >= 0).all()
+        return bool(rising and self._offsets[-1] == len(self._index["tokens"]))
+
+
+class InstructionExamples(TokenizedExamples):
+    """The examples of files of instructions, with a loss mask. An example is a document of one
+    sequence. Pickles as the path of its cache entry."""
+
+    def __init__(self, prefix: str, index: StoredArrays) -> None:
+        super().__init__(prefix, index)
         self.first_counted: npt.NDArray[np.int32] = index["first_counted"]
         """First token of each example that counts in the loss; the example's length where none
         does; int32[n]."""
@@ -61,27 +116,14 @@ class InstructionExamples:
         """Tokenize the examples of a file, folder or glob, or take them from the cache, by default
         `index-cache/` next to the data. Raises FileNotFoundError; ValueError if a record is
         malformed, or none is found."""
-        files = example_files(path)
-        depends_on: dict[str, Any] = {
-            "version": INDEX_VERSION,
-            "files": [file.identity for file in files],
-            "encoding": encoder.identity,
-        }
-        cache = cache or IndexCache.beside(files[0].path, None)
 
-        def arrays() -> dict[str, np.ndarray]:
+        def arrays(files: Iterator[str]) -> dict[str, np.ndarray]:
             logger.info("tokenizing the examples of %s, once", path)
-            examples = (pair for f in files for pair in read_examples(f.path, encoder.columns))
+            examples = (pair for file in files for pair in read_examples(file, encoder.columns))
             return _encoded(progress_bar("tokenizing", examples, unit=" examples"), encoder)
 
-        examples = cls(path, cache.arrays("instruction", depends_on, arrays))
-        if not len(examples):
-            raise ValueError(f"{path} contains no example")
-        return examples
-
-    @cached_property
-    def lengths_digest(self) -> str:
-        return digest(self.sequence_lengths.tobytes())
+        identity = {"encoding": encoder.identity}
+        return cls(path, cls.stored(path, "instruction", identity, arrays, cache))
 
     @cached_property
     def prompt_hashes(self) -> npt.NDArray[np.uint64]:
@@ -95,27 +137,14 @@ class InstructionExamples:
         )
         return np.fromiter(hashes, np.uint64, len(self))
 
-    def __len__(self) -> int:
-        return len(self._offsets) - 1
-
-    def get(self, index: int, offset: int = 0, length: int | None = None, /) -> np.ndarray:
-        """`length` tokens (default: the rest) of example `index`, from token `offset` on. Raises
-        IndexError if there is no such example, or the range leaves it."""
-        return self._slice("tokens", index, offset, length)
-
     def counted(self, index: int, offset: int = 0, length: int | None = None, /) -> np.ndarray:
         """bool: whether those tokens count in the loss. Raises as `get`."""
         return self._slice("counted", index, offset, length)
 
     def verify(self) -> None:
         """Raises ValueError where the arrays do not belong together."""
-        tokens, counted = self._index["tokens"], self._index["counted"]
-        if (
-            self._offsets[0] != 0
-            or (np.diff(self._offsets) < 0).any()
-            or not self._offsets[-1] == len(tokens) == len(counted)
-            or len(self.first_counted) != len(self)
-        ):
+        counted = len(self._index["counted"]) == len(self._index["tokens"])
+        if not (self._are_whole() and counted and len(self.first_counted) == len(self)):
             raise ValueError(
                 f"the cached examples of {self.prefix} are damaged: delete its entry "
                 "(instruction-...) in the folder of --data-cache-path"
@@ -123,11 +152,6 @@ class InstructionExamples:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.prefix, self._index)
-
-    def _slice(self, name: str, index: int, offset: int, length: int | None) -> np.ndarray:
-        index, stop = checked_range(self.sequence_lengths, index, offset, length, self.prefix)
-        start = int(self._offsets[index])
-        return self._index[name][start + offset : start + stop]
 
 
 def _encoded(

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.data.index_cache import IndexCache, StoredArrays
-from megatron.data.samples import checked_range
 from megatron.features.instruction.columns import (
     CONVERSATIONS,
     NO_FLAGS,
@@ -43,7 +42,7 @@ from megatron.features.instruction.conversations import (
     with_system,
 )
 from megatron.features.instruction.example_encoder import ExampleEncoder
-from megatron.features.instruction.record_files import example_files
+from megatron.features.instruction.examples import TokenizedExamples
 from megatron.util.digests import digest, hash64
 from megatron.util.progress import progress_bar
 
@@ -295,8 +294,6 @@ def _shared_turns(chosen: Sequence[Turn], rejected: Sequence[Turn]) -> int:
 
 logger = logging.getLogger(__name__)
 
-# Part of the cache entry's name: raise it when the meaning of the arrays changes.
-INDEX_VERSION = 2
 _AT_ONCE = 500
 
 
@@ -307,20 +304,14 @@ class EncodedPreference(NamedTuple):
     answers: tuple[npt.NDArray[np.int32], ...]
 
 
-class PreferenceExamples:
-    """The prompts and answers of files of preferences; `Documents` of megatron/data/samples.py. A
-    document is a pair (``judged`` False) of three sequences, prompt, better and worse answer, or a
-    judged answer of two, prompt and answer. Pickles as the path of its cache entry."""
+class PreferenceExamples(TokenizedExamples):
+    """The prompts and answers of files of preferences. A document is a pair (``judged`` False) of
+    three sequences, prompt, better and worse answer, or a judged answer of two, prompt and answer.
+    Pickles as the path of its cache entry."""
 
     def __init__(self, prefix: str, judged: bool, index: StoredArrays) -> None:
-        self.prefix, self.judged, self._index = prefix, judged, index
-        self._offsets = index["offsets"]
-        self.sequence_lengths: npt.NDArray[np.int32] = np.diff(self._offsets).astype(np.int32)
-        self.parts = 2 if judged else 3
-        """Sequences of a document."""
-        self.document_indices: npt.NDArray[np.int64] = np.arange(
-            0, len(self) + 1, self.parts, dtype=np.int64
-        )
+        super().__init__(prefix, index, parts=2 if judged else 3)
+        self.judged = judged
         self.prompt_hashes: npt.NDArray[np.uint64] = index["prompt_hashes"]
         """Of the prompt's tokens, for each document."""
         self.values: npt.NDArray[np.float32] = index["values"]
@@ -334,29 +325,15 @@ class PreferenceExamples:
         """Tokenize the records of a file, folder or glob, or take them from the cache, by default
         `index-cache/` next to the data; with ``judged`` pairs become two judged answers. Raises
         FileNotFoundError; ValueError if a record is malformed or not a pair, or none is found."""
-        files = example_files(path)
-        depends_on: dict[str, Any] = {
-            "version": INDEX_VERSION,
-            "files": [file.identity for file in files],
-            "encoding": encoder.identity,
-            "judged": judged,
-        }
-        cache = cache or IndexCache.beside(files[0].path, None)
 
-        def arrays() -> dict[str, np.ndarray]:
+        def arrays(files: Iterator[str]) -> dict[str, np.ndarray]:
             logger.info("tokenizing the preferences of %s, once", path)
-            records = (pair for f in files for pair in read_preferences(f.path, encoder.columns))
+            records = (pair for file in files for pair in read_preferences(file, encoder.columns))
             wanted = _as_wanted(progress_bar("tokenizing", records, unit=" examples"), judged)
             return _arrays(wanted, encoder)
 
-        examples = cls(path, judged, cache.arrays("preference", depends_on, arrays))
-        if not len(examples):
-            raise ValueError(f"{path} contains no example")
-        return examples
-
-    @cached_property
-    def lengths_digest(self) -> str:
-        return digest(self.sequence_lengths.tobytes())
+        identity = {"encoding": encoder.identity, "judged": judged}
+        return cls(path, judged, cls.stored(path, "preference", identity, arrays, cache))
 
     @cached_property
     def content_digest(self) -> str:
@@ -369,16 +346,6 @@ class PreferenceExamples:
         """Tokens of prompt and answers of each document, [documents, parts]."""
         return self.sequence_lengths.reshape(-1, self.parts).astype(np.int64)
 
-    def __len__(self) -> int:
-        return len(self._offsets) - 1
-
-    def get(self, index: int, offset: int = 0, length: int | None = None, /) -> np.ndarray:
-        """`length` tokens (default: the rest) of a sequence, from token `offset` on. Raises
-        IndexError if there is no such sequence, or the range leaves it."""
-        index, stop = checked_range(self.sequence_lengths, index, offset, length, self.prefix)
-        start = int(self._offsets[index])
-        return self._index["tokens"][start + offset : start + stop]
-
     def document(self, number: int) -> EncodedPreference:
         """The prompt and the answers of a document."""
         first = number * self.parts
@@ -388,13 +355,8 @@ class PreferenceExamples:
     def verify(self) -> None:
         """Raises ValueError where the arrays do not belong together."""
         documents = len(self) // self.parts
-        if (
-            self._offsets[0] != 0
-            or (np.diff(self._offsets) < 0).any()
-            or self._offsets[-1] != len(self._index["tokens"])
-            or len(self) % self.parts
-            or not documents == len(self.prompt_hashes) == len(self.values)
-        ):
+        complete = documents == len(self.prompt_hashes) == len(self.values)
+        if len(self) % self.parts or not (self._are_whole() and complete):
             raise ValueError(
                 f"the cached preferences of {self.prefix} are damaged: delete their entry "
                 "(preference-...) in the folder of --data-cache-path"
