@@ -245,6 +245,10 @@ class Feature:
         checkpoint."""
         return None
 
+    def load_base(self, engine: Any, source: Any) -> None:
+        """Load the weights of ``source`` into an evaluator of a model that :meth:`base` returned;
+        every rank calls it."""
+
     def shape(self, shape: Any, config: Any) -> Any:
         """The :class:`~megatron.model.flops.TransformerShape` of a run's model."""
         return shape

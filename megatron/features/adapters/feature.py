@@ -77,6 +77,16 @@ class AdaptersFeature(Feature):
 
         return with_adapters(spec, config), 1 + flags.qlora_double_quant
 
+    def load_base(self, engine: Any, source: Any) -> None:
+        if engine.config.section(AdapterConfig).qlora:
+            from megatron.engine.loading import load_weights, together
+            from megatron.features.adapters.flags import is_adapter
+            from megatron.features.adapters.quantised_engine import find_quantised
+
+            find_quantised(engine)
+            added = [name for name in engine.names.values() if is_adapter(name)]
+            together(engine, lambda: load_weights(engine, source, added))
+
     def load(self, engine: Any, source: Any, fresh: Sequence[str], continues: bool) -> Any:
         if not engine.config.section(AdapterConfig).lora:
             return None

@@ -27,7 +27,7 @@ from megatron.data.loader import TrainingData
 from megatron.data.samples import MadeSamples
 from megatron.engine.environment import return_freed_memory, training_device
 from megatron.engine.evaluator import Evaluator, build_evaluator
-from megatron.engine.loading import load_checkpoint, load_weights, together
+from megatron.engine.loading import load_checkpoint, together
 from megatron.families import family_of, spec_of
 from megatron.features.preference.flags import PreferenceConfig
 from megatron.features.preference.samples import PreferenceDataset
@@ -113,8 +113,8 @@ def _reference_model(config: RunConfig, found: FoundCheckpoint, mesh: Mesh) -> E
         load_checkpoint(engine, found, weights_only=True)
         return engine
     source = together(engine, found.open)
-    added = [name for name in engine.names.values() if spec.is_addition(name)]
-    together(engine, lambda: load_weights(engine, source, added))
+    for feature in taking_part():
+        feature.load_base(engine, source)
     return engine
 
 
