@@ -24,11 +24,11 @@ from types import SimpleNamespace
 import numpy as np
 
 from megatron.data.index_cache import IndexCache
-from megatron.features.masked.bert_samples import BertRecipe
+from megatron.features.masked.bert import BertRecipe
 from megatron.features.masked.flags import PAIR_TASKS, MaskedDataConfig
 from megatron.features.masked.segments import SegmentRules, build_segments
 from megatron.features.masked.sentence_numbers import Sentences
-from megatron.features.masked.t5_samples import T5Recipe
+from megatron.features.masked.t5 import T5Recipe
 
 SEQ_LENGTH = 512
 MEAN_TOKENS, MEAN_SENTENCES = 25, 30

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron.features.masked.bert_samples import MASKED, RANDOM
+from megatron.features.masked.bert import MASKED, RANDOM
 
 Tokens = npt.NDArray[np.int64]
 DISCOUNTS = [0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]

@@ -35,7 +35,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from megatron.features.masked.masked_batch import (
+from megatron.features.masked.batch import (
     NO_LABEL,
     BertBatch,
     T5Batch,

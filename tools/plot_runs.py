@@ -15,9 +15,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.config import parse_configs
-from megatron.config.flags import option
-from megatron.features.pictures.run_curves import (
+from megatron.apps.pictures.run_curves import (
     RunCurve,
     draw_panels,
     plot_curves,
@@ -26,6 +24,8 @@ from megatron.features.pictures.run_curves import (
     read_tables,
     write_csv,
 )
+from megatron.config import parse_configs
+from megatron.config.flags import option
 from megatron.util.errors import one_line
 
 

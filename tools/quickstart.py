@@ -19,9 +19,9 @@ from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # the root of this checkout
 
+from megatron.apps.pictures.plots import plot_loss  # noqa: E402
 from megatron.config import ConfigError, parse_configs  # noqa: E402
 from megatron.config.flags import option  # noqa: E402
-from megatron.features.pictures.plots import plot_loss  # noqa: E402
 from megatron.util.errors import one_line  # noqa: E402
 from tools.first_training.commands import (  # noqa: E402
     SPLIT,

@@ -9,8 +9,7 @@ from itertools import accumulate
 import numpy as np
 from torch.utils.data import Dataset
 
-from megatron.features.raw_text.scan import batches
-from megatron.features.raw_text.text_files import text_records
+from megatron.features.raw_text.text_files import batches, text_records
 
 
 class csv_dataset(Dataset):

@@ -40,6 +40,17 @@ class FlagSection:
         each."""
         return False
 
+    @property
+    def replaces_losses(self) -> str | None:
+        """The flag by which a run computes the losses of its tokens in another way; None without
+        it."""
+        return None
+
+    @property
+    def trains(self) -> bool:
+        """Whether the flags choose weights that are trained, which a frozen model lacks."""
+        return False
+
 
 class KindConfig(FlagSection):
     """Flags of a kind of data, and what is known of it before its module is imported.
@@ -60,6 +71,11 @@ class KindConfig(FlagSection):
     streams: ClassVar[frozenset[str]] = frozenset()
     idle: ClassVar[str] = "nothing in this run uses it"
     eval_text_key: str | None = None
+
+    @property
+    def moves_text(self) -> str | None:
+        """The flag by which text changes its place within samples; None without it."""
+        return None
 
     @property
     def reads_all(self) -> bool:
@@ -125,7 +141,7 @@ class Feature:
     called, so that a run pays for the features that it uses.
 
     Attributes:
-        needs: names of the features without which this one does not exist.
+        needs: names of features whose modules this one imports.
         sections: the class of flags of each section of a saved configuration.
         model_parts: classes of flags of the network.
         families: names of the model families that :meth:`family` returns.
@@ -237,6 +253,16 @@ class Feature:
         """The :class:`~megatron.model.spec.ModelSpec` of a run, from that of its family."""
         return spec
 
+    def base(self, spec: Any, config: Any) -> tuple[Any, int] | None:
+        """The model that training starts from, in the form in which the feature keeps its weights,
+        and a number that names the form; ``spec``: as its family makes it. None for the form of its
+        checkpoint."""
+        return None
+
+    def load_base(self, engine: Any, source: Any) -> None:
+        """Load the weights of ``source`` into an evaluator of a model that :meth:`base` returned;
+        every rank calls it."""
+
     def shape(self, shape: Any, config: Any) -> Any:
         """The :class:`~megatron.model.flops.TransformerShape` of a run's model."""
         return shape
@@ -324,8 +350,8 @@ class Feature:
 
 @cache
 def features() -> Mapping[str, Feature]:
-    """All features by the name of their folder, sorted."""
-    found = {}
+    """All features by the name of their folder, sorted, without those that need a missing one."""
+    found: dict[str, Feature] = {}
     for parent in FOLDERS:
         if find_spec(parent) is None:
             continue
@@ -333,8 +359,10 @@ def features() -> Mapping[str, Feature]:
             name = f"{parent}.{module.name}.feature"
             if module.ispkg and find_spec(name) is not None:
                 found[module.name] = import_module(name).FEATURE
-    complete = {name: one for name, one in found.items() if found.keys() >= set(one.needs)}
-    return MappingProxyType(dict(sorted(complete.items())))
+    while incomplete := [n for n, feature in found.items() if not found.keys() >= {*feature.needs}]:
+        for name in incomplete:
+            del found[name]
+    return MappingProxyType(dict(sorted(found.items())))
 
 
 @cache

@@ -185,6 +185,11 @@ class DataKind:
         """The rows of a sample for people, if its samples have several."""
         return None
 
+    def conversation(self, config: RunConfig, path: str) -> Any:
+        """The first conversation of files of examples, for checks of their format; None if the kind
+        has none."""
+        return None
+
     def lengths(self, config: RunConfig, samples: Callable[[int], int]) -> SequenceLengths | None:
         """The length of the samples of each step, if it is not always ``--seq-length``; ``samples``
         returns the number of samples consumed after a number of steps."""
@@ -203,7 +208,9 @@ def acting_kinds(config: RunConfig) -> list[DataKind]:
     return [kind_named(name) for name in kind_classes() if config.part(name).acts]
 
 
-def sequence_lengths(config: RunConfig, samples: Callable[[int], int]) -> SequenceLengths:
+def sequence_lengths(
+    config: RunConfig, samples: Callable[[int], int] = lambda steps: 0
+) -> SequenceLengths:
     """The length of the samples of each step of a run; see `DataKind.lengths`. Raises ConfigError
     if a length does not fit the run."""
     found = (kind.lengths(config, samples) for kind in acting_kinds(config))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,14 @@ class ScoredText:
                     * (name == "context")
                 )
             object.__setattr__(self, name, tokens)
+
+
+@runtime_checkable
+class ScoredRows(Protocol):
+    """A sample of several rows, each a prompt and an answer to it."""
+
+    @property
+    def rows(self) -> Sequence[ScoredText]: ...
 
 
 def padded(

@@ -18,7 +18,7 @@ BOUNDED = {
     "megatron/data/text_encoder.py:_LAST_WORD": "is applied to 40 characters",
     "megatron/engine/environment.py": "reads torch's own message",
     "megatron/apps/profiling/": "reads names of at most 1,000 characters",
-    "megatron/features/pictures/run_curves.py:_LAYOUT": "reads the names of folders",
+    "megatron/apps/pictures/run_curves.py:_LAYOUT": "reads the names of folders",
 }
 """Patterns that are not linear, and why no text of others makes them slow."""
 

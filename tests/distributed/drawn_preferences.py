@@ -20,8 +20,8 @@ from megatron.families import family_names, family_of
 from megatron.families.gpt import GPT
 from megatron.features.masked.t5 import T5
 from megatron.features.preference import reference
-from megatron.features.preference.batch import PreferenceBatch
 from megatron.features.preference.flags import PreferenceConfig
+from megatron.features.preference.samples import PreferenceBatch
 from megatron.tokenizer import Tokenizer
 
 FOLDER = str(Path(__file__).parent / "preference_families")

@@ -96,7 +96,10 @@ def test_a_gpt_is_trained_without(name, tmp_path):
     told = run(folder, "-c", PROGRAM, *TRAIN)
     assert "iteration        4/       4" in told, told
     line = next(line for line in told.splitlines() if line.startswith("FLAGS "))
-    lost = [cls for each in removed_with(name) for cls in features()[each].sections.values()]
+    removed = [features()[each] for each in removed_with(name)]
+    lost = [
+        cls for feature in removed for cls in (*feature.sections.values(), *feature.model_parts)
+    ]
     flags = options(*FLAG_CLASSES) - options(*lost)
     assert (
         set(ast.literal_eval(line.removeprefix("FLAGS "))) - {"-h", "--help", "--version"} == flags

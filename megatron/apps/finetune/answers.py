@@ -32,8 +32,8 @@ from megatron.features.instruction.example_checks import answer_ends
 from megatron.features.instruction.example_encoder import ExampleEncoder
 from megatron.features.instruction.flags import InstructionConfig
 from megatron.features.instruction.record_files import ENDINGS
-from megatron.features.preference.batch import PreferenceSample
 from megatron.features.preference.flags import PreferenceConfig
+from megatron.features.preference.samples import PreferenceSample
 from megatron.parallel.mesh import Mesh
 from megatron.run.run import Run
 from megatron.training.registry import WrittenText, WrittenTexts

@@ -41,15 +41,15 @@ from megatron.apps.finetune.settings import (
     training_paths,
 )
 from megatron.apps.finetune.summary import TuningSummary
+from megatron.apps.pictures.plots import read_metrics
 from megatron.config import Setting, Settings
 from megatron.config.command_line import versions
 from megatron.data.build import Datasets
 from megatron.data.loader import TrainingData
 from megatron.data.samples import RenumberedSamples, SampleDataset, checked_index
 from megatron.families import family_of
-from megatron.features.instruction.packing import logger as log_of_packing
+from megatron.features.instruction.examples import logger as log_of_packing
 from megatron.features.keep_best.callback import stopped_early
-from megatron.features.pictures.plots import read_metrics
 from megatron.features.preference.samples import logger as log_of_pairs
 from megatron.run.launch import start_processes
 from megatron.run.process import connected

@@ -18,13 +18,13 @@ from megatron.config import ConfigError
 from megatron.data.sources import parts_of
 from megatron.features.adapters.checkpoint import AdaptedSource
 from megatron.features.adapters.peft import write_peft
+from megatron.features.instruction.chat_process import read_template
 from megatron.features.instruction.columns import RecordColumns
 from megatron.features.instruction.conversations import ALPACA_PREAMBLE, read_examples
 from megatron.features.instruction.flags import InstructionConfig
 from megatron.features.instruction.record_files import example_files
 from megatron.features.preference.flags import PreferenceConfig
 from megatron.features.preference.records import read_preferences
-from megatron.features.tokenizers.chat_process import read_template
 from megatron.formats.conversion.commands import export_hf
 from megatron.formats.conversion.output import parse_size, published_into
 from megatron.run.folders import check_output

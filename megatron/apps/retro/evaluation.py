@@ -13,6 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron.apps.pictures.run_curves import (
+    Panel,
+    RunCurve,
+    draw_panels,
+)
 from megatron.apps.retro.perplexity import (
     NEIGHBORS,
     ChunkScores,
@@ -39,11 +44,6 @@ from megatron.config.flags import POSITIVE, option
 from megatron.data.sources import PARTS
 from megatron.engine.train_engine import ModelEngine
 from megatron.families import family_of
-from megatron.features.pictures.run_curves import (
-    Panel,
-    RunCurve,
-    draw_panels,
-)
 from megatron.features.retro.flags import RetrievalConfig
 from megatron.features.retro.project import RetroProject, project_of
 from megatron.run.folders import check_output

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import megatron
-from megatron.config import RunConfig
-from megatron.features.pictures.plots import shown_metrics
-from megatron.features.pictures.run_curves import (
+from megatron.apps.pictures.plots import shown_metrics
+from megatron.apps.pictures.run_curves import (
     Panel,
     RunCurve,
     draw_panels,
 )
+from megatron.config import RunConfig
 from megatron.util.files import write_whole
 from megatron.util.progress import say
 

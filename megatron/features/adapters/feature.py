@@ -98,6 +98,24 @@ class AdaptersFeature(Feature):
             if engine.mesh.world.rank == 0:
                 print(line, flush=True)
 
+    def base(self, spec: Any, config: Any) -> tuple[Any, int] | None:
+        flags = config.section(AdapterConfig)
+        if not flags.qlora:
+            return None
+        from megatron.features.adapters.model import with_adapters
+
+        return with_adapters(spec, config), 1 + flags.qlora_double_quant
+
+    def load_base(self, engine: Any, source: Any) -> None:
+        if engine.config.section(AdapterConfig).qlora:
+            from megatron.engine.loading import load_weights, together
+            from megatron.features.adapters.flags import is_adapter
+            from megatron.features.adapters.quantised_engine import find_quantised
+
+            find_quantised(engine)
+            added = [name for name in engine.names.values() if is_adapter(name)]
+            together(engine, lambda: load_weights(engine, source, added))
+
     def load(self, engine: Any, source: Any, fresh: Sequence[str], continues: bool) -> Any:
         if not engine.config.section(AdapterConfig).lora:
             return None

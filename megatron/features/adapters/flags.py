@@ -50,6 +50,10 @@ class AdapterConfig(FlagSection):
     )
     """Store the scales of --qlora in 8 bits: 0.516 bytes a weight instead of 0.5625."""
 
+    @property
+    def trains(self) -> bool:
+        return True
+
     def check(self, in_8_bits: bool, resolver: ConfigResolver) -> None:
         """Refuses flags of adapters without --lora, and 8-bit matrix products with it."""
         for field in dataclasses.fields(self):

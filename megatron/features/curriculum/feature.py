@@ -15,7 +15,7 @@ class CurriculumFeature(Feature):
     json_sections = tuple(field.name for field in dataclasses.fields(CurriculumConfig))
 
     def data_kind(self, section: str) -> Any:
-        from megatron.features.curriculum.kind import KIND
+        from megatron.features.curriculum.order import KIND
 
         return KIND
 

@@ -50,6 +50,10 @@ class DistillationConfig(FlagSection):
         return TOP_TOKENS if self.kd_top_k is None else self.kd_top_k
 
     @property
+    def replaces_losses(self) -> str | None:
+        return "--kd" if self.kd else None
+
+    @property
     def identifies_samples(self) -> bool:
         return self.kd_cache is not None
 

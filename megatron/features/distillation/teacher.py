@@ -30,7 +30,6 @@ from megatron.engine.environment import return_freed_memory
 from megatron.engine.evaluator import Evaluator, build_evaluator
 from megatron.engine.loading import load_checkpoint
 from megatron.families import spec_of
-from megatron.features.adapters.flags import AdapterConfig
 from megatron.features.distillation.divergence import TeacherHead, TopTokens, linear_top_tokens
 from megatron.features.distillation.flags import DistillationConfig
 from megatron.features.distillation.objective import TaughtBatch
@@ -99,8 +98,9 @@ def find_teacher(config: RunConfig, token_count: int | None = None) -> FoundTeac
         parallel = dataclasses.replace(parallel, pipeline_partition="blocks")
     partitions = config.engine.zero_stage == 3
     compiling = "off" if partitions else config.fast_paths.torch_compile
+    trained = (type(section)() for section in config.sections if section.trains)
     config = dataclasses.replace(
-        config.with_sections(AdapterConfig(), DistillationConfig()),
+        config.with_sections(*trained, DistillationConfig()),
         model=model,
         parallel=parallel,
         checkpoint=CheckpointConfig(load=flags.load_teacher),

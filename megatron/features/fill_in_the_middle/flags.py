@@ -46,6 +46,10 @@ class FimConfig(KindConfig):
     def acts(self) -> bool:
         return self.fim_data
 
+    @property
+    def moves_text(self) -> str | None:
+        return "--fim-data" if self.fim_data else None
+
     def check(self) -> None:
         """Refuses rates outside of [0, 1]."""
         for flag, rate in (

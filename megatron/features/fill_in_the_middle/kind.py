@@ -25,9 +25,8 @@ import numpy.typing as npt
 from megatron.data.index_cache import IndexCache
 from megatron.data.pipeline import DataKind, DataPipeline, SampleTokens
 from megatron.data.samples import Documents, Piece, SampleDataset, SampleRecipe
-from megatron.data.text_encoder import TextEncoder
+from megatron.data.text_encoder import TextEncoder, TextSettings
 from megatron.features.fill_in_the_middle.flags import FimConfig
-from megatron.features.raw_text.kind import text_encoder
 from megatron.tokenizer import Tokenizer
 
 Ids = npt.NDArray[np.int64]
@@ -40,7 +39,8 @@ class FillInTheMiddle(DataKind):
 
     def recipe(self, data: DataPipeline, recipe: SampleRecipe[np.ndarray]) -> FimRecipe:
         config = data.config.section(FimConfig)
-        return FimRecipe.from_config(recipe, config, text_encoder(data), data.seed)
+        encoder = TextEncoder(TextSettings(data.config.tokenizer), data.tokenizer)
+        return FimRecipe.from_config(recipe, config, encoder, data.seed)
 
     def special_tokens(self, data: DataPipeline) -> SampleTokens:
         tokens = FimTokens.of(data.config.section(FimConfig), data.tokenizer)

@@ -7,28 +7,31 @@ nothing, or has forgotten how to answer. Each finding says what is to be done an
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.pipeline import DataPipeline
+from megatron.checkpoint.files import CheckpointError
+from megatron.config.features import file_kinds
+from megatron.data.loader import TrainingData
+from megatron.data.pipeline import DataPipeline, kind_named
 from megatron.data.samples import PackedSample, SampleDataset
-from megatron.features.instruction.columns import RecordColumns
-from megatron.features.instruction.conversations import Example, read_examples
+from megatron.data.texts import ScoredRows
+from megatron.families import family_of
+from megatron.features.instruction.chat_process import read_template
+from megatron.features.instruction.conversations import Example
 from megatron.features.instruction.example_encoder import ChatTemplate, ExampleEncoder
 from megatron.features.instruction.flags import InstructionConfig
-from megatron.features.instruction.record_files import example_files
-from megatron.features.preference.batch import PreferenceSample
-from megatron.features.preference.flags import PreferenceConfig
-from megatron.features.preference.records import read_preferences
-from megatron.features.tokenizers.chat_process import read_template
+from megatron.run.run import Run
 from megatron.tokenizer import Tokenizer
+from megatron.training.resume import find_origin
 from megatron.util.json_text import parse_json
+from megatron.util.processes import is_main_process
 
 LOOKED_AT = 32
 """Samples that are looked at."""
@@ -72,7 +75,7 @@ def check_examples(
     """What is probably wrong with the training samples of a run, if they are instructions or
     preferences. Reads a few of them; no two processes need to call it."""
     samples = [train[number] for number in range(min(LOOKED_AT, len(train)))]
-    kept = [s for s in samples if isinstance(s, PackedSample | PreferenceSample)]
+    kept = [s for s in samples if isinstance(s, PackedSample | ScoredRows)]
     if not kept:
         return []
     found = [
@@ -93,8 +96,8 @@ class _Answer(NamedTuple):
     """Whether its end is there, and not cut off."""
 
 
-def _answers(data: DataPipeline, sample: PackedSample | PreferenceSample) -> Iterator[_Answer]:
-    if isinstance(sample, PreferenceSample):
+def _answers(data: DataPipeline, sample: PackedSample | ScoredRows) -> Iterator[_Answer]:
+    if isinstance(sample, ScoredRows):
         for row in sample.rows:
             tokens = np.concatenate((row.context, row.continuation))
             counted = np.arange(len(tokens)) >= len(row.context)
@@ -111,7 +114,7 @@ def _answers(data: DataPipeline, sample: PackedSample | PreferenceSample) -> Ite
 
 
 def _without_loss(
-    data: DataPipeline, samples: Sequence[PackedSample | PreferenceSample]
+    data: DataPipeline, samples: Sequence[PackedSample | ScoredRows]
 ) -> Finding | None:
     empty = [s for s in samples if isinstance(s, PackedSample) and not (s.loss_mask_S > 0).any()]
     if not empty:
@@ -125,7 +128,7 @@ def _without_loss(
 
 
 def _without_end(
-    data: DataPipeline, samples: Sequence[PackedSample | PreferenceSample]
+    data: DataPipeline, samples: Sequence[PackedSample | ScoredRows]
 ) -> Finding | None:
     """Nothing is said where one of the answers ends with a token that no text contains."""
     ends = np.array(sorted(possible_ends(data.tokenizer)), np.int64)
@@ -181,7 +184,7 @@ def answer_ends(
 
 def _answer_endings(sample: Any) -> Iterator[list[int]]:
     """The last tokens that count of each example that the end of a sample does not cut."""
-    if isinstance(sample, PreferenceSample):
+    if isinstance(sample, ScoredRows):
         yield from (row.continuation[-_ENDING:].tolist() for row in sample.rows)
     if not isinstance(sample, PackedSample):
         return
@@ -194,7 +197,7 @@ def _answer_endings(sample: Any) -> Iterator[list[int]]:
 
 def _outside_of_table(
     data: DataPipeline,
-    samples: Sequence[PackedSample | PreferenceSample],
+    samples: Sequence[PackedSample | ScoredRows],
     vocabulary: int | None,
 ) -> Finding | None:
     size = data.tokenizer.vocab_size
@@ -244,19 +247,14 @@ def _other_format(data: DataPipeline, template: str | None) -> Finding | None:
 
 
 def _first_example(data: DataPipeline) -> Example | None:
-    """The first conversation of the first training file, if it is one of instructions or
-    preferences."""
-    train = data.parts.train
-    kinds = {InstructionConfig.files, PreferenceConfig.files}
+    """The first conversation of the training files that have one."""
+    train, kinds = data.parts.train, file_kinds()
     for source in train.sources if train is not None else ():
-        if source.kind not in kinds:
-            continue
-        file = example_files(source.paths[0])[0]
-        columns = RecordColumns.of(data.config.section(InstructionConfig))
-        if source.kind == InstructionConfig.files:
-            return next((example for _, example in read_examples(file.path, columns)), None)
-        for _, each in islice(read_preferences(file.path, columns), 1):
-            return Example((*each.prompt, *each.answers[0]), each.is_text, each.variables)
+        if source.kind in kinds:
+            kind = kind_named(kinds[source.kind])
+            example: Example | None = kind.conversation(data.config, source.paths[0])
+            if example is not None:
+                return example
     return None
 
 
@@ -277,10 +275,35 @@ def template_in(folder: Path) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _shown(data: DataPipeline, sample: PackedSample | PreferenceSample) -> str:
+def _shown(data: DataPipeline, sample: PackedSample | ScoredRows) -> str:
     return _start(data.views(sample, data.seq_length)[0].text)
 
 
 def _start(text: str) -> str:
     more = len(text) - _SHOWN
     return text if more <= 0 else f"{text[:_SHOWN]}... ({more} characters more)"
+
+
+logger = logging.getLogger(__name__)
+
+
+def warn_of_examples(run: Run, data: TrainingData) -> None:
+    """Warns of what is probably wrong with the examples, with a sample; on the main process."""
+    train = data.datasets.train
+    if train is None or not is_main_process():
+        return
+    pipeline = family_of(run.config.model.family).data(run.config, run.tokenizer)
+    for finding in check_examples(pipeline, train, base_of(run)):
+        logger.warning("%s", finding)
+
+
+def base_of(run: Run) -> Base:
+    """The model that training starts from, if it does not continue a run."""
+    try:
+        origin = find_origin(run.config.checkpoint)
+        if origin is None or origin.continues:
+            return Base()
+        source = origin.found.open(verify=False)
+        return Base(source.model.vocabulary.size, template_in(source.folder))
+    except (CheckpointError, ValueError, OSError):
+        return Base()  # loading it says what is wrong

@@ -16,6 +16,12 @@ import numpy.typing as npt
 
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.data.text_encoder import refused, tokenizer_identity
+from megatron.features.instruction.chat_process import (
+    Rendered,
+    TemplateProcess,
+    read_template,
+    special_variables,
+)
 from megatron.features.instruction.columns import RecordColumns
 from megatron.features.instruction.conversations import (
     ANSWER,
@@ -25,12 +31,6 @@ from megatron.features.instruction.conversations import (
     plain_texts,
 )
 from megatron.features.instruction.flags import InstructionConfig
-from megatron.features.tokenizers.chat_process import (
-    Rendered,
-    TemplateProcess,
-    read_template,
-    special_variables,
-)
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.transformers_folder import load_folder
 from megatron.util.errors import rust_errors

@@ -10,6 +10,7 @@ from megatron.features.instruction.flags import InstructionConfig
 
 
 class InstructionFeature(Feature):
+    needs = ("raw_text",)
     sections = {"instruction": InstructionConfig}
 
     def inputs(self, config: Any) -> Mapping[str, Mapping[str, str]]:
@@ -19,7 +20,7 @@ class InstructionFeature(Feature):
         return text_inputs(config, flags.chat_template) if flags.sft else {}
 
     def data_kind(self, section: str) -> Any:
-        from megatron.features.instruction.kind import KIND
+        from megatron.features.instruction.examples import KIND
 
         return KIND
 
@@ -32,7 +33,7 @@ class InstructionFeature(Feature):
 
     def before_engine(self, context: Any) -> None:
         if context.data.weighed:
-            from megatron.features.instruction.run_checks import warn_of_examples
+            from megatron.features.instruction.example_checks import warn_of_examples
 
             warn_of_examples(context.run, context.data)
 

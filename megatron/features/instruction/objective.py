@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 
 from megatron.config import ConfigError, RunConfig
-from megatron.features.distillation.flags import DistillationConfig
 from megatron.features.instruction.flags import InstructionConfig
 from megatron.model.embedding import LM_LOSS
 from megatron.model.layer_list import EmbeddingNoise, LayerState
@@ -24,13 +23,14 @@ ACCURACY = "token accuracy"
 
 def with_instruction(spec: ModelSpec, config: RunConfig) -> ModelSpec:
     """A language model trained as the flags of instruction data say, and evaluated with its token
-    accuracy. Raises ConfigError if that is to be logged beside the losses of a teacher."""
+    accuracy. Raises ConfigError if that is to be logged next to the losses of a teacher."""
     flags = config.section(InstructionConfig)
-    if config.section(DistillationConfig).kd and flags.log_token_accuracy:
+    replaced = next(filter(None, (section.replaces_losses for section in config.sections)), None)
+    if replaced is not None and flags.log_token_accuracy:
         raise ConfigError(
-            "--kd computes losses of its own, without --log-token-accuracy: leave it out"
+            f"{replaced} computes losses of its own, without --log-token-accuracy: leave it out"
         )
-    if not config.section(DistillationConfig).kd or flags.sft_loss_weights != "micro-batches":
+    if replaced is None or flags.sft_loss_weights != "micro-batches":
         spec = replace(spec, evaluated=EVALUATION, no_perplexity=frozenset({ACCURACY}))
     if flags.sft_loss_weights != "micro-batches" or flags.log_token_accuracy:
         objective = ResponseLoss(flags.log_token_accuracy)

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 class BestEvaluation(Callback):
     """Follows the validation loss, the mean of all validation sets. Its evaluations so far are in
-    ``best_epoch.json`` beside the checkpoints, so that a resumed run continues with them.
+    ``best_epoch.json`` next to the checkpoints, so that a resumed run continues with them.
 
     Args:
         save: the folder of checkpoints; None without.

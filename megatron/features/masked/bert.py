@@ -1,33 +1,44 @@
-"""BERT: an encoder that predicts masked tokens, and whether two segments belong together."""
+"""Samples of BERT: `[CLS] A [SEP] B [SEP]`, some words masked, and whether B follows A.
+
+Words are chosen whole and at random, one or a few in a row, until a share of the tokens is reached;
+of the chosen tokens 80 % become the mask token, 10 % a random token and 10 % stay (Devlin et al.
+2018, arXiv:1810.04805, section 3.1). The probabilities of n words in a row are those of Lan et al.
+2019, arXiv:1909.11942, section 3.1, as in Megatron.
+
+Shape suffixes: S tokens of a sample, P tokens to be predicted, W words, V vocabulary.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from itertools import groupby
+from typing import ClassVar, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from megatron.config import ModelConfig, ParallelConfig, RunConfig
 from megatron.config.features import DOCUMENTS
+from megatron.config.flags import ConfigError
 from megatron.config.model import HEADS
 from megatron.data.pipeline import DataPipeline
 from megatron.data.samples import SampleDataset, SampleView
 from megatron.data.texts import LabelledBatch
 from megatron.families.family import STREAM_FLAGS, Family
-from megatron.features.masked.bert_layers import SOP_LOSS, bert_layers
-from megatron.features.masked.bert_samples import BertRecipe
-from megatron.features.masked.flags import MaskedDataConfig
-from megatron.features.masked.masked_batch import (
+from megatron.features.masked.batch import (
     BertBatch,
     BertSample,
     collate_bert,
+    mock_data,
     positions_of,
 )
-from megatron.features.masked.mock import mock_data
+from megatron.features.masked.flags import MaskedDataConfig
+from megatron.features.masked.layers import SOP_LOSS, bert_layers
+from megatron.features.masked.segments import Pairs, SegmentRecipe, SegmentRules
 from megatron.model.attention_flex import block_masks
 from megatron.model.attention_masks import AttentionMasks, narrows
 from megatron.model.embedding import LM_LOSS, WORDS
@@ -36,7 +47,200 @@ from megatron.model.heads import HEAD_NAMES, head_flops
 from megatron.model.layer_list import LayerState
 from megatron.model.spec import ModelSpec, only_hidden_travels
 from megatron.parallel.loss_head import Targets
-from megatron.tokenizer import Tokenizer
+from megatron.tokenizer.base import Tokenizer
+
+MASKED, RANDOM = 0.8, 0.1
+
+
+@dataclass(frozen=True)
+class BertRecipe(SegmentRecipe[BertSample]):
+    """How BERT's samples are made from documents that are split into sentences. Documents of fewer
+    than two sentences make no pairs and are left out."""
+
+    cache_name: ClassVar[str] = "bert"
+    seq_length: int
+    """Tokens of a sample, padding included."""
+    seed: int
+    pairs: Pairs
+    short_seq_prob: float
+    cls: int
+    sep: int
+    pad: int
+    masking: WordMasking
+    packs: bool = False
+    exact_epochs: int | None = None
+
+    @classmethod
+    def from_config(
+        cls,
+        config: MaskedDataConfig,
+        tokenizer: Tokenizer,
+        seq_length: int,
+        seed: int,
+        binary_head: bool = True,
+    ) -> BertRecipe:
+        """The recipe that the flags describe; without a binary head no pairs. Raises ConfigError if
+        a flag's value is out of its range, ValueError if the vocabulary lacks a special token."""
+        config.check_shares()
+        pairs = cast(Pairs, config.bert_pair_task if binary_head else "none")
+        if not binary_head and config.bert_pair_task != MaskedDataConfig.bert_pair_task:
+            raise ConfigError(
+                f"--bert-pair-task {config.bert_pair_task} is the task of the second head, which "
+                "--bert-no-binary-head leaves out: give one of them"
+            )
+        if config.max_ngrams < 1:
+            raise ConfigError(f"--max-ngrams {config.max_ngrams} must be at least 1")
+        if config.bert_packing and binary_head:
+            raise ConfigError(
+                "--bert-packing puts several samples into a sequence, whose second head predicts "
+                "for one: add --bert-no-binary-head"
+            )
+        shortest = 5 if binary_head else 4
+        if seq_length < shortest:
+            raise ConfigError(
+                f"--seq-length {seq_length} must be at least {shortest}: the special tokens and "
+                "two others"
+            )
+        masking = WordMasking(
+            config.mask_prob,
+            config.max_predictions(seq_length),
+            config.max_ngrams,
+            config.favor_longer_ngram,
+            tokenizer.mask,
+            tokenizer.vocab_size,
+            tokenizer.word_starts if config.whole_word_masking else None,
+        )
+        special = tokenizer.cls, tokenizer.sep, tokenizer.pad
+        chance = config.short_seq_prob
+        return cls(seq_length, seed, pairs, chance, *special, masking, config.bert_packing)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.masking.vocab_size
+
+    @property
+    def rules(self) -> SegmentRules:
+        special = 2 if self.pairs == "none" else 3
+        return SegmentRules(self.seq_length - special, self.short_seq_prob, self.pairs)
+
+    @property
+    def capacity(self) -> int | None:
+        return self.seq_length if self.packs else None
+
+    def packed(self, samples: Sequence[BertSample]) -> BertSample:
+        return BertSample.packed(samples, pad=self.pad)
+
+    def sample(
+        self, texts: Sequence[npt.NDArray[np.int64]], is_random: bool, rng: np.random.Generator
+    ) -> BertSample:
+        tokens = [np.array([self.cls])]
+        segments = []
+        for text in texts:
+            start = sum(map(len, tokens))
+            tokens += [text, np.array([self.sep])]
+            segments.append(range(start, start + len(text)))
+        original = np.concatenate(tokens)
+        chosen_P = self.masking.choose(original, segments, rng)
+        replaced = self.masking.replace(original, chosen_P, rng)
+        types = (np.arange(len(original)) > segments[0].stop).astype(np.int64)
+        return BertSample.padded(
+            replaced,
+            types,
+            chosen_P,
+            original[chosen_P],
+            int(is_random),
+            seq_length=self.seq_length,
+            pad=self.pad,
+        )
+
+
+@dataclass(frozen=True)
+class WordMasking:
+    """How tokens are masked."""
+
+    mask_prob: float
+    """Share of a sample's tokens, including special ones, that are to be predicted."""
+    max_predictions: int
+    """Most tokens of a sample that are to be predicted."""
+    max_ngrams: int
+    """Most words in a row that are chosen together."""
+    favor_longer: bool
+    """Whether more words in a row are likelier than fewer."""
+    mask_token: int
+    vocab_size: int
+    """Random tokens are drawn from all below it."""
+    word_starts_V: npt.NDArray[np.bool_] | None = field(compare=False, repr=False)
+    """Whether a token begins a word; None masks each token by itself."""
+
+    @cached_property
+    def ngram_chances(self) -> npt.NDArray[np.float64]:
+        """Probabilities of 1, 2 ... `max_ngrams` words in a row."""
+        chances = 1.0 / np.arange(1, self.max_ngrams + 1)
+        return (chances[::-1] if self.favor_longer else chances) / chances.sum()
+
+    def choose(
+        self, tokens_S: npt.NDArray[np.int64], segments: Sequence[range], rng: np.random.Generator
+    ) -> npt.NDArray[np.int64]:
+        """Positions of the tokens to be predicted, ascending, int64[P]; at least one, unless every
+        word has more tokens than `max_predictions`. `segments` are the positions of the words; the
+        others are special tokens, which are never chosen."""
+        starts_W, stops_W, words_left_W = self._words(tokens_S, segments)
+        sizes_W = (stops_W - starts_W).tolist()
+        wanted = max(1, round(len(tokens_S) * self.mask_prob))
+        left = min(self.max_predictions, wanted)
+        # One draw for all words: search uniform numbers in the cumulative probabilities.
+        drawn = np.searchsorted(self.ngram_chances.cumsum(), rng.random(len(sizes_W)), "right") + 1
+        ngrams_W = np.minimum(np.minimum(drawn, self.max_ngrams), words_left_W).tolist()
+        chosen_W = bytearray(len(sizes_W))
+        for word in rng.permutation(len(sizes_W)).tolist():
+            count = ngrams_W[word]
+            while count and sum(sizes_W[word : word + count]) > left:
+                count -= 1
+            if not count or any(chosen_W[word : word + count]):
+                continue
+            chosen_W[word : word + count] = b"\x01" * count
+            left -= sum(sizes_W[word : word + count])
+            if not left:
+                break
+        if not any(chosen_W) and min(sizes_W) <= self.max_predictions:
+            chosen_W[sizes_W.index(min(sizes_W))] = 1  # exceeds the share, but no word is shorter
+        words = np.flatnonzero(np.frombuffer(chosen_W, np.uint8))
+        ranges = [np.arange(starts_W[word], stops_W[word]) for word in words]
+        return np.concatenate(ranges) if ranges else np.empty(0, np.int64)
+
+    def replace(
+        self, tokens_S: npt.NDArray[np.int64], chosen_P: np.ndarray, rng: np.random.Generator
+    ) -> npt.NDArray[np.int64]:
+        """The tokens with most of the chosen ones replaced."""
+        replaced_S = tokens_S.copy()
+        draw_P = rng.random(len(chosen_P))
+        random_P = rng.integers(self.vocab_size, size=len(chosen_P))
+        replaced_S[chosen_P] = np.where(
+            draw_P < MASKED,
+            self.mask_token,
+            np.where(draw_P < MASKED + RANDOM, random_P, tokens_S[chosen_P]),
+        )
+        return replaced_S
+
+    def _words(
+        self, tokens_S: np.ndarray, segments: Sequence[range]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """First and stop position of each word, and number of words from it to its segment's
+        end."""
+        starts, stops, words_left = [], [], []
+        for segment in segments:
+            assert segment, "a segment has tokens"
+            if self.word_starts_V is None:
+                start = np.arange(segment.start, segment.stop)
+            else:
+                begins = self.word_starts_V[tokens_S[segment.start : segment.stop]].copy()
+                begins[:1] = True  # of a word that was cut, or that has no mark at the start
+                start = segment.start + np.flatnonzero(begins)
+            starts.append(start)
+            stops.append(np.append(start[1:], segment.stop))
+            words_left.append(np.arange(len(start), 0, -1))
+        return np.concatenate(starts), np.concatenate(stops), np.concatenate(words_left)
+
 
 HEAD_PARTS = (
     "pooler.", "binary_head.", "lm_head.", "output_layer.", f"{WORDS}.bias",
@@ -132,6 +336,7 @@ class BertData(DataPipeline):
 
 class BERT(Family):
     name = "bert"
+    batch = BertBatch
     tokenizer_type = "BertWordPieceLowerCase"
     head_states = 3
     heads = frozenset(HEADS) - {"reward"}

@@ -14,7 +14,7 @@ class MaskedFeature(Feature):
     families = ("bert", "t5")
 
     def data_kind(self, section: str) -> Any:
-        from megatron.features.masked.kind import KIND
+        from megatron.features.masked.tfrecord import KIND
 
         return KIND
 

@@ -20,7 +20,7 @@ from megatron.checkpoint.source import Source
 from megatron.config import ModelConfig
 from megatron.data.texts import LabelledBatch
 from megatron.families import spec_of
-from megatron.features.masked.masked_batch import BertBatch
+from megatron.features.masked.batch import BertBatch
 from megatron.formats.features import Requirement
 from megatron.formats.huggingface.architecture import (
     SAME,

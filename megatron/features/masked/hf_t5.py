@@ -19,8 +19,8 @@ from megatron.checkpoint.files import read_json, write_json
 from megatron.checkpoint.source import Source
 from megatron.config import ModelConfig, ParallelConfig
 from megatron.families import spec_of
+from megatron.features.masked.batch import T5Batch
 from megatron.features.masked.flags import MaskedDataConfig
-from megatron.features.masked.masked_batch import T5Batch
 from megatron.formats.features import Requirement
 from megatron.formats.huggingface.architecture import (
     GATE_AND_UP,

@@ -31,9 +31,13 @@ import numpy.typing as npt
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 from google.protobuf.message import DecodeError
 
+from megatron.config import ConfigError
+from megatron.data.build import SourceReader
 from megatron.data.index_cache import IndexCache, StoredArrays
+from megatron.data.pipeline import DataKind, DataPipeline
 from megatron.data.samples import Documents, Piece, checked_index
-from megatron.features.masked.masked_batch import BertSample
+from megatron.features.masked.batch import BertSample
+from megatron.features.masked.flags import MaskedDataConfig
 from megatron.features.masked.segments import INDEX_VERSION, epoch_rng
 
 logger = logging.getLogger(__name__)
@@ -399,3 +403,23 @@ class TFRecordDataset:
 
     def _record(self, index: int) -> int:
         return int(self._index["order"][checked_index(index, len(self))])
+
+
+class MaskedData(DataKind):
+    def reader(self, data: DataPipeline) -> SourceReader:
+        tokenizer, config = data.tokenizer, data.config
+        if config.section(MaskedDataConfig).bert_packing:
+            raise ConfigError(
+                "--bert-packing packs samples that are made from documents; those of TFRecord "
+                "files are complete: leave it out, or give indexed files"
+            )
+        if config.model.token_types == 1:
+            raise ConfigError(
+                "--num-tokentypes 1 is less than the two segments of samples in TFRecord files; "
+                "give 2 or more, or 0 for none"
+            )
+        recipe = TFRecordRecipe(data.seq_length, data.seed, tokenizer.pad, tokenizer.vocab_size)
+        return SourceReader(lambda path, source: TFRecords(path, data.cache(path)), recipe)
+
+
+KIND = MaskedData()

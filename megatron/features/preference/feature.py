@@ -11,7 +11,7 @@ from megatron.features.preference.flags import PreferenceConfig
 
 
 class PreferenceFeature(Feature):
-    needs = ("instruction",)
+    needs = after = ("instruction",)
     sections = {"preference": PreferenceConfig}
 
     def check(self, config: Any, processes: int, resolver: ConfigResolver) -> None:
@@ -54,7 +54,7 @@ class PreferenceFeature(Feature):
 
     def ready(self, context: Any) -> None:
         if context.config.section(PreferenceConfig).preference == "kto":
-            from megatron.features.preference.comparisons import compare_ahead
+            from megatron.features.preference.objective import compare_ahead
 
             compare_ahead(context.engine)
 

@@ -1,27 +1,29 @@
-"""Prompts with answers of which some are better than others, in place of .bin/.idx."""
+"""Prompts with answers of which some are better than others, instead of .bin/.idx."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron.config import ConfigError
+from megatron.config import ConfigError, RunConfig
 from megatron.data.build import SourceReader
 from megatron.data.indexed import idx_path
-from megatron.data.pipeline import DataKind, DataPipeline
+from megatron.data.pipeline import DataKind, DataPipeline, sequence_lengths
 from megatron.data.samples import SampleView, bracketed, segments_of
 from megatron.data.sources import DataSource
 from megatron.data.texts import ScoredText
-from megatron.features.curriculum.flags import CurriculumConfig, sequence_lengths
+from megatron.features.instruction.columns import RecordColumns
+from megatron.features.instruction.conversations import Example
 from megatron.features.instruction.example_encoder import ExampleEncoder
 from megatron.features.instruction.flags import InstructionConfig
-from megatron.features.preference.batch import PreferenceCollator, WholeRows
-from megatron.features.preference.examples import PreferenceExamples
+from megatron.features.instruction.record_files import example_files
 from megatron.features.preference.flags import PreferenceConfig
-from megatron.features.preference.samples import PreferenceRecipe
+from megatron.features.preference.records import PreferenceExamples, read_preferences
+from megatron.features.preference.samples import PreferenceCollator, PreferenceRecipe, WholeRows
 
 
 class Preferences(DataKind):
@@ -36,7 +38,7 @@ class Preferences(DataKind):
             raise ConfigError(
                 "data of the type preference need --preference, the loss that they are trained by"
             )
-        if sequence_lengths(data.config.section(CurriculumConfig)) is not None:
+        if sequence_lengths(data.config).grows:
             raise ConfigError(
                 "a curriculum of sequence lengths cuts samples, and would cut off the answers of "
                 "preference data: use one or the other"
@@ -61,6 +63,12 @@ class Preferences(DataKind):
             return PreferenceExamples.open(path, encoder, loss == "kto", data.cache(path))
 
         return SourceReader(open_examples, recipe)
+
+    def conversation(self, config: RunConfig, path: str) -> Example | None:
+        columns = RecordColumns.of(config.section(InstructionConfig))
+        for _, record in islice(read_preferences(example_files(path)[0].path, columns), 1):
+            return Example((*record.prompt, *record.answers[0]), record.is_text, record.variables)
+        return None
 
     def collator(
         self, data: DataPipeline, collate: Callable[[Sequence[Any]], Any]

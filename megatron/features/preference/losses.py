@@ -1,5 +1,5 @@
 """Losses of preferences, from the log-probabilities of answers, and the numbers that are reported
-beside them, by the names that trl gives them.
+next to them, by the names that trl gives them.
 
 Shapes: R rows of a micro batch, two for each sample; N samples.
 """
@@ -60,7 +60,7 @@ Loss = Callable[[PreferenceConfig, Answers], dict[str, Tensor]]
 
 
 def loss_weights(options: PreferenceConfig) -> dict[str, float]:
-    """The names of a loss and of what is reported beside it, with their weights in the number that
+    """The names of a loss and of what is reported next to it, with their weights in the number that
     is minimised."""
     name = options.preference
     if name == "orpo":

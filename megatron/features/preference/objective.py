@@ -4,7 +4,7 @@ its reference say of each answer, and the loss of that (preference_losses.py).""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron.config import ConfigError, RunConfig
+from megatron.engine.train_engine import TrainEngine
 from megatron.families import family_of
-from megatron.features.preference.batch import PreferenceBatch
 from megatron.features.preference.flags import PreferenceConfig
 from megatron.features.preference.log_probs import linear_log_probs
 from megatron.features.preference.losses import (
@@ -22,10 +22,10 @@ from megatron.features.preference.losses import (
     Answers,
     loss_weights,
 )
-from megatron.features.preference.reward import with_pairs_of_texts
+from megatron.features.preference.samples import PreferenceBatch
 from megatron.model.embedding import LM_LOSS
 from megatron.model.layer_list import LayerState
-from megatron.model.spec import ModelSpec
+from megatron.model.spec import TEXT_SCORES, ModelSpec
 from megatron.parallel.loss_head import HeadInput
 
 
@@ -138,3 +138,49 @@ def _rows(inputs: HeadInput, rows: slice) -> HeadInput:
         x_BPH=inputs.x_BPH[rows],
         targets=targets._replace(labels_BS=labels_NP, mask_BS=mask_NP),
     )
+
+
+def with_pairs_of_texts(spec: ModelSpec, config: RunConfig) -> ModelSpec:
+    """A reward model that is trained on :class:`PreferenceBatch`. Raises ConfigError if its family
+    has none."""
+    family = family_of(config.model.family)
+    if config.model.head != "reward":
+        raise ConfigError(
+            f"--preference reward: models of the family {family.name} have no head for rewards; "
+            "train a GPT"
+        )
+    return dataclasses.replace(spec, begin=partial(_begin_pairs, spec))
+
+
+def _begin_pairs(spec: ModelSpec, batch: PreferenceBatch) -> LayerState:
+    return spec.begin(batch.answers).changed(batch=batch)
+
+
+def compare_ahead(engine: TrainEngine) -> None:
+    """Begin every step of the engine with a forward pass, without gradients, of the answers that
+    are the reference point of kto, and train on the others: half of the rows then cost a third."""
+    engine.look_ahead = partial(_compared, engine)
+
+
+def _compared(
+    engine: TrainEngine, batches: Iterator[PreferenceBatch], count: int
+) -> Iterator[PreferenceBatch]:
+    """The next ``count`` micro batches; the weights are the same before and during a step."""
+    step = [next(batches) for _ in range(count)]
+    others = (batch._replace(answers=_every_second(batch.answers, 1)) for batch in step)
+    with torch.no_grad():
+        engine.prepare_evaluation()
+        # Nothing on pipeline stages without the output head, which need nothing.
+        found: list[Any] = engine.backend.evaluate(others, count, TEXT_SCORES) or [None] * count
+    return (
+        batch._replace(
+            answers=_every_second(batch.answers, 0),
+            others_N=None if scores is None else scores[:, 0],
+        )
+        for batch, scores in zip(step, found, strict=True)
+    )
+
+
+def _every_second(answers: Any, first: int) -> Any:
+    """Every second one, of a batch of the model's family."""
+    return answers._make(None if part is None else part[first::2] for part in answers)

@@ -1,9 +1,8 @@
 """Log-probabilities of a run's answers under a reference model, once and before training.
 
-The reference is evaluated on the layout of the run and then given up: a training has one model in
-memory. What it found is in the index cache beside the data, named by the content of the weights and
-of the answers, so that resuming, further epochs and other losses or learning rates need no second
-evaluation.
+The reference is evaluated on the layout of the run and then freed: a training has one model in
+memory. Its log-probabilities are in the index cache next to the data, named by the content of the
+weights and of the answers, so that resuming and other losses need no second evaluation.
 """
 
 from __future__ import annotations
@@ -22,18 +21,17 @@ from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.checkpoint.source import FoundCheckpoint, locate_checkpoint, nothing_at
 from megatron.config import ConfigError, RunConfig
+from megatron.config.features import taking_part
 from megatron.data.index_cache import IndexCache
 from megatron.data.loader import TrainingData
 from megatron.data.samples import MadeSamples
 from megatron.engine.environment import return_freed_memory, training_device
 from megatron.engine.evaluator import Evaluator, build_evaluator
-from megatron.engine.loading import load_checkpoint, load_weights, together
+from megatron.engine.loading import load_checkpoint, together
 from megatron.families import family_of, spec_of
-from megatron.features.adapters.flags import AdapterConfig, is_adapter
-from megatron.features.adapters.model import with_adapters
 from megatron.features.preference.flags import PreferenceConfig
 from megatron.features.preference.samples import PreferenceDataset
-from megatron.model.spec import TEXT_SCORES, training_dtype
+from megatron.model.spec import TEXT_SCORES, ModelSpec, training_dtype
 from megatron.parallel.mesh import Mesh, any_rank
 from megatron.run.run import Run
 from megatron.training.measuring import measure_samples
@@ -107,23 +105,26 @@ def reference_checkpoint(config: RunConfig) -> tuple[FoundCheckpoint, str]:
 
 
 def _reference_model(config: RunConfig, found: FoundCheckpoint, mesh: Mesh) -> Evaluator:
-    """The model with its weights; that of a base in 4 bits has these, under adapters that add
-    nothing yet, so that training starts from it."""
-    spec = spec_of(config.model, config.parallel)
-    if not _in_4_bits(config):
-        engine = build_evaluator(config, spec, mesh, training_device())
+    """The model with its weights; where a feature keeps those of the base in another form, these,
+    with additions that add nothing yet, so that training starts from it."""
+    spec, form = _base(config)
+    engine = build_evaluator(config, spec, mesh, training_device())
+    if not form:
         load_checkpoint(engine, found, weights_only=True)
         return engine
-    engine = build_evaluator(config, with_adapters(spec, config), mesh, training_device())
     source = together(engine, found.open)
-    added = [name for name in engine.names.values() if is_adapter(name)]
-    together(engine, lambda: load_weights(engine, source, added))
+    for feature in taking_part():
+        feature.load_base(engine, source)
     return engine
 
 
-def _in_4_bits(config: RunConfig) -> bool:
-    named = config.section(PreferenceConfig).reference_checkpoint
-    return config.section(AdapterConfig).qlora and named is None
+def _base(config: RunConfig) -> tuple[ModelSpec, int]:
+    """The reference model, and the form of its weights; 0 for that of its checkpoint."""
+    spec = spec_of(config.model, config.parallel)
+    if config.section(PreferenceConfig).reference_checkpoint is not None:
+        return spec, 0
+    bases = (feature.base(spec, config) for feature in taking_part())
+    return next(filter(None, bases), (spec, 0))
 
 
 def log_probs_of(engine: Evaluator, run: Run, part: PreferenceDataset) -> npt.NDArray[np.float32]:
@@ -195,7 +196,7 @@ def _depends_on(config: RunConfig, weights: str, part: PreferenceDataset) -> dic
         "model": dataclasses.asdict(config.model.flags()),
         "dtype": str(training_dtype(config)),
         "fp8": config.fast_paths.fp8_format,
-        "4 bits": _in_4_bits(config) and 1 + config.section(AdapterConfig).qlora_double_quant,
+        "4 bits": _base(config)[1] or False,  # the name and the value in caches that exist
         "answers": part.digest,
     }
 

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Iterator, Sequence
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron.config import RunConfig, TokenizerConfig
+from megatron.data.build import SourceReader
 from megatron.data.index_cache import IndexCache, StoredArrays
+from megatron.data.pipeline import DataKind, DataPipeline
 from megatron.data.samples import checked_range
-from megatron.data.text_encoder import TextEncoder
-from megatron.features.raw_text.scan import say_what_changed, scan
+from megatron.data.sources import DataSource
+from megatron.data.text_encoder import TextEncoder, TextSettings, available_splitter
+from megatron.features.raw_text.flags import RawTextConfig
 from megatron.features.raw_text.text_files import (
     TextFile,
     TextRecords,
+    batches,
     changed,
+    say_what_changed,
+    scan,
     text_records,
 )
 from megatron.util.digests import digest
@@ -63,7 +71,7 @@ class RawTextDocuments:
         workers: int | None = None,
     ) -> RawTextDocuments:
         """Index the documents of a file, folder or glob, or take the index from the cache, by
-        default `index-cache/` beside the data. `delim` is None for a comma in .csv and a tab in
+        default `index-cache/` next to the data. `delim` is None for a comma in .csv and a tab in
         .tsv. Raises FileNotFoundError; ValueError if a record is malformed, or no document is
         found."""
         records = text_records(path, text_key, delim)
@@ -143,3 +151,76 @@ class RawTextDocuments:
             _, dropped = self._kept.popitem(last=False)
             self._kept_tokens -= sum(map(len, dropped))
         return sequences
+
+
+class RawText(DataKind):
+    """Text files instead of .bin/.idx."""
+
+    def reader(self, data: DataPipeline) -> SourceReader:
+        def open_text(path: str, source: DataSource) -> RawTextDocuments:
+            config = with_key_of(source, data.config.section(RawTextConfig))
+            return open_raw_text(path, config, text_encoder(data), data.cache(path))
+
+        return SourceReader(open_text, data.recipe())
+
+    def texts(self, config: RunConfig, sources: Sequence[DataSource]) -> Iterator[str]:
+        for source in sources:
+            for path in source.paths:
+                yield from read_texts(path, with_key_of(source, config.section(RawTextConfig)))
+
+
+KIND = RawText()
+
+
+@lru_cache(maxsize=1)
+def text_encoder(data: DataPipeline) -> TextEncoder:
+    """Encodes a run's raw text, sentence by sentence where its samples need it. One for all files
+    and kinds, so that its tokenizer is loaded once."""
+    config = data.config
+    settings = text_settings(
+        config.section(RawTextConfig), config.tokenizer, data.unit == "sentence"
+    )
+    return TextEncoder(settings, data.tokenizer)
+
+
+def with_key_of(source: DataSource, config: RawTextConfig) -> RawTextConfig:
+    """The configuration with the source's own key, if it names one."""
+    return dataclasses.replace(config, text_key=source.text_key or config.text_key)
+
+
+def text_settings(
+    config: RawTextConfig, tokenizer: TokenizerConfig, sentences: bool = False
+) -> TextSettings:
+    """How texts become sequences. `sentences` makes each sentence a sequence, for BERT and T5,
+    without an end-of-document token: the lines of a text with --presplit-sentences, else what
+    NLTK's punkt finds, or rules where its data is not installed."""
+    split = sentences and not config.presplit_sentences
+    return TextSettings(
+        tokenizer,
+        append_eod=config.append_eod and not sentences,
+        presplit_sentences=config.presplit_sentences,
+        splitter=available_splitter("english") if split else None,
+    )
+
+
+def open_raw_text(
+    path: str, config: RawTextConfig, encoder: TextEncoder, cache: IndexCache
+) -> RawTextDocuments:
+    """The documents of one data path; `encoder` has the settings of `text_settings`. Errors: see
+    `RawTextDocuments.open`."""
+    return RawTextDocuments.open(
+        path, encoder, text_key=config.text_key, delim=_delim(config), cache=cache
+    )
+
+
+def read_texts(path: str, config: RawTextConfig) -> Iterator[str]:
+    """The texts of one data path, as they are in the files. Raises FileNotFoundError; ValueError if
+    a record is malformed."""
+    for records in text_records(path, config.text_key, _delim(config)):
+        for span in records.ranges():
+            for batch in batches(records, span):
+                yield from (text for _, text in batch)
+
+
+def _delim(config: RawTextConfig) -> str | None:
+    return "\t" if config.delim == r"\t" else config.delim  # as shells pass it on

@@ -20,7 +20,7 @@ class RawTextFeature(Feature):
         return NamedCorpora(config.section(RawTextConfig), config.data.data_cache_path)
 
     def data_kind(self, section: str) -> Any:
-        from megatron.features.raw_text.kind import KIND
+        from megatron.features.raw_text.documents import KIND
 
         return KIND
 

@@ -31,7 +31,6 @@ from megatron.data.samples import (
     checked_index,
 )
 from megatron.data.sources import PARTS
-from megatron.features.fill_in_the_middle.flags import FimConfig
 from megatron.features.retro.chunks import (
     DATASET,
     DOCUMENT,
@@ -226,9 +225,10 @@ class RetroData(DataPipeline):
         config = text.config
         super().__init__(config, text.tokenizer)
         self.text = text
-        if config.section(FimConfig).fim_data:
+        moved = next(filter(None, (kind.moves_text for kind in config.kinds)), None)
+        if moved is not None:
             raise ConfigError(
-                "--fim-data moves the text of samples whose neighbours are known: leave it out, or "
+                f"{moved} moves the text of samples whose neighbours are known: leave it out, or "
                 "train without --retro-add-retriever"
             )
         if self._flags.retro_project_dir is None and not config.data.mock_data:

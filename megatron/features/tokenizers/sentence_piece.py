@@ -13,11 +13,12 @@ from google.protobuf.message import DecodeError
 from megatron.config import TokenizerConfig
 from megatron.features.tokenizers.sentence_piece_model import (
     SPACE,
+    RankedPieces,
     as_tokenizers,
     check_kind,
+    ranked_pieces,
     read_model,
 )
-from megatron.features.tokenizers.sentence_piece_ranked import RankedPieces, ranked_pieces
 from megatron.tokenizer.base import (
     SpecialIds,
     TokenIds,

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import masked_language
 import numpy as np
 
-from megatron.features.masked.masked_batch import BertSample
-from megatron.features.masked.t5_samples import SpanCorruption, T5Recipe
+from megatron.features.masked.batch import BertSample
+from megatron.features.masked.t5 import SpanCorruption, T5Recipe
 
 TOKENIZER = SimpleNamespace(mask=4, sentinels=[90, 91, 92, 93], eos=95)
 

@@ -30,7 +30,7 @@ from megatron.data.gpt_batch import GPTBatch
 from megatron.families import build_model, family_of, spec_of
 from megatron.features.float8.linear import Float8
 from megatron.features.float8.linear import Kept as Kept8
-from megatron.features.masked.masked_batch import (
+from megatron.features.masked.batch import (
     BertBatch,
     BertSample,
     T5Batch,

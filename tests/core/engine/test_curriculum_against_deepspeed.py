@@ -33,7 +33,7 @@ from megatron.features.curriculum.order import (
     draw_samples,
     stages,
 )
-from megatron.features.masked.masked_batch import BertSample
+from megatron.features.masked.batch import BertSample
 
 
 def schedules():

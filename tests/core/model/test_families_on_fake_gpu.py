@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from one_device import GPU, OneDevice
 
 from megatron.families import build_model, spec_of
-from megatron.features.masked.relative_bias import distance_buckets
+from megatron.features.masked.layers import distance_buckets
 from megatron.run.run import parse_run, run_data
 
 COMMON = (

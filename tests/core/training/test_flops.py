@@ -16,10 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron.families import build_model, family_of, spec_of
 from megatron.features.adapters.model import with_adapters
 from megatron.features.adapters.report import with_additions
-from megatron.features.masked.bert_samples import BertRecipe
+from megatron.features.masked.batch import MockTokenizer, collate_bert
+from megatron.features.masked.bert import BertRecipe
 from megatron.features.masked.flags import MaskedDataConfig
-from megatron.features.masked.masked_batch import collate_bert
-from megatron.features.masked.mock import MockTokenizer
 from megatron.model.flops import TransformerShape
 from megatron.model.layer_list import LayerStack, initialise
 from megatron.parallel.tensor_parallel import TensorParallel

@@ -16,7 +16,7 @@ from megatron.features.curriculum.analysis import (
     token_rarity,
 )
 from megatron.features.curriculum.metric_files import read_rows
-from megatron.features.masked.masked_batch import BertSample
+from megatron.features.masked.batch import BertSample
 
 
 class Tokens:

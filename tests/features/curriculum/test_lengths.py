@@ -10,8 +10,8 @@ import torch
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, resolve
 from megatron.data.gpt_batch import GPTCollator
 from megatron.data.pipeline import truncated
-from megatron.features.curriculum.kind import WithoutPadding
-from megatron.features.masked.masked_batch import (
+from megatron.features.curriculum.order import WithoutPadding
+from megatron.features.masked.batch import (
     BertSample,
     T5Batch,
     collate_bert,

@@ -239,7 +239,7 @@ HARMFUL = {
 @pytest.mark.parametrize("name", HARMFUL)
 def test_a_harmful_template_is_refused_by_name(name: str, with_template, monkeypatch) -> None:
     monkeypatch.setattr(
-        "megatron.features.tokenizers.chat_process._SECONDS", 0.5 if name == "no end" else 10
+        "megatron.features.instruction.chat_process._SECONDS", 0.5 if name == "no end" else 10
     )
     with pytest.raises(ValueError, match="^here: the chat template") as caught:
         encode(with_template(HARMFUL[name]), CHAT)

@@ -8,10 +8,12 @@ from hypothesis import strategies as st
 from megatron.data.index_cache import IndexCache
 from megatron.data.sources import split_documents
 from megatron.features.instruction.example_encoder import ExampleEncoder
-from megatron.features.instruction.examples import InstructionExamples
+from megatron.features.instruction.examples import (
+    InstructionExamples,
+    InstructionRecipe,
+    of_prompts,
+)
 from megatron.features.instruction.flags import InstructionConfig
-from megatron.features.instruction.held_out import of_prompts
-from megatron.features.instruction.packing import InstructionRecipe
 
 from .conftest import Built
 

@@ -18,9 +18,8 @@ from megatron.data.gpt_dataset import GPTRecipe
 from megatron.data.index_cache import IndexCache
 from megatron.data.samples import PackedSample
 from megatron.features.instruction.example_encoder import EncodedExample, ExampleEncoder
-from megatron.features.instruction.examples import InstructionExamples
+from megatron.features.instruction.examples import InstructionExamples, InstructionRecipe
 from megatron.features.instruction.flags import InstructionConfig
-from megatron.features.instruction.packing import InstructionRecipe
 from megatron.parallel.loss_head import Targets
 from megatron.tokenizer import build_tokenizer
 

@@ -9,10 +9,10 @@ import torch
 from megatron.config import ConfigError
 from megatron.data.index_cache import IndexCache
 from megatron.data.loader import MicroBatches
-from megatron.features.masked.bert_samples import BertRecipe
+from megatron.features.masked.batch import collate_bert, predicted_positions
+from megatron.features.masked.bert import BertRecipe
 from megatron.features.masked.flags import MaskedDataConfig
-from megatron.features.masked.masked_batch import collate_bert, predicted_positions
-from megatron.features.masked.segment_samples import surplus
+from megatron.features.masked.segments import surplus
 
 CLS, SEP, PAD, MASK, VOCAB_SIZE = 1, 2, 0, 3, 400_000
 TASKS = ("none", "sentence-order", "next-sentence")

@@ -23,8 +23,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.families import build_model, family_of, spec_of
-from megatron.features.masked.bert_layers import order_loss
-from megatron.features.masked.masked_batch import BertSample, collate_bert
+from megatron.features.masked.batch import BertSample, collate_bert
+from megatron.features.masked.layers import order_loss
 from megatron.model.layer_list import initialise
 from megatron.parallel.shard import Init
 

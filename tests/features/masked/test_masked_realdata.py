@@ -11,9 +11,9 @@ import sentencepiece
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.text_encoder import build_splitter
-from megatron.features.masked.bert_samples import BertRecipe
+from megatron.features.masked.bert import BertRecipe
 from megatron.features.masked.flags import MaskedDataConfig
-from megatron.features.masked.t5_samples import T5Recipe
+from megatron.features.masked.t5 import T5Recipe
 from megatron.features.masked.tfrecord import TFRecordRecipe, TFRecords
 from megatron.features.tokenizers.sentence_piece import SentencePieceTokenizer
 from megatron.features.tokenizers.wordpiece import WordPieceTokenizer

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from megatron.config import ConfigError, TokenizerConfig
-from megatron.features.masked import mock
-from megatron.features.masked.bert_samples import BertRecipe
+from megatron.features.masked import batch as mock
+from megatron.features.masked.batch import MockTokenizer, mock_samples
+from megatron.features.masked.bert import BertRecipe
 from megatron.features.masked.flags import MaskedDataConfig
-from megatron.features.masked.mock import MockTokenizer, mock_samples
-from megatron.features.masked.t5_samples import T5Recipe
+from megatron.features.masked.t5 import T5Recipe
 from megatron.tokenizer import build_tokenizer
 
 LENGTH, SAMPLES = 32, 40

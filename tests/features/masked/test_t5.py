@@ -8,9 +8,9 @@ import pytest
 from megatron.config import ConfigError
 from megatron.data.index_cache import IndexCache
 from megatron.data.loader import MicroBatches
+from megatron.features.masked.batch import collate_t5
 from megatron.features.masked.flags import MaskedDataConfig
-from megatron.features.masked.masked_batch import collate_t5
-from megatron.features.masked.t5_samples import SpanCorruption, T5Recipe
+from megatron.features.masked.t5 import SpanCorruption, T5Recipe
 
 PAD, EOS = 0, 4
 SENTINELS = list(range(100, 200))

@@ -14,8 +14,8 @@ from transformers.models.t5.modeling_t5 import T5Attention, T5LayerNorm
 from megatron.config import ConfigError, ModelConfig, ParallelConfig
 from megatron.engine.pipeline_module import layer_bounds
 from megatron.families import build_model, spec_of
-from megatron.features.masked.masked_batch import NO_LABEL, T5Batch
-from megatron.features.masked.relative_bias import (
+from megatron.features.masked.batch import NO_LABEL, T5Batch
+from megatron.features.masked.layers import (
     RelativeBias,
     distance_buckets,
     relative_bucket,

@@ -13,7 +13,7 @@ import pytest
 
 from megatron.data.index_cache import IndexCache
 from megatron.data.loader import MicroBatches
-from megatron.features.masked.masked_batch import collate_bert
+from megatron.features.masked.batch import collate_bert
 from megatron.features.masked.tfrecord import (
     TFRecordFile,
     TFRecordRecipe,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron.features.masked.bert_samples import WordMasking
+from megatron.features.masked.bert import WordMasking
 
 VOCAB_SIZE, MASK = 50_000, 3
 TOKENS = np.arange(1000, 1000 + 512)

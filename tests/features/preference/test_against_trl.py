@@ -7,9 +7,9 @@ import torch
 
 from megatron.data.gpt_batch import GPTBatch
 from megatron.families import build_model, spec_of
-from megatron.features.preference.batch import PreferenceBatch
 from megatron.features.preference.flags import PreferenceConfig
 from megatron.features.preference.objective import with_preference
+from megatron.features.preference.samples import PreferenceBatch
 from megatron.formats.huggingface.source import HuggingFaceFolder
 from megatron.model.spec import TEXT_SCORES
 from megatron.parallel.shard import shard_of
@@ -204,7 +204,7 @@ def specified(spec, source, options):
         model = source.model
 
         @staticmethod
-        def kind(cls):
+        def section(cls):
             return PreferenceConfig(**options)
 
     return with_preference(spec, Run)

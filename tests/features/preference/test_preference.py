@@ -13,11 +13,10 @@ from megatron.config import ConfigError
 from megatron.data.gpt_batch import GPTBatch
 from megatron.data.texts import ScoredText
 from megatron.families import build_model, spec_of
-from megatron.features.masked.masked_batch import T5Batch
-from megatron.features.preference.batch import PreferenceBatch
-from megatron.features.preference.comparisons import compare_ahead
+from megatron.features.masked.batch import T5Batch
 from megatron.features.preference.flags import PreferenceConfig
-from megatron.features.preference.objective import with_preference
+from megatron.features.preference.objective import compare_ahead, with_preference
+from megatron.features.preference.samples import PreferenceBatch
 from megatron.model.layer_list import initialise
 from megatron.model.spec import TEXT_SCORES
 from megatron.parallel.shard import Init
@@ -36,7 +35,7 @@ class Run:
     def __init__(self, model, **options):
         self.model, self.options = model, options
 
-    def kind(self, cls):
+    def section(self, cls):
         assert cls is PreferenceConfig
         return cls(**self.options)
 

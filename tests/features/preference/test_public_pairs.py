@@ -12,8 +12,7 @@ import pytest
 from megatron.features.instruction.columns import RecordColumns
 from megatron.features.instruction.example_encoder import ExampleEncoder
 from megatron.features.instruction.flags import InstructionConfig
-from megatron.features.preference.examples import encode_preferences
-from megatron.features.preference.records import Preference, parse_preference
+from megatron.features.preference.records import Preference, encode_preferences, parse_preference
 
 from ..instruction.conftest import CHATML, Built
 

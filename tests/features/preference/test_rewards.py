@@ -6,7 +6,7 @@ import pytest
 import torch
 from configs import model_config
 
-from megatron.config import ParallelConfig
+from megatron.config import ParallelConfig, RunConfig
 from megatron.data.gpt_batch import GPTBatch
 from megatron.families import build_model, spec_of
 from megatron.features.adapters.flags import AdapterConfig, is_adapter
@@ -56,10 +56,9 @@ def test_padding_after_a_text_changes_nothing():
 
 
 def test_the_head_is_trained_beside_adapters():
-    class Run:
-        model, adapters = reward_model(), AdapterConfig(lora=True, lora_rank=2)
-
-    spec = with_adapters(spec_of(Run.model), Run)
+    flags = AdapterConfig(lora=True, lora_rank=2)
+    config = RunConfig(model=reward_model(), sections=(flags,))
+    spec = with_adapters(spec_of(config.model), config)
     stack = LayerStack(spec.layers(TensorParallel()), ParallelConfig())
     trained = [name for name, param in stack.canonical_parameters() if param.requires_grad]
     assert "score.weight" in trained

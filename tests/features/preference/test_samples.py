@@ -16,16 +16,14 @@ from megatron.data.index_cache import IndexCache
 from megatron.data.texts import ScoredText
 from megatron.features.instruction.example_encoder import ExampleEncoder
 from megatron.features.instruction.flags import InstructionConfig
-from megatron.features.preference.batch import (
+from megatron.features.preference.records import PreferenceExamples
+from megatron.features.preference.samples import (
     PreferenceBatch,
     PreferenceCollator,
-    PreferenceSample,
-    WholeRows,
-)
-from megatron.features.preference.examples import PreferenceExamples
-from megatron.features.preference.samples import (
     PreferenceDataset,
     PreferenceRecipe,
+    PreferenceSample,
+    WholeRows,
     other_prompts,
 )
 
@@ -178,7 +176,7 @@ def test_cache_depends_on_what_is_read(gpt2: Built, write, monkeypatch) -> None:
     path = write(texts(5))
     open_examples(gpt2, path)
     with monkeypatch.context() as patch:
-        name = "megatron.features.preference.examples._arrays"
+        name = "megatron.features.preference.records._arrays"
         patch.setattr(name, lambda *_: pytest.fail())
         open_examples(gpt2, path)
     open_examples(gpt2, path, judged=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron.config import ModelConfig
 from megatron.data.texts import LabelledBatch
 from megatron.families import spec_of
-from megatron.features.masked.masked_batch import (
+from megatron.features.masked.batch import (
     NO_LABEL,
     BertSample,
     T5Batch,

@@ -17,7 +17,7 @@ import torch
 from gpt_forward import forward
 
 from megatron.families import spec_of
-from megatron.features.masked.masked_batch import BertSample, collate_bert
+from megatron.features.masked.batch import BertSample, collate_bert
 from megatron.formats.inspection import model_of
 from megatron.formats.legacy_megatron.writer import write_megatron
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from fuzz.fuzzer import ROOT, Fuzzer
 
+from megatron.apps.pictures.run_curves import read_evaluations
 from megatron.config import FLAG_CLASSES, FlagParser
 from megatron.engine.deepspeed_file import read_json
 from megatron.engine.deepspeed_json import complete
-from megatron.features.pictures.run_curves import read_evaluations
 from megatron.run.run import run_of
 
 FLAGS = (

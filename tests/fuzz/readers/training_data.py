@@ -20,8 +20,8 @@ from megatron.data.text_encoder import TextEncoder
 from megatron.features.instruction.conversations import read_examples
 from megatron.features.masked.tfrecord import TFRecordRecipe, TFRecords
 from megatron.features.preference.records import read_preferences
+from megatron.features.raw_text.documents import open_raw_text, text_settings
 from megatron.features.raw_text.flags import RawTextConfig
-from megatron.features.raw_text.kind import open_raw_text, text_settings
 
 LENGTHS, DOCUMENTS = [7, 0, 30, 1, 12, 5, 0, 44, 3, 9], [1, 2, 1, 3, 0, 1, 2]
 BYTES = TokenizerConfig(tokenizer_type="ByteLevelTokenizer")

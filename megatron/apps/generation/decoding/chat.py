@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.features.tokenizers.chat_process import (
+from megatron.features.instruction.chat_process import (
     TemplateProcess,
     read_template,
     special_variables,

@@ -38,7 +38,7 @@ from megatron.apps.tasks.harness.scoring import (
 from megatron.config import ConfigError
 from megatron.data.texts import ScoredText
 from megatron.families import family_of
-from megatron.features.tokenizers.chat_process import TemplateRefusalError
+from megatron.features.instruction.chat_process import TemplateRefusalError
 from megatron.parallel.random import derive_seed
 from megatron.util.processes import is_main_process
 

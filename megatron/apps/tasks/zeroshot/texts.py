@@ -13,8 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 from megatron.config import ConfigError
-from megatron.features.raw_text.scan import batches, located
-from megatron.features.raw_text.text_files import TextRecords, text_records
+from megatron.features.raw_text.text_files import TextRecords, batches, located, text_records
 from megatron.tokenizer import Tokenizer
 
 

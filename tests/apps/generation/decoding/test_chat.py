@@ -13,7 +13,7 @@ from small_tokenizers import small_tokenizers
 pytest.importorskip("jinja2", reason="chat templates need the extra serve")
 
 from megatron.apps.generation.decoding.chat import ChatFormat  # noqa: E402
-from megatron.features.tokenizers.chat_process import TemplateProcess  # noqa: E402
+from megatron.features.instruction.chat_process import TemplateProcess  # noqa: E402
 
 TEMPLATES = {
     "turns": (
@@ -195,12 +195,12 @@ def test_hostile_templates_are_refused(process, name):
 
 
 def test_a_template_without_end_is_ended(monkeypatch):
-    monkeypatch.setattr("megatron.features.tokenizers.chat_process._SECONDS", 0.3)
+    monkeypatch.setattr("megatron.features.instruction.chat_process._SECONDS", 0.3)
     loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     process = TemplateProcess()
     with pytest.raises(ValueError, match="too much time or memory"):
         process.render(loops, {})
-    monkeypatch.setattr("megatron.features.tokenizers.chat_process._SECONDS", 10)
+    monkeypatch.setattr("megatron.features.instruction.chat_process._SECONDS", 10)
     assert process.render("again", {}) == "again"
     process.close()
 

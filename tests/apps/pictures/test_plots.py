@@ -9,7 +9,7 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.image import imread
 
-from megatron.features.pictures.plots import plot_loss
+from megatron.apps.pictures.plots import plot_loss
 from megatron.training.writers import JsonLinesWriter
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.features.pictures.plots import (
+from megatron.apps.pictures.plots import (
     Points,
     decorate,
     save_picture,

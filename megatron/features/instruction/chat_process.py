@@ -14,7 +14,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-from megatron.features.tokenizers import chat_render
+from megatron.features.instruction import chat_render
 
 _SECONDS, _MEMORY, _MOST_CHARACTERS = 10.0, 1 << 30, 1 << 22
 _LONGEST_TEMPLATE = 1 << 20

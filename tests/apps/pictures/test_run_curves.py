@@ -7,8 +7,7 @@ import pytest
 from matplotlib.image import imread
 from torch.utils.tensorboard import SummaryWriter
 
-from megatron.config.output import LoggingConfig
-from megatron.features.pictures.run_curves import (
+from megatron.apps.pictures.run_curves import (
     RunCurve,
     plot_curves,
     read_curves,
@@ -16,6 +15,7 @@ from megatron.features.pictures.run_curves import (
     read_tables,
     write_csv,
 )
+from megatron.config.output import LoggingConfig
 from megatron.features.trackers.tensorboard import TensorBoardWriter
 from tools import plot_runs
 

@@ -1,0 +1,265 @@
+"""BERT and T5 as lists of layers.
+
+BERT is an encoder with two heads, or with one for labelled text. Pre-norm blocks make it Megatron's
+BERT; with ``--apply-residual-connection-post-layernorm`` it is the original: the first block's
+first norm is that of the embeddings, the others follow the sums. T5 has an encoder and a decoder
+whose blocks also read the encoder's output.
+
+Shapes: B batch, S sequence (a rank's slice of it where the region is split), H hidden, P
+predictions, N heads, D distances.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config import ModelConfig, ParallelConfig
+from megatron.model.attention_masks import AttentionKind, AttentionMasks
+from megatron.model.block import Block
+from megatron.model.embedding import InputEmbedding, vocabulary_layers, word_embeddings
+from megatron.model.heads import head_layers, pooler
+from megatron.model.layer_list import LayerSpec, LayerState
+from megatron.model.mlp import ACTIVATIONS
+from megatron.model.norm import FinalNorm, build_norm
+from megatron.parallel.layers import WholeLinear
+from megatron.parallel.shard import Cut, Shard, initial, parameter
+from megatron.parallel.tensor_parallel import TensorParallel, autocast_dtype
+
+SOP_LOSS = "sop loss"
+"""Name of the second head's loss, whether its task is sentence order or next sentence."""
+
+NO_ORDER = -1
+"""Label of a sample that has no order to predict."""
+
+
+class BinaryHead(WholeLinear):
+    """Whether the second segment of a sample is random, or the two are swapped."""
+
+    def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
+        init = initial(model)
+        super().__init__(model.hidden_size, 2, bias=model.mlp.bias, init=init, tp=tp.whole)
+
+    def forward(self, state: LayerState) -> LayerState:  # type: ignore[override]
+        """``pooled`` [B, H] to logits [B, 2], or, where the state has targets, to a loss."""
+        assert state.pooled is not None
+        logits_B2 = super().forward(state.pooled)
+        if state.targets is None:
+            return state.changed(pooled=logits_B2)
+        loss = order_loss(logits_B2, state.batch.is_random_B)
+        return state.changed(pooled=None).with_loss(SOP_LOSS, loss)
+
+
+def order_loss(logits_B2: Tensor, labels_B: Tensor) -> Tensor:
+    """Mean cross entropy of the samples whose label is not :data:`NO_ORDER`, zero without such
+    samples: a scalar, float32 or float64."""
+    logits_B2 = logits_B2.to(torch.promote_types(logits_B2.dtype, torch.float32))
+    total = F.cross_entropy(logits_B2, labels_B, ignore_index=NO_ORDER, reduction="sum")
+    return total / (labels_B != NO_ORDER).sum().clamp(min=1)
+
+
+class LMTransform(nn.Module):
+    """What hidden states pass before the output head: a dense layer, its activation and a norm.
+    Where there are targets, only those of the predicted tokens are used: they are a seventh
+    of all, and nothing is computed for the others."""
+
+    def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
+        super().__init__()
+        width, init = model.hidden_size, initial(model)
+        self.tp = tp
+        self.activation = ACTIVATIONS[model.head_activation]
+        self.dense = WholeLinear(width, width, bias=model.mlp.bias, init=init, tp=tp)
+        self.norm = build_norm(model, tp)
+
+    def forward(self, state: LayerState) -> LayerState:
+        """Hidden states [B, S, H] to [B, S, H] or, with their targets, [B, P, H]."""
+        if state.targets is not None:
+            positions_BP = state.batch.positions_BP
+            missing = -positions_BP.shape[1] % self.tp.slices
+            targets = state.targets.at(positions_BP).padded(missing)
+            hidden = self.tp.take(state.hidden, F.pad(positions_BP, (0, missing)))
+            state = state.changed(hidden=hidden, targets=targets)
+        return state.with_hidden(self.norm(self.activation(self.dense(state.hidden))))
+
+
+def bert_layers(
+    model: ModelConfig, parallel: ParallelConfig, tp: TensorParallel | None = None
+) -> list[LayerSpec]:
+    """The layers of a BERT: embeddings, blocks, final norm, and the heads: the second as the model
+    has one and the masked-LM head, or one for labelled text. ``tp`` is None for a single
+    process."""
+    tp = tp or TensorParallel()
+    selective = parallel.recompute_granularity == "selective"
+    if model.head == "lm":
+        words, head = vocabulary_layers(model, parallel, tp, head_bias=True)
+        second_head = [
+            pooler(model, tp),
+            LayerSpec("binary_head", partial(BinaryHead, model, tp)),
+        ]
+        heads = [
+            *(second_head if model.bert_binary_head else ()),
+            LayerSpec("lm_head", partial(LMTransform, model, tp)),
+            head,
+        ]
+    else:
+        words, heads = word_embeddings(model, tp), head_layers(model, tp)
+    return [
+        words,
+        LayerSpec("embedding", partial(InputEmbedding, model, tp, model.token_types)),
+        *(
+            LayerSpec(f"layers.{n}", partial(Block, model, n, tp, selective, "full"), block=True)
+            for n in range(model.num_layers)
+        ),
+        LayerSpec("final_norm", partial(FinalNorm, model, tp)),
+        *heads,
+    ]
+
+
+def _enter_decoder(table: nn.Module, state: LayerState) -> LayerState:
+    tokens = state.batch.decoder_tokens_BD
+    return table(state.changed(hidden=tokens, encoder=state.hidden, bias=None))
+
+
+def decoder_start(model: ModelConfig) -> int:
+    """Index of the layer that takes the decoder's tokens; what it gets is the encoder's output."""
+    relative = model.positions.position_embedding_type == "relative"
+    return 2 + model.num_layers * (1 + relative) + 1
+
+
+def t5_layers(
+    model: ModelConfig, parallel: ParallelConfig, tp: TensorParallel | None = None
+) -> list[LayerSpec]:
+    """The layers of a T5: of encoder and decoder each the token embedding, positions, blocks and
+    final norm; then the head. Both share token and position embeddings. ``tp`` is None for a single
+    process."""
+    tp = tp or TensorParallel()
+    assert model.decoder_num_layers is not None
+    selective = parallel.recompute_granularity == "selective"
+    learned = model.positions.position_embedding_type == "learned_absolute"
+    relative = model.positions.position_embedding_type == "relative"
+    # As in Megatron; the original T5, whose positions are relative, has no biases.
+    head_bias = learned and model.mlp.bias
+    words, head = vocabulary_layers(model, parallel, tp, head_bias)
+    words = replace(words, tied_key="embed")
+    shared = "positions" if learned or model.norm.embed_layernorm else None
+    positions = LayerSpec("embedding", partial(InputEmbedding, model, tp), shared)
+
+    def stack(
+        name: str, blocks: int, cost: int, kind: AttentionKind, cross: bool
+    ) -> list[LayerSpec]:
+        bias = LayerSpec(
+            f"{name}.relative_bias",
+            partial(RelativeBias, model, tp, causal=kind == "causal"),
+            f"{name}_bias",
+            with_next_block=True,
+            once_per_stage=True,
+        )
+        layers = []
+        for n in range(blocks):
+            block: Callable[[], nn.Module] = partial(Block, model, n, tp, selective, kind, cross)
+            layers += [bias] * relative
+            layers.append(LayerSpec(f"{name}.layers.{n}", block, block=True, cost=cost))
+        return [*layers, LayerSpec(f"{name}.final_norm", partial(FinalNorm, model, tp))]
+
+    of_encoder, of_decoder = block_costs(model)
+    return [
+        words,
+        positions,
+        *stack("encoder", model.num_layers, of_encoder, "full", cross=False),
+        replace(words, forward=_enter_decoder, with_next_block=True),
+        replace(positions, with_next_block=True),
+        *stack("decoder", model.decoder_num_layers, of_decoder, "causal", cross=True),
+        head,
+    ]
+
+
+def block_costs(model: ModelConfig) -> tuple[int, int]:
+    """Multiplications of a sample in a block of the encoder, and of the decoder."""
+    attention, mlp = model.attention, model.mlp
+    encoded = model.seq_length
+    decoded = encoded if model.decoder_seq_length is None else model.decoder_seq_length
+    query = attention.num_attention_heads * attention.kv_channels
+    kv = attention.num_query_groups * attention.kv_channels
+    queries, keys = 2 * model.hidden_size * query, 2 * model.hidden_size * kv
+    inner = (3 if mlp.gated else 2) * model.hidden_size * mlp.ffn_hidden_size
+    encoder = encoded * (queries + keys + inner) + 2 * query * encoded**2
+    own = decoded * (queries + keys + inner) + query * decoded**2
+    cross = decoded * queries + encoded * keys + 2 * query * decoded * encoded
+    return encoder, own + cross
+
+
+class RelativeBias(nn.Module):
+    """Computes ``bias`` of the state, which the blocks of one stack add to their scores; of
+    ``weight`` [buckets, heads] a rank has the columns of its heads. ``causal`` is whether a token
+    sees earlier ones only, whose distances then have all the buckets."""
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel, causal: bool) -> None:
+        super().__init__()
+        positions, heads = config.positions, config.attention.num_attention_heads
+        self.buckets = positions.relative_attention_num_buckets
+        self.furthest = positions.relative_attention_max_distance
+        self.tp, self.causal = tp, causal
+        self.weight = parameter(
+            Shard((self.buckets, heads), (Cut(1),)), initial(config), tp.coordinates
+        )
+
+    def forward(self, state: LayerState) -> LayerState:
+        """Leaves the hidden states alone."""
+        if state.cache is not None:
+            return state.changed(bias=self._by_distance(state.cache.positions))
+        x_BSH = state.hidden
+        length, device = x_BSH.shape[1] * self.tp.slices, x_BSH.device
+        places_D = distance_buckets(length, self.buckets, self.furthest, self.causal, device)
+        of_distances_ND = self.weight[places_D].t()
+        # Query i sees key j at distance j - i: a window over the distances, one to the left for
+        # every query. Its gradient is one of D distances and not of S x S scores.
+        bias_NSS = of_distances_ND.unfold(-1, length, 1).flip(-2).to(autocast_dtype(x_BSH))
+        masks = state.masks or AttentionMasks()
+        unseen = masks.bias(length, length, None, (), bias_NSS, self.causal)
+        return state.changed(bias=bias_NSS.unsqueeze(0) + unseen)
+
+    def _by_distance(self, positions: int) -> Tensor:
+        """[N, T], the bias of keys that are 0, 1, ... places before the query."""
+        device = self.weight.device
+        places_D = distance_buckets(positions, self.buckets, self.furthest, self.causal, device)
+        return self.weight[places_D[:positions].flip(0)].t()
+
+
+def relative_bucket(distance: Tensor, buckets: int, furthest: int, causal: bool) -> Tensor:
+    """The bucket, int64, of distances from a query to its keys (key position - query position).
+
+    Args:
+        buckets: how many there are; half of them are for later keys unless ``causal``, where these
+            are in bucket 0.
+        furthest: the distance from which on all share a bucket; more than ``buckets`` / 2.
+    """
+    offset = torch.zeros_like(distance)
+    if causal:
+        distance = (-distance).clamp(min=0)
+    else:
+        buckets //= 2
+        offset = (distance > 0).long() * buckets
+        distance = distance.abs()
+    alone = buckets // 2
+    # In float32, as everywhere: the ends of the ranges depend on its rounding.
+    share = torch.log(distance.clamp(min=1).float() / alone) / math.log(furthest / alone)
+    shared = (alone + (share * (buckets - alone)).long()).clamp(max=buckets - 1)
+    return offset + torch.where(distance < alone, distance, shared)
+
+
+@functools.lru_cache(maxsize=64)
+def distance_buckets(
+    length: int, buckets: int, furthest: int, causal: bool, device: torch.device
+) -> Tensor:
+    """The buckets [D] of the distances 1 - S to S - 1, made once for a device."""
+    # The cache outlives the call, which may run under inference mode. The logarithm is the CPU's.
+    with torch.inference_mode(False):
+        distances = torch.arange(1 - length, length)
+        return relative_bucket(distances, buckets, furthest, causal).to(device)
