@@ -334,7 +334,7 @@ def locate_checkpoint(
     if refusal is not None:
         raise refusal
     if not empty and not others:
-        from megatron.checkpoint.unreadable import unreadable
+        from megatron.checkpoint.files import unreadable
 
         if (content := unreadable(path)) is not None:
             raise CheckpointError(f"{path} {'is' if path.is_file() else 'has'} {content}")

@@ -30,8 +30,8 @@ from megatron.model.layer_list import LayerSequence
 from megatron.model.spec import Batch, Measure, ModelSpec
 from megatron.parallel.linear import KernelStates
 from megatron.parallel.mesh import Group, Mesh
-from megatron.parallel.random import dropout_seed
 from megatron.parallel.shard import shard_of
+from megatron.parallel.tensor_parallel import dropout_seed
 
 
 @dataclass(frozen=True)

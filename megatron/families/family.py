@@ -122,8 +122,6 @@ class Family(ABC):
     starts_from: ClassVar[frozenset[str]] = frozenset()
     """Other families from whose weights its models can start: they have all of these, by the same
     names, and ``added_parts`` of the `ModelSpec`."""
-    batch: ClassVar[Any] = None
-    """The class of its micro batches, where formats make some to compare its models."""
     scoring_note: ClassVar[str | None] = None
     """What users should know of the scores that its models give to texts of tasks."""
     unused_flags: ClassVar[frozenset[str]] = frozenset()

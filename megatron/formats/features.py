@@ -23,7 +23,7 @@ from megatron.config import FLAG_CLASSES, LegacyFlags, ModelConfig, ModelFlags
 from megatron.config.flags import flag_of
 from megatron.config.run import FLAG_FIELDS
 from megatron.config.unknown_flags import NETWORKS, OF_2019, REFUSED
-from megatron.engine.universal import Registered, registered_parameters
+from megatron.engine.universal_info import Registered, registered_parameters
 from megatron.families import spec_of
 from megatron.model.layer_list import LayerSpec
 from megatron.parallel.mesh import Group

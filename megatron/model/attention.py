@@ -21,9 +21,8 @@ from megatron.parallel.layers import (
     QKVParallelLinear,
     RowParallelLinear,
 )
-from megatron.parallel.random import tensor_parallel_random
 from megatron.parallel.shard import initial
-from megatron.parallel.tensor_parallel import TensorParallel
+from megatron.parallel.tensor_parallel import TensorParallel, tensor_parallel_random
 
 
 class Folding(Protocol):

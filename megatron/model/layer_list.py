@@ -15,9 +15,14 @@ from megatron.config import ParallelConfig
 from megatron.model.attention_masks import AttentionMasks, AttentionScoring
 from megatron.parallel.loss_head import Objective, Targets, TokenScores
 from megatron.parallel.mesh import ALONE, Coordinates
-from megatron.parallel.random import derive_seed, generator, seed_devices
 from megatron.parallel.shard import init_of, shard_of
-from megatron.parallel.tensor_parallel import TensorParallel, autocast_dtype
+from megatron.parallel.tensor_parallel import (
+    TensorParallel,
+    autocast_dtype,
+    derive_seed,
+    generator,
+    seed_devices,
+)
 
 
 class NeighborStore(Protocol):

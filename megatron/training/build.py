@@ -14,9 +14,9 @@ from megatron.data.indexed.dataset import read_mark
 from megatron.data.indexed.dataset_checks import verify_checksums
 from megatron.data.loader import TrainingData
 from megatron.engine.build import build_engine
+from megatron.engine.deepspeed_folder import checkpoint_writer
 from megatron.engine.environment import training_device
 from megatron.engine.saving import hold_folder, ruined
-from megatron.engine.universal import checkpoint_writer
 from megatron.families import trained_spec
 from megatron.parallel.mesh import Mesh
 from megatron.run.process import (

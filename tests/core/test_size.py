@@ -12,10 +12,10 @@ from .test_imports import LEVEL
 CORE = sorted(set(LEVEL) - {"formats", "features", "apps"})
 
 # Ceilings, which may only fall.
-CORE_LINES, CORE_FILES = 33_800, 145
-ALL_LINES, ALL_FILES = 102_600, 545
+CORE_LINES, CORE_FILES = 33_450, 145
+ALL_LINES, ALL_FILES = 101_950, 496
 SPINE_LINES, SPINE_FILES = 9_500, 40
-LONGEST, SHORTEST, MOST_IN_A_FOLDER = 500, 60, 30
+LONGEST, SHORTEST, MOST_IN_A_FOLDER = 500, 60, 19
 SHORT = {"megatron/util/collector.py"}
 """Programs, which other processes run as they are."""
 

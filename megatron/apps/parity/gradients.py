@@ -34,8 +34,8 @@ from megatron.features.preference.flags import PreferenceConfig
 from megatron.model.layer_list import LayerSequence, LayerSpec, LayerState, initialise
 from megatron.model.spec import ModelSpec
 from megatron.parallel.mesh import ALONE, SHARDED, Coordinates, Mesh
-from megatron.parallel.random import dropout_seed
 from megatron.parallel.shard import Init, Shard, shard_of
+from megatron.parallel.tensor_parallel import dropout_seed
 from megatron.run.run import (
     Run,
     parse_run,

@@ -24,9 +24,8 @@ from megatron.features.preference import reference
 from megatron.features.preference.flags import PreferenceConfig
 from megatron.model.layer_list import LayerStack, initialise
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.random import dropout_seed
 from megatron.parallel.shard import Init, shard_of
-from megatron.parallel.tensor_parallel import TensorParallel
+from megatron.parallel.tensor_parallel import TensorParallel, dropout_seed
 from megatron.run.run import (
     Run,
     parse_run,

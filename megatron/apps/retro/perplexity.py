@@ -30,7 +30,7 @@ from megatron.features.retro.samples import (
 )
 from megatron.model.layer_list import LayerState
 from megatron.model.spec import Measure
-from megatron.training.measuring import measure_samples
+from megatron.training.evaluation import measure_samples
 from megatron.training.metrics import perplexity
 
 Neighbors = Literal["own", "none", "shuffled"]

@@ -33,9 +33,12 @@ from megatron.features.adapters.low_rank import (
 from megatron.parallel.layers import ParallelLinear
 from megatron.parallel.linear import LinearMap, column_linear
 from megatron.parallel.mesh import Group
-from megatron.parallel.random import tensor_parallel_random
 from megatron.parallel.shard import Cut, Init, Shard, parameter, shard_of
-from megatron.parallel.tensor_parallel import start_all_reduce, start_sum_over_copies
+from megatron.parallel.tensor_parallel import (
+    start_all_reduce,
+    start_sum_over_copies,
+    tensor_parallel_random,
+)
 
 
 @dataclass(frozen=True)

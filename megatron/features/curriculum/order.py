@@ -27,8 +27,8 @@ import numpy.typing as npt
 
 from megatron.config import ConfigError, ParallelConfig, RunConfig
 from megatron.data.index_cache import IndexCache, StoredArrays
-from megatron.data.pipeline import BatchSizes, DataKind, DataPipeline, SequenceLengths
-from megatron.data.samples import RenumberedSamples, SampleDataset, checked_index
+from megatron.data.pipeline import BatchSizes, DataKind, DataPipeline
+from megatron.data.samples import RenumberedSamples, SampleDataset, SequenceLengths, checked_index
 from megatron.features.curriculum.analysis import ANALYSED, fingerprint
 from megatron.features.curriculum.flags import (
     FOLDING_METRIC,

@@ -336,7 +336,6 @@ class BertData(DataPipeline):
 
 class BERT(Family):
     name = "bert"
-    batch = BertBatch
     tokenizer_type = "BertWordPieceLowerCase"
     head_states = 3
     heads = frozenset(HEADS) - {"reward"}

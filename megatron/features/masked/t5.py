@@ -352,7 +352,6 @@ class T5Data(DataPipeline):
 
 class T5(Family):
     name = "t5"
-    batch = T5Batch
     tokenizer_type = "BertWordPieceLowerCase"
     generates = True
     context_reader = "encoder"

@@ -34,7 +34,7 @@ from megatron.features.preference.samples import PreferenceDataset
 from megatron.model.spec import TEXT_SCORES, ModelSpec, training_dtype
 from megatron.parallel.mesh import Mesh, any_rank
 from megatron.run.run import Run
-from megatron.training.measuring import measure_samples
+from megatron.training.evaluation import measure_samples
 from megatron.util.digests import digest_of_parts, sha256_of_file
 from megatron.util.processes import is_main_process
 from megatron.util.progress import progress_bar, say

@@ -18,7 +18,7 @@ from megatron.checkpoint.folder import TRACKER, standing_in
 from megatron.checkpoint.manifest import CONFIG, STATE
 from megatron.checkpoint.source import Source
 from megatron.config import ConfigError, ModelConfig, RunConfig, TokenizerConfig, Vocabulary
-from megatron.engine.universal import COUNTERS, RUN
+from megatron.engine.universal_info import COUNTERS, RUN
 from megatron.formats.deepspeed_folders import neox
 from megatron.formats.deepspeed_folders.engine_files import EngineFiles
 from megatron.formats.deepspeed_folders.naming import (

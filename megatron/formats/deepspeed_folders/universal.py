@@ -31,7 +31,7 @@ from megatron.checkpoint.folder import replace_folder, tag, unfinished_folder
 from megatron.checkpoint.manifest import CONFIG, STATE, check_file, entries_of, file_facts
 from megatron.checkpoint.source import TOKENIZER, Source, run_of
 from megatron.config import RunConfig
-from megatron.engine.universal import UNIVERSAL_VERSION
+from megatron.engine.universal_info import UNIVERSAL_VERSION
 from megatron.formats.deepspeed_folders.engine_files import MOMENTS
 from megatron.formats.deepspeed_folders.folder import (
     UNIVERSAL_SUFFIX,

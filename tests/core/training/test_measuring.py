@@ -10,7 +10,7 @@ from megatron.config import ConfigError
 from megatron.data.texts import ScoredText
 from megatron.families import family_of
 from megatron.model.spec import Measure
-from megatron.training.measuring import ROUNDS, WASTE, measure_samples
+from megatron.training.evaluation import ROUNDS, WASTE, measure_samples
 
 VALUE = Measure(("value",), lambda state, batch: {}, per_sample=True)
 

@@ -97,8 +97,8 @@ def share_of(whole, key, rows, tp, rank):
 def train_and_save(argv, save):
     """Trains, and saves the same state in both formats; for the pool."""
     from megatron.apps.parity.runs import watched_trainer
+    from megatron.engine.deepspeed_folder import EngineFolderWriter
     from megatron.engine.environment import distributed
-    from megatron.engine.universal import EngineFolderWriter
     from megatron.run.run import parse_run
     from megatron.training.checkpoints import CheckpointManager
 

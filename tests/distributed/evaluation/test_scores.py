@@ -20,7 +20,7 @@ from megatron.families import build_model, family_of, spec_of
 from megatron.model.layer_list import initialise
 from megatron.run.run import parse_run
 from megatron.training.build import build_trainer
-from megatron.training.measuring import measure_texts
+from megatron.training.evaluation import measure_texts
 
 FLAGS = {
     "gpt": [*TINY, "--num-layers", "4", "--max-position-embeddings", "20", *NO_DROPOUT],

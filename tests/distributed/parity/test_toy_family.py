@@ -29,7 +29,7 @@ from megatron.model.spec import Measure
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.run.run import parse_run
 from megatron.training.build import build_trainer
-from megatron.training.measuring import measure_samples
+from megatron.training.evaluation import measure_samples
 
 FLAGS = [
     *TINY, "--model-family", "toy", "--num-layers", "4", "--micro-batch-size", "2",

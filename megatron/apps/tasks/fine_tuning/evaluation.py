@@ -28,7 +28,7 @@ from megatron.apps.tasks.report import TaskResult, write_json
 from megatron.checkpoint.folder import BEST, tag
 from megatron.config import ConfigError
 from megatron.engine.train_engine import ModelEngine
-from megatron.training.measuring import measure_samples
+from megatron.training.evaluation import measure_samples
 from megatron.training.report import say
 from megatron.training.trainer import Callback, Trainer
 from megatron.util.json_text import parse_json

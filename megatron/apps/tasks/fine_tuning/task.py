@@ -26,7 +26,7 @@ from megatron.model.spec import Measure
 from megatron.run.run import Run
 
 Numbers = Mapping[str, npt.NDArray[np.float64]]
-"""Result of :func:`megatron.training.measuring.measure_samples`."""
+"""Result of :func:`megatron.training.evaluation.measure_samples`."""
 Sample = TypeVar("Sample")
 
 

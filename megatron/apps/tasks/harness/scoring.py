@@ -15,7 +15,7 @@ from megatron.data.texts import ScoredText
 from megatron.engine.train_engine import ModelEngine
 from megatron.model.spec import CHOICE_SCORES, TEXT_SCORES, Measure
 from megatron.tokenizer import Tokenizer
-from megatron.training.measuring import measure_texts
+from megatron.training.evaluation import measure_texts
 from megatron.util.processes import is_main_process
 from megatron.util.progress import progress_bar
 

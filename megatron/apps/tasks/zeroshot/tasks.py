@@ -29,7 +29,7 @@ from megatron.engine.train_engine import ModelEngine
 from megatron.families import family_of
 from megatron.features.raw_text.flags import RawTextConfig
 from megatron.tokenizer import Tokenizer
-from megatron.training.measuring import measure_texts
+from megatron.training.evaluation import measure_texts
 from megatron.training.metrics import perplexity
 from megatron.util.progress import move_to, progress_bar
 

@@ -10,26 +10,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from megatron.checkpoint.files import NotFiniteError, save_tensors, write_json
-from megatron.checkpoint.folder import MEGATRON_TRACKER, TRACKER, replace_folder, tag
-from megatron.checkpoint.source import TOKENIZER
 from megatron.config import ModelConfig, ParallelConfig
-from megatron.engine.deepspeed_json import Json
-from megatron.engine.deepspeed_patches import save_errors_at_end
-from megatron.engine.saving import CheckpointWriter, SaveJob, kernel_state, ruined, shareable
-from megatron.engine.state import holders
-from megatron.engine.train_engine import TrainEngine
 from megatron.model.layer_list import LayerSpec, LayerStack, canonical_parameters
-from megatron.parallel.random import random_state
 from megatron.parallel.shard import Cut, Shard, shard_of
-from megatron.util.files import sync_path
 
 RUN, COUNTERS = "run_config", "run_state"
 """Keys of config.json's and state.json's content in the client state, which a conversion by
@@ -134,79 +122,3 @@ def _affine_map(shard: Shard, cut: Cut, size: int) -> dict[str, Any]:
         ranks[rank] = {"shard_shape": list(shard.local_shape(place)), "pieces": pieces}
     held = sum(cut.parts[part] for part in cut.held)
     return {"logical_shape": [held, *shard.full_shape[1:]], "ranks": ranks}
-
-
-class EngineFolderWriter(CheckpointWriter):
-    """Writes checkpoints of one run as DeepSpeed's engine does."""
-
-    def check(self, job: SaveJob) -> None:
-        found = ruined(self.engine)
-        if found is not None:
-            raise NotFiniteError(found)
-
-    def write_own(self, job: SaveJob) -> None:
-        write_engine_folder(self.engine, job.folder, job.state, self._universal_info)
-
-    @cached_property
-    def _universal_info(self) -> Json:
-        engine = self.engine
-        found = registered_parameters(engine.layers).values()
-        parts = [part for parts in found for part in parts]
-        return universal_info(parts, engine.config.model, engine.mesh.tensor.size)
-
-    def complete(self, job: SaveJob) -> int:
-        folder, final = job.folder, self.folder / tag(job.iteration)
-        for name, content in self.descriptions(job).items():
-            write_json(folder / name, content)
-        self.save_tokenizer(folder / TOKENIZER)
-        files = [path for path in folder.rglob("*") if path.is_file()]
-        for path in files:
-            sync_path(path)
-        size = sum(path.stat().st_size for path in files)
-        trackers = {MEGATRON_TRACKER: str(job.iteration), TRACKER: final.name}
-        replace_folder(folder, final, trackers)
-        return size
-
-
-def checkpoint_writer(
-    engine: TrainEngine,
-    content: Json,
-    save_tokenizer: Callable[[Path], None],
-    data: Sequence[Json] = (),
-) -> CheckpointWriter:
-    """The writer of a run's ``--checkpoint-format``; see :class:`CheckpointWriter`."""
-    engine_folders = engine.config.checkpoint.checkpoint_format == "deepspeed"
-    writer = EngineFolderWriter if engine_folders else CheckpointWriter
-    return writer(engine, content, save_tokenizer, data)
-
-
-def write_engine_folder(
-    engine: TrainEngine, folder: Path, state: dict[str, Any], info: Json
-) -> None:
-    """Writes the engine's state into an existing folder; every rank must call it. ``state`` are the
-    counters of :class:`megatron.checkpoint.source.Source`, ``info`` is from :func:`universal_info`.
-    Raises OSError if a file cannot be written."""
-    rank = engine.mesh.world.rank
-    client: dict[str, Any] = {
-        "iteration": state["iteration"],
-        "consumed_samples": state["consumed_samples"],
-        COUNTERS: shareable(state),
-        RUN: shareable(engine.config.to_dict()),
-        "universal_checkpoint_info": info,
-    }
-    if engine.stage == 0:
-        updated = dict(zip(engine.trained, holders(engine), strict=True))
-        named = engine.engine.module.named_parameters()
-        names = {updated[param]: name for name, param in named if param in updated}
-        client["optimizer_parameters"] = [
-            names[tensor] for group in engine.optimizer.param_groups for tensor in group["params"]
-        ]
-    with save_errors_at_end(engine.engine):
-        engine.engine.save_checkpoint(
-            str(folder.parent), tag=folder.name, client_state=client, save_latest=False
-        )
-    if engine.config.checkpoint.save_rng:
-        save_tensors(random_state(), folder / f"random-{rank:05d}.safetensors")
-    if history := kernel_state(engine):
-        tensors = {key: values.contiguous() for key, values in history.items()}
-        save_tensors(tensors, folder / f"float8-{rank:05d}.safetensors")
