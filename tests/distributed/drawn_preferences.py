@@ -8,15 +8,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import added_families
 import numpy as np
 import torch
 
-from megatron import families
 from megatron.config import RunConfig
 from megatron.data.gpt_batch import GPTBatch
 from megatron.data.pipeline import DataPipeline, SampleView
 from megatron.data.texts import ScoredText
-from megatron.families import family_names, family_of
+from megatron.families import family_of
 from megatron.families.gpt import GPT
 from megatron.features.masked.t5 import T5
 from megatron.features.preference import reference
@@ -24,7 +24,7 @@ from megatron.features.preference.flags import PreferenceConfig
 from megatron.features.preference.samples import PreferenceBatch
 from megatron.tokenizer import Tokenizer
 
-FOLDER = str(Path(__file__).parent / "preference_families")
+FOLDER = Path(__file__).parent / "preference_families"
 VOCAB = 99
 
 
@@ -136,13 +136,10 @@ _evaluated = reference.add_reference
 
 def known() -> None:
     """Puts them among the families, in this process."""
-    if FOLDER not in families.__path__:
-        families.__path__.append(FOLDER)
-        family_names.cache_clear()
+    if added_families.add(FOLDER):
         reference.add_reference = has_reference  # type: ignore[assignment]
 
 
 def unknown() -> None:
-    families.__path__.remove(FOLDER)
-    family_names.cache_clear()
+    added_families.remove(FOLDER)
     reference.add_reference = _evaluated  # type: ignore[assignment]

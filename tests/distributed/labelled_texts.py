@@ -8,17 +8,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import added_families
 import numpy as np
 
-from megatron import families
 from megatron.config import RunConfig, Setting, Settings
 from megatron.data.pipeline import DataPipeline, SampleView
 from megatron.data.texts import LabelledBatch, LabelledText, collate_labelled
-from megatron.families import family_names
 from megatron.features.masked.bert import BERT
 from megatron.tokenizer import Tokenizer
 
-FOLDER = str(Path(__file__).parent / "labelled_families")
+FOLDER = Path(__file__).parent / "labelled_families"
 PAD = 0
 LABELS, CHOICES = 3, 3
 WORDS = 10
@@ -90,11 +89,8 @@ class LabelledBert(BERT):
 
 def known() -> None:
     """Puts them among the families, in this process."""
-    if FOLDER not in families.__path__:
-        families.__path__.append(FOLDER)
-        family_names.cache_clear()
+    added_families.add(FOLDER)
 
 
 def unknown() -> None:
-    families.__path__.remove(FOLDER)
-    family_names.cache_clear()
+    added_families.remove(FOLDER)

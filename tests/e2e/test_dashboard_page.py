@@ -42,7 +42,7 @@ from dashboards import (  # noqa: E402
 from megatron.apps.dashboard.export import export  # noqa: E402
 from megatron.apps.dashboard.runs import WatchedRun, find_runs  # noqa: E402
 
-PAGE = Path(__file__).parents[2] / "megatron" / "dashboard" / "page"
+PAGE = Path(__file__).parents[2] / "megatron/apps/dashboard/page"
 SPIKE = 1234
 LOSS = "figure:has(h3:text-is('Training loss'))"
 

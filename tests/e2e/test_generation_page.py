@@ -27,7 +27,7 @@ from browser import Visit as PageVisit  # noqa: E402
 from counted_server import CountedServer, counted_server  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "megatron" / "inference" / "server" / "page"
+PAGE = ROOT / "megatron/apps/generation/server/page"
 COMPLETIONS = re.compile("completions$")
 PROMPT = "The checkpoint of a"
 

@@ -15,9 +15,17 @@ STEPS = 4
 EOD = 99
 
 
+MODULES = {
+    "gpt": "megatron.families.gpt",
+    "bert": "megatron.features.masked.bert",
+    "t5": "megatron.features.masked.t5",
+    "retro": "megatron.features.retro.family",
+}
+
+
 def tokens_used(argv, family="gpt", field="tokens_BS"):
     """The tokens of every micro batch that the model saw; for the pool."""
-    module, tokens = import_module(f"megatron.families.{family}"), []
+    module, tokens = import_module(MODULES[family]), []
     begin = module.begin
 
     def noted(*args):

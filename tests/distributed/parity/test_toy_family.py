@@ -7,13 +7,13 @@ that attends to it: two files of its own, and no other knows of it.
 from functools import cache
 from pathlib import Path
 
+import added_families
 import numpy as np
 import pytest
 import training_jobs
 from samples import sampled
 from training_jobs import TINY
 
-from megatron import families
 from megatron.apps.parity.gradients import first_difference, reference_gradients
 from megatron.apps.parity.runs import (
     Drift,
@@ -24,7 +24,7 @@ from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import open_checkpoint
 from megatron.config.layouts import parse_layout
 from megatron.engine.environment import distributed
-from megatron.families import family_names, spec_of
+from megatron.families import spec_of
 from megatron.model.spec import Measure
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.run.run import parse_run
@@ -39,20 +39,19 @@ FLAGS = [
 ZERO_1 = ["--zero-stage", "1"]
 
 
+FOLDER = Path(__file__).parents[1] / "toy_families"
+
+
 def known() -> None:
     """Puts the toy's file among those of the families, in this process."""
-    folder = str(Path(__file__).parents[1] / "toy_families")
-    if folder not in families.__path__:
-        families.__path__.append(folder)
-        family_names.cache_clear()
+    added_families.add(FOLDER)
 
 
 @pytest.fixture(autouse=True)
 def toy_is_known():
     known()
     yield
-    families.__path__.pop()
-    family_names.cache_clear()
+    added_families.remove(FOLDER)
 
 
 def gradients(argv):
@@ -149,8 +148,7 @@ def test_a_checkpoint_says_its_family(pool, tmp_path):
         start(other + save)
     with pytest.raises(CheckpointError, match="family 'toy'"):  # before its values are mixed in
         parse_run(None, [*other, *save, "--use-checkpoint-args"])
-    families.__path__.pop()
-    family_names.cache_clear()
+    added_families.remove(FOLDER)
     try:
         with pytest.raises(
             CheckpointError, match="'toy'.* known families are bert, gpt, retro, t5"

@@ -9,7 +9,7 @@ import torch
 
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, resolve
 from megatron.data.gpt_batch import GPTCollator
-from megatron.data.pipeline import truncated
+from megatron.data.samples import truncated
 from megatron.features.curriculum.order import WithoutPadding
 from megatron.features.masked.batch import (
     BertSample,
