@@ -55,8 +55,9 @@ layouts accept. A small model of the same kind finds the same differences as a l
 layers, a few heads, short sequences.
 
 Layouts are made of tpN (tensor parallel over N processes), sp (sequence parallel), ppN (pipeline),
-1f1b, interleaved or dualpipev (its schedule), vN (stages per process), dpN (replicas), zero0 to
-zero3, fp32, bf16 or fp16, and selective, uniform or block (recomputation), joined by '-'.
+1f1b, interleaved or dualpipev (its schedule), vN (stages per process), dpN (replicas), epN and etp1
+(experts divided over N processes, and whole), zero0 to zero3, fp32, bf16 or fp16, and selective,
+uniform or block (recomputation), joined by '-'.
 `python tools/layouts.py` shows which of them can be combined.
 
 Exit status: 0 if all layouts are equal; 1 if one differs or its processes failed; 2 if one is

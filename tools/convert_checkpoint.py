@@ -5,8 +5,10 @@
     python tools/convert_checkpoint.py to-hf --load checkpoints --output hf
     python tools/convert_checkpoint.py from-hf --input hf --output checkpoints
     python tools/convert_checkpoint.py to-megatron --load checkpoints --output megatron
+    python tools/convert_checkpoint.py to-deepspeed --load checkpoints --output deepspeed
     python tools/convert_checkpoint.py to-universal --load checkpoints --output universal
     python tools/convert_checkpoint.py to-peft --load checkpoints --output adapters
+    python tools/convert_checkpoint.py upcycle --load dense --output experts --num-experts 8
 
 Conversions to and from Hugging Face are compared with their source, logit by logit, before the
 result gets its name. Adapters of --lora are merged into their base, except by to-peft, which writes

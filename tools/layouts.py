@@ -28,6 +28,11 @@ FAMILIES: tuple[tuple[str, Layout], ...] = (
     ("tensor, sequence, pipeline 1f1b", parse_layout("tp2-sp-pp2-dp2")),
     ("tensor, sequence, pipeline interleaved", parse_layout("tp2-sp-pp2-interleaved-dp2")),
     ("tensor, sequence, pipeline dualpipev", parse_layout("tp2-sp-pp2-dualpipev-dp2")),
+    ("experts", parse_layout("ep2-dp4")),
+    ("tensor, experts", parse_layout("tp2-ep2-dp4")),
+    ("tensor, sequence, experts whole", parse_layout("tp2-sp-ep4-etp1-dp4")),
+    ("pipeline 1f1b, experts", parse_layout("pp2-ep2-dp4")),
+    ("pipeline dualpipev, experts", parse_layout("pp2-dualpipev-ep2-dp4")),
 )
 """Kinds of layouts; a size of 2 represents all larger ones."""
 
@@ -77,7 +82,8 @@ decoder together are divided most evenly, which may be within a stage; with `1f1
 parallelism cut the sequences of both.
 
 Sizes must also fit: the tensor-parallel size divides attention heads, feed-forward size and, with
-sequence parallelism, the sequence lengths; every stage of a pipeline has at least one block.
+sequence parallelism, the sequence lengths; every stage of a pipeline has at least one block. The
+expert-parallel size divides the data-parallel size and the experts of every layer.
 Accumulating gradients in fp32 has an effect only if they are bf16 or fp16.
 """
 
@@ -94,6 +100,8 @@ Tools name a layout by its tokens joined by `-`, without sizes of 1 and other de
 | `1f1b` `interleaved` `dualpipev` | `--pipeline-schedule` |
 | `vN` | `--num-virtual-stages-per-pipeline-rank N` |
 | `dpN` | N replicas: the number of processes |
+| `epN` | `--expert-model-parallel-size N`, among the data-parallel processes: `ep2` is `ep2-dp2` |
+| `etp1` | `--expert-tensor-parallel-size 1`; `epN` is then a multiple of `tpN` |
 | `zeroN` | `--zero-stage N` |
 | `fp32` `bf16` `fp16` | neither, `--bf16`, `--fp16` |
 | `selective` | `--recompute-granularity selective` |

@@ -73,6 +73,7 @@ from megatron.config.engine import FastPathsConfig
 from megatron.config.flags import POSITIVE, ConfigResolver, build, option
 from megatron.families import family_of, refuse_unused
 from megatron.features.adapters.flags import AdapterConfig
+from megatron.features.experts.costs import active_parameters
 from megatron.formats.huggingface import architecture_named
 
 GIB, GB = 2**30, 10**9
@@ -162,6 +163,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"\n{best[0].layout.name} stands first as the simplest of those within {TIE:.0%}, less "
             "than the estimates can tell apart."
         )
+    if best[0].layout.expert > 1:
+        print("\n" + imbalance(work, best[0], hardware))
     budget = Budget(best[0], work, hardware, config.train_tokens or 0)
     if budget.tokens:
         print("\n" + "\n".join(budget.lines()))
@@ -235,12 +238,31 @@ def trained_parameters(work: Workload) -> str:
     return f"of which adapters of {count / 1e6:,.1f}M are trained, "
 
 
+def active(model: ModelConfig) -> str:
+    """What a token uses of a model with experts."""
+    total = model_parameters(model)
+    used = active_parameters(model, total)
+    return f"{used / 1e9:,.2f}B active for a token, " if used < total else ""
+
+
+def imbalance(work: Workload, plan: Plan, hardware: Hardware) -> str:
+    """What a plan with expert-parallel ranks sends between them, and what it costs that one of them
+    has twice its share of the tokens."""
+    worse = dataclasses.replace(hardware, expert_imbalance=2 * hardware.expert_imbalance)
+    slower = estimate(work, plan.layout, plan.micro_batch, worse).time.total / plan.time.total - 1
+    return (
+        f"{plan.layout.name}: a rank sends {plan.sent.expert / GB:.1f} GB of tokens to experts and "
+        f"back in a step; with --expert-imbalance {worse.expert_imbalance:g} the step takes "
+        f"{slower:.0%} longer"
+    )
+
+
 def assumptions(work: Workload, hardware: Hardware) -> list[str]:
     """The lines that say what is planned and what is assumed."""
     model = work.padded(1)
     return [
-        f"{model_parameters(model) / 1e9:,.2f}B parameters, {trained_parameters(work)}"
-        f"{work.precision}, "
+        f"{model_parameters(model) / 1e9:,.2f}B parameters, {active(model)}"
+        f"{trained_parameters(work)}{work.precision}, "
         f"{work.global_batch_size} x {model.seq_length} tokens a step, "
         f"{work.flops() / 1e15:,.1f} PFLOP of the model",
         f"assumed: {hardware.gpus} GPUs, {hardware.gpus_per_node} a node, --gpu-memory "
@@ -254,6 +276,7 @@ def assumptions(work: Workload, hardware: Hardware) -> list[str]:
         "not counted: the optimizer's own time, data loading, logging, checkpoints, offload, "
         "what compiled blocks keep less of",
         *["8-bit products count in memory, not in time"] * bool(work.float8),
+        *[f"assumed: --expert-imbalance {hardware.expert_imbalance:g}"] * bool(active(model)),
     ]
 
 

@@ -3,18 +3,21 @@
 """Compares runs by their TensorBoard events: a table for each, one picture, the differences.
 
     python tools/plot_runs.py --tb-dir z1_uni_ckpt --tb-event-key "lm loss" --plot-name loss.png
+    python tools/plot_runs.py --experts runs/a/metrics.jsonl --plot-name experts.png
     python tools/plot_runs.py --metrics small=runs/a/metrics.jsonl large=runs/b/metrics.jsonl
 
 Writes, into the current folder, uc_out_<layout>.csv (index, step, value) of every run below
 --tb-dir that has the scalar, and the picture; prints how far the runs are apart at common steps.
 With --metrics it draws instead what the runs evaluated, validation losses and tasks, over consumed
-tokens. Exits with 2 and the reason if no run has it.
+tokens; with --experts how evenly tokens were spread over the experts of each layer. Exits with 2
+and the reason if no run has it.
 """
 
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.apps.pictures.expert_loads import plot_loads
 from megatron.apps.pictures.run_curves import (
     RunCurve,
     draw_panels,
@@ -43,6 +46,9 @@ class PlotConfig:
     metrics: tuple[str, ...] = option(())
     """NAME=FILE ...: the metrics.jsonl of each run, whose validation losses and tasks are drawn, a
     panel for each, and not TensorBoard's."""
+    experts: str | None = option(None)
+    """The metrics.jsonl of a run, whose use of experts is drawn, by layer over consumed tokens, and
+    nothing else."""
     csv_name: str = option("", aliases=("--csv_name",))
     """What the names of the tables begin with, before uc_out_."""
     plot_name: str = option("uni_ckpt_char.png", aliases=("--plot_name",))
@@ -69,6 +75,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(options: PlotConfig) -> None:
+    if options.experts is not None:
+        plot_loads(options.experts, options.plot_name)
+        print(f"use of experts in {options.experts}: {options.plot_name}")
+        return
     if options.metrics:
         draw_evaluations(options)
         return

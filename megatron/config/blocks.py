@@ -5,9 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron.config.flags import FRACTION, POSITIVE, ConfigResolver, option, shared
+from megatron.config.flags import (
+    FRACTION,
+    POSITIVE,
+    ConfigResolver,
+    needs_value,
+    option,
+    shared,
+)
 
-GATES = ("swiglu", "geglu")
+GATES = ("swiglu", "geglu", "quick_geglu")
 """Activations of gated MLPs."""
 
 MLP_ACTIVATIONS = ("gelu_tanh", "gelu_erf", "relu", "squared_relu", *GATES)
@@ -42,6 +49,15 @@ class _Attention:
     """Every N-th block uses full attention instead of --sliding-window."""
     attn_logit_softcapping: float | None = option(None, bounds=POSITIVE, role="results")
     """Softcap c of the attention scores x: c * tanh(x / c)."""
+    softmax_type: str = option(
+        "vanilla", choices=("vanilla", "off-by-one", "learnable"), role="weights"
+    )
+    """Attention sinks: the softmax of the scores has one more score, of no key, so that the weights
+    of the keys add up to less than 1. It is 0 with off-by-one, and learned for each head with
+    learnable, as in gpt-oss; vanilla has none."""
+    clip_qkv: float | None = option(None, bounds=POSITIVE, role="results")
+    """Clamp queries, keys and values to this absolute value, after their norm and before rotary
+    positions."""
     attention_dropout: float = option(0.1, bounds=FRACTION, megatron=True)
     """Dropout probability of the attention weights."""
     attention_backend: str = option(
@@ -178,9 +194,19 @@ class MLPFlags:
     )
     """Inner size of the MLP."""
     glu_activation: str | None = option(None, choices=GATES, role="results")
-    """Gated MLP: swiglu gates with SiLU, geglu with GELU in its tanh approximation."""
+    """Gated MLP: swiglu gates with SiLU, geglu with GELU in its tanh approximation, quick_geglu
+    with x * sigmoid(1.702 x)."""
     swiglu: bool = option(False, megatron=True)
     """Same as --glu-activation swiglu."""
+    quick_geglu: bool = option(False, megatron=True)
+    """Same as --glu-activation quick_geglu."""
+    glu_linear_offset: float = option(0.0, role="results", megatron=True)
+    """Gated MLP: added to the up projection before the gate multiplies it (1.0 in gpt-oss)."""
+    activation_func_clamp_value: float | None = option(
+        None, bounds=POSITIVE, role="results", megatron=True
+    )
+    """Gated MLP: the largest input of the gate, and the largest absolute value of the up projection
+    before --glu-linear-offset (7.0 in gpt-oss)."""
     relu: bool = option(False, role="results")
     """ReLU in the MLP instead of GELU."""
     squared_relu: bool = option(False, role="results", megatron=True)
@@ -194,12 +220,16 @@ class MLPFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class MLPConfig:
-    """The MLP of a block: ``activation`` is one of :data:`MLP_ACTIVATIONS`."""
+    """The MLP of a block: ``activation`` is one of :data:`MLP_ACTIVATIONS`. Of gated ones c is
+    ``activation_func_clamp_value`` and o ``glu_linear_offset``: the gate's activation of
+    min(gate, c), times min(max(up, -c), c) + o."""
 
     ffn_hidden_size: int
     activation: str
     bias: bool
     openai_gelu: bool = False
+    glu_linear_offset: float = 0.0
+    activation_func_clamp_value: float | None = None
 
     @property
     def gated(self) -> bool:
@@ -211,6 +241,9 @@ class MLPConfig:
             "ffn_hidden_size": self.ffn_hidden_size,
             "glu_activation": self.activation if self.gated else None,
             "swiglu": self.activation == "swiglu",
+            "quick_geglu": self.activation == "quick_geglu",
+            "glu_linear_offset": self.glu_linear_offset,
+            "activation_func_clamp_value": self.activation_func_clamp_value,
             "relu": self.activation == "relu",
             "squared_relu": self.activation == "squared_relu",
             "openai_gelu": self.openai_gelu,
@@ -228,23 +261,39 @@ def resolve_mlp(
         width = int(hidden_size * 8 / 3) // 64 * 64 or hidden_size
         how = "8/3 x hidden-size, rounded down to a multiple of 64"
     width = resolver.fill("ffn_hidden_size", flags.ffn_hidden_size, width, how)
+    if activation not in GATES:
+        gate = " or ".join(("--glu-activation", *_GATE_FLAGS.values()))
+        resolver.check_unused("activation_func_clamp_value", gate)
+        resolver.check(
+            not flags.glu_linear_offset, f"{resolver.show('glu_linear_offset')} needs {gate}"
+        )
     return MLPConfig(
-        ffn_hidden_size=width, activation=activation, bias=bias, openai_gelu=flags.openai_gelu
+        ffn_hidden_size=width,
+        activation=activation,
+        bias=bias,
+        openai_gelu=flags.openai_gelu,
+        glu_linear_offset=flags.glu_linear_offset,
+        activation_func_clamp_value=flags.activation_func_clamp_value,
     )
+
+
+_GATE_FLAGS = {"swiglu": "--swiglu", "quick_geglu": "--quick-geglu"}
+"""The flags that name one gate each."""
 
 
 def _activation(flags: MLPFlags, resolver: ConfigResolver) -> str:
     gate = flags.glu_activation
-    if flags.swiglu:
-        resolver.check(
-            gate in (None, "swiglu"),
-            f"--swiglu contradicts {resolver.show('glu_activation')}; give one of them",
-        )
-        gate = resolver.fill("glu_activation", gate, "swiglu", "--swiglu")
-    elif gate == "swiglu":
-        resolver.put("swiglu", True, "--glu-activation swiglu")
+    for name, flag in _GATE_FLAGS.items():
+        if getattr(flags, name):
+            resolver.check(
+                gate in (None, name),
+                f"{flag} contradicts {resolver.show('glu_activation')}; give one of them",
+            )
+            gate = resolver.fill("glu_activation", gate, name, flag)
+        elif gate == name:
+            resolver.put(name, True, f"--glu-activation {name}")
     requested = {
-        "--swiglu" if gate == "swiglu" else f"--glu-activation {gate}": gate,
+        _GATE_FLAGS.get(gate or "", f"--glu-activation {gate}"): gate,
         "--relu": "relu" if flags.relu else None,
         "--squared-relu": "squared_relu" if flags.squared_relu else None,
     }
@@ -283,10 +332,21 @@ class NormConfig:
     """Norms multiply by 1 + weight; the weights start at 0."""
     qk_layernorm: bool = option(False, role="weights", megatron=True)
     """Apply the norm to the queries and keys of each head."""
+    qk_layernorm_whole: bool = option(
+        False, role="weights", needs=needs_value("qk_layernorm", True)
+    )
+    """With --qk-layernorm: normalise the queries of all heads together, and the keys of all heads,
+    as OLMo 2 and OLMoE; needs --normalization RMSNorm."""
+    qk_layernorm_after_rope: bool = option(
+        False, role="results", needs=needs_value("qk_layernorm", True)
+    )
+    """With --qk-layernorm: normalise queries and keys after they are rotated, as HunYuan."""
     embed_layernorm: bool = option(False, role="weights", megatron=True)
     """Apply the norm to the embeddings before the first block."""
     post_norm: bool = option(False, role="weights")
     """Also apply a norm to the outputs of attention and MLP, before the residual addition."""
+    pre_norm: bool = option(True, off="--no-pre-norm", role="weights")
+    """Do not apply a norm to the inputs of attention and MLP, as OLMo 2; needs --post-norm."""
     apply_residual_connection_post_layernorm: bool = option(False, role="weights", megatron=True)
     """Add the outputs of attention and MLP to the output of the norm before them instead of its
     input, as in the original BERT: each residual sum is then normalised."""

@@ -253,6 +253,12 @@ class Feature:
         """The :class:`~megatron.model.spec.ModelSpec` of a run, from that of its family."""
         return spec
 
+    def mlp(self, config: Any, layer: int, tp: Any) -> Any:
+        """The module that replaces the MLP of a block, from hidden states and the
+        :class:`~megatron.model.layer_list.LayerState` to both; None for an
+        :class:`~megatron.model.mlp.MLP`. ``config`` is a :class:`~megatron.config.ModelConfig`."""
+        return None
+
     def base(self, spec: Any, config: Any) -> tuple[Any, int] | None:
         """The model that training starts from, in the form in which the feature keeps its weights,
         and a number that names the form; ``spec``: as its family makes it. None for the form of its
@@ -287,9 +293,9 @@ class Feature:
         mesh: Any,
         partitioned: bool,
     ) -> Any:
-        """The :class:`~megatron.parallel.linear.KernelStates` of those kernels, where the feature
-        has set any; ``names``: of each parameter; ``partitioned``: whether processes have parts of
-        the weights (ZeRO 3). None for none."""
+        """The :class:`~megatron.parallel.linear.KernelStates` of layers or kernels of the feature,
+        where there are any; ``names``: of each parameter; ``partitioned``: whether processes have
+        parts of the weights (ZeRO 3). None for none."""
         return None
 
     def stored_states(self, config: Any) -> Any:

@@ -42,6 +42,8 @@ class Layout:
     ``chunks`` are pipeline stages per process; ``recompute`` is None where nothing is recomputed;
     ``micro_batches`` per step has each number in a ramp-up of the batch size, and is empty when it
     is not known, or nothing is trained; ``float8`` is whether the blocks multiply in 8 bits.
+    ``expert`` ranks divide the experts of a layer: they are among the ``data`` ones, and among the
+    ``tensor`` ones too with ``expert_tensor`` 1, where experts are whole (None: cut as the rest).
     """
 
     tensor: int = 1
@@ -59,6 +61,14 @@ class Layout:
     offload_param: str | None = None
     micro_batches: tuple[int, ...] = ()
     float8: bool = False
+    expert: int = 1
+    expert_tensor: int | None = None
+
+    @property
+    def expert_axis(self) -> int:
+        """Ranks among the ``data`` ones that experts are divided over."""
+        folded = self.expert > 1 and self.expert_tensor not in (None, self.tensor)
+        return self.expert // self.tensor if folded else self.expert
 
     @property
     def processes(self) -> int:
@@ -169,6 +179,8 @@ _VALUE_FLAGS = {
     "schedule": "--pipeline-schedule",
     "chunks": "--num-virtual-stages-per-pipeline-rank",
     "zero": "--zero-stage",
+    "expert": "--expert-model-parallel-size",
+    "expert_tensor": "--expert-tensor-parallel-size",
 }
 
 
@@ -332,7 +344,10 @@ def check_layout(layout: Layout) -> None:
         raise ConfigError(rule.message(layout))
 
 
-_SIZES = {"tensor": "tp", "pipeline": "pp", "chunks": "v", "data": "dp", "zero": "zero"}
+_SIZES = {
+    "tensor": "tp", "pipeline": "pp", "chunks": "v", "data": "dp", "zero": "zero", "expert": "ep",
+    "expert_tensor": "etp",
+}  # fmt: skip
 _WORDS: dict[str, tuple[str, Any]] = {
     "sp": ("sequence", True),
     **{word: ("schedule", word) for word in SCHEDULES},
@@ -342,8 +357,10 @@ _WORDS: dict[str, tuple[str, Any]] = {
 
 
 def parse_layout(name: str) -> Layout:
-    """The layout of a short name, such as ``tp2-sp-pp2-dp2-zero1-bf16``, supported or not. Raises
-    ConfigError if a token is unknown, or repeats a value."""
+    """The layout of a short name, such as ``tp2-sp-pp2-dp2-zero1-bf16``, supported or not. ``dpN``
+    counts all data-parallel ranks: ``ep2`` alone is ``ep2-dp2``, where each expert has one replica,
+    and ``ep2-dp4`` has two. Raises ConfigError if a token is unknown, or repeats a value, or if the
+    sizes of experts do not fit."""
     values: dict[str, Any] = {}
     sizes = {token: key for key, token in _SIZES.items()}
     for token in name.split("-"):
@@ -357,8 +374,8 @@ def parse_layout(name: str) -> Layout:
         if not fits:
             raise ConfigError(
                 f"layout {name}: unknown {token!r}; a layout consists of tpN, sp, ppN, vN "
-                f"(stages per process), dpN, zero0 to zero3, {', '.join(list(_WORDS)[1:])}, joined "
-                "by '-'"
+                "(stages per process), dpN, epN, etpN, zero0 to zero3, "
+                f"{', '.join(list(_WORDS)[1:])}, joined by '-'"
             )
         if key in values:
             raise ConfigError(f"layout {name}: {token!r} sets the {key} a second time")
@@ -366,4 +383,25 @@ def parse_layout(name: str) -> Layout:
     values["schedule"], values["chunks"] = complete_schedule(
         values.get("schedule"), values.get("chunks")
     )
-    return Layout(**values)
+    return _with_experts(Layout(**values), name, "data" in values)
+
+
+def _with_experts(layout: Layout, name: str, complete: bool) -> Layout:
+    """The layout with as many data-parallel ranks as the experts need, unless it is complete."""
+    whole, tensor = layout.expert_tensor not in (None, layout.tensor), layout.tensor
+    if not whole:
+        layout = replace(layout, expert_tensor=None)
+    elif layout.expert_tensor != 1 or (layout.expert > 1 and layout.expert % tensor):
+        raise ConfigError(
+            f"layout {name}: experts are cut over all {tensor} tensor-parallel ranks, without "
+            f"etpN, or are whole, with etp1 and without epN or with a multiple of {tensor} as N"
+        )
+    axis = layout.expert_axis
+    if not complete:
+        layout = replace(layout, data=axis)
+    if layout.data % axis:
+        raise ConfigError(
+            f"layout {name}: dp{layout.data} must be a multiple of the {axis} data-parallel ranks "
+            "that experts are divided over"
+        )
+    return layout

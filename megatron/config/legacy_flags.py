@@ -26,7 +26,8 @@ _PINNED = '"pin_memory" of offload_optimizer in the DeepSpeed JSON does this'
 _NCCL = "NCCL is set up by its environment variables"
 _REMOTE = "data at s3:// and the like are read by fsspec, with or without it"
 _SEQUENCE = "--sequence-parallel splits activations along the sequence, over tensor-parallel ranks"
-_DENSE = "there is no mixture of experts; models are dense"
+_GROUPED = "experts of a layer are one tensor, and grouped matrix products compute them"
+_TOKENS = "tokens travel to the ranks of their experts and back in one exchange each way"
 _UNUSED = {
     "--use-distributed-optimizer": "DeepSpeed's ZeRO does this, from --zero-stage 1 on",
     "--DDP-impl local|torch|FSDP": "DeepSpeed's engine reduces the gradients",
@@ -194,23 +195,29 @@ _UNUSED = {
     # Values that turn off what is not supported here.
     "--context-parallel-size 1|": _SEQUENCE,
     "--ds-sequence-parallel-size 1|": _SEQUENCE,
-    "--num-experts 1|": _DENSE,
-    "--mlp-type standard|": _DENSE,
-    "--expert-model-parallel-size 1|": _DENSE,
-    "--expert-tensor-parallel-size 1|": _DENSE,
-    "--moe-expert-parallel-size 1|": _DENSE,
-    # Numbers of experts that dense scripts pass as well.
-    "--topk INT": _DENSE,
-    "--expert-interval INT": _DENSE,
-    "--moe-loss-coeff FLOAT": _DENSE,
-    "--moe-train-capacity-factor FLOAT": _DENSE,
-    "--moe-eval-capacity-factor FLOAT": _DENSE,
-    "--moe-min-capacity INT": _DENSE,
-    "--disable-moe-token-dropping": _DENSE,
-    "--disable-moe-top2-2nd-expert-sampling": _DENSE,
-    "--create-moe-param-group": _DENSE,
-    "--enable-expert-tensor-parallelism": _DENSE,
-    "--use-tutel": _DENSE,
+    # Of mixture of experts.
+    "--create-moe-param-group": "parameters say themselves that they are of experts",
+    "--use-tutel": _GROUPED,
+    "--moe-grouped-gemm": _GROUPED,
+    "--moe-use-legacy-grouped-gemm": _GROUPED,
+    "--moe-single-grouped-weight --moe-single-grouped-bias": _GROUPED,
+    "--moe-permute-fusion": _GROUPED,
+    "--moe-router-fusion": _COMPILE,
+    "--use-grouped-gemm-for-shared-expert": "shared experts are one MLP",
+    "--use-grouped-gemm-for-dense-mlp": "a dense MLP has one product for each of its matrices",
+    "--moe-token-dispatcher-type allgather|alltoall|flex|alltoall_seq": _TOKENS,
+    "--moe-enable-deepep": _TOKENS,
+    "--moe-flex-dispatcher-backend deepep|hybridep|ncclep": _TOKENS,
+    "--moe-flex-dispatcher-num-sms INT": _TOKENS,
+    "--moe-deepep-num-sms INT": _TOKENS,
+    "--moe-hybridep-num-sms INT": _TOKENS,
+    "--moe-shared-expert-overlap": "shared experts are computed while tokens travel",
+    "--overlap-moe-expert-parallel-comm": "shared experts are computed while tokens travel",
+    "--moe-pad-expert-input-to-capacity": "an expert computes the tokens that it has, no padding",
+    "--moe-router-padding-for-quantization --moe-router-padding-for-fp8": (
+        "kernels that need a multiple of rows pad them"
+    ),
+    "--moe-per-layer-logging": "the log and --metrics-file have figures of every layer",
     # 2019.
     "--resume-dataloader": "a resumed run always continues with the next sample",
     "--shuffle": "training samples are always shuffled, by --seed",

@@ -56,8 +56,15 @@ class EmbeddingConfig:
 
     untie_embeddings_and_output_weights: bool = option(False, role="weights", megatron=True)
     """Give the output head its own weights instead of those of the token embedding."""
+    lm_head_bias: bool = option(False, role="weights")
+    """Add a learned bias to the logits, as Phi-3.5-MoE; the heads of a BERT follow its other
+    flags."""
     scale_embeddings: bool = option(False, role="results")
     """Multiply the token embeddings by the square root of --hidden-size."""
+    embedding_multiplier: float | None = option(None, bounds=POSITIVE, role="results")
+    """Multiply the token embeddings by this (Granite)."""
+    logits_scaling: float | None = option(None, bounds=POSITIVE, role="results")
+    """Divide the logits by this (Granite)."""
     scale_head_input: bool = option(False, role="results")
     """Divide the input of the output head by the square root of --hidden-size, as T5 does where its
     head uses the token embedding's weights."""
@@ -89,6 +96,8 @@ class _Network:
     sets it to gpt."""
     parallel_residual: bool = option(False, role="weights")
     """Compute attention and MLP of a block in parallel, from the same hidden states."""
+    residual_multiplier: float | None = option(None, bounds=POSITIVE, role="results")
+    """Multiply the outputs of attention and MLP by this before the residual addition (Granite)."""
     shared_parallel_norm: bool = option(False, role="weights")
     """One norm for attention and MLP; needs --parallel-residual."""
     bert_binary_head: bool = option(
@@ -341,6 +350,7 @@ def resolve_model(flags: ModelFlags, resolver: ConfigResolver) -> ModelConfig:
         "--shared-parallel-norm needs --parallel-residual: only then do attention and MLP start "
         "from the same hidden states",
     )
+    _check_norms(flags, resolver)
     resolver.check(
         (flags.num_labels is not None) == (flags.head == "classification"),
         f"num_labels {flags.num_labels}: a model has labels if its head is for classification; "
@@ -378,6 +388,35 @@ def resolve_model(flags: ModelFlags, resolver: ConfigResolver) -> ModelConfig:
             for cls in model_parts()
         ),
     )
+
+
+def _check_norms(flags: ModelFlags, resolver: ConfigResolver) -> None:
+    """Refuse norms, and factors of the residual stream's ends, that contradict each other."""
+    resolver.check(
+        flags.pre_norm or flags.post_norm,
+        "--no-pre-norm needs --post-norm: without both, attention and MLP have no norm",
+    )
+    for name, why in (
+        ("apply_residual_connection_post_layernorm", "adds to the norm that it removes"),
+        ("shared_parallel_norm", "shares the norm that it removes"),
+        ("fp32_residual_connection", "gives attention and MLP inputs in float32"),
+    ):
+        resolver.check(
+            flags.pre_norm or not getattr(flags, name),
+            f"--no-pre-norm contradicts {resolver.flag(name)}, which {why}; leave one of them out",
+        )
+    resolver.check(
+        not flags.qk_layernorm_whole or flags.normalization == "RMSNorm",
+        f"--qk-layernorm-whole needs --normalization RMSNorm, not {flags.normalization}",
+    )
+    for one, other in (
+        ("embedding_multiplier", "scale_embeddings"),
+        ("logits_scaling", "scale_head_input"),
+    ):
+        resolver.check(
+            getattr(flags, one) is None or not getattr(flags, other),
+            f"{resolver.show(one)} contradicts {resolver.flag(other)}; give one of them",
+        )
 
 
 def _by_either_name(flags: ModelFlags, name: str, resolver: ConfigResolver) -> int | None:

@@ -29,6 +29,21 @@ class ParallelFlags:
     """Sequence parallelism: split activations along the sequence between tensor-parallel layers."""
     pipeline_model_parallel_size: int = option(1, bounds=POSITIVE, role="layout")
     """Pipeline-parallel size: ranks that the layers are divided over."""
+    expert_model_parallel_size: int = option(
+        1, aliases=("--moe-expert-parallel-size",), bounds=POSITIVE, role="layout"
+    )
+    """Expert-parallel size: ranks that the experts of a layer are divided over, among the
+    data-parallel ranks; and among the tensor-parallel ranks too where experts are not cut."""
+    expert_tensor_parallel_size: int | None = option(
+        None,
+        bounds=POSITIVE,
+        derived="the tensor-parallel size; 1 with --moe-expert-parallel-size",
+        role="layout",
+    )
+    """Ranks that share the weight matrices of an expert: the tensor-parallel size, or 1 for whole
+    experts."""
+    enable_expert_tensor_parallelism: bool = option(False, role="layout")
+    """Same as --expert-tensor-parallel-size with the tensor-parallel size."""
     no_pipeline_parallel: bool = option(False, role="layout")
     """Do not use a pipeline; contradicts --pipeline-model-parallel-size above 1."""
     pipeline_schedule: str | None = option(
@@ -115,6 +130,10 @@ class ParallelFlags:
     """Data-parallel size: world size / (tensor x pipeline size)."""
     world_size: int = option(1, internal=True)
     """Number of processes."""
+    expert_axis: int = option(1, internal=True)
+    """Ranks along the mesh's axis of experts, which divides the data-parallel size."""
+    folded: bool = option(False, internal=True)
+    """Experts are cut over that axis and the tensor-parallel ranks together."""
 
     @property
     def launched_processes(self) -> int | None:
@@ -130,11 +149,16 @@ class ParallelConfig:
 
     ``recompute_*`` is None where nothing is recomputed; ``logits_chunk_mib``,
     ``distributed_backend`` and ``local_rank`` are None where device and launcher decide.
+    ``expert_axis`` are the ranks along the axis ``expert`` of the mesh, a part of the
+    ``data_parallel_size`` ones; with ``folded`` experts are cut over it and ``tensor`` together.
+    ``expert_tensor_parallel_size`` is None where experts are cut as the rest, else 1.
     """
 
     tensor_model_parallel_size: int = 1
     sequence_parallel: bool = False
     pipeline_model_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
     pipeline_schedule: str = "1f1b"
     num_virtual_stages_per_pipeline_rank: int = 1
     pipeline_partition: str = "blocks"
@@ -147,6 +171,25 @@ class ParallelConfig:
     local_rank: int | None = None
     data_parallel_size: int = 1
     world_size: int = 1
+    expert_axis: int = 1
+    folded: bool = False
+
+    @property
+    def experts_over_tensor(self) -> str:
+        """How tensor-parallel ranks share experts, see
+        :class:`~megatron.parallel.tensor_parallel.TensorParallel`."""
+        if self.folded:
+            return "folded"
+        return "cut" if self.expert_tensor_parallel_size is None else "whole"
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Ranks along the axes of the mesh; along ``data`` it has the rest of the processes."""
+        return {
+            "pipeline": self.pipeline_model_parallel_size,
+            "expert": self.expert_axis,
+            "tensor": self.tensor_model_parallel_size,
+        }
 
     @property
     def stages(self) -> int:
@@ -166,10 +209,17 @@ def resolve_parallel(
     if flags.pipeline_model_parallel_split_rank is not None:
         partition = _split_partition(flags, model, chunks, resolver)
     granularity, method = _recompute(flags, resolver)
+    together, axis = _experts(flags, replicas, resolver)
+    tensor = flags.tensor_model_parallel_size
     return ParallelConfig(
         **shared(flags, ParallelConfig)
         | {
             "data_parallel_size": replicas,
+            "expert_tensor_parallel_size": None if together == tensor else together,
+            "expert_axis": resolver.put("expert_axis", axis, "expert and tensor sizes"),
+            "folded": resolver.put(
+                "folded", axis < flags.expert_model_parallel_size, "expert and tensor sizes"
+            ),
             "world_size": resolver.put("world_size", world_size, "launcher"),
             "pipeline_schedule": schedule,
             "pipeline_partition": partition,
@@ -222,6 +272,43 @@ def _replicas(
             resolver.check_divides(tensor, "decoder_seq_length")
     how = "processes / (tensor x pipeline)"
     return resolver.put("data_parallel_size", world_size // model_parallel, how)
+
+
+def _experts(flags: ParallelFlags, replicas: int, resolver: ConfigResolver) -> tuple[int, int]:
+    """Ranks that share an expert, and those along the axis of experts of the mesh."""
+    experts, tensor = flags.expert_model_parallel_size, flags.tensor_model_parallel_size
+    name, together = "expert_tensor_parallel_size", flags.expert_tensor_parallel_size
+    shown, shown_experts = resolver.show(name), resolver.show("expert_model_parallel_size")
+    shown_tensor = resolver.show("tensor_model_parallel_size")
+    if flags.enable_expert_tensor_parallelism:
+        resolver.check(
+            together in (None, tensor),
+            f"{shown} contradicts --enable-expert-tensor-parallelism, which makes it {tensor}",
+        )
+        together = resolver.fill(name, together, tensor, "--enable-expert-tensor-parallelism")
+    elif resolver.origins["expert_model_parallel_size"] == "flag --moe-expert-parallel-size":
+        how = "--moe-expert-parallel-size without --enable-expert-tensor-parallelism"
+        together = resolver.fill(name, together, 1, how)
+    together = resolver.fill(name, together, tensor, "tensor-model-parallel-size")
+    resolver.check(
+        together in (1, tensor),
+        f"{shown} must be 1, for whole experts, or that of {shown_tensor}, for cut ones",
+    )
+    folded = together < tensor and experts > 1
+    resolver.check(
+        not folded or experts % tensor == 0,
+        f"{shown_experts} must be 1 or a multiple of {shown_tensor} where experts are whole "
+        f"(--expert-tensor-parallel-size 1); or cut them by --expert-tensor-parallel-size {tensor}",
+    )
+    axis = experts // tensor if folded else experts
+    resolver.check(
+        replicas % axis == 0,
+        f"{shown_experts}"
+        + (f" / {shown_tensor}" if folded else "")
+        + f" must divide the data-parallel size, {replicas}; choose another size, or start more "
+        "processes",
+    )
+    return together, axis
 
 
 def _schedule(

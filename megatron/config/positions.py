@@ -216,7 +216,7 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
     "yarn": (
         "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
     ),
-    "longrope": ("factor", "attention_factor"),
+    "longrope": ("factor", "attention_factor", "short_mscale", "long_mscale"),
 }  # fmt: skip
 
 
@@ -236,6 +236,8 @@ class RopeScaling:
         truncate: yarn: whether the range between the betas is rounded to whole channel pairs.
         short_factor: longrope: divisor of each pair's frequency up to the original length.
         long_factor: longrope: the same for longer sequences.
+        short_mscale: longrope: attention factor up to the original length (Phi-3.5-MoE).
+        long_mscale: longrope: the same for longer sequences.
     """
 
     rope_type: str
@@ -251,6 +253,8 @@ class RopeScaling:
     truncate: bool = True
     short_factor: tuple[float, ...] | None = None
     long_factor: tuple[float, ...] | None = None
+    short_mscale: float | None = None
+    long_mscale: float | None = None
 
     @property
     def is_default(self) -> bool:

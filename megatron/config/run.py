@@ -138,6 +138,8 @@ class RunConfig:
             offload_param=_device(zero, "offload_param"),
             micro_batches=self._micro_batches(),
             float8=self.fast_paths.fp8_format is not None,
+            expert=parallel.expert_model_parallel_size,
+            expert_tensor=parallel.expert_tensor_parallel_size,
         )
 
     def _micro_batches(self) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from megatron.engine.compilation import why_eager
 from megatron.engine.deepspeed_json import Json, stage_of
 from megatron.engine.deepspeed_patches import (
     fetching_whole,
+    partition_among_replicas,
     partition_late,
     partition_range,
     set_partition,
@@ -56,7 +57,9 @@ class Backend(ABC):
         device: torch.device,
     ) -> None:
         self._config, self._spec, self._mesh, self._device = config, spec, mesh, device
-        self._tp = TensorParallel(mesh.tensor, config.parallel.sequence_parallel)
+        self._tp = TensorParallel.of(
+            mesh, config.parallel.sequence_parallel, config.parallel.experts_over_tensor
+        )
         self.layers, self.stage = spec.layers(self._tp), stage_of(settings)
         self.model = self._build(settings)
 
@@ -112,11 +115,13 @@ class PlainBackend(Backend):
         if self.stage < 3:
             return LayerStack(self.layers, self._config.parallel)
         # Each parameter is partitioned as soon as it exists.
-        with deepspeed.zero.Init(
-            data_parallel_group=self._mesh.data.handle,
+        init = deepspeed.zero.Init(
+            data_parallel_group=self._mesh.dense.handle,
             config_dict_or_path=settings,
             mpu=Mpu(self._mesh),
-        ):
+        )
+        partition_among_replicas(init, self._mesh)
+        with init:
             model = LayerStack(self.layers, self._config.parallel)
             partition_late(model)
             return model
@@ -131,7 +136,7 @@ class PlainBackend(Backend):
             return
         values = parameter(shard_of(param), init_of(param), self._mesh.coordinates)
         super().initialise(name, values)
-        start, end = partition_range(param, self._mesh.data)
+        start, end = partition_range(param, self._mesh.replicas(shard_of(param)))
         set_partition(param, values.data.view(-1)[start:end])
 
     def start(self, optimizer: torch.optim.Optimizer, settings: Json) -> Any:

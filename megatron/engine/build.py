@@ -21,10 +21,13 @@ from megatron.engine.deepspeed_json import Json, for_engine, stage_of
 from megatron.engine.deepspeed_patches import (
     QUEUED_PARTITIONED,
     allow_fp16,
+    check_fewer_replicas,
+    fewer_replicas_apart,
     fp16_optimizer,
     guard,
     keep_gradients_in_place,
     leave_norm_to_us,
+    measure_fewer_replicas,
     refuse_what_is_wrong,
     require,
     take_out,
@@ -33,13 +36,19 @@ from megatron.engine.deepspeed_patches import (
 from megatron.engine.train_engine import TrainEngine
 from megatron.engine.update.adam import StateStore
 from megatron.engine.update.async_step import can_defer
-from megatron.engine.update.optimizer import build_optimizer, check_groups, rate_factors
+from megatron.engine.update.optimizer import (
+    build_optimizer,
+    check_groups,
+    fewer_replicas,
+    partition_ranks,
+    rate_factors,
+)
 from megatron.model.attention_masks import AttentionKind
 from megatron.model.layer_list import canonical_parameters
 from megatron.model.spec import ModelSpec
 from megatron.model.torch_kernels import describe_attention
 from megatron.parallel.compiler import missing_compiler
-from megatron.parallel.linear import KernelStates
+from megatron.parallel.linear import KernelStates, SeveralStates
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import shard_of
 from megatron.util.processes import is_main_process
@@ -77,19 +86,30 @@ def build_engine(
     trained = {param: name for param, name in names.items() if param.requires_grad}
     _require_trained(list(trained), mesh)
     factors = rate_factors(trained, config.optimizer, mesh)
-    optimizer = build_optimizer(trained, config.optimizer, factors)
+    apart = fewer_replicas(names, mesh)
+    optimizer = build_optimizer(trained, config.optimizer, factors, apart)
     asynchronous = _adapt_settings(settings, config, trained, mesh)
-    if factors and not asynchronous and backend.stage:
+    if apart:
+        in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
+        accumulates = backend.stage == 1 and in_fp32 and config.precision.bf16
+        check_fewer_replicas(settings, backend.stage, accumulates and not asynchronous)
+    if (factors or mesh.group("expert").size > 1) and not asynchronous and backend.stage:
         check_groups(optimizer, mesh)
-    with without_zero_gradients(unused=asynchronous), fp16_optimizer(_fp16_maker(config, mesh)):
+    with (
+        without_zero_gradients(unused=asynchronous),
+        fp16_optimizer(_fp16_maker(config, mesh)),
+        fewer_replicas_apart(apart, mesh, backend.stage),
+    ):
         engine = backend.start(optimizer, settings)
     _outlast_monitor(engine)
-    take_out(engine, mesh.data.size)
+    take_out(engine, mesh.dense.size)
     guard(engine.optimizer)
+    measure_fewer_replicas(engine.optimizer, apart, mesh)
     stored = _stored_states(config)
     if stored is not None:
         require(QUEUED_PARTITIONED)
-        stored.take_main_weights(engine.optimizer, optimizer, mesh.data.rank)
+        ranks = partition_ranks(engine.optimizer, mesh)
+        stored.take_main_weights(engine.optimizer, optimizer, ranks)
     kernels = kernel_states(blocks, names, config, mesh, backend.stage == 3)
     built = TrainEngine(
         config,
@@ -122,11 +142,12 @@ def kernel_states(
     mesh: Mesh,
     partitioned: bool,
 ) -> KernelStates:
-    """What the kernels of the linear layers of these blocks keep."""
+    """Return the values that these blocks keep from one step to the next."""
     states = (
         feature.kernel_states(blocks, names, config, mesh, partitioned) for feature in taking_part()
     )
-    return next((each for each in states if each is not None), KernelStates())
+    members = [member for member in states if member is not None]
+    return members[0] if len(members) == 1 else SeveralStates(members)
 
 
 def _stored_states(config: RunConfig) -> StateStore | None:
@@ -202,7 +223,7 @@ def _adapt_settings(
     asynchronous = can_defer(config, settings)
     if asynchronous:
         leave_norm_to_us(settings, stage, in_fp32)
-    if mesh.data.size == 1:
+    if mesh.dense.size == 1:
         keep_gradients_in_place(settings, stage)
     return asynchronous
 

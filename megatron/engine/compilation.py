@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -103,6 +104,10 @@ def compile_blocks(
     for sequence in sequences:
         sequence.hand_on()
     for block in (block for sequence in sequences for block in sequence.blocks):
+        if not getattr(block, "mlp_is_plain", True):
+            # The shapes in it depend on values: a graph would be of one micro batch.
+            mlp = cast(nn.Module, block.mlp)
+            mlp.forward = torch.compiler.disable(mlp.forward)  # type: ignore[method-assign]
         # Not the call: ZeRO 3's hooks around a block stay outside of its graph.
         forward = torch.compile(block.forward, mode=mode, dynamic=False)
         block.forward = forward  # type: ignore[method-assign]

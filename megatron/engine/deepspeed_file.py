@@ -69,7 +69,8 @@ _REFUSED = {
     "gradient_allreduce_op": "gradients are averaged over the data-parallel processes",
     "managed_gradient_accumulation": "the trainer accumulates gradients by --global-batch-size and "
     "--micro-batch-size",
-    "expert_parallel": "DeepSpeed places experts of Hugging Face models by it",
+    "expert_parallel": "experts are divided by --expert-model-parallel-size and "
+    "--expert-tensor-parallel-size",
     "datastates_ckpt": "checkpoints are the trainer's own (--save, --load, --async-save)",
     "torch_autocast": "set bf16, which runs as autocast at ZeRO stage 0",
     "tensor_parallel": "tensor parallelism comes from --tensor-model-parallel-size",
@@ -143,6 +144,11 @@ def file_notes(content: Json, path: str) -> list[str]:
         notes.append(
             f"{path}: aio.thread_count has no effect in DeepSpeed 0.19; the key is now "
             "aio.intra_op_parallelism"
+        )
+    if content.get("use_data_before_expert_parallelism"):
+        notes.append(
+            f"{path}: use_data_before_expert_parallelism has no effect: "
+            "--expert-model-parallel-size divides experts over neighbouring ranks"
         )
     for key in _WRITES:
         place = get(content, key)

@@ -12,12 +12,19 @@ from typing import Any
 from megatron.checkpoint.files import NotFiniteError, save_tensors, write_json
 from megatron.checkpoint.folder import MEGATRON_TRACKER, TRACKER, replace_folder, tag
 from megatron.checkpoint.source import TOKENIZER
+from megatron.config import ConfigError
 from megatron.engine.deepspeed_json import Json
 from megatron.engine.deepspeed_patches import save_errors_at_end
 from megatron.engine.saving import CheckpointWriter, SaveJob, kernel_state, ruined, shareable
 from megatron.engine.state import holders
 from megatron.engine.train_engine import TrainEngine
-from megatron.engine.universal_info import COUNTERS, RUN, registered_parameters, universal_info
+from megatron.engine.universal_info import (
+    BUFFERS,
+    COUNTERS,
+    RUN,
+    registered_parameters,
+    universal_info,
+)
 from megatron.parallel.tensor_parallel import random_state
 from megatron.util.files import sync_path
 
@@ -60,8 +67,15 @@ def checkpoint_writer(
     save_tokenizer: Callable[[Path], None],
     data: Sequence[Json] = (),
 ) -> CheckpointWriter:
-    """The writer of a run's ``--checkpoint-format``; see :class:`CheckpointWriter`."""
+    """The writer of a run's ``--checkpoint-format``; see :class:`CheckpointWriter`. Raises
+    ConfigError if DeepSpeed's engine would save the experts of one rank only."""
     engine_folders = engine.config.checkpoint.checkpoint_format == "deepspeed"
+    if engine_folders and engine.mesh.group("expert").size > 1:
+        raise ConfigError(
+            "--checkpoint-format deepspeed: DeepSpeed's engine saves the experts of its own layer "
+            "only; with experts divided over ranks use --checkpoint-format safetensors, and then "
+            "tools/convert_checkpoint.py to-universal or to-deepspeed"
+        )
     writer = EngineFolderWriter if engine_folders else CheckpointWriter
     return writer(engine, content, save_tokenizer, data)
 
@@ -78,6 +92,7 @@ def write_engine_folder(
         "consumed_samples": state["consumed_samples"],
         COUNTERS: shareable(state),
         RUN: shareable(engine.config.to_dict()),
+        BUFFERS: {name: buffer.values.cpu() for name, buffer in engine.buffers.items()},
         "universal_checkpoint_info": info,
     }
     if engine.stage == 0:

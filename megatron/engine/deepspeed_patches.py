@@ -4,7 +4,8 @@ says that it may be."""
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,10 +18,14 @@ from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import groups as ds_groups
 from torch import Tensor, nn
 
+from megatron.config import ConfigError
 from megatron.engine.deepspeed_json import Json, get, offloads
 from megatron.engine.deepspeed_replacements import (
+    FEWER_REPLICAS,
+    FEWER_REPLICAS_3,
     FP16_ON_CPUS,
     GUARD_OF_PARTITIONS,
     MUON,
@@ -42,7 +47,9 @@ from megatron.engine.deepspeed_replacements import (
     made,
     require,
 )
-from megatron.parallel.mesh import Group
+from megatron.engine.update.optimizer import EXPERTS
+from megatron.parallel.mesh import Group, Mesh
+from megatron.parallel.shard import shard_of
 
 
 def refuse_what_is_wrong(stage: int, grads_in_fp32: bool) -> None:
@@ -127,6 +134,85 @@ def fp16_optimizer(make: Callable[[Any, Any], Any] | None) -> Iterator[None]:
         yield
     finally:
         DeepSpeedEngine._configure_fp16_optimizer = configure
+
+
+def check_fewer_replicas(settings: Json, stage: int, accumulates: bool) -> None:
+    """Raises ConfigError where DeepSpeed does something else with parameters that have fewer
+    replicas than others; ``accumulates``: its own step updates with sums in float32."""
+    defaults: dict[str, Any] = {}
+    if stage in (1, 2):
+        defaults = {"contiguous_gradients": True, "reduce_scatter": True}
+    elif stage == 3:
+        defaults = {"zero_hpz_partition_size": 1, "zero_quantized_gradients": False}
+    for name, default in defaults.items():
+        value = get(settings, f"zero_optimization.{name}")
+        if value not in (None, default):
+            raise ConfigError(
+                f"zero_optimization.{name} {json.dumps(value)} of the DeepSpeed JSON: experts that "
+                f"are divided over ranks need {json.dumps(default)} at ZeRO {stage}; leave it out"
+            )
+    if accumulates:
+        raise ConfigError(
+            "--optimizer sgd with --accumulate-allreduce-grads-in-fp32 at ZeRO 1 and experts that "
+            "are divided over ranks: DeepSpeed's norm of the gradients is wrong; use --zero-stage 2"
+        )
+
+
+@contextmanager
+def fewer_replicas_apart(
+    params: Collection[nn.Parameter], mesh: Mesh, stage: int
+) -> Iterator[None]:
+    """Makes an engine that is built inside, at any stage but 3, sum the gradients of these
+    parameters over their own replicas, divide by the number of all, and partition them among their
+    own. All of them have the same replicas."""
+    if not params or stage == 3:
+        yield
+        return
+    require(FEWER_REPLICAS)
+    for param in params:
+        param.allreduce, param.group_name = False, EXPERTS  # type: ignore[attr-defined]
+    replicas = mesh.replicas(shard_of(next(iter(params))))
+    # As long as the engine exists: it asks for the group in every step.
+    vars(ds_groups)["_EXPERT_DATA_PARALLEL_GROUP"] = {EXPERTS: replicas.handle}
+    vars(ds_groups)["_EXPERT_PARALLEL_GROUP"] = {EXPERTS: mesh.group("expert").handle}
+    configure = DeepSpeedEngine._configure_distributed_model
+
+    def configure_with_experts(engine: Any, model: nn.Module) -> None:
+        configure(engine, model)
+        engine.has_moe_layers = any(param.requires_grad for param in params)
+
+    DeepSpeedEngine._configure_distributed_model = configure_with_experts
+    try:
+        yield
+    finally:
+        DeepSpeedEngine._configure_distributed_model = configure
+
+
+def partition_among_replicas(init: Any, mesh: Mesh) -> None:
+    """Makes ``zero.Init`` partition each parameter among its replicas."""
+    convert = init._convert_to_deepspeed_param
+
+    def convert_among_replicas(param: nn.Parameter) -> None:
+        replicas = mesh.replicas(shard_of(param))
+        if replicas.size < mesh.dense.size:
+            require(FEWER_REPLICAS_3)
+            param.ds_zero_partition_process_group = replicas.handle  # type: ignore[attr-defined]
+        convert(param)
+
+    init._convert_to_deepspeed_param = convert_among_replicas
+
+
+def measure_fewer_replicas(wrapper: Any, params: Collection[nn.Parameter], mesh: Mesh) -> None:
+    """Makes DeepSpeed's own steps at stages 1 to 3 count the gradients of these parameters once in
+    the norm, and stage 3 divide them by the number of all replicas."""
+    if not params:
+        return
+    if isinstance(wrapper, DeepSpeedZeroOptimizer):
+        wrapper._average_expert_grad_norms = _nothing
+    elif isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
+        apart, along = set(params), mesh.group("expert").handle
+        wrapper._autoep_expert_parallel_group = lambda of: along if of and of[0] in apart else None
+        wrapper._grad_norm_counts_every_rank = lambda params, process_group: False
 
 
 def guard(wrapper: Any) -> None:
@@ -224,10 +310,16 @@ def drop_gradients(optimizer: Any) -> None:
 
 
 def average_by(engine: Any, average: Callable[[], None]) -> None:
-    """Replaces the averaging of an engine's gradients at stage 0: DeepSpeed's refuses float64, in
-    which the layouts are compared."""
-    assert has(engine, "allreduce_gradients")
-    engine.allreduce_gradients = lambda **_: average()
+    """Replaces the averaging of an engine's gradients at stage 0, after the last micro batch of a
+    step: DeepSpeed's refuses float64, in which the layouts are compared."""
+    assert has(engine, "allreduce_gradients", "is_gradient_accumulation_boundary")
+
+    def average_at_end(**_: Any) -> None:
+        # An expert's gradient is divided by more than it is summed over: once.
+        if engine.is_gradient_accumulation_boundary():
+            average()
+
+    engine.allreduce_gradients = average_at_end
 
 
 class PlacedModule(PipelineModule):

@@ -27,10 +27,11 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16 import loss_scaler
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.zero import stage3
+from deepspeed.runtime.zero import partition_parameters, stage3
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import groups as ds_groups
 
 from megatron.config import ConfigError
 from megatron.util.processes import is_main_process
@@ -200,6 +201,36 @@ WHOLE_BLOCKS = Replacement(
     "those of every layer are fetched by themselves, and --torch-compile compiles them one by one",
     f"{_TESTS}/test_whole_blocks.py::test_same_bits_with_a_fetch_per_block",
     lambda: has(stage3, "z3_leaf_parameter") and has(deepspeed.utils, "set_z3_leaf_module"),
+)
+FEWER_REPLICAS = Replacement(
+    # DeepSpeed makes its own groups of ranks, for its own layer. At stages 1 and 2 it then averages
+    # norms that are those of all ranks already.
+    "this trainer's groups of ranks for experts (ZeRO 0 to 2)",
+    "the gradients of experts would be averaged over the wrong ranks: use "
+    "--expert-model-parallel-size 1",
+    f"{_TESTS}/test_expert_axis.py::test_training_equals_one_process",
+    lambda: (
+        has(ds_groups, "_EXPERT_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP")
+        and _takes(DeepSpeedEngine, "_configure_distributed_model", "self", "model")
+        and has(DeepSpeedEngine, "_reduce_expert_gradients")
+        and _takes(DeepSpeedZeroOptimizer, "_average_expert_grad_norms", "self", "norm_groups")
+        and has(DeepSpeedZeroOptimizer, "_configure_moe_settings")
+        and has(BF16_Optimizer, "_configure_moe_settings")
+    ),
+)
+FEWER_REPLICAS_3 = Replacement(
+    # It partitions parameters among groups of their own for its own layer only, and knows no
+    # parameter of an expert that tensor-parallel ranks have in common.
+    "this trainer's groups of ranks for experts (ZeRO 3)",
+    "experts would be partitioned among the wrong ranks: use --zero-stage 1 or 2, or "
+    "--expert-model-parallel-size 1",
+    f"{_TESTS}/test_expert_axis.py::test_training_equals_one_process",
+    lambda: (
+        _takes(DeepSpeedZeroOptimizer_Stage3, "_autoep_expert_parallel_group", "self", "params")
+        and has(DeepSpeedZeroOptimizer_Stage3, "_grad_norm_counts_every_rank")
+        and has(DeepSpeedZeroOptimizer_Stage3, "_gradient_averaging_world_size")
+        and _takes(partition_parameters.Init, "_convert_to_deepspeed_param", "self", "param")
+    ),
 )
 GUARD_OF_PARTITIONS = Replacement(
     # DeepSpeed 0.19.0 updates with any gradients; nothing here replaces that.

@@ -237,11 +237,7 @@ def _process_groups(
         world.bound_device_id = None
     healthy = False
     try:
-        sizes = {
-            "pipeline": config.pipeline_model_parallel_size,
-            "tensor": config.tensor_model_parallel_size,
-        }
-        yield build_mesh(sizes, timeout)
+        yield build_mesh(config.axes, timeout)
         # A process that exits while another is still in a collective can crash that one.
         dist.barrier(device_ids=[torch.cuda.current_device()] if backend == "nccl" else None)
         healthy = True
@@ -426,7 +422,7 @@ class Mpu:
 
     def __init__(self, mesh: Mesh) -> None:
         self._kinds = {
-            "data": mesh.data,
+            "data": mesh.dense,
             "model": mesh.model,
             "tensor_model": mesh.tensor,
             "slice": mesh.tensor,

@@ -185,10 +185,13 @@ def load_weights(engine: ModelEngine, source: Source, fresh: Collection[str] = (
         return flat
 
     set_working_weights(engine, values, but=kept)
-    stored = set(source.names()) if engine.quantised else ()
+    stored = set(source.names()) if engine.quantised or engine.buffers else ()
     for name, weight in engine.quantised:
         if name in stored and name not in fresh:
             weight.fill(source.tensor(name), engine.device)
+    for name, buffer in engine.buffers.items():
+        if name in stored and name not in fresh:
+            buffer.values.copy_(source.tensor(name))
     if not isinstance(engine, TrainEngine):
         for param in kept:
             engine.backend.initialise(engine.names[param], param)
@@ -245,8 +248,8 @@ def _whole_shapes(engine: ModelEngine) -> dict[str, tuple[int, ...]]:
     which the feature that loads the base sees to it."""
     with torch.device("meta"):
         whole = LayerStack(engine.spec.layers(TensorParallel()), engine.config.parallel)
-    shapes = {n: shard_of(param).canonical_shape for n, param in whole.canonical_parameters()}
-    return {name: shape for name, shape in shapes.items() if not engine.spec.is_addition(name)}
+    shapes = whole.canonical_shapes().items()
+    return {name: shape for name, shape in shapes if not engine.spec.is_addition(name)}
 
 
 @torch.no_grad()

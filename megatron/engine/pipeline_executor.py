@@ -22,6 +22,7 @@ from megatron.model.layer_list import LayerState
 from megatron.model.spec import Batch, Measure, ModelSpec
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.pipeline_schedules import Action
+from megatron.parallel.shard import shard_of
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.parallel.timeline import Exchange, Transfer
 from megatron.util.phases import moved
@@ -296,7 +297,6 @@ class PipelineExecutor(PipelinePasses, PipelineEngine):
         """Sums the gradients of tied parameters over the stages that have a copy. DeepSpeed's own
         method reads ``weight.grad``, which is empty when fp16 gradients are accumulated in
         float32."""
-        data = self._mesh.data
         for weight, tied_group in self.module.tied_parameters():
             if not weight.requires_grad:
                 continue  # frozen, on every stage that has it
@@ -304,9 +304,10 @@ class PipelineExecutor(PipelinePasses, PipelineEngine):
             # The copies must stay bitwise equal. DeepSpeed averages over data-parallel ranks in
             # buckets that differ between the stages, and so does the order of sums of three or
             # more; the order does not matter where all addends are equal already.
-            if data.size > 1:
-                dist.all_reduce(gradient, group=data.handle)
-                gradient /= data.size
+            replicas, dense = self._mesh.replicas(shard_of(weight)), self._mesh.dense
+            if dense.size > 1:
+                dist.all_reduce(gradient, group=replicas.handle)
+                gradient /= dense.size
             dist.all_reduce(gradient, group=tied_group)
 
     def _accumulated(self, weight: torch.nn.Parameter) -> Tensor:

@@ -36,7 +36,7 @@ class StageModule(PlacedModule):
         bounds = layer_bounds(layers, parallel)
         stages = placement.stages_of(mesh.pipeline.rank)
         topology = PipeModelDataParallelTopology(
-            num_pp=mesh.pipeline.size, num_mp=mesh.tensor.size, num_dp=mesh.data.size
+            num_pp=mesh.pipeline.size, num_mp=mesh.tensor.size, num_dp=mesh.dense.size
         )
         specs = [
             _PlainSpec(layer) if layer.tied_key is None else _TiedSpec(layer) for layer in layers
@@ -45,7 +45,7 @@ class StageModule(PlacedModule):
             super().__init__(specs, topology, bounds, stages, placement.rank_of)
         grid = self._grid
         assert tuple(grid.pp_group) == mesh.pipeline.ranks
-        assert tuple(grid.dp_group) == mesh.data.ranks
+        assert tuple(grid.dp_group) == mesh.dense.ranks
         assert tuple(grid.slice_group) == mesh.tensor.ranks
         self.sequences = {
             stage: layer_sequence(
@@ -128,7 +128,8 @@ class Boundary(NamedTuple):
 
     def taken_from(self, state: LayerState) -> tuple[Tensor, ...]:
         found = tuple(
-            getattr(state, name) if name in _COMPUTED else state.losses[name] for name in self.names
+            getattr(state, name) if name in _COMPUTED else state.losses[name].to(dtype)
+            for name, dtype in zip(self.names, self.dtypes, strict=True)
         )
         for name, tensor, shape, dtype in zip(*self[:1], found, *self[1:], strict=True):
             has = tuple(tensor.shape), tensor.dtype

@@ -25,6 +25,7 @@ from megatron.checkpoint.folder import (
     tag,
 )
 from megatron.checkpoint.manifest import BASE, CONFIG, STATE, tensor_key
+from megatron.checkpoint.slices import Slice
 from megatron.checkpoint.source import open_checkpoint, save_copy
 from megatron.checkpoint.writer import SliceWriter, finish_checkpoint
 from megatron.config import CheckpointConfig
@@ -297,6 +298,11 @@ def own_slices(engine: TrainEngine, folder: Path) -> SliceWriter:
             kinds = own.kinds if options.save_optim else ("weight",)
             tensors = [(kind, _canonical(own, kind, engine.stored_states)) for kind in kinds]
             writer.add(own.name, own.slice, tensors, shard_of(own.param).part)
+    for name, buffer in engine.buffers.items():
+        # The buffers of a frozen base are in its own checkpoint.
+        if engine.base is None and buffer.shard.counted(engine.mesh.coordinates):
+            whole = Slice.of(buffer.shard, engine.mesh.coordinates, 0, buffer.values.numel())
+            writer.add(name, whole, [("weight", buffer.values.view(-1))])
     if options.save_rng:
         for key, values in random_state().items():
             writer.put("random", key, values)
@@ -338,7 +344,7 @@ def kernel_state(engine: TrainEngine) -> dict[str, Tensor]:
     """The state of linear kernels that this rank writes, by name; ranks that share layers have the
     same, and the first of them writes it."""
     mesh, options = engine.mesh, engine.config.checkpoint
-    if mesh.data.rank or mesh.tensor.rank or not options.save_optim:
+    if mesh.dense.rank or mesh.tensor.rank or not options.save_optim:
         return {}
     return engine.kernels.state()
 

@@ -144,7 +144,8 @@ def _flat_partition(engine: TrainEngine) -> _PlaceOf:
     def place_of(param: nn.Parameter) -> tuple[int, Tensor, int, int]:
         group, offset = places[param]
         holder = flat[group]
-        first = engine.mesh.data.rank * holder.numel() - offset
+        rank = engine.mesh.replicas(shard_of(param)).rank
+        first = rank * holder.numel() - offset
         start, end = max(0, first), min(param.numel(), first + holder.numel())
         return start, holder, start - first, end - start
 
@@ -155,7 +156,7 @@ def _own_partition(engine: TrainEngine) -> _PlaceOf:
     wrapper = engine.optimizer_wrapper
 
     def place_of(param: nn.Parameter) -> tuple[int, Tensor, int, int]:
-        start, end = partition_range(param, engine.mesh.data)
+        start, end = partition_range(param, engine.mesh.replicas(shard_of(param)))
         group, offset, _ = wrapper.grad_position[wrapper.get_param_id(param)]
         return start, wrapper.fp32_partitioned_groups_flat[group], offset, end - start
 
@@ -251,7 +252,7 @@ def set_working_weights(
                 whole = form.model_weights(whole)
             param.data.copy_(whole.view_as(param))
         else:
-            start, end = partition_range(param, engine.mesh.data)
+            start, end = partition_range(param, engine.mesh.replicas(shard_of(param)))
             set_partition(param, values(param, start, end))
 
 

@@ -26,7 +26,7 @@ from megatron.engine.deepspeed_patches import (
 from megatron.engine.update.adam import StateStore
 from megatron.engine.update.async_step import AsyncOptimizerStep
 from megatron.engine.update.optimizer import clipping_factor, gradient_norm, set_rates
-from megatron.model.layer_list import LayerSequence
+from megatron.model.layer_list import LayerSequence, canonical_buffers
 from megatron.model.spec import Batch, Measure, ModelSpec
 from megatron.parallel.linear import KernelStates
 from megatron.parallel.mesh import Group, Mesh
@@ -73,6 +73,7 @@ class ModelEngine:
 
     Attributes:
         stage: the ZeRO stage that runs.
+        buffers: canonical name of each buffer of this process, to the buffer.
         trained: those of ``names`` that are trained; the others are frozen, without gradients,
             optimizer state or a place in checkpoints.
         stored_states: how main weights and moments are stored; None for float32.
@@ -99,6 +100,9 @@ class ModelEngine:
         self.backend, self.names, self.kernels = backend, names, kernels
         self.trained = {param: name for param, name in names.items() if param.requires_grad}
         self.layers, self.model, self.stage = backend.layers, backend.model, backend.stage
+        self.buffers = dict(canonical_buffers(self.model, self.layers))
+        for buffer in self.buffers.values():
+            buffer.start(device)
         self.quantised: list[tuple[str, Any]] = []
         """(canonical name, weight) of this process's weights that are no parameters, since fewer
         bits are stored of them: a ``weight`` fills itself of a tensor."""
@@ -130,7 +134,7 @@ class ModelEngine:
         assert measure.per_sample
         found = self._measured(batches, count, measure)
         own = torch.stack(found) if found else torch.zeros((), device=self.device).double()
-        return _of_all(self._from_last_stage(own), self.mesh.data).cpu()
+        return _of_all(self._from_last_stage(own), self.mesh.samples).cpu()
 
     def taught(self, batches: Iterator[Batch], count: int) -> Iterator[Batch]:
         """So many micro batches with what the losses need."""
@@ -150,10 +154,10 @@ class ModelEngine:
 
     def _mean_over_ranks(self, values: Tensor) -> Tensor:
         """Sums over pipeline stages, all but one of which have zeros; means over data ranks."""
-        for group in (self.mesh.pipeline, self.mesh.data):
+        for group in (self.mesh.pipeline, self.mesh.samples):
             if group.size > 1:
                 dist.all_reduce(values, group=group.handle)
-        return values / self.mesh.data.size
+        return values / self.mesh.samples.size
 
     def _from_last_stage(self, rows: Tensor) -> Tensor:
         """The rows of the pipeline stage that has them, which has dimensions, on every stage."""
@@ -219,7 +223,7 @@ class TrainEngine(ModelEngine):
         super().__init__(config, spec, mesh, device, backend, names, kernels)
         self.marks: list[Any] = []
         self.optimizer, self.engine, self.stored_states = optimizer, engine, stored_states
-        self._samples_per_round = config.training.micro_batch_size * mesh.data.size
+        self._samples_per_round = config.training.micro_batch_size * mesh.samples.size
         self._grow_scale = defer_scale_growth(self.optimizer_wrapper)
         self._scale_is_smallest = keep_smallest_scale(self.optimizer_wrapper)
         self._async_step = None
@@ -232,7 +236,7 @@ class TrainEngine(ModelEngine):
                 device,
                 clip_grad=config.optimizer.clip_grad,
                 hold=config.training.check_for_nan_in_loss_and_grad,
-                groups_differ=bool(config.optimizer.lr_group),
+                groups_differ=bool(config.optimizer.lr_group) or mesh.group("expert").size > 1,
                 form=stored_states,
                 keys={
                     param: stored_states.key(
@@ -318,7 +322,7 @@ class TrainEngine(ModelEngine):
         dropped = model.hidden_dropout or model.attention.attention_dropout
         if not dropped and not self.spec.draws:
             return [None] * micro_batches
-        first = consumed_samples + self.mesh.data.rank * per_round // self.mesh.data.size
+        first = consumed_samples + self.mesh.samples.rank * per_round // self.mesh.samples.size
         seed = self.config.training.seed
         return [dropout_seed(seed, first + n * per_round) for n in range(micro_batches)]
 

@@ -19,9 +19,9 @@ from megatron.config import ModelConfig, ParallelConfig
 from megatron.model.layer_list import LayerSpec, LayerStack, canonical_parameters
 from megatron.parallel.shard import Cut, Shard, shard_of
 
-RUN, COUNTERS = "run_config", "run_state"
-"""Keys of config.json's and state.json's content in the client state, which a conversion by
-DeepSpeed keeps."""
+RUN, COUNTERS, BUFFERS = "run_config", "run_state", "buffers"
+"""Keys of config.json's and state.json's content, and of the buffers of a pipeline stage by
+canonical name, in the client state, which a conversion by DeepSpeed keeps."""
 UNIVERSAL_VERSION = 0.4
 """DeepSpeed's version of the universal format."""
 _AFFINE_VERSION = 1
@@ -74,14 +74,17 @@ def universal_info(
             vocabulary.append(pattern)
         if cut.copies > 1:
             shared[pattern] = _affine_map(part.shard, cut, size)
-        elif cut.dim == 1:
+        elif cut.dim == 1 and not cut.parts:
             rows.append(pattern)
-        elif cut.held is None and len(cut.parts) == 2 and cut.parts[0] == cut.parts[1]:
+        elif cut.held is None and not cut.dim and _are_halves(cut):
             halves.append(pattern)
-        elif cut.held is None and cut.parts:
-            shape = (cut.parts, *part.shard.full_shape[1:])
-            fused.append({"patterns": [pattern], "shape": shape, "partition_dim": 0})
-            widths[pattern] = [[length // size] * size for length in cut.parts]
+        elif cut.held is None and (cut.parts or cut.dim):
+            shape = [*part.shard.full_shape]
+            parts = cut.parts or (shape[cut.dim],)
+            shape[cut.dim : cut.dim + 1] = [parts]  # type: ignore[list-item]
+            dim = {"partition_dim": cut.dim}
+            fused.append({"patterns": [pattern], "shape": tuple(shape), **dim})
+            widths[pattern] = [[length // size] * size for length in parts]
     return {
         "universal_checkpoint_version": UNIVERSAL_VERSION,
         "tp_replicated_parameter_patterns": replicated,
@@ -95,6 +98,10 @@ def universal_info(
         "original_vocab_size": model.vocabulary.size,
         "padded_vocab_size": model.vocabulary.padded,
     }
+
+
+def _are_halves(cut: Cut) -> bool:
+    return len(cut.parts) == 2 and cut.parts[0] == cut.parts[1]
 
 
 def _affine_map(shard: Shard, cut: Cut, size: int) -> dict[str, Any]:

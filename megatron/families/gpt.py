@@ -56,7 +56,7 @@ def gpt_layers(
     tp = tp or TensorParallel()
     selective = parallel.recompute_granularity == "selective"
     if model.head == "lm":
-        words, head = vocabulary_layers(model, parallel, tp)
+        words, head = vocabulary_layers(model, parallel, tp, model.embedding.lm_head_bias)
         heads = [head]
     else:
         from megatron.model.heads import head_layers

@@ -67,6 +67,7 @@ COMMANDS: dict[str, Callable[[], Any]] = {
     "to-hf": _imported("megatron.formats.conversion.commands:to_hf"),
     "from-hf": _imported("megatron.formats.conversion.commands:from_hf"),
     "to-megatron": _imported("megatron.formats.conversion.commands:to_megatron"),
+    "to-deepspeed": _imported("megatron.formats.conversion.commands:to_deepspeed"),
     "to-universal": _imported("megatron.formats.conversion.commands:to_universal"),
 }
 """Commands of ``tools/convert_checkpoint.py``: each imports a function of the command line. Those

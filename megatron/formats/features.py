@@ -18,35 +18,43 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from megatron.checkpoint.files import CheckpointError
-from megatron.config import FLAG_CLASSES, LegacyFlags, ModelConfig, ModelFlags
+from megatron.config import FLAG_CLASSES, LegacyFlags, ModelConfig, ModelFlags, ParallelConfig
 from megatron.config.flags import flag_of
 from megatron.config.run import FLAG_FIELDS
 from megatron.config.unknown_flags import NETWORKS, OF_2019, REFUSED
 from megatron.engine.universal_info import Registered, registered_parameters
 from megatron.families import spec_of
-from megatron.model.layer_list import LayerSpec
+from megatron.model.layer_list import LayerSpec, LayerStack
 from megatron.parallel.mesh import Group
 from megatron.parallel.shard import Shard
 from megatron.parallel.tensor_parallel import TensorParallel
 
-FEATURES = (
+_FIELDS = {field.name: field for field in dataclasses.fields(ModelFlags)}
+_NAMES = (
     "num_query_groups", "kv_channels", "add_qkv_bias", "add_attention_bias",
     "position_embedding_offset", "rotary_percent", "rope_scaling", "rotary_base_local",
     "sliding_window", "window_attn_skip_freq", "query_pre_attn_scalar", "attn_logit_softcapping",
-    "final_logit_softcapping", "qk_layernorm", "apply_layernorm_1p", "embed_layernorm",
-    "scale_embeddings", "scale_head_input", "post_norm",
+    "softmax_type", "glu_linear_offset", "activation_func_clamp_value",
+    "final_logit_softcapping", "clip_qkv", "qk_layernorm", "qk_layernorm_whole",
+    "qk_layernorm_after_rope",
+    "apply_layernorm_1p", "embed_layernorm", "scale_embeddings", "embedding_multiplier",
+    "logits_scaling", "residual_multiplier", "scale_head_input", "post_norm", "pre_norm",
     "apply_residual_connection_post_layernorm", "parallel_residual", "shared_parallel_norm",
-    "num_tokentypes", "lm_head_activation", "head", "retro_add_retriever",
+    "num_tokentypes", "lm_head_activation", "lm_head_bias", "head", "retro_add_retriever",
+    "layer_experts",
 )  # fmt: skip
-"""The features, as fields of :class:`ModelFlags`."""
+FEATURES = tuple(name for name in _NAMES if name in _FIELDS)
+"""The features, as fields of :class:`ModelFlags`, without those of folders that are deleted."""
 
-_FIELDS = {field.name: field for field in dataclasses.fields(ModelFlags)}
 _PLAIN = {
     "num_query_groups": "--num-query-groups equal to --num-attention-heads",
     "kv_channels": "--num-attention-heads times --kv-channels equal to --hidden-size",
     "rotary_percent": "--rotary-percent 1.0",
     "head": "the head of a language model",
+    "layer_experts": "no --num-experts",
 }
 
 
@@ -83,25 +91,36 @@ def spelled(name: str, value: Any) -> str:
     flag = flag_of(_FIELDS[name])
     if isinstance(value, bool):
         return flag if value != _FIELDS[name].default else f"no {flag}"
-    return f"{flag} {value}"
+    return f"no {flag}" if value is None else f"{flag} {value}"
 
 
-def layers_of(model: ModelConfig, size: int = 1) -> list[LayerSpec]:
-    """The layer list of a rank of a tensor-parallel size."""
-    return spec_of(model).layers(TensorParallel(Group(tuple(range(size)))))
+def layers_of(model: ModelConfig, size: int = 1, experts: str = "cut") -> list[LayerSpec]:
+    """The layer list of a rank of a tensor-parallel size; ``experts`` as in ``TensorParallel``."""
+    return spec_of(model).layers(TensorParallel(Group(tuple(range(size))), experts=experts))
 
 
 @lru_cache(maxsize=8)
-def parameters_of(model: ModelConfig, size: int = 1) -> dict[str, list[Registered]]:
+def parameters_of(
+    model: ModelConfig, size: int = 1, experts: str = "cut"
+) -> dict[str, list[Registered]]:
     """The parameters of a model, with its vocabulary, in DeepSpeed's engines of a tensor-parallel
     size, by canonical name."""
-    return registered_parameters(layers_of(model, size))
+    return registered_parameters(layers_of(model, size, experts))
 
 
 def whole_shards(model: ModelConfig) -> dict[str, Shard]:
     """The shard of each whole parameter, by canonical name. Raises TypeError, ValueError or
     RuntimeError where no tensor can have the configuration's sizes."""
-    return {name: parts[0].shard for name, parts in parameters_of(model).items()}
+    shards = {name: parts[0].shard for name, parts in parameters_of(model).items()}
+    return shards | buffers_of(model)
+
+
+@lru_cache(maxsize=8)
+def buffers_of(model: ModelConfig) -> dict[str, Shard]:
+    """The shard of each buffer of a model, by canonical name."""
+    with torch.device("meta"):
+        stack = LayerStack(layers_of(model), ParallelConfig())
+    return {name: buffer.shard for name, buffer in stack.canonical_buffers()}
 
 
 HARMLESS_ARGUMENTS = "MEGATRON_HARMLESS_ARGUMENTS"

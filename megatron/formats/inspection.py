@@ -66,6 +66,9 @@ def model_of(source: Source, dtype: torch.dtype, device: torch.device) -> LayerS
         model = build_model(run_of(source).model).to(dtype)
     for name, param in model.canonical_parameters():
         param.copy_(shard_of(param).cut(source.tensor(name)))
+    for name, buffer in model.canonical_buffers():
+        buffer.start(device)
+        buffer.values.copy_(source.tensor(name))
     return model.eval().requires_grad_(False)
 
 
@@ -88,6 +91,8 @@ def run_facts(source: Source) -> dict[str, Any]:
         )
         if parallel.pipeline_model_parallel_size > 1:
             facts["layout"] += f", {parallel.pipeline_schedule}"
+        if parallel.expert_model_parallel_size > 1:
+            facts["layout"] += f", experts over {parallel.expert_model_parallel_size} ranks"
         facts["trained in"] = next(
             (name for name in ("bf16", "fp16") if getattr(precision, name)), "fp32"
         )

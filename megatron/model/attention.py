@@ -13,7 +13,7 @@ from megatron.config import ModelConfig
 from megatron.model.attention_backends import attention_backend
 from megatron.model.attention_masks import AttentionKind, AttentionMasks, AttentionScoring
 from megatron.model.layer_list import LayerCache, LayerState
-from megatron.model.norm import build_norm
+from megatron.model.norm import build_qk_norm
 from megatron.model.rope import RotaryEmbedding, apply_rope
 from megatron.parallel.layers import (
     ColumnParallelLinear,
@@ -21,7 +21,7 @@ from megatron.parallel.layers import (
     QKVParallelLinear,
     RowParallelLinear,
 )
-from megatron.parallel.shard import initial
+from megatron.parallel.shard import Cut, Init, Shard, initial, parameter
 from megatron.parallel.tensor_parallel import TensorParallel, tensor_parallel_random
 
 
@@ -67,6 +67,12 @@ class Attention(nn.Module):
         self.rotation = None if kind == "cross" else RotaryEmbedding.of(config, layer)
         width, bias, init = config.hidden_size, attention.qkv_bias, initial(config)
         heads, groups = attention.num_attention_heads, attention.num_query_groups
+        self.sinks: Tensor | None = None
+        self.off_by_one = attention.softmax_type == "off-by-one"
+        if attention.softmax_type == "learnable":
+            # As Megatron and gpt-oss; Xavier's bound would need two sizes.
+            normal = Init(config.init_method_std)
+            self.sinks = parameter(Shard((heads,), (Cut(0),)), normal, tp.coordinates)
         self.qkv: QKVParallelLinear | None = None
         if kind == "cross":
             queries = (heads * self.head_dim,)
@@ -76,9 +82,10 @@ class Attention(nn.Module):
             self.qkv = QKVParallelLinear(
                 width, heads, groups, self.head_dim, bias=bias, init=init, tp=tp
             )
-        qk_norm = config.norm.qk_layernorm
-        self.q_norm = build_norm(config, tp, heads=True) if qk_norm else None
-        self.k_norm = build_norm(config, tp, heads=True) if qk_norm else None
+        qk_norm, self.clip = config.norm.qk_layernorm, attention.clip_qkv
+        self.norms_last = config.norm.qk_layernorm_after_rope and kind != "cross"
+        self.q_norm = build_qk_norm(config, tp, heads) if qk_norm else None
+        self.k_norm = build_qk_norm(config, tp, groups) if qk_norm else None
         self.proj = RowParallelLinear(
             heads * self.head_dim,
             width,
@@ -104,14 +111,18 @@ class Attention(nn.Module):
             positions = masks = None
         # Heads and sequence are transposed only now, so that a kernel's output has the layout that
         # the projection reads.
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        norms = (None, None) if self.norms_last else (self.q_norm, self.k_norm)
+        q, k, v = self._bounded(q, norms[0]), self._bounded(k, norms[1]), self._bounded(v)
         if self.rotation is not None:
             lengths = None if state.cache is None else state.cache.lengths_BS
             angles = self.rotation.angles(q.shape[1], positions, lengths, q.device, q.dtype)
             q, k = apply_rope(q, *angles), apply_rope(k, *angles)
+        if self.norms_last and self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if state.cache is not None:
-            y_BSND = state.cache.attend(self.layer, q, k, v, self.scores, state.bias)
+            y_BSND = state.cache.attend(
+                self.layer, q, k, v, self.scores, state.bias, self._sinks(q)
+            )
             return self.proj(y_BSND.flatten(2))
         q_BNSD, k_BKSD, v_BKSD = (x.transpose(1, 2) for x in (q, k, v))
         inputs = (
@@ -120,6 +131,7 @@ class Attention(nn.Module):
             v_BKSD,
             masks or AttentionMasks(),
             state.bias if self.biased else None,
+            self._sinks(q),
         )
         if self.recompute and q.requires_grad:
             # Recomputed compiled code must not find masks that the first pass made.
@@ -132,30 +144,47 @@ class Attention(nn.Module):
             y_BSND = self.folding.unfold(y_BSND, samples, length)
         return self.proj(y_BSND.flatten(2))
 
+    def _bounded(self, heads: Tensor, norm: nn.Module | None = None) -> Tensor:
+        heads = heads if norm is None else norm(heads)
+        return heads if self.clip is None else heads.clamp(-self.clip, self.clip)
+
+    def _sinks(self, q_BSND: Tensor) -> Tensor | None:
+        return q_BSND.new_zeros(q_BSND.shape[2]) if self.off_by_one else self.sinks
+
     def _attend_encoded(self, x_BSH: Tensor, state: LayerState, cache: LayerCache) -> Tensor:
         def keys_and_values(encoder_BTH: Tensor) -> tuple[Tensor, Tensor]:
             k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self.kv(encoder_BTH))
-            return (k if self.k_norm is None else self.k_norm(k)), v
+            return self._bounded(k, self.k_norm), self._bounded(v)
 
-        q = self.q(x_BSH).unflatten(-1, (-1, self.head_dim))
-        if self.q_norm is not None:
-            q = self.q_norm(q)
+        q = self._bounded(self.q(x_BSH).unflatten(-1, (-1, self.head_dim)), self.q_norm)
         attend = cache.attend_encoded
         if cache.neighbors is not None:
             attend = partial(cache.neighbors.attend, state.encoder)
-        y_BSND = attend(self.layer, q, keys_and_values, self.scores)
+        y_BSND = attend(self.layer, q, keys_and_values, self.scores, self._sinks(q))
         return self.proj(y_BSND.flatten(2))
 
     def _attend_unmade(
-        self, q: Tensor, k: Tensor, v: Tensor, masks: AttentionMasks, bias: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        masks: AttentionMasks,
+        bias: Tensor | None,
+        sinks: Tensor | None,
     ) -> Tensor:
-        return self._attend(q, k, v, masks.unmade(), bias)
+        return self._attend(q, k, v, masks.unmade(), bias, sinks)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, masks: AttentionMasks, bias: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        masks: AttentionMasks,
+        bias: Tensor | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         if not dropout:
-            return self.attend(q, k, v, self.scores, masks, 0.0, bias)
+            return self.attend(q, k, v, self.scores, masks, 0.0, bias, sinks)
         with tensor_parallel_random(self.group):
-            return self.attend(q, k, v, self.scores, masks, dropout, bias)
+            return self.attend(q, k, v, self.scores, masks, dropout, bias, sinks)

@@ -28,11 +28,16 @@ from megatron.model.torch_kernels import (
 )
 
 AttentionBackend = Callable[
-    [Tensor, Tensor, Tensor, AttentionScoring, AttentionMasks, float, Tensor | None], Tensor
-]
-"""(q_BNSD, k_BKTD, v_BKTD, scores, masks, dropout probability, bias) -> [B, N, S, D]. In causal
-attention the last query is at the last key. The bias is an addend of the scores, broadcastable to
-[B, N, S, T], which has a gradient and contains the masks; None: masks and slopes apply."""
+    [
+        Tensor, Tensor, Tensor, AttentionScoring, AttentionMasks, float, Tensor | None,
+        Tensor | None,
+    ],
+    Tensor,
+]  # fmt: skip
+"""(q_BNSD, k_BKTD, v_BKTD, scores, masks, dropout probability, bias, sinks_N) -> [B, N, S, D]. In
+causal attention the last query is at the last key. The bias is an addend of the scores,
+broadcastable to [B, N, S, T], which has a gradient and contains the masks; None: masks and slopes
+apply. A sink is one more score of each query of a head, whose weight multiplies nothing."""
 
 
 def sdpa(
@@ -43,18 +48,21 @@ def sdpa(
     masks: AttentionMasks,
     dropout: float,
     bias: Tensor | None = None,
+    sinks_N: Tensor | None = None,
     order: KernelOrder = TORCHS_ORDER,
 ) -> Tensor:
     """torch's scaled_dot_product_attention: flash or cuDNN kernels on GPUs, fused on CPUs, where
     short sequences use our own kernel. With block masks it is FlexAttention; without them
-    softcapped scores need :func:`eager`. ``order`` is that of torch's kernels."""
+    softcapped scores need :func:`eager`, as do sinks where torch's kernel for CPUs cannot have
+    them. ``order`` is that of torch's kernels."""
     queries, causal = q_BNSD.shape[2], scores.causal
     if causal == masks.causal and not dropout and queries == k_BKTD.shape[2]:
         block_mask = masks.blocks.get(scores.window)
         if block_mask is not None and q_BNSD.dtype in FLEX_DTYPES:
-            return flex(q_BNSD, k_BKTD, v_BKTD, scores, block_mask)
-    if scores.softcap is not None:
-        return eager(q_BNSD, k_BKTD, v_BKTD, scores, masks, dropout, bias)
+            return flex(q_BNSD, k_BKTD, v_BKTD, scores, block_mask, sinks_N)
+    no_sinks = dropout or q_BNSD.device.type != "cpu" or (bias is not None and bias.requires_grad)
+    if scores.softcap is not None or (sinks_N is not None and no_sinks):
+        return eager(q_BNSD, k_BKTD, v_BKTD, scores, masks, dropout, bias, sinks_N)
     window = scores.window if bias is None and causal else None
     if window is not None and k_BKTD.shape[2] > window + queries - 1:
         # No query sees earlier keys.
@@ -72,7 +80,12 @@ def sdpa(
     masked = triangle and mask is not None
     if not (dropout or masked) and cpu_kernels.suits(q_BNSD, k_BKTD, triangle):
         scale = 1 / math.sqrt(q_BNSD.shape[-1]) if scores.scale is None else scores.scale
-        return cpu_kernels.attention(q_BNSD, k_BKTD, v_BKTD, scale, triangle, mask)
+        return cpu_kernels.attention(q_BNSD, k_BKTD, v_BKTD, scale, triangle, mask, sinks_N)
+    if sinks_N is not None:
+        whole = mask is None and causal and queries > 1
+        return cpu_kernels.sink_attention(
+            q_BNSD, k_BKTD, v_BKTD, sinks_N, scores.scale, whole, mask
+        )
     groups = q_BNSD.shape[1] // k_BKTD.shape[1]
     if mask is not None and groups > 1 and q_BNSD.device.type != "cpu":
         # Of torch's kernels for GPUs only cuDNN's supports a mask with groups of heads; the others
@@ -100,6 +113,7 @@ def eager(
     masks: AttentionMasks,
     dropout: float,
     bias: Tensor | None = None,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
     """The definition, in plain GEMMs; the reference for the others."""
     groups = q_BNSD.shape[1] // k_BKTD.shape[1]
@@ -121,7 +135,12 @@ def eager(
             visible = causal_mask(queries, keys, device)
         if visible is not None:
             scores_BNST = scores_BNST.masked_fill(~visible, -torch.inf)
-    weights_BNST = F.dropout(scores_BNST.softmax(-1), dropout, training=dropout > 0)
+    if sinks_N is None:
+        weights_BNST = scores_BNST.softmax(-1)
+    else:
+        sinks_BNS1 = sinks_N.to(scores_BNST.dtype)[:, None, None].expand(*q_BNSD.shape[:3], 1)
+        weights_BNST = torch.cat([scores_BNST, sinks_BNS1], -1).softmax(-1)[..., :-1]
+    weights_BNST = F.dropout(weights_BNST, dropout, training=dropout > 0)
     return weights_BNST @ v_BNTD
 
 
@@ -133,15 +152,16 @@ def flash(
     masks: AttentionMasks,
     dropout: float,
     bias: Tensor | None = None,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """The flash-attn package, version 2; documents, padding, ALiBi, other biases and softcapped
-    scores use :func:`sdpa`."""
+    """The flash-attn package, version 2; documents, padding, ALiBi, other biases, softcapped scores
+    and sinks use :func:`sdpa`."""
     unseen = masks.document_ids if scores.causal == masks.causal else None
     if not scores.causal and unseen is None:
         unseen = masks.tokens
     plain = bias is None and unseen is None and not scores.slopes and scores.softcap is None
-    if not plain:
-        return sdpa(q_BNSD, k_BKTD, v_BKTD, scores, masks, dropout, bias)
+    if sinks_N is not None or not plain:
+        return sdpa(q_BNSD, k_BKTD, v_BKTD, scores, masks, dropout, bias, sinks_N)
     from flash_attn import flash_attn_func
 
     # flash-attn counts the keys before a query's own, and those after it.

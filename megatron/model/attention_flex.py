@@ -1,4 +1,5 @@
-"""FlexAttention: one fused kernel for documents, windows, softcapped scores and ALiBi on GPUs.
+"""FlexAttention: one fused kernel for documents, windows, softcapped scores, ALiBi and sinks on
+GPUs.
 
 torch generates it from functions of a score and of its position. Instead of a dense mask it reads
 which blocks of keys a block of queries sees: all of it, some, or nothing, in which case the kernel
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,11 +45,13 @@ def block_masks(
 ) -> dict[int | None, BlockMask]:
     """For a micro batch of a model whose blocks are all causal, or none, the block mask of every
     window that a block of the model has and whose keys torch's other kernels would need a dense
-    mask, or dense scores, for. Empty if FlexAttention cannot be used, see :func:`why_not_flex`."""
+    mask, or dense scores, for; with sinks of all. Empty if FlexAttention cannot be used, see
+    :func:`why_not_flex`."""
     device, length = tokens_BS.device, tokens_BS.shape[1]
     if device.type not in DEVICES:
         return {}
-    windows = flex_windows(config, length, document_ids_BS is not None, causal)
+    everywhere = document_ids_BS is not None or config.attention.softmax_type != "vanilla"
+    windows = flex_windows(config, length, everywhere, causal)
     if not windows or why_not_flex(config, device.type) is not None:
         return {}
     return {
@@ -160,12 +164,18 @@ def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def flex(
-    q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, scores: AttentionScoring, mask: BlockMask
+    q_BNSD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    scores: AttentionScoring,
+    mask: BlockMask,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """[B, N, S, D]: attention to the keys of ``mask``, with softcap and ALiBi. Within compiled
-    code it is part of that; elsewhere it is compiled alone."""
+    """[B, N, S, D]: attention to the keys of ``mask``, with softcap, ALiBi and sinks. Within
+    compiled code it is part of that; elsewhere it is compiled alone."""
     attend = _uncompiled() if torch.compiler.is_compiling() else _compiled()
-    return attend(
+    attend = partial(
+        attend,
         q_BNSD,
         k_BKSD,
         v_BKSD,
@@ -174,6 +184,14 @@ def flex(
         scale=scores.scale,
         enable_gqa=q_BNSD.shape[1] != k_BKSD.shape[1],
     )
+    if sinks_N is None:
+        return attend()
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    y_BNSD, aux = attend(return_aux=AuxRequest(lse=True))
+    # The share of the keys in the sum of exponentials with the sink's.
+    shares_BNS = torch.sigmoid(aux.lse - sinks_N.to(aux.lse.dtype)[:, None])
+    return (y_BNSD * shares_BNS[..., None]).to(y_BNSD.dtype)
 
 
 def _score(scores: AttentionScoring, device: torch.device) -> Callable[..., Tensor] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megatron.config import ConfigError, ModelConfig
+from megatron.config.features import taking_part
 from megatron.model.attention import Attention, Folding
 from megatron.model.attention_masks import AttentionKind
 from megatron.model.layer_list import LayerState
@@ -39,12 +40,14 @@ class Block(nn.Module):
         foldings: tuple[Folding | None, Folding | None] = (None, None),
     ) -> None:
         super().__init__()
+        self.layer = layer
         post = nn.Identity if not config.norm.post_norm else lambda: build_norm(config, tp)
+        pre = nn.Identity if not config.norm.pre_norm else lambda: build_norm(config, tp)
         # Elsewhere the last sum is computed with a norm before it, or with the sum before it.
         self.may_hand_on = not (config.norm.post_norm or config.parallel_residual)
         self.parallel = config.parallel_residual
         self.adds_to_normed = config.norm.apply_residual_connection_post_layernorm
-        self.attention_norm = build_norm(config, tp)
+        self.attention_norm = pre()
         self.attention = Attention(config, layer, tp, recompute_attention, kind, foldings[0])
         self.attention_post_norm = post()
         self.cross_attention = None
@@ -54,20 +57,24 @@ class Block(nn.Module):
                     "--parallel-residual computes attention and MLP from the same input, but a "
                     "decoder's attention to its encoder is between the two: leave the flag out"
                 )
-            self.cross_attention_norm = build_norm(config, tp)
+            self.cross_attention_norm = pre()
             self.cross_attention = Attention(
                 config, layer, tp, recompute_attention, "cross", foldings[1]
             )
             self.cross_attention_post_norm = post()
-        self.mlp_norm = None if config.shared_parallel_norm else build_norm(config, tp)
-        self.mlp = MLP(config, tp)
+        self.mlp_norm = None if config.shared_parallel_norm else pre()
+        others = (feature.mlp(config, layer, tp) for feature in taking_part())
+        other = next((mlp for mlp in others if mlp is not None), None)
+        self.mlp_is_plain = other is None
+        self.mlp: nn.Module = MLP(config, tp) if other is None else other
         self.mlp_post_norm = post()
         self.dropout = Dropout(config.hidden_dropout, tp)
+        self.multiplier = config.residual_multiplier
 
     def forward(self, state: LayerState) -> LayerState:
         x = state.total
         normed = self.attention_norm(x)
-        attended = self.dropout(self.attention_post_norm(self.attention(normed, state)))
+        attended = self._added(self.attention_post_norm(self.attention(normed, state)))
         y = (normed if self.adds_to_normed else x) + attended
         if self.cross_attention is not None:
             normed = self.cross_attention_norm(y)
@@ -75,7 +82,8 @@ class Block(nn.Module):
             y = (normed if self.adds_to_normed else y) + seen
         if self.mlp_norm is not None:
             normed = self.mlp_norm(x if self.parallel else y)
-        last = self.dropout(self.mlp_post_norm(self.mlp(normed)))
+        fed, state = (self.mlp(normed), state) if self.mlp_is_plain else self.mlp(normed, state)
+        last = self._added(self.mlp_post_norm(fed))
         if self.adds_to_normed:
             y = normed
         if self.hands_on:
@@ -87,4 +95,9 @@ class Block(nn.Module):
         state after it."""
         assert self.cross_attention is not None
         seen = self.cross_attention_post_norm(self.cross_attention(normed, state))
-        return self.dropout(seen), state
+        return self._added(seen), state
+
+    def _added(self, output: Tensor) -> Tensor:
+        """The addend of the residual stream that an output makes."""
+        output = self.dropout(output)
+        return output if self.multiplier is None else output * self.multiplier

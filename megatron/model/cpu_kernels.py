@@ -5,6 +5,7 @@
   at once, in causal attention all up to its own end. Scores and softmax are in float32, as in the
   fused kernel, the other GEMMs in bfloat16. The probabilities are kept for the backward pass, so
   this is for short sequences.
+- torch's fused attention with sinks.
 - RMSNorm, of which torch needs a dozen passes over memory, in chunks of rows that stay in a core's
   caches.
 
@@ -51,17 +52,25 @@ def attention(
     scale: float,
     causal: bool = True,
     bias: Tensor | None = None,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale q k^T + bias) v over all keys or, causally, those up to each query's own,
     [B, N, S, D]. The bias has four dimensions, broadcastable to [B, N, S, T], and may need a
-    gradient."""
-    return _Attention.apply(q_BNSD, k_BKTD, v_BKTD, bias, scale, causal)
+    gradient. Sinks are further scores, whose weights multiply nothing."""
+    return _Attention.apply(q_BNSD, k_BKTD, v_BKTD, bias, sinks_N, scale, causal)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sinks: Tensor | None,
+        scale: float,
+        causal: bool,
     ) -> Tensor:
         ctx.scale, ctx.causal = scale, causal
         ctx.bias = None if bias is None else (bias.shape, bias.dtype)
@@ -70,18 +79,28 @@ class _Attention(torch.autograd.Function):
         # In the layout that the projection reads.
         y_BSND = q.new_empty(batch, length, heads, width)
         y_XGSD = y_BSND.permute(0, 2, 1, 3).unflatten(1, (k.shape[1], -1))
-        for (first, end, seen), weights_XQP in _softmax(q, k, bias, scale, causal):
+        y, sunk_BNS = y_BSND.transpose(1, 2), None
+        if sinks is not None:
+            sunk_BNS = q.new_empty(batch, heads, length, dtype=torch.float32)
+        for (first, end, seen), weights_XQP in _softmax(q, k, bias, sinks, scale, causal):
+            if sunk_BNS is not None:
+                part = sunk_BNS[..., first:end]
+                part.copy_(weights_XQP[..., -1].view(part.shape))
+                weights_XQP = weights_XQP[..., :-1]
+            weights_XQP = weights_XQP.to(q.dtype)
             y_XQD = torch.bmm(weights_XQP, values_XTD[:, :seen])
             block = y_XGSD[..., first:end, :]
             block.copy_(y_XQD.view(block.shape))
             kept.append(weights_XQP)
-        ctx.save_for_backward(q, k, v, *kept)
-        return y_BSND.transpose(1, 2)
+        ctx.sinks = None if sinks is None else sinks.dtype
+        # The output is kept in any case, by the projection.
+        ctx.save_for_backward(q, k, v, sunk_BNS, y if sinks is not None else None, *kept)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, *kept = ctx.saved_tensors
+        q, k, v, sunk_BNS, y, *kept = ctx.saved_tensors
         groups = k.shape[1]
         grads_XGSD, queries_XGSD = _grouped(grad, groups), _grouped(q, groups)
         keys_XTD, values_XTD = _flat(k), _flat(v)
@@ -110,7 +129,68 @@ class _Attention(torch.autograd.Function):
         q_grad = q_grad_XGSD.mul_(ctx.scale).view(q.shape)
         assert k_grad_XTD is not None and v_grad_XTD is not None
         k_grad = k_grad_XTD.mul_(ctx.scale).to(k.dtype).view(k.shape)
-        return q_grad, k_grad, v_grad_XTD.to(v.dtype).view(v.shape), bias_grad, None, None
+        v_grad, sinks_grad = v_grad_XTD.to(v.dtype).view(v.shape), None
+        if sunk_BNS is not None:
+            sinks_grad = _sinks_gradient(grad, y, sunk_BNS).to(ctx.sinks)
+        return q_grad, k_grad, v_grad, bias_grad, sinks_grad, None, None
+
+
+def _sinks_gradient(grad: Tensor, y: Tensor, sunk_BNS: Tensor) -> Tensor:
+    """[N], from the weights of the sinks: that of a sink takes from all others in proportion."""
+    dots_BNS = torch.linalg.vecdot(grad.to(sunk_BNS.dtype), y.to(sunk_BNS.dtype))
+    return -(sunk_BNS * dots_BNS).sum((0, 2))
+
+
+def sink_attention(
+    q_BNSD: Tensor,
+    k_BKTD: Tensor,
+    v_BKTD: Tensor,
+    sinks_N: Tensor,
+    scale: float | None,
+    causal: bool,
+    mask: Tensor | None,
+) -> Tensor:
+    """As :func:`attention` with sinks, by torch's fused kernel: in any dtype of floating point,
+    with another ``mask`` than the causal one, which is added to the scores and has no gradient.
+    ``scale`` is None for 1 / sqrt(D)."""
+    return _SinkAttention.apply(q_BNSD, k_BKTD, v_BKTD, sinks_N, scale, causal, mask)
+
+
+class _SinkAttention(torch.autograd.Function):
+    """The kernel also returns the logarithm of the sum of exponentials of each query's scores. With
+    the sink's added to it, and the output reduced accordingly, the kernel's backward pass computes
+    the gradients with sinks: all that it knows of the weights is exp(score - this logarithm) and
+    that their mean of the gradients is the product of the output and its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor,
+        scale: float | None,
+        causal: bool,
+        mask: Tensor | None,
+    ) -> Tensor:
+        ctx.scale, ctx.causal = scale, causal
+        y, sums_BNS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+        )
+        sinks_N1 = sinks.to(sums_BNS.dtype)[:, None]
+        y = (y * torch.sigmoid(sums_BNS - sinks_N1)[..., None]).to(y.dtype)
+        ctx.save_for_backward(q, k, v, sinks, mask, y, torch.logaddexp(sums_BNS, sinks_N1))
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, mask, y, sums_BNS = ctx.saved_tensors
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, y, sums_BNS, 0.0, ctx.causal, attn_mask=mask, scale=ctx.scale
+        )
+        sunk_BNS = torch.exp(sinks.to(sums_BNS.dtype)[:, None] - sums_BNS)
+        return *grads, _sinks_gradient(grad, y, sunk_BNS).to(sinks.dtype), None, None, None
 
 
 def _plus(sum_XTD: Tensor | None, addend_XPD: Tensor) -> Tensor:
@@ -123,22 +203,33 @@ def _plus(sum_XTD: Tensor | None, addend_XPD: Tensor) -> Tensor:
 
 
 def _softmax(
-    q_BNSD: Tensor, k_BKTD: Tensor, bias: Tensor | None, scale: float, causal: bool
+    q_BNSD: Tensor,
+    k_BKTD: Tensor,
+    bias: Tensor | None,
+    sinks_N: Tensor | None,
+    scale: float,
+    causal: bool,
 ) -> Iterator[tuple[tuple[int, int, int], Tensor]]:
+    """The blocks and their weights in float32; with sinks the last column is theirs."""
     queries_XGSD = _grouped(q_BNSD, k_BKTD.shape[1]).float() * scale
-    keys_XTD = _flat(k_BKTD).float()
+    keys_XTD, more = _flat(k_BKTD).float(), 0 if sinks_N is None else 1
+    if sinks_N is not None:
+        # Products with one more key make room for a sink.
+        keys_XTD = torch.nn.functional.pad(keys_XTD, (0, 0, 0, 1))
     later_QQ = torch.full((BLOCK, BLOCK), -torch.inf).triu(1) if causal else None
     for first, end, seen in _blocks(q_BNSD.shape[2], k_BKTD.shape[2], causal):
         count = end - first
         queries_XQD = queries_XGSD[:, :, first:end].flatten(1, 2)
-        scores_XQP = torch.bmm(queries_XQD, keys_XTD[:, :seen].transpose(1, 2))
+        scores_XQP = torch.bmm(queries_XQD, keys_XTD[:, : seen + more].transpose(1, 2))
+        if sinks_N is not None:
+            _by_head(scores_XQP, q_BNSD, count)[..., -1] = sinks_N[:, None]
         if later_QQ is not None:
-            own = scores_XQP.unflatten(1, (-1, count))[..., first:]
+            own = scores_XQP.unflatten(1, (-1, count))[..., first:seen]
             own += later_QQ[:count, :count]
         if bias is not None:
-            _by_head(scores_XQP, q_BNSD, count).add_(_part(bias, first, end, seen))
-        weights_XQP = torch.softmax(scores_XQP, -1, out=scores_XQP)
-        yield (first, end, seen), weights_XQP.to(q_BNSD.dtype)
+            by_head = _by_head(scores_XQP, q_BNSD, count)[..., :seen]
+            by_head.add_(_part(bias, first, end, seen))
+        yield (first, end, seen), torch.softmax(scores_XQP, -1, out=scores_XQP)
 
 
 def _by_head(scores_XQP: Tensor, q_BNSD: Tensor, count: int) -> Tensor:

@@ -37,6 +37,8 @@ class TokenEmbedding(VocabParallelEmbedding):
     ) -> None:
         embedding, width = config.embedding, config.hidden_size
         self.input_scale = width**-0.5 if embedding.scale_head_input else None
+        if embedding.logits_scaling is not None:
+            self.input_scale = 1.0 / embedding.logits_scaling
         vocabulary, softcap = config.vocabulary, embedding.final_logit_softcapping
         assert vocabulary.size, "the vocabulary size is not known yet"
         super().__init__(
@@ -113,7 +115,9 @@ class InputEmbedding(nn.Module):
         super().__init__()
         positions = config.positions
         self.tp, self.offset = tp, positions.position_embedding_offset
-        self.scale = config.hidden_size**0.5 if config.embedding.scale_embeddings else None
+        self.scale = config.embedding.embedding_multiplier
+        if config.embedding.scale_embeddings:
+            self.scale = config.hidden_size**0.5
         self.position_embeddings = None
         if positions.position_embedding_type == "learned_absolute":
             self.position_embeddings = WholeEmbedding(

@@ -15,7 +15,7 @@ from megatron.config import ParallelConfig
 from megatron.model.attention_masks import AttentionMasks, AttentionScoring
 from megatron.parallel.loss_head import Objective, Targets, TokenScores
 from megatron.parallel.mesh import ALONE, Coordinates
-from megatron.parallel.shard import init_of, shard_of
+from megatron.parallel.shard import Buffer, init_of, shard_of
 from megatron.parallel.tensor_parallel import (
     TensorParallel,
     autocast_dtype,
@@ -52,6 +52,7 @@ class NeighborStore(Protocol):
         q_1SND: Tensor,
         keys_and_values: Callable[[Tensor], tuple[Tensor, Tensor]],
         scores: AttentionScoring,
+        sinks_N: Tensor | None,
     ) -> Tensor:
         """[1, S, N, D] of a block's attention to the neighbours of the last chunk that has ended,
         with the token itself, and zeros before there is one. The encoder's output is that for the
@@ -68,8 +69,11 @@ class LayerCache(Protocol):
         lengths_BS: tokens of the sequence that each current token is in, int64.
         positions: the most that a sequence has.
         neighbors: those of a model that retrieves; None without retrieval.
+        padded: the rows of a product of which so many count, so that these have the same bits
+            whatever their number.
     """
 
+    padded: Callable[[int], int]
     lengths_BS: Tensor
     positions: int
     neighbors: NeighborStore | None
@@ -82,9 +86,10 @@ class LayerCache(Protocol):
         v_BSKD: Tensor,
         scores: AttentionScoring,
         bias_NT: Tensor | None,
+        sinks_N: Tensor | None,
     ) -> Tensor:
         """[B, S, N, D] of a block; the bias is an addend of the scores for each distance from a
-        query back to a key."""
+        query back to a key, a sink one more score of each query."""
         ...
 
     def attend_encoded(
@@ -93,6 +98,7 @@ class LayerCache(Protocol):
         q_BSND: Tensor,
         keys_and_values: Callable[[Tensor], tuple[Tensor, Tensor]],
         scores: AttentionScoring,
+        sinks_N: Tensor | None,
     ) -> Tensor:
         """[B, S, N, D] of a block's attention to the encoder's output, of which the function gives
         keys and values [B, T, K, D]."""
@@ -374,6 +380,16 @@ class LayerStack(nn.Module):
         """(canonical name, parameter) of every parameter once, in registration order."""
         return canonical_parameters(self, self.layers)
 
+    def canonical_buffers(self) -> Iterator[tuple[str, Buffer]]:
+        """(canonical name, buffer) of every buffer once."""
+        return canonical_buffers(self, self.layers)
+
+    def canonical_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of parameters and buffers as in checkpoints, by canonical name."""
+        shards = [(name, shard_of(param)) for name, param in self.canonical_parameters()]
+        shards += [(name, buffer.shard) for name, buffer in self.canonical_buffers()]
+        return {name: shard.canonical_shape for name, shard in shards}
+
 
 def recomputed_chunks(
     specs: Sequence[LayerSpec], parallel: ParallelConfig
@@ -407,6 +423,17 @@ def canonical_parameters(
         name = canonical_name(registered, prefixes)
         whole = shard_of(param).whole
         yield (name if whole is None else f"{name.rpartition('.')[0]}.{whole}"), param
+
+
+def canonical_buffers(
+    module: nn.Module, specs: Sequence[LayerSpec]
+) -> Iterator[tuple[str, Buffer]]:
+    """(canonical name, buffer) of the buffers of such a module."""
+    prefixes = canonical_prefixes(specs)
+    for registered, part in module.named_modules():
+        for attribute, value in vars(part).items():
+            if isinstance(value, Buffer):
+                yield canonical_name(f"{registered}.{attribute}", prefixes), value
 
 
 def canonical_prefixes(specs: Sequence[LayerSpec]) -> dict[str, str]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config import ModelConfig
+from megatron.config.blocks import MLPConfig
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.shard import initial
 from megatron.parallel.tensor_parallel import TensorParallel
@@ -26,35 +28,61 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 _TWICE = 2 * math.sqrt(2 / math.pi)
 
 
-def _swiglu(x_BSF: Tensor) -> Tensor:
+def _quick_gelu(x: Tensor) -> Tensor:
+    """Approximates GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2)."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+def _gated(
+    x_BSF: Tensor,
+    activation: Callable[[Tensor], Tensor],
+    clamp: float | None = None,
+    offset: float = 0.0,
+) -> Tensor:
     gate, up = x_BSF.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    if clamp is not None:
+        gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+    return activation(gate) * (up + offset if offset else up)
 
 
-def _geglu(x_BSF: Tensor) -> Tensor:
-    gate, up = x_BSF.chunk(2, dim=-1)
-    return _gelu_tanh(gate) * up
-
+_GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": F.silu,
+    "geglu": _gelu_tanh,
+    "quick_geglu": _quick_gelu,
+}
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": _gelu_tanh,
     "gelu_erf": F.gelu,
     "relu": F.relu,
     "squared_relu": lambda x: F.relu(x).square(),
-    "swiglu": _swiglu,
-    "geglu": _geglu,
 }
-"""By the names of :class:`MLPConfig`; gates halve the last dimension."""
+"""Those without a gate, by the names of :class:`MLPConfig`."""
+
+
+@cache
+def activation_of(mlp: MLPConfig) -> Callable[[Tensor], Tensor]:
+    """The function between the two projections of an MLP; with a gate, which is the first half of
+    the last dimension, it halves that dimension. One object for equal MLPs: code compiled for a
+    block then serves all blocks with it."""
+    if not mlp.gated:
+        return ACTIVATIONS[mlp.activation]
+    return partial(
+        _gated,
+        activation=_GATES[mlp.activation],
+        clamp=mlp.activation_func_clamp_value,
+        offset=mlp.glu_linear_offset,
+    )
 
 
 class MLP(nn.Module):
-    """Up, activation, down; the inner width is cut over ranks. A gate and the up projection are one
-    GEMM, gate first."""
+    """Up, activation, down; the inner width, by default that of the configuration, is cut over
+    ranks. A gate and the up projection are one GEMM, gate first."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
+    def __init__(self, config: ModelConfig, tp: TensorParallel, inner: int | None = None) -> None:
         super().__init__()
-        mlp, inner = config.mlp, config.mlp.ffn_hidden_size
-        self.activation = ACTIVATIONS[mlp.activation]
+        mlp, inner = config.mlp, inner or config.mlp.ffn_hidden_size
+        self.activation = activation_of(mlp)
         self.up = ColumnParallelLinear(
             config.hidden_size,
             (inner, inner) if mlp.gated else (inner,),

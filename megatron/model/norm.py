@@ -12,7 +12,7 @@ from megatron.config import ModelConfig
 from megatron.model.cpu_kernels import rms_norm
 from megatron.model.layer_list import LayerState
 from megatron.parallel.shard import Init, Shard, parameter
-from megatron.parallel.tensor_parallel import TensorParallel
+from megatron.parallel.tensor_parallel import TensorParallel, sum_over_ranks
 
 
 class Norm(nn.Module, ABC):
@@ -74,6 +74,29 @@ class RMSNorm(Norm):
         return F.rms_norm(x, (self.width,), weight, self.epsilon)
 
 
+class AllHeadsNorm(RMSNorm):
+    """:class:`RMSNorm` of ``heads`` heads together, [B, S, N, D], of which a rank has N; where
+    there are fewer than ranks, neighbouring ranks have the same one. A rank has all weights."""
+
+    def __init__(
+        self, heads: int, head_dim: int, epsilon: float, tp: TensorParallel, offset: float
+    ) -> None:
+        super().__init__(heads * head_dim, epsilon, tp, offset, heads=True)
+        self.group, self.copies = tp.group, max(1, tp.group.size // heads)
+
+    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        x_BSX = x.flatten(2)
+        if self.group.size == 1:
+            return super().normalise(x_BSX, weight, bias).view_as(x)
+        width = x_BSX.shape[-1]
+        weight = weight.narrow(0, self.group.rank // self.copies * width, width)
+        x_BSX = x_BSX.to(torch.promote_types(x.dtype, torch.float32))
+        squares_BS1 = x_BSX.square().sum(-1, keepdim=True) / self.copies
+        mean_BS1 = sum_over_ranks(squares_BS1, self.group) / self.width
+        scaled = x_BSX * torch.rsqrt(mean_BS1 + self.epsilon)
+        return (scaled.to(x.dtype) * weight).view_as(x)
+
+
 _NORMS: dict[str, type[Norm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 
 
@@ -85,6 +108,15 @@ def build_norm(config: ModelConfig, tp: TensorParallel, heads: bool = False) -> 
     built = _NORMS[norm.normalization](width, norm.norm_epsilon, tp, offset, heads)
     built.narrows = config.fp32_residual_connection and not heads
     return built
+
+
+def build_qk_norm(config: ModelConfig, tp: TensorParallel, heads: int) -> Norm:
+    """The norm of queries or keys, which have so many heads."""
+    if not config.norm.qk_layernorm_whole:
+        return build_norm(config, tp, heads=True)
+    norm, width = config.norm, config.attention.kv_channels
+    offset = float(norm.apply_layernorm_1p)
+    return AllHeadsNorm(heads, width, norm.norm_epsilon, tp, offset)
 
 
 class FinalNorm(nn.Module):

@@ -194,6 +194,9 @@ def _longrope(
     divisors = scaling.long_factor if long else scaling.short_factor
     assert original and divisors
     frequencies_P = frequencies_P / frequencies_P.new_tensor(divisors)
+    of_length = scaling.long_mscale if long else scaling.short_mscale
+    if of_length is not None:
+        return frequencies_P, of_length
     if scaling.attention_factor is not None:
         return frequencies_P, scaling.attention_factor
     factor = scaling.factor or positions / original

@@ -247,14 +247,15 @@ def _kernel(
     if name.startswith("flash"):
         name = f"flash{version_of_flash(name, dropout)}"
     learned = config.positions.position_embedding_type == "relative"
-    plain = not (documents or learned or scores.slopes or scores.softcap)
+    sinks = shape.softmax_type != "vanilla"
+    plain = not (documents or learned or scores.slopes or scores.softcap or sinks)
     if name == "flash2" and plain:
         return "flash-attention 2 of the package flash-attn"
     masked = learned or scores.window in flex_windows(config, length, documents, scores.causal)
     why = "relative positions are learned" if learned else why_not_flex(config, device.type)
-    if masked and why is None:
+    if (masked or sinks) and why is None:
         return "FlexAttention"
-    if scores.softcap is not None:
+    if scores.softcap is not None or (sinks and (learned or dropout or device.type != "cpu")):
         return f"plain matrix products ({why})"
     heads = shape.num_attention_heads // tensor
     # With a mask, keys are copied for each of their queries' heads.

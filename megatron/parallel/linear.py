@@ -99,13 +99,18 @@ class LinearKernel(Protocol):
 
 
 class KernelStates:
-    """What linear kernels keep from one optimizer step to the next; here they keep nothing.
+    """Values that layers or their kernels keep from one optimizer step to the next; here nothing.
 
     Attributes:
         file: prefix of the names of files in checkpoints; None where checkpoints keep nothing.
     """
 
     file: str | None = None
+
+    @property
+    def members(self) -> Sequence[KernelStates]:
+        """The states of each feature."""
+        return (self,)
 
     def refresh(self) -> None:
         """Called before every forward pass that follows an update, a load or an initialisation."""
@@ -126,6 +131,41 @@ class KernelStates:
     def load(self, state: Mapping[str, Tensor], folder: Path) -> str | None:
         """Take the state of a checkpoint of any layout, or leave everything as it is and return a
         line about a state that is missing."""
+
+
+class SeveralStates(KernelStates):
+    """The states of several features, of which at most one keeps something in checkpoints."""
+
+    def __init__(self, members: Sequence[KernelStates]) -> None:
+        self._members = members
+        self._stored = next((m for m in members if m.file is not None), KernelStates())
+        self.file = self._stored.file
+
+    @property
+    def members(self) -> Sequence[KernelStates]:
+        return self._members
+
+    def refresh(self) -> None:
+        for member in self._members:
+            member.refresh()
+
+    def invalidate(self) -> None:
+        for member in self._members:
+            member.invalidate()
+
+    def forget_step(self) -> None:
+        for member in self._members:
+            member.forget_step()
+
+    def end_step(self) -> None:
+        for member in self._members:
+            member.end_step()
+
+    def state(self) -> dict[str, Tensor]:
+        return self._stored.state()
+
+    def load(self, state: Mapping[str, Tensor], folder: Path) -> str | None:
+        return self._stored.load(state, folder)
 
 
 class LinearMap(NamedTuple):

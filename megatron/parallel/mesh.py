@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,9 @@ model): neighbours in global rank differ along the last."""
 
 REPLICAS = ("data", "context", "expert")
 """The axes along which dense layers are replicated; together they are DeepSpeed's data parallel."""
+
+SAMPLES = ("data", "expert")
+"""The axes along which ranks read different samples."""
 
 MODEL = ("pipeline", "tensor")
 """The axes over which dense layers are divided."""
@@ -29,6 +33,13 @@ Coordinates = Mapping[str, tuple[int, int]]
 
 ALONE: Coordinates = {}
 """The coordinates of a single process."""
+
+
+class Replicated(Protocol):
+    """What says along which axes a parameter is replicated, as a ``Shard`` does."""
+
+    @property
+    def reduced(self) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -83,9 +94,21 @@ class Mesh:
         return self.group("pipeline")
 
     @cached_property
-    def data(self) -> Group:
-        """All replicas of this rank's share of the model: data x context x expert."""
+    def samples(self) -> Group:
+        """The ranks that read different samples for the same layers: data x expert. A mean over
+        samples is one over these."""
+        return self.group(*SAMPLES)
+
+    @cached_property
+    def dense(self) -> Group:
+        """All replicas of this rank's dense layers, over whose number gradients are averaged: data
+        x context x expert, DeepSpeed's data parallel."""
         return self.group(*REPLICAS)
+
+    def replicas(self, shard: Replicated) -> Group:
+        """The ranks with the same share of a parameter as this one, over which its gradient is
+        summed and ZeRO partitions it."""
+        return self.group(*shard.reduced)
 
     @cached_property
     def model(self) -> Group:
@@ -93,10 +116,10 @@ class Mesh:
         return self.group(*MODEL)
 
 
-_ALWAYS = (("tensor",), REPLICAS, ("pipeline",), MODEL)
+_ALWAYS = (("tensor",), REPLICAS, ("data", "context"), ("pipeline",), MODEL)
 """Combinations of axes whose groups are created at any size: DeepSpeed needs their handles."""
 
-_COMBINATIONS = (*_ALWAYS, ("context",), ("expert",), ("data", "context"), SHARDED)
+_COMBINATIONS = (*_ALWAYS, SAMPLES, ("context",), ("expert",), ("expert", "tensor"), SHARDED)
 """All combinations of axes along which ranks communicate."""
 
 

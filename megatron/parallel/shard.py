@@ -24,9 +24,11 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Cut:
-    """How one dimension of a parameter is cut over one axis of the mesh.
+    """How one dimension of a parameter is cut over an axis of the mesh, or several together.
 
     Attributes:
+        axis: its name, or the names of several, slowest first: a rank's place is that among the
+            ranks along all of them.
         parts: lengths along ``dim`` of matrices fused into this one, for example (query, key,
             value); each part is cut by itself. Empty means one part.
         held: indices of the parts in this parameter; None for all. The others are in another
@@ -35,15 +37,27 @@ class Cut:
     """
 
     dim: int
-    axis: str = "tensor"
+    axis: str | tuple[str, ...] = "tensor"
     parts: tuple[int, ...] = ()
     held: tuple[int, ...] | None = None
     copies: int = 1
     unpadded: int | None = None
 
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return (self.axis,) if isinstance(self.axis, str) else self.axis
+
+    def of(self, coordinates: Coordinates) -> tuple[int, int]:
+        """(rank, size) along all of the axes at ``coordinates``."""
+        rank, size = 0, 1
+        for axis in self.axes:
+            place, count = coordinates.get(axis, (0, 1))
+            rank, size = rank * count + place, size * count
+        return rank, size
+
     def ranges(self, length: int, coordinates: Coordinates) -> Ranges:
         """The share of the rank at ``coordinates`` along a dimension of this padded length."""
-        rank, size = coordinates.get(self.axis, (0, 1))
+        rank, size = self.of(coordinates)
         parts = self.parts or (length,)
         starts = [0, *accumulate(parts)]
         assert size % self.copies == 0, (self, size)
@@ -59,7 +73,7 @@ class Cut:
 @dataclass(frozen=True)
 class Shard:
     """How one parameter is cut over the mesh: ``full_shape`` includes padding (under ``zero.Init``
-    the tensor itself is empty); each of ``cuts`` is over another axis; ``whole`` is the last name
+    the tensor itself is empty); each of ``cuts`` is over other axes; ``whole`` is the last name
     of the whole parameter where several parameters are parts of it."""
 
     full_shape: tuple[int, ...]
@@ -69,9 +83,12 @@ class Shard:
     def __post_init__(self) -> None:
         for cut in self.cuts:
             assert not cut.parts or sum(cut.parts) == self.full_shape[cut.dim], self
-            assert cut.copies == 1 or cut.axis not in REPLICAS, "gradients of copies are averaged"
+            assert cut.copies == 1 or not {*cut.axes} & {*REPLICAS}, (
+                "copies' gradients are averaged"
+            )
+        axes = [axis for cut in self.cuts for axis in cut.axes]
         assert len({cut.dim for cut in self.cuts}) == len(self.cuts), self
-        assert len({cut.axis for cut in self.cuts}) == len(self.cuts), self
+        assert len({*axes}) == len(axes), self
 
     @property
     def canonical_shape(self) -> tuple[int, ...]:
@@ -88,6 +105,12 @@ class Shard:
         return tuple(axis for axis in REPLICAS if self.over(axis) is None)
 
     @property
+    def decays(self) -> bool:
+        """True for matrices, whose weights decay, and False for vectors; where several experts are
+        one parameter, an expert's part of it decides."""
+        return len(self.full_shape) - (self.over("expert") is not None) > 1
+
+    @property
     def part(self) -> str:
         """Distinguishes the parameters that are parts of one; empty for a whole parameter."""
         held = [part for cut in self.cuts for part in cut.held or ()]
@@ -95,7 +118,7 @@ class Shard:
 
     def over(self, axis: str) -> Cut | None:
         """The cut over an axis; None where every rank along it has the same."""
-        return next((cut for cut in self.cuts if cut.axis == axis), None)
+        return next((cut for cut in self.cuts if axis in cut.axes), None)
 
     def ranges(self, coordinates: Coordinates = ALONE) -> dict[int, Ranges]:
         """Ranges of a rank's share in the whole, by dimension that is cut."""
@@ -201,6 +224,21 @@ def initial(config: ModelConfig, scaled: bool = False) -> Init:
     if config.init_method_xavier_uniform:
         return Init(xavier=True)
     return Init(config.init_method_std / ((2 * config.num_layers) ** 0.5 if scaled else 1.0))
+
+
+class Buffer:
+    """Values of a layer that a rule changes, not a gradient. They are float32 whatever the dtype of
+    the weights, the same on all ranks that have the layer, and in checkpoints like a weight. The
+    module has it as an attribute, and torch does not know it, so that no engine casts or cuts it.
+    """
+
+    def __init__(self, *shape: int) -> None:
+        self.shard = Shard(shape)
+        self.values = torch.zeros(shape)
+
+    def start(self, device: torch.device) -> None:
+        """Set the initial values, zeros."""
+        self.values = torch.zeros(self.shard.full_shape, dtype=torch.float32, device=device)
 
 
 def parameter(shard: Shard, init: Init, coordinates: Coordinates = ALONE) -> nn.Parameter:

@@ -10,22 +10,22 @@ Shapes: B batch, S sequence, a slice of it S/t long on each of t ranks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.parallel.mesh import SINGLE, Coordinates, Group
+from megatron.parallel.mesh import SINGLE, Coordinates, Group, Mesh
 from megatron.util.digests import hash64
 
 Finish = Callable[[], Tensor]
 """Waits for a collective and returns its result; work done before the call overlaps with it."""
 
 # The names before torch 2.13.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -52,7 +52,7 @@ def start_gather_sequence(x: Tensor, group: Group) -> Finish:
     """The slices [B, S/t, ...] of all ranks as [B, S, ...]; without a copy when B is 1."""
     x = x.contiguous()
     slices = x.new_empty(group.size, *x.shape)
-    work = _all_gather(slices.view(-1), x.view(-1), group=group.handle, async_op=True)
+    work = all_gather_flat(slices.view(-1), x.view(-1), group=group.handle, async_op=True)
 
     def finish() -> Tensor:
         work.wait()
@@ -104,6 +104,27 @@ def reduce_from_ranks(x: Tensor, group: Group) -> Tensor:
     """Sum over ``group`` forward, identity backward. Overwrites ``x``, which must be contiguous and
     needed by nothing else."""
     return _ReduceFromRanks.apply(x, group)
+
+
+def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
+    """Sum over ranks each of which computes another part with it, so that its gradient is summed
+    too. Overwrites ``x`` like :func:`reduce_from_ranks`."""
+    return _EnterRanks.apply(reduce_from_ranks(x, group), group, False)
+
+
+class _EnterRanks(torch.autograd.Function):
+    """The whole sequence forward; backward the sum over the ranks, of a split one this rank's slice
+    of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, split: bool) -> Tensor:
+        ctx.group, ctx.split = group, split
+        return start_gather_sequence(x, group)() if split else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        start = start_scatter_sequence if ctx.split else start_all_reduce
+        return start(grad.clone() if not ctx.split else grad, ctx.group)(), None, None
 
 
 class _ScatterToRanks(torch.autograd.Function):
@@ -163,18 +184,38 @@ class _SumGradients(torch.autograd.Function):
         return None, *(total.view_as(grad) for total, grad in zip(sums, grads, strict=True))
 
 
+def sum_gradients(group: Group, *params: Tensor) -> tuple[Tensor, ...]:
+    """Parameters whose gradients are summed over the group, in one collective."""
+    return _SumGradients.apply(group, *params) if group.size > 1 else params
+
+
 @dataclass(frozen=True)
 class TensorParallel:
     """Over which ranks layers are cut, and, with ``sequence``, that activations between them are
-    split along the sequence."""
+    split along the sequence. ``axes`` are groups along other axes than ``tensor`` that some layers
+    are cut over, see :meth:`over`. ``experts`` is how the ranks share experts: each has a part of
+    every expert (``cut``), they have different ones (``folded``), or all the same (``whole``)."""
 
     group: Group = SINGLE
     sequence: bool = False
+    axes: Mapping[tuple[str, ...], Group] = field(default_factory=dict, compare=False)
+    experts: str = "cut"
+
+    @classmethod
+    def of(cls, mesh: Mesh, sequence: bool = False, experts: str = "cut") -> TensorParallel:
+        further = (("expert",), ("expert", "tensor"))
+        return cls(mesh.tensor, sequence, {axes: mesh.group(*axes) for axes in further}, experts)
 
     @property
     def coordinates(self) -> Coordinates:
-        """This rank's place, for parameters that are cut over the group."""
-        return {"tensor": (self.group.rank, self.group.size)}
+        """This rank's place, for parameters that are cut over the groups."""
+        single = {axes[0]: group for axes, group in self.axes.items() if len(axes) == 1}
+        groups = {**single, "tensor": self.group}
+        return {axis: (group.rank, group.size) for axis, group in groups.items()}
+
+    def over(self, *axes: str) -> Group:
+        """The ranks that differ from this one along these axes only, slowest axis first."""
+        return self.group if axes == ("tensor",) else self.axes.get(axes, SINGLE)
 
     @property
     def slices(self) -> int:
@@ -224,6 +265,13 @@ class TensorParallel:
         found_GPH = _rows(x_BSH, here_GP)
         return self.leave(found_GPH.masked_fill(elsewhere_GP.unsqueeze(-1), 0.0))
 
+    def enter(self, x_BSI: Tensor) -> Tensor:
+        """Activations [B, S/t, I] of outside for cut layers, [B, S, I], each of which computes an
+        addend of their gradient; ``column_linear`` does it together with its GEMM."""
+        if self.group.size == 1:
+            return x_BSI
+        return _EnterRanks.apply(x_BSI, self.group, self.split)
+
     def leave(self, x_BSO: Tensor) -> Tensor:
         """Sums the addends that cut layers compute on each rank; with sequence parallelism this
         rank's slice [B, S/t, O] of the sum. The inverse of entering by ``column_linear``. ``x_BSO``
@@ -241,7 +289,7 @@ class TensorParallel:
         """Parameters for use inside that every rank applies to each of its heads alike: their
         gradients are summed over the ranks. Where ranks share a key head, each has the part of the
         gradient that comes from its own queries, so the sum counts nothing twice."""
-        return params if self.group.size == 1 else _SumGradients.apply(self.group, *params)
+        return sum_gradients(self.group, *params)
 
     def own(self, x: Tensor, dim: int) -> Tensor:
         """This rank's slice, along the sequence dimension ``dim``, of a tensor that is the same on

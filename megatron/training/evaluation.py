@@ -236,7 +236,7 @@ def measure_samples(
     count, done = len(dataset), 0
     found: npt.NDArray[np.float64] | None = None
     for rounds in _runs(engine, count, micro_batch_size, lengths):
-        batches = _batches(dataset, collate, rounds, engine.mesh.data.rank)
+        batches = _batches(dataset, collate, rounds, engine.mesh.samples.rank)
         rows = engine.rows(batches, len(rounds), measure).numpy()
         if found is None:
             found = np.zeros((count, *rows.shape[3:]))
@@ -278,9 +278,9 @@ def _runs(engine: ModelEngine, count: int, size: int, lengths: Any = None) -> It
     multiple = slices if engine.device.type == "cpu" else int(np.lcm(MULTIPLE, slices))
     if count:
         # As many batches as that size needs, of one smaller size if fewer are then filled up.
-        batches = -(-count // (mesh.data.size * size))
-        size = -(-count // (mesh.data.size * batches))
-    rounds = _rounds(count, mesh.data.size, size, lengths, multiple)
+        batches = -(-count // (mesh.samples.size * size))
+        size = -(-count // (mesh.samples.size * batches))
+    rounds = _rounds(count, mesh.samples.size, size, lengths, multiple)
     run: list[Round] = []
     for each in rounds:
         if run and (

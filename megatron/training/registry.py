@@ -121,6 +121,12 @@ _TABLE = (
         label="time left",
         show=lambda values: str(timedelta(seconds=round(values["seconds_left"]))),
     ),
+    # Of the layer of experts with the least even use: tokens of the fullest expert, entropy of the
+    # shares as a part of the largest, choices beyond the capacity; and experts without tokens.
+    RunMetric("experts_max_over_mean", label="experts max/mean", show=".2f"),
+    RunMetric("experts_entropy"),
+    RunMetric("experts_dropped_share", label="experts dropped", show=".1%"),
+    RunMetric("experts_idle", "experts"),
     # Spent over all starts of a run; money in the currency of the price of a device.
     RunMetric("energy_joules", "J", label="energy (kWh)", show=".4g", scale=1 / 3.6e6),
     RunMetric("devices_joules", "J", tag=None),
@@ -138,6 +144,7 @@ _AFTER_LOSSES = (
     *("loss_scale", "grad_norm", "num_zeros", "params_norm", "seq_length"),
     *("skipped_steps", "nan_steps", "samples_per_second", "tokens_per_second_per_device"),
     *("trained_tokens_per_second", "tflops_per_device", "mfu", "hfu", "memory_allocated_bytes"),
+    *("experts_max_over_mean", "experts_dropped_share"),
     *("slowest_rank", "own_seconds_fastest", "seconds_left"),
     *("energy_joules", "co2_grams", "cost", "cost_left"),
 )
@@ -146,6 +153,7 @@ TAG_ORDER = (
     *("global_batch_size", "loss_scale", "seconds_per_iteration", "samples_per_second"),
     *("tokens_per_second_per_device", "tflops_per_device", "mfu", "hfu"),
     *("memory_allocated_bytes", "memory_reserved_bytes"),
+    *("experts_max_over_mean", "experts_entropy", "experts_dropped_share", "experts_idle"),
     *("energy_joules", "co2_grams", "cost", "cost_left", "seconds_left"),
     *("slowest_rank", "own_seconds_slowest", "own_seconds_median", "own_seconds_fastest"),
 )
@@ -195,7 +203,7 @@ class IntervalMetrics:
             *self._losses(),
             *self._fields("learning_rate"),
             f"consumed samples: {self.consumed_samples}",
-            *self._fields("grad_norm"),
+            *self._fields("grad_norm", "experts_max_over_mean"),
             *(f"{METRICS[name].label}: {self.values[name]}" for name in bad),
             *self._fields("seconds_per_iteration"),
             f"tokens per second: {rate:,.0f}",

@@ -344,6 +344,8 @@ def _layout(config: RunConfig) -> str:
         words.append(f"{layout.pipeline_schedule} with {chunks} stages per process")
     if layout.sequence_parallel:
         words.append("sequence parallel")
+    if layout.expert_model_parallel_size > 1:
+        words.append(f"experts divided over {layout.expert_model_parallel_size}")
     precision = "fp16" if config.precision.fp16 else "bf16" if config.precision.bf16 else "fp32"
     return ", ".join([*words, f"ZeRO stage {config.engine.zero_stage}", precision])
 

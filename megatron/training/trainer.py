@@ -291,7 +291,7 @@ class Trainer:
 
     def reading(self, **options: Any) -> dict[str, Any]:
         """Options of ``TrainingData.batches`` for this rank."""
-        data = self.engine.mesh.data
+        data = self.engine.mesh.samples
         return {
             "micro_batch_size": self.plan.micro_batch_size,
             "data_rank": data.rank,
@@ -318,9 +318,9 @@ def weighed_step(
     # Filled on the device: a copy from the CPU would wait for it.
     sums_3 = torch.full((3,), float(fed), dtype=torch.float64, device=device)
     sums_3[1:] = torch.stack(weights).sum(0)
-    if mesh.data.size > 1:
-        dist.all_reduce(sums_3, group=mesh.data.handle)
-    means_2 = (sums_3[1:] / (count * mesh.data.size)).clamp(min=torch.finfo(torch.float64).tiny)
+    if mesh.samples.size > 1:
+        dist.all_reduce(sums_3, group=mesh.samples.handle)
+    means_2 = (sums_3[1:] / (count * mesh.samples.size)).clamp(min=torch.finfo(torch.float64).tiny)
     relative = (
         batch._replace(weights_2=own / means_2) for batch, own in zip(step, weights, strict=True)
     )

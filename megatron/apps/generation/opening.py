@@ -62,7 +62,14 @@ def opened_runner(
     load = settings["load"].value if "load" in settings else "."
     with _naming_rights(load), opened_checkpoint(settings, processes, "generation") as opened:
         mesh, tokenizer = opened.engine.mesh, opened.run.tokenizer
-        if mesh.data.size > 1:
+        experts = opened.run.config.parallel.expert_model_parallel_size
+        if mesh.group("expert").size > 1:
+            raise ConfigError(
+                f"--expert-model-parallel-size {experts}: generation has no data-parallel replicas "
+                "to divide experts over; leave it out, or divide them over tensor-parallel ranks: "
+                f"--tensor-model-parallel-size {experts} --expert-tensor-parallel-size 1"
+            )
+        if mesh.dense.size > 1:
             raise ConfigError(
                 f"{mesh.world.size} processes for a model over {mesh.model.size}: generation has "
                 "no data-parallel replicas; start as many processes as --tensor-model-parallel-size"

@@ -64,7 +64,7 @@ class TextWriter:
         self, requests: Sequence[GenerationRequest], on_completion: OnCompletion
     ) -> dict[int, Completion]:
         """The completions of this replica."""
-        data = self.mesh.data
+        data = self.mesh.samples
         replicas, replica = (1, 0) if self.together else (data.size, data.rank)
         numbers = range(replica, len(requests), replicas)
         engine = GenerationEngine(self.runner, self.tokenizer)

@@ -126,14 +126,14 @@ def _step(run: Run, engine: TrainEngine, mesh: Mesh) -> GradientRecord:
     for param, name in engine.names.items():
         param.init = INIT  # type: ignore[attr-defined]
         initialise(name, param, config.training.seed, mesh.coordinates)
-    outputs = _observe(engine.sequences, engine.spec) if mesh.data.rank == 0 else {}
+    outputs = _observe(engine.sequences, engine.spec) if mesh.samples.rank == 0 else {}
     average_by(engine.engine, lambda: average_gradients(engine.trained, mesh))
     plan = TrainingPlan(config)
     count = plan.batch_size.micro_batches(0)
     engine.prepare(count)
     samples = plan.micro_batch_size
     seeds = [
-        dropout_seed(config.training.seed, (n * mesh.data.size + mesh.data.rank) * samples)
+        dropout_seed(config.training.seed, (n * mesh.samples.size + mesh.samples.rank) * samples)
         for n in range(count)
     ]
     data = run_data(run)
@@ -144,8 +144,8 @@ def _step(run: Run, engine: TrainEngine, mesh: Mesh) -> GradientRecord:
         data.batches(
             data.datasets.train,
             micro_batch_size=samples,
-            data_rank=mesh.data.rank,
-            data_size=mesh.data.size,
+            data_rank=mesh.samples.rank,
+            data_size=mesh.samples.size,
         ),
         0,
     )

@@ -186,7 +186,7 @@ def _plain_optimizer(
     groups = [
         {
             "params": [param],
-            "decays": len(shard_of(param).full_shape) > 1,
+            "decays": shard_of(param).decays,
             "lr_factor": options.lr_factor(name),
         }
         for name, param in params.items()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.apps.planning.parameters import model_parameters, rank_shares
+from megatron.apps.planning.parameters import RankShare, model_parameters, rank_shares
 from megatron.config import RunConfig
+from megatron.config.layouts import Layout
 from megatron.data.build import PortionSize
+from megatron.features.experts.costs import active_parameters
 from megatron.training.plan import TrainingPlan
 
 _OFTEN = 50
@@ -39,10 +41,20 @@ def extent(config: RunConfig, plan: TrainingPlan, files: Sequence[PortionSize]) 
 
 def _parameters(config: RunConfig) -> str:
     """The number of parameters, and the most that a rank has where ranks divide them."""
-    layout = config.layout()
-    text = f"{model_parameters(config.model):,} parameters"
-    if layout.tensor * layout.pipeline == 1 and layout.zero < 3:
+    layout, total = config.layout(), model_parameters(config.model)
+    text, active = f"{total:,} parameters", active_parameters(config.model, total)
+    if active < total:
+        text += f", {active:,} of them active for a token"
+    if layout.tensor * layout.pipeline * layout.expert == 1 and layout.zero < 3:
         return text
     shares = rank_shares(config.model, layout, config.parallel.pipeline_partition)
-    most = max(share.parameters for share in shares)
-    return f"{text}, {most // (layout.data if layout.zero == 3 else 1):,} on a rank"
+    most = max(_on_rank(layout, share) for share in shares)
+    return f"{text}, {most:,} on a rank"
+
+
+def _on_rank(layout: Layout, share: RankShare) -> int:
+    """Parameters of a rank, of which ZeRO 3 divides those that other ranks have as well."""
+    if layout.zero < 3:
+        return share.parameters
+    dense = (share.parameters - share.experts) // layout.data
+    return dense + share.experts // (layout.data // layout.expert_axis)

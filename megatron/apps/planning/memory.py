@@ -30,6 +30,7 @@ from megatron.config.layouts import Layout
 from megatron.families import BlockLengths, family_of
 from megatron.features.adapters.flags import AdapterConfig
 from megatron.features.adapters.nf4 import bytes_of
+from megatron.features.experts.flags import ExpertsConfig
 from megatron.features.low_bit_states.state_formats import state_formats
 from megatron.parallel.cross_entropy import logits_chunk
 
@@ -39,9 +40,10 @@ LIVE_PARAMETERS = 1_000_000_000  # elements: DeepSpeed's stage3_max_live_paramet
 
 MLP_WIDTHS = {
     "gelu_tanh": 2, "gelu_erf": 2, "relu": 1, "squared_relu": 2, "swiglu": 4, "geglu": 4,
+    "quick_geglu": 5,
 }  # fmt: skip
 """Inner widths that an MLP keeps, by activation: its input and output; of a ReLU the output only;
-of a gated MLP gate, up, activated gate and their product."""
+of a gated MLP gate, up, activated gate and their product, and the sigmoid of quick_geglu."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,9 @@ class StateBytes:
         return self.weights + self.gradients + self.optimizer
 
 
-def state_bytes(layout: Layout) -> StateBytes:
+def state_bytes(layout: Layout, replicas: int | None = None) -> StateBytes:
     """Return the bytes per parameter with Adam, as DeepSpeed 0.19's engine has them at its
-    optimizer step.
+    optimizer step, of parameters with so many replicas (default: one on each data-parallel rank).
 
     ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054, section 5) partitions optimizer state at stage
     1, gradients at 2 and parameters at 3. DeepSpeed also copies the gradients that a rank updates
@@ -67,7 +69,7 @@ def state_bytes(layout: Layout) -> StateBytes:
     bf16 runs as autocast over float32 weights, and fp16 replaces one gradient after the other by
     its copy.
     """
-    data, zero = layout.data, layout.running_zero
+    data, zero = replicas or layout.data, layout.running_zero
     if zero == 0:
         half = layout.precision == "fp16"
         return StateBytes(2.0, 4.0, 12.0) if half else StateBytes(4.0, 4.0, 8.0)
@@ -262,7 +264,7 @@ def _block_bytes(
     # Queries and keys that are normalised or rotated are new tensors; the values still keep the
     # whole QKV output.
     changed = share.query + share.kv if rope or qk_norm else 0
-    mlp = share.ffn * MLP_WIDTHS[model.mlp.activation]
+    mlp = share.ffn * mlp_widths(model)
     inputs = norms_of_block(model, cross) * sizes.norm(hidden)
     alike = model.parallel_residual and not model.shared_parallel_norm
     if alike and sizes.source == sizes.residual:
@@ -289,6 +291,36 @@ def _block_bytes(
     return whole, float8
 
 
+def expert_bytes(model: ModelConfig, layout: Layout, micro_batch: int) -> float:
+    """Return the bytes that a block with experts keeps more than one with an MLP, in 16 bits or
+    float32: rows of tokens as they enter and leave their experts, and what is within; scores of all
+    experts. Every expert has its even share of the tokens."""
+    part, size = model.part(ExpertsConfig), 4 if layout.precision == "fp32" else 2
+    tokens, k = micro_batch * model.seq_length, part.moe_router_topk
+    whole = layout.expert_tensor is not None
+    rows = tokens * k / (layout.tensor if whole else 1)
+    inner = (part.moe_ffn_hidden_size or 0) / (1 if whole else layout.tensor)
+    width = part.moe_latent_size or model.hidden_size
+    kept = mlp_widths(model)
+    within = (part.moe_shared_expert_intermediate_size or 0) / layout.tensor
+    if part.mlp_type == "standard":
+        within -= local_widths(model, layout.tensor).ffn
+    # Outputs that a weight of the token multiplies: of shared experts, or of both MLPs.
+    count = part.moe_shared_expert_gate + 2 * (part.mlp_type == "residual")
+    scaled = count * model.hidden_size / (layout.tensor if layout.sequence else 1)
+    # Scores, logits and the inputs of their gradients are in float32 at most.
+    scores = 16.0 * tokens * max(part.layer_experts) / (layout.tensor if whole else 1)
+    return size * (rows * (2 * width + inner * kept) + tokens * (within * kept + scaled)) + scores
+
+
+def mlp_widths(model: ModelConfig) -> int:
+    """Return the inner widths that an MLP keeps for its backward pass."""
+    clamped = model.mlp.activation_func_clamp_value is not None
+    # The clamped gate, and the up projection that it multiplies.
+    changes = clamped + (clamped or model.mlp.glu_linear_offset != 0)
+    return MLP_WIDTHS[model.mlp.activation] + changes
+
+
 def float8_bytes(model: ModelConfig, layout: Layout, blocks: int) -> float:
     """Return the bytes of the 8-bit weights of this many blocks, in both layouts; at stage 3 each
     is cast where it is used."""
@@ -300,6 +332,7 @@ def _all_scores(model: ModelConfig) -> bool:
     return (
         model.attention.attention_backend == "eager"
         or model.attention.attn_logit_softcapping is not None
+        or (model.attention.softmax_type != "vanilla" and model.attention.attention_dropout > 0)
     )
 
 
@@ -394,31 +427,40 @@ def rank_memory(
         for lengths in dict.fromkeys(chain(*share.stages))
     }
     flying = stages_in_flight(layout, share.rank, micro_batches)
+    more, full = 0.0, layout.recompute in ("uniform", "block")
+    if any(share.routed) and not model.part(ExpertsConfig).idle:
+        more = expert_bytes(model, layout, micro_batch)
     stage = max(
         _stage_bytes(layout, [kept[lengths] for lengths in blocks], float8)
-        for blocks, float8 in zip(share.stages, share.float8, strict=True)
+        + (0.0 if full else more * routed)
+        for blocks, float8, routed in zip(
+            share.stages, share.float8, share.routed or (0,) * len(share.stages), strict=True
+        )
     )
     first = 0.0
     if share.first:
         first = -(-flying // layout.chunks) * kept[share.stages[0][0]].embedding
     # Loss and logits are gone before the first block is computed again.
-    top = max(each.recomputed for each in kept.values())
+    top = max(each.recomputed for each in kept.values()) + max(0.0, more) * full
     if share.last:
         head = kept[share.stages[-1][-1]]
         top = max(top, head.head + head.loss)
     state, added = state_bytes(layout), 0.0
+    of_experts = state_bytes(layout, layout.data // layout.expert_axis)
     if adapters is not None:
         added = sum(share.blocks) * adapter_parameters(model, adapters, layout.tensor)
     parameters, trained = share.parameters + added, added or share.parameters
     weights = state.weights * parameters + float8_bytes(model, layout, sum(share.float8))
+    weights += (of_experts.weights - state.weights) * share.experts
+    trained_experts = 0 if added else share.experts
     if adapters is not None and adapters.qlora:
         # In 4 bits, whole on every data-parallel rank at every stage.
         linear = sum(share.blocks) * linear_parameters(model, layout.tensor)
         weights += bytes_of(linear, adapters.qlora_double_quant) - state.weights * linear
     return Memory(
         weights,
-        state.gradients * trained,
-        state.optimizer * trained,
+        state.gradients * trained + (of_experts.gradients - state.gradients) * trained_experts,
+        state.optimizer * trained + (of_experts.optimizer - state.optimizer) * trained_experts,
         buffer_bytes(layout, parameters, trained),
         flying * stage + first + top,
     )

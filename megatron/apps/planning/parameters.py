@@ -43,9 +43,11 @@ def local_widths(model: ModelConfig, tensor: int) -> LocalWidths:
 
 @dataclass(frozen=True)
 class LayerShare:
-    """A tensor-parallel rank's share of a layer; the other fields are those of `LayerSpec`."""
+    """A tensor-parallel rank's share of a layer; the other fields are those of `LayerSpec`.
+    ``experts`` of its parameters are divided over expert-parallel ranks, which is not counted."""
 
     parameters: int
+    experts: int
     block: bool
     tied_key: str | None
     cost: int
@@ -53,21 +55,21 @@ class LayerShare:
 
 
 @lru_cache(maxsize=256)
-def layer_shares(model: ModelConfig, tensor: int) -> tuple[LayerShare, ...]:
+def layer_shares(
+    model: ModelConfig, tensor: int, whole_experts: bool = False
+) -> tuple[LayerShare, ...]:
     """Return the layers of a complete model on one of ``tensor`` ranks; a tied layer counts whole
     at each of its places."""
-    tp = TensorParallel(Group(tuple(range(tensor))))
+    how = "whole" if whole_experts else "cut"
+    tp, shares = TensorParallel(Group(tuple(range(tensor))), experts=how), []
     with torch.device("meta"):
-        return tuple(
-            LayerShare(
-                sum(param.numel() for param in layer.build().parameters()),
-                layer.block,
-                layer.tied_key,
-                layer.cost,
-                layer.with_next_block,
-            )
-            for layer in spec_of(model).layers(tp)
-        )
+        for layer in spec_of(model).layers(tp):
+            sizes = Counter[bool]()
+            for param in layer.build().parameters():
+                sizes[shard_of(param).over("expert") is not None] += param.numel()
+            traits = layer.block, layer.tied_key, layer.cost, layer.with_next_block
+            shares.append(LayerShare(sizes.total(), sizes[True], *traits))
+    return tuple(shares)
 
 
 @lru_cache(maxsize=256)
@@ -91,7 +93,8 @@ def linear_parameters(model: ModelConfig, tensor: int, cross: bool = False) -> i
 
 def norms_of_block(model: ModelConfig, cross: bool = False) -> int:
     """Return the number of norms of hidden states in a block, without those of heads."""
-    return 2 - model.shared_parallel_norm + cross + (2 + cross) * model.norm.post_norm
+    pre = (2 - model.shared_parallel_norm + cross) * model.norm.pre_norm
+    return pre + (2 + cross) * model.norm.post_norm
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,8 @@ class RankShare:
 
     Attributes:
         parameters: of one tensor-parallel rank; a tied layer counts once.
+        experts: those of them that only ranks with the same experts have.
+        routed: blocks of each stage that have experts.
         stages: sequences of the blocks of each stage.
         first, last: True if it has the first token embedding, or the head.
         float8: blocks of each stage that compute in 8 bits.
@@ -113,6 +118,8 @@ class RankShare:
     last: bool
     float8: tuple[int, ...]
     tied: tuple[tuple[int, int], ...] = ()
+    experts: int = 0
+    routed: tuple[int, ...] = ()
 
     @property
     def blocks(self) -> tuple[int, ...]:
@@ -129,7 +136,7 @@ def rank_shares(
     """Return the share of each rank of the pipeline; ``partition`` is ``--pipeline-partition``,
     ``float8`` the blocks that compute in 8 bits (None: all if the layout does). Raises ValueError
     if there are more stages than blocks."""
-    layers = layer_shares(model, layout.tensor)
+    layers = layer_shares(model, layout.tensor, layout.expert_tensor is not None)
     is_block = [layer.block for layer in layers]
     if float8 is None:
         float8 = range(sum(is_block) if layout.float8 else 0)
@@ -160,15 +167,21 @@ def rank_shares(
     for rank, stages_here in enumerate(stages_by_rank):
         tied = tied_by_rank[rank]
         untied = sum(x.parameters for x in layers_by_rank[rank] if x.tied_key is None)
+        experts = sum(layer.experts for layer in layers_by_rank[rank])
         shares.append(
             RankShare(
                 rank,
-                sum(tied.values()) + untied,
+                sum(tied.values()) + untied - experts + experts // layout.expert,
                 tuple(lengths[ends[s] : ends[s + 1]] for s in stages_here),
                 0 in stages_here,
                 stages - 1 in stages_here,
                 tuple(sum(n in float8 for n in range(ends[s], ends[s + 1])) for s in stages_here),
                 tuple((copies[key], size) for key, size in tied.items() if copies[key] > 1),
+                experts // layout.expert,
+                tuple(
+                    sum(layer.experts > 0 for layer in layers[bounds[s] : bounds[s + 1]])
+                    for s in stages_here
+                ),
             )
         )
     return shares

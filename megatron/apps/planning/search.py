@@ -28,6 +28,8 @@ from megatron.config.engine import FastPathsConfig
 from megatron.config.layouts import Layout, StateDtypes, refusal
 from megatron.families import BlockLengths, family_of
 from megatron.features.adapters.flags import AdapterConfig
+from megatron.features.experts.costs import with_experts
+from megatron.features.experts.flags import ExpertsConfig
 from megatron.features.float8.linear import Float8
 from megatron.model.flops import TransformerShape
 
@@ -62,8 +64,7 @@ class Workload:
     @property
     def shape(self) -> TransformerShape:
         """Numbers that its FLOPs depend on."""
-        model = self.padded(1)
-        return family_of(model.family).shape(model)
+        return _shape(self.padded(1))
 
     @property
     def lengths(self) -> tuple[BlockLengths, ...]:
@@ -103,7 +104,7 @@ class Plan:
     def rank(self) -> tuple[float, float, tuple[int, ...]]:
         """Less is better: time, then memory, then sizes of the cuts."""
         layout = self.layout
-        cuts = (layout.tensor, layout.pipeline, layout.zero, layout.sequence)
+        cuts = (layout.tensor, layout.pipeline, layout.expert, layout.zero, layout.sequence)
         return self.time.total, self.memory.total, cuts
 
 
@@ -111,9 +112,13 @@ def estimate(work: Workload, layout: Layout, micro_batch: int, hardware: Hardwar
     """Return the costs of a layout that exists for the workload and has its number of micro
     batches."""
     model, (count,) = work.padded(layout.tensor), layout.micro_batches
-    shares = _heaviest(
-        model, layout.tensor, layout.pipeline, layout.schedule, layout.chunks, work.float8
-    )
+    # Of these alone the shares depend.
+    cuts = dataclasses.replace(
+        Layout(data=layout.expert_axis, expert=layout.expert, expert_tensor=layout.expert_tensor),
+        tensor=layout.tensor, pipeline=layout.pipeline, schedule=layout.schedule,
+        chunks=layout.chunks,
+    )  # fmt: skip
+    shares = _heaviest(model, cuts, work.float8)
     memory = max(
         (rank_memory(model, layout, micro_batch, count, share, work.adapters) for share in shares),
         key=lambda memory: memory.total,
@@ -137,7 +142,7 @@ def _with_teacher(
     parameters = max(share.parameters for share in rank_shares(model, whole, float8=range(0)))
     element = 4 if layout.precision == "fp32" else 2
     weights = parameters * element / (layout.data if layout.zero == 3 else 1)
-    shape = family_of(model.family).shape(model)
+    shape = _shape(model)
     shape = dataclasses.replace(shape, seq_length=work.shape.seq_length)
     forward = shape.flops_per_step(work.global_batch_size, causal=False) / 3
     more = forward / work.hardware_flops(layout.recompute)
@@ -147,11 +152,13 @@ def _with_teacher(
     )
 
 
+def _shape(model: ModelConfig) -> TransformerShape:
+    """Return the numbers that the FLOPs of a complete model depend on."""
+    return with_experts(family_of(model.family).shape(model), model)
+
+
 @lru_cache(maxsize=4096)
-def _heaviest(
-    model: ModelConfig, tensor: int, pipeline: int, schedule: str, chunks: int, float8: range
-) -> list[RankShare]:
-    layout = Layout(tensor=tensor, pipeline=pipeline, schedule=schedule, chunks=chunks)
+def _heaviest(model: ModelConfig, layout: Layout, float8: range) -> list[RankShare]:
     return heaviest(rank_shares(model, layout, float8=float8))
 
 
@@ -168,6 +175,9 @@ def heaviest(shares: Sequence[RankShare]) -> list[RankShare]:
 def _covers(a: RankShare, b: RankShare) -> bool:
     return (
         a.parameters >= b.parameters
+        and a.experts >= b.experts
+        and max(a.routed, default=0) >= max(b.routed, default=0)
+        and sum(a.routed) >= sum(b.routed)
         and a.first >= b.first
         and a.last >= b.last
         and _largest_stage(a) >= _largest_stage(b)
@@ -203,7 +213,26 @@ def layouts(work: Workload, hardware: Hardware) -> Iterator[tuple[Layout, int]]:
                         grads_in_fp32=work.grads_in_fp32, states=work.states,
                         float8=bool(work.float8),
                     )  # fmt: skip
-                    yield from ((layout, micro_batch) for layout in variants(work, base))
+                    for each in with_expert_ranks(work.model, base):
+                        yield from ((layout, micro_batch) for layout in variants(work, each))
+
+
+def with_expert_ranks(model: ModelConfig, base: Layout) -> Iterator[Layout]:
+    """Yield the layout with each number of expert-parallel ranks that divides the experts of every
+    layer, with experts cut over tensor-parallel ranks as the rest, and whole."""
+    part = model.part(ExpertsConfig)
+    if part.idle:
+        yield base
+        return
+    for ranks in divisors(math.gcd(*part.layer_experts)):
+        for together in (None, 1) if base.tensor > 1 else (None,):
+            layout = dataclasses.replace(base, expert=ranks, expert_tensor=together)
+            inner, shared = part.moe_ffn_hidden_size, part.moe_shared_expert_intermediate_size
+            cut = [(inner or 0) if together is None else 0, shared or 0]
+            fits = together is None or ranks == 1 or ranks % base.tensor == 0
+            divided = not any(width % base.tensor for width in cut)
+            if fits and divided and base.data % layout.expert_axis == 0:
+                yield layout
 
 
 def variants(work: Workload, base: Layout) -> Iterator[Layout]:

@@ -22,6 +22,8 @@ from megatron.config import ConfigError, ModelConfig
 from megatron.config.flags import option
 from megatron.config.layouts import Layout
 from megatron.families import BlockLengths, family_of
+from megatron.features.experts.costs import layer_costs
+from megatron.features.experts.flags import ExpertsConfig
 
 _UNITS = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6}
 
@@ -56,6 +58,8 @@ class Hardware:
     """Watts of one GPU with its share of the machine."""
     gpu_hour_price: float = option(1.8, derived="as --gpu says")
     """Dollars for an hour of one GPU."""
+    expert_imbalance: float = option(1.0)
+    """Tokens of the busiest expert-parallel rank over the mean of all."""
     data_overlap: float = option(0.5)
     """Share of data-parallel communication that overlaps with computation at ZeRO 3. Below it
     DeepSpeed's overlap_comm is off by default and nothing overlaps."""
@@ -70,6 +74,8 @@ class Hardware:
                 raise ConfigError(f"{_flag(name)} {getattr(self, name)} must be positive")
         if not self.gpu_hour_price >= 0:
             raise ConfigError(f"--gpu-hour-price {self.gpu_hour_price} must not be negative")
+        if not self.expert_imbalance >= 1:
+            raise ConfigError(f"--expert-imbalance {self.expert_imbalance} must be 1 or more")
         if not 0 < self.utilisation <= 1:
             raise ConfigError(f"--utilisation {self.utilisation} must be above 0 and at most 1")
         for name in ("tensor_overlap", "pipeline_overlap", "data_overlap"):
@@ -127,6 +133,7 @@ class Communication:
     tensor: float
     pipeline: float
     data: float
+    expert: float = 0.0
 
 
 def ring(ranks: int) -> float:
@@ -196,8 +203,25 @@ def tied_bytes(layout: Layout, share: RankShare) -> tuple[float, float]:
     return sum(size for _, size in sizes), sum(2 * ring(copies) * size for copies, size in sizes)
 
 
-def data_bytes(layout: Layout, parameters: int, micro_batches: int) -> float:
-    """Return the bytes of gradients and parameters between data-parallel ranks.
+def expert_bytes_per_block(model: ModelConfig, layout: Layout, micro_batch: int) -> float:
+    """Return the bytes that a block with experts sends to other expert-parallel ranks for one micro
+    batch: the row of each token and expert there and back, forward and backward (Lepikhin et al.
+    2020, arXiv:2006.16668, section 3.2), and forward again with full recomputation. Ranks that
+    share each expert by tensor parallelism all send; where experts are whole, each sends the rows
+    of its tokens."""
+    part = model.part(ExpertsConfig)
+    rows = micro_batch * model.seq_length * part.moe_router_topk
+    rows //= layout.tensor if layout.expert_tensor is not None else 1
+    width = (part.moe_latent_size or model.hidden_size) / model.hidden_size
+    passes = 6 if layout.recompute in ("uniform", "block") else 4
+    return passes * ring(layout.expert) * width * hidden_bytes(model, layout, rows)
+
+
+def data_bytes(
+    layout: Layout, parameters: int, micro_batches: int, replicas: int | None = None
+) -> float:
+    """Return the bytes of gradients and parameters between data-parallel ranks, or between those
+    with the same experts, ``replicas``.
 
     Rajbhandari et al. 2020 (arXiv:1910.02054, section 7): an all-reduce of the gradients without
     ZeRO; at stage 1 a reduce-scatter of gradients and an all-gather of weights; at stage 3 weights
@@ -206,7 +230,7 @@ def data_bytes(layout: Layout, parameters: int, micro_batches: int) -> float:
     """
     weight = 2 if layout.precision != "fp32" and layout.zero > 0 else 4
     gradient = gradient_size(layout)
-    share = ring(layout.data) * parameters
+    share = ring(replicas or layout.data) * parameters
     per_parameter = {
         0: 2 * gradient,
         1: gradient + weight,
@@ -225,10 +249,12 @@ class StepTime:
     pipeline: float
     data: float
     bubble: float
+    expert: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.compute + self.tensor + self.pipeline + self.data + self.bubble
+        sending = self.tensor + self.pipeline + self.data + self.expert
+        return self.compute + sending + self.bubble
 
     @property
     def bubble_share(self) -> float:
@@ -236,10 +262,17 @@ class StepTime:
         return self.bubble / self.total
 
 
-def rank_flops(model: ModelConfig, layout: Layout, micro_batch: int, share: RankShare) -> float:
+def rank_flops(
+    model: ModelConfig,
+    layout: Layout,
+    micro_batch: int,
+    share: RankShare,
+    imbalance: float = 1.0,
+) -> float:
     """Return the FLOPs of one rank for one micro batch, forward, backward and recomputation: matrix
     products only, two operations per multiply-add, attention over all pairs (Narayanan et al. 2021,
-    arXiv:2104.04473, section 5.1; Korthikanti et al. 2022, section 6 and appendix A)."""
+    arXiv:2104.04473, section 5.1; Korthikanti et al. 2022, section 6 and appendix A); with
+    ``imbalance`` times the mean tokens of a rank for its experts."""
     width, hidden = local_widths(model, layout.tensor), model.hidden_size
     mlp = 2 * hidden * (3 if model.mlp.gated else 2) * width.ffn
     total = 0.0
@@ -253,6 +286,11 @@ def rank_flops(model: ModelConfig, layout: Layout, micro_batch: int, share: Rank
         matrices = projections + own * mlp
         again = {None: 0, "selective": scores}.get(layout.recompute, matrices + scores)
         total += 3 * (matrices + scores) + again
+    if any(share.routed):
+        costs = layer_costs(model, max(model.part(ExpertsConfig).layer_experts))
+        more = costs.chosen * imbalance + costs.others - mlp * layout.tensor / 2
+        passes = 4 if layout.recompute in ("uniform", "block") else 3
+        total += passes * sum(share.routed) * model.seq_length * 2 * more / layout.tensor
     if share.last:
         outputs, whole = head_shape(model)
         slices = layout.tensor if layout.sequence else 1
@@ -284,14 +322,22 @@ def step_time(
     """Return the time of a step, and the bytes sent by the rank that sends most, for a complete
     model with its vocabulary padded for the layout."""
     t, d, p = layout.tensor, layout.data, layout.pipeline
-    working = []
+    working, imbalance = [], hardware.expert_imbalance if layout.expert > 1 else 1.0
+    links = hardware.link_bandwidth(layout.expert, t if layout.expert_tensor is None else 1)
     for share in shares:
-        flops = micro_batches * rank_flops(model, layout, micro_batch, share)
+        flops = micro_batches * rank_flops(model, layout, micro_batch, share, imbalance)
         sent = micro_batches * _tensor_bytes(model, layout, micro_batch, share)
         exposed = sent / hardware.ring_bandwidth(t, 1) * (1 - hardware.tensor_overlap)
-        working.append((flops / hardware.flops + exposed, exposed, sent))
-    busy, exposed, sent = max(working)
-    parameters = max(share.parameters for share in shares)
+        rows = 0.0
+        if layout.expert > 1:
+            each = expert_bytes_per_block(model, layout, micro_batch)
+            rows = micro_batches * sum(share.routed) * imbalance * each
+        busy = flops / hardware.flops + exposed + rows / links
+        working.append((busy, exposed, sent, rows))
+    busy, exposed, sent, rows = max(working)
+    parameters, experts = max((share.parameters, share.experts) for share in shares)
+    replicas = d // layout.expert_axis
+    of_experts = data_bytes(layout, experts, micro_batches, replicas)
     stages = pipeline_bytes(model, layout, micro_batch, micro_batches)
     # The copies of a tied embedding are averaged over replicas and then summed: all-reduces at the
     # end of the step, which overlap with nothing.
@@ -299,17 +345,19 @@ def step_time(
     volume = Communication(
         sent,
         stages + copies,
-        data_bytes(layout, parameters, micro_batches) + 2 * ring(d) * tied,
+        data_bytes(layout, parameters - experts, micro_batches) + 2 * ring(d) * tied + of_experts,
+        rows,
     )
     hidden = hardware.data_overlap if layout.zero == 3 else 0.0
     return (
         StepTime(
-            compute=busy - exposed,
+            compute=busy - exposed - rows / links,
             tensor=exposed,
             pipeline=(stages * (1 - hardware.pipeline_overlap) + copies)
             / hardware.link_bandwidth(p, t * d),
             data=volume.data / hardware.ring_bandwidth(d, t) * (1 - hidden),
             bubble=busy * bubble_ratio(layout, micro_batches),
+            expert=rows / links,
         ),
         volume,
     )

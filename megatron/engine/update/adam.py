@@ -8,7 +8,7 @@ needs a float32 copy of a slice's gradients. Both change nothing where ``held`` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -87,9 +87,12 @@ class Partition(Protocol):
 class StateStore(StateFormat, Protocol):
     """A format other than float32 copies of weights and moments, at ZeRO 1 and 2."""
 
-    def take_main_weights(self, wrapper: Any, optimizer: torch.optim.Optimizer, rank: int) -> None:
-        """Make DeepSpeed's optimizer ``wrapper`` around ``optimizer`` update the model's weights,
-        those of this data-parallel rank, instead of a float32 copy."""
+    def take_main_weights(
+        self, wrapper: Any, optimizer: torch.optim.Optimizer, ranks: Sequence[int]
+    ) -> None:
+        """Make DeepSpeed's optimizer ``wrapper`` around ``optimizer`` update the model's weights
+        instead of a float32 copy; ``ranks``: this process's place among those that share each group
+        of parameters."""
 
     def key(self, seed: int, name: str, shard: Shard, coordinates: Coordinates) -> int:
         """The identifier (int32) of the first element of a rank's share of a parameter."""

@@ -27,6 +27,7 @@ from megatron.engine.update.optimizer import (
     gradient_norm,
     norm_of_groups,
     owned,
+    partition_ranks,
 )
 from megatron.engine.update.partition_update import partition_update
 from megatron.parallel.mesh import MODEL, SHARDED, Mesh
@@ -92,8 +93,9 @@ class AsyncOptimizerStep:
             take_clipping_over(wrapper, self._clip)
         else:
             self._measure = self._partitioned_norm
+            ranks = partition_ranks(wrapper, mesh)
             self._update = partition_update(
-                wrapper, optimizer, mesh.data.rank, device, form or Float32States(), keys or {}
+                wrapper, optimizer, ranks, device, form or Float32States(), keys or {}
             )
             take_step_over(wrapper, self._step_partitioned)
 
@@ -165,7 +167,7 @@ class AsyncOptimizerStep:
         return norm
 
     def _scaled_norm(self, grads: list[list[Tensor]], result: torch.dtype) -> Tensor:
-        groups = [self._mesh.data, self._mesh.model]
+        groups = [self._mesh.dense, self._mesh.model]
         if self._groups_differ:
             grads = [[grad for group in grads for grad in group]]
         # DeepSpeed makes float64 copies of all gradients for this: 5% of a small step.

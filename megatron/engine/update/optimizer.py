@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import product
 from types import MappingProxyType, MethodType
 from typing import Any
 
@@ -20,6 +21,9 @@ from megatron.config import ConfigError, OptimizerConfig
 from megatron.parallel.mesh import SHARDED, Group, Mesh
 from megatron.parallel.shard import shard_of
 
+EXPERTS = "experts"
+"""DeepSpeed's name for the parameters that have fewer replicas than dense layers."""
+
 # Attribute with a method's version that torch's compiler does not trace (torch._compile).
 _UNTRACED = "__dynamo_disable"
 
@@ -28,25 +32,28 @@ def build_optimizer(
     params: Iterable[nn.Parameter],
     config: OptimizerConfig,
     factors: Mapping[nn.Parameter, float] = MappingProxyType({}),
+    apart: Collection[nn.Parameter] = (),
 ) -> Optimizer:
     """AdamW or SGD over two groups: matrices, which decay, and vectors, which do not; two for each
-    of the ``factors`` of learning rates, by default 1. The schedule sets learning rate and
-    decay before every step."""
+    of the ``factors`` of learning rates, by default 1, and as many of the parameters ``apart``,
+    see :func:`fewer_replicas`. The schedule sets learning rate and decay before every step."""
     _keep_compiler_out()
-    found: dict[tuple[float, bool], list[nn.Parameter]] = {}
-    for factor in sorted({1.0, *factors.values()}):
-        found[factor, True], found[factor, False] = [], []
+    found: dict[tuple[bool, float, bool], list[nn.Parameter]] = {
+        key: [] for key in product((False, True), sorted({1.0, *factors.values()}), (True, False))
+    }
+    separate = set(apart)
     for param in params:
-        decays = len(shard_of(param).full_shape) > 1
-        found[factors.get(param, 1.0), decays].append(param)
+        found[param in separate, factors.get(param, 1.0), shard_of(param).decays].append(param)
     groups = [
         {
             "params": params,
             "weight_decay": config.weight_decay if decays else 0.0,
             "decays": decays,
             "lr_factor": factor,
+            # DeepSpeed's words for groups that it partitions among other ranks.
+            **({"moe": True, "name": EXPERTS} if others else {}),
         }
-        for (factor, decays), params in found.items()
+        for (others, factor, decays), params in found.items()
         if params
     ]
     optimizer: Optimizer
@@ -97,9 +104,10 @@ def check_groups(optimizer: Optimizer, mesh: Mesh) -> None:
         dist.all_gather_object(counts, count, group=mesh.pipeline.handle)
     if len(set(counts)) > 1:
         raise ConfigError(
-            f"--lr-group: the pipeline's stages have {', '.join(map(str, counts))} groups of "
-            "parameters, and --fp16, SGD and offloaded states at ZeRO 1 need the same number: use "
-            "--bf16, patterns that match in every stage, or --zero-stage 0"
+            f"the pipeline's stages have {', '.join(map(str, counts))} groups of parameters, and "
+            "--fp16, SGD and offloaded states at ZeRO 1 need the same number: use --bf16 or "
+            "--zero-stage 0, or give each stage a block with experts, and parameters that the "
+            "patterns of --lr-group match"
         )
 
 
@@ -151,17 +159,29 @@ def owned(param: nn.Parameter, mesh: Mesh, among: Sequence[str]) -> bool:
     return not replicated and shard_of(param).counted(mesh.coordinates, among)
 
 
+def fewer_replicas(params: Iterable[nn.Parameter], mesh: Mesh) -> list[nn.Parameter]:
+    """Those that are cut over more than one rank along the axis ``expert``: gradients are summed
+    over fewer ranks than those of dense layers, and ZeRO partitions them among fewer."""
+    return [p for p in params if mesh.replicas(shard_of(p)).size < mesh.dense.size]
+
+
+def partition_ranks(wrapper: Any, mesh: Mesh) -> list[int]:
+    """This process's place among the ranks that share each group of parameters of DeepSpeed's
+    optimizer of stage 1 or 2."""
+    return [mesh.replicas(shard_of(params[0])).rank for params in wrapper.bit16_groups]
+
+
 @torch.no_grad()
 def average_gradients(params: Iterable[nn.Parameter], mesh: Mesh) -> None:
     """Averages gradients over all replicas, in place. Each is summed over the axes along which its
     parameter is replicated; the gradient of a parameter that is cut over ``expert`` already
     includes the tokens of other ranks along it."""
     for param in params:
-        if param.grad is not None and mesh.data.size > 1:
-            group = mesh.group(*shard_of(param).reduced)
+        if param.grad is not None and mesh.dense.size > 1:
+            group = mesh.replicas(shard_of(param))
             if group.size > 1:
                 dist.all_reduce(param.grad, group=group.handle)
-            param.grad /= mesh.data.size
+            param.grad /= mesh.dense.size
 
 
 @torch.no_grad()

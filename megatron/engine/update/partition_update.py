@@ -94,13 +94,13 @@ def _parts(ends: list[int], start: int, end: int) -> Iterator[Part]:
 def partition_update(
     wrapper: Any,
     optimizer: torch.optim.Optimizer,
-    rank: int,
+    ranks: Sequence[int],
     device: torch.device,
     form: StateFormat,
     keys: Mapping[nn.Parameter, int],
 ) -> PartitionUpdate:
-    """The update for DeepSpeed's optimizer ``wrapper`` of stage 1 or 2 around an AdamW, on this
-    data-parallel rank; for ``form`` and ``keys`` see :class:`PartitionUpdate`."""
+    """The update for DeepSpeed's optimizer ``wrapper`` of stage 1 or 2 around an AdamW; for the
+    other arguments see :class:`PartitionUpdate`."""
     betas, eps = optimizer.defaults["betas"], optimizer.defaults["eps"]
     compiled = device.type == "cuda" and not missing_compiler(device.type)
     kernel: ElementwiseAdam | FusedAdam = FusedAdam(betas, eps)
@@ -110,7 +110,7 @@ def partition_update(
     if compiled:
         most = _MOST_COMPILED
     random = None if isinstance(form, Float32States) else keys
-    return PartitionUpdate(wrapper, optimizer, rank, form, kernel, most, random)
+    return PartitionUpdate(wrapper, optimizer, ranks, form, kernel, most, random)
 
 
 class PartitionUpdate:
@@ -119,7 +119,7 @@ class PartitionUpdate:
 
     Args:
         wrapper: DeepSpeed's optimizer around ``optimizer``.
-        rank: of this process among the data-parallel ones.
+        ranks: of this process among those that share each group of parameters.
         form: how main weights and moments are stored.
         kernel: updates a slice.
         most: the largest number of elements in a slice.
@@ -131,13 +131,13 @@ class PartitionUpdate:
         self,
         wrapper: Any,
         optimizer: torch.optim.Optimizer,
-        rank: int,
+        ranks: Sequence[int],
         form: StateFormat,
         kernel: ElementwiseAdam | FusedAdam,
         most: int,
         keys: Mapping[nn.Parameter, int] | None = None,
     ) -> None:
-        self._wrapper, self._optimizer, self._rank = wrapper, optimizer, rank
+        self._wrapper, self._optimizer, self._ranks = wrapper, optimizer, ranks
         self._form, self._kernel, self._most = form, kernel, most
         self._keys = keys
         self._pieces: dict[int, list[PartitionSlice]] = {}
@@ -173,7 +173,7 @@ class PartitionUpdate:
         group = self._optimizer.param_groups[number]
         if "step" not in state:
             state.update(self._form.create(main), step=held.new_zeros(()))
-        model = wrapper.parallel_partitioned_bit16_groups[number][self._rank]
+        model = wrapper.parallel_partitioned_bit16_groups[number][self._ranks[number]]
         grads = self._gradients(number)
         if number not in self._pieces:
             self._prepare(number, grads, model)

@@ -18,7 +18,7 @@ from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from torch import Tensor, nn
 
 from megatron.config import RunConfig
-from megatron.engine.update.optimizer import norm_of_groups, owned
+from megatron.engine.update.optimizer import EXPERTS, fewer_replicas, norm_of_groups, owned
 from megatron.parallel.mesh import SHARDED, Mesh
 
 
@@ -59,7 +59,9 @@ class UnpartitionedFp16Optimizer(ZeROOptimizer):
             self._groups.append(params)
             self.main_weights |= zip(params, mains, strict=True)
             group["params"] = mains
-        if config.optimizer.lr_group and mesh.pipeline.size > 1:  # stages may have other groups
+        self._apart = set(fewer_replicas(self.main_weights, mesh))
+        differ = config.optimizer.lr_group or mesh.group("expert").size > 1
+        if differ and mesh.pipeline.size > 1:  # stages may have other groups
             self._groups = [list(self.main_weights)]
         self._sums_in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
         self._hooks = [
@@ -96,9 +98,17 @@ class UnpartitionedFp16Optimizer(ZeROOptimizer):
         return holder.grad
 
     def get_grads_for_reduction(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-        """Return the gradients that DeepSpeed's engine averages over data-parallel ranks, and none
-        of experts."""
-        return [self.get_gradient_for_reduction(param) for param in self.main_weights], {}
+        """Return the gradients that DeepSpeed's engine averages over data-parallel ranks, and by
+        name those that it sums over fewer."""
+        dense, others = (
+            [
+                self.get_gradient_for_reduction(param)
+                for param in self.main_weights
+                if (param in self._apart) == which
+            ]
+            for which in (False, True)
+        )
+        return dense, {EXPERTS: others} if others else {}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for tensor in chain(self.main_weights, self.main_weights.values()):

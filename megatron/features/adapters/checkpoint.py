@@ -160,7 +160,7 @@ class AdaptedSource(Source):
 
     def scale_of(self, weight: str, part: str) -> float:
         """What an addition to a part of a weight is multiplied by."""
-        rank = self.additions.shape(self.adapted[weight][part]["a"])[0]
+        rank = self.additions.shape(self.adapted[weight][part]["a"])[-2]
         return self.adapters.scale_of(rank, self.alpha_of(weight, part))
 
     def read(self, name: str, kind: str, wanted: Slice) -> Tensor:
@@ -211,15 +211,18 @@ class AdaptedSource(Source):
 def merged(
     weight_OI: Tensor, scale: float, a: Tensor, b: Tensor, magnitude: Tensor | None = None
 ) -> Tensor:
-    """A weight with its addition: W + s B A, [O, I]; with DoRA (Liu et al. 2024, equation 5) its
-    rows have the lengths ``magnitude`` [O]. Raises CheckpointError if the shapes do not fit."""
-    outputs, inputs = weight_OI.shape
-    if a.shape[1:] != (inputs,) or b.shape != (outputs, a.shape[0]):
+    """A weight with its addition: W + s B A, [O, I], or [E, O, I] of experts; with DoRA (Liu et al.
+    2024, equation 5) its rows have the lengths ``magnitude`` [O]. Raises CheckpointError if the
+    shapes do not fit."""
+    *experts, outputs, inputs = weight_OI.shape
+    rank = a.shape[-2]
+    if a.shape != (*experts, rank, inputs) or b.shape != (*experts, outputs, rank):
         raise CheckpointError(
             f"an addition of shapes {tuple(b.shape)} x {tuple(a.shape)} does not fit a weight of "
             f"{tuple(weight_OI.shape)}"
         )
-    whole = torch.addmm(weight_OI, b, a, alpha=scale)
+    add = torch.baddbmm if experts else torch.addmm
+    whole = add(weight_OI, b, a, alpha=scale)
     if magnitude is None:
         return whole
     return whole * (magnitude / torch.linalg.vector_norm(whole, dim=1))[:, None]

@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import nn
 
 from megatron.config import ConfigError, ModelConfig, RunConfig
+from megatron.config.features import taking_part
 from megatron.config.flags import nearest
 from megatron.features.adapters.flags import ALL_LINEAR, AdapterConfig, is_adapter
 from megatron.features.adapters.layers import Addition, add_adapters
@@ -28,7 +30,14 @@ Additions = Mapping[str, Sequence[Addition]]
 def with_adapters(spec: ModelSpec, config: RunConfig) -> ModelSpec:
     """The model with the adapters of a run, and all its other parameters frozen except those of a
     head that is not the language model's. Raises ConfigError if a target is not known."""
-    found = additions_of(config.model, config.section(AdapterConfig).lora_targets)
+    flags = config.section(AdapterConfig)
+    found = additions_of(config.model, flags.lora_targets)
+    if (flags.qlora or flags.use_dora) and _others(config.model):
+        flag = "--qlora" if flags.qlora else "--use-dora"
+        raise ConfigError(
+            f"{flag} is for the matrices of dense layers, and the model of "
+            "--pretrained-checkpoint has experts: leave it out, for LoRA"
+        )
     head = spec.head_parts if config.model.head != "lm" else ()
 
     def layers(tp: TensorParallel) -> list[LayerSpec]:
@@ -40,7 +49,7 @@ def with_adapters(spec: ModelSpec, config: RunConfig) -> ModelSpec:
     return replace(
         spec,
         layers=layers,
-        draws=spec.draws or bool(config.section(AdapterConfig).lora_dropout),
+        draws=spec.draws or bool(flags.lora_dropout),
         is_addition=is_adapter,
     )
 
@@ -56,6 +65,8 @@ def _build(
     stack = spec.name.rpartition(".")[0]
     for path, layer in module.named_modules():
         own = additions.get(f"{stack}.{{n}}.{path}", ())
+        if own and hasattr(layer, "add_low_rank"):  # the matrices of experts
+            layer.add_low_rank(flags.lora_rank, flags.scale, flags.lora_dropout)
         if not isinstance(layer, ParallelLinear):
             continue
         if own or flags.qlora:  # the products of weights in 4 bits are those of adapters
@@ -68,7 +79,7 @@ def _build(
 def additions_of(model: ModelConfig, targets: Sequence[str]) -> Additions:
     """What ``--lora-targets`` names. Raises ConfigError if it is unknown in the model's Hugging
     Face architecture, or names nothing."""
-    known = linear_targets(model)
+    known = [*linear_targets(model), *_others(model)]
     wanted = set()
     for name in targets:
         chosen = {target for target in known if name == ALL_LINEAR or _matches(target, name)}
@@ -81,6 +92,24 @@ def additions_of(model: ModelConfig, targets: Sequence[str]) -> Additions:
             parts = (target.index,) if target.part else ()
             found[target.layer].append(Addition(target.part, parts))
     return found
+
+
+def _others(model: ModelConfig) -> list[LinearTarget]:
+    """The layers of a feature's MLP in the place of the usual one, as experts, by their names."""
+    with torch.device("meta"):
+        made = (
+            feature.mlp(model, layer, TensorParallel())
+            for layer in range(model.num_layers)
+            for feature in taking_part()
+        )
+        mlp = next((module for module in made if module is not None), None)
+    modules = () if mlp is None else mlp.named_modules()
+    names = [
+        f"layers.{{n}}.mlp.{path}"
+        for path, layer in modules
+        if isinstance(layer, ParallelLinear) or hasattr(layer, "add_low_rank")
+    ]
+    return [LinearTarget(name, "", 0, name) for name in names]
 
 
 def _matches(target: LinearTarget, name: str) -> bool:

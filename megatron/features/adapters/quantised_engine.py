@@ -25,6 +25,6 @@ def find_quantised(engine: ModelEngine) -> str:
     count = sum(math.prod(weight.shape) for _, weight in engine.quantised)
     size = bytes_of(count, config.section(AdapterConfig).qlora_double_quant)
     line = f"--qlora: {count:,} weights of this process in 4 bits, {size / 2**20:,.1f} MiB"
-    if engine.stage == 3 and engine.mesh.data.size > 1:
+    if engine.stage == 3 and engine.mesh.dense.size > 1:
         line += "; ZeRO 3 partitions the other parameters, these every data-parallel rank has whole"
     return line

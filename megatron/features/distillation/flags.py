@@ -41,8 +41,8 @@ class DistillationConfig(FlagSection):
     """Hidden size of the teacher, compared with its checkpoint."""
     num_attention_heads_teacher: int | None = option(None, bounds=POSITIVE)
     """Attention heads of the teacher, compared with its checkpoint."""
-    num_experts_teacher: tuple[int, ...] = option((1,), bounds=None)
-    """Experts of the teacher's layers; 1, since there is no mixture of experts."""
+    num_experts_teacher: tuple[int, ...] = option(())
+    """Experts of the teacher's layers, 1 without any, compared with its checkpoint."""
 
     @property
     def top_tokens(self) -> int:
@@ -81,8 +81,3 @@ class DistillationConfig(FlagSection):
         )
         if self.kd_cache is None:
             resolver.check_unused("kd_top_k", "--kd-cache")
-        resolver.check(
-            set(self.num_experts_teacher) <= {1},
-            f"{resolver.show('num_experts_teacher')}: there is no mixture of experts; the teacher "
-            "must be a dense model",
-        )

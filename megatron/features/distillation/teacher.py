@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError, save_tensors
 from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoint, nothing_at
@@ -33,10 +33,11 @@ from megatron.families import spec_of
 from megatron.features.distillation.divergence import TeacherHead, TopTokens, linear_top_tokens
 from megatron.features.distillation.flags import DistillationConfig
 from megatron.features.distillation.objective import TaughtBatch
+from megatron.features.distillation.partitions import partition_blocks
 from megatron.model.layer_list import LayerState
 from megatron.model.spec import Measure
 from megatron.parallel.loss_head import HeadInput
-from megatron.parallel.mesh import Group, Mesh
+from megatron.parallel.mesh import Mesh
 from megatron.run.fingerprint import checkpoint_digest
 from megatron.util.digests import digest_of_parts
 from megatron.util.files import replacing, write_whole
@@ -65,9 +66,9 @@ class FoundTeacher:
             for note in (*self.notes, *source.notes):
                 print(f"teacher: {note}", flush=True)
         del source  # and with it the mapped files
-        if self.partitions and in_step and mesh.data.size > 1:
+        if self.partitions and in_step and mesh.dense.size > 1:
             blocks = [block for sequence in engine.sequences for block in sequence.blocks]
-            partition_blocks(blocks, mesh.data)
+            partition_blocks(blocks, mesh)
         return_freed_memory()
         return Teacher(engine)
 
@@ -127,6 +128,20 @@ def _compare(flags: DistillationConfig, model: ModelConfig, shown: str) -> None:
                 f"{flag} {given}: the teacher of {shown} has {has}; give that, or leave the flag "
                 "out"
             )
+    numbers = flags.num_experts_teacher
+    layers = _layer_experts(model)
+    alike = len({*numbers}) == 1 and {*numbers} == set(layers or (1,))
+    if numbers not in ((), layers) and not alike:
+        raise ConfigError(
+            f"--num-experts-teacher {' '.join(map(str, numbers))}: the teacher of {shown} "
+            + (f"has {' '.join(map(str, layers))}" if layers else "is dense")
+            + "; give that, or leave the flag out"
+        )
+
+
+def _layer_experts(model: ModelConfig) -> tuple[int, ...]:
+    """Number of experts of each layer that has them, by a feature's field, absent without it."""
+    return tuple(filter(None, getattr(model.flags(), "layer_experts", ())))
 
 
 def _fitted(
@@ -180,15 +195,25 @@ def _check_layout(model: ModelConfig, parallel: ParallelConfig, shown: str) -> N
     """Refuses a teacher that the student's layout cannot cut."""
     ranks, stages = parallel.tensor_model_parallel_size, parallel.stages
     heads, groups = model.attention.num_attention_heads, model.attention.num_query_groups
+    inner = getattr(model.flags(), "moe_ffn_hidden_size", None) or 0
+    whole = parallel.experts_over_tensor != "cut"
     for what, count, fits in (
         ("attention heads", heads, heads % ranks == 0),
         ("key-value heads", groups, groups % ranks == 0 or ranks % groups == 0),
         ("features of an MLP", model.mlp.ffn_hidden_size, model.mlp.ffn_hidden_size % ranks == 0),
+        ("features of an expert", inner, whole or inner % ranks == 0),
     ):
         if not fits:
             raise ConfigError(
                 f"{shown} has {count} {what}, which --tensor-model-parallel-size {ranks} cannot "
                 "share; choose a size that divides the teacher's numbers too"
+            )
+    experts = parallel.expert_model_parallel_size
+    for count in _layer_experts(model):
+        if count % experts:
+            raise ConfigError(
+                f"{shown} has a layer of {count} experts, which --expert-model-parallel-size "
+                f"{experts} cannot divide; choose a size that divides the teacher's experts too"
             )
     if model.blocks < stages:
         raise ConfigError(
@@ -337,7 +362,7 @@ class TeacherCache:
             path = self._folder / IDENTITY
             write_whole(path, json.dumps(self._identity, indent=1).encode())
         # As often on every data-parallel rank, of which some may then have nothing left to do.
-        own = samples[mesh.data.rank :: mesh.data.size]
+        own = samples[mesh.samples.rank :: mesh.samples.size]
         at_once = micro_batch_size * (2 * mesh.pipeline.size if mesh.pipeline.size > 1 else 1)
         block = _Block()
         bar = progress_bar("teacher", total=len(own), unit=" samples")
@@ -440,40 +465,3 @@ def identity_of(source: Source, top_tokens: int, temperature: float) -> dict[str
     weights = digest_of_parts([json.dumps(sorted(shapes.items())), *read])
     found = {"weights": weights, "tokens": top_tokens, "temperature": temperature}
     return found | {"files": checkpoint_digest(source.folder)}
-
-
-def partition_blocks(blocks: Iterable[nn.Module], data: Group) -> None:
-    """Each data-parallel rank then holds an equal share of every block's weights, and all of
-    them only while the block runs; every rank must run it as often."""
-    for block in blocks:
-        _Partitioned(block, data)
-
-
-class _Partitioned:
-    """The weights of a block, one after the other in a flat tensor, of which this rank has
-    ``own``."""
-
-    def __init__(self, block: nn.Module, data: Group) -> None:
-        self._params, self._data = list(block.parameters()), data
-        self._shapes = [param.shape for param in self._params]
-        with torch.no_grad():
-            flat = torch.cat([param.view(-1) for param in self._params])
-            share = -(-len(flat) // data.size)
-            padded = nn.functional.pad(flat, (0, share * data.size - len(flat)))
-            self.own = padded[data.rank * share :][:share].clone()
-        self._free()
-        block.register_forward_pre_hook(self._gather)
-        block.register_forward_hook(self._free)
-
-    def _gather(self, *_: Any) -> None:
-        whole = self.own.new_empty(len(self.own) * self._data.size)
-        dist.all_gather(list(whole.chunk(self._data.size)), self.own, group=self._data.handle)
-        start = 0
-        for param, shape in zip(self._params, self._shapes, strict=True):
-            param.data = whole[start : start + shape.numel()].view(shape)
-            start += shape.numel()
-
-    def _free(self, *_: Any) -> Tensor | None:
-        for param in self._params:
-            param.data = self.own.new_empty(0)
-        return None

@@ -129,7 +129,7 @@ class AmaxHistory:
     def roll(self) -> None:
         """Adds the magnitudes of a step to the history, and chooses those to scale the next by."""
         current = torch.where(self._current.isfinite(), self._current, 0.0)
-        for group in (self._mesh.data, self._mesh.tensor):
+        for group in (self._mesh.dense, self._mesh.tensor):
             if group.size > 1:
                 dist.all_reduce(current, dist.ReduceOp.MAX, group=group.handle)
         newest = torch.where(current > 0, current, self._history[0])

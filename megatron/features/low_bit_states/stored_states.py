@@ -8,7 +8,7 @@ per element or per :data:`~megatron.engine.update.adam.BLOCK` elements of the pa
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,10 +48,13 @@ class StoredStates:
             found |= zip(self._names[kind], zeros, strict=True)
         return found
 
-    def take_main_weights(self, wrapper: Any, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    def take_main_weights(
+        self, wrapper: Any, optimizer: torch.optim.Optimizer, ranks: Sequence[int]
+    ) -> None:
         """Makes DeepSpeed's optimizer ``wrapper`` of stage 1 or 2 around ``optimizer`` update the
-        model's weights, those of this data-parallel rank, and frees its float32 copy of them."""
-        for number, group in enumerate(optimizer.param_groups):
+        model's weights, of each group the part of this process's rank, and frees its float32 copy
+        of them."""
+        for number, (group, rank) in enumerate(zip(optimizer.param_groups, ranks, strict=True)):
             model = wrapper.parallel_partitioned_bit16_groups[number][rank]
             optimizer.state.pop(wrapper.single_partition_of_fp32_groups[number], None)
             wrapper.single_partition_of_fp32_groups[number] = model

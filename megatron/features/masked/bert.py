@@ -340,6 +340,7 @@ class BERT(Family):
     head_states = 3
     heads = frozenset(HEADS) - {"reward"}
     unused_flags = STREAM_FLAGS | {
+        "lm_head_bias",
         "mean_noise_span_length",
         "max_noise_span_length",
         "decoder_start_token",

@@ -136,10 +136,13 @@ _FORMS: dict[str, dict[str, Any]] = {
     "gated-gelu_pytorch_tanh": {"glu_activation": "geglu"},
     "gated-silu": {"glu_activation": "swiglu"},
     "gated-swish": {"glu_activation": "swiglu"},
+    "gated-quick_gelu": {"glu_activation": "quick_geglu"},
 }
 """Our flags by feed_forward_proj; the GELU of a gate is always that by tanh."""
 
-_NAMES = ACTIVATION_NAMES | {"geglu": "gated-gelu", "swiglu": "gated-silu"}
+_NAMES = ACTIVATION_NAMES | {
+    "geglu": "gated-gelu", "swiglu": "gated-silu", "quick_geglu": "gated-quick_gelu",
+}  # fmt: skip
 
 
 def _copied(model: ModelConfig) -> bool:

@@ -356,9 +356,9 @@ class T5(Family):
     generates = True
     context_reader = "encoder"
     unused_flags = STREAM_FLAGS | {
-        "bert_binary_head", "num_tokentypes", "lm_head_activation", "bert_pair_task",
-        "whole_word_masking", "max_preds_per_seq", "eval_max_preds_per_seq", "max_ngrams",
-        "favor_longer_ngram", "bert_packing",
+        "bert_binary_head", "num_tokentypes", "lm_head_activation", "lm_head_bias",
+        "bert_pair_task", "whole_word_masking", "max_preds_per_seq", "eval_max_preds_per_seq",
+        "max_ngrams", "favor_longer_ngram", "bert_packing",
     }  # fmt: skip
 
     def complete_settings(self, settings: Settings) -> Settings:

@@ -207,7 +207,7 @@ def retro_layers(
     attending = [number - 1 for number in retrieval.retro_cross_attention_layers]
     selective = parallel.recompute_granularity == "selective"
     learned = model.positions.position_embedding_type == "learned_absolute"
-    words, head = vocabulary_layers(model, parallel, tp)
+    words, head = vocabulary_layers(model, parallel, tp, model.embedding.lm_head_bias)
     words = replace(words, tied_key="embed")
     shared = "positions" if learned or model.norm.embed_layernorm else None
     positions = LayerSpec("embedding", partial(InputEmbedding, model, tp), shared)

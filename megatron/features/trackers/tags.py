@@ -15,17 +15,21 @@ TAGS: dict[str, dict[str, str]] = {
 }
 """Tags of TensorBoard and Weights & Biases by kind and value; Megatron's, where it has one."""
 
+_GROUPS = {"task": "tasks", "experts": "experts"}
+"""Group of all values of rows of these kinds."""
+
 
 def tagged(kind: str, values: Values) -> Iterator[tuple[str, float]]:
     """The values of a row by their tags, without those that are None or have none."""
     if kind == STEP:
         return
     kind, _, dataset = kind.partition(" ")  # one of several validation sets, or a task
-    if kind == "task":
+    if kind in _GROUPS:
         # The part before the slash is a group in both programs.
         for name, value in values.items():
             if value is not None:
-                yield f"tasks/{dataset} {name.replace('_', ' ')}", value
+                words = f"{dataset} {name.replace('_', ' ')}".lstrip()
+                yield f"{_GROUPS[kind]}/{words}", value
         return
     tags = TAGS.get(kind, {})
     after = "" if kind == "train" else f" {kind}"

@@ -1,4 +1,4 @@
-"""``to-hf``, ``from-hf``, ``to-megatron`` and ``to-universal``."""
+"""``to-hf``, ``from-hf``, ``to-megatron``, ``to-deepspeed`` and ``to-universal``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,12 @@ from megatron.checkpoint.writer import write_checkpoint
 from megatron.config import ConfigError, parse_configs
 from megatron.config.flags import option
 from megatron.formats.conversion.output import check_hub, need, parse_size, published, push
-from megatron.formats.deepspeed_folders.folder import UNIVERSAL_TRACKER, is_universal
+from megatron.formats.deepspeed_folders.folder import (
+    UNIVERSAL_TRACKER,
+    DeepSpeedFolder,
+    is_universal,
+)
+from megatron.formats.deepspeed_folders.megatron_deepspeed import write_megatron_deepspeed
 from megatron.formats.deepspeed_folders.universal import write_universal
 from megatron.formats.huggingface import architecture_of
 from megatron.formats.huggingface.compare import (
@@ -205,6 +210,8 @@ def import_hf(
             f"{input_flag} {path}: {why}; expected the folder of a Hugging Face model"
         )
     source = HuggingFaceFolder(path)
+    for note in source.notes:
+        print(note)
     with published(output, overwrite, path, marks=(MEGATRON_TRACKER,)) as folder:
         if source.tokenizer is None:
             print(
@@ -234,6 +241,8 @@ class ToMegatronConfig:
     """Tensor-parallel size to write for."""
     target_pipeline_parallel_size: int = option(1)
     """Pipeline-parallel size to write for."""
+    target_expert_parallel_size: int = option(1)
+    """Expert-parallel size to write for."""
     dtype: str | None = option(None, choices=tuple(DTYPES), derived="as trained")
     """dtype of the weights."""
     release: bool = option(False)
@@ -252,7 +261,8 @@ def to_megatron(argv: Sequence[str]) -> None:
     load, output = required(checkpoint, "load"), Path(required(config, "output"))
     source = opened(load, checkpoint.iteration, checkpoint.pretrained_checkpoint)
     sizes = config.target_tensor_parallel_size, config.target_pipeline_parallel_size
-    export_megatron(source, output, sizes, config.dtype, config.release, config.checking)
+    experts = config.target_expert_parallel_size
+    export_megatron(source, output, sizes, config.dtype, config.release, config.checking, experts)
 
 
 def opened(load: str, iteration: int | None = None, base: str | None = None) -> Source:
@@ -270,12 +280,13 @@ def export_megatron(
     dtype: str | None = None,
     release: bool = False,
     checking: bool = True,
+    experts: int = 1,
 ) -> None:
     """Writes a checkpoint in Megatron's old layout, and prints a summary. ``sizes`` are
-    tensor-parallel and pipeline-parallel; ``release`` leaves the iteration out; ``checking`` reads
-    the result back before it gets its name. Raises ValueError if Megatron has no such network, or
-    the sizes do not divide it; CheckpointError if the checkpoint is damaged, or what is read back
-    differs."""
+    tensor-parallel and pipeline-parallel, ``experts`` expert-parallel; ``release`` leaves the
+    iteration out; ``checking`` reads the result back before it gets its name. Raises ValueError if
+    Megatron has no such network, or the sizes do not divide it; CheckpointError if the checkpoint
+    is damaged, or what is read back differs."""
     dtype = dtype or _dtype_of(source)
     iteration = source.state.get("iteration")
     if iteration is None and isinstance(source, MegatronCheckpoint):
@@ -287,7 +298,9 @@ def export_megatron(
         if checking:
             require_equal(MegatronCheckpoint(folder), source, DTYPES[dtype], folder)
 
-    folder = write_megatron(source, output, *sizes, iteration, dtype, progress=say, check=check)
+    folder = write_megatron(
+        source, output, *sizes, iteration, dtype, progress=say, check=check, expert_size=experts
+    )
     result = "read back and equal, bit by bit" if checking else "not read back"
     print(
         f"{folder}: {source.folder} in {dtype} for tensor-parallel size {sizes[0]} and pipeline-"
@@ -312,6 +325,40 @@ def sizes_of(source: Source) -> tuple[int, int]:
         return 1, 1
     parallel = source.run.parallel
     return parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+
+
+@dataclass(frozen=True)
+class ToDeepSpeedConfig:
+    """Conversion to the folder of a Megatron-DeepSpeed run."""
+
+    output: str | None = option(None)
+    """Folder of checkpoints to write in: --load of a run of Megatron-DeepSpeed with
+    --no-pipeline-parallel."""
+    target_tensor_parallel_size: int = option(1)
+    """Tensor-parallel size to write for. Experts are not cut over tensor-parallel ranks."""
+    dtype: str | None = option(None, choices=tuple(DTYPES), derived="as trained")
+    """dtype of the weights."""
+
+
+def to_deepspeed(argv: Sequence[str]) -> None:
+    """Converts to Megatron-DeepSpeed's layout, a file for each expert, and reads the result back.
+    Raises ConfigError if a flag is missing or wrong; ValueError or CheckpointError if the network
+    has no such form, the checkpoint is damaged, or what is read back differs."""
+    checkpoint, config = parsed(
+        argv, "to-deepspeed", "Writes a checkpoint in the layout of Megatron-DeepSpeed.",
+        LoadConfig, ToDeepSpeedConfig,
+    )  # fmt: skip
+    load, output = required(checkpoint, "load"), Path(required(config, "output"))
+    source = opened(load, checkpoint.iteration, checkpoint.pretrained_checkpoint)
+    source.require_model()
+    dtype, size = config.dtype or _dtype_of(source), config.target_tensor_parallel_size
+    folder = write_megatron_deepspeed(source, output, size, dtype, progress=say)
+    require_equal(DeepSpeedFolder(folder), source, DTYPES[dtype], folder)
+    print(
+        f"{folder}: {source.folder} in {dtype} for tensor-parallel size {size}; {counted(source)}, "
+        "read back and equal, bit by bit"
+    )
+    print("it has weights only: load it with --no-load-optim --no-load-rng or --finetune")
 
 
 @dataclass(frozen=True)

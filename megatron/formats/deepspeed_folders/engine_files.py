@@ -6,16 +6,24 @@
     [bf16_]zero_pp_rank_<D>_mp_rank_<M>_model_states.pt                                    stage 3
     [bf16_]zero_pp_rank_<D>_mp_rank_<M>_optim_states.pt          stages 1 to 3, per data rank D too
     layer_<L>-model_<T>-model_states.pt                  a pipeline's layer on tensor rank T
+    layer_<L>_expert_<E>_mp_rank_<M>_model_states.pt            expert E of the L-th layer of them
+    expert_<E>_mp_rank_<M>_model_states.pt           the form before that, expert E of all layers
+    expp_rank_<X>_mp_rank_<M>_optim_states.pt      stage 0 with experts, of expert rank X; not read
 
 Model-parallel ranks count tensor ranks fastest, then pipeline stages. ZeRO stores parameters as
 slices of flat groups; ``param_slice_mappings`` (DeepSpeed 0.7.1 and later) lists them at stages 1
 and 2, and they follow from ``param_shapes`` at stage 3.
+
+Files of experts name each by its number among all; ZeRO's by that on its rank, of which every rank
+along the expert axis has others, and ranks with the same experts share their flat groups.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
@@ -25,12 +33,16 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError
+from megatron.engine.universal_info import BUFFERS
 from megatron.formats.unpickle import load_pickle
 
 _MODEL = re.compile(r"(?:(?:(?:bf|fp)16_)?zero_pp_rank_0_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:(?:bf|fp)16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _DATA_RANK = re.compile(r"zero_pp_rank_\d+_")
 _LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+_EXPERT = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_(\d+)_model_states\.pt")
+_NUMBERED = re.compile(r"(\.deepspeed_experts\.)(\d+)(?=\.)")
+"""The number of an expert in the name of a parameter."""
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 """Optimizer state that is read, by torch's names."""
 
@@ -54,6 +66,7 @@ class EngineFiles:
         self._models: dict[int, Path] = {}
         self._optimizers: dict[int, dict[int, Path]] = {}
         self.layers: dict[int, dict[int, Path]] = {}
+        self._expert_files: dict[int, list[Path]] = {}
         for path in sorted(folder.iterdir()):
             if match := _MODEL.fullmatch(path.name):
                 self._models[int(match[1])] = path
@@ -61,8 +74,12 @@ class EngineFiles:
                 self._optimizers.setdefault(int(match[2]), {})[int(match[1])] = path
             elif match := _LAYER.fullmatch(path.name):
                 self.layers.setdefault(int(match[1]), {})[int(match[2])] = path
+            elif match := _EXPERT.fullmatch(path.name):
+                self._expert_files.setdefault(int(match[1]), []).append(path)
         self._open = lru_cache(maxsize=None)(load_pickle)
         self._slices = cache(self._find_slices)
+        self._expert_weights, self._weights = cache(self._experts), cache(self._module)
+        self._experts_here = cache(self._count_experts)
         for what, ranks in (
             ("model states", set(self._models)), ("optimizer states", set(self._optimizers)),
         ):  # fmt: skip
@@ -100,10 +117,17 @@ class EngineFiles:
     def _data_size(self) -> int | None:
         if not self._optimizers:
             return None
-        counts = self._zero(0, min(self._optimizers[0])).get("partition_count")
+        state = self._zero(0, min(self._optimizers[0]))
+        counts = state.get("partition_count")
         if isinstance(counts, Sequence):
-            # One per parameter group; groups of experts are on fewer ranks.
-            counts = max((int(count) for count in counts), default=None)
+            # One per parameter group; groups of experts are on others.
+            mappings = state.get("param_slice_mappings") or [{}] * len(counts)
+            others = [
+                int(count)
+                for count, mapping in zip(counts, mappings, strict=True)
+                if not any(map(_NUMBERED.search, mapping))
+            ]
+            counts = max(others, default=None)
         size = self.model_states().get("dp_world_size") if counts is None else counts
         return None if size is None else int(size)
 
@@ -156,7 +180,7 @@ class EngineFiles:
         """The slices of each parameter of a model-parallel rank, by its names."""
         found: dict[str, list[FlatSlice]] = {}
         files = self._optimizers.get(rank, {})
-        for data_rank in files:
+        for data_rank in sorted(files):
             state = self._zero(rank, data_rank)
             if "fp32_flat_groups" in state:
                 slices = self._stage_3(rank, data_rank, len(files), state)
@@ -172,8 +196,26 @@ class EngineFiles:
                     "before 0.7.1, or by an optimizer that is not ZeRO's"
                 )
             for name, each in slices:
-                found.setdefault(name, []).append(each)
+                found.setdefault(self._of_all(name, rank, each, state), []).append(each)
         return found
+
+    def _of_all(self, name: str, rank: int, place: FlatSlice, state: Mapping[str, Any]) -> str:
+        """The name of a parameter with its expert's number among those of all ranks."""
+        match = _NUMBERED.search(name)
+        if match is None:
+            return name
+        here = self._experts_here(rank)[_NUMBERED.sub(r"\1", name)]
+        # Experts that are not cut over tensor ranks are spread over these too.
+        args = vars(self.model_states().get("args") or Namespace())
+        spread = 1 if args.get("enable_expert_tensor_parallelism") else self.tensor_size
+        copies = int(state["partition_count"][place.group])
+        number = place.data_rank * spread + (rank % self.tensor_size if spread > 1 else 0)
+        number = number % (len(self._optimizers[rank]) * spread // copies) * here + int(match[2])
+        return f"{name[: match.end(1)]}{number}{name[match.end() :]}"
+
+    def _count_experts(self, rank: int) -> Counter[str]:
+        """Experts that a process has, by the name of a parameter without the expert's number."""
+        return Counter(_NUMBERED.sub(r"\1", name) for name in self._shapes(rank))
 
     def _stage_3(
         self, rank: int, data_rank: int, size: int, state: Mapping[str, Any]
@@ -202,14 +244,21 @@ class EngineFiles:
         pipeline's list."""
         found: dict[str, None] = {}
         for rank in range(len(self._models)):
-            found |= dict.fromkeys([*self._slices(rank), *self._module(rank)])
+            found |= dict.fromkeys([*self._slices(rank), *self._weights(rank)])
+            found |= dict.fromkeys(self._expert_weights(rank))
         for place in sorted(self.layers):
             found |= {f"{place}.{key}": None for key in self._dict(self.layers[place][0])}
         return list(found)
 
     def _module(self, rank: int) -> Mapping[str, Tensor]:
-        module = self.model_states(rank).get("module")
-        return module if isinstance(module, Mapping) else {}
+        states = self.model_states(rank)
+        parts = [states.get("module"), states.get(BUFFERS)]
+        return {k: v for part in parts if isinstance(part, Mapping) for k, v in _flat(part).items()}
+
+    def _experts(self, rank: int) -> dict[str, Path]:
+        """The file of each parameter of an expert of a model-parallel rank, by its name."""
+        files = self._expert_files.get(rank, ())
+        return {name: path for path in files for name in self._dict(path)}
 
     def shares(
         self, name: str, kind: str, registered: Callable[[int, str], str]
@@ -218,8 +267,10 @@ class EngineFiles:
         ``registered`` gives the name of a parameter in a layer file, from its place and key. Raises
         CheckpointError if the ZeRO files lack it, or a part of it."""
         found = [self._share(tensor_rank, name, kind) for tensor_rank in range(self.tensor_size)]
-        if all(share is not None for share in found):
-            return [share for share in found if share is not None]
+        shares = [share for share in found if share is not None]
+        # An expert that is not cut is on one of the tensor ranks, or on each.
+        if len(shares) == len(found) or (shares and _NUMBERED.search(name)):
+            return shares
         if kind == "weight":
             for place, files in self.layers.items():
                 for key in self._dict(files[0]):
@@ -237,7 +288,12 @@ class EngineFiles:
                     return None
                 flat = torch.cat([piece.float() for piece in pieces if piece is not None])
                 return self._shaped(rank, name, flat)
-            if rank in self._optimizers and name in self._shapes(rank):
+            numbered = _NUMBERED.search(name)
+            # All ranks call their first expert 0.
+            shown = _NUMBERED.sub(r"\g<1>0", name)
+            if rank in self._optimizers and shown in self._shapes(rank):
+                if numbered:  # on another tensor rank
+                    continue
                 # The module's weights are a half-precision copy; frozen parameters have no other.
                 raise CheckpointError(
                     f"{self.folder}: {name} is in none of the ZeRO files of model-parallel rank "
@@ -249,8 +305,10 @@ class EngineFiles:
                 values = self._numbered(rank, order.index(name), kind)
                 if values is not None or kind != "weight":
                     return values
-            if kind == "weight" and name in self._module(rank):
-                return self._module(rank)[name]
+            if kind == "weight" and name in self._weights(rank):
+                return self._weights(rank)[name]
+            if kind == "weight" and name in self._expert_weights(rank):
+                return self._dict(self._expert_weights(rank)[name])[name]
         return None
 
     def _numbered(self, rank: int, number: int, kind: str) -> Tensor | None:
@@ -262,7 +320,7 @@ class EngineFiles:
         return _unpartitioned_state(optimizer).get(number, {}).get(kind)
 
     def _shaped(self, rank: int, name: str, flat: Tensor) -> Tensor:
-        shape = self._shapes(rank).get(name)
+        shape = self._shapes(rank).get(_NUMBERED.sub(r"\g<1>0", name))
         if shape is None:
             return flat
         if flat.numel() != math.prod(shape):
@@ -315,6 +373,18 @@ class EngineFiles:
             groups = inner.get("param_groups", [{}]) if isinstance(inner, Mapping) else [{}]
             step = state.get("base_optimizer_state_step", groups[0].get("step", 0))
         return int(step or 0)
+
+
+def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
+    """The tensors of a module whose state Megatron-DeepSpeed nests, by their keys joined by
+    dots."""
+    flat: dict[str, Tensor] = {}
+    for key, value in nested.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def _unpartitioned_state(optimizer: Mapping[str, Any]) -> Mapping[int, Any]:

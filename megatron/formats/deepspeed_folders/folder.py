@@ -28,7 +28,7 @@ from megatron.formats.deepspeed_folders.naming import (
     RankNaming,
 )
 from megatron.formats.deepspeed_folders.neox import StoredTensors
-from megatron.formats.features import whole_shards
+from megatron.formats.features import buffers_of, whole_shards
 from megatron.formats.legacy_megatron.arguments import (
     model_of_arguments,
     tokenizer_of_arguments,
@@ -157,7 +157,8 @@ class DeepSpeedFolder(NamedFolder):
         found = self._describe(
             self._files.model_states(), StoredTensors(self._files.names, self._elements)
         )
-        self._naming: RankNaming = EngineNaming(self.model, self._files.tensor_size)
+        experts = "cut" if found.run is None else found.run.parallel.experts_over_tensor
+        self._naming: RankNaming = EngineNaming(self.model, self._files.tensor_size, experts)
         if found.foreign is not None:
             self._naming = found.foreign(self.model, self._files.names(), folder)
             self.state["optimizer_step"] = self._files.optimizer_step()
@@ -174,7 +175,7 @@ class DeepSpeedFolder(NamedFolder):
         return sum(share.numel() for share in shares or ())
 
     def kinds(self, name: str) -> Sequence[str]:
-        return ["weight", *self._moments]
+        return ["weight"] if name in buffers_of(self.model) else ["weight", *self._moments]
 
     def tensor(self, name: str, kind: str = "weight") -> Tensor:
         self.shape(name)

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.config import ModelConfig
-from megatron.formats.features import layers_of, parameters_of, whole_shards
+from megatron.engine.universal_info import Registered
+from megatron.formats.features import buffers_of, layers_of, parameters_of, whole_shards
+from megatron.formats.legacy_megatron.expert_names import (
+    is_of_experts,
+    join_expert,
+    of_one_expert,
+    require_experts,
+)
 from megatron.formats.legacy_megatron.names import (
     is_buffer,
     qkv_from_megatron,
@@ -89,11 +96,15 @@ class RankNaming(Naming, ABC):
 
 
 class EngineNaming(RankNaming):
-    """A folder with the names of this project's engines, at a tensor-parallel size."""
+    """A folder with the names of this project's engines, at a tensor-parallel size; ``experts``:
+    how the ranks share them, as ``TensorParallel`` says. Buffers have canonical names."""
 
-    def __init__(self, model: ModelConfig, size: int) -> None:
+    def __init__(self, model: ModelConfig, size: int, experts: str = "cut") -> None:
         super().__init__(model)
-        self._size, self._registered = size, parameters_of(model, size)
+        self._size = size
+        self._registered = parameters_of(model, size, experts) | {
+            name: [Registered(name, shard)] for name, shard in buffers_of(model).items()
+        }
         self._tied = {
             place: f"tied_modules.{layer.tied_key}"
             for place, layer in enumerate(layers_of(model))
@@ -153,6 +164,9 @@ class ForeignNaming(RankNaming):
         missing = [name for name in self.shapes if name not in parts]
         if missing:
             raise CheckpointError(f"{folder} has nothing for {', '.join(missing[:3])}")
+        for name, named in parts.items():
+            if is_of_experts(name):
+                require_experts(named, self.shapes[name][0], name, folder)
         self._parts = {name: [named[at] for at in sorted(named)] for name, named in parts.items()}
 
     def plain(self, name: str) -> str:
@@ -166,7 +180,7 @@ class ForeignNaming(RankNaming):
     def block(self, rest: str) -> tuple[str, int] | None:
         """Canonical name within a block, and which part of the parameter it is."""
         canonical = rename_block(rest)
-        return None if canonical is None else (canonical, 0)
+        return None if canonical is None else of_one_expert(canonical)
 
     def parts(self, name: str) -> Sequence[str]:
         return self._parts[name]
@@ -180,6 +194,10 @@ class ForeignNaming(RankNaming):
         return qkv_from_megatron(values, _QKV_VERSION, heads, groups, attention.kv_channels)
 
     def join(self, name: str, kind: str, shares: Sequence[Sequence[Tensor]]) -> Tensor:
+        if is_of_experts(name):
+            gated, shape = self.model.mlp.gated, self.shapes[name][1:]
+            experts = [join_expert(ranks, name, shape, gated).reshape(-1) for ranks in shares]
+            return self.trim(name, torch.cat(experts).float())
         cut = self._shards[name].over("tensor")
         if cut is None:
             return self.whole(name, [self.replicated(name, kind, ranks) for ranks in shares])
@@ -205,7 +223,8 @@ class ForeignNaming(RankNaming):
             return _EMBEDDING.get(name.removeprefix(_TIED)), 0
         match = _PLACED.fullmatch(name)
         if match is None:
-            return rename(name), 0
+            canonical = rename(name)
+            return (None, 0) if canonical is None else of_one_expert(canonical)
         place, rest = int(match[1]), match[2]
         if place in number:
             inner = self.block(rest)

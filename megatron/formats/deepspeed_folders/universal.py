@@ -31,7 +31,7 @@ from megatron.checkpoint.folder import replace_folder, tag, unfinished_folder
 from megatron.checkpoint.manifest import CONFIG, STATE, check_file, entries_of, file_facts
 from megatron.checkpoint.source import TOKENIZER, Source, run_of
 from megatron.config import RunConfig
-from megatron.engine.universal_info import UNIVERSAL_VERSION
+from megatron.engine.universal_info import BUFFERS, UNIVERSAL_VERSION
 from megatron.formats.deepspeed_folders.engine_files import MOMENTS
 from megatron.formats.deepspeed_folders.folder import (
     UNIVERSAL_SUFFIX,
@@ -65,6 +65,7 @@ class UniversalFolder(NamedFolder):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._present = _parameters(folder / "zero")
+        self._buffers: dict[str, Tensor] = {}
         # A file is read in several parts.
         self._open = lru_cache(maxsize=4)(load_pickle)
         states = _read_model_states(folder)
@@ -72,13 +73,16 @@ class UniversalFolder(NamedFolder):
             lambda: list(self._present), lambda name: self._part(name, "weight").numel(), True
         )
         found = self._describe(states, tensors)
+        if found.run is not None:
+            self._buffers = _buffers(folder)
         if "embedding.word_embeddings.weight" in self._present:
             self._naming = Naming(self.model)
         elif found.foreign is not None:
             self._naming = found.foreign(self.model, list(self._present), folder)
         else:
             known = states.get("checkpoint_parallel_dimensions") or {}
-            self._naming = EngineNaming(self.model, int(known.get("tp_degree", 1)))
+            experts = "cut" if found.run is None else found.run.parallel.experts_over_tensor
+            self._naming = EngineNaming(self.model, int(known.get("tp_degree", 1)), experts)
         if found.foreign is not None:
             self.state["optimizer_step"] = self._step()
             if not any(len(kinds) > 1 for kinds in self._present.values()):
@@ -112,6 +116,8 @@ class UniversalFolder(NamedFolder):
             raise CheckpointError(f"{self.folder}: {kind} of {error}") from None
 
     def _part(self, part: str, kind: str) -> Tensor:
+        if part in self._buffers and part not in self._present:
+            return self._buffers[part]
         path = self.folder / "zero" / part / _file_name(kind)
         content = self._open(path)
         # ds_to_universal leaves out the dictionary at stage 3.
@@ -150,6 +156,19 @@ def _read_model_states(folder: Path) -> dict[str, Any]:
                 raise CheckpointError(f"{path} is not a dictionary")
             return content
     raise CheckpointError(f"{folder} has no model states (mp_rank_00_model_states.pt)")
+
+
+def _buffers(folder: Path) -> dict[str, Tensor]:
+    """Buffers by canonical name, which DeepSpeed's own conversion leaves in the model states of
+    each pipeline stage."""
+    contents = map(load_pickle, sorted(folder.glob("mp_rank_*_model_states.pt")))
+    return {
+        name: values
+        for content in contents
+        if isinstance(content, dict) and isinstance(content.get(BUFFERS), dict)
+        for name, values in content[BUFFERS].items()
+        if isinstance(values, Tensor)
+    }
 
 
 def save_universal(source: Source, save: Path, stage: int = 1) -> Path:

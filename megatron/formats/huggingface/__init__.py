@@ -20,6 +20,8 @@ from megatron.formats import LINEAR, LinearTarget, layer_names
 from megatron.formats.huggingface.architecture import (
     GATE_AND_UP,
     GROUPED_QKV,
+    INTERLEAVED,
+    INTERLEAVED_QKV,
     SAME,
     SEPARATE_KV,
     SEPARATE_QKV,
@@ -56,8 +58,12 @@ _REASONS = {
     "RefinedWeb": "the name of Falcon before transformers knew it; write falcon",
     "RefinedWebModel": "the name of Falcon before transformers knew it; write falcon",
     "mt5": "write t5: it differs in name alone; its class is MT5ForConditionalGeneration",
+    "deepseek_v2": "keys and values are computed from latents (MLA)",
+    "deepseek_v3": "keys and values are computed from latents (MLA)",
+    "kimi_k2": "keys and values are computed from latents (MLA)",
+    "llama4": "it sees images too, and the text model alone, llama4_text, cannot be represented",
+    "llama4_text": "it has chunked attention, and RoPE in some blocks alone",
     "umt5": "each block has relative positions of its own; those of a T5 are shared",
-    "mixtral": "experts cannot be represented",
 }
 """Explanations for some that look as if they were known."""
 
@@ -140,7 +146,8 @@ def _shape(model: ModelConfig) -> str:
         value = getattr(flags, field.name)
         told = field.metadata["role"] and not field.metadata["internal"]
         if told and (field.name in _ALWAYS or value != field.default):
-            words.append(flag_of(field) if isinstance(value, bool) else f"{flag_of(field)} {value}")
+            shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+            words.append(flag_of(field) if isinstance(value, bool) else f"{flag_of(field)} {shown}")
     return " ".join(words)
 
 
@@ -150,6 +157,7 @@ _ALWAYS = ("position_embedding_type", "normalization")
 
 _MATRICES = {
     SEPARATE_QKV.name: ("q", "k", "v"),
+    INTERLEAVED_QKV.name: ("q", "k", "v"),
     SEPARATE_KV.name: ("k", "v"),
     GATE_AND_UP.name: ("gate", "up"),
 }
@@ -190,6 +198,8 @@ def _targets_of(entry: Entry, model: ModelConfig) -> Iterator[ModuleTarget]:
         return
     parts = _MATRICES.get(entry.form.name, ("",))
     # Whatever is done to the columns of a weight does not concern the rows.
-    form = GROUPED_QKV if entry.form is GROUPED_QKV else SAME
-    for index, (part, theirs) in enumerate(zip(parts, entry.theirs, strict=True)):
+    forms = [GROUPED_QKV if entry.form is GROUPED_QKV else SAME] * len(parts)
+    if entry.form is INTERLEAVED_QKV:
+        forms = [INTERLEAVED, INTERLEAVED, SAME]
+    for index, (part, theirs, form) in enumerate(zip(parts, entry.theirs, forms, strict=True)):
         yield ModuleTarget(layer, part, index, theirs.removesuffix(".weight"), form, model)

@@ -7,7 +7,7 @@ Rows of our query-key-value weight are all queries, all keys, all values: [(N + 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -29,6 +29,8 @@ from megatron.formats.huggingface.config_reader import (
 from megatron.formats.huggingface.tasks import CAUSAL_LM, REWARD, Task
 
 Condition = Callable[[ModelConfig], bool]
+OfBlock = Callable[[ModelConfig, int], int]
+"""A number of a block of a model."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +74,45 @@ def _from_rows(tensors: Sequence[Tensor], model: ModelConfig) -> Tensor:
     return torch.cat(list(tensors))
 
 
+def _neighbours(rows: Tensor, model: ModelConfig) -> Tensor:
+    """Rows of heads in which the channels that RoPE rotates together follow each other."""
+    shape = (-1, 2, model.attention.kv_channels // 2)
+    return rows.unflatten(0, shape).transpose(1, 2).flatten(0, 2)
+
+
+def _halves(rows: Tensor, model: ModelConfig) -> Tensor:
+    shape = (-1, model.attention.kv_channels // 2, 2)
+    return rows.unflatten(0, shape).transpose(1, 2).flatten(0, 2)
+
+
+def _to_interleaved(values: Tensor, model: ModelConfig) -> Sequence[Tensor]:
+    q, k, v = values.split(_qkv_rows(model))
+    return _neighbours(q, model), _neighbours(k, model), v
+
+
+def _from_interleaved(tensors: Sequence[Tensor], model: ModelConfig) -> Tensor:
+    q, k, v = tensors
+    return torch.cat([_halves(q, model), _halves(k, model), v])
+
+
 SAME = Reordering("as it is", 1, lambda values, _: (values,), lambda tensors, _: tensors[0])
 """One tensor, in our order."""
-TRANSPOSED = Reordering("transposed", 1, lambda values, _: (values.T,), lambda parts, _: parts[0].T)
-"""The matrix as [inputs, outputs] (GPT-2's Conv1D)."""
+TRANSPOSED = Reordering(
+    "transposed", 1, lambda values, _: (values.mT,), lambda parts, _: parts[0].mT
+)
+"""The matrix as [inputs, outputs] (GPT-2's Conv1D), or each of a stack of matrices."""
 SEPARATE_QKV = Reordering(
     "separate q, k, v", 3, lambda values, model: values.split(_qkv_rows(model)), _from_rows
 )
 """A tensor each for queries, keys and values."""
+INTERLEAVED = Reordering(
+    "interleaved", 1, lambda values, model: (_neighbours(values, model),),
+    lambda parts, model: _halves(parts[0], model),
+)  # fmt: skip
+"""Queries or keys of which RoPE rotates neighbouring channels of a head together; here channel i
+and channel i + D/2."""
+INTERLEAVED_QKV = Reordering("separate q, k, v, interleaved", 3, _to_interleaved, _from_interleaved)
+"""A tensor each for queries and keys, which are interleaved, and values."""
 TWICE = Reordering(
     "twice", 2, lambda values, _: (values, values.clone()), lambda parts, _: parts[0]
 )
@@ -124,13 +157,25 @@ class Entry:
     number of the block; ``when`` says whether a model has it.
 
     Their names have ``{n}`` too, or ``{before}`` for the number of the block before it, where
-    ``first`` are the names in the first block; outside of blocks ``{last}`` is the last block's."""
+    ``first`` are the names in the first block; outside of blocks ``{last}`` is the last block's.
+
+    Attributes:
+        at: 0 for the blocks of a model that lack it; None if all have it.
+        slices: number of slices along the first dimension, as of experts, that a block stores each
+            in ``form``, with ``{e}`` for the number of the slice in their names; None for one.
+        others: other ways in which files may have the parameter, without one of their own.
+        exact: whether it is stored in float32 whatever the dtype of the weights.
+    """
 
     ours: str
     theirs: tuple[str, ...]
     form: Reordering = SAME
     when: Condition = always
     first: tuple[str, ...] = ()
+    at: OfBlock | None = None
+    slices: OfBlock | None = None
+    others: tuple[Entry, ...] = ()
+    exact: bool = False
 
     def __post_init__(self) -> None:
         assert len(self.theirs) == self.form.tensors, self.ours
@@ -139,6 +184,26 @@ class Entry:
     def stack(self) -> str | None:
         """Name of the stack of blocks that it belongs to; None outside of blocks."""
         return self.ours.partition(".{n}.")[0] if "{n}" in self.ours else None
+
+    def within(self, stack: str, prefix: str) -> Entry:
+        """The entry of a block of a stack, from one without ``layers.{n}.`` and ``prefix`` in its
+        names."""
+        return dataclasses.replace(
+            self,
+            ours=f"{stack}.{{n}}.{self.ours}",
+            theirs=tuple(f"{prefix}.{name}" for name in self.theirs),
+            others=tuple(other.within(stack, prefix) for other in self.others),
+        )
+
+    def of_block(self, model: ModelConfig, n: int) -> Parameter:
+        """The parameter of block ``n``."""
+        names = self.first if self.first and n == 0 else self.theirs
+        slices = None if self.slices is None else self.slices(model, n)
+        theirs = tuple(
+            name.format(n=n, before=n - 1, e=e) for e in range(slices or 1) for name in names
+        )
+        others = tuple(other.of_block(model, n) for other in self.others)
+        return Parameter(self.ours.format(n=n), theirs, self, model, slices, others)
 
 
 def weight(ours: str, theirs: str, when: Condition = always) -> tuple[Entry, ...]:
@@ -172,15 +237,7 @@ def linear(
 def block(prefix: str, *parts: Sequence[Entry], stack: str = "layers") -> tuple[Entry, ...]:
     """The entries of a block of a stack, given without ``layers.{n}.`` and ``prefix`` in their
     names."""
-    return tuple(
-        dataclasses.replace(
-            entry,
-            ours=f"{stack}.{{n}}.{entry.ours}",
-            theirs=tuple(f"{prefix}.{name}" for name in entry.theirs),
-        )
-        for part in parts
-        for entry in part
-    )
+    return tuple(entry.within(stack, prefix) for part in parts for entry in part)
 
 
 _TABLE = "embedding.word_embeddings.weight"
@@ -214,21 +271,35 @@ def _read_head(given: HFConfigReader) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Parameter:
-    """An entry for one parameter of one model; names have the block's number."""
+    """An entry for one parameter of one model; names have the block's number, and those of all
+    slices follow each other."""
 
     ours: str
     theirs: tuple[str, ...]
     entry: Entry
     model: ModelConfig
+    slices: int | None = None
+    others: tuple[Parameter, ...] = ()
 
     def to_hf(self, values: Tensor) -> dict[str, Tensor]:
         """Their tensors, from the whole parameter without padding."""
-        parts = self.entry.form.to_hf(values, self.model)
+        stored = (values,) if self.slices is None else values.unbind()
+        parts = (part for each in stored for part in self.entry.form.to_hf(each, self.model))
         return dict(zip(self.theirs, (part.contiguous() for part in parts), strict=True))
 
-    def from_hf(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The inverse of :meth:`to_hf`: the whole parameter, from their tensors in order."""
-        return self.entry.form.from_hf(tensors, self.model).contiguous()
+    def from_hf(self, tensors: Iterable[Tensor]) -> Tensor:
+        """The inverse of :meth:`to_hf`: the whole parameter, from their tensors in order, of which
+        one slice after another is in memory."""
+        form = self.entry.form
+        if self.slices is None:
+            return form.from_hf(list(tensors), self.model).contiguous()
+        whole: Tensor | None = None
+        for e, parts in enumerate(zip(*[iter(tensors)] * form.tensors, strict=True)):
+            values = form.from_hf(parts, self.model)
+            whole = values.new_empty(self.slices, *values.shape) if whole is None else whole
+            whole[e] = values
+        assert whole is not None
+        return whole
 
 
 class Tensors(Protocol):
@@ -265,10 +336,13 @@ class Architecture:
         endings: other endings of names in files: ours of the table, theirs.
         copies: their names of further tensors that repeat a parameter, and our name of it.
         ignored: their names of tensors in old files that `transformers` does not read.
+        predicting: a pattern of their names of tensors of multi-token prediction, which
+            `transformers` does not read either; a note says so.
         constants: tensors that a model of ours lacks, with values that have no effect.
         seen: completes the content of config.json by what the tensors of the files show.
         nearest: the model that is written for one that `transformers` can only approximate, and why
             it is another; the model itself and "" for all others.
+        rewards: whether `transformers` has its class with a head for rewards, of a causal decoder.
         stacks: number of blocks by the first part of their canonical names.
     """
 
@@ -293,6 +367,7 @@ class Architecture:
         {} if untied(model) else dict.fromkeys(("lm_head.weight", "embed_out.weight"), _TABLE)
     )
     ignored: Callable[[ModelConfig], frozenset[str]] = lambda model: frozenset()
+    predicting: Callable[[ModelConfig], str] = lambda model: ""
     constants: Callable[[ModelConfig], Mapping[str, Tensor]] = lambda model: {}
     seen: Callable[[dict[str, Any], Tensors], dict[str, Any]] = lambda content, tensors: content
     nearest: Callable[[ModelConfig], tuple[ModelConfig, str]] = lambda model: (model, "")
@@ -300,6 +375,7 @@ class Architecture:
         default_factory=lambda: {"layers": lambda model: model.num_layers}
     )
     family: str = ModelConfig.family
+    rewards: bool = True
     task: Task | Callable[[ModelConfig], Task] = CAUSAL_LM
 
     def __post_init__(self) -> None:
@@ -377,7 +453,7 @@ class Architecture:
             wanted.append("no --swiglu and no --glu-activation")
         wanted += [need.wanted for need in self.requirements if not need.holds(model)]
         allowed = self.features | set(self.keys.values()) | set(self.fixed)
-        if self.task is CAUSAL_LM and _has_rewards(model):
+        if self.rewards and self.task is CAUSAL_LM and _has_rewards(model):
             allowed |= {"head"}
         surplus = features_of(model) - allowed
         return wanted + [without(feature) for feature in FEATURES if feature in surplus]
@@ -397,9 +473,8 @@ class Architecture:
             repeated = list(entries)
             for n in range(self.stacks[stack](model)):
                 for entry in repeated:
-                    theirs = entry.first if entry.first and n == 0 else entry.theirs
-                    names = tuple(name.format(n=n, before=n - 1) for name in theirs)
-                    yield Parameter(entry.ours.format(n=n), names, entry, model)
+                    if entry.at is None or entry.at(model, n):
+                        yield entry.of_block(model, n)
 
     def to_hf(
         self, model: ModelConfig, source: Callable[[str], Tensor]

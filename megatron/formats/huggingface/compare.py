@@ -108,7 +108,9 @@ def reference_of(
         _check_settings(theirs.config, model, path)
         output = theirs(**inputs.theirs)
     logits = {
-        name: _counted(values, inputs) for name, values in output.items() if name.endswith("logits")
+        name: _counted(values, inputs)
+        for name, values in output.items()
+        if name.endswith("logits") and isinstance(values, Tensor)  # none of routers, by layer
     }
     return Reference(model, task, inputs, logits, BOUND if adapters is None else MERGED)
 
@@ -183,6 +185,7 @@ def _load(folder: Path, class_name: str, strict: bool) -> Any:
         if strict and report[problem]:
             names = ", ".join(map(str, sorted(report[problem])[:5]))
             raise CheckpointError(f"transformers reports {problem} in {folder}: {names}")
+    theirs.config._experts_implementation = "eager"  # grouped products have no float64
     return theirs.eval()
 
 

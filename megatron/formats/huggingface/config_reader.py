@@ -44,6 +44,7 @@ GATES: dict[str, dict[str, Any]] = {
     "gelu_pytorch_tanh": {"glu_activation": "geglu"},
     "gelu_new": {"glu_activation": "geglu"},
     "gelu_fast": {"glu_activation": "geglu"},
+    "quick_gelu": {"glu_activation": "quick_geglu"},
 }
 """Our flags by the name of a gate's activation."""
 
@@ -54,6 +55,7 @@ ACTIVATION_NAMES = {
     "squared_relu": "relu2",
     "swiglu": "silu",
     "geglu": "gelu_pytorch_tanh",
+    "quick_geglu": "quick_gelu",
 }
 """The name that is written for each activation of :class:`MLPConfig`."""
 
@@ -224,6 +226,7 @@ def read_rope(
     share_key: str | None = None,
     share: float = 1.0,
     types: dict[str, str] | None = None,
+    base: float = 10000.0,
 ) -> dict[str, Any]:
     """``rotary_base``, ``rotary_percent`` and ``rope_scaling`` of a config.json. Raises
     CheckpointError if the keys of the two versions differ, or cannot be represented.
@@ -232,11 +235,12 @@ def read_rope(
         fields: what was read already, ``kv_channels`` and ``max_position_embeddings`` included.
         share_key: transformers 4's key of the rotated share of a head; None for whole heads.
         types: the architecture's names of types of scaling, and the usual ones.
+        base: the rotary base of a file that does not say it.
     """
     newer = given.table("rope_parameters")
     share_name = share_key or "partial_rotary_factor"
     # transformers 4 also writes its own names beside those of the architecture.
-    base = agreed(given, (theta_key, "rope_theta"), newer.get("rope_theta"), 10000.0)
+    base = agreed(given, (theta_key, "rope_theta"), newer.get("rope_theta"), base)
     rotated = agreed(
         given, (share_name, "partial_rotary_factor"), newer.get("partial_rotary_factor"), share
     )

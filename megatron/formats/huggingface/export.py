@@ -96,7 +96,8 @@ def _write_weights(
             path = folder / f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors: dict[str, Tensor] = dict(constants) if number == 1 else {}
         for parameter in progress_bar(f"writing {path.name}", members, unit=" parameters"):
-            values = finite(parameter.ours, source.tensor(parameter.ours), dtype, source.folder)
+            stored = torch.float32 if parameter.entry.exact else dtype
+            values = finite(parameter.ours, source.tensor(parameter.ours), stored, source.folder)
             tensors |= parameter.to_hf(values)
         save_tensors(tensors, path, {"format": "pt"})
         sync_path(path)

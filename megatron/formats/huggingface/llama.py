@@ -66,34 +66,44 @@ QK_NORMS = (
 )
 
 
-def llama_entries(*further: Sequence[Entry], mlp_norm: str = "post_attention_layernorm",
+def gated_mlp(ours: str, theirs: str, fused: bool = False) -> tuple[Entry, ...]:
+    """The entries of a gated MLP; ``fused``: gate and up are one tensor, in our order."""
+    up = linear(f"{ours}.up", f"{theirs}.gate_proj", f"{theirs}.up_proj", form=GATE_AND_UP)
+    if fused:
+        up = linear(f"{ours}.up", f"{theirs}.gate_up_proj")
+    return (*up, *linear(f"{ours}.down", f"{theirs}.down_proj"))
+
+
+def llama_entries(*further: Sequence[Entry], mlp_norm: str | None = "post_attention_layernorm",
                   qkv_bias: Condition = biased, proj_bias: Condition = biased,
-                  fused: bool = False) -> tuple[Entry, ...]:  # fmt: skip
+                  fused: bool = False, mlp: Sequence[Entry] | None = None
+                  ) -> tuple[Entry, ...]:  # fmt: skip
     """The table of Llama and of architectures that name their tensors like it.
 
     Args:
         further: entries of a block that Llama does not have.
-        mlp_norm: their name of the norm before the MLP.
+        mlp_norm: their name of the norm before the MLP; None without norms before attention and
+            MLP.
         fused: whether query, key and value are one tensor, and gate and up too, in our order.
+        mlp: entries in the place of those of the MLP.
     """
     if fused:
         qkv = linear("attention.qkv", "self_attn.qkv_proj", bias=qkv_bias)
-        up = linear("mlp.up", "mlp.gate_up_proj")
     else:
         qkv = linear("attention.qkv", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
                      form=SEPARATE_QKV, bias=qkv_bias)  # fmt: skip
-        up = linear("mlp.up", "mlp.gate_proj", "mlp.up_proj", form=GATE_AND_UP)
+    norms: tuple[Entry, ...] = ()
+    if mlp_norm is not None:
+        norms = (*norm("attention_norm", "input_layernorm"), *norm("mlp_norm", mlp_norm))
     return (
         *weight("embedding.word_embeddings", "model.embed_tokens"),
         *block(
             "model.layers.{n}",
-            norm("attention_norm", "input_layernorm"),
+            norms,
             qkv,
             linear("attention.proj", "self_attn.o_proj", bias=proj_bias),
             *further,
-            norm("mlp_norm", mlp_norm),
-            up,
-            linear("mlp.down", "mlp.down_proj"),
+            gated_mlp("mlp", "mlp", fused) if mlp is None else mlp,
         ),
         *norm("final_norm.norm", "model.norm"),
         *weight("output_layer", "lm_head", when=untied),

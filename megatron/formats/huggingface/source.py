@@ -18,7 +18,7 @@ from megatron.checkpoint.generation_settings import ends_of, read_generation, wr
 from megatron.checkpoint.source import Source, copy_tokenizer_files
 from megatron.config import ModelConfig, TokenizerConfig
 from megatron.formats.features import whole_shards
-from megatron.formats.huggingface import architecture_named
+from megatron.formats.huggingface import architecture_named, mxfp4
 from megatron.formats.huggingface.architecture import Architecture, Parameter
 from megatron.formats.unpickle import load_pickle
 
@@ -41,8 +41,9 @@ _BUFFERS = re.compile(
 
 
 class WeightFiles:
-    """Reads single tensors; nothing stays in memory. Raises CheckpointError if there are no such
-    files, or one is damaged or not what the index says."""
+    """Reads single tensors; nothing stays in memory. The two tensors of a weight in MXFP4 are one.
+    Raises CheckpointError if there are no such files, or one is damaged or not what the index
+    says."""
 
     def __init__(self, folder: Path) -> None:
         path = _weights_of(folder)
@@ -50,9 +51,18 @@ class WeightFiles:
             raise CheckpointError(f"{folder} has none of {', '.join(WEIGHTS)}")
         self.path = path
         self._open: dict[Path, Any] = {}
+        self._packed: dict[str, tuple[Path, Path]] = {}
         if path.suffix != ".json":
             self.files = dict.fromkeys(self._handle(path).keys(), path)
-            return
+        else:
+            self._read_index(path)
+        for blocks in [name for name in self.files if name.endswith(mxfp4.BLOCKS)]:
+            name = blocks.removesuffix(mxfp4.BLOCKS)
+            if name + mxfp4.SCALES in self.files:
+                packed = self.files.pop(blocks), self.files.pop(name + mxfp4.SCALES)
+                self._packed[name], self.files[name] = packed, packed[0]
+
+    def _read_index(self, path: Path) -> None:
         self.files = _indexed(path)
         for file in sorted(set(self.files.values())):
             stored = list(self._handle(file).keys())
@@ -68,14 +78,31 @@ class WeightFiles:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, which is not read."""
-        handle = self._handle(self.files[name])
+        if name in self._packed:
+            shape = self._shape(name + mxfp4.BLOCKS, self.files[name])
+            return mxfp4.shape_of(shape) if len(shape) == 4 else tuple(self.tensor(name).shape)
+        return self._shape(name, self.files[name])
+
+    def _shape(self, name: str, path: Path) -> tuple[int, ...]:
+        handle = self._handle(path)
         if isinstance(handle, dict):
             return tuple(handle[name].shape)
         return tuple(handle.get_slice(name).get_shape())
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor, in the dtype of the file."""
-        path = self.files[name]
+        """A tensor, in the dtype of the file; MXFP4 as bfloat16."""
+        if name not in self._packed:
+            return self._tensor(name, self.files[name])
+        blocks, scales = self._packed[name]
+        try:
+            return mxfp4.unpacked(
+                self._tensor(name + mxfp4.BLOCKS, blocks),
+                self._tensor(name + mxfp4.SCALES, scales),
+            )
+        except ValueError as error:
+            raise CheckpointError(f"{blocks}: {name}: {error}") from None
+
+    def _tensor(self, name: str, path: Path) -> Tensor:
         handle = self._handle(path)
         try:
             return handle[name] if isinstance(handle, dict) else handle.get_tensor(name)
@@ -84,6 +111,8 @@ class WeightFiles:
 
     def dtype(self, name: str) -> torch.dtype:
         """Dtype of a tensor, which is not read."""
+        if name in self._packed:
+            return torch.bfloat16
         handle = self._handle(self.files[name])
         return (handle[name] if isinstance(handle, dict) else handle.get_slice(name)[:0]).dtype
 
@@ -152,7 +181,7 @@ class TableSource(Source):
         parameter = self._parameter(name)
         if kind != "weight":
             raise CheckpointError(f"{self.folder} has no {kind} of {name}, only weights")
-        return parameter.from_hf([self._part(theirs).float() for theirs in parameter.theirs])
+        return parameter.from_hf(self._part(theirs).float() for theirs in parameter.theirs)
 
     def _parameter(self, name: str) -> Parameter:
         if name not in self._parameters:
@@ -175,7 +204,12 @@ class HuggingFaceFolder(TableSource):
         self._weights = WeightFiles(folder)
         content = self.architecture.seen(content, self._weights)
         self.model: ModelConfig = self.architecture.model(content, config)
-        self._parameters = {each.ours: each for each in self.architecture.parameters(self.model)}
+        self._bare = not any(
+            name.startswith(self.architecture.base_prefix) for name in self._weights.files
+        )
+        self._parameters = {
+            each.ours: self._as_stored(each) for each in self.architecture.parameters(self.model)
+        }
         self._stored = self._match()
         self._shapes = shapes_of(self.model, config)
         self._check_shapes()
@@ -223,20 +257,29 @@ class HuggingFaceFolder(TableSource):
             write_generation(target, generation)
         return has_tokenizer
 
+    def _as_stored(self, parameter: Parameter) -> Parameter:
+        """The way in which the files have a parameter."""
+        ways = (parameter, *parameter.others)
+        return next((way for way in ways if self._spelling(way.theirs[0])), parameter)
+
+    def _spelling(self, theirs: str) -> str | None:
+        """The name in the files of a tensor of the table; None if they lack it."""
+        form = self.architecture
+        name = theirs.removeprefix(form.base_prefix) if self._bare else theirs
+        spellings = [name] + [
+            name.removesuffix(ours) + other
+            for ours, other in form.endings.items()
+            if name.endswith(ours)
+        ]
+        return next((name for name in spellings if name in self._weights), None)
+
     def _match(self) -> dict[str, str]:
         """Name in the files of each tensor of the table."""
         form, files = self.architecture, self._weights.files
-        bare = not any(name.startswith(form.base_prefix) for name in files)
         stored, missing = {}, []
         wanted = [name for each in self._parameters.values() for name in each.theirs]
         for theirs in [*wanted, *form.constants(self.model)]:
-            name = theirs.removeprefix(form.base_prefix) if bare else theirs
-            spellings = [name] + [
-                name.removesuffix(ours) + other
-                for ours, other in form.endings.items()
-                if name.endswith(ours)
-            ]
-            found = next((name for name in spellings if name in files), None)
+            found = self._spelling(theirs)
             if found is None:
                 missing.append(theirs)
             else:
@@ -246,9 +289,16 @@ class HuggingFaceFolder(TableSource):
             raise CheckpointError(
                 f"{self._weights.path} lacks {_some(missing)}; {described} has such tensors"
             )
+        predicting = re.compile(form.predicting(self.model))
+        further = [name for name in files if predicting.fullmatch(name)]
+        if further:
+            self.notes = (
+                f"{self.folder}: {_some(further)} are not read: they predict further tokens "
+                "(multi-token prediction), and transformers does not read them either",
+            )
         foreign = [
             name
-            for name in sorted(set(files) - set(stored.values()) - form.ignored(self.model))
+            for name in sorted({*files} - {*stored.values(), *further} - form.ignored(self.model))
             if not _BUFFERS.fullmatch(name) and not self._is_copy(name, stored)
         ]
         if foreign:

@@ -77,8 +77,12 @@ class CausalLM(Task):
         relative = model.positions.position_embedding_type in ("alibi", "none")
         # Longrope's angles depend on the length of the sequence in our code, and on the last
         # position in theirs.
-        longrope = model.positions.rope_scaling.rope_type == "longrope"
+        scaling = model.positions.rope_scaling
+        longrope = scaling.rope_type == "longrope"
         length, last = compared_length(model), model.positions.max_position_embeddings
+        if scaling.long_mscale is not None:
+            # transformers 5 takes the frequencies of short sequences for long ones too.
+            length = min(length, scaling.original_max_position_embeddings or length)
         random = torch.Generator().manual_seed(seed)
         tokens_BS = torch.randint(model.vocabulary.size, (2, length), generator=random)
         second = 0 if longrope or relative else last - length

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,17 @@ from megatron.config import ModelConfig, ModelFlags, TokenizerConfig
 from megatron.config.flags import value_type
 from megatron.config.positions import llama3_scaling
 from megatron.formats.features import FEATURES, SavedArguments, features_of, without
+from megatron.formats.legacy_megatron.expert_arguments import (
+    EXPERT_ARGUMENTS,
+    arguments_of_experts,
+    experts_of_arguments,
+)
 from megatron.formats.legacy_megatron.names import FAMILIES, names_of_family
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.registry import TOKENIZERS
 
 _HARMLESS: dict[str, tuple[Any, ...]] = {
-    "num_experts": (1, [1], (1,)),
-    "ds_num_experts": (1, [1], (1,)),
     "moe_num_experts": (1,),
-    "mlp_type": ("standard", "residual"),
     "softmax_type": ("vanilla",),
     "mask_type": ("random", "row"),
     "rope_type": ("rope",),
@@ -37,10 +39,9 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
 _NETWORK = {
     name: _HARMLESS.get(name, ())
     for name in (
-        "num_experts ds_num_experts num_experts_switch num_moe_experts num_local_experts "
         "moe_num_experts rotary_interleaved multi_latent_attention retro_add_retriever "
-        "glu_activation quick_geglu quick_gelu glu_linear_offset activation_func_clamp_value "
-        "mlp_type mtp_num_layers mos softmax_type qk_l2_norm attention_output_gate mask_type "
+        "glu_activation quick_gelu mtp_num_layers mos softmax_type qk_l2_norm "
+        "attention_output_gate mask_type "
         "head_wise_attn_gate no_rope_freq rope_type mrope_section rotary_base_per_layer "
         "rotary_scaling_factor spec heterogeneous_layers_config_path "
         "heterogeneous_layers_config_encoded_json is_hybrid_model hybrid_attention_ratio "
@@ -54,10 +55,11 @@ values besides that of a flag that was not given."""
 _FEATURES = {
     "num_query_groups", "kv_channels", "add_qkv_bias", "rotary_percent", "rope_scaling",
     "apply_layernorm_1p", "apply_residual_connection_post_layernorm", "num_tokentypes",
+    "glu_linear_offset", "activation_func_clamp_value", "layer_experts",
 }  # fmt: skip
 """Features that are written."""
 _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
-_ACTIVATIONS = ("gelu_tanh", "gelu_erf", "swiglu", "squared_relu")
+_ACTIVATIONS = ("gelu_tanh", "gelu_erf", "swiglu", "quick_geglu", "squared_relu")
 _POSITIONS = ("learned_absolute", "rope", "alibi", "none")
 
 
@@ -66,7 +68,7 @@ def _same() -> Iterator[tuple[str, type, tuple[str, ...]]]:
     the argument, of which the first is written."""
     hints = typing.get_type_hints(ModelFlags)
     for field in dataclasses.fields(ModelFlags):
-        if names := field.metadata["megatron"]:
+        if (names := field.metadata["megatron"]) and field.name not in EXPERT_ARGUMENTS:
             names = (field.name,) if names is True else names
             yield field.name, value_type(hints[field.name]), names
 
@@ -84,6 +86,7 @@ def model_of_arguments(
     for field, kind, names in _same():
         if (value := _one_value(arguments, field, kind, names, where)) is not None:
             values[field] = value
+    values |= experts_of_arguments(arguments, where)
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
         if values.get(name, 0) < 1:
             raise CheckpointError(f"{where}: the argument {name} is missing or not positive")
@@ -102,7 +105,7 @@ def model_of_arguments(
         if scale <= 0:
             raise CheckpointError(f"{where}: softmax_scale is {scale}, expected a positive number")
         values["query_pre_attn_scalar"] = scale**-2
-    if values.get("swiglu") or values.get("squared_relu"):
+    if any(map(values.get, ("swiglu", "quick_geglu", "squared_relu"))):
         values.pop("bias_gelu_fusion", None)  # concerns another activation
     arguments.refuse_the_rest(where)
     fixed = names_of_family(family).flags
@@ -118,9 +121,12 @@ def complete(flags: ModelFlags, where: Path) -> ModelConfig:
     return resolved(dataclasses.replace(flags, ffn_hidden_size=inner, seq_length=length), where)
 
 
-def arguments_of_model(model: ModelConfig) -> dict[str, Any]:
-    """Inverse of :func:`model_of_arguments`. Raises ValueError if Megatron has no such network; the
-    message names the flags."""
+def arguments_of_model(
+    model: ModelConfig,
+    experts: Callable[[ModelConfig], dict[str, Any]] = arguments_of_experts,
+) -> dict[str, Any]:
+    """Inverse of :func:`model_of_arguments`; ``experts`` gives the arguments about experts. Raises
+    ValueError if Megatron has no such network; the message names the flags."""
     positions, attention, scaling = model.positions, model.attention, model.positions.rope_scaling
     kind, activation = positions.position_embedding_type, model.mlp.activation
     linear, llama3 = scaling.rope_type == "linear", scaling.rope_type == "llama3"
@@ -132,7 +138,8 @@ def arguments_of_model(model: ModelConfig) -> dict[str, Any]:
         f"--model-family {' or '.join(families)}": model.family in families,
         "--position-embedding-type learned_absolute or rope": kind in ("learned_absolute", "rope"),
         "no --rope-scaling other than linear and that of --use-rope-scaling": usual,
-        f"GELU, --swiglu or --squared-relu (not {activation})": activation in _ACTIVATIONS,
+        f"GELU, --swiglu, --quick-geglu or --squared-relu (not {activation})": activation
+        in _ACTIVATIONS,
         f"--normalization {' or '.join(_NORMS.values())}": (
             model.norm.normalization in _NORMS.values()
         ),
@@ -151,6 +158,7 @@ def arguments_of_model(model: ModelConfig) -> dict[str, Any]:
         raise ValueError(f"Megatron's old layout requires {', '.join(wanted)}")
     flags = model.flags()
     written = {names[0]: getattr(flags, field) for field, _, names in _same()}
+    written |= experts(model)
     return written | {
         "norm_epsilon": model.norm.norm_epsilon,
         "encoder_num_layers": model.num_layers,

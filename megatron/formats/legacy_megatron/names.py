@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron.config import ModelConfig
 from megatron.formats.features import Requirement
+from megatron.formats.legacy_megatron.expert_names import core_expert_name, rename_expert
 
 OUTER = {
     "embedding.word_embeddings": "embedding.word_embeddings",
@@ -60,6 +61,19 @@ BLOCK = {
     "mlp.dense_4h_to_h": "mlp.down",
 }
 """Modules of a block: Megatron's name, canonical name."""
+
+CORE_BLOCK = {
+    "self_attention.linear_qkv.layer_norm": "attention_norm",
+    "self_attention.linear_qkv": "attention.qkv",
+    "self_attention.q_layernorm": "attention.q_norm",
+    "self_attention.k_layernorm": "attention.k_norm",
+    "self_attention.linear_proj": "attention.proj",
+    "mlp.linear_fc1.layer_norm": "mlp_norm",
+    "pre_mlp_layernorm": "mlp_norm",
+    "mlp.linear_fc1": "mlp.up",
+    "mlp.linear_fc2": "mlp.down",
+}
+"""The same in the core library, where a linear layer can contain the norm before it."""
 
 DECODER_BLOCK = BLOCK | {
     "post_attention_layernorm": "cross_attention_norm",
@@ -156,12 +170,15 @@ T5 = FamilyNames(
 
 FAMILIES = (BERT, T5, GPT)
 """The families, the one without a mark last."""
-EMBEDDING = "language_model.embedding."
-"""Start of the names of embeddings."""
+EMBEDDING = ("language_model.embedding.", "embedding.")
+"""Starts of the names of embeddings, the second in the core library."""
 HEAD_COPY = "word_embeddings_for_head.weight"
 """The last pipeline stage's copy of a token embedding that is also the head."""
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
-_STACK = re.compile(r"language_model\.(?:(?P<stack>encoder|decoder)|transformer)\.(?P<rest>.+)")
+_STACK = re.compile(
+    r"(?:language_model\.(?:(?P<stack>encoder|decoder)|transformer)|decoder)\.(?P<rest>.+)"
+)
+_FUSED_NORM = re.compile(r"\.layer_norm_(?=(?:weight|bias)$)")
 _BUFFER = re.compile(r"(?:.*\.)?(?:inv_freq|_extra_state|masked_bias)")
 """State that modules save besides their parameters."""
 
@@ -188,9 +205,13 @@ def is_buffer(name: str) -> bool:
 
 def rename_block(name: str, block: Mapping[str, str] = BLOCK) -> str | None:
     """Canonical name within a block (``attention.qkv.weight``) of Megatron's
-    (``self_attention.query_key_value.weight``); None for an unknown name."""
-    module, _, kind = name.rpartition(".")
-    return f"{block[module]}.{kind}" if module in block and kind in ("weight", "bias") else None
+    (``self_attention.query_key_value.weight``), with the number of an expert in it
+    (``mlp.experts.3.up.weight``); None for an unknown name."""
+    module, _, kind = _FUSED_NORM.sub(".layer_norm.", name).rpartition(".")
+    for table in (block, CORE_BLOCK):
+        if module in table and kind in ("weight", "bias"):
+            return f"{table[module]}.{kind}"
+    return rename_expert(name)
 
 
 def is_embedding_copy(name: str, names: FamilyNames) -> bool:
@@ -230,7 +251,7 @@ def rename(name: str, first_layer: int = 0, names: FamilyNames = GPT) -> str | N
         known = module in _LAST and kind in ("weight", "bias")
         return f"{prefix}{_LAST[module]}.{kind}" if known else None
     module, _, kind = name.removeprefix("language_model.").rpartition(".")
-    known = name.startswith("language_model.") and module in OUTER and kind in ("weight", "bias")
+    known = module in OUTER and kind in ("weight", "bias")
     return f"{OUTER[module]}.{kind}" if known else None
 
 
@@ -254,6 +275,29 @@ def to_megatron(name: str, first_layer: int = 0, names: FamilyNames = GPT) -> st
         return f"{_inverse(HEADS)[module]}.{kind}"
     found = _inverse(OUTER).get(module)
     return found and f"language_model.{found}.{kind}"
+
+
+def to_core(name: str, first_layer: int = 0, experts: bool = False) -> str | None:
+    """The name that Megatron's core library has for a canonical one, with an expert's number in it,
+    in a GPT, whose norms are in the linear layers after them; ``experts``: in a block with experts,
+    where the second is not. None for a parameter that it lacks."""
+    block = _LAYER.fullmatch(name)
+    module, _, kind = name.rpartition(".")
+    if block is None:
+        if module in _inverse(_LAST):
+            return f"decoder.{_inverse(_LAST)[module]}.{kind}"
+        theirs = _inverse(OUTER).get(module)
+        return theirs and f"{theirs}.{kind}"
+    module, _, kind = block[2].rpartition(".")
+    theirs = core_expert_name(block[2])
+    if theirs is None and module == "mlp_norm" and experts:
+        theirs = f"pre_mlp_layernorm.{kind}"
+    elif theirs is None and module in _inverse(CORE_BLOCK):
+        theirs = f"{_inverse(CORE_BLOCK)[module]}.{kind}"
+        theirs = theirs.replace(".layer_norm.", ".layer_norm_")
+    if theirs is None:
+        return None
+    return f"decoder.layers.{int(block[1]) - first_layer}.{theirs}"
 
 
 def _inverse(table: Mapping[str, str]) -> dict[str, str]:

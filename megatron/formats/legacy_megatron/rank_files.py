@@ -5,6 +5,8 @@
     <load>/latest_checkpointed_iteration.txt         a number, or release
     <load>/iter_0000100/mp_rank_00/model_optim_rng.pt          tensor rank
     <load>/iter_0000100/mp_rank_00_001/model_optim_rng.pt      tensor and pipeline rank
+    <load>/iter_0000100/mp_rank_00_001_002/...                 tensor, pipeline and expert rank
+    <load>/iter_0000100/mp_rank_00_002/...                     or, in one stage, without the second
     <load>/release/mp_rank_00/model_optim_rng.pt
 
 The file of the only rank can be read alone, wherever it was copied. A checkpoint in a zip archive
@@ -26,8 +28,9 @@ import shutil
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product, starmap
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, NoReturn
 
@@ -50,7 +53,7 @@ _ARCHIVE_ERRORS = (
     zlib.error, lzma.LZMAError,
 )  # fmt: skip
 _LONGEST_TRACKER = 1 << 10
-_RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(_\d+)?")
+_RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")
 _TAG = re.compile(r"release|iter_(\d+)")
 
 
@@ -59,6 +62,7 @@ class Rank(NamedTuple):
 
     pipeline: int
     tensor: int
+    expert: int = 0
 
 
 def iteration_folder(iteration: int | None) -> str:
@@ -66,9 +70,10 @@ def iteration_folder(iteration: int | None) -> str:
     return "release" if iteration is None else f"iter_{iteration:07d}"
 
 
-def rank_folder(tensor: int, pipeline: int, pipeline_size: int) -> str:
+def rank_folder(rank: Rank, sizes: Rank) -> str:
     """Megatron's name of a rank's folder."""
-    return f"mp_rank_{tensor:02d}" + (f"_{pipeline:03d}" if pipeline_size > 1 else "")
+    further = zip(rank[::2], sizes[::2], strict=True)
+    return f"mp_rank_{rank.tensor:02d}" + "".join(f"_{n:03d}" for n, size in further if size > 1)
 
 
 def find_megatron(path: Path, wanted: str | None) -> Path | None:
@@ -114,8 +119,8 @@ def split_archive(path: Path) -> tuple[Path | None, str]:
 
 
 def rank_files(folder: Path) -> dict[Rank, Path]:
-    """The files of a checkpoint's ranks. Raises CheckpointError if some are missing, or experts are
-    spread over ranks."""
+    """The files of a checkpoint's ranks; a second number is taken to be of pipeline ranks. Raises
+    CheckpointError if some are missing."""
     found: dict[Rank, Path] = {}
     names = _model_files(folder)
     if not names and folder.is_file():
@@ -125,26 +130,29 @@ def rank_files(folder: Path) -> dict[Rank, Path]:
         match = _RANK.fullmatch(inner.parent.name)
         if match is None or len(inner.parts) != 2:
             continue
-        if match[3] is not None:
+        rank = Rank(int(match[2] or 0), int(match[1]), int(match[3] or 0))
+        other = found.setdefault(rank, folder / name)
+        if other.parent.name != inner.parent.name:
             raise CheckpointError(
-                f"{folder / name}: the third number is of experts, which are not read"
+                f"{folder}: {other.parent.name} and {inner.parent.name} are of one rank; move away "
+                "the one of another checkpoint"
             )
-        found.setdefault(Rank(int(match[2] or 0), int(match[1])), folder / name)
     if not found:
         raise CheckpointError(f"{folder} has no mp_rank_00/{MODEL_FILES[0]}")
-    pipeline = max(rank.pipeline for rank in found) + 1
-    tensor = max(rank.tensor for rank in found) + 1
-    return require_ranks(found, folder, tensor, pipeline)
+    return require_ranks(found, folder, layout_of(found))
 
 
-def require_ranks(
-    found: dict[Rank, Path], folder: Path, tensor: int, pipeline: int
-) -> dict[Rank, Path]:
+def layout_of(ranks: Iterable[Rank]) -> Rank:
+    """The number of ranks of each kind."""
+    return Rank(*(max(numbers) + 1 for numbers in zip(*ranks, strict=True)))
+
+
+def require_ranks(found: dict[Rank, Path], folder: Path, sizes: Rank) -> dict[Rank, Path]:
     """The files of all ranks of a layout, in order. Raises CheckpointError if one is missing."""
-    wanted = [Rank(p, t) for p in range(pipeline) for t in range(tensor)]
+    wanted = list(starmap(Rank, product(*map(range, sizes))))
     for rank in wanted:
         if rank not in found:
-            name = rank_folder(rank.tensor, rank.pipeline, pipeline)
+            name = rank_folder(rank, sizes)
             raise CheckpointError(f"{folder / name / MODEL_FILES[0]} is missing")
     return {rank: found[rank] for rank in wanted}
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import Source
 from megatron.config import ModelConfig, ModelFlags, Vocabulary
-from megatron.formats.features import whole_shards
+from megatron.formats.features import buffers_of, whole_shards
 from megatron.formats.legacy_megatron.arguments import (
     complete,
     divided_sizes,
@@ -23,6 +23,13 @@ from megatron.formats.legacy_megatron.arguments import (
     tokenizer_of_arguments,
     unpadded_vocabulary,
     write_tokenizer,
+)
+from megatron.formats.legacy_megatron.expert_names import (
+    is_of_experts,
+    join_expert,
+    of_one_expert,
+    one_expert,
+    require_experts,
 )
 from megatron.formats.legacy_megatron.names import (
     BIASES,
@@ -43,6 +50,7 @@ from megatron.formats.legacy_megatron.rank_files import (
     UnusableError,
     adam_state,
     find_megatron,
+    layout_of,
     rank_files,
     require_ranks,
 )
@@ -85,11 +93,15 @@ class MegatronCheckpoint(Source):
         self.version, self._arguments = first.version, first.arguments
         self.iteration = first.iteration or None
         self._sizes(first.path)
+        self._open = None  # the ranks of a stage may be others than their files' names say
         last = self._stage(self.pipeline_size - 1)[0].chunks[-1]
         self._names = family_of_names(last)
         self._locations, self._layers = _survey(self._stage, self.pipeline_size, self._names)
         self.model = self._model(first.path)
         self._shards = whole_shards(self.model)
+        if self.model.embedding.tied and self.pipeline_size > 1:
+            # The core library calls the last stage's copy of the embedding so.
+            self._locations.pop("output_layer.weight", None)
         self._check_parameters(first.path)
         self.tokenizer = tokenizer_of_arguments(self._arguments)
         self.end_of_text = end_of_text(self._arguments, self.model.vocabulary.size)
@@ -112,24 +124,48 @@ class MegatronCheckpoint(Source):
 
     def kinds(self, name: str) -> Sequence[str]:
         self._shard(name)
-        return ("weight", *MOMENTS) if self._has_moments else ("weight",)
+        trained = self._has_moments and name not in buffers_of(self.model)
+        return ("weight", *MOMENTS) if trained else ("weight",)
 
     def dtype(self, name: str, kind: str = "weight") -> str:
         master = self._has_moments or kind != "weight"
-        return "float32" if master else str(self._locations[name].dtype).removeprefix("torch.")
+        place = one_expert(name, 0) if is_of_experts(name) else name
+        return "float32" if master else str(self._locations[place].dtype).removeprefix("torch.")
 
     def tensor(self, name: str, kind: str = "weight") -> Tensor:
-        shard, location = self._shard(name), self._locations[name]
-        shares = []
+        shard = self._shard(name)
+        if is_of_experts(name):
+            return self._experts(name, kind)
+        files = self._stage(self._locations[name].pipeline)
+        shares = [
+            self._canonical(name, values, files[0].path) for values in self._shares(name, kind, 0)
+        ]
+        return shard.join(shares, {"tensor": len(shares)})
+
+    def _shares(self, name: str, kind: str, expert_rank: int) -> list[Tensor]:
+        """The shares of the tensor ranks, in the files of an expert rank, of a parameter or of one
+        that a rank calls by this name."""
+        location, shares = self._locations[name], []
         for number, file in enumerate(self._stage(location.pipeline)):
+            if number % self.expert_size != expert_rank:
+                continue
             chunk, theirs = location.key
             share = file.chunks[chunk][theirs]
             if self._has_moments:
                 share = self._state(number, file)[location.key].get(kind, share)
             elif kind != "weight":
                 raise CheckpointError(f"{self.folder} has no {kind} of {name}")
-            shares.append(self._canonical(name, share.to(torch.float32), file.path))
-        return shard.join(shares, {"tensor": len(shares)})
+            shares.append(share.to(torch.float32))
+        return shares
+
+    def _experts(self, name: str, kind: str) -> Tensor:
+        """A parameter of all experts, each of which a file of every tensor rank has."""
+        experts, *shape = self.shape(name)
+        here, gated, parts = experts // self.expert_size, self.model.mlp.gated, []
+        for number in range(experts):
+            shares = self._shares(one_expert(name, number % here), kind, number // here)
+            parts.append(join_expert(shares, name, shape, gated))
+        return torch.stack(parts)
 
     def copy_tokenizer(self, target: Path) -> bool:
         """See :meth:`Source.copy_tokenizer`; made of the files that the arguments name, where they
@@ -163,19 +199,24 @@ class MegatronCheckpoint(Source):
         """The layout that wrote it, by the arguments where they have it, else by the folder."""
         tensor = self._argument("tensor_model_parallel_size", self._argument("model_parallel_size"))
         pipeline = self._argument("pipeline_model_parallel_size")
-        found = max(rank.tensor for rank in self._files) + 1
-        stages = max(rank.pipeline for rank in self._files) + 1
-        self.tensor_size, self.pipeline_size = tensor or found, pipeline or stages
-        if (found, stages) != (self.tensor_size, self.pipeline_size):
+        experts = self._argument("expert_model_parallel_size")
+        layout = layout_of(self._files)
+        if pipeline == 1 and (experts or 1) > 1 and layout.expert == 1:
+            files = {Rank(0, r.tensor, r.pipeline): file for r, file in self._files.items()}
+            self._files = dict(sorted(files.items()))
+            layout = layout_of(self._files)
+        sizes = Rank(pipeline or layout.pipeline, tensor or layout.tensor, experts or layout.expert)
+        self.pipeline_size, self.tensor_size, self.expert_size = sizes
+        if layout != sizes:
             if self.folder.is_file():
                 raise CheckpointError(
-                    f"{path} is the file of one of {self.tensor_size * self.pipeline_size} ranks: "
-                    "leave it in its folder (mp_rank_00) beside those of the others"
+                    f"{path} is the file of one of {math.prod(sizes)} ranks: leave it in its "
+                    "folder (mp_rank_00) beside those of the others"
                 )
-            require_ranks(self._files, self.folder, self.tensor_size, self.pipeline_size)
+            require_ranks(self._files, self.folder, sizes)
             raise CheckpointError(
-                f"{self.folder} has files of {found} tensor and {stages} pipeline ranks; {path} "
-                f"was written by {self.tensor_size} and {self.pipeline_size}"
+                f"{self.folder} has files of {_shown(layout)} ranks; {path} was written by "
+                f"{_shown(sizes)}"
             )
 
     def _argument(self, name: str, default: int | None = None) -> int | None:
@@ -246,12 +287,28 @@ class MegatronCheckpoint(Source):
 
     def _check_parameters(self, path: Path) -> None:
         """Compares the parameters with those that the arguments describe."""
+        theirs = [location.key[1] for location in self._locations.values()]
+        before_core = any(
+            n.startswith("language_model.") and ".local_experts." in n for n in theirs
+        )
+        if before_core and not self._arguments.get("num_experts_switch"):
+            raise CheckpointError(
+                f"{path}: the experts of Megatron-LM before its core library are weighed by a "
+                "sigmoid and chosen by another rule in training, which cannot be represented"
+            )
+        numbers: dict[str, list[int]] = {}
+        for each in self._locations:
+            name, number = of_one_expert(each)
+            numbers.setdefault(name, []).append(number)
         for what, size in divided_sizes(self.model).items():
             if size % self.tensor_size:
                 raise CheckpointError(
                     f"{path}: {self.tensor_size} tensor ranks do not divide {what} {size}"
                 )
         for name, shard in self._shards.items():
+            if is_of_experts(name):
+                self._check_experts(name, numbers.get(name, ()), path)
+                continue
             location = self._locations.get(name)
             if location is None:
                 raise CheckpointError(
@@ -265,11 +322,21 @@ class MegatronCheckpoint(Source):
                     "kv_channels, ffn_hidden_size, swiglu, padded vocabulary)"
                 )
         for name, location in self._locations.items():
-            if name not in self._shards:
+            if of_one_expert(name)[0] not in self._shards:
                 raise CheckpointError(
                     f"{self._files[Rank(location.pipeline, 0)]}: {location.key[1]} is not part of "
                     "the network that the arguments describe"
                 )
+
+    def _check_experts(self, name: str, numbers: Collection[int], path: Path) -> None:
+        experts = self.shape(name)[0]
+        if experts % self.expert_size:
+            raise CheckpointError(
+                f"{path}: {self.expert_size} expert ranks do not divide the {experts} experts of "
+                f"{name}"
+            )
+        # Each expert rank counts its own from 0.
+        require_experts(numbers, experts // self.expert_size, name, path)
 
     def _find_optimizer(self) -> None:
         """Decides whether there is optimizer state to continue from, and fills the counters."""
@@ -316,6 +383,11 @@ class MegatronCheckpoint(Source):
             raise CheckpointError(f"{path}: {error}") from None
 
 
+def _shown(sizes: Rank) -> str:
+    words = f"{sizes.tensor} tensor and {sizes.pipeline} pipeline"
+    return words if sizes.expert == 1 else f"{words} and {sizes.expert} expert"
+
+
 class _Stage(NamedTuple):
     """Facts that the tensor ranks of a pipeline rank share: the first one's file, and the shape and
     dtype of each parameter by Megatron's name."""
@@ -348,13 +420,7 @@ def _survey(
                 stack, number = stack_of(theirs) or ("", 0)
                 ours = rename(theirs, done.get(stack, 0), names)
                 if ours is None:
-                    core = re.match(r"(decoder|embedding|output_layer)\.", theirs)
-                    hint = (
-                        " (it is of Megatron's core library, whose checkpoints have another form)"
-                    )
-                    raise CheckpointError(
-                        f"{path}: {theirs} is not a known parameter{hint if core else ''}"
-                    )
+                    raise CheckpointError(f"{path}: {theirs} is not a known parameter")
                 if ours in found:
                     raise CheckpointError(f"{path}: {theirs} is there twice, as {ours}")
                 found[ours] = ParameterLocation(pipeline, (chunk, theirs), shape, dtype)

@@ -1,10 +1,12 @@
-"""Writes any checkpoint in Megatron's old layout (checkpoint version 3): weights, no optimizer."""
+"""Writes any checkpoint in Megatron's old layout (checkpoint version 3): weights, no optimizer. A
+network with experts has the names of its core library, which reads the layout with ``--ckpt-format
+torch``; others have those before it."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +19,7 @@ from megatron.checkpoint.source import DTYPES, TOKENIZER, Source
 from megatron.config import ModelConfig, TokenizerConfig
 from megatron.formats.features import whole_shards
 from megatron.formats.legacy_megatron.arguments import arguments_of_model, divided_sizes
+from megatron.formats.legacy_megatron.expert_names import cut_expert, is_of_experts, one_expert
 from megatron.formats.legacy_megatron.names import (
     EMBEDDING,
     HEAD_COPY,
@@ -25,6 +28,7 @@ from megatron.formats.legacy_megatron.names import (
     qkv_to_megatron,
     stack_name,
     stack_of,
+    to_core,
     to_megatron,
 )
 from megatron.formats.legacy_megatron.rank_files import (
@@ -49,6 +53,7 @@ def write_megatron(
     dtype: str = "float32",
     progress: Callable[[str], None] = lambda line: None,
     check: Callable[[Path], None] | None = None,
+    expert_size: int = 1,
 ) -> Path:
     """Writes the weights as Megatron-LM's ranks would, into Megatron's ``--load``; returns the
     folder. One rank's file is in memory at a time. Without ``iteration`` it writes ``release``,
@@ -59,6 +64,7 @@ def write_megatron(
     model = source.model.with_vocabulary(source.model.vocabulary.size, max(tensor_size, 1))
     arguments = arguments_of_model(model)
     check_sizes(model, tensor_size, pipeline_size)
+    check_experts(model, expert_size)
     surplus = sorted(set(source.names()) - whole_shards(model).keys())
     if surplus:
         raise ValueError(f"{source.folder} has {surplus[0]}, which this export does not write")
@@ -66,10 +72,11 @@ def write_megatron(
     if folder.exists():
         raise CheckpointError(f"{folder} exists already; remove it, or give another folder")
     with unfinished_folder(folder) as partial:
-        arguments |= _copied_tokenizer(source, folder, partial)
+        arguments |= copied_tokenizer(source, folder, partial)
         arguments |= {
             "tensor_model_parallel_size": tensor_size,
             "pipeline_model_parallel_size": pipeline_size,
+            "expert_model_parallel_size": expert_size,
             "pipeline_model_parallel_split_rank": stages_of(model, pipeline_size).split,
             "virtual_pipeline_model_parallel_size": None,
             "padded_vocab_size": model.vocabulary.padded,
@@ -80,16 +87,16 @@ def write_megatron(
             "consumed_train_samples": source.state.get("consumed_samples", 0),
             "consumed_valid_samples": 0,
         }
-        sizes = Rank(pipeline_size, tensor_size)
+        sizes = Rank(pipeline_size, tensor_size, expert_size)
         ranks = list(itertools.starmap(Rank, itertools.product(*map(range, sizes))))
         for rank in progress_bar("writing", ranks, unit=" ranks"):
             content = {
                 "args": argparse.Namespace(**arguments),
                 "checkpoint_version": VERSION,
                 "iteration": iteration or 0,
-                "model": _nested(_rank(source, model, rank, sizes, DTYPES[dtype])),
+                "model": nested(_rank(source, model, rank, sizes, DTYPES[dtype])),
             }
-            name = f"{rank_folder(rank.tensor, rank.pipeline, pipeline_size)}/{MODEL_FILES[0]}"
+            name = f"{rank_folder(rank, sizes)}/{MODEL_FILES[0]}"
             _save(content, partial / name)
             progress(f"{name}: {(partial / name).stat().st_size / 1e6:,.1f} MB")
         if check is not None:
@@ -114,25 +121,69 @@ def check_sizes(model: ModelConfig, tensor_size: int, pipeline_size: int) -> Non
 def _rank(
     source: Source, model: ModelConfig, rank: Rank, sizes: Rank, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    shards, names = whole_shards(model), names_of_family(model.family)
-    stages = stages_of(model, sizes.pipeline)
+    """The weights of a rank, by Megatron's names."""
+    shards, family = whole_shards(model), names_of_family(model.family)
+    stages, core = stages_of(model, sizes.pipeline), has_experts(model)
+
+    def named(name: str, first_block: int = 0) -> str:
+        if core:
+            beside_experts = f"{name.split('.mlp')[0]}.mlp.router.weight" in shards
+            theirs = to_core(name, first_block, beside_experts)
+        else:
+            theirs = to_megatron(name, first_block, family)
+        assert theirs is not None, name
+        return theirs
 
     def share(name: str) -> Tensor:
-        coordinates = {"tensor": (rank.tensor, sizes.tensor)}
-        values = shards[name].cut(source.tensor(name), coordinates)
-        return _megatron_order(name, values, model, sizes.tensor).to(dtype, copy=True)
+        return share_of(source.tensor(name), name, model, rank.tensor, sizes.tensor, dtype)
 
-    found = {}
+    def experts(name: str) -> Iterator[tuple[str, Tensor]]:
+        """Those of this rank, which counts them from 0."""
+        values = source.tensor(name).chunk(sizes.expert)[rank.expert]
+        for number, each in enumerate(values):
+            mine = cut_expert(each, name, model.mlp.gated, rank.tensor, sizes.tensor)
+            yield one_expert(name, number), mine.to(dtype, copy=True)
+
+    found: dict[str, Tensor] = {}
     for name in shards:
-        theirs = to_megatron(name, names=names)
-        assert theirs is not None, name
+        theirs = named(one_expert(name, 0))
         if rank.pipeline in stages.of(theirs):
-            placed = to_megatron(name, stages.first_block(theirs, rank.pipeline), names)
-            assert placed is not None
-            found[placed] = share(name)
+            first = stages.first_block(theirs, rank.pipeline)
+            parts = experts(name) if is_of_experts(name) else [(name, share(name))]
+            found |= {named(part, first): values for part, values in parts}
     if model.head == "lm" and model.embedding.tied and 0 < rank.pipeline == sizes.pipeline - 1:
-        found[HEAD_COPY] = share("embedding.word_embeddings.weight")
+        copy = "output_layer.weight" if core else HEAD_COPY
+        found[copy] = share("embedding.word_embeddings.weight")
     return found
+
+
+def share_of(
+    values: Tensor, name: str, model: ModelConfig, rank: int, size: int, dtype: torch.dtype
+) -> Tensor:
+    """A tensor rank's share of a canonical parameter, with its rows in Megatron's order."""
+    share = whole_shards(model)[name].cut(values, {"tensor": (rank, size)})
+    return _megatron_order(name, share, model, size).to(dtype, copy=True)
+
+
+def has_experts(model: ModelConfig) -> bool:
+    """Whether a layer of a network has experts."""
+    return any(map(is_of_experts, whole_shards(model)))
+
+
+def check_experts(model: ModelConfig, size: int) -> None:
+    """Raises ValueError if expert ranks cannot divide the experts, or the core library has no such
+    layer."""
+    shards = whole_shards(model)
+    experts = {s.full_shape[0] for name, s in shards.items() if is_of_experts(name)}
+    if size < 1 or any(number % size for number in experts or {1}):
+        raise ValueError(
+            f"--target-expert-parallel-size {size} must divide the numbers of experts, "
+            f"{', '.join(map(str, sorted(experts))) or 'and the network has none'}"
+        )
+    if experts:
+        lost = [name for name in shards if to_core(one_expert(name, 0)) is None]
+        if lost:
+            raise ValueError(f"Megatron's core library has no {lost[0]} in a layer of experts")
 
 
 def _megatron_order(name: str, share: Tensor, model: ModelConfig, size: int) -> Tensor:
@@ -145,10 +196,12 @@ def _megatron_order(name: str, share: Tensor, model: ModelConfig, size: int) -> 
     return share
 
 
-def _nested(weights: dict[str, Tensor]) -> dict[str, Any]:
+def nested(weights: Mapping[str, Tensor]) -> dict[str, Any]:
     """Megatron's dictionaries: every level of an embedding, and two levels of the rest, after which
     names have dots (``language_model`` > ``encoder`` > ``layers.0.mlp.dense_h_to_4h.weight``)."""
-    nested: dict[str, Any] = {}
+    if not any(name.startswith("language_model.") for name in weights):
+        return dict(weights)  # of the core library, flat
+    levels_of: dict[str, Any] = {}
     for name, values in weights.items():
         if name.startswith("language_model.embedding."):
             levels = name.split(".")
@@ -156,14 +209,14 @@ def _nested(weights: dict[str, Tensor]) -> dict[str, Any]:
             levels = name.split(".", 2)
         else:
             levels = name.split(".", 1)
-        place = nested
+        place = levels_of
         for level in levels[:-1]:
             place = place.setdefault(level, {})
         place[levels[-1]] = values
-    return nested
+    return levels_of
 
 
-def _copied_tokenizer(source: Source, folder: Path, partial: Path) -> dict[str, Any]:
+def copied_tokenizer(source: Source, folder: Path, partial: Path) -> dict[str, Any]:
     """Arguments that name the tokenizer, whose files are copied where there are any."""
     config = source.tokenizer or TokenizerConfig()
     names = "tokenizer_type vocab_file merge_file tokenizer_model vocab_size vocab_extra_ids"

@@ -24,6 +24,10 @@ const TRAINING = [
   ["Speed and memory", "TFLOP/s per device", "number", ["tflops_per_device"], NOISY],
   ["Speed and memory", "Samples per second", "rate", ["samples_per_second"], NOISY],
   ["Speed and memory", "Trained tokens per second", "rate", ["trained_tokens_per_second"], NOISY],
+  ["Experts", "Tokens of the fullest expert over the mean", "number", ["experts_max_over_mean"], NOISY],
+  ["Experts", "Entropy of the use of experts", "number", ["experts_entropy"], NOISY],
+  ["Experts", "Dropped choices", "share", ["experts_dropped_share"], NOISY],
+  ["Experts", "Experts without tokens", "count", ["experts_idle"]],
   ["Energy and cost", "Power", "watts", ["power_watts"], NOISY],
   ["Energy and cost", "Energy", "joules", ["energy_joules"]],
   ["Energy and cost", "Device time", "seconds", ["device_seconds"]],
@@ -37,7 +41,7 @@ const TRAINING = [
   ["Schedule", "Skipped and NaN steps", "count", ["skipped_steps", "nan_steps"]],
 ];
 const SECTIONS = [
-  "Loss", "Evaluation", "Optimization", "Speed and memory", "Ranks", "Data", "Energy and cost", "Schedule",
+  "Loss", "Evaluation", "Optimization", "Experts", "Speed and memory", "Ranks", "Data", "Energy and cost", "Schedule",
   "Checkpoints", "Other",
 ];
 
@@ -50,6 +54,10 @@ const LABELS = {
   memory_reserved_bytes: "reserved",
   mfu: "MFU",
   hfu: "HFU",
+  experts_max_over_mean: "worst layer",
+  experts_entropy: "worst layer",
+  experts_dropped_share: "worst layer",
+  experts_idle: "all layers",
   cost: "so far",
   cost_left: "to finish",
 };
@@ -104,6 +112,11 @@ function placed({ kind, name }) {
   if (family === "task") {
     if (EVALUATION_COSTS.has(name) || name.endsWith("ratio")) return null;
     return { section: "Evaluation", heading: title(name), unit: "number", order: 0, label: set };
+  }
+  if (family === "experts") {
+    const [, what, layer] = /^(.+)_layer_(\d+)$/.exec(name) ?? [];
+    const known = what && BY_TRAINING_NAME.get(`experts_${what}`);
+    return known ? { ...known, heading: `${known.heading}, by layer`, order: known.order + 0.5, label: `layer ${layer}` } : null;
   }
   if (family === "save" || family === "memory_save") {
     if (name === "bytes") return null;

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.apps.generation.execution.paged_attention import scaled_scores
+from megatron.apps.generation.execution.paged_attention import scaled_scores, softmax
 from megatron.apps.generation.request import SequencePart
 from megatron.families import NeighborSpec
 from megatron.model.attention_masks import AttentionScoring
@@ -121,6 +121,7 @@ class NeighborCache:
         q_1SND: Tensor,
         keys_and_values: Callable[[Tensor], tuple[Tensor, Tensor]],
         scores: AttentionScoring,
+        sinks_N: Tensor | None,
     ) -> Tensor:
         """See `NeighborStore.attend`. Queries of a prompt to the neighbours of a chunk are one
         GEMM, padded with zeros to a chunk: the same however a prompt is cut. A generated token is a
@@ -138,9 +139,8 @@ class NeighborCache:
             padded = q_SKGD.new_zeros(positions, *q_SKGD.shape[1:])
             padded[first : first + count] = q_SKGD
             q_KQD = padded.permute(1, 2, 0, 3).flatten(1, 2)
-            weights_KQE = scaled_scores(
-                torch.bmm(q_KQD, keys[tile.page].transpose(1, 2)), q_KQD, scores
-            ).softmax(-1)
+            products_KQE = torch.bmm(q_KQD, keys[tile.page].transpose(1, 2))
+            weights_KQE = softmax(scaled_scores(products_KQE, q_KQD, scores), sinks_N)
             y_KQD = torch.bmm(weights_KQE.to(values.dtype), values[tile.page])
             y_SND = y_KQD.unflatten(1, (-1, positions)).permute(2, 0, 1, 3).flatten(1, 2)
             y_TND[tile.rows] = y_SND[first : first + count]

@@ -106,8 +106,9 @@ class PagedCache:
         positions: int,
         encoded: Mapping[int, EncodedPrompt],
         neighbors: NeighborStore | None = None,
+        padded: Callable[[int], int] = int,
     ) -> None:
-        self.neighbors = neighbors
+        self.neighbors, self.padded = neighbors, padded
         self._memory, self.positions, self._encoded = memory, positions, encoded
         self._device = memory.pool.device
         self._parts = parts
@@ -145,6 +146,7 @@ class PagedCache:
         v_BSKD: Tensor,
         scores: AttentionScoring,
         bias_NT: Tensor | None,
+        sinks_N: Tensor | None,
     ) -> Tensor:
         """See :class:`LayerCache`; keys and values of the current tokens are written first."""
         keys, values = self._memory.of(layer)
@@ -161,10 +163,10 @@ class PagedCache:
             if scores.window not in self._readings:
                 self._readings[scores.window] = self._planned(scores.window)
             q_BKGD, reading = q_TKGD.index_select(0, self._rows_B), self._readings[scores.window]
-            y_BKGD = _read(q_BKGD, keys, values, scores, bias_NT, reading)
+            y_BKGD = _read(q_BKGD, keys, values, scores, bias_NT, sinks_N, reading)
             y_TKGD.index_copy_(0, self._rows_B, y_BKGD)
         for prompt in self._prompts:
-            y_TKGD[prompt.rows] = _prompt(q_TKGD, prompt, keys, values, scores, bias_NT)
+            y_TKGD[prompt.rows] = _prompt(q_TKGD, prompt, keys, values, scores, bias_NT, sinks_N)
         return y_TKGD.flatten(1, 2).unsqueeze(0)
 
     def attend_encoded(
@@ -173,6 +175,7 @@ class PagedCache:
         q_BSND: Tensor,
         keys_and_values: Callable[[Tensor], tuple[Tensor, Tensor]],
         scores: AttentionScoring,
+        sinks_N: Tensor | None,
     ) -> Tensor:
         y_BSND, row = torch.zeros_like(q_BSND), 0
         for part in self._parts:
@@ -185,7 +188,7 @@ class PagedCache:
                 weights_KGL = scaled_scores(
                     torch.bmm(q_KGD, keys_KLD.transpose(1, 2)), q_KGD, scores
                 )
-                weights_KGL = weights_KGL.softmax(-1).to(values_KLD.dtype)
+                weights_KGL = softmax(weights_KGL, sinks_N).to(values_KLD.dtype)
                 y_BSND[0, at] = torch.bmm(weights_KGL, values_KLD).flatten(0, 1)
             row = end
         return y_BSND
@@ -241,6 +244,7 @@ def _read(
     values: Tensor,
     scores: AttentionScoring,
     bias_NT: Tensor | None,
+    sinks_N: Tensor | None,
     reading: _Reading,
 ) -> Tensor:
     """[B, K, G, D], float32 sums over the pages."""
@@ -259,9 +263,15 @@ def _read(
     y_UKGD = _products(weights_UKGP, values, reading)
     # Over the pages of a sequence: missing ones have no weight.
     largest_BCKG1 = _taken(largest_UKG1, reading) + reading.missing_BC[..., None, None, None]
-    shares_BCKG1 = (largest_BCKG1 - largest_BCKG1.amax(1, keepdim=True)).exp_()
+    most_B1KG1 = largest_BCKG1.amax(1, keepdim=True)
+    if sinks_N is not None:
+        sinks_KG1 = sinks_N.to(most_B1KG1.dtype).view(K, -1, 1)
+        most_B1KG1 = torch.maximum(most_B1KG1, sinks_KG1)
+    shares_BCKG1 = (largest_BCKG1 - most_B1KG1).exp_()
     both_UKGE = torch.cat([y_UKGD.to(totals_UKG1.dtype), totals_UKG1], -1)
     sums_BKGE = _sum_of_pages(_taken(both_UKGE, reading).mul_(shares_BCKG1))
+    if sinks_N is not None:
+        sums_BKGE[..., -1:] += (sinks_KG1 - most_B1KG1[:, 0]).exp_()
     return (sums_BKGE[..., :-1] / sums_BKGE[..., -1:]).to(q_BKGD.dtype)
 
 
@@ -302,6 +312,17 @@ def scaled_scores(products: Tensor, q: Tensor, scores: AttentionScoring) -> Tens
     return scaled if cap is None else cap * torch.tanh(scaled / cap)
 
 
+def softmax(scores_KXL: Tensor, sinks_N: Tensor | None) -> Tensor:
+    """The weights of the keys [K, X, L] for the G queries that share a head, or for X = G x Q of
+    them, head by head; with sinks they add up to less than 1."""
+    if sinks_N is None:
+        return scores_KXL.softmax(-1)
+    heads, rows = scores_KXL.shape[:2]
+    each = rows * heads // len(sinks_N)
+    sinks_KX1 = sinks_N.to(scores_KXL.dtype).repeat_interleave(each).view(heads, rows, 1)
+    return torch.cat([scores_KXL, sinks_KX1], -1).softmax(-1)[..., :-1]
+
+
 def _prompt(
     q_TKGD: Tensor,
     prompt: _Prompt,
@@ -309,6 +330,7 @@ def _prompt(
     values: Tensor,
     scores: AttentionScoring,
     bias_NT: Tensor | None,
+    sinks_N: Tensor | None,
 ) -> Tensor:
     """[S, K, G, D] of a part."""
     P, window = keys.shape[2], scores.window
@@ -340,7 +362,7 @@ def _prompt(
         # Within the window all earlier keys are seen: a mask of them would fill much memory.
         seen_whole = earlier if window is None or (tile + 1) * P <= window else 0
         scores_KGPL[..., seen_whole:] += _mask(earlier - seen_whole, P, window, keys.device)
-        weights_KQL = scores_KQL.softmax(-1).to(values.dtype)
+        weights_KQL = softmax(scores_KQL, sinks_N).to(values.dtype)
         torch.bmm(weights_KQL, values_KLD[:, seen], out=y_XKQD[number])
     y_XKGPD = y_XKQD.unflatten(2, (group, P))
     return y_XKGPD.permute(0, 3, 1, 2, 4).reshape(padded.shape)[before : before + count]

@@ -48,7 +48,9 @@ class RowRule:
 
     def padded(self, rows: int) -> int:
         """The rows of a pass of which so many count."""
-        return max(self.fewest, rows) + self.spare
+        padded = max(self.fewest, rows) + self.spare
+        # Those of a part of a pass may include the spare ones of the pass.
+        return padded if self.most is None else min(padded, self.most + self.spare)
 
     def agreed(self, group: Group) -> RowRule:
         """The strictest rule of the ranks of a replica, which must have the same rows."""

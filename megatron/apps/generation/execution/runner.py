@@ -177,7 +177,15 @@ class PagedRunner:
         if self.neighbors is not None:
             near, spec = NeighborCache(self.neighbors, parts), self.neighbors.shape.spec
             encoded = EncoderOutput(len(near.ended) * spec.tokens, spec.crosses)
-        cache = PagedCache(self.memory, parts, rows, self.max_positions, self._encoded, near)
+        cache = PagedCache(
+            self.memory,
+            parts,
+            rows,
+            self.max_positions,
+            self._encoded,
+            near,
+            self._rows.padded,
+        )
         padded = tokens + [0] * (rows - len(tokens))
         if self._adapters is not None:
             self._adapters.begin(parts, rows)

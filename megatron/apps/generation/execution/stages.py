@@ -150,7 +150,9 @@ class StagedLayers:
 
 
 def _matrices(model: nn.Module) -> list[Tensor]:
-    return [param for param in model.parameters() if param.ndim == 2]
+    """Those of which rows are tried; of the matrices of experts the first."""
+    params = [param for param in model.parameters() if param.ndim in (2, 3)]
+    return [param if param.ndim == 2 else param.detach()[0] for param in params]
 
 
 _CHUNK_BYTES = 64 * 2**20  # of float32 logits at a time

@@ -88,7 +88,7 @@ class GenerateConfig(ServedConfig):
     max_tokens_to_oom: int | None = option(
         None, note="texts wait until there is memory for their keys and values"
     )
-    use_tutel: bool = option(False, note="there is no mixture of experts")
+    use_tutel: bool = option(False, note="the experts of every model are computed without it")
     ds_inference: bool = option(False, note="this project's own engine generates")
     inference_batch_times_seqlen_threshold: int | None = option(
         None, note="each step has the tokens of all texts that are generated"

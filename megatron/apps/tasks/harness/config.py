@@ -68,7 +68,6 @@ class HarnessConfig(CacheConfig):
         note="a batch is always padded to its longest request",
     )
     inference: bool = option(False, note="an evaluation computes no gradients")
-    disable_moe_token_dropping: bool = option(False, note="there are no experts that drop tokens")
     log_samples: bool = option(False, aliases=("--log_samples",))
     """Write every request with its answer beside --output, a file of JSON lines for each task."""
     predict_only: bool = option(False, aliases=("--predict_only",))

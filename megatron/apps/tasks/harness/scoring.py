@@ -94,7 +94,7 @@ class TextScorer:
                         1, min(self.max_batch_size, BATCH_TOKENS // chosen[0].tokens)
                     )
                     mesh = self.engine.mesh
-                    count = ROUNDS * mesh.pipeline.size * mesh.data.size * size
+                    count = ROUNDS * mesh.pipeline.size * mesh.samples.size * size
                     answers = self._measured(chosen[:count], measure, size)
                     for number, answer in answers:
                         found[number] = answer

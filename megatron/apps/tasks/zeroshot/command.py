@@ -131,7 +131,7 @@ def _evaluated(
         for note in source.notes:
             tell(note)
     size, every = config.training.micro_batch_size, config.logging.log_interval
-    with _progress(name, len(task.texts), size * engine.mesh.data.size, every, tell) as shown:
+    with _progress(name, len(task.texts), size * engine.mesh.samples.size, every, tell) as shown:
         result = task.evaluate(engine, size, shown)
     read = sum(len(text.context) + len(text.continuation) - 1 for text in task.texts)
     speed = read / max(result.seconds, 1e-9)

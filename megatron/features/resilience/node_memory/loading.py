@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from torch import nn
+
 from megatron.checkpoint.files import CheckpointError, Facts
 from megatron.checkpoint.folder import (
     MEGATRON_TRACKER,
@@ -158,17 +160,19 @@ def needed_files(engine: TrainEngine, folder: Path, files: Mapping[str, Facts]) 
         wanted = Slice.of(shard_of(param), engine.mesh.coordinates, start, end)
         for entry in index.get(name, ()):
             found |= {entry.files["weight"]} if _overlap(wanted, entry) else set()
+    for name in engine.buffers:
+        for entry in index.get(name, ()):
+            found |= set(entry.files.values())
     for own in owned_slices(engine):
         for entry in index.get(own.name, ()):
             found |= set(entry.files.values()) if _overlap(own.slice, entry) else set()
     return found
 
 
-def _working_range(engine: TrainEngine, param: object) -> tuple[int, int]:
+def _working_range(engine: TrainEngine, param: nn.Parameter) -> tuple[int, int]:
     if engine.stage == 3:
-        return partition_range(param, engine.mesh.data)  # type: ignore[arg-type]
-    shape = shard_of(param).local_shape(engine.mesh.coordinates)  # type: ignore[arg-type]
-    return 0, math.prod(shape)
+        return partition_range(param, engine.mesh.replicas(shard_of(param)))
+    return 0, math.prod(shard_of(param).local_shape(engine.mesh.coordinates))
 
 
 def _overlap(wanted: Slice, entry: IndexEntry) -> bool:

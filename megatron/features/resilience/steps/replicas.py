@@ -29,7 +29,7 @@ from megatron.engine.state import (
 )
 from megatron.engine.train_engine import TrainEngine
 from megatron.features.resilience.steps.checksum import bits_of, checksum
-from megatron.parallel.mesh import SHARDED, any_rank
+from megatron.parallel.mesh import SHARDED, Group, any_rank
 from megatron.parallel.shard import Shard, shard_of
 from megatron.training.trainer import Callback, Trainer
 from megatron.util.errors import FaultError
@@ -218,6 +218,8 @@ class Replicas:
         for number, (name, weight) in enumerate(engine.quantised):
             cuts = self._cuts(weight.shard)
             yield f"{name} {number} {stage} {cuts}", name, "weight in 4 bits", weight.tensors()
+        for name, buffer in engine.buffers.items():
+            yield f"{name} {stage}", name, "buffer", [buffer.values]
         if history := list(engine.kernels.state().values()):
             yield stage, "--fp8-recipe delayed", "history", history
 
@@ -228,7 +230,7 @@ class Replicas:
     def _cuts(self, shard: Shard) -> str:
         """Which share of a parameter this rank has."""
         places = self._mesh.coordinates
-        cuts = (f"{c.axis} {places.get(c.axis, (0, 1))[0] // c.copies}" for c in shard.cuts)
+        cuts = (f"{' x '.join(c.axes)} {c.of(places)[0] // c.copies}" for c in shard.cuts)
         return " ".join([shard.part, *cuts])
 
     def _value(self, copied: Copied) -> Tensor:
@@ -248,7 +250,7 @@ class Replicas:
         if copied.kind == GATHERED or (copied.kind == WEIGHT and self._engine.stage < 3):
             yield param.detach(), 0
         elif copied.kind == WEIGHT:
-            start, end = partition_range(param, self._mesh.data)
+            start, end = partition_range(param, self._mesh.replicas(shard_of(param)))
             yield param.ds_tensor[: end - start], start  # type: ignore[attr-defined]
         else:
             kind, own = WEIGHT if copied.kind == MAIN else copied.kind, self._own.get(param)
@@ -262,11 +264,16 @@ class Replicas:
         return own.param.detach().view(-1)[own.slice.start : own.slice.start + own.count]
 
     def _add(self, values: Tensor, among: Sequence[int]) -> None:
-        """Adds the checksums of parts over data-parallel ranks, in place."""
-        if among and self._mesh.data.size > 1:
-            sums = values[among]
-            dist.all_reduce(sums, group=self._mesh.data.handle)
-            values[among] = sums
+        """Adds the checksums of parts over the ranks that have them, in place."""
+        places: dict[Group, list[int]] = {}
+        for n in among:
+            shard = shard_of(self._copies[n].param)  # type: ignore[arg-type]
+            places.setdefault(self._mesh.replicas(shard), []).append(n)
+        for group, here in places.items():
+            if group.size > 1:
+                sums = values[here]
+                dist.all_reduce(sums, group=group.handle)
+                values[here] = sums
 
     def _marks(self, values: Tensor) -> Tensor:
         """What the main weights say of the model's, for each copy."""
@@ -278,7 +285,7 @@ class Replicas:
             own = self._own.get(self._copies[n].param)  # type: ignore[arg-type]
             if own is not None:
                 start, rounded = own.slice.start, own.get(WEIGHT).to(own.param.dtype)
-                alone = self._mesh.data.size == 1  # its part is all
+                alone = self._mesh.replicas(shard_of(own.param)).size == 1  # its part is all
                 mine[n] = values[n] if alone else checksum(self._of_model(own), start)
                 wanted[n] = checksum(rounded, start)
         marks += (mine != wanted) * OWN_DIFFERS
@@ -358,7 +365,7 @@ class Replicas:
         return verdict.among(having).words(words)
 
     def _whole(self, copied: Copied) -> Tensor:
-        """All values of a copy, flat; every data-parallel rank must call it."""
+        """All values of a copy, flat; all of its replicas must call it."""
         assert copied.param is not None
         parts = list(self._parts(copied, copied.param))
         if not copied.summed:
@@ -368,10 +375,11 @@ class Replicas:
         whole = torch.zeros(count, dtype=dtype, device=self._device).view(-1)
         for values, start in parts:
             whole[start : start + values.numel()] = values.view(-1)
-        if self._mesh.data.size > 1:
+        replicas = self._mesh.replicas(shard_of(copied.param))
+        if replicas.size > 1:
             # As bits of 32: NCCL adds no 16-bit integers, and NaN must stay what it is.
             bits = bits_of(whole).int()
-            dist.all_reduce(bits, group=self._mesh.data.handle)
+            dist.all_reduce(bits, group=replicas.handle)
             whole = bits.to(bits_of(whole).dtype).view(dtype)
         return whole
 

@@ -215,7 +215,7 @@ class SecondLook(Callback):
             mesh.world.rank,
             socket.gethostname(),
             (mesh.pipeline.rank, mesh.tensor.rank),
-            mesh.data.rank if of is None else of,
+            mesh.samples.rank if of is None else of,
             tuple(losses),
             float(self._squares),
         )
@@ -247,7 +247,7 @@ class SecondLook(Callback):
         if wrong:
             self._blame(wrong, f"{what}: the second result is another one", "once")
             return
-        data, where = self._engine.mesh.data, ""
+        data, where = self._engine.mesh.samples, ""
         if data.size > 1:
             theirs, their_seeds, of = self._next_ranks(batches, seeds)
             exchanged = self._of_all(self._again(theirs, their_seeds, of)[1])
@@ -284,7 +284,7 @@ class SecondLook(Callback):
         self, batches: list[Any], seeds: list[int | None]
     ) -> tuple[list[Any], list[int | None], int]:
         """The micro batches and seeds of the next data-parallel rank, and its number."""
-        data, device = self._engine.mesh.data, self._engine.device
+        data, device = self._engine.mesh.samples, self._engine.device
         mine = [mapped(batch, Tensor, lambda values: values.cpu()) for batch in batches], seeds
         found: list[Any] = [mine] * data.size
         dist.all_gather_object(found, mine, group=data.handle)
@@ -324,7 +324,7 @@ class SecondLook(Callback):
         if train is None or not self._report.main or not odd.batches:
             return
         per_rank = config.training.micro_batch_size
-        per_round = per_rank * self._engine.mesh.data.size
+        per_round = per_rank * self._engine.mesh.samples.size
         numbers = sorted(
             consumed_samples + number * per_round + of * per_rank + sample
             for of, number in odd.batches
