@@ -264,14 +264,26 @@ pretrain_gpt3() { # --flag value ...
     train pretrain_gpt.py "$@"
 }
 
+# Most ranks that can share the experts of every layer.
+common_divisor() { # NUMBER NUMBER ...
+    local divisor=$1 number rest
+    for number in "${@:2}"; do
+        while ((number)); do
+            rest=$((divisor % number)) divisor=$number number=$rest
+        done
+    done
+    echo "$divisor"
+}
+
 # With a mixture of experts, or with one expert, which is a dense model.
 moe_gpt3() { # --flag value ...
     local experts expert=()
     defaults EP_SIZE=1 MLC=0.01 MOE_TRAIN_CAP_FACTOR=1.0 MOE_EVAL_CAP_FACTOR=1.0 MOE_MIN_CAP=4 \
         MOE_DROP_TOKEN=true LR_DECAY_TOKENS=260000000000 SAVE_INTERVAL=1000
+    defaults PP_SIZE=1
     processes "$PROCESSES"
     read -ra experts <<<"$EP_SIZE"
-    defaults EP_PARALLEL_SIZE=$((experts[-1] < NUM_GPUS ? experts[-1] : NUM_GPUS))
+    defaults EP_PARALLEL_SIZE="$(common_divisor $((NUM_GPUS / PP_SIZE)) "${experts[@]}")"
     if [[ $EP_SIZE != 1 ]]; then
         SUFFIX=-ep-${EP_SIZE// /+}-mlc-$MLC-cap-$MOE_TRAIN_CAP_FACTOR-drop-$MOE_DROP_TOKEN$SUFFIX
         expert+=(--create-moe-param-group)

@@ -3,7 +3,6 @@
 # checkpoints CHECKPOINT_PATH_TEACHER names.
 source "$(dirname "$0")/../megatron_deepspeed.sh"
 
-waits_for "experts (--num-experts above 1)"
 defaults MODEL_SIZE=0.35 LR=3.0e-4 BATCH_SIZE=4 \
     EP_SIZE="32 32 32 32 32 32 32 32 64 64" EP_SIZE_TEACHER="32 32 32 32 32 32 32 32 32 32 64 64"
 PROCESSES=64 TEMPLATE=$HERE/ds_config_gpt_TEMPLATE.json

@@ -1,0 +1,61 @@
+"""Parameters and FLOPs of layers of experts, of which each token uses some.
+
+Tokens are those of a dropless layer: a capacity computes fewer, and padding more. The router counts
+as the matrix product that it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megatron.config import ModelConfig
+from megatron.features.experts.flags import ExpertsConfig
+from megatron.model.flops import TransformerShape
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """Weights of one layer of experts, without biases, but for ``expert``.
+
+    Attributes:
+        chosen: of the experts of one token.
+        others: that every token uses: of the router, shared and residual experts and latent states.
+        expert: all parameters of one expert, with biases.
+    """
+
+    chosen: int
+    others: int
+    expert: int
+
+
+def layer_costs(model: ModelConfig, experts: int) -> LayerCosts:
+    """Return the weights of a layer with so many experts."""
+    part, hidden, gates = model.part(ExpertsConfig), model.hidden_size, 1 + model.mlp.gated
+    width, inner = part.moe_latent_size or hidden, part.moe_ffn_hidden_size or 0
+    weights = (gates + 1) * width * inner
+    others = experts * hidden + 2 * hidden * (part.moe_latent_size or 0)
+    shared = part.moe_shared_expert_intermediate_size or 0
+    others += (gates + 1) * hidden * shared + part.moe_shared_expert_gate * hidden
+    if part.mlp_type == "residual":
+        others += (gates + 1) * hidden * model.mlp.ffn_hidden_size + 2 * hidden
+    biases = model.mlp.bias * (gates * inner + width)
+    return LayerCosts(part.moe_router_topk * weights, others, weights + biases)
+
+
+def active_parameters(model: ModelConfig, parameters: int) -> int:
+    """Return how many of the model's ``parameters`` one token uses."""
+    part = model.part(ExpertsConfig)
+    layers = [count for count in part.layer_experts if count]
+    idle = sum((n - part.moe_router_topk) * layer_costs(model, n).expert for n in layers)
+    return parameters - idle
+
+
+def with_experts(shape: TransformerShape, model: ModelConfig) -> TransformerShape:
+    """Return the shape with the products of a token's experts in place of those of an MLP, where
+    layers have experts; a capacity is not counted."""
+    layers = [count for count in model.part(ExpertsConfig).layer_experts if count]
+    dense = (2 + model.mlp.gated) * model.hidden_size * model.mlp.ffn_hidden_size
+    costs = [layer_costs(model, count) for count in layers]
+    more = sum(2.0 * (each.chosen + each.others - dense) for each in costs)
+    matrices, scores = shape.within
+    return replace(shape, within=(matrices + shape.seq_length * more, scores))

@@ -1,0 +1,236 @@
+"""Fields of the flags of experts: layers, router, balancing and capacity."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.features import ModelPart
+from megatron.config.flags import (
+    FRACTION,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Bounds,
+    Need,
+    needs_value,
+    option,
+)
+
+LOSSES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+"""Values of ``--moe-router-load-balancing-type`` that are losses, and their names in the log."""
+
+_EXPERTS = needs_value("num_experts", refused=False)
+_SHARED = needs_value("moe_shared_expert_intermediate_size")
+_GROUPS = needs_value("moe_router_num_groups")
+_BIAS = needs_value("moe_router_enable_expert_bias")
+_CAPACITY = Need(
+    "--num-experts and --moe-expert-capacity-factor",
+    lambda values: bool(values["num_experts"] and values["moe_expert_capacity_factor"]),
+    refused=False,
+)
+_DEEPSPEED = Need(
+    "--num-experts and --moe-gate deepspeed",
+    lambda values: bool(values["num_experts"]) and values["moe_gate"] == "deepspeed",
+    refused=False,
+)
+_COUNTS = Bounds(lambda counts: min(counts, default=0) >= 0, "must not be negative")
+_WEIGHTS = Bounds(lambda weights: min(weights, default=0) >= 0, "must not be negative")
+_JITTER = Bounds(lambda value: 0 <= value < 1, "must be in [0, 1)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsFlags(ModelPart):
+    """Mixture of experts: layers whose MLP is several experts, of which a router chooses some for
+    each token.
+
+    ``layer_experts`` is empty in a model without experts. Defaults are those of Megatron-LM; with
+    flags that only Megatron-DeepSpeed has, they are Megatron-DeepSpeed's where the two differ, see
+    :mod:`megatron.features.experts.resolve`.
+    """
+
+    num_experts: tuple[int, ...] = option((), bounds=_COUNTS)
+    """Experts of a layer: one number for all layers that have experts, or one for each of them. A
+    layer with 0 or 1 is dense."""
+    moe_layer_freq: str | None = option(None, needs=_EXPERTS, derived="1")
+    """Layers with experts: N for layers 0, N, 2N and so on, counted from 0; or a list with 1 for
+    each layer with experts and 0 for each dense one, as ([0]*3+[1]*9)."""
+    expert_interval: int | None = option(
+        None,
+        bounds=POSITIVE,
+        needs=_EXPERTS,
+        derived="2 with flags of Megatron-DeepSpeed and without --moe-layer-freq",
+    )
+    """Layers with experts: N for layers N, 2N and so on, counted from 1."""
+    layer_experts: tuple[int, ...] = option((), internal=True, role="weights")
+    """Experts of each layer, 0 in a dense one."""
+    moe_ffn_hidden_size: int | None = option(
+        None,
+        bounds=POSITIVE,
+        role="weights",
+        derived="ffn-hidden-size",
+        needs=_EXPERTS,
+        megatron=True,
+    )
+    """Inner size of an expert."""
+    moe_shared_expert_intermediate_size: int | None = option(
+        None, bounds=POSITIVE, role="weights", needs=_EXPERTS, megatron=True
+    )
+    """Inner size of all shared experts together, which every token goes through."""
+    moe_shared_expert_gate: bool = option(False, role="weights", needs=_SHARED, megatron=True)
+    """Multiply the output of the shared experts by the sigmoid of a linear layer of the token."""
+    mlp_type: str = option(
+        "standard", choices=("standard", "residual"), role="weights", needs=_EXPERTS
+    )
+    """residual: an MLP next to the experts; a layer's output is a mean of both, weighted for each
+    token (PR-MoE)."""
+    moe_latent_size: int | None = option(
+        None, bounds=POSITIVE, role="weights", needs=_EXPERTS, megatron=True
+    )
+    """Size of the hidden states that experts read and write: linear layers lead there and back."""
+    moe_apply_probs_on_input: bool = option(False, role="results", needs=_EXPERTS, megatron=True)
+    """Multiply an expert's input by its weight instead of its output, as Llama 4; needs one expert
+    per token."""
+    moe_gate: str = option(
+        "megatron",
+        choices=("megatron", "deepspeed", "sparsemixer"),
+        role="results",
+        needs=_EXPERTS,
+    )
+    """Rule by which tokens get experts: Megatron-LM's, which the flags of the router describe;
+    DeepSpeed's gates of one, two or more choices, also chosen by flags that only Megatron-DeepSpeed
+    has; or Phi-MoE's SparseMixer."""
+    moe_router_topk: int = option(
+        2,
+        bounds=POSITIVE,
+        role="results",
+        aliases=("--topk",),
+        derived="2; 1 with flags of Megatron-DeepSpeed",
+        needs=_EXPERTS,
+        megatron=True,
+    )
+    """Experts of each token."""
+    moe_router_score_function: str = option(
+        "softmax",
+        choices=("softmax", "sigmoid", "sqrtsoftplus"),
+        role="results",
+        needs=_EXPERTS,
+        megatron=True,
+    )
+    """Scores of experts, from the logits of the router."""
+    moe_router_pre_softmax: bool = option(False, role="results", needs=_EXPERTS, megatron=True)
+    """Compute the softmax over all experts, before the choice, instead of over the chosen ones."""
+    moe_router_normalize: bool | None = option(
+        None,
+        flag="--moe-router-normalize",
+        off="--no-moe-router-normalize",
+        derived="on but with --moe-router-pre-softmax",
+        role="results",
+        needs=_EXPERTS,
+    )
+    """Divide the weights of a token's experts by their sum."""
+    moe_router_bias: bool = option(False, role="weights", needs=_EXPERTS)
+    """Add a learned bias to the logits of the router."""
+    moe_router_num_groups: int | None = option(
+        None, bounds=POSITIVE, role="results", needs=_EXPERTS, megatron=True
+    )
+    """Groups of consecutive experts, of which each token uses --moe-router-group-topk."""
+    moe_router_group_topk: int | None = option(
+        None, bounds=POSITIVE, role="results", needs=_GROUPS, megatron=True
+    )
+    """Groups of experts that a token uses."""
+    moe_router_group_score: str = option(
+        "top", choices=("top", "max"), role="results", needs=_GROUPS
+    )
+    """Score of a group: the sum of its best --moe-router-topk / --moe-router-group-topk scores
+    (DeepSeek-V3), or the best one (DeepSeek-V2)."""
+    moe_router_topk_scaling_factor: float | None = option(
+        None, bounds=POSITIVE, role="results", needs=_EXPERTS, megatron=True
+    )
+    """Multiply the weights of a token's experts by this."""
+    moe_router_dtype: str | None = option(
+        None, choices=("fp32", "fp64"), role="results", needs=_EXPERTS, megatron=True
+    )
+    """Dtype of the router's matrix product and scores; by default that of the hidden states."""
+    moe_router_enable_expert_bias: bool = option(
+        False, role="weights", needs=_EXPERTS, megatron=True
+    )
+    """Add a bias to the scores for the choice, not for the weights, that every step moves towards
+    experts with few tokens (DeepSeek-V3); needs sigmoid or sqrtsoftplus scores."""
+    moe_router_bias_update_rate: float = option(
+        1e-3, bounds=NOT_NEGATIVE, needs=_BIAS, megatron=True
+    )
+    """Amount by which a step changes that bias."""
+    moe_router_quantile_balancing_ema: float = option(
+        0.0,
+        bounds=FRACTION,
+        needs=needs_value("moe_router_load_balancing_type", ("quantile_balancing",)),
+    )
+    """Share of the old corrections that a step of quantile_balancing keeps."""
+    moe_router_load_balancing_type: tuple[str, ...] = option(
+        ("aux_loss",),
+        choices=(*LOSSES, "sinkhorn", "quantile_balancing", "none"),
+        needs=_EXPERTS,
+        megatron=True,
+    )
+    """Balancing of experts: losses of a micro batch (aux_loss), of each sample (seq_aux_loss) or of
+    the global batch (global_aux_loss), one or several; or a choice after Sinkhorn's normalisation,
+    or by quantiles; or none."""
+    moe_aux_loss_coeff: tuple[float, ...] = option(
+        (),
+        bounds=_WEIGHTS,
+        aliases=("--moe-loss-coeff",),
+        derived="0; 0.1 with flags of Megatron-DeepSpeed",
+        needs=_EXPERTS,
+        megatron=True,
+    )
+    """Weight of each --moe-router-load-balancing-type in the loss, for each layer; 0.01 is usual.
+    In the log a loss is the mean over layers, and 1 where experts are balanced."""
+    moe_z_loss_coeff: float | None = option(
+        None, bounds=NOT_NEGATIVE, needs=_EXPERTS, megatron=True
+    )
+    """Weight of the router's z-loss, the mean of logsumexp(logits)^2; 0.001 is usual."""
+    moe_input_jitter_eps: float | None = option(
+        None, bounds=_JITTER, role="results", needs=_EXPERTS, megatron=True
+    )
+    """Multiply the router's input in training by random numbers of [1 - eps, 1 + eps]."""
+    moe_expert_capacity_factor: float | None = option(
+        None,
+        role="results",
+        aliases=("--moe-train-capacity-factor",),
+        derived="no limit; 1.0 with --moe-gate deepspeed",
+        needs=_EXPERTS,
+        megatron=True,
+    )
+    """Limit the tokens of an expert in a micro batch to this times its even share; the others skip
+    the expert. A negative number sets no limit."""
+    moe_eval_capacity_factor: float | None = option(
+        None,
+        bounds=POSITIVE,
+        role="results",
+        needs=_EXPERTS,
+        derived="moe-expert-capacity-factor; 1.0 with flags of Megatron-DeepSpeed",
+    )
+    """The same in evaluations."""
+    moe_min_capacity: int = option(
+        0,
+        bounds=NOT_NEGATIVE,
+        role="results",
+        derived="0; 4 with flags of Megatron-DeepSpeed",
+        needs=_CAPACITY,
+    )
+    """Tokens that an expert accepts in any case."""
+    moe_token_drop_policy: str = option(
+        "probs", choices=("probs", "position"), role="results", needs=_CAPACITY, megatron=True
+    )
+    """Tokens that an expert at its capacity keeps: those with the largest weights, or the first."""
+    moe_token_dropping: bool = option(
+        True, off="--disable-moe-token-dropping", role="results", needs=_DEEPSPEED
+    )
+    """No capacity in DeepSpeed's gates: experts accept all tokens."""
+    moe_top2_2nd_expert_sampling: bool = option(
+        True, off="--disable-moe-top2-2nd-expert-sampling", role="results", needs=_DEEPSPEED
+    )
+    """Choose the best second expert in DeepSpeed's gate of two choices instead of a random one."""

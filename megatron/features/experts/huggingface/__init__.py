@@ -1,0 +1,1 @@
+"""Architectures of `transformers` with experts."""

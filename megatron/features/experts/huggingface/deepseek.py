@@ -1,0 +1,261 @@
+"""Experts as DeepSeek-V3 has them (arXiv:2412.19437, section 2.1.2) next to attention without
+latents: GLM-4.5 and dots.llm1. The first blocks are dense. A sigmoid scores each expert, a
+correction is added in the choice and not in the weights, and only experts of the best groups are
+chosen. All tokens share further experts, which are one MLP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.config import ModelConfig
+from megatron.features.experts.flags import ExpertsConfig
+from megatron.features.experts.huggingface.parts import (
+    CHOICES,
+    DENSE,
+    INNER,
+    LLAMA_EXPERTS,
+    correction,
+    experts_in,
+    natural,
+    read_experts,
+    requirements,
+    router,
+    shared_experts,
+    write_experts,
+)
+from megatron.formats.features import Requirement
+from megatron.formats.huggingface.architecture import (
+    Architecture,
+    attention_biased,
+    norm,
+    qkv_biased,
+)
+from megatron.formats.huggingface.config_reader import (
+    FULL,
+    SLIDING,
+    HFConfigReader,
+    layer_types,
+    read_rope,
+    read_windows,
+    write_rope,
+)
+from megatron.formats.huggingface.llama import (
+    ACTIVATION,
+    FIXED,
+    HEAD_DIM,
+    KEYS,
+    NO_BIASES,
+    QK_NORMS,
+    llama_entries,
+)
+
+SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+"""Fields of a router whose scores are corrected sigmoids."""
+FP32 = {"moe_router_dtype": "fp32"}
+"""The dtype in which `transformers` computes the logits, whatever that of the weights is."""
+OF_GROUP = 2
+"""Experts of a group whose sum is its value: a constant in `transformers`, here the number of
+choices divided by that of groups."""
+
+
+def shared_number(model: ModelConfig) -> int:
+    """Number of shared experts as wide as the others."""
+    part = model.part(ExpertsConfig)
+    return (part.moe_shared_expert_intermediate_size or 0) // (part.moe_ffn_hidden_size or 1)
+
+
+def _shares(model: ModelConfig) -> bool:
+    part = model.part(ExpertsConfig)
+    return (part.moe_shared_expert_intermediate_size or 0) % (part.moe_ffn_hidden_size or 1) == 0
+
+
+WHOLE_SHARED = Requirement(
+    _shares, "--moe-shared-expert-intermediate-size that --moe-ffn-hidden-size divides"
+)
+HAS_SHARED = Requirement(
+    lambda model: shared_number(model) > 0, "--moe-shared-expert-intermediate-size"
+)
+
+
+def _groups_fit(model: ModelConfig) -> bool:
+    part = model.part(ExpertsConfig)
+    kept = part.moe_router_group_topk
+    return part.moe_router_num_groups is None or (
+        kept is not None and part.moe_router_topk == OF_GROUP * kept
+    )
+
+
+def _dense_first(model: ModelConfig) -> bool:
+    sparse = [bool(experts_in(model, n)) for n in range(model.num_layers)]
+    return sparse == sorted(sparse)
+
+
+_REQUIREMENTS = (
+    *requirements(
+        *SIGMOID, "moe_router_topk_scaling_factor", "moe_router_num_groups",
+        "moe_router_group_topk", "moe_shared_expert_intermediate_size", dense=True,
+    ),
+    Requirement(
+        _groups_fit, f"--moe-router-topk {OF_GROUP} times --moe-router-group-topk"
+    ),
+    Requirement(_dense_first, "--moe-layer-freq with the layers of experts after all others"),
+    WHOLE_SHARED,
+    HAS_SHARED,
+)  # fmt: skip
+
+
+def _read(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
+    layers, top = fields["num_layers"], fields["moe_router_topk"]
+    dense = natural(given, "first_k_dense_replace")
+    if dense >= layers:
+        given.refuse("first_k_dense_replace", dense, f"of {layers} blocks none has experts")
+    groups, kept = given.optional_whole("n_group"), given.optional_whole("topk_group")
+    if groups in (None, 1):
+        groups = kept = None
+    elif top != OF_GROUP * (kept or 1):
+        given.refuse(
+            "topk_group", kept, f"a group is chosen by its best {OF_GROUP} experts; this needs "
+            f"num_experts_per_tok, which is {top}, {OF_GROUP} times as large"
+        )  # fmt: skip
+    factor = given.number("routed_scaling_factor")
+    if factor <= 0:
+        given.refuse("routed_scaling_factor", factor, "expected a positive number")
+    # Keys of the authors' code, which transformers does not read.
+    given.only("scoring_func", ("sigmoid", "noaux_tc", None), "scores are always sigmoids")
+    given.only("topk_method", ("noaux_tc", None), "expected a choice by corrected scores, noaux_tc")
+    given.only("moe_layer_freq", (1, None), "all blocks after the dense ones must have experts")
+    return {
+        **read_experts(
+            given,
+            fields,
+            ("n_routed_experts", "num_local_experts", "num_experts"),
+            [n >= dense for n in range(layers)],
+            coefficient=None,
+        ),
+        **FP32,
+        "moe_router_num_groups": groups,
+        "moe_router_group_topk": kept,
+        "moe_router_topk_scaling_factor": None if factor == 1.0 else factor,
+        "moe_shared_expert_intermediate_size": given.whole("n_shared_experts")
+        * fields["moe_ffn_hidden_size"],
+    }
+
+
+def _write(model: ModelConfig) -> dict[str, Any]:
+    part = model.part(ExpertsConfig)
+    normalize, several = part.moe_router_normalize, part.moe_router_topk != 1
+    return {
+        **write_experts(model, "n_routed_experts", coefficient=None),
+        "first_k_dense_replace": part.layer_experts.count(0),
+        "moe_intermediate_size": part.moe_ffn_hidden_size,
+        "n_shared_experts": shared_number(model),
+        "n_group": part.moe_router_num_groups or 1,
+        "topk_group": part.moe_router_group_topk or 1,
+        "norm_topk_prob": several if normalize is None else normalize,
+        "routed_scaling_factor": part.moe_router_topk_scaling_factor or 1.0,
+    }
+
+
+_KEYS = KEYS | HEAD_DIM | ACTIVATION | CHOICES | INNER
+_NORMALISED = {"norm_topk_prob": "moe_router_normalize"}
+_MLP = (
+    *DENSE,
+    *router("mlp.gate.weight"),
+    *correction("mlp.gate.e_score_correction_bias"),
+    *LLAMA_EXPERTS,
+    *shared_experts("mlp.shared_experts"),
+)
+
+
+def _normalises(model: ModelConfig) -> bool:
+    return model.norm.qk_layernorm
+
+
+def _read_glm(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
+    given.unused("num_nextn_predict_layers", "num_mtp_layers")
+    return {
+        **_read(given, fields),
+        **read_rope(given, fields, share_key="partial_rotary_factor", share=0.5),
+    }
+
+
+def _write_glm(model: ModelConfig) -> dict[str, Any]:
+    rope, share = write_rope(model), model.positions.rotary_percent
+    rope["rope_parameters"]["partial_rotary_factor"] = share
+    return {
+        **_write(model),
+        **rope,
+        "partial_rotary_factor": share,
+        "num_nextn_predict_layers": 0,
+        "pad_token_id": None,
+    }
+
+
+GLM4_MOE = Architecture(
+    title="GLM-4.5",
+    model_type="glm4_moe",
+    rewards=False,
+    model_class="Glm4MoeForCausalLM",
+    entries=llama_entries(
+        norm("attention.q_norm", "self_attn.q_norm", when=_normalises),
+        norm("attention.k_norm", "self_attn.k_norm", when=_normalises),
+        qkv_bias=qkv_biased,
+        mlp=_MLP,
+    ),
+    keys=_KEYS | _NORMALISED | {"attention_bias": "add_qkv_bias", "use_qk_norm": "qk_layernorm"},
+    fixed=FIXED | NO_BIASES | SIGMOID,
+    features=frozenset({"layer_experts", "rotary_percent", "rope_scaling"}),
+    gated=True,
+    requirements=_REQUIREMENTS,
+    write=_write_glm,
+    read=_read_glm,
+    predicting=lambda model: rf"model\.layers\.{model.num_layers}\..*",
+)
+"""GLM-4.5 to 4.7. A part of each head is rotated."""
+
+
+def _read_dots(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
+    window, bound = given.optional_whole("sliding_window"), natural(given, "max_window_layers")
+    kinds = [
+        SLIDING if window is not None and n >= bound else FULL for n in range(fields["num_layers"])
+    ]
+    return {
+        **_read(given, fields),
+        **read_rope(given, fields),
+        **read_windows(given, window, kinds),
+    }
+
+
+def _write_dots(model: ModelConfig) -> dict[str, Any]:
+    kinds = layer_types(model)
+    return {
+        **_write(model),
+        **write_rope(model),
+        "sliding_window": model.attention.sliding_window,
+        "max_window_layers": kinds.index(SLIDING) if SLIDING in kinds else model.num_layers,
+        "layer_types": kinds,
+    }
+
+
+DOTS1 = Architecture(
+    title="dots.llm1",
+    model_type="dots1",
+    rewards=False,
+    model_class="Dots1ForCausalLM",
+    entries=llama_entries(
+        QK_NORMS, qkv_bias=attention_biased, proj_bias=attention_biased, mlp=_MLP
+    ),
+    keys=_KEYS | _NORMALISED | {"attention_bias": "add_attention_bias"},
+    fixed=FIXED | NO_BIASES | SIGMOID | {"qk_layernorm": True},
+    features=frozenset(
+        {"layer_experts", "rope_scaling", "sliding_window", "window_attn_skip_freq"}
+    ),
+    gated=True,
+    requirements=_REQUIREMENTS,
+    write=_write_dots,
+    read=_read_dots,
+)
+"""Qwen3's attention."""
+
+
+ARCHITECTURES = (GLM4_MOE, DOTS1)

@@ -1,0 +1,423 @@
+"""Further architectures with experts: MiniMax-M2, ERNIE 4.5, HunYuan and Phi-3.5-MoE."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from megatron.config import ModelConfig
+from megatron.features.experts.flags import ExpertsConfig
+from megatron.features.experts.gates import SPARSE_MIXER_EPS
+from megatron.features.experts.huggingface.deepseek import (
+    FP32,
+    HAS_SHARED,
+    SIGMOID,
+    WHOLE_SHARED,
+    shared_number,
+)
+from megatron.features.experts.huggingface.parts import (
+    CHOICES,
+    DENSE,
+    INNER,
+    LLAMA_EXPERTS,
+    correction,
+    experts,
+    experts_in,
+    natural,
+    read_experts,
+    requirements,
+    router,
+    shared_experts,
+    write_experts,
+)
+from megatron.formats.features import Requirement
+from megatron.formats.huggingface.architecture import (
+    INTERLEAVED_QKV,
+    SEPARATE_QKV,
+    Architecture,
+    Entry,
+    Reordering,
+    attention_biased,
+    norm,
+    untied,
+)
+from megatron.formats.huggingface.config_reader import HFConfigReader, read_rope, write_rope
+from megatron.formats.huggingface.llama import (
+    ACTIVATION,
+    FIXED,
+    HEAD_DIM,
+    KEYS,
+    NO_BIASES,
+    QK_NORMS,
+    llama_entries,
+)
+
+_MIXTRAL_EXPERTS = experts("block_sparse_moe.experts", "w1", "w3", "w2")
+_MIXTRAL_ROUTER = router("block_sparse_moe.gate.weight")
+
+
+def _inner(model: ModelConfig) -> int | None:
+    return model.part(ExpertsConfig).moe_ffn_hidden_size
+
+
+def _read_noise(given: HFConfigReader, name: str) -> dict[str, Any]:
+    """Noise in training: theirs is of the inputs of experts and router, ours of the router's."""
+    return {"moe_input_jitter_eps": given.number(name) or None}
+
+
+def _noise(model: ModelConfig) -> float:
+    return model.part(ExpertsConfig).moe_input_jitter_eps or 0.0
+
+
+def _read_minimax(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
+    layers, width = fields["num_layers"], fields["kv_channels"]
+    rotated = given.content.get("rotary_dim")
+    given.unused("rotary_dim")
+    if rotated is not None and (not isinstance(rotated, int) or not 0 < rotated <= width):
+        given.refuse("rotary_dim", rotated, f"expected a number of channels, at most {width}")
+    given.only("scoring_func", ("sigmoid", None), "scores are always sigmoids")
+    for name in ("use_routing_bias", "use_qk_norm"):
+        given.only(name, (True,), "all such models have it")
+    given.only("qk_norm_type", ("per_layer", None), "all heads must be normalised together")
+    given.only("shared_intermediate_size", (0, None), "such models have no shared expert")
+    given.only("attn_type_list", ([1] * layers, None), "all blocks must have softmax attention")
+    # The layers of multi-token prediction are not in the files.
+    given.unused("use_mtp", "num_mtp_modules", "mtp_transformer_layers")
+    share = 1.0 if rotated is None else rotated / width
+    return {
+        **read_experts(given, fields, ("num_local_experts", "num_experts")),
+        **read_rope(given, fields, share_key="partial_rotary_factor", share=share, base=5e6),
+        **_read_noise(given, "router_jitter_noise"),
+    }
+
+
+def _write_minimax(model: ModelConfig) -> dict[str, Any]:
+    rope, share = write_rope(model), model.positions.rotary_percent
+    rope["rope_parameters"]["partial_rotary_factor"] = share
+    return {
+        **write_experts(model, "num_local_experts"),
+        **rope,
+        "intermediate_size": _inner(model),
+        "rotary_dim": int(share * model.attention.kv_channels),
+        "router_jitter_noise": _noise(model),
+    }
+
+
+MINIMAX_M2 = Architecture(
+    title="MiniMax-M2",
+    model_type="minimax_m2",
+    rewards=False,
+    model_class="MiniMaxM2ForCausalLM",
+    entries=llama_entries(
+        QK_NORMS,
+        mlp=(
+            *_MIXTRAL_ROUTER,
+            *correction("block_sparse_moe.e_score_correction_bias"),
+            *_MIXTRAL_EXPERTS,
+        ),
+    ),
+    keys=KEYS | HEAD_DIM | ACTIVATION | CHOICES,
+    fixed=FIXED
+    | NO_BIASES
+    | SIGMOID
+    | {"qk_layernorm": True, "qk_layernorm_whole": True, "moe_router_normalize": True},
+    features=frozenset({"layer_experts", "rotary_percent", "rope_scaling"}),
+    gated=True,
+    requirements=requirements(*SIGMOID),
+    write=_write_minimax,
+    read=_read_minimax,
+    endings={
+        "block_sparse_moe.gate.weight": "mlp.gate.weight",
+        "block_sparse_moe.e_score_correction_bias": "mlp.e_score_correction_bias",
+    },
+)
+"""Corrected sigmoids as in DeepSeek-V3, without groups; a part of each head is rotated, and a norm
+is over all queries, and one over all keys."""
+
+
+def _sparse(layers: int, first: int, last: int, every: int) -> list[bool]:
+    """For each block of an ERNIE, whether it has experts."""
+    return [first <= n <= last and (n + 1) % every == 0 for n in range(layers)]
+
+
+def _bounds(model: ModelConfig) -> tuple[int, int, int] | None:
+    """First and last block of an ERNIE with experts, and the interval; None if others have."""
+    layers = model.num_layers
+    sparse = [bool(experts_in(model, n)) for n in range(layers)]
+    if not any(sparse):
+        return None
+    first, last = sparse.index(True), layers - 1 - sparse[::-1].index(True)
+    possible = ((first, end, every) for every in range(1, layers + 1) for end in (layers - 1, last))
+    return next((each for each in possible if _sparse(layers, *each) == sparse), None)
+
+
+def _read_ernie(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
+    layers, every = fields["num_layers"], given.whole("moe_layer_interval")
+    first = natural(given, "moe_layer_start_index")
+    last = natural(given, "moe_layer_end_index", least=-1)
+    sparse = _sparse(layers, first, layers - 1 if last == -1 else last, every)
+    if not any(sparse):
+        given.refuse("moe_layer_interval", every, "no block has experts")
+    given.only("use_bias", (False, None), "experts have no biases, and nothing else can have them")
+    given.only("moe_norm_min", (1e-12, None), "the least sum of a token's weights must be 1e-12")
+    given.only("moe_gate", ("topk", None), "a token must go to its best experts")
+    given.only("moe_gate_act", ("softmax", None), "scores must be a softmax")
+    # Of the first trainer, and of layers of multi-token prediction.
+    given.unused("moe_use_aux_free", "moe_capacity", "num_nextn_predict_layers")
+    shared = natural(given, "moe_num_shared_experts")
+    return {
+        **read_experts(
+            given, fields, ("moe_num_experts", "num_experts", "num_local_experts"), sparse
+        ),
+        **read_rope(given, fields, base=500_000.0),
+        **FP32,
+        "moe_shared_expert_intermediate_size": shared * fields["moe_ffn_hidden_size"] or None,
+    }
+
+
+def _write_ernie(model: ModelConfig) -> dict[str, Any]:
+    bounds = _bounds(model)
+    assert bounds is not None
+    keys = ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval")
+    return {
+        **write_experts(model, "moe_num_experts"),
+        **dict(zip(keys, bounds, strict=True)),
+        **write_rope(model),
+        "moe_intermediate_size": _inner(model),
+        "moe_num_shared_experts": shared_number(model),
+        "use_bias": False,
+        "pad_token_id": None,
+    }
+
+
+_ROW = Reordering(
+    "a row", 1, lambda values, _: (values.unsqueeze(0),), lambda parts, _: parts[0].squeeze(0)
+)
+_ERNIE_SOFTMAX = {
+    "moe_router_pre_softmax": True, "moe_router_normalize": True,
+    "moe_router_enable_expert_bias": True,
+}  # fmt: skip
+
+ERNIE4_5_MOE = Architecture(
+    title="ERNIE 4.5 MoE",
+    model_type="ernie4_5_moe",
+    rewards=False,
+    model_class="Ernie4_5_MoeForCausalLM",
+    entries=tuple(
+        dataclasses.replace(entry, form=INTERLEAVED_QKV) if entry.form is SEPARATE_QKV else entry
+        for entry in llama_entries(
+            mlp=(
+                *DENSE,
+                *router("mlp.gate.weight"),
+                *correction("mlp.moe_statics.e_score_correction_bias", _ROW),
+                *LLAMA_EXPERTS,
+                *(
+                    dataclasses.replace(entry, when=lambda model: shared_number(model) > 0)
+                    for entry in shared_experts("mlp.shared_experts")
+                ),
+            )
+        )
+    ),
+    keys={ours: field for ours, field in KEYS.items() if ours != "attention_dropout"}
+    | HEAD_DIM
+    | ACTIVATION
+    | INNER
+    | {("moe_k", "num_experts_per_tok"): "moe_router_topk"},
+    fixed=FIXED | NO_BIASES | _ERNIE_SOFTMAX | {"attention_dropout": 0.0},
+    features=frozenset({"layer_experts", "rope_scaling"}),
+    gated=True,
+    requirements=(
+        *requirements(*_ERNIE_SOFTMAX, "moe_shared_expert_intermediate_size", dense=True),
+        Requirement(
+            lambda model: _bounds(model) is not None,
+            "--moe-layer-freq with every N-th layer between two of them",
+        ),
+        WHOLE_SHARED,
+    ),
+    write=_write_ernie,
+    read=_read_ernie,
+    endings={
+        "mlp.moe_statics.e_score_correction_bias": "mlp.gate.moe_statics.e_score_correction_bias"
+    },
+    predicting=lambda model: r".*\bmtp_.*",
+)
+"""The softmax over all experts is corrected in the choice, and divided by the sum of the chosen
+ones. Neighbouring channels of a head are rotated together."""
+
+
+def _alike(given: HFConfigReader, name: str, layers: int) -> int:
+    """A number that may be a list with one for each block."""
+    value = given.content.get(name)
+    if isinstance(value, list) and len(value) == layers and len(set(map(str, value))) == 1:
+        given.content = given.content | {name: value[0]}
+    elif isinstance(value, list):
+        given.refuse(name, value, f"expected the same number for each of {layers} blocks")
+    return given.whole(name)
+
+
+def _read_hunyuan(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
+    layers, inner = fields["num_layers"], fields["ffn_hidden_size"]
+    top = _alike(given, "moe_topk", layers)
+    _alike(given, "num_experts", layers)
+    for name, value in (("num_shared_expert", 1), ("moe_intermediate_size", inner)):
+        if name in given.content and _alike(given, name, layers) != value:
+            given.refuse(name, given.content[name], f"transformers has {value} in all blocks")
+    given.only("use_cla", (False, None), "blocks cannot share keys and values")
+    given.only("use_qk_norm", (True, None), "queries and keys are always normalised")
+    given.only("use_mixed_mlp_moe", (True, None), "all blocks have a shared expert")
+    given.only("moe_layer_num_skipped", (0, None), "all blocks must have experts")
+    given.only("norm_type", ("rms", None), "norms must be RMSNorm")
+    given.unused("eod_token_id", "moe_drop_tokens", "attention_head_dim")
+    rope = _scaled_base(given, fields)
+    return {
+        **read_experts(given, fields | {"moe_router_topk": top}, "num_experts", coefficient=None),
+        **rope,
+        **FP32,
+        "moe_router_topk": top,
+        "moe_shared_expert_intermediate_size": inner,
+    }
+
+
+def _scaled_base(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
+    """RoPE, of which dynamic scaling with ``alpha`` is another base: theta * alpha^(D / (D - 2))
+    for heads with D channels."""
+    content, width = given.content, fields["kv_channels"]
+    form = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    alpha = form.get("alpha") if isinstance(form, dict) else None
+    if alpha is None:
+        return read_rope(given, fields)
+    if form.get("rope_type", form.get("type")) != "dynamic" or not isinstance(alpha, int | float):
+        given.refuse("rope_scaling", form, "alpha must be a number, of dynamic scaling")
+    given.unused("rope_parameters", "rope_scaling", "rope_theta")
+    base = form.get("rope_theta") or content.get("rope_theta") or 10_000.0
+    return {"rotary_base": base * alpha ** (width / (width - 2)), "rope_scaling": None}
+
+
+def _write_hunyuan(model: ModelConfig) -> dict[str, Any]:
+    return {
+        **write_experts(model, "num_experts", coefficient=None),
+        **write_rope(model),
+        "intermediate_size": _inner(model),
+        "pad_token_id": None,
+    }
+
+
+HUNYUAN_V1_MOE = Architecture(
+    title="HunYuan-MoE",
+    model_type="hunyuan_v1_moe",
+    model_class="HunYuanMoEV1ForCausalLM",
+    entries=llama_entries(
+        norm("attention.q_norm", "self_attn.query_layernorm"),
+        norm("attention.k_norm", "self_attn.key_layernorm"),
+        qkv_bias=attention_biased,
+        proj_bias=attention_biased,
+        mlp=(
+            *router("mlp.gate.wg.weight"),
+            *LLAMA_EXPERTS,
+            *shared_experts("mlp.shared_mlp"),
+        ),
+    ),
+    keys=KEYS | HEAD_DIM | ACTIVATION | {"attention_bias": "add_attention_bias"},
+    fixed=FIXED | NO_BIASES | {"qk_layernorm": True, "qk_layernorm_after_rope": True},
+    features=frozenset({"layer_experts", "rope_scaling"}),
+    gated=True,
+    requirements=(
+        *requirements("moe_shared_expert_intermediate_size", summing=True),
+        WHOLE_SHARED,
+        HAS_SHARED,
+        Requirement(
+            lambda model: shared_number(model) == 1,
+            "--moe-shared-expert-intermediate-size equal to --moe-ffn-hidden-size",
+        ),
+    ),
+    write=lambda model: {
+        **_write_hunyuan(model),
+        "moe_topk": model.part(ExpertsConfig).moe_router_topk,
+    },
+    read=_read_hunyuan,
+)
+"""One shared expert; queries and keys are normalised after they are rotated."""
+
+
+_LONGROPE = {
+    "rope_type", "short_factor", "long_factor", "short_mscale", "long_mscale",
+    "original_max_position_embeddings",
+}  # fmt: skip
+
+
+def _longrope_by_length(model: ModelConfig) -> bool:
+    scaling = model.positions.rope_scaling
+    return scaling.is_default or json.loads(scaling.to_json()).keys() == _LONGROPE
+
+
+def _has_bias(model: ModelConfig) -> bool:
+    return model.embedding.lm_head_bias and untied(model) and model.head == "lm"
+
+
+def _has_tied_bias(model: ModelConfig) -> bool:
+    return model.embedding.lm_head_bias and not untied(model) and model.head == "lm"
+
+
+def _read_phi(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
+    given.only("hidden_dropout", (0, 0.0), "transformers has no dropout in such models")
+    noise = SPARSE_MIXER_EPS
+    given.only("router_jitter_noise", (noise,), f"SparseMixer here always has {noise}")
+    given.only("num_experts_per_tok", (2,), "SparseMixer in transformers chooses two experts")
+    rope = read_rope(given, fields, types={"su": "longrope"}, base=1e6)
+    scaling = json.loads(rope["rope_scaling"] or "{}")
+    if scaling and scaling.keys() != _LONGROPE:
+        name = "rope_scaling" if "rope_scaling" in given.content else "rope_parameters"
+        given.refuse(name, given.content[name], f"expected longrope with {sorted(_LONGROPE)}")
+    return {
+        **read_experts(given, fields, ("num_local_experts", "num_experts")),
+        **rope,
+        **_read_noise(given, "input_jitter_noise"),
+    }
+
+
+def _write_phi(model: ModelConfig) -> dict[str, Any]:
+    return {
+        **write_experts(model, "num_local_experts"),
+        **write_rope(model),
+        "intermediate_size": _inner(model),
+        "router_jitter_noise": SPARSE_MIXER_EPS,
+        "input_jitter_noise": _noise(model),
+        "pad_token_id": None,
+    }
+
+
+PHIMOE = Architecture(
+    title="Phi-3.5-MoE",
+    model_type="phimoe",
+    model_class="PhimoeForCausalLM",
+    entries=(
+        *llama_entries(
+            qkv_bias=attention_biased,
+            proj_bias=attention_biased,
+            mlp=(*_MIXTRAL_ROUTER, *_MIXTRAL_EXPERTS),
+        ),
+        Entry("embedding.word_embeddings.bias", ("lm_head.bias",), when=_has_tied_bias),
+        Entry("output_layer.bias", ("lm_head.bias",), when=_has_bias),
+    ),
+    keys=KEYS | HEAD_DIM | ACTIVATION | CHOICES | {
+        "attention_bias": "add_attention_bias", "lm_head_bias": "lm_head_bias",
+        "sliding_window": "sliding_window",
+    },
+    fixed=FIXED | NO_BIASES | {
+        "normalization": "LayerNorm", "moe_gate": "sparsemixer", "moe_router_topk": 2,
+    },
+    features=frozenset({"layer_experts", "rope_scaling"}),
+    gated=True,
+    requirements=(
+        *requirements("moe_gate"),
+        Requirement(_longrope_by_length, f"--rope-scaling with the keys {sorted(_LONGROPE)}"),
+    ),
+    write=_write_phi,
+    read=_read_phi,
+    endings={"block_sparse_moe.gate.weight": "mlp.router.weight"},
+)  # fmt: skip
+"""LayerNorm; SparseMixer chooses two experts, whose weights do not add up to 1."""
+
+
+ARCHITECTURES = (MINIMAX_M2, ERNIE4_5_MOE, HUNYUAN_V1_MOE, PHIMOE)
