@@ -37,6 +37,11 @@ def flat_partitions(
     return wrapper, optimizer
 
 
+def first_ranks(wrapper: SimpleNamespace) -> list[int]:
+    """The places of that rank among those that share a group."""
+    return [0 for _ in wrapper.bit16_groups]
+
+
 def set_gradients(wrapper: SimpleNamespace, grads: Sequence[Sequence[Tensor]]) -> None:
     """As DeepSpeed leaves them after the last backward pass of a step."""
     wrapper.averaged_gradients = dict(enumerate(grads))

@@ -62,6 +62,8 @@ def random_gpt() -> Callable[..., LayerStack]:
                 if "norm.weight" in name:
                     values += 1.0
                 param.copy_(shard.cut(values))
+            for _, buffer in model.canonical_buffers():
+                buffer.values = torch.randn(buffer.shard.full_shape, generator=generator)
         return model.eval()
 
     return make
@@ -92,6 +94,8 @@ def write_checkpoint() -> Callable[..., Path]:
             held = Slice.of(shard_of(param), {}, 0, param.numel())
             flat = param.detach().reshape(-1)
             writer.add(name, held, [("weight", flat[: held.numel])])
+        for name, buffer in model.canonical_buffers():
+            writer.add(name, Slice.whole(buffer.shard.full_shape), [("weight", buffer.values)])
         writer.finish()
         contents = {"config.json": config.to_dict(), "state.json": {"iteration": step}}
         save_tokenizer = (lambda folder: None) if tokenizer is None else tokenizer.save_pretrained

@@ -2,7 +2,6 @@
 
 from script_runs import SMALL, TOKENS, Script
 
-EXPERTS = "experts"
 ULYSSES = "Ulysses sequence parallelism"
 GPT = f"{SMALL} {TOKENS}"
 TEN = "--train-iters 10 --train-tokens 100000"
@@ -22,16 +21,56 @@ def tokens(path: str, processes: int, **more: object) -> Script:
     return Script(path, "train", processes, small=GPT, **more)
 
 
+LAYERS = f"{GPT} --num-layers 4"
+STUDENT = "--num-layers-teacher 4 --num-layers 2"
+BALANCED = ("load_balancing_loss: ",)
+TEACHER = (
+    "OUTPUT_BASEPATH={{out}}/model CHECKPOINT_PATH={{out}}/trained LAUNCHER=torchrun "
+    "EP_SIZE='2 4' examples_deepspeed/MoE/ds_pretrain_gpt_{name}.sh "
+    f"{LAYERS}"
+)
+FEWER = "experts over the most processes that divide those of every layer; it was {}, refused now"
 MOE = tuple(
-    Script(f"MoE/ds_pretrain_gpt_{name}.sh", "waits", processes, waits=EXPERTS, note=note)
+    tokens(
+        f"MoE/ds_pretrain_gpt_{name}.sh",
+        64,
+        settings={"EP_SIZE": "4"},
+        gpus=2,
+        prints=BALANCED,
+    )
+    for name in ("125M_MoE64", "350M_MoE128", "1.3B_MoE128")
+)
+MOE += tuple(
+    Script(
+        *(f"MoE/ds_pretrain_gpt_{name}.sh", "train", 64),
+        small=LAYERS,
+        settings={"EP_SIZE": "2 4"},
+        gpus=2,
+        prints=BALANCED,
+        note=note,
+    )
+    for name, note in (
+        ("350M_PR-MoE32or64", FEWER.format(64)),
+        ("1.3B_PR-MoE64or128", ""),
+    )
+)
+MOE += tuple(
+    Script(
+        *(f"MoE/ds_pretrain_gpt_{name}_MoS.sh", "train", processes),
+        small=f"{GPT} {STUDENT}",
+        settings={"EP_SIZE": "4", "EP_SIZE_TEACHER": "2 4"} | KD,
+        gpus=2,
+        before=(TEACHER.format(name=name),),
+        prints=(*BALANCED, "kd loss: "),
+        note=note,
+    )
     for name, processes, note in (
-        ("125M_MoE64", 64, ""),
-        ("350M_MoE128", 64, ""),
-        ("1.3B_MoE128", 64, ""),
-        ("350M_PR-MoE32or64", 64, ""),
-        ("1.3B_PR-MoE64or128", 128, ""),
-        ("350M_PR-MoE32or64_MoS", 64, "its JSON was invalid, its teacher that of 1.3B"),
-        ("1.3B_PR-MoE64or128_MoS", 128, ""),
+        (
+            "350M_PR-MoE32or64",
+            64,
+            f"its JSON was invalid, its teacher that of 1.3B; {FEWER}".format(64),
+        ),
+        ("1.3B_PR-MoE64or128", 128, FEWER.format(128)),
     )
 )
 MOE += (
@@ -66,7 +105,7 @@ MOE += (
     Script(
         *("MoE/ds_evalharness.sh", "run", 1),
         small="--limit 4 --micro-batch-size 2",
-        before=(TRAINED,),
+        before=("EP_SIZE=4 " + TRAINED.replace("350M_dense", "125M_MoE64"),),
         settings=EVALUATED | {"TASKS": f"lambada={LAMBADA}"},
         prints=(r"lambada.*acc\D+[\d.]+",),
         note="task data are local files",

@@ -29,6 +29,9 @@ KINDS: dict[str, dict] = {
     | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "scale_embeddings": True}
     | {"query_pre_attn_scalar": 16.0, "window_attn_skip_freq": 2},
     "bloom": {"position_embedding_type": "alibi", "embed_layernorm": True},
+    "gpt-oss": LLAMA | {"sliding_window": 8, "window_attn_skip_freq": 2, "add_attention_bias": True}
+    | {"softmax_type": "learnable", "swiglu": False, "quick_geglu": True}
+    | {"glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0},
     "neox": LLAMA | BIASED | {"rotary_percent": 0.5, "parallel_residual": True},
 } | {
     name: LLAMA | {"rope_scaling": f'{{"rope_type": "{name}", {numbers}, '

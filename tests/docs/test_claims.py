@@ -22,6 +22,7 @@ OTHERS = {
         *("--max-restarts", "--rdzv-backend", "--rdzv-id", "--rdzv-endpoint", "--rdzv-conf"),
         "--local-addr",
     },
+    "Megatron": {"--ckpt-format", "--moe-layer-recompute", "--num-experts-switch"},
     "mpirun": {"--allow-run-as-root", "--mca"},
     "sbatch": {"--array", "--nodes", "--signal"},
     "docker": {"--build-arg", "--user", "--device"},

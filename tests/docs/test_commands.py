@@ -69,6 +69,7 @@ def is_long(block: Block) -> bool:
 LONGEST = {
     "docs/guides/adapters.md",
     "docs/guides/distillation.md",
+    "docs/guides/experts.md",
     "docs/tasks/when-something-goes-wrong.md",
     "docs/tasks/several-gpus.md",
     "docs/guides/finetune.md",

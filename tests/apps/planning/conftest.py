@@ -73,6 +73,14 @@ KINDS = {
     "gemma2 bounded": GEMMA2 | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 6.0},
     "qwen3": QWEN3,
     "neox": NEOX,
+    "gpt-oss": LLAMA
+    | {
+        "swiglu": False,
+        "quick_geglu": True,
+        "glu_linear_offset": 1.0,
+        "activation_func_clamp_value": 0.5,
+        "softmax_type": "learnable",
+    },
     "opt": {"position_embedding_offset": 2, "relu": True},
     "wide heads": {"kv_channels": 24, "max_position_embeddings": 200},
 }

@@ -13,6 +13,7 @@ from gpt_forward import forward
 from megatron.apps.planning.memory import (
     activation_bytes,
     buffer_bytes,
+    expert_bytes,
     float8_bytes,
     peak_memory,
     stages_in_flight,
@@ -28,6 +29,8 @@ from megatron.config import ModelConfig, ModelFlags, ParallelConfig
 from megatron.config.layouts import Layout, StateDtypes
 from megatron.data.gpt_batch import GPTBatch
 from megatron.families import build_model, family_of, spec_of
+from megatron.features.experts import layer as expert_layer
+from megatron.features.experts.compute import combine, dispatch
 from megatron.features.float8.linear import Float8
 from megatron.features.float8.linear import Kept as Kept8
 from megatron.features.masked.batch import (
@@ -177,7 +180,7 @@ def norms_extra_bytes(model: ModelConfig, precision: str, blocks: int) -> int:
     return extra
 
 
-NEWER = ["bloom", "gemma2", "gemma2 bounded", "qwen3", "neox", "opt"]
+NEWER = ["bloom", "gemma2", "gemma2 bounded", "qwen3", "neox", "gpt-oss", "opt"]
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
@@ -230,6 +233,29 @@ def test_activations_of_other_families_against_torch(monkeypatch, small, kind, r
         # The input of the encoder's final norm; not planned.
         expected += kept[0].hidden
     assert model_bytes(model, "fp32", recompute) == pytest.approx(expected, rel=2e-2)
+
+
+EXPERTS = {"num_experts": (8,), "moe_layer_freq": "[0]+[1]*3", "moe_ffn_hidden_size": 96}
+SHARED = EXPERTS | {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_gate": True}
+
+
+def unfused(x_TH, weights_TK, rows, up, down, activation):
+    """As on GPUs, where rows are not computed expert by expert."""
+    h_RG = up(dispatch(x_TH, rows), rows.sizes or rows.counts_E)
+    return combine(down(activation(h_RG), rows.sizes or rows.counts_E), weights_TK, rows)
+
+
+@pytest.mark.parametrize("kind, extra", [("llama", EXPERTS), ("llama", SHARED), ("gpt2", EXPERTS)])
+def test_activations_of_experts_against_torch(monkeypatch, small, kind, extra):
+    """Within 3 percent: the difference that layers of experts make to the bytes that torch keeps;
+    the scores of all experts and the places of rows are estimates."""
+    monkeypatch.setattr(cpu_kernels, "suits", lambda *_: False)
+    monkeypatch.setattr(expert_layer, "expert_mlp", unfused)
+    model, dense, layout = small(kind, **extra), small(kind), Layout()
+    more = model_bytes(model, "fp32", None) - model_bytes(dense, "fp32", None)
+    planned = 3 * expert_bytes(model, layout, BATCH)
+    assert planned > activation_bytes(dense, layout, BATCH).block
+    assert more == pytest.approx(planned, rel=3e-2)
 
 
 @pytest.mark.proof

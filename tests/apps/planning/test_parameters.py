@@ -23,7 +23,7 @@ from megatron.parallel.tensor_parallel import TensorParallel
 KINDS = (
     "gpt2", "gpt2 untied", "llama", "llama tied", "one key head", "bias on qkv",
     "bias in attention", "wide heads",
-    "bloom", "gemma2", "qwen3", "neox", "opt",
+    "bloom", "gemma2", "qwen3", "neox", "gpt-oss", "opt",
 )  # fmt: skip
 
 

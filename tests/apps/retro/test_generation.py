@@ -39,7 +39,12 @@ RETRO = {
 KINDS = {
     "learned": {},
     "rope": {"llama": True, "num_query_groups": 2, "retro_num_neighbors": 3},
-    "gate": {"retro_attention_gate": 0.3, "qk_layernorm": True, "retro_num_retrieved_chunks": 1},
+    "gate": {
+        "retro_attention_gate": 0.3,
+        "qk_layernorm": True,
+        "retro_num_retrieved_chunks": 1,
+        "softmax_type": "learnable",
+    },
 }
 PROMPTS = [[5, 7, 9], [1], [60, 2, 2, 2], [8, 9, 11, 3, 3, 17, 20, 1], [*range(3, 20)]]
 

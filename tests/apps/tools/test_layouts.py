@@ -35,8 +35,11 @@ def started(tmp_path, monkeypatch):
         path.write_text(json.dumps({"zero_optimization": zero}))
         monkeypatch.setenv("WORLD_SIZE", str(layout.processes))
         monkeypatch.setenv("RANK", "0")
+        flags = layout.flags()
+        if "--expert-model-parallel-size" in flags:
+            flags += ["--num-experts", "8"]
         try:
-            run = parse_run(None, [*MODEL, *layout.flags(), "--deepspeed_config", str(path)])
+            run = parse_run(None, [*MODEL, *flags, "--deepspeed_config", str(path)])
         except ConfigError as error:
             return str(error)
         return run.config.layout(run.content)

@@ -8,6 +8,7 @@ from example_scripts import FOLDER, ROOT, printed, resolved, script
 from script_runs import MARK, PAGE, rows
 
 from megatron.config import FLAG_CLASSES, FlagParser
+from megatron.features.experts.flags import ExpertsConfig
 
 ROWS = {row.path: row for row in rows()}
 TRAINED = [
@@ -17,6 +18,7 @@ TRAINED = [
 ]
 WAITING = [path for path, row in ROWS.items() if row.kind == "waits"]
 SAMPLE = {
+    "MoE/ds_pretrain_gpt_125M_MoE64.sh",
     *("MoE/ds_pretrain_gpt_1.3B_dense_cl.sh", "compression/ds_pretrain_gpt_125M_dense_kd.sh"),
     *("curriculum_learning/ds_train.sh", "rebase/ds_pretrain_gpt_1.3B_rope_slw.sh"),
     *("bert_with_pile/ds_pretrain_bert.sh", "azure/run-1t.sh", "megatron/msdp/data_processing.sh"),
@@ -27,8 +29,9 @@ SAMPLE = {
 }
 
 
-def sampled(paths):
-    return [p if p in SAMPLE else pytest.param(p, marks=pytest.mark.proof) for p in paths]
+def sampled(paths, *more):
+    kept = {*SAMPLE, *more}
+    return [p if p in kept else pytest.param(p, marks=pytest.mark.proof) for p in paths]
 
 
 @pytest.fixture
@@ -68,6 +71,37 @@ def test_values_of_the_full_size(printed_row):
         "lr_decay_tokens": 260 * 10**9, "lr_warmup_tokens": 375 * 10**6, "zero_stage": 0,
     }  # fmt: skip
     assert {name: values[name].value for name in expected} == expected
+
+
+PYRAMIDS = {
+    "350M_PR-MoE32or64": (32, (0, 32) * 10 + (0, 64) * 2, 3e-4, 0),
+    "1.3B_PR-MoE64or128": (64, (0, 64) * 10 + (0, 128) * 2, 1.2e-4, 2),
+    "350M_PR-MoE32or64_MoS": (32, (0, 32) * 8 + (0, 64) * 2 + (0,), 3e-4, 0),
+    "1.3B_PR-MoE64or128_MoS": (64, (0, 64) * 8 + (0, 128) * 2 + (0,), 1.2e-4, 2),
+}
+
+
+@pytest.mark.parametrize("name", sampled(PYRAMIDS, "350M_PR-MoE32or64_MoS"))
+def test_experts_of_the_full_size(name, printed_row):
+    """Numbers of Megatron-DeepSpeed's own scripts, but for the ranks that share experts."""
+    path = f"MoE/ds_pretrain_gpt_{name}.sh"
+    ranks, layers, rate, stage = PYRAMIDS[name]
+    _, flags = printed_row(path)
+    config = resolved(flags, ROWS[path].processes)
+    experts = config.model.part(ExpertsConfig)
+    assert config.parallel.expert_model_parallel_size == ranks
+    assert experts.layer_experts == layers and experts.mlp_type == "residual"
+    assert (experts.moe_gate, experts.moe_router_topk) == ("deepspeed", 1)
+    assert experts.moe_aux_loss_coeff == (0.01,)
+    capacity = (experts.moe_expert_capacity_factor, experts.moe_eval_capacity_factor)
+    assert (*capacity, experts.moe_min_capacity) == (1.0, 1.0, 4)
+    values = FlagParser(*FLAG_CLASSES).settings(flags)
+    assert (values["lr"].value, values["min_lr"].value) == (rate, 1e-6)
+    assert config.engine.zero_stage == stage
+    if name.endswith("MoS"):
+        teacher = tuple(layers[1:-1:2])
+        assert values["num_experts_teacher"].value == teacher[:1] * 2 + teacher
+        assert values["num_layers_teacher"].value == 24
 
 
 def test_curriculum_of_the_full_size(printed_row):

@@ -22,6 +22,14 @@ def test_flags_give_the_activation_back(activation):
     assert model_config(**mlp.flags()).mlp == mlp
 
 
+def test_flags_give_a_changed_gate_back():
+    mlp = MLPConfig(
+        ffn_hidden_size=24, activation="quick_geglu", bias=True, glu_linear_offset=1.0,
+        activation_func_clamp_value=7.0,
+    )  # fmt: skip
+    assert model_config(**mlp.flags()).mlp == mlp
+
+
 @pytest.mark.parametrize("activation", MLP_ACTIVATIONS)
 def test_its_hugging_face_name_gives_the_activation_back(activation):
     gated = MLPConfig(ffn_hidden_size=24, activation=activation, bias=True).gated

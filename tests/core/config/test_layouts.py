@@ -213,10 +213,21 @@ def test_every_rule_refuses_something_first_and_says_it_once():
         ("pp2-v4", Layout(pipeline=2, schedule="interleaved", chunks=4)),
         ("pp4-dualpipev", Layout(pipeline=4, schedule="dualpipev", chunks=2)),
         ("tp2-uniform", Layout(tensor=2, recompute="uniform")),
+        ("ep2", Layout(data=2, expert=2)),
+        ("ep2-tp2", Layout(tensor=2, data=2, expert=2)),
+        ("ep2-pp2", Layout(pipeline=2, data=2, expert=2)),
+        ("ep2-dp2-zero1", Layout(data=2, zero=1, expert=2)),
+        ("ep2-dp4", Layout(data=4, expert=2)),
+        ("ep4-tp2-etp1", Layout(tensor=2, data=2, expert=4, expert_tensor=1)),
+        ("ep2-tp2-etp1", Layout(tensor=2, expert=2, expert_tensor=1)),
+        ("tp2-etp1", Layout(tensor=2, expert_tensor=1)),
+        ("tp2-ep2-etp2", Layout(tensor=2, data=2, expert=2)),
+        ("ep2-etp1", Layout(data=2, expert=2)),
     ],
 )
 def test_parses_short_names(name, layout):
     assert parse_layout(name) == layout
+    assert parse_layout(layout.name) == layout
 
 
 def test_names_and_flags_round_trip():
@@ -226,6 +237,21 @@ def test_names_and_flags_round_trip():
     for recompute in RECOMPUTE:
         layout = Layout(recompute=recompute, grads_in_fp32=True, zero=1, precision="bf16")
         assert asked(layout) == layout
+
+
+@pytest.mark.parametrize(
+    "name, told",
+    [
+        ("ep2-dp3", "dp3 must be a multiple of the 2 data-parallel ranks"),
+        ("ep4-tp2-etp1-dp3", "dp3 must be a multiple of the 2 data-parallel ranks"),
+        ("ep3-tp2-etp1", "a multiple of 2 as N"),
+        ("tp4-etp2", "all 4 tensor-parallel ranks"),
+        ("ep2-ep4", "'ep4' sets the expert a second time"),
+    ],
+)
+def test_refuses_sizes_of_experts_that_do_not_fit(name, told):
+    with pytest.raises(ConfigError, match=f"^layout {name}: .*{told}"):
+        parse_layout(name)
 
 
 @pytest.mark.parametrize(

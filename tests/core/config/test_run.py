@@ -82,6 +82,10 @@ DERIVED = [
     ("--glu-activation geglu", 1, "model.mlp.activation", "geglu"),
     ("--glu-activation geglu", 1, "model.mlp.ffn_hidden_size", 128),
     ("--glu-activation geglu", 1, "values.swiglu", False),
+    ("--quick-geglu", 1, "values.glu_activation", "quick_geglu"),
+    ("--glu-activation quick_geglu", 1, "values.quick_geglu", True),
+    ("--swiglu --glu-linear-offset 1", 1, "model.mlp.glu_linear_offset", 1.0),
+    ("--softmax-type learnable", 1, "model.attention.softmax_type", "learnable"),
     ("--relu", 1, "model.mlp.activation", "relu"),
     ("--relu", 1, "model.mlp.ffn_hidden_size", 256),
     ("--sliding-window 8 --window-attn-skip-freq 2", 1, "model.windows", (8, None)),
@@ -163,9 +167,30 @@ REFUSED = [
     ("--num-query-groups 3", 1, ["--num-query-groups 3", "--num-attention-heads 4"]),
     ("--swiglu --squared-relu", 1, ["--swiglu", "--squared-relu"]),
     ("--swiglu --glu-activation geglu", 1, ["--swiglu", "--glu-activation geglu"]),
+    ("--swiglu --quick-geglu", 1, ["--quick-geglu contradicts --glu-activation swiglu"]),
+    ("--glu-linear-offset 1", 1, ["--glu-linear-offset 1.0 needs --glu-activation or --swiglu"]),
+    (
+        "--relu --activation-func-clamp-value 7",
+        1,
+        ["--activation-func-clamp-value 7.0 has an effect with --glu-activation or --swiglu or"],
+    ),
+    ("--swiglu --activation-func-clamp-value 0", 1, ["--activation-func-clamp-value 0", "posit"]),
     ("--glu-activation geglu --relu", 1, ["--glu-activation geglu", "--relu"]),
     ("--relu --squared-relu", 1, ["--relu", "--squared-relu", "one activation"]),
     ("--shared-parallel-norm", 1, ["--shared-parallel-norm", "--parallel-residual"]),
+    ("--no-pre-norm", 1, ["--no-pre-norm needs --post-norm"]),
+    (
+        "--no-pre-norm --post-norm --fp32-residual-connection --bf16",
+        1,
+        ["--no-pre-norm contradicts --fp32-residual-connection"],
+    ),
+    ("--qk-layernorm --qk-layernorm-whole", 1, ["--normalization RMSNorm, not LayerNorm"]),
+    ("--qk-layernorm-whole", 1, ["--qk-layernorm-whole", "--qk-layernorm"]),
+    (
+        "--embedding-multiplier 2 --scale-embeddings",
+        1,
+        ["--embedding-multiplier 2.0", "contradicts --scale-embeddings"],
+    ),
     ("--add-attention-bias", 1, ["--add-attention-bias needs --disable-bias-linear"]),
     (
         "--disable-bias-linear --add-attention-bias --add-qkv-bias",
@@ -478,24 +503,6 @@ def test_explain_names_the_origin_of_every_value():
     assert lines["padded_vocab_size"] == ["padded_vocab_size", "128", "derived"]
     fields = {f.name for part in FLAG_CLASSES[:-1] for f in dataclasses.fields(part)}
     assert fields <= set(lines)
-
-
-def test_numbers_of_experts_change_nothing_in_a_dense_run(capsys):
-    numbers = (
-        "--topk 2 --expert-interval 2 --moe-loss-coeff 0.01 --moe-train-capacity-factor 1.0 "
-        "--moe-eval-capacity-factor 1.0 --moe-min-capacity 4 --disable-moe-token-dropping "
-        "--use-tutel --create-moe-param-group"
-    )
-    plain = resolved()
-    for dense in ("", "--num-experts 1 --moe-expert-parallel-size 1 --mlp-type standard"):
-        result = resolved(f"{numbers} {dense}")
-        assert result.config == plain.config
-        assert all("models are dense" in note for note in result.notes)
-        assert len(result.notes) == 9 + dense.count("--")
-    resolved("--num-experts-teacher 1")
-    with pytest.raises(SystemExit):
-        resolved(f"{numbers} --num-experts 64")
-    assert "64 is not supported here, 1 is: there is no mixture" in capsys.readouterr().err
 
 
 def test_accepted_flags_say_what_happens_instead():

@@ -52,6 +52,9 @@ KINDS: dict[str, dict] = {
     "gemma": LLAMA | {"qk_layernorm": True, "post_norm": True, "apply_layernorm_1p": True},
     "bloom": {"position_embedding_type": "alibi"},
     "neox": {"parallel_residual": True},
+    "gpt-oss": LLAMA
+    | {"swiglu": False, "quick_geglu": True, "glu_linear_offset": 1.0, "num_query_groups": 2}
+    | {"activation_func_clamp_value": 7.0, "softmax_type": "learnable"},
 }
 GEMMA2 = {"num_query_groups": 2, "sliding_window": 5, "window_attn_skip_freq": 2} | {
     "attn_logit_softcapping": 5.0
@@ -415,7 +418,9 @@ def test_another_length_is_compiled_again():
 
 @pytest.mark.proof
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    "kind", ["gpt2", "llama", pytest.param("gpt-oss", marks=pytest.mark.proof)]
+)
 def test_generated_code_against_eager_blocks(kind, dtype):
     stack = compiled(build(kind).to(dtype))
     found, expected = outcome(stack), outcome(build(kind).to(dtype))

@@ -12,7 +12,7 @@ from torch.nn.attention import flex_attention
 
 from megatron.data.gpt_batch import GPTBatch
 from megatron.families.gpt import begin
-from megatron.model import attention_flex
+from megatron.model import attention_backends, attention_flex
 from megatron.model.attention_backends import eager, sdpa
 from megatron.model.attention_flex import BLOCK, block_mask, flex_windows, why_not_flex
 from megatron.model.attention_masks import AttentionMasks, AttentionScoring, alibi_slopes
@@ -123,6 +123,7 @@ def operator_by_operator(monkeypatch):
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
     compiled = torch.compile(flex_attention.flex_attention, backend="aot_eager", dynamic=False)
     monkeypatch.setattr(attention_flex, "_compiled", lambda: compiled)
+    monkeypatch.setattr(attention_backends, "FLEX_DTYPES", (torch.float64,))
     torch.compiler.reset()
     yield
     torch.compiler.reset()
@@ -163,6 +164,23 @@ def test_against_plain_products(kind, more, kv_heads):
     others = torch.autograd.grad((expected * weights).sum(), reference)
     for gradient, other in zip(gradients, others, strict=True):
         torch.testing.assert_close(gradient, other, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("scores", [AttentionScoring(window=100), AttentionScoring(**SOFTCAP)])
+@pytest.mark.usefixtures("operator_by_operator")
+def test_sinks_against_plain_products(scores):
+    """Their gradient too, and with them a model's causal attention uses it without documents."""
+    length, draw = 200, torch.Generator().manual_seed(0)
+    shapes = [(2, HEADS, length, WIDTH), *[(2, 2, length, WIDTH)] * 2, (HEADS,)]
+    values = [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes]
+    values[-1] *= 4
+    blocks, results = {scores.window: block_mask(length, scores.window, None, CPU)}, []
+    for attend, masks in ((sdpa, AttentionMasks(blocks=blocks)), (eager, AttentionMasks())):
+        *inputs, sinks = leaves = [x.clone().requires_grad_() for x in values]
+        y = attend(*inputs, scores, masks, 0.0, None, sinks)
+        results.append([y.detach(), *torch.autograd.grad((y * y.detach()).sum(), leaves)])
+    # FlexAttention's statistics are float32.
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.proof
@@ -231,13 +249,14 @@ def test_what_it_cannot_do_is_said(monkeypatch, change, said):
     )
 
 
+@pytest.mark.parametrize("kind", ["gemma2", "gpt-oss"])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_micro_batch_has_its_masks_where_a_gpu_uses_them(monkeypatch, device):
+def test_a_micro_batch_has_its_masks_where_a_gpu_uses_them(monkeypatch, device, kind):
     """ "meta" takes the place of the GPU."""
     monkeypatch.setattr(attention_flex, "DEVICES", ("meta",))
     monkeypatch.setattr(attention_flex, "missing_compiler", lambda _: None)
     tokens = torch.zeros(2, LENGTH, dtype=torch.int64, device=device)
     batch = GPTBatch(tokens, tokens, tokens.float(), None, tokens)
-    masks = begin(small_config(**KINDS["gemma2"]), batch).masks
+    masks = begin(small_config(**KINDS[kind]), batch).masks
     assert set(masks.blocks) == ({8, None} if device == "meta" else set())
     assert (masks._documents is None) == (device == "meta")

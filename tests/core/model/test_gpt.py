@@ -187,13 +187,13 @@ class Cache:
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         self.lengths_BS = torch.empty(0)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scores, bias) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scores, bias, sinks) -> Tensor:
         if layer in self.layers:
             earlier = self.layers[layer]
             k, v = torch.cat([earlier[0], k], 1), torch.cat([earlier[1], v], 1)
         self.layers[layer] = k, v
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return self.kernel(q, k, v, scores, AttentionMasks(), 0.0, bias).transpose(1, 2)
+        return self.kernel(q, k, v, scores, AttentionMasks(), 0.0, bias, sinks).transpose(1, 2)
 
 
 PIECES = [[LENGTH], [1] * LENGTH, [4, 3, 1, 4]]

@@ -1,11 +1,15 @@
 """Norms and MLPs against torch's own layers, their formulas and transformers' modules."""
 
+from types import MethodType, SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from configs import model_config
+from transformers.activations import ACT2FN
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from megatron.config.blocks import MLP_ACTIVATIONS, NORMS
@@ -13,6 +17,10 @@ from megatron.model.mlp import MLP
 from megatron.model.norm import build_norm
 from megatron.parallel.shard import init_of
 from megatron.parallel.tensor_parallel import TensorParallel
+
+GPT_OSS = SimpleNamespace(alpha=1.702, limit=0.7)
+GPT_OSS._apply_gate = MethodType(GptOssExperts._apply_gate, GPT_OSS)
+"""The gate of gpt-oss's experts, whose gate and up channels alternate."""
 
 
 def randomise(module):
@@ -102,6 +110,19 @@ ACTIVATIONS = [
     ({"relu": True}, F.relu),
     ({"glu_activation": "geglu"}, lambda x: F.gelu(x[..., :24], approximate="tanh") * x[..., 24:]),
     ({"glu_activation": "swiglu"}, lambda x: F.silu(x[..., :24]) * x[..., 24:]),
+    ({"quick_geglu": True}, lambda x: ACT2FN["quick_gelu"](x[..., :24]) * x[..., 24:]),
+    (
+        {"quick_geglu": True, "glu_linear_offset": 1.0, "activation_func_clamp_value": 0.7},
+        lambda x: GPT_OSS._apply_gate(x.unflatten(-1, (2, 24)).transpose(-1, -2).flatten(-2)),
+    ),
+    (
+        {"swiglu": True, "activation_func_clamp_value": 0.7},
+        lambda x: F.silu(x[..., :24].clamp(max=0.7)) * x[..., 24:].clamp(-0.7, 0.7),
+    ),
+    (
+        {"glu_activation": "geglu", "glu_linear_offset": -0.5},
+        lambda x: F.gelu(x[..., :24], approximate="tanh") * (x[..., 24:] - 0.5),
+    ),
     ({"swiglu": True}, lambda x: F.silu(x[..., :24]) * x[..., 24:]),
 ]
 

@@ -18,6 +18,7 @@ from gpt_forward import forward
 from one_device import GPU, OneDevice
 from small_gpts import BATCH, BIASED, KINDS, LENGTH, LLAMA, PADDED, small_config, small_gpt
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -222,7 +223,7 @@ class Flex:
         self.windows: list[int | None] = []
         self.scored: list[bool] = []
 
-    def __call__(self, q, k, v, *, score_mod, block_mask, scale, enable_gqa):
+    def __call__(self, q, k, v, *, score_mod, block_mask, scale, enable_gqa, return_aux=None):
         assert q.dtype == torch.bfloat16 and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
         assert enable_gqa == (q.shape[1] != k.shape[1])
         assert block_mask.shape[2:] == (q.shape[2], k.shape[2])
@@ -236,7 +237,11 @@ class Flex:
         if score_mod is not None:
             assert score_mod(torch.zeros(1, device=GPU), *numbers).dtype == torch.float32
         assert block_mask.mask_mod(*numbers).dtype == torch.bool
-        return q * (k.mean() + v.mean())  # no scores, and a gradient for each
+        y = q * (k.mean() + v.mean())  # no scores, and a gradient for each
+        if return_aux is None:
+            return y
+        assert return_aux == AuxRequest(lse=True)
+        return y, AuxOutput(lse=(q * k.mean()).float().sum(-1))
 
 
 @pytest.fixture
@@ -255,6 +260,7 @@ def flex(monkeypatch) -> Flex:
         ("llama", True, [None, None], False), ("window", True, [8, 8], False),
         ("window", False, [8, 8], False), ("gemma2", True, [8, None], True),
         ("bloom", False, [None, None], True), ("llama", False, [], False),
+        ("gpt-oss", False, [8, None], False),
     ],
 )  # fmt: skip
 def test_what_needs_masks_is_fused(monkeypatch, flex, kind, documents, windows, scored, recompute):

@@ -170,7 +170,7 @@ def test_cudnn_is_left_out_where_a_mask_is_learned(monkeypatch, order):
     monkeypatch.setattr(KernelOrder, "during", spy)
     for learned in (True, False):
         mask = bias.detach().requires_grad_(learned)
-        sdpa(q, q, q, AttentionScoring(), AttentionMasks(), 0.0, mask, order)
+        sdpa(q, q, q, AttentionScoring(), AttentionMasks(), 0.0, mask, order=order)
     assert found == [(256, 256, True, True), (256, 256, True, False)]
 
 
@@ -225,6 +225,9 @@ DENSE = (
         ("llama", {}, True, CUDNN, "FlexAttention"),
         ("gemma2", {}, False, CUDNN, "FlexAttention"),
         ("window", {"window_attn_skip_freq": 2}, False, CUDNN, HALF),
+        ("gpt-oss", {}, False, CUDNN, "FlexAttention"),
+        ("gpt-oss", {"attention_dropout": 0.1}, False, CUDNN,
+         "plain matrix products (FlexAttention has no --attention-dropout (0.1))"),
         ("llama", {"attention_dropout": 0.1}, True, EFFICIENT, DENSE),
         ("llama", {"attention_backend": "eager"}, True, CUDNN, "plain matrix products"),
         ("gemma2", {"attention_dropout": 0.1}, False, CUDNN,

@@ -11,6 +11,7 @@ from megatron.parallel.mesh import (
     AXES,
     MODEL,
     REPLICAS,
+    SAMPLES,
     SHARDED,
     SINGLE,
     Mesh,
@@ -18,6 +19,8 @@ from megatron.parallel.mesh import (
     coordinates_of,
     memberships,
 )
+from megatron.parallel.shard import Cut, Shard
+from megatron.parallel.tensor_parallel import TensorParallel
 
 LAYOUTS = [
     dict(zip(AXES, sizes, strict=True))
@@ -66,18 +69,27 @@ def test_groups_are_the_rows_of_an_array_of_ranks(built, sizes):
         named = {
             ("tensor",): mesh.tensor,
             ("pipeline",): mesh.pipeline,
-            REPLICAS: mesh.data,
+            REPLICAS: mesh.dense,
             MODEL: mesh.model,
             AXES: mesh.world,
         }
-        for axes in (("context",), ("expert",), ("data", "context"), SHARDED):
+        more = (("context",), ("expert",), ("data", "context"), ("expert", "tensor"))
+        for axes in (*more, SAMPLES, SHARDED):
             named[axes] = mesh.group(*reversed(axes))
         for axes, group in named.items():
             assert group.ranks in by_indexing(sizes, axes)
             assert group.ranks[group.rank] == rank
+        assert mesh.samples == mesh.group(*SAMPLES)
+        for shard in (Shard((4,)), Shard((4, 4), (Cut(0, "expert"),)), Shard((4,), (Cut(0),))):
+            assert mesh.replicas(shard) == mesh.group(*shard.reduced)
+            assert mesh.replicas(shard).ranks in by_indexing(sizes, shard.reduced)
+            assert math.prod(sizes.values()) == 1 or mesh.replicas(shard) in mesh.groups.values()
+        tp = TensorParallel.of(mesh)
         places = np.argwhere(np.arange(len(meshes)).reshape(list(sizes.values())) == rank)[0]
         expected = {a: (int(p), n) for (a, n), p in zip(sizes.items(), places, strict=True)}
         assert mesh.coordinates == expected == coordinates_of(rank, sizes)
+        assert tp.coordinates == {axis: expected[axis] for axis in ("expert", "tensor")}
+        assert tp.over("expert", "tensor") == mesh.group("expert", "tensor")
 
 
 @pytest.mark.parametrize("sizes", [s for s in LAYOUTS if s["context"] == s["expert"] == 1])
@@ -93,7 +105,7 @@ def test_axes_that_are_not_used_make_no_groups(built, sizes):
 
 def test_a_process_alone():
     mesh = Mesh()
-    groups = [mesh.world, mesh.tensor, mesh.data, mesh.pipeline, mesh.model, mesh.group(*AXES)]
+    groups = [mesh.world, mesh.tensor, mesh.dense, mesh.pipeline, mesh.model, mesh.group(*AXES)]
     assert all(group == SINGLE for group in groups)
     assert set(mesh.coordinates.values()) == {(0, 1)}
 

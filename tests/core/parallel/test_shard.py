@@ -253,3 +253,24 @@ def test_copies_among_axes():
             (vector, MODEL, tensor == 0),
         ]:
             assert shard.counted(place, among) == counted, (place, among)
+
+
+def test_one_dimension_over_two_axes():
+    """Is cut as over one axis with the ranks of both, the first slowest."""
+    sizes = {"pipeline": 1, "data": 2, "expert": 2, "tensor": 3}
+    joint = Shard((12, 4), (Cut(0, ("expert", "tensor")),))
+    alone, whole = Shard((12, 4), (Cut(0),)), torch.arange(48.0).view(12, 4)
+    assert joint.over("expert") is joint.over("tensor") is joint.cuts[0]
+    assert joint.reduced == ("data", "context")
+    shares = []
+    for rank in range(12):
+        place = coordinates_of(rank, sizes)
+        single = {"tensor": (place["expert"][0] * 3 + place["tensor"][0], 6)}
+        shares.append(joint.cut(whole, place))
+        assert torch.equal(shares[-1], alone.cut(whole, single))
+        assert joint.local_shape(place) == (2, 4) and joint.counted(place, SHARDED)
+        assert joint.counted(place) == (place["data"][0] == 0)
+    assert torch.equal(joint.join(shares, sizes), whole)
+    assert joint.join([whole]) is not whole and torch.equal(joint.join([whole]), whole)
+    with pytest.raises(AssertionError):
+        Shard((12, 4), (Cut(0, ("expert", "tensor")), Cut(1)))

@@ -22,7 +22,7 @@ class Rank:
     def __init__(self, stages: int = 1, slices: int = 1, device: str = "cpu") -> None:
         self.device = torch.device(device)
         group = lambda size: SimpleNamespace(size=size, rank=0)  # noqa: E731
-        self.mesh = SimpleNamespace(data=group(1), pipeline=group(stages), tensor=group(slices))
+        self.mesh = SimpleNamespace(samples=group(1), pipeline=group(stages), tensor=group(slices))
         parallel = SimpleNamespace(sequence_parallel=slices > 1)
         self.config, self.seen = SimpleNamespace(parallel=parallel), []
 

@@ -117,6 +117,11 @@ def train_and_save(argv, save):
 
 
 PIPELINE = ["--pipeline-model-parallel-size", "2", "--num-layers", "4"]
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-ffn-hidden-size 12"
+).split()
+"""Layers of experts with a buffer each."""
 LAYOUTS = {
     "zero0-dp2": (2, ["--zero-stage", "0"]),
     "zero0-dp2-fp16": (2, ["--zero-stage", "0", "--fp16", "--initial-loss-scale", "1024"]),
@@ -159,6 +164,20 @@ LAYOUTS = {
     ),
     "zero1-tp2-pp2": (4, [*PIPELINE, "--zero-stage", "1", "--tensor-model-parallel-size", "2"]),
     "zero1-pp2-dp2": (4, [*PIPELINE, "--zero-stage", "1"]),
+    "zero0-pp2-experts": (2, [*PIPELINE, *EXPERTS, "--zero-stage", "0"]),
+    "zero1-pp2-experts": (2, [*PIPELINE, *EXPERTS, "--zero-stage", "1"]),
+    "zero1-tp2-experts": (
+        2,
+        [*EXPERTS, *"--zero-stage 1 --tensor-model-parallel-size 2 --sequence-parallel".split()],
+    ),
+    "zero1-tp2-experts-apart": (
+        2,
+        [
+            *(*EXPERTS, "--zero-stage", "1", "--tensor-model-parallel-size", "2"),
+            *"--expert-model-parallel-size 2 --expert-tensor-parallel-size 1".split(),
+            "--sequence-parallel",
+        ],
+    ),
 }
 
 

@@ -39,6 +39,14 @@ FLAGS = {
         *RUN,
     ],
     "retro": [*FAMILIES["retro"], *MODELS["retro"]["modern"], *blocks("retro", 4), *RUN],
+    "experts": [
+        *TINY,
+        *"--num-layers 4 --swiglu --normalization RMSNorm --num-experts 4".split(),
+        *"--moe-router-score-function sigmoid --moe-router-enable-expert-bias".split(),
+        *"--moe-layer-freq [0,1,1,1] --moe-shared-expert-intermediate-size 32".split(),
+        *"--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01".split(),
+        *RUN,
+    ],
 }
 LAYOUTS = {
     "dp1-zero0": (1, ""),
@@ -70,20 +78,50 @@ LAYOUTS = {
         "--pipeline-model-parallel-size 2 --pipeline-schedule dualpipev --zero-stage 1",
     ),
 }
+TENSOR = "--tensor-model-parallel-size 2"
+WHOLE = f"{TENSOR} --expert-tensor-parallel-size 1"
+EXPERT_LAYOUTS = {
+    "ep2-zero0": (2, "--expert-model-parallel-size 2"),
+    "ep4-zero1": (4, "--expert-model-parallel-size 4 --zero-stage 1"),
+    "ep2-dp4-zero2": (4, "--expert-model-parallel-size 2 --zero-stage 2"),
+    "ep2-zero3": (2, "--expert-model-parallel-size 2 --zero-stage 3"),
+    "ep2-tp2-zero1": (4, f"{TENSOR} --expert-model-parallel-size 2 --zero-stage 1"),
+    "ep2-tp2-sp-etp1-zero1": (
+        2,
+        f"{WHOLE} --sequence-parallel --expert-model-parallel-size 2 --zero-stage 1",
+    ),
+    "ep4-tp2-etp1-zero0": (4, f"{WHOLE} --expert-model-parallel-size 4"),
+    "ep2-pp2-zero1-bf16": (
+        4,
+        "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2 --zero-stage 1 --bf16",
+    ),
+}
+"""Experts divided over data-parallel ranks, and over tensor-parallel ones too."""
 SPLIT = "pp4-split1-zero1"
 SEVEN = (
     "dp1-zero0 dp2-zero3 tp4-sp-zero1 pp4-zero1 tp2-sp-pp2-zero1 pp2-interleaved-zero1 "
     "pp2-dualpipev-zero1"
 ).split()
-NAMES = {"gpt": list(LAYOUTS), "bert": SEVEN, "t5": [*SEVEN, SPLIT], "retro": SEVEN}
+NAMES = {
+    "gpt": list(LAYOUTS),
+    "bert": SEVEN,
+    "t5": [*SEVEN, SPLIT],
+    "retro": SEVEN,
+    "experts": ["dp1-zero1", *EXPERT_LAYOUTS],
+}
+LAYOUTS |= EXPERT_LAYOUTS
 LAYOUTS[SPLIT] = 4, f"{LAYOUTS['pp4-zero1'][1]} --pipeline-model-parallel-split-rank 1"
-SAMPLE = {("t5", "pp2-interleaved-zero1", "dp1-zero0")}
+SAMPLE = {
+    ("t5", "pp2-interleaved-zero1", "dp1-zero0"),
+    ("experts", "ep2-zero3", "ep4-tp2-etp1-zero0"),
+}
 """Of the other families than GPT."""
 TITLES = {
     "gpt": "GPT",
     "bert": "BERT, post-norm, with both heads",
     "t5": "T5 with relative positions",
     "retro": "Retro",
+    "experts": "GPT with experts",
 }
 RTOL = {"float32": 1e-6, "bf16": 1e-3}
 """Of losses; bfloat16 keeps eight bits of float32's 24."""
@@ -107,7 +145,7 @@ def run(argv):
     """Trains; returns what this rank held at the start and after ``STOP`` steps, and the record of
     all steps; for the pool.
 
-    The state is a list of (name, kind, tensor rank, start in its share, values).
+    The state is a list of (name, kind, shard, coordinates, start in its share, values).
     """
     record, states = RunRecord(), []
     parsed = parse_run(None, argv)
@@ -125,9 +163,13 @@ def run(argv):
 
 
 def state(engine):
-    rank = engine.mesh.tensor.rank
-    return [
-        (own.name, kind, shard_of(own.param), rank, own.slice.start, array(own.get(kind)))
+    place = engine.mesh.coordinates
+    buffers = [
+        (name, "weight", buffer.shard, place, 0, array(buffer.values))
+        for name, buffer in engine.buffers.items()
+    ]
+    return buffers + [
+        (own.name, kind, shard_of(own.param), place, own.slice.start, array(own.get(kind)))
         for own in owned_slices(engine)
         for kind in own.kinds
     ]
@@ -137,34 +179,28 @@ def array(values):
     return values.detach().cpu().numpy().copy()
 
 
-def whole(states, tensor_size):
+def whole(states):
     """Whole tensors by (name, kind), from what all ranks hold; apart from the code under test."""
     shares, result = {}, {}
     for rank_state in states:
-        for name, kind, shard, rank, start, values in rank_state:
-            key = (name, kind, shard, rank)
+        for name, kind, shard, place, start, values in rank_state:
+            axes = {axis: place[axis] for axis in place if shard.over(axis) is not None}
+            key = (name, kind, shard, tuple(axes.items()))
             if key not in shares:
-                shape = shard.local_shape({"tensor": (rank, tensor_size)})
-                shares[key] = np.full(np.prod(shape), np.nan, np.float32)
+                shares[key] = np.full(np.prod(shard.local_shape(axes)), np.nan, np.float32)
             shares[key][start : start + len(values)] = values
-    for (name, kind, shard, rank), flat in shares.items():
+    for (name, kind, shard, axes), flat in shares.items():
         assert not np.isnan(flat).any(), (name, kind)
         if (name, kind) not in result:
             result[name, kind] = torch.full(shard.canonical_shape, torch.nan)
-        place = {"tensor": (rank, tensor_size)}
-        share = torch.from_numpy(flat).view(shard.local_shape(place))
-        shard.place(result[name, kind], share, place)
+        share = torch.from_numpy(flat).view(shard.local_shape(dict(axes)))
+        shard.place(result[name, kind], share, dict(axes))
     assert not any(values.isnan().any() for values in result.values())
     return result
 
 
 def rtol(name):
     return RTOL["bf16" if "bf16" in name else "float32"]
-
-
-def tensor_size(name):
-    words = LAYOUTS[name][1].split()
-    return int(words[words.index("--tensor-model-parallel-size") + 1]) if name[0] == "t" else 1
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +216,7 @@ def saved(pool, tmp_path_factory):
             folder = tmp_path_factory.mktemp(name)
             saving = ["--save", str(folder), "--save-interval", str(STOP)]
             results = pool.run(size, run, [*argv, *flags.split(), *saving])
-            tensors = whole([saved for _, saved, _ in results], tensor_size(name))
+            tensors = whole([saved for _, saved, _ in results])
             save = folder / f"global_step{STOP}"
             reference = pool.run(1, run, [*argv, "--load", str(save)])[0][2]
             unbroken = results[0][2].losses
@@ -227,7 +263,7 @@ def test_any_layout_continues_any(pool, saved, table, family, source, target):
     save, tensors, losses = saved(family, source)
     size, flags = LAYOUTS[target]
     results = pool.run(size, run, [*FLAGS[family], *flags.split(), "--load", str(save)])
-    loaded = whole([before for before, _, _ in results], tensor_size(target))
+    loaded = whole([before for before, _, _ in results])
     assert loaded.keys() == tensors.keys()
     assert {kind for _, kind in loaded} == {"weight", "exp_avg", "exp_avg_sq"}
     for key, values in tensors.items():

@@ -62,6 +62,7 @@ def engine_of(sizes: dict[str, int], save: str) -> Any:
     vars(engine).update(
         stage=0, mesh=mesh, names=names, optimizer=built, config=config, device=CPU, data_rank=0,
         engine=SimpleNamespace(optimizer=built), stored_states=None, kernels=NO_KERNELS,
+        buffers={}, base=None,
         trained=names, quantised=[],
     )  # fmt: skip
     return engine
@@ -80,16 +81,16 @@ def trained(sizes: dict[str, int], save: str) -> dict[tuple[str, str], np.ndarra
     engine = engine_of(sizes, save)
     mesh, names = engine.mesh, engine.names
     own = mesh.group("expert")
-    replicas = mesh.data.size
+    replicas = mesh.dense.size
     for param, name in names.items():
         shard = shard_of(param)
         initialise(name, param, 3, mesh.coordinates)
         whole = Init(0.5).draw(shard.full_shape, generator(3, name))
         assert torch.equal(param, shard.cut(whole, mesh.coordinates)), name
         # A rank has what its own tokens add, and to its experts what those of others do.
-        tokens = [mesh.data.rank]
+        tokens = [mesh.dense.rank]
         if "expert" not in shard.reduced:
-            tokens = [mesh.data.ranks.index(rank) for rank in range(dist.get_world_size())
+            tokens = [mesh.dense.ranks.index(rank) for rank in range(dist.get_world_size())
                       if rank in own.ranks]  # fmt: skip
         added = sum(whole_gradient(name, replica) for replica in tokens)
         param.grad = shard.cut(added, mesh.coordinates).clone()

@@ -227,3 +227,20 @@ def test_other_families(pool, tmp_path, family):
         record = pool.run(parsed.processes, train, [*student, *parsed.flags()])[0]
         np.testing.assert_allclose(record.losses, reference.losses, rtol=1e-5)
     assert np.isfinite(reference.losses).all() and torch.tensor(reference.losses).std() > 0
+
+
+def test_a_mixture_of_students(pool, tmp_path):
+    """Experts of student and teacher, divided over ranks: as in plain torch on one process."""
+    gate = "--mlp-type residual --disable-moe-token-dropping --moe-loss-coeff 0.01".split()
+    pyramid = ["--num-layers", "4", "--num-experts", "2", "4", *gate]
+    pool.run(1, train, [*TINY, *pyramid, "--train-iters", "2", "--save", str(tmp_path)])
+    student = [*STUDENT, *DROPOUT["none"], "--num-layers", "2", "--num-experts", "4", *gate]
+    teacher = ["--mos", "--load-teacher", str(tmp_path), "--num-experts-teacher", "2", "4"]
+    reference = train_plainly([*student, *teacher])
+    layout = parse_layout("ep2-zero1")
+    record = pool.run(2, train, [*student, *teacher, *layout.flags()])[0]
+    np.testing.assert_allclose(record.losses, reference.losses, rtol=1e-5)
+    assert np.ptp(reference.losses) > 0.01, "the weights must change"
+    more = parse_layout("ep4").flags()
+    messages = pool.run(4, refusals, [[*student, *teacher, *more, "--global-batch-size", "8"]])
+    assert "a layer of 2 experts, which --expert-model-parallel-size 4" in messages[0][0]

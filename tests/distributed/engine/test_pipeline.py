@@ -31,7 +31,7 @@ def engine_and_batches(argv):
             training_device(),
         )
         datasets, collate = run_data(run)[:2]
-        data = mesh.data
+        data = mesh.samples
         yield (
             engine,
             MicroBatches(

@@ -24,6 +24,11 @@ T5 = [*FAMILIES["t5"], *MODELS["t5"]["relative"], *"--num-layers 2 --decoder-num
 T5 += ["--eval-iters", "1", "--zero-stage", "1"]
 RETRO = [*FAMILIES["retro"], *blocks("retro", 4), *ENCODER_DROPOUT.format(0.1).split()]
 RETRO += ["--eval-iters", "1", "--zero-stage", "1"]
+EXPERTS = [
+    *"--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 --zero-stage 1".split(),
+    *"--moe-router-score-function sigmoid --moe-router-enable-expert-bias".split(),
+]
+GATE = "--num-experts 4 --topk 1 --expert-interval 1 --expert-model-parallel-size 2".split()
 CASES = {
     "zero0": (1, ["--zero-stage", "0"]),
     "zero0-dp2": (2, ["--zero-stage", "0"]),
@@ -120,8 +125,17 @@ CASES = {
     "retro-zero1-pp2-dp2-bf16": (4, [*RETRO, "--bf16", "--pipeline-model-parallel-size", "2"]),
     "retro-zero2-dp2-bf16": (2, [*RETRO, "--zero-stage", "2", "--bf16"]),
     "retro-zero3-dp2-fp16": (2, [*RETRO, *FP16, "--zero-stage", "3"]),
+    "experts-zero1-ep2": (2, EXPERTS),
+    "experts-zero3-ep2-bf16": (2, [*EXPERTS, "--zero-stage", "3", "--bf16"]),
+    "experts-zero2-ep2-dp4-fp16": (4, [*EXPERTS, "--zero-stage", "2", *FP16]),
+    "experts-gate-zero1-ep2-pp2": (4, [*GATE, "--pipeline-model-parallel-size", "2"]),
+    "experts-zero1-ep2-tp2-sp": (
+        4,
+        [*EXPERTS, "--tensor-model-parallel-size", "2", "--sequence-parallel"],
+    ),
+    "experts-recomputed-ep2": (2, [*EXPERTS, "--recompute-granularity", "full"]),
 }
-SAMPLE = {"zero1-dp2-fp16", "zero2-dp2-bf16", "zero3-dp2", "t5-zero0-pp2"}
+SAMPLE = {"zero1-dp2-fp16", "zero2-dp2-bf16", "zero3-dp2", "t5-zero0-pp2", "experts-zero1-ep2"}
 """Cases of every test run; `make proof` runs all, each with several stops."""
 RANDOM = random.Random(20)
 

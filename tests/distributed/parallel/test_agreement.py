@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from megatron.config import FLAG_CLASSES, PART_FLAGS, FlagParser, RunConfig, Setting
 from megatron.config.flags import flag_of, value_type
 from megatron.config.legacy_flags import LegacyFlags
+from megatron.features.experts.flags import ExpertsConfig
 from megatron.parallel import agreement
 from megatron.parallel.agreement import Agreement, DisagreementError
 from megatron.run.fingerprint import (
@@ -237,6 +238,11 @@ WITHOUT_EFFECT = {
     "eval_batch_size": "the value is the one of the micro batch",
     "epochs": "the length is given in steps",
     "lr_warmup_fraction": "an eighth of three steps is none",
+    **{
+        field.name: "the model has no experts"
+        for field in dataclasses.fields(ExpertsConfig)
+        if field.name != "num_experts"
+    },
 }
 """Flags that change nothing in this run, with the reason."""
 OF_THE_SAME_MEANING = {

@@ -57,7 +57,18 @@ MODELS: dict[str, dict] = {
     },
     "qwen3": LLAMA | {"qk_layernorm": True, "sliding_window": 4},
     "llama-half-rotary-qkv-bias": LLAMA | {"rotary_percent": 0.5, "add_qkv_bias": True},
+    "hunyuan-head-bias": LLAMA | {
+        "qk_layernorm": True, "qk_layernorm_after_rope": True, "lm_head_bias": True,
+    },
     "llama-attention-bias": LLAMA | {"add_attention_bias": True},
+    "olmo": LLAMA | {
+        "qk_layernorm": True, "qk_layernorm_whole": True, "clip_qkv": 1.0, "pre_norm": False,
+        "post_norm": True,
+    },
+    "granite": LLAMA | {
+        "embedding_multiplier": 3.0, "logits_scaling": 2.5, "residual_multiplier": 0.3,
+        "query_pre_attn_scalar": 7.0,
+    },
 }  # fmt: skip
 
 
@@ -215,6 +226,9 @@ SAMPLE = [
     Case("llama-half-rotary-qkv-bias", 2, True, 1, "selective"),
     Case("llama-half-rotary-qkv-bias", 4, True, 4, None, True),
     Case("llama-attention-bias", 2, True, 1),
+    Case("granite", 2, True, 4),
+    Case("olmo", 4, True, 2),
+    Case("olmo", 2, False, 8, "full"),
 ]
 """Every value of every column, and the pairs that have collectives in common."""
 

@@ -418,25 +418,25 @@ def frozen() -> None:
 def groups() -> dict[str, tuple[int, ...]]:
     dist.init_process_group("gloo")
     made = build_mesh({"tensor": 2})
-    for group in (made.tensor, made.data, made.pipeline, made.model):
+    for group in (made.tensor, made.dense, made.pipeline, made.model):
         assert group.ranks[group.rank] == dist.get_rank()
         total = torch.ones(())
         dist.all_reduce(total, group=group.handle)
         assert total == group.size
-    return {name: getattr(made, name).ranks for name in ("tensor", "data", "pipeline", "model")}
+    return {name: getattr(made, name).ranks for name in ("tensor", "dense", "pipeline", "model")}
 
 
 def staged_groups() -> dict[str, tuple[int, ...]]:
     dist.init_process_group("gloo")
     made = build_mesh({"pipeline": 2, "tensor": 2})
-    return {name: getattr(made, name).ranks for name in ("tensor", "data", "pipeline", "model")}
+    return {name: getattr(made, name).ranks for name in ("tensor", "dense", "pipeline", "model")}
 
 
 def shared_groups() -> tuple[int, set[str]]:
     """How many groups of torch's a rank has, and the names of those that are the world's."""
     dist.init_process_group("gloo")
     made = build_mesh({})
-    names = ("world", "tensor", "data", "pipeline", "model")
+    names = ("world", "tensor", "dense", "pipeline", "model")
     handles = {name: getattr(made, name).handle for name in names}
     of_world = {name for name, handle in handles.items() if handle is dist.group.WORLD}
     return len(set(map(id, handles.values()))), of_world
@@ -453,7 +453,7 @@ def test_against_one_process(pool, layer, sequence, size):
 
 
 def test_groups_of_the_same_ranks_are_one(pool):
-    assert pool.run(2, shared_groups) == [(2, {"world", "data"})] * 2
+    assert pool.run(2, shared_groups) == [(2, {"world", "dense"})] * 2
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -499,7 +499,7 @@ def test_against_torch_cross_entropy(pool, size, vocab, sequence):
 def test_tensor_ranks_count_fastest(pool):
     ranks = pool.run(4, groups)
     assert [r["tensor"] for r in ranks] == [(0, 1), (0, 1), (2, 3), (2, 3)]
-    assert [r["data"] for r in ranks] == [(0, 2), (1, 3), (0, 2), (1, 3)]
+    assert [r["dense"] for r in ranks] == [(0, 2), (1, 3), (0, 2), (1, 3)]
     assert [r["pipeline"] for r in ranks] == [(0,), (1,), (2,), (3,)]
     assert [r["model"] for r in ranks] == [(0, 1), (0, 1), (2, 3), (2, 3)]
 

@@ -35,6 +35,11 @@ NEOX = (
     "--position-embedding-type rope --rotary-percent 0.5 --parallel-residual "
     "--shared-parallel-norm --qk-layernorm --num-query-groups 1"
 ).split()
+GPT_OSS = (
+    "--position-embedding-type rope --normalization RMSNorm --softmax-type learnable --quick-geglu "
+    "--glu-linear-offset 1 --activation-func-clamp-value 0.02 --sliding-window 5 "
+    "--window-attn-skip-freq 2 --num-query-groups 2 --untie-embeddings-and-output-weights"
+).split()
 QWEN3 = [*LLAMA, "--qk-layernorm", "--sliding-window", "4", "--num-query-groups", "2"]
 MODELS = {
     "gpt2": [],
@@ -52,6 +57,8 @@ MODELS = {
     "gemma2-documents": [*GEMMA2, *DOCUMENTS, "--recompute-activations"],
     "neox": NEOX,
     "qwen3": [*QWEN3, "--recompute-granularity", "full"],
+    "gpt-oss": GPT_OSS,
+    "gpt-oss-selective": [*GPT_OSS, *DOCUMENTS, "--recompute-granularity", "selective"],
     "opt": "--position-embedding-offset 2 --relu".split(),
     "dropout": [],
 }
@@ -80,7 +87,8 @@ def difference(pool, layout: str, model: str, times: int):
     return first_difference(records, expected, layers)
 
 
-NEVER_LEFT_OUT = {("tp4-sp", "neox"), ("tp4", "qwen3"), ("tp4-sp", "gemma2-documents")}
+NEVER_LEFT_OUT = {("tp4-sp", "neox"), ("tp4", "qwen3"), ("tp4-sp", "gemma2-documents"),
+                  ("tp4-sp", "gpt-oss")}  # fmt: skip
 """Fewer key heads than ranks where their norm's gradient is summed, and all features at once."""
 
 

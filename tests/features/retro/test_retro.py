@@ -99,9 +99,12 @@ class Reference:
         turned = torch.complex(x_D[:half], x_D[half:]) * turn
         return torch.cat([turned.real, turned.imag])
 
-    def attend(self, q_H: Tensor, keys: Tensor, values: Tensor, place: int | None = None) -> Tensor:
-        """One token's queries [N x D] to keys and values [T, groups x D]; ``place`` is the token's
-        among those of the keys, None where they are another sequence's."""
+    def attend(
+        self, q_H: Tensor, keys: Tensor, values: Tensor, name: str, place: int | None = None
+    ) -> Tensor:
+        """One token's queries [N x D] to keys and values [T, groups x D] by the attention ``name``;
+        ``place`` is the token's among those of the keys, None where they are another
+        sequence's."""
         groups = self.model.attention.num_query_groups
         found = []
         for head in range(HEADS):
@@ -112,7 +115,9 @@ class Reference:
             if place is not None and self.model.positions.position_embedding_type == "alibi":
                 distances_T = (torch.arange(len(keys)) - place).abs()
                 scores_T = scores_T - 2.0 ** (-8 * (head + 1) / HEADS) * distances_T
-            found.append(scores_T.softmax(0) @ values[:, kv])
+            weights_T, sinks = scores_T.exp(), self.params.get(f"{name}.sinks")
+            total = weights_T.sum() + (0.0 if sinks is None else sinks[head].exp())
+            found.append(weights_T / total @ values[:, kv])
         return torch.cat(found)
 
     def self_attention(self, x_SH: Tensor, name: str, causal: bool) -> Tensor:
@@ -129,13 +134,13 @@ class Reference:
         for at in range(len(x_SH)):
             end = at + 1 if causal else len(x_SH)
             start = max(0, end - window) if window else 0
-            rows.append(self.attend(q[at], k[start:end], v[start:end], at - start))
+            rows.append(self.attend(q[at], k[start:end], v[start:end], name, at - start))
         return self.linear(torch.stack(rows), f"{name}.proj")
 
     def cross_attention(self, x_SH: Tensor, other_TH: Tensor, name: str) -> Tensor:
         q, kv = self.linear(x_SH, f"{name}.q"), self.linear(other_TH, f"{name}.kv")
         k, v = kv.chunk(2, dim=-1)
-        return self.linear(torch.stack([self.attend(row, k, v) for row in q]), f"{name}.proj")
+        return self.linear(torch.stack([self.attend(row, k, v, name) for row in q]), f"{name}.proj")
 
     def mlp(self, x_SH: Tensor, name: str) -> Tensor:
         y = self.linear(self.norm(x_SH, f"{name}.mlp_norm"), f"{name}.mlp.up")
@@ -208,6 +213,7 @@ MODELS = {
         "position_embedding_type": "rope", "num_query_groups": 2, "normalization": "RMSNorm",
         "swiglu": True, "add_bias_linear": False, "untie_embeddings_and_output_weights": True,
         "retro_attention_gate": 0.3, "retro_cross_attention_layers": (1, 3, 4),
+        "softmax_type": "learnable",
     },
     "alibi": {"position_embedding_type": "alibi", "sliding_window": 5, "scale_embeddings": True},
     "one": {

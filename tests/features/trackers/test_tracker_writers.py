@@ -84,8 +84,9 @@ def test_tags_are_megatrons_and_follow_the_flags(tmp_path):
         *(f"own-time-{name}-rank" for name in ("slowest", "median", "fastest")),
     }
     spent = {"energy-joules", "co2-grams", "cost", "cost-left", "seconds-left"}
+    experts = {f"experts-{n}" for n in ("max-over-mean", "entropy", "dropped-share", "idle")}
     always = {"lm loss", "lm loss validation", "weight-decay", "num-zeros", "params-norm"}
-    always |= {"lm-loss-validation/lm loss validation"} | throughput | ranks | spent
+    always |= {"lm-loss-validation/lm loss validation"} | throughput | ranks | spent | experts
     assert tags("default") == always | {"learning-rate", "loss-scale"}
     assert tags(
         "other",

@@ -15,6 +15,9 @@ from megatron.formats.huggingface import architecture_named
 # Modules that the tests of this folder share.
 sys.path.insert(0, str(Path(__file__).parent))
 
+_CORRECTION = "e_score_correction_bias"
+"""End of the names of what is added to the scores of experts in the choice."""
+
 
 def model_class(model_type: str, architectures: list[str] | None = None, **_: Any) -> Any:
     """The class of `transformers` of a case."""
@@ -39,8 +42,15 @@ def hf_model() -> Callable[..., PreTrainedModel]:
             head.weight = torch.nn.Parameter(head.weight.detach().clone())
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
-            for param in model.parameters():
+            corrections = (
+                (name, buffer)
+                for name, buffer in model.named_buffers()
+                if name.endswith(_CORRECTION)
+            )
+            for name, param in (*model.named_parameters(), *corrections):
                 values = torch.randn(param.shape, generator=generator) * scale
+                if name.endswith(_CORRECTION):
+                    values *= 0.3  # less than the scores differ
                 # Norms are the only ones that start at something else than noise or zero.
                 param.copy_(values + 1.0 if bool((param == 1).all()) else values)
             if settings.get("tie_word_embeddings") is False and hasattr(model, "cls"):

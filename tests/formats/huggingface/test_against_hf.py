@@ -6,8 +6,11 @@ import dataclasses
 import pytest
 import torch
 from hf_cases import CASES
+from hf_expert_cases import EXPERT_CASES
 from hf_inputs import VOCABULARY, pair
+from hf_more_cases import MORE_CASES
 from safetensors.torch import load_file
+from samples import sampled
 from transformers import AutoConfig
 
 from megatron.families import build_model
@@ -43,6 +46,8 @@ def ours_of(source):
     with torch.no_grad():
         for name, param in model.canonical_parameters():
             param.copy_(shard_of(param).cut(source.tensor(name)))
+        for name, buffer in model.canonical_buffers():
+            buffer.values.copy_(source.tensor(name))
     return model
 
 
@@ -65,7 +70,7 @@ NOISE = {"_name_or_path", "transformers_version", "architectures", "dtype", "use
          "original_max_position_embeddings", "sliding_window_pattern", "rope_local_base_freq",
          "rotary_emb_base", "rotary_pct", "partial_rotary_factor", "rope_theta", "rope_scaling",
          "head_dim", "seq_length", "max_window_layers", "_sliding_window_pattern",
-         "n_positions"}  # fmt: skip
+         "n_positions", "rotary_dim"}  # fmt: skip
 SAME_ACTIVATION = {"gelu_fast": "gelu_new", "gelu_pytorch_tanh": "gelu_new"}
 
 
@@ -84,10 +89,18 @@ def meaning(folder):
     }
 
 
+EXPERT_CASES = EXPERT_CASES | MORE_CASES
+CASES = CASES | EXPERT_CASES
 ALL_CASES = [(model_type, case) for model_type, cases in CASES.items() for case in cases]
 
 
-@pytest.mark.parametrize(("model_type", "case"), ALL_CASES)
+def is_sampled(case):
+    """Of the architectures with experts the first case of each runs by default."""
+    model_type, name = case
+    return name in list(CASES[model_type])[: 1 if model_type in EXPERT_CASES else None]
+
+
+@pytest.mark.parametrize(("model_type", "case"), sampled(ALL_CASES, is_sampled))
 def test_against_hf(model_type, case, hf_model, tmp_path):
     theirs, folder, back = hf_model(model_type, **CASES[model_type][case]), *(
         tmp_path / name for name in ("theirs", "back")
@@ -121,7 +134,17 @@ GRADIENTS = [
     ("t5", "1.0"), ("t5", "1.1"), ("bert", "pretraining"), ("bert", "masked_lm,relu"),
     ("megatron-bert", "pretraining"), ("megatron-bert", "masked_lm"),
     ("bert", "labels"), ("megatron-bert", "number"), ("bert", "choices"), ("megatron-bert", "span"),
+    *((model_type, case) for model_type, cases in EXPERT_CASES.items() for case in cases),
 ]  # fmt: skip
+
+
+@torch.no_grad()
+def gradients_of(theirs, folder):
+    """The gradients of a model by the names of its parameters in files; overwrites its weights."""
+    for param in theirs.parameters():
+        param.copy_(torch.zeros_like(param) if param.grad is None else param.grad)
+    theirs.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
 
 
 _SHIFTING = {
@@ -136,7 +159,7 @@ def test_every_architecture_is_compared():
     assert known == {model_type for model_type, _ in GRADIENTS}
 
 
-@pytest.mark.parametrize(("model_type", "case"), GRADIENTS)
+@pytest.mark.parametrize(("model_type", "case"), sampled(GRADIENTS, is_sampled))
 def test_gradients_against_hf(model_type, case, hf_model, tmp_path):
     theirs = hf_model(model_type, **CASES[model_type][case])
     theirs.save_pretrained(tmp_path)
@@ -147,17 +170,28 @@ def test_gradients_against_hf(model_type, case, hf_model, tmp_path):
     ours = {
         name: shard_of(param).join([param.grad]) for name, param in model.canonical_parameters()
     }
-    found = dict(source.architecture.to_hf(source.model, ours.__getitem__))
-    if "embed_out.weight" in found:  # its name in files
-        found["lm_head.weight"] = found.pop("embed_out.weight")
-    assert found.keys() == {name for name, _ in theirs.named_parameters()}
-    for name, param in theirs.named_parameters():
-        # A bias on all keys moves all scores of a query alike, and so do those below the scores of
-        # choices and places.
-        shifting = name.endswith(("k_proj.bias", "key.bias", *_SHIFTING.get(source.model.head, ())))
-        assert param.grad.abs().max() > 1e-7 or shifting, name
+    found = {
+        name: gradient
+        for parameter in source.architecture.parameters(source.model)
+        if parameter.ours in ours  # the others have no gradient
+        for name, gradient in parameter.to_hf(ours[parameter.ours]).items()
+    }
+    wanted = {
+        name: gradient
+        for name, gradient in gradients_of(theirs, tmp_path / "gradients").items()
+        if not name.endswith("e_score_correction_bias")
+    }
+    assert found.keys() == wanted.keys()
+    # A bias on all keys moves all scores of a query alike, and so do those below the scores of
+    # choices and places.
+    idle = ["k_proj.bias", "key.bias", *_SHIFTING.get(source.model.head, ())]
+    if {"num_experts_per_tok": 1, "moe_k": 1}.items() & CASES[model_type][case].items():
+        idle += ["gate.weight", "router.layer.weight", "router.weight", "router.bias"]
+    for name, gradient in wanted.items():
+        unchosen = ".experts." in name  # no token went to it
+        assert gradient.abs().max() > 1e-7 or unchosen or name.endswith(tuple(idle)), name
         torch.testing.assert_close(
-            found[name], param.grad, **close(model_type), msg=lambda m, n=name: f"{n}: {m}"
+            found[name], gradient, **close(model_type), msg=lambda m, n=name: f"{n}: {m}"
         )
 
 

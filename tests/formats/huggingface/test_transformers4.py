@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from hf_cases import CASES
+from hf_expert_cases import EXPERT_CASES
 from hf_inputs import pair
 
 from megatron.formats.huggingface.export import write_model
@@ -46,7 +47,7 @@ for folder in sorted((root / "written").iterdir()):
 @pytest.mark.skipif(not FOLDER, reason="MEGATRON_TEST_TRANSFORMERS4 names no transformers 4")
 def test_transformers_4_reads_and_writes_the_same(hf_model, tmp_path):
     inputs = {}
-    for model_type, cases in CASES.items():
+    for model_type, cases in (CASES | EXPERT_CASES).items():
         for case, settings in cases.items():
             hf_model(model_type, **settings).save_pretrained(tmp_path / "theirs")
             written = tmp_path / "written" / f"{model_type}-{case}"

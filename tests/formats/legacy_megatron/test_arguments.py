@@ -48,6 +48,9 @@ def test_what_is_left_out_is_derived():
         ({"bias_gelu_fusion": False, "openai_gelu": True}, "activation", "gelu_tanh"),
         ({"swiglu": True, "bias_gelu_fusion": False}, "activation", "swiglu"),
         ({"squared_relu": True}, "activation", "squared_relu"),
+        ({"quick_geglu": True}, "activation", "quick_geglu"),
+        ({"quick_geglu": True, "glu_linear_offset": 1}, "glu_linear_offset", 1.0),
+        ({"swiglu": True, "activation_func_clamp_value": 7.0}, "activation_func_clamp_value", 7.0),
         ({"num_query_groups": 2}, "num_query_groups", 4),
         ({"num_query_groups": 2, "group_query_attention": True}, "num_query_groups", 2),
         ({"num_key_value_heads": 1}, "num_query_groups", 1),
@@ -58,6 +61,12 @@ def test_what_is_left_out_is_derived():
         ({"norm_epsilon": 1e-6}, "norm_epsilon", 1e-6),
         ({"attention_dropout": 0}, "attention_dropout", 0.0),
         ({"num_experts": [1]}, "num_layers", 2),
+        ({"num_experts": 4}, "layer_experts", (4, 4)),
+        ({"num_experts": 4, "moe_layer_freq": [0, 1]}, "layer_experts", (0, 4)),
+        ({"num_experts": 4, "moe_aux_loss_coeff": 0.1}, "moe_aux_loss_coeff", (0.1,)),
+        ({"num_experts": [4], "expert_interval": 2}, "layer_experts", (0, 4)),
+        ({"num_experts": [4], "expert_interval": 2}, "moe_router_topk", 1),
+        ({"num_experts_switch": 4}, "moe_router_pre_softmax", True),
         ({"rope_theta": 500000}, "rotary_base", 500000.0),
         ({"rope_theta": 500000, "rotary_base": 10000}, "rotary_base", 500000.0),
         ({"layernorm_zero_centered_gamma": True}, "apply_layernorm_1p", True),
@@ -84,7 +93,11 @@ def test_fields(arguments, field, value):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_experts": 4}, "file.pt: the network has num_experts 4"),
+        (
+            {"num_experts": 4, "moe_router_force_load_balancing": True},
+            "balancing True, which cannot",
+        ),
+        ({"num_experts": 4, "moe_router_topk": "two"}, "moe_router_topk"),
         ({"multi_latent_attention": True}, "multi_latent_attention True"),
         ({"window_size": (127, 3)}, r"window_size is \(127, 3\), expected \(N, 0\)"),
         ({"window_size": (7, 0), "window_attn_skip_freq": [1, 0]}, r"skip_freq is \[1, 0\]"),
@@ -100,8 +113,8 @@ def test_fields(arguments, field, value):
         ({"softmax_type": "off-by-one"}, "softmax_type 'off-by-one'"),
         ({"softmax_scale": 0.0}, "softmax_scale is 0.0, expected a positive number"),
         ({"mask_type": "prefix"}, "mask_type 'prefix'"),
-        ({"activation_func_clamp_value": 7.0}, "activation_func_clamp_value 7.0"),
-        ({"glu_linear_offset": 1.0}, "glu_linear_offset 1.0"),
+        ({"activation_func_clamp_value": 7.0}, "value 7.0 has an effect with --glu-activation"),
+        ({"glu_linear_offset": 1.0}, "--glu-linear-offset 1.0 needs --glu-activation"),
         ({"sliding_window_size": 128}, "sliding_window_size = 128"),
         ({"parallel_attn": True}, "parallel_attn True"),
         ({"my_logit_scale": 0.5, "another": "x"}, "my_logit_scale = 0.5, another = 'x'"),
@@ -170,6 +183,7 @@ def test_a_user_names_arguments_without_effect(monkeypatch):
         {"swiglu": True, "glu_activation": "swiglu", "ffn_hidden_size": 24, "kv_channels": 8},
         {"bias_gelu_fusion": False},
         {"squared_relu": True, "apply_layernorm_1p": True},
+        {"quick_geglu": True, "glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0},
         {"position_embedding_type": "rope",
          "rope_scaling": '{"rope_type": "linear", "factor": 2.0}'},
         {"position_embedding_type": "rope", "rope_scaling": llama3_scaling(32.0).to_json()},
@@ -195,6 +209,8 @@ OTHERS = {"position_embedding_type": "rope", "add_bias_linear": False, "parallel
 """What some choices need."""
 DECODER = {"family": "t5", "encoder_decoder": True}
 SHORT_CHUNKS = {"retro_gpt_chunk_length": 4}
+NORMS = {"qk_layernorm": True, "post_norm": True, "normalization": "RMSNorm"}
+EXPERTS = {"num_experts": (4,), "moe_router_topk": 1, "moe_router_pre_softmax": True}
 
 
 @pytest.mark.parametrize(("field", "value"), list(choices()))
@@ -202,7 +218,7 @@ def test_every_choice_is_written_or_refused(field, value):
     resolved, given = 0, {field: value}
     if value == "classification":
         given["num_labels"] = 3
-    for changes in ({}, OTHERS, DECODER, SHORT_CHUNKS):
+    for changes in ({}, OTHERS, DECODER, SHORT_CHUNKS, EXPERTS, NORMS):
         try:
             model = complete(ModelFlags(**(BASE | changes | given)), WHERE)
         except ValueError:

@@ -1,11 +1,17 @@
 """Which checkpoint of a folder is found, and what is not one."""
 
 import zipfile
+from itertools import product
 
 import pytest
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.formats.legacy_megatron.rank_files import Rank, find_megatron, rank_files
+from megatron.formats.legacy_megatron.rank_files import (
+    Rank,
+    find_megatron,
+    rank_files,
+    rank_folder,
+)
 
 FILE = "model_optim_rng.pt"
 
@@ -94,7 +100,22 @@ def test_ranks(tmp_path):
         rank_files(tmp_path)
     (tmp_path / "mp_rank_00_000_000").mkdir()
     (tmp_path / "mp_rank_00_000_000" / FILE).touch()
-    with pytest.raises(CheckpointError, match="the third number is of experts"):
+    with pytest.raises(
+        CheckpointError, match="mp_rank_00_000 and mp_rank_00_000_000 are of one rank"
+    ):
+        rank_files(tmp_path)
+
+
+def test_expert_ranks(tmp_path):
+    for name in product("01", "01", "012"):
+        (tmp_path / "mp_rank_0{}_00{}_00{}".format(*name)).mkdir()
+        (tmp_path / "mp_rank_0{}_00{}_00{}".format(*name) / FILE).touch()
+    found = rank_files(tmp_path)
+    assert list(found) == [Rank(p, t, e) for p, t, e in product(range(2), range(2), range(3))]
+    assert found[Rank(1, 0, 2)] == tmp_path / "mp_rank_00_001_002" / FILE
+    assert all(path.parent.name == rank_folder(r, Rank(2, 2, 3)) for r, path in found.items())
+    (tmp_path / "mp_rank_01_001_002" / FILE).unlink()
+    with pytest.raises(CheckpointError, match=f"mp_rank_01_001_002/{FILE} is missing"):
         rank_files(tmp_path)
 
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from configs import run_config
-from generation_models import PROMPTS, SHAPES, play, same, save_theirs, their_greedy
+from configs import run_config, with_flags
+from generation_models import PROMPTS, SHAPES, VOCAB, play, same, save_theirs, their_greedy
 from generation_models import their_model as make_theirs
 from gpt_forward import forward
 
@@ -20,7 +20,8 @@ from megatron.apps.generation.execution.stages import StagedLayers
 from megatron.apps.generation.memory import CacheConfig
 from megatron.apps.generation.request import SequencePart, StepInput
 from megatron.config import ConfigError
-from megatron.families import family_of
+from megatron.families import family_of, spec_of
+from megatron.features.masked.batch import T5Batch
 from megatron.formats.huggingface.source import HuggingFaceFolder
 from megatron.formats.inspection import model_of
 from megatron.parallel.mesh import SINGLE, Mesh
@@ -89,6 +90,14 @@ KINDS = {
     },
     "narrow": {"position_embedding_offset": 2, "sliding_window": 3, "parallel_residual": True},
     "kv_heads=1": {"llama": True, "num_query_groups": 1},
+    "sinks": {
+        "llama": True,
+        "num_query_groups": 2,
+        "sliding_window": 4,
+        "window_attn_skip_freq": 2,
+        "softmax_type": "learnable",
+    },
+    "off_by_one": {"position_embedding_type": "alibi", "softmax_type": "off-by-one"},
 }
 GPT_PROMPTS = [prompt for prompt in PROMPTS if len(prompt) < 20]
 
@@ -121,6 +130,27 @@ def test_against_the_model_without_pages(kind, gpt_config, random_gpt):
             given = log_probs[:after].gather(1, torch.tensor(text.prompt[1:])[:, None])[:, 0]
             torch.testing.assert_close(text.prompt_log_probs, given.float(), rtol=0, atol=1e-6)
     assert same(texts, play(runner, GPT_PROMPTS, 13, shuffled=False))
+
+
+def test_sinks_of_an_encoder_and_a_decoder(tmp_path, random_gpt):
+    """In float64, of all three kinds of attention, against the model in one pass."""
+    plain = HuggingFaceFolder(save_theirs(tmp_path / "t5", "t5")).model
+    config = run_config(model=with_flags(plain, softmax_type="learnable"))
+    model = random_gpt(config).double()
+    generation = family_of("t5").generation(config, TOKENIZER)
+    stages = StagedLayers.alone(model, config.model.hidden_size)
+    runner = PagedRunner(stages, config.model, generation, 60, 8)
+    prompts = [prompt for prompt in PROMPTS if len(prompt) > 1]
+    texts = play(runner, prompts, COUNT, chunk=5, together=3)
+    for text, prompt in zip(texts, prompts, strict=True):
+        asked, said = torch.tensor([prompt]), torch.tensor([text.prompt + text.tokens[:-1]])
+        ones = (torch.ones_like(x) for x in (asked, said))
+        batch = T5Batch(asked, said, said, torch.ones(said.shape), *ones)
+        with torch.inference_mode():
+            logits = model(spec_of(config.model).begin(batch).changed(targets=None)).hidden[0]
+        expected = logits[:, :VOCAB].log_softmax(-1)
+        torch.testing.assert_close(text.log_probs.double(), expected, rtol=0, atol=1e-6)
+    assert same(texts, play(runner, prompts, COUNT, shuffled=False))
 
 
 @pytest.mark.parametrize("window", [None, 10])

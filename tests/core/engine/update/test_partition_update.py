@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from flat_partitions import flat_partitions, set_gradients
+from flat_partitions import first_ranks, flat_partitions, set_gradients
 from torch import Tensor, nn
 
 from megatron.engine.update import partition_update
@@ -107,7 +107,9 @@ def whole_step(wrapper, optimizer, grads, factor: Tensor, held: Tensor) -> None:
 def test_fused_bitwise_as_whole_partitions(most, dtype):
     """The third step has gradients that are not finite."""
     found, expected = (flat_partitions(groups(dtype), padding=600) for _ in range(2))
-    update = PartitionUpdate(*found, 0, Float32States(), FusedAdam(BETAS, EPS), most)
+    update = PartitionUpdate(
+        *found, first_ranks(found[0]), Float32States(), FusedAdam(BETAS, EPS), most
+    )
     for step in range(4):
         bad = step == 2
         factor = torch.tensor(float("nan") if bad else 0.3 + step / 7)
@@ -125,7 +127,7 @@ def test_fused_bitwise_as_whole_partitions(most, dtype):
 def test_elementwise_near_whole_partitions():
     found, expected = (flat_partitions(groups(torch.bfloat16), padding=3) for _ in range(2))
     kernel = ElementwiseAdam(Float32States(), BETAS, EPS, compiled=False)
-    update = PartitionUpdate(*found, 0, Float32States(), kernel, 1 << 20)
+    update = PartitionUpdate(*found, first_ranks(found[0]), Float32States(), kernel, 1 << 20)
     for step in range(3):
         set_gradients(found[0], gradients(step, torch.bfloat16))
         factor, held = torch.tensor(0.7), torch.tensor(0.0)
@@ -153,7 +155,7 @@ def test_a_slice_knows_its_elements():
     firsts = (2**31 - 5, -1000, -2000, 12)
     keys = dict(zip(wrapper.bit16_groups[0], firsts, strict=True))
     update = PartitionUpdate(
-        wrapper, optimizer, 0, Float32States(), Spy(BETAS, EPS), 4 * BLOCK, keys
+        wrapper, optimizer, first_ranks(wrapper), Float32States(), Spy(BETAS, EPS), 4 * BLOCK, keys
     )
     set_gradients(wrapper, gradients(0, torch.bfloat16))
     update.step(None, torch.tensor(0.0))

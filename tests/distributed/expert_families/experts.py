@@ -1,0 +1,3 @@
+from experts_gpt import ExpertsGPT
+
+FAMILY = ExpertsGPT()
