@@ -229,13 +229,8 @@ LOADED = [("alone", 0), ("ep2", 1), ("ep4", 3), ("ep2-tp2", 2), ("ep2-tp2-joint"
 LAYOUTS_OF_LOADS = {**LAYOUTS, "alone": (1, 1, False, [])}
 
 
-@pytest.mark.parametrize(
-    ("saved", "loads"),
-    [
-        (SAVED[0], LOADED[2:3]),
-        *(pytest.param(each, LOADED, marks=pytest.mark.proof) for each in SAVED),
-    ],
-)
+@pytest.mark.proof
+@pytest.mark.parametrize(("saved", "loads"), [(each, LOADED) for each in SAVED])
 def test_any_size_of_the_axis_continues_from_any(pool, tmp_path, saved, loads):
     """Weights and moments, bit for bit."""
 
