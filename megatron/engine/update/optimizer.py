@@ -160,7 +160,7 @@ def owned(param: nn.Parameter, mesh: Mesh, among: Sequence[str]) -> bool:
 
 
 def fewer_replicas(params: Iterable[nn.Parameter], mesh: Mesh) -> list[nn.Parameter]:
-    """Those that are cut over more than one rank along the axis ``expert``: gradients are summed
+    """Parameters cut over more than one rank along the axis ``expert``: gradients are summed
     over fewer ranks than those of dense layers, and ZeRO partitions them among fewer."""
     return [p for p in params if mesh.replicas(shard_of(p)).size < mesh.dense.size]
 

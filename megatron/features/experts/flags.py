@@ -46,7 +46,7 @@ class ExpertsConfig(ExpertsFlags):
 
     @property
     def draws(self) -> bool:
-        """Whether the router draws random numbers in training."""
+        """True if the router draws random numbers in training."""
         if self.idle:
             return False
         sampled = self.moe_gate == "sparsemixer" or bool(self.moe_input_jitter_eps)

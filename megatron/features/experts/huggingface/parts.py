@@ -181,7 +181,7 @@ def _pattern(sparse: Sequence[bool]) -> str:
 def read_normalisation(
     given: HFConfigReader, fields: dict[str, Any], summing: bool | None = None
 ) -> dict[str, Any]:
-    """Whether the weights of a token's experts sum up to 1, by ``norm_topk_prob`` unless it is
+    """True if the weights of a token's experts sum up to 1, by ``norm_topk_prob`` unless it is
     known. Then their softmax over all experts, divided by their sum, is that over the chosen ones.
     """
     summing = given.flag("norm_topk_prob") if summing is None else summing
